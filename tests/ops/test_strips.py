@@ -11,7 +11,6 @@ from visionattn.ops import Axial, Flat, Joint, attend, reference, summarize
 from visionattn.ops.strips import (
     SeenLines,
     SeenRows,
-    SeenRun,
     Strip,
     halo_of,
     strip_attention,
@@ -32,7 +31,7 @@ def seen_of(relative, strip, values):
         first, last = strip.first * width - reach, strip.last * width + reach
         parts = run[:, :, : max(0, first)], run[:, :, max(0, first) : last], run[:, :, last:]
         sums = [part.sum(2) if part.shape[2] else None for part in (parts[0], parts[2])]
-        return SeenRun(parts[1], *sums)
+        return SeenRows(parts[1], *sums)
     halo = strip.with_halo(halo_of(relative))
     parts = values[:, :, : halo.first], values[:, :, halo.last :]
     above, below = (part.sum(2) if part.shape[2] else None for part in parts)

@@ -9,8 +9,8 @@ Sources: Katharopoulos et al. 2020, eq. 16 to 20 (the recurrence); TaylorShift (
 "Efficient TaylorShift"; adding is ours.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -42,8 +42,55 @@ COEFFICIENTS: Coefficients = (0.5, 1.0, 1.0)
 """Those of TaylorShift unless others are given."""
 
 
+class _Additive:
+    """A state: sums over keys, and the options that they were made with."""
+
+    SUMS: ClassVar[tuple[str, ...]]
+    """Names of what adds, besides the count."""
+
+    def __add__(self, other: Self) -> Self:
+        """Return the state of the keys of both.
+
+        Raises:
+            ValueError: kind, shapes, dtype, device, feature map, temperature or coefficients
+                differ.
+        """
+        if type(other) is not type(self):
+            raise ValueError(
+                f"states add to states of their kind: wanted {type(self).__name__}, got "
+                f"{type(other).__name__}"
+            )
+        for name in self.SUMS:
+            a, b = (
+                f"{tuple(x.shape)} in {x.dtype} on {x.device}"
+                for x in (getattr(self, name), getattr(other, name))
+            )
+            if a != b:
+                raise ValueError(
+                    f"states add where {name} has the same shape, dtype and device: got {a} and {b}"
+                )
+        added = (*self.SUMS, "count")
+        for name in vars(self).keys() - added:
+            a, b = getattr(self, name), getattr(other, name)
+            if not _same(a, b):
+                described = " and ".join(" ".join(str(x).split()) for x in (a, b))
+                raise ValueError(f"states add where they have the same {name}: got {described}")
+        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in added})
+
+
+def _same(a: object, b: object) -> bool:
+    """Tell whether two options are equal; under ``torch.compile``, which cannot look at entries,
+    tensors of one shape are.
+    """
+    if a is b or not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return a is b or a == b
+    if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
+        return False
+    return torch.compiler.is_compiling() or torch.equal(a, b)
+
+
 @dataclass(frozen=True)
-class KernelState:
+class KernelState(_Additive):
     """What kernelized attention needs of its keys and values; float32 (float64 for float64 inputs).
 
     Args:
@@ -58,20 +105,10 @@ class KernelState:
     count: Tensor
     feature_map: str | FeatureMap
     SUMS: ClassVar = ("S", "Z")
-    """Names of what adds, besides the count."""
-
-    def __add__(self, other: "KernelState") -> "KernelState":
-        """Return the state of the keys of both. ValueError where kind, shapes, dtype, device or
-        feature map differ.
-        """
-        _check_same(self, other, feature_map=lambda a, b: a is b or a == b)
-        return KernelState(
-            self.S + other.S, self.Z + other.Z, self.count + other.count, self.feature_map
-        )
 
 
 @dataclass(frozen=True)
-class TaylorState:
+class TaylorState(_Additive):
     """What TaylorShift needs of its keys and values; float32 (float64 for float64 inputs).
 
     Args:
@@ -93,53 +130,10 @@ class TaylorState:
     count: Tensor
     temperature: Tensor | None
     coefficients: Coefficients
-    SUMS: ClassVar = ("S2", "KV", "KK", "k_sum", "v_sum")
-    """Names of what adds, besides the count."""
-
-    def __add__(self, other: "TaylorState") -> "TaylorState":
-        """Return the state of the keys of both. ValueError where kind, shapes, dtype, device,
-        temperature or coefficients differ.
-        """
-        _check_same(
-            self, other, temperature=_same_tensor, coefficients=lambda a, b: tuple(a) == tuple(b)
-        )
-        sums = (getattr(self, name) + getattr(other, name) for name in (*self.SUMS, "count"))
-        return TaylorState(*sums, self.temperature, self.coefficients)  # type: ignore[call-arg]
+    SUMS: ClassVar = ("KV", "S2", "KK", "k_sum", "v_sum")
 
 
 State = KernelState | TaylorState
-
-
-def _same_tensor(a: Tensor | None, b: Tensor | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    if a is b or (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
-        return a is b
-    return torch.compiler.is_compiling() or torch.equal(a, b)
-
-
-def _check_same(state: State, other: State, **options) -> None:
-    if type(other) is not type(state):
-        raise ValueError(
-            f"states add to states of their kind: wanted {type(state).__name__}, got "
-            f"{type(other).__name__}"
-        )
-    for name in ("S", "Z") if isinstance(state, KernelState) else ("KV", "S2"):
-        a, b = (
-            (tuple(x.shape), x.dtype, x.device)
-            for x in (getattr(state, name), getattr(other, name))
-        )
-        if a != b:
-            described = (f"{shape} in {dtype} on {device}" for shape, dtype, device in (a, b))
-            raise ValueError(
-                f"states add where {name} has the same shape, dtype and device: got "
-                f"{' and '.join(described)}"
-            )
-    for name, same in options.items():
-        a, b = getattr(state, name), getattr(other, name)
-        if not same(a, b):
-            described = " and ".join(" ".join(str(x).split()) for x in (a, b))
-            raise ValueError(f"states add where they have the same {name}: got {described}")
 
 
 def summarize(

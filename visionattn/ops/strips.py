@@ -52,12 +52,14 @@ class Strip(NamedTuple):
 
 @dataclass(frozen=True)
 class SeenRows:
-    """What ``Joint`` needs of the values.
+    """What ``Joint``, or ``Flat`` with a layout, needs of the values.
 
     Args:
-        values: ``[B, h, rows, W, e]``, those of the strip with its halo (``Strip.with_halo``).
-        above, below: ``[B, h, W, e]``, the sums of all rows before and behind these; None where
-            there are none.
+        values: ``[B, h, rows, W, e]``, those of the strip with its halo (``Strip.with_halo``); of
+            ``Flat`` ``[B, h, n, e]``, those of the strip's patches and of up to R - 1 patches
+            before and behind them in the sequence.
+        above, below: ``[B, h, W, e]``, of ``Flat`` ``[B, h, e]``, the sums of all rows or patches
+            before and behind these; None where there are none.
     """
 
     values: Tensor
@@ -78,28 +80,12 @@ class SeenLines:
     columns: Tensor
 
 
-@dataclass(frozen=True)
-class SeenRun:
-    """What ``Flat`` with a layout needs of the values, along the sequence of all patches.
-
-    Args:
-        values: ``[B, h, n, e]``, those of the strip's patches and of up to R - 1 patches before and
-            behind them.
-        above, below: ``[B, h, e]``, the sums of all patches before and behind these; None where
-            there are none.
-    """
-
-    values: Tensor
-    above: Tensor | None
-    below: Tensor | None
+Seen = SeenRows | SeenLines
 
 
-Seen = SeenRows | SeenLines | SeenRun
-
-
-def horizon_of(relative: Joint | Flat) -> int:
-    """Return R of the rows, or along the sequence."""
-    return relative.table.shape[1] // 2
+def _reach(relative: Joint | Flat) -> int:
+    """Return how many rows, or patches along the sequence, are seen one by one on either side."""
+    return max(0, relative.table.shape[1] // 2 - 1)
 
 
 def halo_of(relative: RelativePosition | None) -> int:
@@ -108,8 +94,8 @@ def halo_of(relative: RelativePosition | None) -> int:
     """
     if relative is None or isinstance(relative, Axial):
         return 0
-    reach = max(0, horizon_of(relative) - 1)
-    return -(-reach // relative.layout.grid.width) if isinstance(relative, Flat) else reach
+    width = relative.layout.grid.width if isinstance(relative, Flat) else 1
+    return -(-_reach(relative) // width)
 
 
 def seen_span(relative: Joint | Flat, strip: Strip) -> slice:
@@ -117,7 +103,7 @@ def seen_span(relative: Joint | Flat, strip: Strip) -> slice:
     if isinstance(relative, Joint):
         whole = strip.with_halo(halo_of(relative))
         return slice(whole.first, whole.last)
-    reach, (_, width) = max(0, horizon_of(relative) - 1), strip.grid
+    reach, (_, width) = _reach(relative), strip.grid
     first, last = strip.first * width - reach, strip.last * width + reach
     return slice(max(0, first), min(last, strip.grid.num_patches))
 
@@ -138,8 +124,8 @@ def strip_attention(
         state: of all keys, those of prefix tokens too.
         relative: of the whole grid, with all patches present.
         strip: which rows, for relative position.
-        seen: what is seen of the values: ``SeenRows`` for ``Joint``, ``SeenLines`` for ``Axial``,
-            ``SeenRun`` for ``Flat``.
+        seen: what is seen of the values: ``SeenRows`` for ``Joint`` and ``Flat``, ``SeenLines``
+            for ``Axial``.
 
     Returns:
         ``[B, h, n, e]`` in the dtype of the state.
@@ -175,7 +161,7 @@ def _mean(
 
 
 def _check(q: Tensor, relative: RelativePosition, strip: Strip | None, seen: Seen | None) -> None:
-    wanted = {Joint: SeenRows, Axial: SeenLines, Flat: SeenRun}[type(relative)]
+    wanted = SeenLines if isinstance(relative, Axial) else SeenRows
     if strip is None or not isinstance(seen, wanted):
         raise ValueError(
             f"{type(relative).__name__}: wanted a strip and {wanted.__name__}, got "
@@ -209,7 +195,7 @@ def strip_sums(
 
 
 def _sums_of_classes(
-    q: Tensor, seen: SeenRows | SeenRun, relative: Joint | Flat, strip: Strip, factor: Tensor | None
+    q: Tensor, seen: SeenRows, relative: Joint | Flat, strip: Strip, factor: Tensor | None
 ) -> Sums:
     """Let the sum of far rows stand as one row before the halo, and the other behind it: as seen
     from the strip they are of the same classes as the rows that they are the sum of. ``Flat`` does

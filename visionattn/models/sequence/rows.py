@@ -13,7 +13,7 @@ from torch import Tensor
 from visionattn.models.sequence.collectives import exchanged
 from visionattn.models.sequence.share import Share
 from visionattn.ops.position.kinds import Flat, Joint
-from visionattn.ops.strips import SeenRows, SeenRun, Strip, halo_of, seen_span
+from visionattn.ops.strips import SeenRows, Strip, halo_of, seen_span
 
 Sides = tuple[slice, slice]
 
@@ -129,7 +129,7 @@ def _added(sums: Sequence[Tensor | None]) -> Tensor | None:
     return torch.stack(there).sum(0) if there else None
 
 
-def seen_rows(halo: Halo, relative: Joint | Flat, strip: Strip) -> SeenRows | SeenRun:
+def seen_rows(halo: Halo, relative: Joint | Flat, strip: Strip) -> SeenRows:
     """Return what the relative position of a strip's queries needs of a halo."""
     if isinstance(relative, Joint):
         values = halo.rows_of(strip.with_halo(halo_of(relative)))
@@ -137,4 +137,4 @@ def seen_rows(halo: Halo, relative: Joint | Flat, strip: Strip) -> SeenRows | Se
     width, (before, behind) = strip.grid.width, far_sides(relative, strip)
     offset = halo.strip.first * width
     run = halo.values.flatten(2, 3)[:, :, before.stop - offset : behind.start - offset]
-    return SeenRun(run, halo.above, halo.below)
+    return SeenRows(run, halo.above, halo.below)

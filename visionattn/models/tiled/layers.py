@@ -22,7 +22,6 @@ from visionattn.ops.strips import (
     Seen,
     SeenLines,
     SeenRows,
-    SeenRun,
     Strip,
     halo_of,
     seen_span,
@@ -248,7 +247,7 @@ class LinearLayer(Layer):
             return SeenRows(self._heads(own), *ends)
         start = strip.with_halo(self.halo).first * self.grid.width
         run = around.flatten(0, 1)[span[0] - start : span[1] - start]
-        return SeenRun(self._apart(run), *ends)
+        return SeenRows(self._apart(run), *ends)
 
     def _apart(self, x: Tensor) -> Tensor:
         """Turn ``[W, D]`` or ``[n, D]`` into ``[1, h, n, e]``, and ``[D]`` into ``[1, h, e]``."""
