@@ -75,13 +75,3 @@ def test_the_whole_grid_as_horizon_takes_no_memory_for_each_pair_of_a_query_and_
 
     pairs_bytes = 2 * 160 * 120 * c * 4
     assert peak_bytes(both_ways) < pairs_bytes / 2
-
-
-def test_a_second_derivative_is_refused_clearly():
-    tensors, present = draw_operands((3, 4), 1)
-    inputs = [x.requires_grad_() for x in tensors.values()]
-    (gradient,) = torch.autograd.grad(
-        joined(present, False)(*inputs).sum(), inputs[0], create_graph=True
-    )
-    with pytest.raises(NotImplementedError, match="second derivative"):
-        gradient.sum().backward()

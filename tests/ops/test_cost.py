@@ -141,30 +141,15 @@ def test_packed_crossover_of_memory_follows_the_chunk(chunk_tokens):
 
 
 def test_scaleformer_rules_take_the_smaller_memory_and_the_quadratic_form_when_equal():
+    wanted = ["direct", "direct", "efficient"]
     # n m against d^2 max(n, m): the shorter sequence against d^2 = 25.
-    assert [published.scaleformer_causal_form(n, 77, 5) for n in (24, 25, 26)] == [
-        "direct",
-        "direct",
-        "efficient",
-    ]
-    assert [published.scaleformer_causal_form(77, m, 5) for m in (24, 25, 26)] == [
-        "direct",
-        "direct",
-        "efficient",
-    ]
+    assert [published.scaleformer_causal_form(n, 77, 5) for n in (24, 25, 26)] == wanted
+    assert [published.scaleformer_causal_form(77, m, 5) for m in (24, 25, 26)] == wanted
     # n m against d^2 = 144.
-    assert [published.scaleformer_bidirectional_form(9, m, 12) for m in (15, 16, 17)] == [
-        "direct",
-        "direct",
-        "efficient",
-    ]
+    assert [published.scaleformer_bidirectional_form(9, m, 12) for m in (15, 16, 17)] == wanted
     # n m against n (2 * 3 + 5) = 11 n, whatever n is.
     for n in (2, 77):
-        assert [published.scaleformer_relative_form(n, m, 3) for m in (10, 11, 12)] == [
-            "direct",
-            "direct",
-            "efficient",
-        ]
+        assert [published.scaleformer_relative_form(n, m, 3) for m in (10, 11, 12)] == wanted
 
 
 @pytest.mark.parametrize("operation", choice.OPERATIONS)
@@ -186,38 +171,21 @@ def test_once_efficient_stays_efficient_as_tokens_grow(operation):
 
 @pytest.mark.parametrize("size", [0, -3, 2.0, True, "7"], ids=repr)
 def test_sizes_that_are_none_are_refused_in_one_line(size):
-    counts = (
-        published.ops_direct,
-        published.ops_efficient,
-        published.entries_direct,
-        published.entries_efficient,
-    )
-    for count in (*counts, published.ops_efficient_packed, published.entries_efficient_packed):
+    def refused(name, call, *sizes):
         with pytest.raises(
-            ValueError, match=re.escape(f"n={size!r}: wanted a whole number from 1") + "$"
+            ValueError, match=re.escape(f"{name}={size!r}: wanted a whole number from 1") + "$"
         ):
-            count(size, 7)
-        with pytest.raises(
-            ValueError, match=re.escape(f"d={size!r}: wanted a whole number from 1") + "$"
-        ):
-            count(7, size)
-    for count in (
-        published.N0,
-        published.N1,
-        published.N1_bound,
-        published.N0_packed,
-        published.N1_packed,
-    ):
-        with pytest.raises(ValueError, match="^d=.*: wanted a whole number from 1$"):
-            count(size)
-    for count in (
-        published.ops_direct_heads,
-        published.ops_efficient_heads,
-        published.entries_direct_heads,
-        published.entries_efficient_heads,
-    ):
-        with pytest.raises(ValueError, match="^heads=.*: wanted a whole number from 1$"):
-            count(7, 24, size)
+            call(*sizes)
+
+    for name in ("ops_direct", "ops_efficient", "entries_direct", "entries_efficient"):
+        refused("n", getattr(published, name), size, 7)
+        refused("d", getattr(published, name), 7, size)
+        refused("heads", getattr(published, f"{name}_heads"), 7, 24, size)
+    for count in (published.ops_efficient_packed, published.entries_efficient_packed):
+        refused("n", count, size, 7)
+        refused("d", count, 7, size)
+    for name in ("N0", "N1", "N1_bound", "N0_packed", "N1_packed"):
+        refused("d", getattr(published, name), size)
     with pytest.raises(ValueError, match="^d=.*: wanted a whole number from 1$"):
         choice.choose_form("kernelized", 5, 7, size, 4)
     for bad in ({"n": -3}, {"m": 2.5}, {"heads": "7"}, {"batch": True}):
@@ -226,15 +194,6 @@ def test_sizes_that_are_none_are_refused_in_one_line(size):
             ValueError, match=f"^{next(iter(bad))}=.*: wanted a whole number from 0$"
         ):
             choice.choose_form(operation="taylorshift", **sizes)
-
-
-def test_published_names_are_all_there_is():
-    public = {
-        name
-        for name, thing in vars(published).items()
-        if callable(thing) and not name.startswith("_")
-    }
-    assert set(published.__all__) == public - {"main", "isqrt", "Sequence", "check_sizes"}
 
 
 def test_the_form_of_less_work_is_taken():

@@ -298,7 +298,10 @@ def second_derivatives():
         "temperature",
         (taylorshift_attention, {"temperature": torch.ones(3, dtype=torch.float64)}),
     )
-    yield "kernelized", (kernelized_attention, {})
+    for form in ("direct", "efficient"):
+        for causal in (False, True):
+            function = partial(kernelized_attention, form=form, causal=causal)
+            yield f"kernelized {form}, causal {causal}", (function, {})
     features = RandomFeatures(16, 5, torch.Generator().manual_seed(1))
     yield "random features", (partial(kernelized_attention, feature_map=features), {})
 

@@ -162,33 +162,21 @@ def short_segments(monkeypatch):
     monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 128 * 8)
 
 
-@pytest.mark.parametrize("position", ["none", "flat on a grid", "horizon 0"])
+@pytest.mark.parametrize(
+    "position, n, m, first, masked",
+    [
+        ("none", 45, 45, 29, False),
+        ("flat on a grid", 45, 45, 29, False),
+        ("horizon 0", 45, 45, 29, False),
+        ("none", 30, 45, 29, False),
+        ("flat", 45, 38, 29, False),
+        ("none", 260, 260, 64, False),
+        ("flat", 260, 260, 200, False),
+        ("flat mean", 45, 45, 29, True),
+    ],
+)
 @pytest.mark.parametrize("attention", CAUSAL)
-def test_later_tokens_hold_anything(attention, position):
-    later_tokens(attention, position, 45, 45, first=29, masked=False)
-
-
-@pytest.mark.parametrize("attention", CAUSAL)
-def test_later_tokens_hold_anything_where_queries_are_more_or_fewer(attention):
-    later_tokens(attention, "none", 30, 45, first=29, masked=False)
-    later_tokens(attention, "flat", 45, 38, first=29, masked=False)
-
-
-@pytest.mark.parametrize("attention", CAUSAL)
-@pytest.mark.parametrize("first", [64, 200])
-def test_later_tokens_hold_anything_within_their_block_and_segment(
-    attention, first, short_segments
-):
-    later_tokens(attention, "none", 260, 260, first, masked=False)
-    later_tokens(attention, "flat", 260, 260, first, masked=False)
-
-
-@pytest.mark.parametrize("attention", CAUSAL)
-def test_later_tokens_and_masked_ones_hold_anything(attention):
-    later_tokens(attention, "flat mean", 45, 45, first=29, masked=True)
-
-
-def later_tokens(attention, position, n, m, first, masked):
+def test_later_tokens_hold_anything(attention, position, n, m, first, masked, short_segments):
     """Queries before ``first`` count, and all tokens from there on are garbage."""
     tensors = draw_qkv(queries=n, keys=m, d=7, e=5)
     relative = position != "none"

@@ -33,10 +33,13 @@ def poisoned_memory():
 
 @every_operation
 def test_memory_that_nobody_wrote_is_never_read(name, poisoned_memory):
+    """And an image whose keys are all masked gives zero and zero gradients."""
     operation = OPERATIONS[name]
     tensors, mask = operation.tensors(), draw_mask(2, TOKENS)
+    mask[1] = False
     actual = run(partial(operation.fast, key_mask=mask), tensors)
     assert_agree(actual, run(partial(operation.slow, key_mask=mask), tensors))
+    assert all(actual[part][1].eq(0).all() for part in ("out", "q", "k", "v"))
 
 
 @every_operation
@@ -84,25 +87,6 @@ def test_values_that_broadcast_and_a_gradient_that_broadcasts_are_right(name):
     actual = run(repeated(operation.fast), tensors)
     expected = run(repeated(operation.slow), tensors)
     assert_agree(actual, expected)
-
-
-@every_operation
-def test_an_image_whose_keys_are_all_masked_gives_zero_and_zero_gradient(name):
-    operation = OPERATIONS[name]
-    tensors, mask = operation.tensors(), draw_mask(2, TOKENS)
-    mask[1] = False
-    actual = run(partial(operation.fast, key_mask=mask), tensors)
-    assert_agree(actual, run(partial(operation.slow, key_mask=mask), tensors))
-    assert all(actual[part][1].eq(0).all() for part in ("out", "q", "k", "v"))
-
-
-@every_operation
-def test_masked_keys_may_hold_anything_finite(name):
-    operation = OPERATIONS[name]
-    tensors, mask = operation.tensors(torch.float16), draw_mask(2, TOKENS)
-    huge = {part: tensors[part].masked_fill(~mask[:, None, :, None], 6e4) for part in "kv"}
-    out = operation.fast(**tensors, key_mask=mask)
-    assert torch.equal(operation.fast(**tensors | huge, key_mask=mask), out)
 
 
 @pytest.mark.parametrize("name", NOT_SOFTMAX)

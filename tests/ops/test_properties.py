@@ -10,7 +10,6 @@ from tests.helpers.oracles import (
     assert_agree,
     draw,
     draw_kept,
-    draw_mask,
     draw_qkv,
     draw_table,
     run,
@@ -38,24 +37,6 @@ def test_without_position_permuting_the_tokens_permutes_output_and_gradients(nam
         key: x[:, :, order] if x.ndim == 4 else x for key, x in run(weighed, tensors).items()
     }
     assert_agree(run(weighed, shuffled), expected)
-
-
-@pytest.mark.parametrize("name", CAUSAL)
-@pytest.mark.parametrize("masked", [False, True])
-def test_a_later_token_has_a_gradient_of_exactly_zero_and_changes_no_digit(name, masked):
-    operation, tokens = OPERATIONS[name], 49 * 3
-    tensors = operation.tensors(batch=1, queries=tokens, e=3)
-    inputs = {key: x.requires_grad_() for key, x in tensors.items()}
-    function = partial(operation.fast, key_mask=draw_mask(1, tokens) if masked else None)
-    out = function(**inputs)
-    for i in (0, 1, 2, 3, 63, 64, 127, 128, tokens - 2):
-        gradients = torch.autograd.grad(
-            out[:, :, i].sum(), [inputs[part] for part in "qkv"], retain_graph=True
-        )
-        assert all(gradient[:, :, i + 1 :].eq(0).all() for gradient in gradients)
-        later = torch.arange(tokens)[:, None] > i
-        others = {part: torch.where(later, 7 - 3 * inputs[part], inputs[part]) for part in "qkv"}
-        assert torch.equal(function(**inputs | others)[:, :, : i + 1], out[:, :, : i + 1])
 
 
 @pytest.mark.parametrize("normalization", ["sum", "mean"])

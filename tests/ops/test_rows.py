@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.helpers.oracles import draw, draw_mask, draw_qkv, peak_bytes
+from tests.helpers.oracles import draw, draw_qkv, peak_bytes
 from visionattn.layout import Grid, TokenLayout
 from visionattn.ops import (
     Joint,
@@ -85,20 +85,6 @@ def test_features_that_underflow_give_the_rows_of_float64(low):
     assert_close(found.total.sum(-1), torch.ones(1, 2, 9), 1e-5)
     wanted = dense(reference.kernelized_attention, q.double(), k.double())
     assert_close(found.total.double(), wanted, 1e-4)
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_what_masked_keys_hold_plays_no_part_and_without_keys_a_row_is_zero(name):
-    layout = TokenLayout(0, Grid(3, 5))
-    q, k = (draw(2, 3, 15, 16, seed=i) for i in (1, 2))
-    options = {"layout": layout} if name == "window" else {}
-    mask = draw_mask(2, 15)
-    mask[1] = False
-    found = ROWS[name](q, k, some(15), key_mask=mask, **options).total
-    spoilt = k.masked_fill(~mask[:, None, :, None], float("nan"))
-    assert torch.equal(ROWS[name](q, spoilt, some(15), key_mask=mask, **options).total, found)
-    assert found[1].eq(0).all()
-    assert found.masked_select(~mask[:, None, None]).eq(0).all()
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

@@ -10,7 +10,7 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 
-from tests.helpers.layout_cases import CASES, make_relative
+from tests.helpers.layout_cases import make_relative
 from tests.helpers.oracles import (
     assert_agree,
     dot,
@@ -48,23 +48,6 @@ def reference_of_tables(
         return reference.softmax_attention(**inputs, bias=bias, **options)
 
     return call
-
-
-def flat_tensors(
-    queries: int, keys: int, horizon: int, tables: int = 3, d: int = 16, e: int = 24
-) -> dict[str, Tensor]:
-    """q, k, v and a signed table along the sequence."""
-    return draw_qkv(queries=queries, keys=keys, d=d, e=e) | {
-        "table": draw(tables, 2 * horizon + 1, d, seed=17)
-    }
-
-
-def signed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors with tables of both signs."""
-    tables = sorted(tensors.keys() - set("qkv"))
-    return tensors | {
-        name: draw(*tensors[name].shape, seed=seed) for seed, name in enumerate(tables)
-    }
 
 
 def test_the_reference_gives_the_numbers_worked_out_by_hand():
@@ -157,62 +140,6 @@ def test_operation_and_reference_are_the_mean_over_pairs_one_at_a_time(kind, cau
         assert_agree({"out": out}, expected, tolerance=1e-14)
 
 
-@pytest.mark.parametrize(
-    ("queries", "keys", "longest"), [(23, 23, 23), (11, 17, 23), (17, 11, 19), (23, 1, 23)]
-)
-def test_a_full_table_gives_what_stacking_diagonals_gives(queries, keys, longest):
-    # Ukhov's algorithm: E [d, 2T-1] runs from future to past; diagonals 0..T-1 of QE, the last on
-    # top, transposed, truncated.
-    tensors = flat_tensors(queries, keys, longest - 1, tables=1)
-    tensors["e"] = tensors.pop("table")[0].flip(0).mT
-
-    def stacked(q, k, v, e):
-        diagonals = [torch.matmul(q, e).diagonal(longest - 1 - t, -2, -1) for t in range(longest)]
-        scores = torch.stack(diagonals, -2).mT[..., :keys]
-        return ((q @ k.mT + scores) * q.shape[3] ** -0.5).softmax(-1) @ v
-
-    def ours(e, **qkv):
-        return softmax_attention(**qkv, relative=Flat(e.mT.flip(0)[None]))
-
-    assert_agree(run(ours, tensors), run(stacked, tensors), floor=1.0)
-
-
-@pytest.mark.parametrize("kind", ["sequence", "flat", "axial", "joint"])
-def test_the_gradient_of_a_query_by_all_that_comes_after_it_is_exactly_zero(kind):
-    queries, keys, seen = (19, 23, 7) if kind == "sequence" else (17, 17, 7)
-    layout, kind = (None, "flat") if kind == "sequence" else (TokenLayout(2, Grid(3, 5)), kind)
-    shapes = (
-        {"rows": (3,), "columns": (7,)}
-        if kind == "axial"
-        else {"table": (45,) if kind == "flat" else (5, 9)}
-    )
-    tensors = draw_qkv(queries=queries, keys=keys, d=5, e=4)
-    tensors |= {name: draw(3, *shape, 5, seed=i) for i, (name, shape) in enumerate(shapes.items())}
-    attend = softmax_of_tables(kind, layout, causal=True)
-    gradients = run(lambda **inputs: attend(**inputs)[:, :, : seen + 1], tensors)
-    for name in "qkv":
-        assert gradients[name][:, :, seen + 1 :].eq(0).all(), name
-        assert gradients[name][:, :, 1:seen].ne(0).any(-1).all(), name
-    if kind == "flat":  # an entry of the future has no part in it at all
-        assert gradients["table"][:, 23:].eq(0).all()
-        assert gradients["table"][:, 22].ne(0).all()
-
-
-@pytest.mark.parametrize("kind", ["flat", "axial", "joint"])
-def test_a_query_that_sees_no_key_gives_zero_and_zero_gradient(kind):
-    layout, mask = TokenLayout(2, Grid(3, 5)), torch.ones(2, 17, dtype=torch.bool)
-    mask[0, :6], mask[1] = False, False
-    tensors = signed(CASES["two by three, shared table"].tensors(kind))
-    tensors |= draw_qkv(queries=17, d=7, e=5)
-    options = {"causal": True, "key_mask": mask}
-    actual = run(softmax_of_tables(kind, layout, **options), tensors)
-    assert_agree(actual, run(reference_of_tables(kind, layout, **options), tensors), floor=1.0)
-    for name in ("out", "q"):
-        assert actual[name][0, :, :6].eq(0).all(), name
-        assert actual[name][0, :, 7:].ne(0).any(-1).all(), name
-    assert all(actual[name][1].eq(0).all() for name in ("out", "q", "k", "v"))
-
-
 @pytest.mark.parametrize("kind", ["sequence", "axial", "joint"])
 def test_one_graph_serves_every_size(kind):
     def attend(image: Tensor, **tables: Tensor) -> Tensor:
@@ -244,20 +171,6 @@ def test_one_graph_serves_every_size(kind):
         inputs = {"image": draw(2, 15, height, width, seed=height)} | tables
         assert_agree(run(compiled, inputs), run(attend, inputs), tolerance=1e-13)
     assert counter.frame_count <= 2
-
-
-def test_no_queries_and_no_keys_are_no_error():
-    tensors = flat_tensors(7, 5, 2)
-    q, k, v, relative = tensors["q"], tensors["k"], tensors["v"], Flat(tensors["table"])
-    for causal in (False, True):
-        assert softmax_attention(q[:, :, :0], k, v, relative=relative, causal=causal).shape == (
-            2,
-            3,
-            0,
-            24,
-        )
-        out = softmax_attention(q, k[:, :, :0], v[:, :, :0], relative=relative, causal=causal)
-        assert torch.equal(out, q.new_zeros(2, 3, 7, 24))
 
 
 def test_what_a_softmax_cannot_use_is_refused():

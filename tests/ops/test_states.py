@@ -15,7 +15,6 @@ from visionattn.ops import (
     reference,
     step,
     summarize,
-    taylorshift_attention,
 )
 
 COEFFICIENTS = (0.7, 0.4, 1.3)
@@ -149,12 +148,6 @@ def test_a_state_is_as_large_after_a_thousand_tokens_as_after_one(kind):
         )
 
     assert numbers(1) == numbers(1000)
-
-
-def test_attending_to_a_state_is_the_fast_operation_too():
-    q, k, v = draw_qkv(queries=53, keys=77).values()
-    out = attend(q, summarize(k, v, "taylorshift", **TAU)).divide()
-    assert_agree({"out": out}, {"out": taylorshift_attention(q, k, v, **TAU)})
 
 
 def test_random_features_have_states_that_add():

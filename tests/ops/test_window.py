@@ -9,7 +9,7 @@ import torch
 import torch._dynamo.testing
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.helpers.layout_cases import CASES, make_relative
+from tests.helpers.layout_cases import make_relative
 from tests.helpers.oracles import (
     assert_agree,
     dot,
@@ -35,7 +35,6 @@ from visionattn.ops import (
     Joint,
     nonfinite,
     reference,
-    softmax_attention,
     window,
     window_attention,
 )
@@ -51,13 +50,6 @@ def of_tables(function, kind, layout, **options):
         return function(**inputs, relative=relative, **options)
 
     return call
-
-
-def tensors_of(case, kind):
-    """The tensors of a case with tables of both signs, or with none."""
-    tensors = case.tensors("joint" if kind == "none" else kind)
-    tables = {name: draw(*x.shape, seed=70) for name, x in tensors.items() if name not in "qkv"}
-    return {name: tensors[name] for name in "qkv"} | ({} if kind == "none" else tables)
 
 
 @pytest.mark.parametrize("shifted", [False, True])
@@ -107,25 +99,6 @@ def test_weights_of_a_few_windows_are_in_memory_at_a_time(monkeypatch):
     assert peak < outputs + 2 * 4 * (1 << 17)
 
 
-def test_one_window_is_softmax_attention():
-    case = CASES["absent and missing patches and masked keys"]
-    tensors, options = tensors_of(case, "joint"), dict(key_mask=case.mask())
-    own = of_tables(window_attention, "joint", case.layout(), window_size=9, **options)
-    whole = of_tables(softmax_attention, "joint", case.layout(), **options)
-    assert_agree(run(own, tensors), run(whole, tensors))
-
-
-def test_a_horizon_of_a_window_less_one_gives_each_offset_an_entry_of_its_own():
-    layout = TokenLayout(1, Grid(9, 11))
-    tensors = draw_qkv(queries=100, d=5, e=4) | {"table": draw(3, 7, 7, 5, seed=1)}
-    call = of_tables(window_attention, "joint", layout, window_size=4)
-    assert run(call, tensors)["table"].ne(0).all()
-    wide = tensors | {"table": torch.nn.functional.pad(tensors["table"], (0, 0, 2, 2, 2, 2))}
-    out, gradient = (run(call, wide)[name] for name in ("out", "table"))
-    assert_agree({"out": out}, {"out": run(call, tensors)["out"]})
-    assert gradient[:, :2].eq(0).all() and gradient[:, :, -2:].eq(0).all()
-
-
 # What tokens hold that do not count
 
 
@@ -159,19 +132,6 @@ def test_of_tokens_that_count_nan_is_not_hidden_and_stays_in_its_window():
         assert torch.equal(out.isnan().any(-1), inside.flatten().expand(2, 3, -1))
 
 
-def test_a_query_that_sees_no_key_gives_zero_and_zero_gradient():
-    layout, mask = TokenLayout(0, Grid(4, 9)), torch.ones(2, 4, 9, dtype=torch.bool)
-    mask[0, :, :4], mask[1] = False, False
-    tensors = draw_qkv(queries=36, d=7, e=5) | {"table": draw(3, 5, 5, 7, seed=3)}
-    options = dict(window_size=4, key_mask=mask.flatten(1))
-    actual = run(of_tables(window_attention, "joint", layout, **options), tensors)
-    slow = of_tables(reference.window_attention, "joint", layout, **options)
-    assert_agree(actual, run(slow, tensors), floor=1.0)
-    for name in ("out", "q"):
-        rows = actual[name].eq(0).all(-1).unflatten(2, (4, 9))
-        assert rows[0, :, :, :4].all() and rows[1].all() and not rows[0, :, :, 4:].any()
-
-
 # Costs, dtypes, compilers
 
 
@@ -199,21 +159,6 @@ def test_operations_are_counted_as_products_of_pairs_that_see_each_other():
     places = torch.tensor([(y // 4, x // 4) for y in range(5) for x in range(9)])
     pairs = int((places[:, None] == places[None]).all(-1).sum()) + 2 * 2 * 45 + 2 * 2
     assert counter.get_total_flops() == 2 * 2 * 3 * pairs * (7 + 5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lower_precision_stays_near_the_definition(dtype):
-    layout, mask = TokenLayout(1, Grid(9, 11)), draw_mask(2, 100)
-    tensors = draw_qkv(queries=100) | {"table": draw(3, 13, 13, 16, seed=1)}
-    tensors = {name: x.to(dtype) for name, x in tensors.items()}
-    options = dict(key_mask=mask, shifted=True)
-    slow = of_tables(reference.window_attention, "joint", layout, **options)
-    expected = run(slow, {name: x.double() for name, x in tensors.items()})
-    own = run(slow, tensors)
-    actual = run(of_tables(window_attention, "joint", layout, **options), tensors)
-    for name, want in expected.items():
-        assert actual[name].dtype == dtype
-        assert relative_error(actual[name], want) <= 2 * relative_error(own[name], want), name
 
 
 def test_gradients_of_prefix_tokens_in_half_precision_are_summed_in_float32(monkeypatch):
