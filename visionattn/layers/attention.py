@@ -332,9 +332,9 @@ class Attention(nn.Module):
             parts = self.qkv(x)[..., rows].contiguous()
         # ``[B, N, n D]`` to n views ``[B, h, N, d]``: nothing is copied.
         split = parts.unflatten(2, (len(which), self.num_heads, self.head_dim))
-        found = zip(which, split.permute(2, 0, 3, 1, 4).unbind(0), strict=True)
         norms = {"q": self.q_norm, "k": self.k_norm}
-        return [norms[name](x) if name in norms else x for name, x in found]
+        found = zip(which, split.permute(2, 0, 3, 1, 4).unbind(0), strict=True)
+        return [norms[name](part) if name in norms else part for name, part in found]
 
     def summarize(self, k: Tensor, v: Tensor) -> State:
         """Return what queries need of some keys and values for the content; states add.

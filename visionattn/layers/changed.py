@@ -15,9 +15,8 @@ def changed(module: nn.Module, kind: type[nn.Module]) -> str | None:
 
     Parametrizations change parameters and not the call.
     """
-    own = type(module)
     if not isinstance(module, kind):
-        return f"is a {own.__module__}.{own.__qualname__}"
+        return f"is a {type(module).__module__}.{type(module).__qualname__}"
     if getattr(module.forward, "__func__", None) is not kind.forward:
         return "has another forward"
     return "has hooks" if has_hooks(module) else None

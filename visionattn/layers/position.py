@@ -14,6 +14,11 @@ START_PEAK, START_FLOOR, START_NOISE = 2.0, -3.0, 0.3
 REFERENCE_HEAD_DIM = 16
 
 
+def entries(raw: Tensor, signed: bool) -> Tensor:
+    """Return the entries of a table ``[..., d]`` of parameters: positive, unless signed."""
+    return raw if signed else elu1(raw) * (REFERENCE_HEAD_DIM / raw.shape[-1])
+
+
 class RelativeTables(nn.Module):
     """The tables of one attention layer.
 
@@ -75,14 +80,11 @@ class RelativeTables(nn.Module):
             for name in self.names:
                 getattr(self, name)[(head, *places[name])] += START_PEAK - START_FLOOR
 
-    def _entries(self, raw: Tensor) -> Tensor:
-        return raw if self.signed else elu1(raw) * (REFERENCE_HEAD_DIM / raw.shape[-1])
-
     def forward(self, layout: TokenLayout) -> RelativePosition:
         """Return the relative position for tokens that lie as ``layout`` says. Its counts are of
         the positive tables of a model, and signed ones have no use for them.
         """
         if self.signed:
             layout = layout._replace(counts=None)
-        tables = {name: self._entries(getattr(self, name)) for name in self.names}
+        tables = {name: entries(getattr(self, name), self.signed) for name in self.names}
         return KINDS[self.kind](**tables, layout=layout, normalization=self.normalization)

@@ -11,14 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visionattn.layers.attention import Attention
-from visionattn.layers.position import (
-    REFERENCE_HEAD_DIM,
-    START_FLOOR,
-    START_NOISE,
-    START_PEAK,
-)
+from visionattn.layers.position import START_FLOOR, START_NOISE, START_PEAK, entries
 from visionattn.layout import TokenLayout
-from visionattn.ops.feature_maps import RandomFeatures, elu1, get_feature_map, is_per_token
+from visionattn.ops.feature_maps import RandomFeatures, get_feature_map, is_per_token
 from visionattn.ops.position.kinds import Flat, Normalization
 from visionattn.ops.recurrence import KeyValueCache, PastTable, RecurrentState
 
@@ -115,10 +110,8 @@ class RasterTables(nn.Module):
         """Return the relative position of the tokens of an image whose rows of values are those of
         the layout's grid.
         """
-        grid = layout.grid
-        raw = torch.cat([self.near.flatten(1, 2), self.rest], 1)
-        entries = raw if self.signed else elu1(raw) * (REFERENCE_HEAD_DIM / raw.shape[-1])
-        past = entries[:, self.index(grid.width, grid.num_patches)].flip(1)
+        table = entries(torch.cat([self.near.flatten(1, 2), self.rest], 1), self.signed)
+        past = table[:, self.index(layout.grid.width, layout.grid.num_patches)].flip(1)
         # No token sees what follows: those entries are never read.
         return Flat(F.pad(past, (0, 0, 0, past.shape[1] - 1)), None, self.normalization)
 
