@@ -186,8 +186,10 @@ def error(actual, wanted):
     return ((actual - wanted).norm() / wanted.norm()).item()
 
 
-@pytest.mark.parametrize("how", ["pure", "autocast"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype, how",
+    [(torch.float16, "pure"), (torch.bfloat16, "pure"), (torch.float16, "autocast")],
+)
 @pytest.mark.parametrize("attention", ["kernelized", "taylorshift"])
 def test_half_precision_survives_65536_tokens_with_activations_sixteen_times_too_large(
     attention, dtype, how

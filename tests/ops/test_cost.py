@@ -3,10 +3,7 @@ data it must follow.
 """
 
 import re
-import subprocess
-import sys
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +12,6 @@ from visionattn.ops import choice, published
 from visionattn.ops.pairs import takes_pairs
 from visionattn.ops.position import joint
 
-ROOT = Path(__file__).parents[2]
 WIDTHS = (8, 16, 32, 64, 128)
 ODD_WIDTHS = (1, 3, 7, 24, 77)
 
@@ -224,19 +220,10 @@ def test_choices_are_made_as_for_other_tokens_within_a_context_alone():
     assert chosen() == before
 
 
-def calculator(*args):
-    return subprocess.run(
-        [sys.executable, "-m", "visionattn.ops.published", *args],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
-
-
-def test_calculator_prints_the_published_crossovers_beside_ours():
-    result = calculator("--dim", "32", "--heads", "3", "--tokens", "1000")
-    assert (result.returncode, result.stderr) == (0, "")
-    rows = {line[:24].strip(): line[24:].split() for line in result.stdout.splitlines()}
+def test_calculator_prints_the_published_crossovers_beside_ours(capsys):
+    published.main(["--dim", "32", "--heads", "3", "--tokens", "1000"])
+    printed = capsys.readouterr().out
+    rows = {line[:24].strip(): line[24:].split() for line in printed.splitlines()}
     assert rows["published"] == ["1,057", "574"]
     assert rows["packed features"] == [
         f"{published.N0_packed(32):,}",
@@ -247,7 +234,7 @@ def test_calculator_prints_the_published_crossovers_beside_ours():
         f"{published.entries_efficient_heads(1000, 96, 3):,}",
     ]
     assert rows["direct"] == ["402,000,000", "6,096,000"]
-    assert "577" in result.stdout
+    assert "577" in printed
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_values_that_broadcast_and_a_gradient_that_broadcasts_are_right(name):
     assert_agree(actual, expected)
 
 
-@pytest.mark.parametrize("name", NOT_SOFTMAX)
+@pytest.mark.parametrize("name", [name for name in NOT_SOFTMAX if not name.endswith(" sum")])
 def test_no_pair_of_tokens_and_no_features_of_all_tokens_are_in_memory_at_once(name, monkeypatch):
     monkeypatch.setattr(pairs, "MOST_PAIRS", 0)  # test_pairs.py is about its memory
     monkeypatch.setattr(

@@ -22,6 +22,7 @@ from visionattn.ops import Axial, Flat, Joint, kernelized_attention, taylorshift
 from visionattn.ops.position.kinds import relative_sums
 
 LOW = (torch.float16, torch.bfloat16)
+CONTENT = [name for name in OPERATIONS if name not in RELATIVE]
 
 
 @every_operation
@@ -105,8 +106,7 @@ def test_float32_loses_nothing_on_a_large_grid(name):
         assert relative_error(actual[key], expected[key]) < 2e-6, key
 
 
-@pytest.mark.parametrize("normalization", ["sum", "mean"])
-@pytest.mark.parametrize("kind", [Joint, Axial, Flat])
+@pytest.mark.parametrize("kind, normalization", [(Joint, "sum"), (Axial, "mean"), (Flat, "sum")])
 def test_sums_over_a_grid_of_512_x_512_lose_nothing_in_float32(kind, normalization):
     # All numbers are positive, so that every single sum can be asked for, of the window and of
     # 200,000 keys alike.
@@ -153,11 +153,13 @@ def test_sums_over_16384_tokens_do_not_overflow_in_half_precision(feature_map, d
         assert relative_error(x, exact[key]) < torch.finfo(dtype).eps, key
 
 
-@pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize(
-    "name",
-    [name for name in OPERATIONS if "efficient" in name]
-    + ["taylorshift, joint mean", "kernelized, joint mean"],
+    "name, dtype",
+    [
+        *((name, torch.float16) for name in CONTENT if "efficient" in name),
+        ("taylorshift efficient", torch.bfloat16),
+        ("kernelized efficient, elu1", torch.bfloat16),
+    ],
 )
 def test_65562_tokens_sixteen_times_too_large_stay_within_rounding_in_half_precision(name, dtype):
     operation = OPERATIONS[name]

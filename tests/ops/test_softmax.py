@@ -140,7 +140,7 @@ def test_operation_and_reference_are_the_mean_over_pairs_one_at_a_time(kind, cau
         assert_agree({"out": out}, expected, tolerance=1e-14)
 
 
-@pytest.mark.parametrize("kind", ["sequence", "axial", "joint"])
+@pytest.mark.parametrize("kind", ["sequence", "joint"])
 def test_one_graph_serves_every_size(kind):
     def attend(image: Tensor, **tables: Tensor) -> Tensor:
         """A head of width 5 from an image ``[B, 15, H, W]``, with a prefix token; or of its rows
