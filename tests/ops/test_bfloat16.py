@@ -5,6 +5,7 @@ import torch
 
 from visionattn.ops import kernelized_attention, sums, taylorshift_attention
 from visionattn.ops.feature_maps import elu1
+from visionattn.ops.position import joint
 from visionattn.ops.reference import kernelized_attention as exact_kernelized
 from visionattn.ops.reference import taylorshift_attention as exact_taylorshift
 
@@ -107,3 +108,37 @@ def test_the_sums_of_65536_tokens_stay_as_exact(operation):
     ours = globals()[f"ours_{operation}"]("efficient")(*tensors[:3])
     own, other = errors([ours, naive(*tensors[:3])], [wanted, wanted])
     assert own <= 2 * other
+
+
+def naive_classes(index, counts):
+    def attend(q, table, v):
+        per_class = (
+            elu1(q.flatten(2, 3)) @ table.mT * (len(index) / counts.clamp(min=1).to(q.dtype))
+        )
+        weights = per_class.gather(3, index.expand(*q.shape[:2], -1, -1))
+        return ((weights @ v.flatten(2, 3)) / weights.sum(3, keepdim=True)).view_as(v)
+
+    return attend
+
+
+@pytest.mark.parametrize("grid, horizons", [((13, 18), (3, 2)), ((1, 200), (0, 4))])
+def test_class_sums_err_at_most_twice_as_much_as_bfloat16_throughout(monkeypatch, grid, horizons):
+    """Sums over classes of positions, by tiles, whose gradients are of the inputs' dtype too."""
+    monkeypatch.setattr(joint, "direct_is_faster", lambda *sizes: False)
+    index = joint._class_index(grid, grid, horizons, torch.device("cpu"))
+    counts = torch.nn.functional.one_hot(index).sum(1)
+    generator = torch.Generator().manual_seed(3)
+    q, v, grad = (torch.randn(1, 2, *grid, 12, generator=generator).bfloat16() for _ in range(3))
+    table = torch.rand(2, counts.shape[1], 12, generator=generator).bfloat16()
+
+    def ours(q, table, v):
+        total = torch.tensor(float(len(index))).view(1, 1, 1, 1)
+        counted = counts.view(1, *grid, -1).float()
+        values, mass = joint.class_sums(q, table.float(), v, counted, total, *horizons)
+        return values / mass.unsqueeze(4)
+
+    attend, tensors = naive_classes(index, counts), [q, table, v, grad]
+    wanted = run(attend, [x.double() for x in tensors])
+    own, other = (errors(run(f, tensors), wanted) for f in (ours, attend))
+    for name, ours_, naive in zip(("out", "q", "table", "v"), own, other, strict=True):
+        assert ours_ <= 2 * naive, f"{name}: {ours_:.1e} against {naive:.1e}"

@@ -43,9 +43,9 @@ def test_bands_and_chunks_of_heads_leave_no_seam(monkeypatch):
         return kernelized_attention(q, k, v, relative=Joint(table, layout, "mean"))
 
     monkeypatch.setattr(joint, "direct_is_faster", lambda *sizes: False)
-    monkeypatch.setattr(class_tiles, "BAND_ELEMENTS", 1 << 30)
+    monkeypatch.setattr(class_tiles, "BAND_BYTES", 1 << 30)
     whole = run(attend, tensors)
-    monkeypatch.setattr(class_tiles, "BAND_ELEMENTS", 1)
+    monkeypatch.setattr(class_tiles, "BAND_BYTES", 1)
     assert_agree(run(attend, tensors), whole)
 
 
@@ -55,8 +55,8 @@ def test_tiles_shorter_than_the_reach_agree_with_the_definition(monkeypatch, gri
     held, long too.
     """
     monkeypatch.setattr(joint, "direct_is_faster", lambda *sizes: False)
-    monkeypatch.setattr(class_tiles, "TILE_QUERIES_OF_NARROW_VALUES", 4)
-    monkeypatch.setattr(class_tiles, "MOST_TILE_QUERIES", 5)
+    for name in ("TILE_ROWS", "TILE_COLUMNS", "TILE_OF_ONE_ROW", "LONGEST_TILE"):
+        monkeypatch.setattr(class_tiles, name, 5)
     layout = TokenLayout(1, Grid(*grid))
     tensors = draw_qkv(queries=layout.num_tokens, d=5, e=6)
     tensors["table"] = draw(3, 2 * horizon + 1, 2 * horizon + 1, 5, seed=5).abs()
@@ -71,17 +71,5 @@ def test_tiles_shorter_than_the_reach_agree_with_the_definition(monkeypatch, gri
 
 
 def test_a_horizon_as_long_as_the_sequence_does_not_lengthen_the_tiles():
-    tiles = class_tiles.Tiles(1, 1, 2048, 16, (0, 1500), torch.empty(0))
-    assert tiles.size == class_tiles.MOST_TILE_QUERIES < tiles.reach
-
-
-@pytest.mark.parametrize("horizons", [(0, 6), (0, 33), (2, 13)])
-def test_weights_spread_by_copies_are_those_of_a_product(monkeypatch, horizons):
-    tiles = class_tiles.Tiles(2, 5, 90, 16, horizons, torch.empty(0, dtype=torch.float64))
-    weights = draw(77, tiles.classes[0] * tiles.classes[1], seed=1)
-    grad = draw(77, tiles.classes[0], tiles.columns, seed=2)
-    copied = class_tiles.spread_weights(tiles, weights), class_tiles.collect_weights(tiles, grad)
-    monkeypatch.setattr(class_tiles, "MANY_CLASSES", 1 << 30)
-    assert tiles.middle is None
-    assert torch.equal(copied[0], class_tiles.spread_weights(tiles, weights))
-    torch.testing.assert_close(copied[1], class_tiles.collect_weights(tiles, grad))
+    tiles = class_tiles.Tiles(1, 2048, (0, 1500), torch.device("cpu"))
+    assert tiles.columns.size == class_tiles.LONGEST_TILE < 1500

@@ -29,10 +29,11 @@ from visionattn.ops.chunking import (
 from visionattn.ops.feature_maps import elu1
 from visionattn.ops.nonfinite import skips_idle_rows
 from visionattn.ops.operator import contiguous_like, differentiate, operator
-from visionattn.ops.position.tiles import Band, Lines, Tiles, multiply, multiply_backward
+from visionattn.ops.position.tiles import Band, Tiles
+from visionattn.ops.sums import add_product, product_dtype
 
 PAIRS = 1 << 19
-LINE_ELEMENTS = 1 << 20
+KEY_ELEMENTS = 1 << 22
 
 
 def axis_classes(x: Tensor, horizon: int, num_queries: int) -> Tensor:
@@ -105,11 +106,6 @@ def _counts_and_scale(
     return counts, total.to(dtype) / counts.clamp(min=1)
 
 
-def _features(query: Tensor) -> Tensor:
-    """Compute ``elu1(query)`` with few passes over memory; this uses the query up."""
-    return query.clamp(max=0).exp_().add_(query.clamp_(min=0))
-
-
 def _weights(phi: Tensor, table: Tensor, scale: Tensor | None) -> Tensor:
     """Return the weight ``[g, n, C]`` of each key of each class for features ``phi [g, n, d]``."""
     weights = torch.bmm(phi, table.mT)
@@ -129,7 +125,8 @@ def _weights_backward(
     """
     if scale is not None:
         d_weights = d_weights.mul_(scale)
-    d_table.baddbmm_(d_weights.mT, phi)
+    d_weights = d_weights.to(phi.dtype)
+    add_product(d_table, d_weights.mT, phi)
     return torch.bmm(d_weights, table).mul_(query.clamp(max=0).exp_())
 
 
@@ -206,54 +203,49 @@ def _takes_direct(v: Tensor, horizon_y: int) -> bool:
     return direct_is_faster(v.shape[2] * v.shape[3], 2 * horizon_y + 1)
 
 
-def _tiles(heads: int, q: Tensor, table: Tensor, v: Tensor, horizons: tuple[int, int]) -> Tiles:
-    return Tiles(heads, q.shape[2], max(q.shape[3], v.shape[3]), v.shape[4], horizons, table)
+def _product_dtype(q: Tensor, table: Tensor, v: Tensor) -> torch.dtype:
+    """Return the dtype of the tiled form's products: bfloat16 where it pays, or the table's."""
+    return product_dtype(q, v) if table.dtype == torch.float32 else table.dtype
 
 
-def _tiled_chunks(
+def _tiled_chunks(q: Tensor, table: Tensor, v: Tensor, tiles: Tiles):
+    """Yield the chunks of the tiled form: the chunk, its table, the keys that its windows read, and
+    its bands.
+    """
+    dtype = _product_dtype(q, table, v)
+    for chunk in in_turn(_chunks(q, table, KEY_ELEMENTS // max(1, prod(v.shape[2:])))):
+        keys, heads = tiles.keys(chunk.part(v), dtype), len(chunk.table)
+        yield chunk, chunk.table.to(dtype), keys, in_turn(tiles.bands(heads, v.shape[4], dtype))
+
+
+def _band_weights(
+    chunk: _Chunk,
+    tiles: Tiles,
+    band: Band,
     q: Tensor,
     table: Tensor,
-    v: Tensor,
     counts: Tensor,
     scale: Tensor | None,
-    horizons: tuple[int, int],
 ):
-    """Yield the chunks of the tiled form: the chunk, its tiles, the lines of its values, and its
-    counts and scale as the tiles lie.
-    """
-    one, lines = _tiles(1, q, table, v, horizons), None
-    counts, scale = one.rows(counts), None if scale is None else one.rows(scale)
-    size = LINE_ELEMENTS // max(1, one.period * one.pitch * one.e)
-    for chunk in in_turn(_chunks(q, table, size)):
-        heads = len(chunk.table)
-        if lines is None or lines.tiles.heads != heads:
-            lines = Lines(_tiles(heads, q, table, v, horizons))
-        yield (
-            chunk,
-            lines.tiles,
-            lines.fill(chunk.part(v)),
-            chunk.part_shared(counts),
-            chunk.part_shared(scale),
-        )
-
-
-def _of_band(x: Tensor | None, tiles: Tiles, band: Band) -> Tensor | None:
-    """Return counts or scale ``[1 or g, ...]`` of the queries of a band."""
-    return None if x is None else x[band.heads if len(x) > 1 else slice(None), tiles.places(band)]
+    """Return queries, features, weights, counts and scale of a band, tile by tile."""
+    query = tiles.load(chunk.part(q), band, table.dtype)
+    own_counts = tiles.load(chunk.part_shared(counts), band, counts.dtype)
+    if scale is not None:
+        scale = tiles.load(chunk.part_shared(scale), band, table.dtype)
+    phi = elu1(query)
+    return query, phi, _weights(phi, table, scale), own_counts, scale
 
 
 def _tiled_forward(q, table, v, counts, scale, horizons, values: Tensor, mass: Tensor) -> None:
-    for chunk, tiles, lines, counts_, scale_ in _tiled_chunks(q, table, v, counts, scale, horizons):
-        query, out, out_mass = chunk.part(q), chunk.part(values), chunk.part(mass).unsqueeze(3)
-        for band in in_turn(tiles.bands()):
-            phi = _features(tiles.load(query, band, table))
-            w = _weights(phi, chunk.table[band.heads], _of_band(scale_, tiles, band))
-            tiles.store((w * _of_band(counts_, tiles, band)).sum(2, keepdim=True), band, out_mass)
-            tiles.store(
-                multiply(tiles, lines, w.flatten(0, 1), band.tiles).view(len(w), -1, v.shape[4]),
-                band,
-                out,
-            )
+    tiles = Tiles(q.shape[2], max(q.shape[3], v.shape[3]), horizons, q.device)
+    for chunk, own_table, keys, bands in _tiled_chunks(q, table, v, tiles):
+        out, out_mass = chunk.part(values), chunk.part(mass).unsqueeze(3)
+        for band in bands:
+            _, _, w, own_counts, _ = _band_weights(chunk, tiles, band, q, own_table, counts, scale)
+            tiles.store((w * own_counts).sum(2, keepdim=True), band, out_mass)
+            windows = keys.flatten(0, 2).index_select(0, tiles.windows(len(keys), band))
+            sums = torch.bmm(tiles.spread(w), windows.view(-1, tiles.window, v.shape[4]))
+            tiles.store(sums.view(len(w), -1, v.shape[4]), band, out)
 
 
 def _direct_chunks(
@@ -339,30 +331,31 @@ def class_sums_backward(
 def _tiled_backward(
     q, table, v, counts, scale, horizons, d_values, d_mass, dq: Tensor, d_table: Tensor, dv: Tensor
 ) -> None:
-    for chunk, tiles, lines, counts_, scale_ in _tiled_chunks(q, table, v, counts, scale, horizons):
-        d_lines = Lines(tiles)
-        grad = chunk.part(d_values)
-        grad_mass = chunk.part(d_mass).unsqueeze(3)
-        d_own_table = torch.zeros_like(chunk.table)
-        for band in in_turn(tiles.bands()):
-            own_table, band_scale = chunk.table[band.heads], _of_band(scale_, tiles, band)
-            query = tiles.load(chunk.part(q), band, table)
-            phi = elu1(query)
-            w = _weights(phi, own_table, band_scale)
+    tiles = Tiles(q.shape[2], max(q.shape[3], v.shape[3]), horizons, q.device)
+    for chunk, own_table, keys, bands in _tiled_chunks(q, table, v, tiles):
+        d_keys, d_own_table = (
+            torch.zeros_like(keys, dtype=table.dtype),
+            torch.zeros_like(chunk.table),
+        )
+        grad, grad_mass = chunk.part(d_values), chunk.part(d_mass).unsqueeze(3)
+        for band in bands:
+            query, phi, w, own_counts, own_scale = _band_weights(
+                chunk, tiles, band, q, own_table, counts, scale
+            )
+            own_grad = tiles.load(grad, band, own_table.dtype).view(-1, tiles.queries, v.shape[4])
+            places = tiles.windows(len(keys), band)
+            d_windows = torch.bmm(tiles.spread(w).mT, own_grad).flatten(0, 1)
+            d_keys.flatten(0, 2).index_add_(0, places, d_windows.to(table.dtype))
             # The gradient of the weights: through the sums of values, and through the mass, which
             # is weight times count.
-            d_sums = tiles.load(grad, band, table).flatten(0, 1)
-            d_w = multiply_backward(
-                tiles, lines, w.flatten(0, 1), band.tiles, d_sums, d_lines
-            ).view_as(w)
-            d_w = d_w.addcmul_(tiles.load(grad_mass, band, table), _of_band(counts_, tiles, band))
-            tiles.store(
-                _weights_backward(d_w, query, phi, own_table, band_scale, d_own_table[band.heads]),
-                band,
-                chunk.part(dq),
-            )
+            windows = keys.flatten(0, 2).index_select(0, places)
+            d_spread = torch.bmm(own_grad, windows.view(-1, tiles.window, v.shape[4]).mT)
+            d_w = tiles.collect(d_spread.to(table.dtype), w.shape[2]).view_as(w)
+            d_w.addcmul_(tiles.load(grad_mass, band, table.dtype), own_counts)
+            d_query = _weights_backward(d_w, query, phi, own_table, own_scale, d_own_table)
+            tiles.store(d_query, band, chunk.part(dq))
         add_of_heads(d_table, d_own_table, chunk.heads)
-        chunk.part(dv).copy_(d_lines.collect(v.shape[3]))
+        chunk.part(dv).copy_(tiles.keys_backward(d_keys, v.shape[3]))
 
 
 def _direct_backward(

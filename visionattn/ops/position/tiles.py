@@ -1,411 +1,248 @@
-"""Sums over the classes of relative position in the tiled form: small matrix products on windows of
-the values' own memory.
+"""Sums over the classes of relative position in the tiled form: one matrix product for each tile of
+queries and its window of keys.
 
-A row of the grid is cut into tiles of t queries. All keys within reach ``r = Rx - 1`` of a tile
-stand in one window of ``t + 2r`` keys; those left and right of it are two sums. So for one class of
-rows the tile's output is a product of a ``t x (t + 2r)`` matrix of weights with the window, which
-is read where it lies, and one of ``t x 2`` with the two sums.
+The grid is cut into tiles of queries. Along one axis, a tile of ``t`` queries reads ``t + 2R``
+keys: the ``t + 2R - 2`` places within the horizon of some query, and before and after them one sum
+of all places beyond. With t = 4, R = 2 and tiles at 0, 4, 8:
 
-Order in memory: tokens first, channels contiguous. A row of the line has r zeros, its keys, and
-zeros up to a whole number of tiles; R - 1 rows of zeros stand between the heads of one chunk. With
-t = 4, r = 1 and five keys:
+    places    -1 0 1 2 3 4 5 6 7 8 9 10 ...
+    tile 1    [sum to 2] 3 4 5 6 7 8 [sum from 9 on]      the queries are 4 5 6 7
 
-    0 v v v | v v 0 0 | 0 0 0 0 | 0 v v v ...        windows: 0 v v v v v,  v v 0 0 0 0
+The key at position j of the window has the class ``clip(j - R - p, -R, R)`` for query p of the
+tile, so weights of classes become weights of keys by one gather with the same index in every tile.
+On a grid both axes are treated alike. R = 0 is one class: the sum of all places.
 
-The weights of one query to all offsets ``-(r + t - 1) .. r + t - 1`` are those of its 2R+1 classes
-with the outermost repeated; the matrix of a tile is a strided view of them, since each query sees
-the window one key further to the left.
-
-Sums over rows above and below are running sums, never differences: nothing is lost in float32. This
-file knows neither feature maps nor counts; ``joint.py`` does.
+Sums of far places are running sums of whole tiles, never differences: nothing is lost in float32.
+This file knows neither feature maps nor counts; ``joint.py`` does.
 """
 
-from functools import cached_property
+from dataclasses import dataclass
+from math import gcd
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from visionattn.ops.chunking import chunks
+from visionattn.ops.sums import wide
 
-WIDE_VALUES = 32
-MANY_CLASSES = 12
-"""From so many classes of columns on, spreading weights by copies is faster than by a product."""
-TILE_QUERIES, TILE_QUERIES_OF_NARROW_VALUES, MOST_TILE_QUERIES = 8, 16, 64
-BAND_ELEMENTS, MOST_THREADS = 1 << 16, 8
+TILE_ROWS, TILE_COLUMNS, TILE_OF_ONE_ROW, LONGEST_TILE = 8, 8, 32, 64
+BAND_BYTES, MOST_THREADS = 1 << 23, 8
 
 
-def _run_rows(x: Tensor, lag: int, out: Tensor, *, up: bool) -> Tensor:
-    """Write to ``out [g, H, ...]``, which is 0, the sums of ``x`` over all rows at least
-    ``lag >= 1`` above each row (``up``: below it).
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a grid of keys: places with zeros around them, then the sums that tiles read.
+
+    Args:
+        places: places of queries or keys, whichever are more.
+        horizon: R of the ``2R+1`` classes.
+        size: queries of a tile.
     """
-    rows, sources = (list(x.unbind(1)) for x in (out, x))
-    if up:
-        rows.reverse()
-        sources.reverse()
-    for y in range(lag, len(rows)):
-        torch.add(rows[y - 1], sources[y - lag], out=rows[y])
-    return out
+
+    places: int
+    horizon: int
+    size: int
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.places // self.size)
+
+    @property
+    def window(self) -> int:
+        """Keys that a tile reads."""
+        return self.size + 2 * self.horizon if self.horizon else 1
+
+    @property
+    def margin(self) -> int:
+        """Zeros before the first and after the last tile."""
+        return max(self.horizon - 1, 0)
+
+    @property
+    def padded(self) -> int:
+        return self.tiles * self.size + 2 * self.margin
+
+    @property
+    def length(self) -> int:
+        """Padded places and sums: before and after each tile, or of all places."""
+        return self.padded + (2 * self.tiles if self.horizon else 1)
+
+    def classes(self, device: torch.device) -> Tensor:
+        """Return the class of each key of the window for each query, ``[t, window]``."""
+        key = torch.arange(self.window, device=device) - self.horizon
+        query = torch.arange(self.size, device=device)[:, None]
+        return (key - query).clamp(-self.horizon, self.horizon) + self.horizon
+
+    def windows(self, device: torch.device) -> Tensor:
+        """Return where the keys of each tile stand along the axis, ``[tiles, window]``."""
+        tile = torch.arange(self.tiles, device=device)[:, None]
+        if not self.horizon:
+            return torch.full_like(tile, self.padded)
+        inside = tile * self.size + torch.arange(self.window - 2, device=device)
+        before = tile + self.padded
+        return torch.cat([before, inside, before + self.tiles], dim=1)
+
+    def add_up(self, x: Tensor) -> None:
+        """Write the sums of places of ``x [..., length, m]`` behind them."""
+        places, sums = x.split([self.padded, self.length - self.padded], -2)
+        if not self.horizon:
+            torch.sum(places, -2, keepdim=True, out=sums)
+            return
+        # The sum before the window of tile i is over the first i blocks of t places from the first
+        # place on, the sum after it over the blocks past i from twice the margin on: both are sums
+        # of steps.
+        step = gcd(self.size, 2 * self.margin)
+        steps, count = places.unflatten(-2, (-1, step)).sum(-2), self.size // step
+        first, last = (
+            steps.narrow(-2, start, self.tiles * count).unflatten(-2, (-1, count)).sum(-2)
+            for start in (0, 2 * self.margin // step)
+        )
+        sums[..., : self.tiles, :] = _earlier(first)
+        sums[..., self.tiles :, :] = _earlier(last.flip(-2)).flip(-2)
+
+    def add_up_backward(self, grad: Tensor) -> None:
+        """Add the gradients of sums to the gradients of places."""
+        places, sums = grad.split([self.padded, self.length - self.padded], -2)
+        if not self.horizon:
+            places += sums
+            return
+        before, after = sums.split(self.tiles, -2)
+        first, last = (
+            places.narrow(-2, start, self.tiles * self.size).unflatten(-2, (-1, self.size))
+            for start in (0, 2 * self.margin)
+        )
+        first += _earlier(before.flip(-2)).flip(-2).unsqueeze(-2)
+        last += _earlier(after).unsqueeze(-2)
+
+
+def _earlier(x: Tensor) -> Tensor:
+    """Return the sums ``[..., n, m]`` of the earlier rows of ``x``; 0 for the first row."""
+    return F.pad(x[..., :-1, :].cumsum(-2), (0, 0, 1, 0))
 
 
 class Band(NamedTuple):
-    """A run of tiles that is worked on at once.
+    """Tiles that are worked on at once: some rows and columns of tiles."""
 
-    Args:
-        tiles: which tiles, counted in the line of all heads.
-        heads: the heads they belong to.
-        rows, columns: the part of each head's grid that it holds.
-        shape: rows and columns of memory that this part takes in each head, zeros included.
-    """
-
-    tiles: slice
-    heads: slice
     rows: slice
     columns: slice
-    shape: tuple[int, int]
 
 
 class Tiles:
-    """Geometry of one chunk of heads: ``heads`` grids of ``height`` rows of ``width`` places.
+    """A grid of queries, cut into tiles.
 
-    ``width`` is that of queries or keys, whichever is more; e is the width of the values; dtype and
-    device are those of ``like``.
+    Args:
+        height, width: places; ``width`` is of queries or keys, whichever are more.
+        horizons: Ry and Rx.
     """
 
-    def __init__(
-        self, heads: int, height: int, width: int, e: int, horizons: tuple[int, int], like: Tensor
-    ):
-        self.heads = heads
-        self.height = height
-        self.width = width
-        self.e = e
-        self.horizons = horizons
-        self.like = like
-        self.reach = max(horizons[1] - 1, 0)
-        # Tiles as wide as both margins of their window together, so that half of each product is of
-        # use, within bounds.
-        fewest = TILE_QUERIES if e >= WIDE_VALUES else TILE_QUERIES_OF_NARROW_VALUES
-        self.size = max(fewest, min(2 * self.reach, MOST_TILE_QUERIES))
-        # Tiles that hold queries, and with those that hold the margin behind the row.
-        self.used = -(-width // self.size)
-        self.per_row = self.used + -(-self.reach // self.size)
-        self.pitch = self.per_row * self.size
-        self.gap = max(horizons[0] - 1, 0)
-        self.period = height + self.gap
-        self.window = self.size + 2 * self.reach
-        self.columns = 2 * (self.reach + self.size) - 1 + 2
-        # A source is a class of rows: a row of its own for each offset within the horizon, and a
-        # sum of rows on either side.
-        rows = range(-self.gap, self.gap + 1)
-        self.sources = (
-            [("above", 0), *(("here", a) for a in rows), ("below", 0)]
-            if horizons[0]
-            else [("all", 0)]
-        )
-        self.own = "here" if horizons[0] else "all"
-        self.classes = (len(self.sources), 2 * horizons[1] + 1)
-        # Weights of a band are as large as the caches of the threads that share it.
-        threads = (
-            min(torch.get_num_threads(), MOST_THREADS)
-            if like.device.type == "cpu"
-            else MOST_THREADS
-        )
-        self.band_elements = BAND_ELEMENTS * self.size * threads
+    def __init__(self, height: int, width: int, horizons: tuple[int, int], device: torch.device):
+        rows = min(TILE_ROWS, height)
+        longest = min(2 * horizons[1], LONGEST_TILE)
+        columns = TILE_COLUMNS if rows > 1 else max(TILE_OF_ONE_ROW, longest)
+        self.rows = Axis(height, horizons[0], rows)
+        self.columns = Axis(width, horizons[1], min(columns, width))
+        self.queries = rows * self.columns.size
+        self.window = self.rows.window * self.columns.window
+        self.device = device
+        # The class of each key for each query, [queries, keys of the window].
+        y, x = self.rows.classes(device), self.columns.classes(device)
+        index = y[:, None, :, None] * (2 * horizons[1] + 1) + x[None, :, None, :]
+        self.index = index.flatten(2).flatten(0, 1)
+        # Where the keys of each tile stand in one grid of keys, [tiles, tiles, keys of the window].
+        y, x = self.rows.windows(device) * self.columns.length, self.columns.windows(device)
+        self.places = (y[:, None, :, None] + x[None, :, None, :]).flatten(2)
 
-    def rows(self, x: Tensor) -> Tensor:
-        """Lay out ``x [g, H, W', c]`` with zeros after each row and the gap below each head:
-        ``[g, period * pitch, c]``.
+    def bands(self, heads: int, e: int, dtype: torch.dtype) -> list[Band]:
+        """Return bands whose weights and windows stay in cache."""
+        cpu = self.device.type == "cpu"
+        threads = min(torch.get_num_threads(), MOST_THREADS) if cpu else MOST_THREADS
+        tile_bytes = heads * self.window * (self.queries + e) * dtype.itemsize
+        most = max(1, BAND_BYTES * threads // tile_bytes)
+        rows = chunks(self.rows.tiles, max(1, most // self.columns.tiles))
+        return [Band(r, c) for r in rows for c in chunks(self.columns.tiles, most)]
+
+    def keys(self, v: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return ``v [g, H, W', e]`` with margins and sums along both axes,
+        ``[g, length of rows, length of columns, e]``.
         """
-        line = x.new_zeros(x.shape[0], self.period, self.pitch, x.shape[3])
-        line[:, : self.height, : x.shape[2]] = x
-        return line.flatten(1, 2)
+        size = v.shape[0], self.rows.length, self.columns.length, v.shape[3]
+        keys = v.new_empty(size, dtype=dtype)
+        for own, values in zip(keys.split(1), v.split(1), strict=True):  # one head stays in cache
+            sums = own if wide(dtype) == dtype else torch.empty_like(own, dtype=wide(dtype))
+            self.inside(sums.zero_(), v.shape[2]).copy_(values)
+            self.rows.add_up(sums.flatten(2))
+            self.columns.add_up(sums)
+            if sums is not own:
+                own.copy_(sums)
+        return keys
 
-    def bands(self) -> list[Band]:
-        """Return bands whose weights stay in cache: all heads at once, or whole rows of one head,
-        or tiles of the only row of one.
+    def keys_backward(self, grad: Tensor, width: int) -> Tensor:
+        """Return the gradient of values, ``[g, H, width, e]``, for the gradient of keys, which
+        this uses up.
         """
-        tiles_of_a_head = self.period * self.per_row
-        per_band = max(1, self.band_elements // (self.size * self.classes[0] * self.columns))
-        everything = slice(0, self.width)
-        # Small grids: every head in one band.
-        if self.heads * tiles_of_a_head <= per_band:
-            shape, rows = (self.period, self.pitch), slice(0, self.height)
-            return [
-                Band(
-                    slice(0, self.heads * tiles_of_a_head),
-                    slice(0, self.heads),
-                    rows,
-                    everything,
-                    shape,
-                )
-            ]
-        bands = []
-        for head in range(self.heads):
-            own, first = slice(head, head + 1), head * tiles_of_a_head
-            # Larger ones: whole rows of one head, or pieces of its only row.
-            if self.height > 1:
-                for rows in chunks(self.height, max(1, per_band // self.per_row)):
-                    tiles = slice(
-                        first + rows.start * self.per_row, first + rows.stop * self.per_row
-                    )
-                    bands.append(
-                        Band(tiles, own, rows, everything, (rows.stop - rows.start, self.pitch))
-                    )
-            else:
-                for t in chunks(self.used, per_band):
-                    columns = slice(t.start * self.size, t.stop * self.size)
-                    shape = (1, columns.stop - columns.start)
-                    bands.append(
-                        Band(
-                            slice(first + t.start, first + t.stop), own, slice(0, 1), columns, shape
-                        )
-                    )
-        return bands
+        self.columns.add_up_backward(grad)
+        self.rows.add_up_backward(grad.flatten(2))
+        return self.inside(grad, width)
 
-    def places(self, band: Band) -> slice:
-        """Return where in the line of a head, as ``rows`` gives it, the band's queries stand."""
-        start = band.rows.start * self.pitch + band.columns.start
-        return slice(start, start + band.shape[0] * band.shape[1])
+    def inside(self, keys: Tensor, width: int) -> Tensor:
+        """View the places of a grid of keys."""
+        y, x = self.rows.margin, self.columns.margin
+        return keys[:, y : y + self.rows.places, x : x + width]
 
-    def load(self, x: Tensor, band: Band, like: Tensor) -> Tensor:
-        """Copy the queries of the band of ``x [g, H, W', c]``, ``[heads, n, c]`` in the dtype of
-        ``like``; zeros outside the grid.
+    def windows(self, heads: int, band: Band) -> Tensor:
+        """Return where in ``keys.flatten(0, 2)`` the windows of a band stand,
+        ``[g * tiles * window]``.
         """
-        part = x[band.heads, band.rows, band.columns]
-        out = like.new_empty(part.shape[0], *band.shape, x.shape[3])
-        height, width = part.shape[1:3]
-        out[:, :height, :width] = part
-        out[:, height:] = 0
-        out[:, :height, width:] = 0
-        return out.flatten(1, 2)
+        head = torch.arange(heads, device=self.device) * (self.rows.length * self.columns.length)
+        return (self.places[band.rows, band.columns] + head[:, None, None, None]).flatten()
+
+    def load(self, x: Tensor, band: Band, dtype: torch.dtype) -> Tensor:
+        """Copy the queries of a band of ``x [g, H, W', c]`` tile by tile, ``[g, n, c]``; zeros
+        outside the grid.
+        """
+        part = self._part(x, band)
+        shape = self._shape(band)
+        missing = shape[0] * shape[1] - part.shape[1], shape[2] * shape[3] - part.shape[2]
+        if any(missing):
+            part = F.pad(part, (0, 0, 0, missing[1], 0, missing[0]))
+        part = part.unflatten(2, shape[2:]).unflatten(1, shape[:2]).transpose(2, 3)
+        return part.new_empty(part.shape, dtype=dtype).copy_(part).flatten(1, 4)
 
     def store(self, part: Tensor, band: Band, out: Tensor) -> None:
-        """Write the queries of the band, ``part [heads, n, c]``, to their places in
+        """Write the queries of a band, ``part [g, n, c]``, to their places in
         ``out [g, H, W', c]``.
         """
-        there = out[band.heads, band.rows, band.columns]
-        there.copy_(part.unflatten(1, band.shape)[:, : there.shape[1], : there.shape[2]])
+        there, (rows, height, columns, width) = self._part(out, band), self._shape(band)
+        grid = part.unflatten(1, (rows, columns, height, width)).transpose(2, 3)
+        if there.shape[1:3] == (rows * height, columns * width):
+            there.unflatten(2, (columns, width)).unflatten(1, (rows, height)).copy_(grid)
+        else:
+            there.copy_(grid.flatten(3, 4).flatten(1, 2)[:, : there.shape[1], : there.shape[2]])
 
-    @cached_property
-    def repeat(self) -> Tensor:
-        """Return the class of each offset and, last, those of the two ends, as ``[2R+1, columns]``
-        of 0 and 1.
+    def _part(self, x: Tensor, band: Band) -> Tensor:
+        height, width = self.rows.size, self.columns.size
+        rows = slice(band.rows.start * height, band.rows.stop * height)
+        return x[:, rows, band.columns.start * width : band.columns.stop * width]
+
+    def _shape(self, band: Band) -> tuple[int, int, int, int]:
+        rows, columns = (tiles.stop - tiles.start for tiles in band)
+        return rows, self.rows.size, columns, self.columns.size
+
+    def spread(self, weights: Tensor) -> Tensor:
+        """Turn weights of classes, ``[g, n, C]``, into weights of keys,
+        ``[g * tiles, queries, window]``.
         """
-        options, horizon = dict(device=self.like.device), self.horizons[1]
-        offset = torch.arange(self.columns - 2, **options) - (self.columns - 2) // 2
-        index = (
-            torch.cat(
-                [offset.clamp(-horizon, horizon), torch.tensor([-horizon, horizon], **options)]
-            )
-            + horizon
-        )
-        return (index == torch.arange(self.classes[1], **options)[:, None]).to(self.like.dtype)
+        weights = weights.view(-1, self.queries, weights.shape[2])
+        index = self.index.expand(len(weights), -1, -1)
+        if weights.dtype == torch.bfloat16:  # gather is faster on integers
+            return weights.view(torch.int16).gather(2, index).view(torch.bfloat16)
+        return weights.gather(2, index)
 
-    @property
-    def middle(self) -> slice | None:
-        """Return where in a row of ``repeat`` the classes between the outermost stand, one beside
-        the other; None for few classes, which a product with ``repeat`` spreads faster.
+    def collect(self, grad: Tensor, classes: int) -> Tensor:
+        """Return the gradient of weights of classes, ``[g * n, C]``, for the gradient of what
+        ``spread`` returns, in float32 or float64.
         """
-        classes = self.classes[1]
-        if classes < MANY_CLASSES:
-            return None
-        outermost = (self.columns - classes) // 2
-        return slice(outermost, outermost + classes - 2)
-
-    def matrices(self, weights: Tensor, source: int) -> tuple[Tensor, Tensor]:
-        """Return the matrices of the tiles for one class of rows, ``[n, t, window]`` and
-        ``[n, t, 2]``, as views of the weights.
-        """
-        # From a query to the next of its tile, rows of weights lie ``step`` apart; one entry less
-        # makes each query read its window one key further to the left.
-        step = weights.shape[1] * self.columns
-        count = weights.shape[0] // self.size
-        start = source * self.columns
-        window = weights.as_strided(
-            (count, self.size, self.window), (self.size * step, step - 1, 1), start + self.size - 1
-        )
-        ends = weights.as_strided(
-            (count, self.size, 2), (self.size * step, step, 1), start + self.columns - 2
-        )
-        return window, ends
-
-
-class Lines:
-    """Values of one chunk of heads, or their gradients, as the tiles read them: keys, sums of rows,
-    and sums of the ends of rows.
-    """
-
-    def __init__(self, tiles: Tiles):
-        """Hold zeros; ``fill`` puts values in."""
-        self.tiles, self.e = tiles, tiles.e
-        names = dict.fromkeys(name for name, _ in tiles.sources)
-        self.keys = {name: self._zeros(name) for name in names}
-        self.ends = {
-            name: tiles.like.new_zeros(self._num_rows(name), tiles.per_row, 2, tiles.e)
-            for name in names
-        }
-
-    def _num_rows(self, name: str) -> int:
-        return self.tiles.heads * self.tiles.period + (2 * self.tiles.gap if name == "here" else 0)
-
-    def _zeros(self, name: str) -> Tensor:
-        return self.tiles.like.new_zeros(
-            self._num_rows(name) * self.tiles.pitch + 2 * self.tiles.reach, self.e
-        )
-
-    def _grid(self, x: Tensor, name: str) -> Tensor:
-        """Return the rows of all heads in ``keys`` or ``ends`` as ``[g, H, ...]``, without the
-        margins of the line.
-        """
-        tiles, start = self.tiles, self.tiles.gap if name == "here" else 0
-        x = (
-            x[: self._num_rows(name) * tiles.pitch].view(-1, tiles.pitch, self.e)
-            if x.ndim == 2
-            else x
-        )
-        return x[start : start + tiles.heads * tiles.period].unflatten(
-            0, (tiles.heads, tiles.period)
-        )[:, : tiles.height]
-
-    def _blocks(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return blocks of t keys, ``[rows, used, t, e]``, twice: those that begin where tiles do,
-        and those that begin where windows end.
-        """
-        tiles = self.tiles
-        size = (self._num_rows(name), tiles.used, tiles.size, self.e)
-        stride = (tiles.pitch * self.e, tiles.size * self.e, self.e, 1)
-        return self.keys[name].as_strided(size, stride, 0), self.keys[name].as_strided(
-            size, stride, 2 * tiles.reach * self.e
-        )
-
-    def fill(self, v: Tensor) -> "Lines":
-        """Lay out ``v [g, H, W', e]`` and form its sums."""
-        tiles, inside = self.tiles, slice(self.tiles.reach, self.tiles.reach + v.shape[2])
-        v, name = v.to(tiles.like.dtype), tiles.own
-        self._grid(self.keys[name], name)[:, :, inside] = (
-            v if name == "here" else v.sum(1, keepdim=True)
-        )
-        # What lies left of a tile's window is all blocks before it, what lies right all after it:
-        # running sums of whole blocks from either end, none of them a difference.
-        left, right = (blocks.sum(2) for blocks in self._blocks(name))
-        self.ends[name][:, 1 : tiles.used, 0] = left.cumsum(1)[:, :-1]
-        self.ends[name][:, : tiles.used - 1, 1] = right.flip(1).cumsum(1).flip(1)[:, 1:]
-        if name == "here":
-            # All rows beyond the horizon are one row, their sum; its ends are the sums of theirs.
-            ends = self._grid(self.ends[name], name)
-            for far, up in (("above", False), ("below", True)):
-                _run_rows(
-                    v, tiles.horizons[0], self._grid(self.keys[far], far)[:, :, inside], up=up
-                )
-                _run_rows(ends, tiles.horizons[0], self._grid(self.ends[far], far), up=up)
-        return self
-
-    def collect(self, width: int) -> Tensor:
-        """Return the gradient of the values, ``[g, H, width, e]``: the transpose of ``fill``, which
-        uses up keys and sums.
-        """
-        tiles, name = self.tiles, self.tiles.own
-        inside = slice(tiles.reach, tiles.reach + width)
-        total = None
-        if name == "here":
-            # First the sums of far rows give their gradients to rows, running the other way.
-            total = torch.zeros_like(self._grid(self.keys["above"], "above")[:, :, inside])
-            own_ends = self._grid(self.ends[name], name)
-            for far, up in (("above", True), ("below", False)):
-                ends = self._grid(self.ends[far], far)
-                own_ends += _run_rows(ends, tiles.horizons[0], torch.zeros_like(ends), up=up)
-                keys = self._grid(self.keys[far], far)[:, :, inside]
-                total += _run_rows(keys, tiles.horizons[0], torch.zeros_like(keys), up=up)
-        # Then the sums of ends do to keys, each to all of the blocks that it is the sum of.
-        left, right = self._blocks(name)
-        d_left, d_right = self.ends[name][:, : tiles.used].unbind(2)
-        left[:, :-1] += d_left[:, 1:].flip(1).cumsum(1).flip(1).unsqueeze(2)
-        right[:, 1:] += d_right[:, :-1].cumsum(1).unsqueeze(2)
-        rows = self._grid(self.keys[name], name)[:, :, inside]
-        return rows.sum(1, keepdim=True).expand_as(rows) if total is None else total.add_(rows)
-
-    def _first_row(self, source: int) -> int:
-        name, shift = self.tiles.sources[source]
-        return shift + self.tiles.gap if name == "here" else 0
-
-    def windows(self, source: int, band: slice, every: slice = slice(None)) -> Tensor:
-        """Return the keys that each tile of ``band`` sees in one class of rows, ``[n, window, e]``,
-        as a view of where they lie.
-        """
-        tiles = self.tiles
-        index = range(band.start, band.stop)[every]
-        start = (self._first_row(source) * tiles.per_row + index.start) * tiles.size
-        stride = (index.step * tiles.size * self.e, self.e, 1)
-        return self.keys[tiles.sources[source][0]].as_strided(
-            (len(index), tiles.window, self.e), stride, start * self.e
-        )
-
-    def pairs(self, source: int, band: slice) -> Tensor:
-        """Return the sums left and right of those windows, ``[n, 2, e]``."""
-        start = self._first_row(source) * self.tiles.per_row
-        return self.ends[self.tiles.sources[source][0]].flatten(0, 1)[
-            start + band.start : start + band.stop
-        ]
-
-
-def spread_weights(tiles: Tiles, weights: Tensor) -> Tensor:
-    """Turn weights of classes ``[q, C]`` into those of offsets and ends, ``[q, rows, columns]``."""
-    given, middle = weights.view(-1, tiles.classes[1]), tiles.middle
-    if middle is None:
-        spread = torch.mm(given, tiles.repeat)
-    else:
-        spread = given.new_empty(len(given), tiles.columns)
-        spread[:, : middle.start] = given[:, :1]
-        spread[:, middle] = given[:, 1:-1]
-        spread[:, middle.stop : -2] = given[:, -1:]
-        spread[:, -2:] = given[:, :: tiles.classes[1] - 1]
-    return spread.view(-1, tiles.classes[0], tiles.columns)
-
-
-def collect_weights(tiles: Tiles, spread: Tensor) -> Tensor:
-    """Return the gradient of ``spread_weights``: sums ``[q * rows, 2R+1]`` of offsets and ends."""
-    given, middle = spread.view(-1, tiles.columns), tiles.middle
-    if middle is None:
-        return torch.mm(given, tiles.repeat.T)
-    sums = given.new_empty(len(given), tiles.classes[1])
-    sums[:, 1:-1] = given[:, middle]
-    torch.sum(given[:, : middle.start], 1, out=sums[:, 0])
-    torch.sum(given[:, middle.stop : -2], 1, out=sums[:, -1])
-    sums[:, :: tiles.classes[1] - 1] += given[:, -2:]
-    return sums
-
-
-def multiply(tiles: Tiles, lines: Lines, weights: Tensor, band: slice) -> Tensor:
-    """Return the sums of values ``[n * t, e]`` of the queries of ``band`` for the weights
-    ``[n * t, C]`` of their classes.
-    """
-    spread, out = spread_weights(tiles, weights), None
-    # For each class of rows one product with the keys in reach and one with the two sums beyond.
-    for source in range(tiles.classes[0]):
-        window, ends = tiles.matrices(spread, source)
-        keys = lines.windows(source, band)
-        out = torch.bmm(window, keys) if out is None else out.baddbmm_(window, keys)
-        out.baddbmm_(ends, lines.pairs(source, band))
-    return out.flatten(0, 1)
-
-
-def multiply_backward(
-    tiles: Tiles, lines: Lines, weights: Tensor, band: slice, grad: Tensor, d_lines: Lines
-) -> Tensor:
-    """Return the gradient ``[n * t, C]`` of the weights for ``grad [n * t, e]`` of the sums; add
-    that of the values to ``d_lines``.
-    """
-    spread, grad = spread_weights(tiles, weights), grad.unflatten(0, (-1, tiles.size))
-    d_spread, apart = torch.zeros_like(spread), -(-tiles.window // tiles.size)
-    for source in range(tiles.classes[0]):
-        window, ends = tiles.matrices(spread, source)
-        d_window, d_ends = tiles.matrices(d_spread, source)
-        # Into the strided view of the weights' gradient, where windows of two queries share no
-        # entry.
-        d_window.copy_(torch.bmm(grad, lines.windows(source, band).mT))
-        d_ends.copy_(torch.bmm(grad, lines.pairs(source, band).mT))
-        d_lines.pairs(source, band).baddbmm_(ends.mT, grad)
-        for first in range(min(apart, len(grad))):  # windows of tiles so far apart do not overlap
-            every = slice(first, None, apart)
-            d_lines.windows(source, band, every).baddbmm_(window[every].mT, grad[every])
-    return collect_weights(tiles, d_spread).view_as(weights)
+        out = grad.new_zeros(*grad.shape[:2], classes)
+        out.scatter_add_(2, self.index.expand(len(grad), -1, -1), grad)
+        return out.flatten(0, 1)
