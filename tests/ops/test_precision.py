@@ -159,6 +159,8 @@ def test_sums_over_16384_tokens_do_not_overflow_in_half_precision(feature_map, d
         *((name, torch.float16) for name in CONTENT if "efficient" in name),
         ("taylorshift efficient", torch.bfloat16),
         ("kernelized efficient, elu1", torch.bfloat16),
+        ("taylorshift efficient, joint sum", torch.bfloat16),
+        ("kernelized, joint mean", torch.bfloat16),
     ],
 )
 def test_65562_tokens_sixteen_times_too_large_stay_within_rounding_in_half_precision(name, dtype):

@@ -28,7 +28,7 @@ from visionattn.ops.position.axial import axis_sums
 from visionattn.ops.position.joint import class_sums
 from visionattn.ops.position.kinds import key_counts
 from visionattn.ops.position.scores import relative_scores
-from visionattn.ops.sums import accumulation_dtype, divisor_of, product, weighted_mean
+from visionattn.ops.sums import accumulation_dtype, divisor_of, product, weighted_mean, wide
 from visionattn.ops.taylorshift.eager import taylor_sums
 from visionattn.ops.taylorshift.features import EPS, num_features
 from visionattn.ops.window import windows
@@ -239,7 +239,7 @@ def plain_class_sums(
     """Do what ``class_sums`` does, divided by the number of keys: the sums of the classes of one
     row of classes at a time, each times its weight.
     """
-    v = F.pad(v, (0, 0, later, 0)) if later else v
+    v, table = F.pad(v, (0, 0, later, 0)) if later else v, table.to(wide(table.dtype))
     root, per_key, per_class = _class_factors(counts.unsqueeze(1), total, mean, table.dtype)
     v = v.to(table.dtype) * root
     rows = _Axis(2, q.shape[2], v.shape[2], horizon_y)

@@ -7,8 +7,8 @@ Each class (a, b) of the offset ``(clip(dy), clip(dx))`` has, for the query at (
 the values (``tiles.py``), linear in the number of patches, and on small grids a weight for
 each pair of places, which is cheaper there (``direct_is_faster``).
 
-The operator takes queries and values as the caller has them, of any dtype and strides, and works in
-the dtype of the table, some heads at a time: autograd keeps no copy of anything.
+The operator takes queries and values as the caller has them, of any dtype and strides, and
+multiplies in the dtype of the table, some heads at a time: autograd keeps no copy of anything.
 """
 
 from functools import partial
@@ -30,7 +30,7 @@ from visionattn.ops.feature_maps import elu1
 from visionattn.ops.nonfinite import skips_idle_rows
 from visionattn.ops.operator import contiguous_like, differentiate, operator
 from visionattn.ops.position.tiles import Band, Tiles
-from visionattn.ops.sums import add_product, product_dtype
+from visionattn.ops.sums import wide
 
 PAIRS = 1 << 19
 KEY_ELEMENTS = 1 << 22
@@ -125,14 +125,16 @@ def _weights_backward(
     """
     if scale is not None:
         d_weights = d_weights.mul_(scale)
-    d_weights = d_weights.to(phi.dtype)
-    add_product(d_table, d_weights.mT, phi)
+    d_table.baddbmm_(d_weights.mT, phi)
     return torch.bmm(d_weights, table).mul_(query.clamp(max=0).exp_())
 
 
 def _empty_sums(q: Tensor, table: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return memory for values ``[B, h, H, W, e]`` and mass ``[B, h, H, W]``."""
-    return table.new_empty(*q.shape[:4], v.shape[4]), table.new_empty(q.shape[:4])
+    dtype = wide(table.dtype)
+    return tuple(  # type: ignore[return-value]
+        table.new_empty(size, dtype=dtype) for size in ((*q.shape[:4], v.shape[4]), q.shape[:4])
+    )
 
 
 def _flops(q, table, v, horizon_y: int, *, backward: bool) -> int:
@@ -162,8 +164,8 @@ def class_sums(
 
     Args:
         q: ``[B, h, H, Wq, d]``, any dtype.
-        table: ``[h or 1, C, d]``, ``C = (2Ry+1) * (2Rx+1)`` classes row by row; float32 or float64,
-            the dtype of the sums.
+        table: ``[h or 1, C, d]``, ``C = (2Ry+1) * (2Rx+1)`` classes row by row, in the dtype of
+            products: float32, float64, or bfloat16, whose sums are float32; without gradients.
         v: ``[B, h, H, Wk, e]``, any dtype, zero where a patch is absent. Wq and Wk differ on a
             single row alone.
         counts: keys of each class as seen from each query, ``[1 or B, H, Wq, C]``.
@@ -182,7 +184,7 @@ def class_sums(
     e, v = v.shape[4], _moved(_with_a_column(v), later)
     values, mass = _empty_sums(q, table, v)
     run = _direct_forward if _takes_direct(v, horizon_y) else _tiled_forward
-    counted = _counts_and_scale(counts, total, mean, table.dtype)
+    counted = _counts_and_scale(counts, total, mean, wide(table.dtype))
     run(q, table, v, *counted, (horizon_y, horizon_x), values, mass)
     return values[..., :e], mass
 
@@ -203,19 +205,11 @@ def _takes_direct(v: Tensor, horizon_y: int) -> bool:
     return direct_is_faster(v.shape[2] * v.shape[3], 2 * horizon_y + 1)
 
 
-def _product_dtype(q: Tensor, table: Tensor, v: Tensor) -> torch.dtype:
-    """Return the dtype of the tiled form's products: bfloat16 where it pays, or the table's."""
-    return product_dtype(q, v) if table.dtype == torch.float32 else table.dtype
-
-
 def _tiled_chunks(q: Tensor, table: Tensor, v: Tensor, tiles: Tiles):
-    """Yield the chunks of the tiled form: the chunk, its table, the keys that its windows read, and
-    its bands.
-    """
-    dtype = _product_dtype(q, table, v)
+    """Yield the chunks of the tiled form: the chunk, the keys that its windows read, its bands."""
     for chunk in in_turn(_chunks(q, table, KEY_ELEMENTS // max(1, prod(v.shape[2:])))):
-        keys, heads = tiles.keys(chunk.part(v), dtype), len(chunk.table)
-        yield chunk, chunk.table.to(dtype), keys, in_turn(tiles.bands(heads, v.shape[4], dtype))
+        keys, heads = tiles.keys(chunk.part(v), table.dtype), len(chunk.table)
+        yield chunk, keys, in_turn(tiles.bands(heads, v.shape[4], table.dtype))
 
 
 def _band_weights(
@@ -223,25 +217,24 @@ def _band_weights(
     tiles: Tiles,
     band: Band,
     q: Tensor,
-    table: Tensor,
     counts: Tensor,
     scale: Tensor | None,
 ):
     """Return queries, features, weights, counts and scale of a band, tile by tile."""
-    query = tiles.load(chunk.part(q), band, table.dtype)
+    query = tiles.load(chunk.part(q), band, chunk.table.dtype)
     own_counts = tiles.load(chunk.part_shared(counts), band, counts.dtype)
     if scale is not None:
-        scale = tiles.load(chunk.part_shared(scale), band, table.dtype)
+        scale = tiles.load(chunk.part_shared(scale), band, scale.dtype)
     phi = elu1(query)
-    return query, phi, _weights(phi, table, scale), own_counts, scale
+    return query, phi, _weights(phi, chunk.table, scale), own_counts, scale
 
 
 def _tiled_forward(q, table, v, counts, scale, horizons, values: Tensor, mass: Tensor) -> None:
     tiles = Tiles(q.shape[2], max(q.shape[3], v.shape[3]), horizons, q.device)
-    for chunk, own_table, keys, bands in _tiled_chunks(q, table, v, tiles):
+    for chunk, keys, bands in _tiled_chunks(q, table, v, tiles):
         out, out_mass = chunk.part(values), chunk.part(mass).unsqueeze(3)
         for band in bands:
-            _, _, w, own_counts, _ = _band_weights(chunk, tiles, band, q, own_table, counts, scale)
+            _, _, w, own_counts, _ = _band_weights(chunk, tiles, band, q, counts, scale)
             tiles.store((w * own_counts).sum(2, keepdim=True), band, out_mass)
             windows = keys.flatten(0, 2).index_select(0, tiles.windows(len(keys), band))
             sums = torch.bmm(tiles.spread(w), windows.view(-1, tiles.window, v.shape[4]))
@@ -323,7 +316,7 @@ def class_sums_backward(
     grads = dq, d_table, dv = contiguous_like(q, table, v)
     d_table.zero_()
     run = _direct_backward if _takes_direct(v, horizon_y) else _tiled_backward
-    counted = _counts_and_scale(counts, total, mean, table.dtype)
+    counted = _counts_and_scale(counts, total, mean, wide(table.dtype))
     run(q, table, v, *counted, (horizon_y, horizon_x), d_values, d_mass, *grads)
     return dq, d_table, dv[:, :, :, later:, :e].contiguous()
 
@@ -332,27 +325,27 @@ def _tiled_backward(
     q, table, v, counts, scale, horizons, d_values, d_mass, dq: Tensor, d_table: Tensor, dv: Tensor
 ) -> None:
     tiles = Tiles(q.shape[2], max(q.shape[3], v.shape[3]), horizons, q.device)
-    for chunk, own_table, keys, bands in _tiled_chunks(q, table, v, tiles):
+    for chunk, keys, bands in _tiled_chunks(q, table, v, tiles):
         d_keys, d_own_table = (
-            torch.zeros_like(keys, dtype=table.dtype),
+            torch.zeros_like(keys),
             torch.zeros_like(chunk.table),
         )
         grad, grad_mass = chunk.part(d_values), chunk.part(d_mass).unsqueeze(3)
         for band in bands:
             query, phi, w, own_counts, own_scale = _band_weights(
-                chunk, tiles, band, q, own_table, counts, scale
+                chunk, tiles, band, q, counts, scale
             )
-            own_grad = tiles.load(grad, band, own_table.dtype).view(-1, tiles.queries, v.shape[4])
+            own_grad = tiles.load(grad, band, table.dtype).view(-1, tiles.queries, v.shape[4])
             places = tiles.windows(len(keys), band)
             d_windows = torch.bmm(tiles.spread(w).mT, own_grad).flatten(0, 1)
-            d_keys.flatten(0, 2).index_add_(0, places, d_windows.to(table.dtype))
+            d_keys.flatten(0, 2).index_add_(0, places, d_windows)
             # The gradient of the weights: through the sums of values, and through the mass, which
             # is weight times count.
             windows = keys.flatten(0, 2).index_select(0, places)
             d_spread = torch.bmm(own_grad, windows.view(-1, tiles.window, v.shape[4]).mT)
-            d_w = tiles.collect(d_spread.to(table.dtype), w.shape[2]).view_as(w)
+            d_w = tiles.collect(d_spread, w.shape[2]).view_as(w)
             d_w.addcmul_(tiles.load(grad_mass, band, table.dtype), own_counts)
-            d_query = _weights_backward(d_w, query, phi, own_table, own_scale, d_own_table)
+            d_query = _weights_backward(d_w, query, phi, chunk.table, own_scale, d_own_table)
             tiles.store(d_query, band, chunk.part(dq))
         add_of_heads(d_table, d_own_table, chunk.heads)
         chunk.part(dv).copy_(tiles.keys_backward(d_keys, v.shape[3]))

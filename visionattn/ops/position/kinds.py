@@ -25,7 +25,7 @@ from torch import Tensor
 from visionattn.layout import TokenLayout
 from visionattn.ops.position.axial import axis_sums
 from visionattn.ops.position.joint import axis_classes, class_sums
-from visionattn.ops.sums import Sums, accumulation_dtype, counting_dtype
+from visionattn.ops.sums import Sums, accumulation_dtype, counting_dtype, product_dtype
 
 Normalization = Literal["sum", "mean"]
 
@@ -248,6 +248,13 @@ def _joint_counts(
     return count_classes(relative.layout, horizons, dtype=dtype, device=device, present=present)
 
 
+def _products(q: Tensor, v: Tensor) -> torch.dtype:
+    """Return the dtype of products of class sums: in bfloat16 without gradients only, since the
+    gradients of content and relative term nearly cancel.
+    """
+    return accumulation_dtype(q, v) if torch.is_grad_enabled() else product_dtype(q, v)
+
+
 def _joint_sums(
     relative: Joint,
     q: Tensor,
@@ -256,7 +263,7 @@ def _joint_sums(
     total: Tensor,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    layout, table = relative.layout, relative.table.to(dtype)
+    layout, table = relative.layout, relative.table.to(_products(q, v))
     counts = _joint_counts(relative, key_mask, dtype, v.device)
     horizons = (table.shape[1] // 2, table.shape[2] // 2)
     options = (counts, total.unsqueeze(3), *horizons, 0, relative.normalization == "mean")
@@ -308,7 +315,7 @@ def _flat_relative_sums(
     """Return the sums along a sequence, which is a grid of one row; queries may be more or fewer
     than keys.
     """
-    table, layout = relative.table.to(dtype), relative.layout
+    table, layout = relative.table.to(_products(q, v)), relative.layout
     counted, mean = counting_dtype(dtype), relative.normalization == "mean"
     if layout is None:
         present = (
