@@ -15,7 +15,7 @@ from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 import visionattn
 from tests.helpers.timm_contract import keeps_contract
 from visionattn.layout import Grid, TokenLayout
-from visionattn.models import shipped
+from visionattn.models import registration, shipped
 
 NAMES = sorted(
     name
@@ -84,6 +84,10 @@ def test_full_sizes_build_on_the_meta_device(family, letter, parameters):
     )
     count = sum(p.numel() for p in model.parameters()) - of_gate_and_convolution
     assert count == pytest.approx(parameters, rel=0.06)
+    assert model.blocks[0].attn.head_dim == (32 if family == "taylorshift_vit" else 64)
+    # Weights of the first two formats do not state their heads, which were 64 wide.
+    heads = registration.complete(f"{family}_{letter}", {}, registration.FORMER)["num_heads"]
+    assert heads == model.embed_dim // 64
 
 
 def test_small_model_takes_an_image_of_320_by_208_pixels_and_gives_its_maps():

@@ -91,7 +91,7 @@ def _models() -> Iterator[Target]:
     for name, base, limits in (
         (ours, timm, (0.47, 0.16)),
         (ours, twin, (1.3, 1.3)),
-        ("taylorshift_vit_s+heads=12", timm, (0.7, 0.24)),
+        ("taylorshift_vit_s", timm, (0.7, 0.24)),
         (twin, timm, (None, None)),
     ):
         for pixels, limit in zip((1024, 2048), limits, strict=True):

@@ -25,10 +25,10 @@ from visionattn.models.placing import FeatureMaps, filter_pretrained
 from visionattn.models.pyramid import STRIDES, PyramidTransformer
 
 SIZES = {
-    "t": ("tiny", dict(embed_dim=192, depth=12, num_heads=3)),
-    "s": ("small", dict(embed_dim=384, depth=12, num_heads=6)),
-    "b": ("base", dict(embed_dim=768, depth=12, num_heads=12)),
-    "l": ("large", dict(embed_dim=1024, depth=24, num_heads=16)),
+    "t": ("tiny", dict(embed_dim=192, depth=12)),
+    "s": ("small", dict(embed_dim=384, depth=12)),
+    "b": ("base", dict(embed_dim=768, depth=12)),
+    "l": ("large", dict(embed_dim=1024, depth=24)),
 }
 WEIGHT_SOURCES = ("url", "file", "hf_hub_id", "state_dict")
 PIXEL = dict(
@@ -63,12 +63,13 @@ def is_ours(name: str) -> bool:
     return model_entrypoint(name).__module__.startswith("visionattn.") and name not in WRITERS
 
 
-def _family_names(family: str) -> dict[str, dict[str, Any]]:
+def _family_names(family: str, head_dim: int = 64) -> dict[str, dict[str, Any]]:
     """Return the short and the long name of each size, and that of its pyramid, with the arguments
     of the size.
     """
     names = {}
     for letter, (word, size) in SIZES.items():
+        size = size | {"num_heads": size["embed_dim"] // head_dim}
         names[f"{family}_{letter}"] = names[f"{family}_{word}_patch16_224"] = size
         names[f"{family}_{letter}_pyramid"] = size | PYRAMID
     return names
@@ -115,7 +116,12 @@ def family_cfgs(family: str, pixel: str | None = None, **fields):
 
 
 def register_family(
-    module: str, family: str, *, former: dict[str, Any] | None = None, **options
+    module: str,
+    family: str,
+    *,
+    head_dim: int = 64,
+    former: dict[str, Any] | None = None,
+    **options,
 ) -> None:
     """Register the names of each size, short, long and of a pyramid, as entry points of
     ``module``.
@@ -123,13 +129,15 @@ def register_family(
     Args:
         module: ``__name__`` of the module that holds the family's ``default_cfgs``.
         family: what the names begin with.
-        former: the options as they were when files did not state them, see ``FORMER``; None: the
-            same.
+        head_dim: width of a head.
+        former: the options as they were when files did not state them, see ``FORMER``, with heads
+            of width 64; None: the same.
         options: arguments of ``VisionAttnTransformer`` that make the family.
     """
-    for name, size in _family_names(family).items():
+    former_sizes = _family_names(family)
+    for name, size in _family_names(family, head_dim).items():
         register_model(_entry_point(module, name, size | options))
-        FORMER[name] = size | (options if former is None else former)
+        FORMER[name] = former_sizes[name] | (options if former is None else former)
 
 
 def one_cfg(name: str) -> dict[str, Any]:

@@ -23,6 +23,7 @@ default_cfgs |= family_cfgs("taylorshift_abs_vit", paper_ids=PAPER)
 register_family(
     __name__,
     "taylorshift_vit",
+    head_dim=32,
     former=dict(attention="taylorshift"),
     attention="taylorshift",
     **LOCAL,
