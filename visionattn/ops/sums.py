@@ -23,8 +23,9 @@ class Sums:
     """Weighted sums of the values and the sums of the weights, before the division.
 
     Args:
-        values: ``sum_j w_ij v_j``, ``[B, h, N, e]``, float32 (float64 for float64 inputs).
-        mass: ``sum_j w_ij``, ``[B, h, N]``, the same dtype.
+        values: ``sum_j w_ij v_j``, ``[B, h, N, e]``, float32 (float64 for float64 inputs), or
+            rounded to bfloat16 where products are.
+        mass: ``sum_j w_ij``, ``[B, h, N]``, float32 (float64 for float64 inputs).
     """
 
     values: Tensor
@@ -152,8 +153,8 @@ def weighted_mean(
     more_mass: Tensor | None = None,
     skip: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Return the mean ``[B, h, N, e]`` under all weights, 0 where there are none, and their sum
-    ``[B, h, N]``.
+    """Return the mean ``[B, h, N, e]`` under all weights, 0 where there are none, in the dtype of
+    ``values``, and their sum ``[B, h, N]``.
 
     Args:
         values, mass: sums of one term, ``[B, h, N, e]`` and ``[B, h, N]``.
@@ -169,14 +170,12 @@ def weighted_mean(
     elements = CHUNK_ELEMENTS // max(1, heads * values.shape[3])
     for b in chunks(batch, max(1, elements // max(1, tokens))):
         for t in chunks(tokens, max(1, elements)):
-            if more_values is None:
-                torch.div(values[b, :, t], divisor[b, :, t], out=out[b, :, t])
-                continue
-            both = slice(max(t.start, skip), t.stop)
-            out[b, :, t.start : both.start] = values[b, :, t.start : both.start]
-            more = more_values[b, :, both.start - skip : max(t.stop - skip, 0)]
-            torch.add(values[b, :, both], more, out=out[b, :, both])
-            out[b, :, t].div_(divisor[b, :, t])
+            part = values[b, :, t]
+            if more_values is not None:
+                part, first = part.to(mass.dtype, copy=True), max(skip - t.start, 0)
+                more = slice(t.start + first - skip, max(t.stop - skip, 0))
+                part[:, :, first:] += more_values[b, :, more]
+            torch.div(part, divisor[b, :, t], out=out[b, :, t])
     return out, total
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from visionattn.ops.chunking import chunks
+from visionattn.ops.sums import wide
 
 CHUNK_ELEMENTS = {"cpu": 1 << 18}
 CHUNK_ELEMENTS_ELSEWHERE = 1 << 23
@@ -25,7 +26,7 @@ class Features:
     ):
         self.x, self.feature_map, self.absent = x, feature_map, absent
         self.width, self.dtype = x.shape[3], dtype
-        self.buffer = self.spare = x.new_empty(0)
+        self.buffer = self.spare = self.wide = x.new_empty(0)
 
     def load(self, b: slice, t: slice) -> Tensor:
         """Return the features of some images and tokens, ``[g, T, f]``; zero for tokens past the
@@ -39,21 +40,28 @@ class Features:
             and x.shape[2] == tokens
         ):
             return x.flatten(0, 1)
-        # The buffer is kept between chunks, and ``spare`` holds what elu1 needs beside it.
+        # Buffers are kept between chunks. Elu1 takes two of the dtype of sums, in which passes over
+        # memory are faster than in bfloat16, and its result is rounded once.
         size = (*x.shape[:2], tokens, self.width)
         if self.buffer.shape != size:
             self.buffer = x.new_empty(size, dtype=self.dtype)
-            self.spare = (
-                torch.empty_like(self.buffer) if self.feature_map == "elu1" else self.buffer
-            )
-        out, spare = self.buffer[:, :, : x.shape[2]], self.spare[:, :, : x.shape[2]]
-        if x.dtype != self.dtype or self.feature_map == "given":
-            x = out.copy_(x)
+            if self.feature_map == "elu1":
+                self.spare = torch.empty_like(self.buffer, dtype=wide(self.dtype))
+                narrow = self.dtype != self.spare.dtype
+                self.wide = torch.empty_like(self.spare) if narrow else self.buffer
+        out = self.buffer[:, :, : x.shape[2]]
         if self.feature_map == "elu1":  # exp(min(x, 0)) + max(x, 0), as in feature_maps.py
+            features, spare = self.wide[:, :, : x.shape[2]], self.spare[:, :, : x.shape[2]]
+            if x.dtype != features.dtype:
+                x = features.copy_(x.contiguous())
             torch.clamp(x, min=0, out=spare)
-            torch.clamp(x, max=0, out=out).exp_().add_(spare)
-        elif self.feature_map == "relu":
-            torch.clamp(x, min=0, out=out)
+            torch.clamp(x, max=0, out=features).exp_().add_(spare)
+            if self.wide is not self.buffer:
+                out.copy_(features)
+        else:
+            out.copy_(x)
+            if self.feature_map == "relu":
+                out.relu_()
         if self.absent is not None:
             out.masked_fill_(self.absent[b, None, t, None], 0)
         self.buffer[:, :, x.shape[2] :].zero_()
