@@ -75,7 +75,7 @@ def _efficient_backward(
     (dq, dk, dv), n, m = grads, q.x.shape[2], k.x.shape[2]
     images, size = plan_chunks(dq, max(n, m), max(k.width, v.width))
     for b in images:
-        ds, s = d_state(b), state(b)
+        ds, s, own_dv = d_state(b), state(b), dv[b].flatten(0, 1)
         # Queries give the gradient of the state, and read theirs from the state.
         for t in chunks(n, size):
             grad = g.load(b, t)
@@ -83,7 +83,7 @@ def _efficient_backward(
             q.store(torch.bmm(grad, s.mT), b, t, dq)
         # Keys and values read theirs from the gradient of the state.
         for t in chunks(m, size):
-            put(torch.bmm(k.load(b, t), ds[..., :-1]), b, t, dv)
+            write_product(own_dv[:, t], k.load(b, t), ds[..., :-1])
             k.store(torch.bmm(v.load(b, t), ds.mT), b, t, dk)
 
 
