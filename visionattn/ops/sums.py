@@ -143,9 +143,7 @@ def _product_gradients(
 differentiate(product, _product_gradients, outputs="out", gradients="x y")
 
 
-@operator(
-    fake=lambda values, mass: (tokens_first(values, *values.shape), mass.new_empty(mass.shape))
-)
+@operator(fake=lambda values, mass: (tokens_first(mass, *values.shape), mass.new_empty(mass.shape)))
 def weighted_mean(
     values: Tensor,
     mass: Tensor,
@@ -153,8 +151,8 @@ def weighted_mean(
     more_mass: Tensor | None = None,
     skip: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Return the mean ``[B, h, N, e]`` under all weights, 0 where there are none, in the dtype of
-    ``values``, and their sum ``[B, h, N]``.
+    """Return the mean ``[B, h, N, e]`` under all weights, 0 where there are none, and their sum
+    ``[B, h, N]``.
 
     Args:
         values, mass: sums of one term, ``[B, h, N, e]`` and ``[B, h, N]``.
@@ -163,19 +161,21 @@ def weighted_mean(
     For its gradient it keeps its two results alone. In memory the mean has tokens before heads, as
     a projection of all heads together wants it.
     """
-    out, total = tokens_first(values, *values.shape), mass.clone()
+    out, total = tokens_first(mass, *values.shape), mass.clone()
     if more_mass is not None:
         total[:, :, skip:] += more_mass
     (batch, heads, tokens), divisor = mass.shape, divisor_of(total)
     elements = CHUNK_ELEMENTS // max(1, heads * values.shape[3])
     for b in chunks(batch, max(1, elements // max(1, tokens))):
         for t in chunks(tokens, max(1, elements)):
-            part = values[b, :, t]
-            if more_values is not None:
-                part, first = part.to(mass.dtype, copy=True), max(skip - t.start, 0)
-                more = slice(t.start + first - skip, max(t.stop - skip, 0))
-                part[:, :, first:] += more_values[b, :, more]
-            torch.div(part, divisor[b, :, t], out=out[b, :, t])
+            if more_values is None:
+                torch.div(values[b, :, t], divisor[b, :, t], out=out[b, :, t])
+                continue
+            both = slice(max(t.start, skip), t.stop)
+            out[b, :, t.start : both.start] = values[b, :, t.start : both.start]
+            more = more_values[b, :, both.start - skip : max(t.stop - skip, 0)]
+            torch.add(values[b, :, both], more, out=out[b, :, both])
+            out[b, :, t].div_(divisor[b, :, t])
     return out, total
 
 
