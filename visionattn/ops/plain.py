@@ -76,6 +76,7 @@ def plain_kernel_sums(
     feature_map: str,
     causal: bool,
     form: str,
+    narrow: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Do what ``kernel_sums`` does, divided by the number of keys, in the linear form whatever
     ``form`` is: weights are products of features that are not negative, so that no digits are lost.
@@ -102,7 +103,8 @@ def plain_kernel_sums(
         out = out * _part(count, 1, dtype)
     else:
         out = torch.matmul(queries, state)
-    return out[..., :-1], out[..., -1], state[..., :-1], state[..., -1]
+    values = out[..., :-1].to(v.dtype if narrow else dtype)
+    return values, out[..., -1], state[..., :-1], state[..., -1]
 
 
 def _part(count: Tensor, root: int, dtype: torch.dtype) -> Tensor:

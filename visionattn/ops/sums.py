@@ -23,8 +23,9 @@ class Sums:
     """Weighted sums of the values and the sums of the weights, before the division.
 
     Args:
-        values: ``sum_j w_ij v_j``, ``[B, h, N, e]``, float32 (float64 for float64 inputs).
-        mass: ``sum_j w_ij``, ``[B, h, N]``, the same dtype.
+        values: ``sum_j w_ij v_j``, ``[B, h, N, e]``, float32 (float64 for float64 inputs), or
+            rounded to bfloat16 where products are.
+        mass: ``sum_j w_ij``, ``[B, h, N]``, float32 (float64 for float64 inputs).
     """
 
     values: Tensor
@@ -142,9 +143,7 @@ def _product_gradients(
 differentiate(product, _product_gradients, outputs="out", gradients="x y")
 
 
-@operator(
-    fake=lambda values, mass: (tokens_first(values, *values.shape), mass.new_empty(mass.shape))
-)
+@operator(fake=lambda values, mass: (tokens_first(mass, *values.shape), mass.new_empty(mass.shape)))
 def weighted_mean(
     values: Tensor,
     mass: Tensor,
@@ -162,7 +161,7 @@ def weighted_mean(
     For its gradient it keeps its two results alone. In memory the mean has tokens before heads, as
     a projection of all heads together wants it.
     """
-    out, total = tokens_first(values, *values.shape), mass.clone()
+    out, total = tokens_first(mass, *values.shape), mass.clone()
     if more_mass is not None:
         total[:, :, skip:] += more_mass
     (batch, heads, tokens), divisor = mass.shape, divisor_of(total)

@@ -183,14 +183,14 @@ def _mean(
     dtype, name = accumulation_dtype(q, k, v), map_name(feature_map)
     if form == "pairs":
         return mean_of_pairs(q, k, v, key_mask, relative, feature_map=name)
-    if relative is not None:  # gradients of two terms, which nearly cancel, add in dtype
-        taken = dtype if torch.is_grad_enabled() else product_dtype(q, k, v)
-        q, v = q.to(taken), v.to(taken)
+    narrow = not torch.is_grad_enabled() and product_dtype(q, k, v) == torch.bfloat16
+    if relative is not None and not narrow:  # gradients of two terms add in dtype
+        q, v = q.to(dtype), v.to(dtype)
     features = q, k
     if name == "given":  # a map that the operator does not know, of keys that are 0 where masked
         phi_q = query_features(feature_map, q.to(dtype))
         features = phi_q, key_features(feature_map, k.to(dtype), key_mask, phi_q.shape[3])
-    values, mass, _, _ = kernel_sums(*features, v, key_mask, name, causal, form)
+    values, mass, _, _ = kernel_sums(*features, v, key_mask, name, causal, form, narrow)
     if relative is None:
         return Sums(values, mass).divide(), mass
     if key_mask is not None:

@@ -56,7 +56,7 @@ def _efficient_forward(q: Features, k: Features, v: WithMass, outputs: tuple[Ten
         for t in chunks(m, size):
             keys = k.load(b, t)
             add_product(state, keys.mT, v.x[b, :, t].to(v.dtype).flatten(0, 1))
-            keys_sum += keys.sum(1, dtype=keys_sum.dtype)
+            keys_sum += keys.sum(1)
         read, read_sum = state.to(q.dtype), keys_sum.unsqueeze(2).to(q.dtype)
         for t in chunks(n, size):
             queries = q.load(b, t)
@@ -75,7 +75,7 @@ def _efficient_backward(
     (dq, dk, dv), n, m = grads, q.x.shape[2], k.x.shape[2]
     images, size = plan_chunks(dq, max(n, m), max(k.width, v.width))
     for b in images:
-        ds, s = d_state(b), state(b)
+        ds, s, own_dv = d_state(b), state(b), dv[b].flatten(0, 1)
         # Queries give the gradient of the state, and read theirs from the state.
         for t in chunks(n, size):
             grad = g.load(b, t)
@@ -83,7 +83,7 @@ def _efficient_backward(
             q.store(torch.bmm(grad, s.mT), b, t, dq)
         # Keys and values read theirs from the gradient of the state.
         for t in chunks(m, size):
-            put(torch.bmm(k.load(b, t), ds[..., :-1]), b, t, dv)
+            write_product(own_dv[:, t], k.load(b, t), ds[..., :-1])
             k.store(torch.bmm(v.load(b, t), ds.mT), b, t, dk)
 
 
@@ -262,11 +262,12 @@ def flops(q, v, causal: bool, form: str, *, backward: bool) -> int:
     return 2 * batch * heads * total
 
 
-def _empty_sums(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+def _empty_sums(q: Tensor, k: Tensor, v: Tensor, narrow: bool) -> tuple[Tensor, ...]:
     """Return memory for values, mass, S and Z."""
     (batch, heads, n, d), e, dtype = q.shape, v.shape[3], accumulation_dtype(q, k, v)
-    shapes = (batch, heads, n, e), (batch, heads, n), (batch, heads, d, e), (batch, heads, d)
-    return tuple([q.new_empty(shape, dtype=dtype) for shape in shapes])
+    shapes = (batch, heads, n), (batch, heads, d, e), (batch, heads, d)
+    values = q.new_empty(batch, heads, n, e, dtype=v.dtype if narrow else dtype)
+    return values, *(q.new_empty(shape, dtype=dtype) for shape in shapes)
 
 
 @operator(fake=_empty_sums, flops=partial(flops, backward=False))
@@ -278,6 +279,7 @@ def kernel_sums(
     feature_map: str,
     causal: bool,
     form: str,
+    narrow: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the sums of values and weights under ``w_ij = phi(q_i) . phi(k_j)``, and the state of
     the keys.
@@ -290,6 +292,7 @@ def kernel_sums(
         causal: query i sees keys ``j <= i`` alone, all of them where ``i >= M``.
         form: "direct" works on blocks of scores, O(N M (d + e)); "efficient" is O((N + M) d e);
             "auto", which compilers leave to the operator, is the one expected to be the faster.
+        narrow: round the sums of values to the dtype of v, for a mean that has no gradient.
 
     Returns:
         values ``[B, h, N, e]``, mass ``[B, h, N]``, S ``[B, h, d, e]`` and Z ``[B, h, d]`` of all
@@ -303,7 +306,7 @@ def kernel_sums(
     # Causal passes add up many states, and stay in the dtype of sums.
     dtype = accumulation_dtype(q, k, v) if causal else product_dtype(q, k, v)
     queries, keys, x = _operands(q, k, v, key_mask, feature_map, dtype)
-    outputs = _empty_sums(q, k, v)
+    outputs = _empty_sums(q, k, v, narrow)
     form = form_taken(form, causal, q.shape, v.shape)
     with form_ran("kernelized causal" if causal else "kernelized", form):
         if form == "direct":

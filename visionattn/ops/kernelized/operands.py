@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from visionattn.ops.chunking import chunks
+from visionattn.ops.sums import wide
 
 CHUNK_ELEMENTS = {"cpu": 1 << 18}
 CHUNK_ELEMENTS_ELSEWHERE = 1 << 23
@@ -25,7 +26,7 @@ class Features:
     ):
         self.x, self.feature_map, self.absent = x, feature_map, absent
         self.width, self.dtype = x.shape[3], dtype
-        self.buffer = self.spare = x.new_empty(0)
+        self.buffer = x.new_empty(0, 0, 0, 0)
 
     def load(self, b: slice, t: slice) -> Tensor:
         """Return the features of some images and tokens, ``[g, T, f]``; zero for tokens past the
@@ -39,21 +40,27 @@ class Features:
             and x.shape[2] == tokens
         ):
             return x.flatten(0, 1)
-        # The buffer is kept between chunks, and ``spare`` holds what elu1 needs beside it.
+        # Buffers are kept between chunks. Elu1 takes two in the dtype of sums, as its passes are
+        # slower in bfloat16, and rounds its result once.
         size = (*x.shape[:2], tokens, self.width)
         if self.buffer.shape != size:
-            self.buffer = x.new_empty(size, dtype=self.dtype)
-            self.spare = (
-                torch.empty_like(self.buffer) if self.feature_map == "elu1" else self.buffer
-            )
-        out, spare = self.buffer[:, :, : x.shape[2]], self.spare[:, :, : x.shape[2]]
-        if x.dtype != self.dtype or self.feature_map == "given":
-            x = out.copy_(x)
+            self.buffer = self.wide = self.spare = x.new_empty(size, dtype=self.dtype)
+            if self.feature_map == "elu1":
+                self.spare = torch.empty_like(self.buffer, dtype=wide(self.dtype))
+                if self.dtype != self.spare.dtype:
+                    self.wide = torch.empty_like(self.spare)
+        buffers = self.buffer, self.wide, self.spare
+        out, features, spare = (buffer[:, :, : x.shape[2]] for buffer in buffers)
+        if x.dtype != features.dtype or self.feature_map == "given":
+            # A cast of rows that lie apart takes longer than a copy and a cast.
+            x = features.copy_(x.contiguous())
         if self.feature_map == "elu1":  # exp(min(x, 0)) + max(x, 0), as in feature_maps.py
             torch.clamp(x, min=0, out=spare)
-            torch.clamp(x, max=0, out=out).exp_().add_(spare)
+            torch.clamp(x, max=0, out=features).exp_().add_(spare)
         elif self.feature_map == "relu":
-            torch.clamp(x, min=0, out=out)
+            torch.clamp(x, min=0, out=features)
+        if self.wide is not self.buffer:
+            out.copy_(features)
         if self.absent is not None:
             out.masked_fill_(self.absent[b, None, t, None], 0)
         self.buffer[:, :, x.shape[2] :].zero_()
@@ -63,16 +70,18 @@ class Features:
         """Write the gradient of q or k into ``out[b, :, t]`` for that of the features loaded last;
         both are used up.
         """
+        there = out[b, :, t]
+        features = self.buffer[:, :, : there.shape[2]]
+        grad = grad.unflatten(0, there.shape[:2])[:, :, : there.shape[2]]
         if self.feature_map == "elu1":
             # The derivative is min(phi, 1): phi is exp(x) below 0 and 1 + x above.
-            grad.mul_(self.buffer.clamp_(max=1).flatten(0, 1))
+            torch.mul(grad, features.clamp_(max=1), out=there)
         elif self.feature_map == "relu":
-            grad.mul_(self.buffer.sign_().flatten(0, 1))
-        there = out[b, :, t]
-        grad = grad.unflatten(0, there.shape[:2])[:, :, : there.shape[2]]
-        there.copy_(
-            grad if self.absent is None else grad.masked_fill_(self.absent[b, None, t, None], 0)
-        )
+            torch.mul(grad, features.sign_(), out=there)
+        else:
+            there.copy_(grad)
+        if self.absent is not None:
+            there.masked_fill_(self.absent[b, None, t, None], 0)
 
 
 class Rows:
