@@ -12,10 +12,10 @@ from visionattn.ops.chunking import chunks
 from visionattn.ops.operator import contiguous_like, differentiate, operator
 from visionattn.ops.taylorshift.features import (
     BUFFER_ELEMENTS,
-    add_features_backward,
     chunk_tokens,
     fill_features,
     num_features,
+    slopes,
 )
 
 
@@ -56,10 +56,8 @@ def _expand_backward(x: Tensor, state: Tensor, y: Tensor, out: Tensor) -> Tensor
     ``x``.
     """
     for g, t in _head_and_token_chunks(x):
-        own = x[g, t].mT.contiguous()
-        grad = torch.zeros_like(own)
-        add_features_backward(own, torch.bmm(state[g], y[g, t].mT), grad)
-        out[g, t] += grad.mT
+        outer = (x[g, t, :, None] * y[g, t, None]).flatten(2)
+        out[g, t].baddbmm_(outer, slopes(state[g], x.shape[2]).flatten(1, 2))
     return out
 
 
