@@ -54,7 +54,7 @@ def _reduce(step: Pass, weights: Tensor, state: Tensor, second: Tensor, first: T
     for sums in (state, second, first):
         sums.zero_()
     for t in step.slices(step.k.x):
-        key = step.k.load(t).to(step.dtype)
+        key = step.across(step.k.load(t))
         add_product(state, step.features(key), step.v.load(t))
         step.add_moments(key, second, first)
     state.mul_(weights)
@@ -67,7 +67,7 @@ def _read(
     values, mass = out
     read = state.to(step.dtype).mT
     for t in step.slices(step.q.x):
-        query = step.q.load(t).to(step.dtype)
+        query = step.across(step.q.load(t))
         values[:, t] = torch.bmm(read, step.features(query)).mT
         mass[:, t] = step.mass(query, abc, *moments)
 
@@ -77,7 +77,7 @@ def _direct_values(step: Pass, abc: tuple[float, float, float], v: Tensor) -> Te
     ``a ((x + b/2a)^2 + c/a - (b/2a)^2)``.
     """
     a, b, c = abc
-    query, key = (x.load(slice(None)).mT.to(step.dtype) for x in (step.q, step.k))
+    query, key = (x.load(slice(None)).to(step.dtype) for x in (step.q, step.k))
     values = blocked_scores(query, key, v, shift=b / (2 * a), square=True)
     total = v.sum(1, keepdim=True, dtype=wide(v.dtype))
     return values.to(total.dtype).mul_(a).add_((c - b * b / (4 * a)) * total)
@@ -132,7 +132,7 @@ def flops(
     groups = batch * heads
     if form == "auto":
         form = form_of_shapes("taylorshift", q, v)
-    mass = (2 * n + m if backward else n + m) * d * d
+    mass = ((2 * n + m) * d if backward else n * (d + 1) + m * d) * d
     if form == "direct":
         width = columns or e
         pairs = n * m * (3 * d + 2 * width if backward else d + width)
@@ -222,8 +222,8 @@ def taylor_sums(
                 out.copy_(both[..., :-1]), out_mass.copy_(both[..., -1])
             else:
                 out.copy_(_direct_values(step, (a, b, c), value))
-                step.add_moments(step.k.load(slice(None)), *moments)
-                out_mass.copy_(step.mass(step.q.load(slice(None)), (a, b, c), *moments))
+                step.add_moments(step.k.load(slice(None)).mT, *moments)
+                out_mass.copy_(step.mass(step.q.load(slice(None)).mT, (a, b, c), *moments))
     return results  # type: ignore[return-value]
 
 
@@ -261,10 +261,10 @@ def _efficient_backward(
     read, d_sums = sums.flatten(1, 2).to(step.dtype).mT, torch.zeros_like(sums)
     # Queries first: they sum up the gradient of what the keys left.
     for t in step.slices(step.q.x):
-        query = step.q.load(t).to(step.dtype)
+        query = step.across(step.q.load(t))
         outer = step.outer(query, d_values.with_row(t, d_mass[:, t]))
         add_product(d_sums.flatten(1, 2), outer, query.mT)
-        part = step.q.store(torch.bmm(read, outer), t, dq)
+        part = step.q.store(torch.bmm(read, outer).mT, t, dq)
         d_length = part if d_length is None else d_length + part
     d_sums[:, :d] *= 2 * a
     d_sums[:, d] *= b
@@ -275,10 +275,10 @@ def _efficient_backward(
     d_state[:, -1] = c * d_values.x.sum(1, dtype=state.dtype)
     d_state, d_sums = d_state.to(step.dtype).mT, d_sums.flatten(1, 2).to(step.dtype).mT
     for t in step.slices(step.k.x):
-        key = step.k.load(t).to(step.dtype)
+        key = step.across(step.k.load(t))
         own = torch.bmm(d_state, step.features(key))
         dv[:, t] = (own if step.absent is None else own.masked_fill_(step.absent[:, None, t], 0)).mT
-        step.k.store(torch.bmm(d_sums, step.outer(key, step.v.with_row(t, 1))), t, dk)
+        step.k.store(torch.bmm(d_sums, step.outer(key, step.v.with_row(t, 1))).mT, t, dk)
     return d_length
 
 
@@ -294,7 +294,7 @@ def _direct_backward(
     """
     (a, b, c), (d_values, dq, dk, dv), everything = abc, grads, slice(None)
     query, key, value, grad = (x.load(everything) for x in (step.q, step.k, step.v, d_values))
-    rows = (x.mT.to(step.dtype) for x in (query, key))
+    rows = (x.to(step.dtype) for x in (query, key))
     if step.q.length is None:  # the mass is a column of the values
         value = _with_ones(step, value)
         grad = torch.cat([grad, d_mass.unsqueeze(2)], dim=2)
@@ -303,15 +303,14 @@ def _direct_backward(
     total = grad.sum(1, keepdim=True, dtype=d_value.dtype)
     d_value = d_value.add_((c - b * b / (4 * a)) * total)[..., : dv.shape[2]]
     dv.copy_(d_value if step.absent is None else d_value.masked_fill_(step.absent.unsqueeze(2), 0))
-    d_query, d_key = d_query.mT.to(query.dtype), d_key.mT
+    d_query = d_query.to(query.dtype)
     if step.q.length is not None:  # the mass is a q^T (K^T K) q + b q . sum k + c M
-        second, first = moments
-        weighed = query * d_mass.unsqueeze(1)
-        d_query += d_mass.unsqueeze(1) * torch.baddbmm(
-            (b * first).unsqueeze(2), second, query, alpha=2 * a
-        )
-        d_key = torch.baddbmm(d_key, torch.bmm(weighed, query.mT), key, alpha=2 * a)
-        d_key += b * weighed.sum(2, keepdim=True)
+        (second, first), weight = moments, d_mass.unsqueeze(2)
+        weighed = weight * query
+        slope = torch.baddbmm(b * first.unsqueeze(1), query, second, alpha=2 * a)
+        d_query += weight * slope
+        d_key = torch.baddbmm(d_key, key, torch.bmm(query.mT, weighed), alpha=2 * a)
+        d_key += b * weighed.sum(1, keepdim=True)
     d_length = step.q.store(d_query, everything, dq)
     step.k.store(d_key, everything, dk)
     return d_length

@@ -35,7 +35,7 @@ from visionattn.ops.sums import accumulation_dtype, add_product, wide
 
 EPS = 1e-6
 TILE = 4
-BUFFER_ELEMENTS = 1 << 21
+BUFFER_BYTES = 1 << 23
 CHUNK_TOKENS = (128, 512)
 MOST_CANCELLATION = {torch.float32: 2.0**13, torch.float64: 2.0**28}
 """How many times a query's mass the terms of its sums may be in the efficient form that "auto"
@@ -82,7 +82,7 @@ def chunk_tokens(d: int) -> int:
     stay in cache.
     """
     fewest, most = CHUNK_TOKENS
-    return max(fewest, min(most, 1 << (BUFFER_ELEMENTS // num_features(d)).bit_length() - 1))
+    return max(fewest, min(most, 1 << (BUFFER_BYTES // (4 * num_features(d))).bit_length() - 1))
 
 
 def fill_features(x: Tensor, out: Tensor) -> None:
@@ -110,44 +110,43 @@ def pack(full: Tensor, out: Tensor) -> None:
 
 
 class Vectors:
-    """Queries or keys of one chunk of heads, token chunk by token chunk as ``[g, d, T]``, and the
-    way back for gradients.
+    """Queries or keys of one chunk of heads, some tokens at a time, and the way back for gradients.
 
-    With ``length [g]`` they are brought to that length (``x / max(|x|, 1e-6)`` times it); those of
-    ``absent [g, tokens]`` are 0.
+    With ``length [g, 1, 1]``, or 1, they are brought to that length (``x / max(|x|, 1e-6)`` times
+    it); those of ``absent [g, tokens]`` are 0.
     """
 
-    def __init__(self, x: Tensor, dtype: torch.dtype, length: Tensor | None, absent: Tensor | None):
-        self.x, self.dtype, self.absent = x, dtype, absent
-        self.length = None if length is None else length[:, None, None]
+    def __init__(
+        self, x: Tensor, dtype: torch.dtype, length: Tensor | int | None, absent: Tensor | None
+    ):
+        self.x, self.dtype, self.length, self.absent = x, dtype, length, absent
 
     def load(self, t: slice) -> Tensor:
-        """Cast, normalised and masked, ``[g, d, T]``."""
-        x = self.x[:, t].mT.to(self.dtype, copy=True, memory_format=torch.contiguous_format)
+        """Cast, normalised and masked, ``[g, T, d]``."""
+        x = self.x[:, t].to(self.dtype, copy=True, memory_format=torch.contiguous_format)
         if self.absent is not None:  # before anything else: NaN would pass through products with 0
-            x.masked_fill_(self.absent[:, None, t], 0)
-        if self.length is not None:
-            squares = x.square().sum(1, keepdim=True)
-            self.free = squares > EPS * EPS
-            self.inverse = squares.clamp_(min=EPS * EPS).rsqrt_()
-            self.unit = x.mul_(self.inverse)
-            x = self.unit * self.length
-        return x
+            x.masked_fill_(self.absent[:, t, None], 0)
+        if self.length is None:
+            return x
+        norm = torch.linalg.vector_norm(x, dim=2, keepdim=True)
+        self.free = norm > EPS
+        self.scale = self.length / norm.clamp_(min=EPS)
+        self.unit = x.div_(norm)
+        return self.unit * self.length if isinstance(self.length, Tensor) else self.unit
 
     def store(self, grad: Tensor, t: slice, out: Tensor) -> Tensor | None:
-        """Write the gradient to ``out[:, t]``, for that of what was loaded last; returns that of
-        the length, ``[g]``.
+        """Write the gradient to ``out[:, t]``, for ``grad [g, T, d]`` of what was loaded last;
+        returns that of the length, ``[g]``.
         """
-        grad = grad.to(self.dtype)
+        grad = grad.to(self.dtype, copy=True, memory_format=torch.contiguous_format)
         if self.absent is not None:
-            grad = grad.masked_fill_(self.absent[:, None, t], 0)
-        if self.length is None:
-            out[:, t] = grad.mT
-            return None
-        along = (grad * self.unit).sum(1, keepdim=True)
-        d_length = along.sum((1, 2))
-        grad = grad.addcmul_(self.unit, along.mul_(self.free), value=-1)
-        out[:, t] = grad.mul_(self.inverse * self.length).mT
+            grad.masked_fill_(self.absent[:, t, None], 0)
+        d_length = None
+        if self.length is not None:
+            along = (grad * self.unit).sum(2, keepdim=True)
+            d_length = along.sum((1, 2))
+            grad.addcmul_(self.unit, along.mul_(self.free), value=-1).mul_(self.scale)
+        out[:, t] = grad
         return d_length
 
 
@@ -165,11 +164,11 @@ class Values:
 
     def with_row(self, t: slice, last: Tensor | float) -> Tensor:
         """Return ``[g, e + 1, T]``: tokens contiguous, ``last`` behind the columns."""
-        x = self.x[:, t]
-        out = x.new_empty(x.shape[0], x.shape[2] + 1, x.shape[1], dtype=self.dtype)
+        x = self.load(t)
+        out = x.new_empty(x.shape[0], x.shape[2] + 1, x.shape[1])
         out[:, :-1] = x.mT
         out[:, -1] = last
-        return out if self.absent is None else out.masked_fill_(self.absent[:, None, t], 0)
+        return out
 
 
 class Pass:
@@ -185,7 +184,7 @@ class Pass:
         length = one = None
         if temperature is not None:
             length = temperature[heads].to(wide(dtype)).repeat(images.stop - images.start)
-            one = torch.ones_like(length)
+            length, one = length[:, None, None], 1
         self.q = Vectors(part_of(q, chunk), wide(dtype), length, None)
         self.k = Vectors(part_of(k, chunk), wide(dtype), one, absent)
         self.v = Values(part_of(v, chunk), dtype, absent)
@@ -203,6 +202,10 @@ class Pass:
         if self.buffer is None or self.buffer.numel() < prod(shape):
             self.buffer = x.new_empty(prod(shape))
         return self.buffer[: prod(shape)].view(shape)
+
+    def across(self, x: Tensor) -> Tensor:
+        """Return ``x [g, T, d]`` as ``[g, d, T]``, in the dtype of products."""
+        return x.to(self.dtype).mT.contiguous()
 
     def features(self, x: Tensor) -> Tensor:
         """Return ``[phi2(x), x, 1]`` of ``x [g, d, T]``: ``[g, F + d + 1, T]``."""
@@ -231,9 +234,10 @@ class Pass:
     ) -> Tensor:
         """Return the sums of weights ``[g, T]`` of ``query [g, d, T]``."""
         a, b, c = abc
-        second, first = second.to(query.dtype), (b * first).to(query.dtype).unsqueeze(2)
-        slope = torch.baddbmm(first, second, query, alpha=a)
-        return slope.mul_(query).sum(1, dtype=wide(query.dtype)) + c * self.count
+        rows = torch.cat([a * second, b * first.unsqueeze(1)], 1).to(query.dtype)
+        slopes = torch.bmm(rows, query)
+        squares = slopes[:, :-1].mul_(query).sum(1, dtype=first.dtype)
+        return squares + slopes[:, -1] + c * self.count
 
 
 def heads_at_once(device: str) -> int:
@@ -247,7 +251,8 @@ def passes(operands: tuple, dtype: torch.dtype) -> Iterator[Pass]:
     """Yield what each chunk of heads needs."""
     q, k = operands[:2]
     tokens = max(1, min(max(q.shape[2], k.shape[2]), chunk_tokens(q.shape[3])))
-    heads = max(1, BUFFER_ELEMENTS // ((num_features(q.shape[3]) + q.shape[3] + 1) * tokens))
+    rows = num_features(q.shape[3]) + q.shape[3] + 1
+    heads = max(1, BUFFER_BYTES // (dtype.itemsize * rows * tokens))
     heads *= heads_at_once(q.device.type)
     for chunk in in_turn(head_chunks(q.shape[0], q.shape[1], heads)):
         yield Pass(chunk, operands, dtype)
@@ -279,8 +284,8 @@ def cancels_little(
                 continue
             groups, _, d = step.q.x.shape
             moments = terms.new_zeros(groups, d, d), terms.new_zeros(groups, d)
-            step.add_moments(step.k.load(slice(None)), *moments)
-            mass = step.mass(step.q.load(slice(None)), abc, *moments)
+            step.add_moments(step.k.load(slice(None)).mT, *moments)
+            mass = step.mass(step.q.load(slice(None)).mT, abc, *moments)
             if (terms > MOST_CANCELLATION[dtype] * mass.maximum(least)).any():
                 return False
     return True

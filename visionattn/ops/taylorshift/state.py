@@ -11,7 +11,7 @@ from torch import Tensor
 from visionattn.ops.chunking import chunks
 from visionattn.ops.operator import contiguous_like, differentiate, operator
 from visionattn.ops.taylorshift.features import (
-    BUFFER_ELEMENTS,
+    BUFFER_BYTES,
     chunk_tokens,
     fill_features,
     num_features,
@@ -22,7 +22,7 @@ from visionattn.ops.taylorshift.features import (
 def _head_and_token_chunks(x: Tensor) -> list[tuple[slice, slice]]:
     """Return pairs of slices (heads, tokens) of ``x [G, N, d]`` whose features stay in cache."""
     tokens = max(1, min(x.shape[1], chunk_tokens(x.shape[2])))
-    heads = max(1, BUFFER_ELEMENTS // (num_features(x.shape[2]) * tokens))
+    heads = max(1, BUFFER_BYTES // (x.element_size() * num_features(x.shape[2]) * tokens))
     return [(g, t) for g in chunks(x.shape[0], heads) for t in chunks(x.shape[1], tokens)]
 
 
