@@ -360,7 +360,7 @@ def taylor_sums_backward(
         if form == "efficient":
             if not own_state.shape[1]:
                 own_state = _kept_state(own_state, weights)
-                _reduce(step, weights, own_state, *moments)
+                _reduce(step, weights, own_state, *map(torch.empty_like, moments))
             d_length = _efficient_backward(step, (a, b, c), own_mass, own_state, moments, own)
         else:
             d_length = _direct_backward(step, (a, b, c), own_mass, moments, own)

@@ -129,10 +129,9 @@ class Vectors:
         if self.length is None:
             return x
         norm = torch.linalg.vector_norm(x, dim=2, keepdim=True)
-        self.free = norm > EPS
-        self.scale = self.length / norm.clamp_(min=EPS)
-        self.unit = x.div_(norm)
-        return self.unit * self.length if isinstance(self.length, Tensor) else self.unit
+        self.free, self.inverse = norm > EPS, norm.clamp_(min=EPS).reciprocal_()
+        self.scale, self.loaded = self.inverse * self.length, x
+        return x * self.scale
 
     def store(self, grad: Tensor, t: slice, out: Tensor) -> Tensor | None:
         """Write the gradient to ``out[:, t]``, for ``grad [g, T, d]`` of what was loaded last;
@@ -143,9 +142,10 @@ class Vectors:
             grad.masked_fill_(self.absent[:, t, None], 0)
         d_length = None
         if self.length is not None:
-            along = (grad * self.unit).sum(2, keepdim=True)
+            unit = self.loaded.mul_(self.inverse)
+            along = (grad * unit).sum(2, keepdim=True)
             d_length = along.sum((1, 2))
-            grad.addcmul_(self.unit, along.mul_(self.free), value=-1).mul_(self.scale)
+            grad.addcmul_(unit, along.mul_(self.free), value=-1).mul_(self.scale)
         out[:, t] = grad
         return d_length
 
