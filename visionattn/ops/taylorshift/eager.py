@@ -54,8 +54,8 @@ def _reduce(step: Pass, weights: Tensor, state: Tensor, second: Tensor, first: T
     for sums in (state, second, first):
         sums.zero_()
     for t in step.slices(step.k.x):
-        key = step.across(step.k.load(t))
-        add_product(state, step.features(key), step.v.load(t))
+        key = step.k.load(t)
+        add_product(state, step.features(step.across(key)), step.v.load(t))
         step.add_moments(key, second, first)
     state.mul_(weights)
 
@@ -67,8 +67,8 @@ def _read(
     values, mass = out
     read = state.to(step.dtype).mT
     for t in step.slices(step.q.x):
-        query = step.across(step.q.load(t))
-        values[:, t] = torch.bmm(read, step.features(query)).mT
+        query = step.q.load(t)
+        values[:, t] = torch.bmm(read, step.features(step.across(query))).mT
         mass[:, t] = step.mass(query, abc, *moments)
 
 
@@ -132,7 +132,7 @@ def flops(
     groups = batch * heads
     if form == "auto":
         form = form_of_shapes("taylorshift", q, v)
-    mass = ((2 * n + m) * d if backward else n * (d + 1) + m * d) * d
+    mass = (2 * n + m if backward else n + m) * d * d
     if form == "direct":
         width = columns or e
         pairs = n * m * (3 * d + 2 * width if backward else d + width)
@@ -155,7 +155,7 @@ def _flops_backward(q, k, v, temperature, state, form: str) -> int:
     (batch, heads, n, d), m, e = q, k[2], v[3]
     of_values = m * (num_features(d) + d + 1) * e
     anew = 0 if state[2] else of_values + m * d * d
-    return 2 * batch * heads * ((2 * n + m) * (d + 1) * (e + 1) * d + of_values + anew)
+    return 2 * batch * heads * ((2 * n + m) * ((d + 1) * e + d) * d + of_values + anew)
 
 
 def _empty_sums(q: Tensor, k: Tensor, v: Tensor, form: str) -> tuple[Tensor, ...]:
@@ -222,8 +222,8 @@ def taylor_sums(
                 out.copy_(both[..., :-1]), out_mass.copy_(both[..., -1])
             else:
                 out.copy_(_direct_values(step, (a, b, c), value))
-                step.add_moments(step.k.load(slice(None)).mT, *moments)
-                out_mass.copy_(step.mass(step.q.load(slice(None)).mT, (a, b, c), *moments))
+                step.add_moments(step.k.load(slice(None)), *moments)
+                out_mass.copy_(step.mass(step.q.load(slice(None)), (a, b, c), *moments))
     return results  # type: ignore[return-value]
 
 
@@ -234,6 +234,19 @@ def _kept_state(state: Tensor, weights: Tensor) -> Tensor:
         if state.shape[1]
         else state.new_empty(state.shape[0], weights.shape[0], state.shape[2])
     )
+
+
+def _mass_backward(
+    abc: tuple[float, float, float], query: Tensor, d_mass: Tensor, moments: list, grads: list
+) -> Tensor:
+    """Return the gradient of ``query [g, T, d]`` through the mass, and add those of ``K^T K`` and
+    ``sum k`` to ``grads``.
+    """
+    (a, b, _), (second, first), (d_second, d_first), d_mass = abc, moments, grads, d_mass[..., None]
+    weighed = d_mass * query
+    d_second.baddbmm_(query.mT, weighed, alpha=a)
+    d_first.add_(weighed.sum(1), alpha=b)
+    return torch.baddbmm(b * first.unsqueeze(1), query, second, alpha=2 * a).mul_(d_mass)
 
 
 def _efficient_backward(
@@ -247,38 +260,46 @@ def _efficient_backward(
     """Write the chunk's gradients through the efficient form; returns that of the length of the
     queries.
 
-    The mass is one more column here, the sum of values of 1. With the products P of ``[q, 1]`` and
-    the gradients, ``[g, (d + 1) (e + 1), T]``, the gradient of q is ``S^T P``, and ``P q^T`` that
-    of ``S [g, (d + 1) (e + 1), d]``, which holds what is summed of the keys. Keys go the same way.
+    With the products P of ``[q, 1]`` and the gradients, ``[g, (d + 1) e, T]``, the gradient of q is
+    ``S^T P``, and ``P q^T`` that of ``S [g, (d + 1) e, d]``, which holds what is summed of the
+    keys. Keys go the same way.
     """
-    (a, b, c), (d_values, dq, dk, dv), (second, first) = abc, grads, moments
+    (a, b, c), (d_values, dq, dk, dv) = abc, grads
     (groups, _, e), d, d_length = state.shape, step.d, None
-    sums = state.new_empty(groups, d + 1, e + 1, d)
-    sums[:, :d, :e] = slopes(state, d)
-    sums[:, :d, e] = 2 * a * second
-    sums[:, d, :e] = state[:, -d - 1 : -1].mT
-    sums[:, d, e] = b * first
+    sums = state.new_empty(groups, d + 1, e, d)
+    sums[:, :d], sums[:, d] = slopes(state, d), state[:, -d - 1 : -1].mT
     read, d_sums = sums.flatten(1, 2).to(step.dtype).mT, torch.zeros_like(sums)
+    d_moments = [torch.zeros_like(x) for x in moments]
     # Queries first: they sum up the gradient of what the keys left.
     for t in step.slices(step.q.x):
-        query = step.across(step.q.load(t))
-        outer = step.outer(query, d_values.with_row(t, d_mass[:, t]))
-        add_product(d_sums.flatten(1, 2), outer, query.mT)
-        part = step.q.store(torch.bmm(read, outer).mT, t, dq)
+        query = step.q.load(t)
+        across, d_query = (
+            step.across(query),
+            _mass_backward(abc, query, d_mass[:, t], moments, d_moments),
+        )
+        outer = step.outer(across, step.across(d_values.load(t)))
+        add_product(d_sums.flatten(1, 2), outer, across.mT)
+        part = step.q.store(d_query.add_(torch.bmm(read, outer).mT), t, dq)
         d_length = part if d_length is None else d_length + part
     d_sums[:, :d] *= 2 * a
     d_sums[:, d] *= b
     d_state = torch.empty_like(state)
-    pack(d_sums[:, :d, :e], d_state)
+    pack(d_sums[:, :d], d_state)
     d_state[:, : -d - 1] *= feature_weights(d, 0.5, state)
-    d_state[:, -d - 1 : -1] = d_sums[:, d, :e].mT
+    d_state[:, -d - 1 : -1] = d_sums[:, d].mT
     d_state[:, -1] = c * d_values.x.sum(1, dtype=state.dtype)
     d_state, d_sums = d_state.to(step.dtype).mT, d_sums.flatten(1, 2).to(step.dtype).mT
+    d_second, d_first = d_moments
     for t in step.slices(step.k.x):
-        key = step.across(step.k.load(t))
-        own = torch.bmm(d_state, step.features(key))
+        key = step.k.load(t)
+        across, d_key = (
+            step.across(key),
+            torch.baddbmm(d_first.unsqueeze(1), key, d_second, alpha=2),
+        )
+        own = torch.bmm(d_state, step.features(across))
         dv[:, t] = (own if step.absent is None else own.masked_fill_(step.absent[:, None, t], 0)).mT
-        step.k.store(torch.bmm(d_sums, step.outer(key, step.v.with_row(t, 1))).mT, t, dk)
+        outer = step.outer(across, step.across(step.v.load(t)))
+        step.k.store(d_key.add_(torch.bmm(d_sums, outer).mT), t, dk)
     return d_length
 
 
@@ -305,12 +326,9 @@ def _direct_backward(
     dv.copy_(d_value if step.absent is None else d_value.masked_fill_(step.absent.unsqueeze(2), 0))
     d_query = d_query.to(query.dtype)
     if step.q.length is not None:  # the mass is a q^T (K^T K) q + b q . sum k + c M
-        (second, first), weight = moments, d_mass.unsqueeze(2)
-        weighed = weight * query
-        slope = torch.baddbmm(b * first.unsqueeze(1), query, second, alpha=2 * a)
-        d_query += weight * slope
-        d_key = torch.baddbmm(d_key, key, torch.bmm(query.mT, weighed), alpha=2 * a)
-        d_key += b * weighed.sum(1, keepdim=True)
+        d_second, d_first = d_moments = [torch.zeros_like(x) for x in moments]
+        d_query += _mass_backward(abc, query, d_mass, moments, d_moments)
+        d_key = torch.baddbmm(d_key, key, d_second, alpha=2).add_(d_first.unsqueeze(1))
     d_length = step.q.store(d_query, everything, dq)
     step.k.store(d_key, everything, dk)
     return d_length

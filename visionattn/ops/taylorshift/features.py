@@ -31,7 +31,7 @@ from visionattn.ops.chunking import (
     part_of_shared,
 )
 from visionattn.ops.operator import without_autocast
-from visionattn.ops.sums import accumulation_dtype, add_product, wide
+from visionattn.ops.sums import accumulation_dtype, wide
 
 EPS = 1e-6
 TILE = 4
@@ -137,7 +137,7 @@ class Vectors:
         """Write the gradient to ``out[:, t]``, for ``grad [g, T, d]`` of what was loaded last;
         returns that of the length, ``[g]``.
         """
-        grad = grad.to(self.dtype, copy=True, memory_format=torch.contiguous_format)
+        grad = grad.to(self.dtype)
         if self.absent is not None:
             grad.masked_fill_(self.absent[:, t, None], 0)
         d_length = None
@@ -161,14 +161,6 @@ class Values:
     def load(self, t: slice) -> Tensor:
         x = self.x[:, t].to(self.dtype).contiguous()
         return x if self.absent is None else x.masked_fill(self.absent[:, t, None], 0)
-
-    def with_row(self, t: slice, last: Tensor | float) -> Tensor:
-        """Return ``[g, e + 1, T]``: tokens contiguous, ``last`` behind the columns."""
-        x = self.load(t)
-        out = x.new_empty(x.shape[0], x.shape[2] + 1, x.shape[1])
-        out[:, :-1] = x.mT
-        out[:, -1] = last
-        return out
 
 
 class Pass:
@@ -224,20 +216,18 @@ class Pass:
 
     def add_moments(self, key: Tensor, second: Tensor, first: Tensor) -> None:
         """Add ``K^T K`` to ``second [g, d, d]`` and ``sum k`` to ``first [g, d]`` for
-        ``key [g, d, T]``.
+        ``key [g, T, d]``, in their dtype: an error there is one of the masses of all queries.
         """
-        add_product(second, key, key.mT)
-        first += key.sum(2, dtype=first.dtype)
+        second.baddbmm_(key.mT, key)
+        first += key.sum(1)
 
     def mass(
         self, query: Tensor, abc: tuple[float, float, float], second: Tensor, first: Tensor
     ) -> Tensor:
-        """Return the sums of weights ``[g, T]`` of ``query [g, d, T]``."""
+        """Return the sums of weights ``[g, T]`` of ``query [g, T, d]``."""
         a, b, c = abc
-        rows = torch.cat([a * second, b * first.unsqueeze(1)], 1).to(query.dtype)
-        slopes = torch.bmm(rows, query)
-        squares = slopes[:, :-1].mul_(query).sum(1, dtype=first.dtype)
-        return squares + slopes[:, -1] + c * self.count
+        slope = torch.baddbmm(b * first.unsqueeze(1), query, second, alpha=a)
+        return slope.mul_(query).sum(2) + c * self.count
 
 
 def heads_at_once(device: str) -> int:
@@ -284,8 +274,8 @@ def cancels_little(
                 continue
             groups, _, d = step.q.x.shape
             moments = terms.new_zeros(groups, d, d), terms.new_zeros(groups, d)
-            step.add_moments(step.k.load(slice(None)).mT, *moments)
-            mass = step.mass(step.q.load(slice(None)).mT, abc, *moments)
+            step.add_moments(step.k.load(slice(None)), *moments)
+            mass = step.mass(step.q.load(slice(None)), abc, *moments)
             if (terms > MOST_CANCELLATION[dtype] * mass.maximum(least)).any():
                 return False
     return True
