@@ -23,7 +23,7 @@ from visionattn.ops.taylorshift import features
 
 TOLERANCE = 1e-12
 SMALL = {
-    (features, "BUFFER_ELEMENTS"): 1 << 10,
+    (features, "BUFFER_BYTES"): 1 << 13,
     (features, "CHUNK_TOKENS"): (4, 8),
     (quadratic, "BLOCK_QUERIES"): 5,
     (quadratic, "BLOCK_ELEMENTS"): 90,

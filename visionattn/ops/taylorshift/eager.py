@@ -23,14 +23,14 @@ from visionattn.ops.operator import contiguous_like, differentiate, form_ran, op
 from visionattn.ops.quadratic import blocked_scores, blocked_scores_backward
 from visionattn.ops.sums import accumulation_dtype, add_product, product_dtype, wide
 from visionattn.ops.taylorshift.features import (
-    MassGradient,
     Pass,
     Values,
     cancels_little,
     feature_weights,
-    fill_mass,
     num_features,
+    pack,
     passes,
+    slopes,
 )
 
 
@@ -49,22 +49,27 @@ def _weights(d: int, abc: tuple[float, float, float], like: Tensor) -> Tensor:
     )
 
 
-def _reduce(step: Pass, k: Tensor, weights: Tensor, state: Tensor) -> Tensor:
-    """Fill the chunk's ``state [g, F + d + 1, e]``."""
-    state.zero_()
-    for t in step.slices(k):
-        absent = None if step.absent is None else step.absent[:, t]
-        add_product(state, step.features(step.k.load(t), absent), step.v.load(t))
-    return state.mul_(weights)
+def _reduce(step: Pass, weights: Tensor, state: Tensor, second: Tensor, first: Tensor) -> None:
+    """Fill the chunk's ``state [g, F + d + 1, e]``, ``K^T K [g, d, d]`` and ``sum k [g, d]``."""
+    for sums in (state, second, first):
+        sums.zero_()
+    for t in step.slices(step.k.x):
+        key = step.k.load(t)
+        add_product(state, step.features(step.across(key)), step.v.load(t))
+        step.add_moments(key, second, first)
+    state.mul_(weights)
 
 
-def _efficient_values(
-    step: Pass, q: Tensor, k: Tensor, weights: Tensor, state: Tensor, out: Tensor
+def _read(
+    step: Pass, abc: tuple[float, float, float], state: Tensor, moments: list, out: tuple
 ) -> None:
-    """Fill the chunk's state and its sums of values ``out [g, N, e]``."""
-    read = _reduce(step, k, weights, state).to(step.dtype).mT
-    for t in step.slices(q):
-        out[:, t] = torch.bmm(read, step.features(step.q.load(t))).mT
+    """Fill the chunk's sums of values ``[g, N, e]`` and of weights ``[g, N]``."""
+    values, mass = out
+    read = state.to(step.dtype).mT
+    for t in step.slices(step.q.x):
+        query = step.q.load(t)
+        values[:, t] = torch.bmm(read, step.features(step.across(query))).mT
+        mass[:, t] = step.mass(query, abc, *moments)
 
 
 def _direct_values(step: Pass, abc: tuple[float, float, float], v: Tensor) -> Tensor:
@@ -72,7 +77,7 @@ def _direct_values(step: Pass, abc: tuple[float, float, float], v: Tensor) -> Te
     ``a ((x + b/2a)^2 + c/a - (b/2a)^2)``.
     """
     a, b, c = abc
-    query, key = (x.load(slice(None)).mT.to(step.dtype) for x in (step.q, step.k))
+    query, key = (x.load(slice(None)).to(step.dtype) for x in (step.q, step.k))
     values = blocked_scores(query, key, v, shift=b / (2 * a), square=True)
     total = v.sum(1, keepdim=True, dtype=wide(v.dtype))
     return values.to(total.dtype).mul_(a).add_((c - b * b / (4 * a)) * total)
@@ -142,8 +147,15 @@ def _flops(q, k, v, temperature, form: str) -> int:
 
 
 def _flops_backward(q, k, v, temperature, state, form: str) -> int:
-    columns = v[3] + 1 if temperature is None else None
-    return flops(q, k, v, form, backward=True, columns=columns, state_kept=state[2] > 0)
+    if form == "auto":
+        form = form_of_shapes("taylorshift", q, v)
+    if form == "direct":
+        columns = v[3] + 1 if temperature is None else None
+        return flops(q, k, v, form, backward=True, columns=columns)
+    (batch, heads, n, d), m, e = q, k[2], v[3]
+    of_values = m * (num_features(d) + d + 1) * e
+    anew = 0 if state[2] else of_values + m * d * d
+    return 2 * batch * heads * ((2 * n + m) * ((d + 1) * e + d) * d + of_values + anew)
 
 
 def _empty_sums(q: Tensor, k: Tensor, v: Tensor, form: str) -> tuple[Tensor, ...]:
@@ -198,17 +210,20 @@ def taylor_sums(
         for step in passes((q, k, v, temperature, key_mask), dtype):
             out, out_mass, own_state, *moments = (part_of(x, step.chunk) for x in results)
             if form == "efficient":
-                _efficient_values(step, q, k, weights, _kept_state(own_state, weights), out)
-            elif temperature is not None:
-                out.copy_(_direct_values(step, (a, b, c), step.v.load(slice(None))))
-            else:
-                v1 = _with_ones(step, step.v.load(slice(None)))
-                both = _direct_values(step, (a, b, c), v1)
-                out.copy_(both[..., :-1]), out_mass.copy_(both[..., -1])
-                for moment in moments:  # which nothing reads
-                    moment.zero_()
+                own_state = _kept_state(own_state, weights)
+                _reduce(step, weights, own_state, *moments)
+                _read(step, (a, b, c), own_state, moments, (out, out_mass))
                 continue
-            fill_mass(step, q, k, (a, b, c), moments, out_mass)
+            for moment in moments:  # which nothing reads without a temperature
+                moment.zero_()
+            value = step.v.load(slice(None))
+            if temperature is None:
+                both = _direct_values(step, (a, b, c), _with_ones(step, value))
+                out.copy_(both[..., :-1]), out_mass.copy_(both[..., -1])
+            else:
+                out.copy_(_direct_values(step, (a, b, c), value))
+                step.add_moments(step.k.load(slice(None)), *moments)
+                out_mass.copy_(step.mass(step.q.load(slice(None)), (a, b, c), *moments))
     return results  # type: ignore[return-value]
 
 
@@ -221,54 +236,99 @@ def _kept_state(state: Tensor, weights: Tensor) -> Tensor:
     )
 
 
+def _mass_backward(
+    abc: tuple[float, float, float], query: Tensor, d_mass: Tensor, moments: list, grads: list
+) -> Tensor:
+    """Return the gradient of ``query [g, T, d]`` through the mass, and add those of ``K^T K`` and
+    ``sum k`` to ``grads``.
+    """
+    (a, b, _), (second, first), (d_second, d_first), d_mass = abc, moments, grads, d_mass[..., None]
+    weighed = d_mass * query
+    d_second.baddbmm_(query.mT, weighed, alpha=a)
+    d_first.add_(weighed.sum(1), alpha=b)
+    return torch.baddbmm(b * first.unsqueeze(1), query, second, alpha=2 * a).mul_(d_mass)
+
+
 def _efficient_backward(
-    step: Pass, mass: MassGradient, weights: Tensor, state: Tensor, grads: tuple
+    step: Pass,
+    abc: tuple[float, float, float],
+    d_mass: Tensor,
+    state: Tensor,
+    moments: list,
+    grads: tuple,
 ) -> Tensor | None:
     """Write the chunk's gradients through the efficient form; returns that of the length of the
     queries.
+
+    With the products P of ``[q, 1]`` and the gradients, ``[g, (d + 1) e, T]``, the gradient of q is
+    ``S^T P``, and ``P q^T`` that of ``S [g, (d + 1) e, d]``, which holds what is summed of the
+    keys. Keys go the same way.
     """
-    d_values, dq, dk, dv = grads
-    d_state, d_length, read = torch.zeros_like(state), None, state.to(step.dtype)
-    # Queries first: they sum up the gradient of the state (and of the moments behind the mass).
+    (a, b, c), (d_values, dq, dk, dv) = abc, grads
+    (groups, _, e), d, d_length = state.shape, step.d, None
+    sums = state.new_empty(groups, d + 1, e, d)
+    sums[:, :d], sums[:, d] = slopes(state, d), state[:, -d - 1 : -1].mT
+    read, d_sums = sums.flatten(1, 2).to(step.dtype).mT, torch.zeros_like(sums)
+    d_moments = [torch.zeros_like(x) for x in moments]
+    # Queries first: they sum up the gradient of what the keys left.
     for t in step.slices(step.q.x):
-        query, grad = step.q.load(t), d_values.load(t)
-        add_product(d_state, step.features(query), grad)
-        d_query = step.features_backward(query, torch.bmm(read, grad.mT))
-        part = step.q.store(mass.add_to_queries(query, t, d_query), t, dq)
-        d_length = part if d_length is None else d_length + part
-    # The weights stand between the state and the features of keys, which are made anew.
-    d_state = d_state.mul_(weights).to(step.dtype)
-    for t in step.slices(step.k.x):
-        key, value = step.k.load(t), step.v.load(t)
-        absent = None if step.absent is None else step.absent[:, t]
-        dv[:, t] = torch.bmm(d_state.mT, step.features(key, absent)).mT
-        step.k.store(
-            mass.add_to_keys(key, step.features_backward(key, torch.bmm(d_state, value.mT))), t, dk
+        query = step.q.load(t)
+        across, d_query = (
+            step.across(query),
+            _mass_backward(abc, query, d_mass[:, t], moments, d_moments),
         )
+        outer = step.outer(across, step.across(d_values.load(t)))
+        add_product(d_sums.flatten(1, 2), outer, across.mT)
+        part = step.q.store(d_query.add_(torch.bmm(read, outer).mT), t, dq)
+        d_length = part if d_length is None else d_length + part
+    d_sums[:, :d] *= 2 * a
+    d_sums[:, d] *= b
+    d_state = torch.empty_like(state)
+    pack(d_sums[:, :d], d_state)
+    d_state[:, : -d - 1] *= feature_weights(d, 0.5, state)
+    d_state[:, -d - 1 : -1] = d_sums[:, d].mT
+    d_state[:, -1] = c * d_values.x.sum(1, dtype=state.dtype)
+    d_state, d_sums = d_state.to(step.dtype).mT, d_sums.flatten(1, 2).to(step.dtype).mT
+    d_second, d_first = d_moments
+    for t in step.slices(step.k.x):
+        key = step.k.load(t)
+        across, d_key = (
+            step.across(key),
+            torch.baddbmm(d_first.unsqueeze(1), key, d_second, alpha=2),
+        )
+        own = torch.bmm(d_state, step.features(across))
+        dv[:, t] = (own if step.absent is None else own.masked_fill_(step.absent[:, None, t], 0)).mT
+        outer = step.outer(across, step.across(step.v.load(t)))
+        step.k.store(d_key.add_(torch.bmm(d_sums, outer).mT), t, dk)
     return d_length
 
 
 def _direct_backward(
-    step: Pass, mass: MassGradient, abc: tuple[float, float, float], grads: tuple
+    step: Pass,
+    abc: tuple[float, float, float],
+    d_mass: Tensor,
+    moments: list,
+    grads: tuple,
 ) -> Tensor | None:
     """Write the chunk's gradients through blocks of scores; returns that of the length of the
     queries.
     """
     (a, b, c), (d_values, dq, dk, dv), everything = abc, grads, slice(None)
     query, key, value, grad = (x.load(everything) for x in (step.q, step.k, step.v, d_values))
-    rows = (x.mT.to(step.dtype) for x in (query, key))
+    rows = (x.to(step.dtype) for x in (query, key))
     if step.q.length is None:  # the mass is a column of the values
         value = _with_ones(step, value)
-        grad = torch.cat([grad, mass.d_mass.unsqueeze(2)], dim=2)
+        grad = torch.cat([grad, d_mass.unsqueeze(2)], dim=2)
     operands = (a * grad, *rows, value)
     d_query, d_key, d_value = blocked_scores_backward(*operands, shift=b / (2 * a), square=True)
     total = grad.sum(1, keepdim=True, dtype=d_value.dtype)
     d_value = d_value.add_((c - b * b / (4 * a)) * total)[..., : dv.shape[2]]
     dv.copy_(d_value if step.absent is None else d_value.masked_fill_(step.absent.unsqueeze(2), 0))
-    d_query, d_key = d_query.mT.to(query.dtype), d_key.mT
-    if step.q.length is not None:
-        d_query = mass.add_to_queries(query, everything, d_query)
-        d_key = mass.add_to_keys(key, d_key)
+    d_query = d_query.to(query.dtype)
+    if step.q.length is not None:  # the mass is a q^T (K^T K) q + b q . sum k + c M
+        d_second, d_first = d_moments = [torch.zeros_like(x) for x in moments]
+        d_query += _mass_backward(abc, query, d_mass, moments, d_moments)
+        d_key = torch.baddbmm(d_key, key, d_second, alpha=2).add_(d_first.unsqueeze(1))
     d_length = step.q.store(d_query, everything, dq)
     step.k.store(d_key, everything, dk)
     return d_length
@@ -310,17 +370,18 @@ def taylor_sums_backward(
     weights = _weights(q.shape[3], (a, b, c), second)
     for step in passes((q, k, v, temperature, key_mask), dtype):
         own_state, *moments = (part_of(x, step.chunk) for x in (state, second, first))
-        mass = MassGradient(part_of(d_mass, step.chunk), *moments, a, b)  # type: ignore[call-arg]
+        own_mass = part_of(d_mass, step.chunk)
         own = (
             Values(part_of(d_values, step.chunk), dtype),
             *(part_of(x, step.chunk) for x in grads),
         )
         if form == "efficient":
             if not own_state.shape[1]:
-                own_state = _reduce(step, k, weights, _kept_state(own_state, weights))
-            d_length = _efficient_backward(step, mass, weights, own_state, own)
+                own_state = _kept_state(own_state, weights)
+                _reduce(step, weights, own_state, *map(torch.empty_like, moments))
+            d_length = _efficient_backward(step, (a, b, c), own_mass, own_state, moments, own)
         else:
-            d_length = _direct_backward(step, mass, (a, b, c), own)
+            d_length = _direct_backward(step, (a, b, c), own_mass, moments, own)
         if temperature is not None:
             heads = step.chunk[1]
             d_temperature[heads] += d_length.view(-1, heads.stop - heads.start).sum(0)

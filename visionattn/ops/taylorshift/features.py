@@ -17,6 +17,7 @@ or float64; gradients go the same way back. Sums of weights need neither weights
 """
 
 from collections.abc import Iterator
+from math import prod
 
 import torch
 from torch import Tensor
@@ -34,8 +35,8 @@ from visionattn.ops.sums import accumulation_dtype, wide
 
 EPS = 1e-6
 TILE = 4
-BUFFER_ELEMENTS = 1 << 20
-CHUNK_TOKENS = (128, 1024)
+BUFFER_BYTES = 1 << 23
+CHUNK_TOKENS = (128, 512)
 MOST_CANCELLATION = {torch.float32: 2.0**13, torch.float64: 2.0**28}
 """How many times a query's mass the terms of its sums may be in the efficient form that "auto"
 takes, by the dtype of the sums. The error of the result is up to a quarter of eps times as many of
@@ -47,34 +48,33 @@ def unit(x: Tensor) -> Tensor:
     return x * x.square().sum(-1, keepdim=True).clamp(min=EPS * EPS).rsqrt()
 
 
-def _tiles(d: int) -> list[tuple[slice, int, int]]:
-    """Return for each tile its entries of x, how many entries it is multiplied by, and where its
-    products begin.
+def _tiles(packed: Tensor, d: int) -> Iterator[tuple[slice, Tensor]]:
+    """Yield for each tile its entries of x, and its products in ``packed [g, >= F, ...]`` as
+    ``[g, entries, d - first entry, ...]``.
     """
-    tiles, begin = [], 0
+    begin = 0
     for rows in chunks(d, TILE):
-        tiles.append((rows, d - rows.start, begin))
-        begin += (rows.stop - rows.start) * (d - rows.start)
-    return tiles
+        shape = rows.stop - rows.start, d - rows.start
+        end = begin + shape[0] * shape[1]
+        yield rows, packed[:, begin:end].unflatten(1, shape)
+        begin = end
 
 
 def num_features(d: int) -> int:
     """Count the products that are kept of a vector of width d: ``d (d + 4) / 2`` where d is a
     multiple of four.
     """
-    rows, width, begin = _tiles(d)[-1]
-    return begin + (rows.stop - rows.start) * width
+    return sum((rows.stop - rows.start) * (d - rows.start) for rows in chunks(d, TILE))
 
 
 def feature_weights(d: int, a: float, like: Tensor) -> Tensor:
     """Return weights ``[F, 1]`` that make the products kept count like all ``d * d``: a within a
     tile, 2a across.
     """
-    weights = like.new_full((num_features(d), 1), 2 * a)
-    for rows, width, begin in _tiles(d):
-        size = rows.stop - rows.start
-        weights[begin : begin + size * width].view(size, width)[:, :size] = a
-    return weights
+    weights = like.new_full((1, num_features(d), 1), 2 * a)
+    for _, products in _tiles(weights, d):
+        products[:, :, : products.shape[1]] = a
+    return weights[0]
 
 
 def chunk_tokens(d: int) -> int:
@@ -82,71 +82,71 @@ def chunk_tokens(d: int) -> int:
     stay in cache.
     """
     fewest, most = CHUNK_TOKENS
-    return max(fewest, min(most, 1 << (BUFFER_ELEMENTS // num_features(d)).bit_length() - 1))
+    return max(fewest, min(most, 1 << (BUFFER_BYTES // (4 * num_features(d))).bit_length() - 1))
 
 
 def fill_features(x: Tensor, out: Tensor) -> None:
     """Write the products of ``x [g, d, T]`` to ``out [g, >= F, T]``."""
-    for rows, width, begin in _tiles(x.shape[1]):
-        size = rows.stop - rows.start
-        products = out[:, begin : begin + size * width].unflatten(1, (size, width))
+    for rows, products in _tiles(out, x.shape[1]):
         torch.mul(x[:, rows, None], x[:, None, rows.start :], out=products)
 
 
-def add_features_backward(x: Tensor, grad: Tensor, out: Tensor) -> None:
-    """Add to ``out [g, d, T]`` the gradient of ``x`` for that of its products,
-    ``grad [g, >= F, T]``.
+def slopes(state: Tensor, d: int) -> Tensor:
+    """Return ``S [g, d, e, d]`` for which ``sum_jc x_j y_c S_jci`` is the gradient with respect to
+    ``x_i`` of ``phi2(x) state y``, for ``state [g, F, e]``.
     """
-    buffer = None
-    for rows, width, begin in _tiles(x.shape[1]):
-        size = rows.stop - rows.start
-        products = grad[:, begin : begin + size * width].unflatten(1, (size, width))
-        buffer = torch.empty_like(products) if buffer is None else buffer
-        product = buffer[:, :size, :width]
-        torch.mul(products, x[:, None, rows.start :], out=product)
-        out[:, rows] += product.sum(2, dtype=out.dtype)
-        torch.mul(products, x[:, rows, None], out=product)
-        out[:, rows.start :] += product.sum(1, dtype=out.dtype)
+    full = state.new_zeros(state.shape[0], d, d, state.shape[2])
+    for rows, products in _tiles(state, d):
+        full[:, rows, rows.start :] = products
+    return (full + full.transpose(1, 2)).mT
+
+
+def pack(full: Tensor, out: Tensor) -> None:
+    """Write the sums ``full [g, d, e, d]`` of ``x_j y_c x_i`` to ``out [g, >= F, e]``, as those of
+    ``phi2(x) y^T``.
+    """
+    for rows, products in _tiles(out, full.shape[1]):
+        products.copy_(full[:, rows.start :, :, rows].permute(0, 3, 1, 2))
 
 
 class Vectors:
-    """Queries or keys of one chunk of heads, token chunk by token chunk as ``[g, d, T]``, and the
-    way back for gradients.
+    """Queries or keys of one chunk of heads, some tokens at a time, and the way back for gradients.
 
-    With ``length [g]`` they are brought to that length (``x / max(|x|, 1e-6)`` times it); those of
-    ``absent [g, tokens]`` are 0.
+    With ``length [g, 1, 1]``, or 1, they are brought to that length (``x / max(|x|, 1e-6)`` times
+    it); those of ``absent [g, tokens]`` are 0.
     """
 
-    def __init__(self, x: Tensor, dtype: torch.dtype, length: Tensor | None, absent: Tensor | None):
-        self.x, self.dtype, self.absent = x, dtype, absent
-        self.length = None if length is None else length[:, None, None]
+    def __init__(
+        self, x: Tensor, dtype: torch.dtype, length: Tensor | int | None, absent: Tensor | None
+    ):
+        self.x, self.dtype, self.length, self.absent = x, dtype, length, absent
 
     def load(self, t: slice) -> Tensor:
-        """Cast, normalised and masked, ``[g, d, T]``."""
-        x = self.x[:, t].mT.to(self.dtype, copy=True, memory_format=torch.contiguous_format)
+        """Cast, normalised and masked, ``[g, T, d]``."""
+        x = self.x[:, t].to(self.dtype, copy=True, memory_format=torch.contiguous_format)
         if self.absent is not None:  # before anything else: NaN would pass through products with 0
-            x.masked_fill_(self.absent[:, None, t], 0)
-        if self.length is not None:
-            squares = x.square().sum(1, keepdim=True)
-            self.free = squares > EPS * EPS
-            self.inverse = squares.clamp_(min=EPS * EPS).rsqrt_()
-            self.unit = x.mul_(self.inverse)
-            x = self.unit * self.length
-        return x
+            x.masked_fill_(self.absent[:, t, None], 0)
+        if self.length is None:
+            return x
+        norm = torch.linalg.vector_norm(x, dim=2, keepdim=True)
+        self.free, self.inverse = norm > EPS, norm.clamp_(min=EPS).reciprocal_()
+        self.scale, self.loaded = self.inverse * self.length, x
+        return x * self.scale
 
     def store(self, grad: Tensor, t: slice, out: Tensor) -> Tensor | None:
-        """Write the gradient to ``out[:, t]``, for that of what was loaded last; returns that of
-        the length, ``[g]``.
+        """Write the gradient to ``out[:, t]``, for ``grad [g, T, d]`` of what was loaded last;
+        returns that of the length, ``[g]``.
         """
+        grad = grad.to(self.dtype)
         if self.absent is not None:
-            grad = grad.masked_fill_(self.absent[:, None, t], 0)
-        if self.length is None:
-            out[:, t] = grad.mT
-            return None
-        along = (grad * self.unit).sum(1, keepdim=True)
-        d_length = along.sum((1, 2))
-        grad = grad.addcmul_(self.unit, along.mul_(self.free), value=-1)
-        out[:, t] = grad.mul_(self.inverse * self.length).mT
+            grad.masked_fill_(self.absent[:, t, None], 0)
+        d_length = None
+        if self.length is not None:
+            unit = self.loaded.mul_(self.inverse)
+            along = (grad * unit).sum(2, keepdim=True)
+            d_length = along.sum((1, 2))
+            grad.addcmul_(unit, along.mul_(self.free), value=-1).mul_(self.scale)
+        out[:, t] = grad
         return d_length
 
 
@@ -159,7 +159,7 @@ class Values:
         self.x, self.dtype, self.absent = x, dtype, absent
 
     def load(self, t: slice) -> Tensor:
-        x = self.x[:, t].to(self.dtype)
+        x = self.x[:, t].to(self.dtype).contiguous()
         return x if self.absent is None else x.masked_fill(self.absent[:, t, None], 0)
 
 
@@ -176,36 +176,58 @@ class Pass:
         length = one = None
         if temperature is not None:
             length = temperature[heads].to(wide(dtype)).repeat(images.stop - images.start)
-            one = torch.ones_like(length)
+            length, one = length[:, None, None], 1
         self.q = Vectors(part_of(q, chunk), wide(dtype), length, None)
         self.k = Vectors(part_of(k, chunk), wide(dtype), one, absent)
         self.v = Values(part_of(v, chunk), dtype, absent)
         self.absent, self.d = absent, q.shape[3]
         self.count = k.shape[2] if absent is None else (~absent).sum(1, dtype=wide(dtype))[:, None]
         self.dtype = dtype
-        self.buffer = None
+        self.buffer: Tensor | None = None
 
     def slices(self, x: Tensor) -> list[slice]:
         return in_turn(chunks(x.shape[-2], chunk_tokens(self.d)))
 
-    def features(self, x: Tensor, absent: Tensor | None = None) -> Tensor:
-        """Return ``[phi2(x), x, 1]`` of ``x [g, d, T]``, in a buffer that the next call uses again:
-        ``[g, F + d + 1, T]``.
-        """
-        size, f = (x.shape[0], num_features(self.d) + self.d + 1, x.shape[2]), num_features(self.d)
-        if self.buffer is None or self.buffer.shape != size:
-            self.buffer = x.new_empty(size, dtype=self.dtype)
-        x = x.to(self.dtype)
-        fill_features(x, self.buffer)
-        self.buffer[:, f:-1] = x
-        self.buffer[:, -1] = 1 if absent is None else ~absent
-        return self.buffer  # type: ignore[return-value]
+    def _rows(self, count: int, x: Tensor) -> Tensor:
+        """Return memory ``[g, count, T]`` for ``x [g, d, T]``, which the next call uses again."""
+        shape = x.shape[0], count, x.shape[2]
+        if self.buffer is None or self.buffer.numel() < prod(shape):
+            self.buffer = x.new_empty(prod(shape))
+        return self.buffer[: prod(shape)].view(shape)
 
-    def features_backward(self, x: Tensor, grad: Tensor) -> Tensor:
-        """Return the gradient of ``x [g, d, T]`` for that of its features."""
-        out = grad[:, num_features(self.d) : -1].to(x.dtype, copy=True)
-        add_features_backward(x.to(grad.dtype), grad, out)
+    def across(self, x: Tensor) -> Tensor:
+        """Return ``x [g, T, d]`` as ``[g, d, T]``, in the dtype of products."""
+        return x.to(self.dtype).mT.contiguous()
+
+    def features(self, x: Tensor) -> Tensor:
+        """Return ``[phi2(x), x, 1]`` of ``x [g, d, T]``: ``[g, F + d + 1, T]``."""
+        out = self._rows(num_features(self.d) + self.d + 1, x)
+        fill_features(x, out)
+        out[:, -self.d - 1 : -1] = x
+        out[:, -1] = 1
         return out
+
+    def outer(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return ``[x, 1] y`` of ``x [g, d, T]`` and ``y [g, c, T]``: ``[g, (d + 1) c, T]``."""
+        (d, c), out = (x.shape[1], y.shape[1]), self._rows((self.d + 1) * y.shape[1], x)
+        torch.mul(x[:, :, None], y[:, None], out=out[:, : d * c].unflatten(1, (d, c)))
+        out[:, d * c :] = y
+        return out
+
+    def add_moments(self, key: Tensor, second: Tensor, first: Tensor) -> None:
+        """Add ``K^T K`` to ``second [g, d, d]`` and ``sum k`` to ``first [g, d]`` for
+        ``key [g, T, d]``, in their dtype: an error there is one of the masses of all queries.
+        """
+        second.baddbmm_(key.mT, key)
+        first += key.sum(1)
+
+    def mass(
+        self, query: Tensor, abc: tuple[float, float, float], second: Tensor, first: Tensor
+    ) -> Tensor:
+        """Return the sums of weights ``[g, T]`` of ``query [g, T, d]``."""
+        a, b, c = abc
+        slope = torch.baddbmm(b * first.unsqueeze(1), query, second, alpha=a)
+        return slope.mul_(query).sum(2) + c * self.count
 
 
 def heads_at_once(device: str) -> int:
@@ -219,53 +241,11 @@ def passes(operands: tuple, dtype: torch.dtype) -> Iterator[Pass]:
     """Yield what each chunk of heads needs."""
     q, k = operands[:2]
     tokens = max(1, min(max(q.shape[2], k.shape[2]), chunk_tokens(q.shape[3])))
-    heads = max(1, BUFFER_ELEMENTS // ((num_features(q.shape[3]) + q.shape[3] + 1) * tokens))
+    rows = num_features(q.shape[3]) + q.shape[3] + 1
+    heads = max(1, BUFFER_BYTES // (dtype.itemsize * rows * tokens))
     heads *= heads_at_once(q.device.type)
     for chunk in in_turn(head_chunks(q.shape[0], q.shape[1], heads)):
         yield Pass(chunk, operands, dtype)
-
-
-def fill_mass(
-    step: Pass,
-    q: Tensor,
-    k: Tensor,
-    abc: tuple[float, float, float],
-    moments: tuple[Tensor, Tensor],
-    out: Tensor,
-):
-    """Fill the chunk's ``K^T K [g, d, d]``, ``sum k [g, d]`` and sums of weights ``out [g, N]``."""
-    (a, b, c), (second, first) = abc, moments
-    second.zero_(), first.zero_()
-    for t in step.slices(k):
-        key = step.k.load(t)
-        second.baddbmm_(key, key.mT)
-        first += key.sum(2)
-    for t in step.slices(q):
-        query = step.q.load(t)
-        score = torch.baddbmm((b * first).unsqueeze(2), second, query, alpha=a)
-        out[:, t] = (score * query).sum(1) + c * step.count
-
-
-class MassGradient:
-    """Gradients through ``a q^T (K^T K) q + b q . sum k`` of one chunk of heads, for
-    ``d_mass [g, N]``.
-    """
-
-    def __init__(self, d_mass: Tensor, second: Tensor, first: Tensor, a: float, b: float):
-        self.d_mass, self.a, self.b = d_mass, a, b
-        self.second, self.slope = second, b * first.unsqueeze(2)
-        self.d_second, self.d_first = torch.zeros_like(second), torch.zeros_like(first)
-
-    def add_to_queries(self, query: Tensor, t: slice, out: Tensor) -> Tensor:
-        """Add to ``out [g, d, T]``, and keep what the keys will need."""
-        z = self.d_mass[:, None, t]
-        self.d_second.baddbmm_(query * z, query.mT, alpha=self.a)
-        self.d_first.add_((query * z).sum(2), alpha=self.b)
-        return out.addcmul_(z, torch.baddbmm(self.slope, self.second, query, alpha=2 * self.a))
-
-    def add_to_keys(self, key: Tensor, out: Tensor) -> Tensor:
-        """Add to ``out [g, d, T]``; the queries come first."""
-        return out.baddbmm_(self.d_second, key, alpha=2).add_(self.d_first.unsqueeze(2))
 
 
 def cancels_little(
@@ -292,10 +272,10 @@ def cancels_little(
             least = (c - b * b / (4 * a)) * count
             if (terms <= MOST_CANCELLATION[dtype] * least).all():
                 continue
-            groups, n, d = step.q.x.shape
-            moments = q.new_empty(groups, d, d, dtype=dtype), q.new_empty(groups, d, dtype=dtype)
-            mass = torch.empty_like(terms)
-            fill_mass(step, q, k, abc, moments, mass)
+            groups, _, d = step.q.x.shape
+            moments = terms.new_zeros(groups, d, d), terms.new_zeros(groups, d)
+            step.add_moments(step.k.load(slice(None)), *moments)
+            mass = step.mass(step.q.load(slice(None)), abc, *moments)
             if (terms > MOST_CANCELLATION[dtype] * mass.maximum(least)).any():
                 return False
     return True

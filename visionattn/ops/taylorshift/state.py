@@ -11,18 +11,18 @@ from torch import Tensor
 from visionattn.ops.chunking import chunks
 from visionattn.ops.operator import contiguous_like, differentiate, operator
 from visionattn.ops.taylorshift.features import (
-    BUFFER_ELEMENTS,
-    add_features_backward,
+    BUFFER_BYTES,
     chunk_tokens,
     fill_features,
     num_features,
+    slopes,
 )
 
 
 def _head_and_token_chunks(x: Tensor) -> list[tuple[slice, slice]]:
     """Return pairs of slices (heads, tokens) of ``x [G, N, d]`` whose features stay in cache."""
     tokens = max(1, min(x.shape[1], chunk_tokens(x.shape[2])))
-    heads = max(1, BUFFER_ELEMENTS // (num_features(x.shape[2]) * tokens))
+    heads = max(1, BUFFER_BYTES // (x.element_size() * num_features(x.shape[2]) * tokens))
     return [(g, t) for g in chunks(x.shape[0], heads) for t in chunks(x.shape[1], tokens)]
 
 
@@ -56,10 +56,8 @@ def _expand_backward(x: Tensor, state: Tensor, y: Tensor, out: Tensor) -> Tensor
     ``x``.
     """
     for g, t in _head_and_token_chunks(x):
-        own = x[g, t].mT.contiguous()
-        grad = torch.zeros_like(own)
-        add_features_backward(own, torch.bmm(state[g], y[g, t].mT), grad)
-        out[g, t] += grad.mT
+        outer = (x[g, t, :, None] * y[g, t, None]).flatten(2)
+        out[g, t].baddbmm_(outer, slopes(state[g], x.shape[2]).flatten(1, 2))
     return out
 
 
