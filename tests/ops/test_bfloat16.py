@@ -12,7 +12,7 @@ from visionattn.ops.position import joint, kinds
 from visionattn.ops.reference import kernelized_attention as exact_kernelized
 from visionattn.ops.reference import taylorshift_attention as exact_taylorshift
 
-TAU = 4.0
+TAU = torch.linspace(1, 6, 6)
 
 
 @pytest.fixture(autouse=True)
@@ -30,8 +30,8 @@ def efficient_kernelized(q, k, v):
     return (q @ (k.mT @ v)) / (q @ k.sum(2).unsqueeze(3))
 
 
-def efficient_taylorshift(q, k, v):
-    q, k = TAU * _unit(q), _unit(k)
+def efficient_taylorshift(q, k, v, tau):
+    q, k = tau.view(-1, 1, 1) * _unit(q), _unit(k)
     pairs = [torch.einsum("...i,...j->...ij", x, x).flatten(3) for x in (q, k)]
     values = pairs[0] @ (pairs[1].mT @ v) / 2 + q @ (k.mT @ v) + v.sum(2, keepdim=True)
     mass = pairs[0] @ pairs[1].sum(2).unsqueeze(3) / 2 + q @ k.sum(2).unsqueeze(3) + k.shape[2]
@@ -43,8 +43,8 @@ def direct_kernelized(q, k, v):
     return (weights @ v) / weights.sum(3, keepdim=True)
 
 
-def direct_taylorshift(q, k, v):
-    scores = TAU * _unit(q) @ _unit(k).mT
+def direct_taylorshift(q, k, v, tau):
+    scores = tau.view(-1, 1, 1) * _unit(q) @ _unit(k).mT
     weights = scores.square() / 2 + scores + 1
     return (weights @ v) / weights.sum(3, keepdim=True)
 
@@ -54,26 +54,22 @@ def ours_kernelized(form):
 
 
 def ours_taylorshift(form):
-    def attend(q, k, v):
-        return taylorshift_attention(q, k, v, temperature=torch.full((2,), TAU), form=form)
-
-    return attend
+    return lambda q, k, v, tau: taylorshift_attention(q, k, v, temperature=tau, form=form)
 
 
 def exact(operation, tensors):
     """Return output and gradients in float64 of quadratic definitions."""
     if operation == "kernelized":
         return run(exact_kernelized, tensors)
-    tau = torch.full((2,), TAU, dtype=torch.float64)
-    return run(lambda q, k, v: exact_taylorshift(q, k, v, temperature=tau), tensors)
+    return run(lambda q, k, v, tau: exact_taylorshift(q, k, v, temperature=tau), tensors)
 
 
 def run(attend, tensors):
-    *qkv, grad = tensors
-    qkv = [x.clone().requires_grad_() for x in qkv]
-    out = attend(*qkv)
+    grad, *inputs = tensors
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    out = attend(*inputs)
     out.backward(grad)
-    return [out.detach(), *(x.grad for x in qkv)]
+    return [out.detach(), *(x.grad for x in inputs)]
 
 
 def errors(found, wanted):
@@ -83,23 +79,24 @@ def errors(found, wanted):
     ]
 
 
-def draw(tokens, width):
+def draw(operation, tokens, width):
+    """Return the gradient of the output, q, k, v and for TaylorShift a temperature of each head."""
     generator = torch.Generator().manual_seed(tokens)
-    shape = 1, 2, tokens, width
-    return [torch.randn(shape, generator=generator).bfloat16() for _ in range(4)]
+    shape = 1, 6, tokens, width
+    tensors = [torch.randn(shape, generator=generator).bfloat16() for _ in range(4)]
+    return tensors if operation == "kernelized" else [*tensors, TAU.bfloat16()]
 
 
 @pytest.mark.parametrize("tokens", [5, 701, 1500])
 @pytest.mark.parametrize("form", ["direct", "efficient"])
 @pytest.mark.parametrize("operation", ["kernelized", "taylorshift"])
 def test_errors_are_at_most_twice_those_of_bfloat16_throughout(operation, form, tokens):
-    tensors = draw(tokens, 12)
+    tensors = draw(operation, tokens, 12)
     wanted = exact(operation, [x.double() for x in tensors])
     ours = run(globals()[f"ours_{operation}"](form), tensors)
     naive = run(globals()[f"{form}_{operation}"], tensors)
-    for name, own, other in zip(
-        ("out", "q", "k", "v"), errors(ours, wanted), errors(naive, wanted), strict=True
-    ):
+    names = ("out", "q", "k", "v", "temperature")[: len(ours)]
+    for name, own, other in zip(names, errors(ours, wanted), errors(naive, wanted), strict=True):
         assert own <= 2 * other, f"{name}: {own:.1e} against {other:.1e}"
 
 
@@ -107,11 +104,11 @@ def test_errors_are_at_most_twice_those_of_bfloat16_throughout(operation, form, 
 @pytest.mark.parametrize("operation", ["kernelized", "taylorshift"])
 @torch.no_grad()
 def test_sums_of_inference_stay_as_exact(operation, tokens):
-    tensors = draw(tokens, 8)
+    _, *tensors = draw(operation, tokens, 8)
     naive = globals()[f"efficient_{operation}"]
-    wanted = naive(*(x.double() for x in tensors[:3]))
-    ours = globals()[f"ours_{operation}"]("efficient")(*tensors[:3])
-    own, other = errors([ours, naive(*tensors[:3])], [wanted, wanted])
+    wanted = naive(*(x.double() for x in tensors))
+    ours = globals()[f"ours_{operation}"]("efficient")(*tensors)
+    own, other = errors([ours, naive(*tensors)], [wanted, wanted])
     assert own <= 2 * other
 
 
@@ -152,13 +149,13 @@ def test_class_sums_are_of_bfloat16_products_without_gradients_alone(monkeypatch
         "class_sums",
         lambda q, table, *rest: seen.append(table.dtype) or joint.class_sums(q, table, *rest),
     )
-    q, k, v, _ = draw(35, 12)
-    table = torch.rand(2, 7, 7, 12).bfloat16()
+    _, q, k, v = draw("kernelized", 35, 12)
+    table = torch.rand(6, 7, 7, 12).bfloat16()
     given = Joint(table, layout) if relative == "joint" else Flat(table[:, 0], layout)
     options = dict(relative=given, form="efficient")
     for operation in (
         kernelized_attention,
-        partial(taylorshift_attention, temperature=torch.ones(2)),
+        partial(taylorshift_attention, temperature=TAU),
     ):
         operation(q, k, v, **options)
         with torch.no_grad():
