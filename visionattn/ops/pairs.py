@@ -342,8 +342,8 @@ class _Part:
 
     def index(self, t: slice) -> Tensor:
         """Return the class of each pair of some queries, ``[T, M]``."""
-        query = self.tensors[0]
-        make = _classes if isinstance(query, FakeTensor) else _remembered_classes
+        query, make = self.tensors[0], _remembered_classes
+        make = _classes if isinstance(query, FakeTensor) else make
         return make(*self.where, self.prefix, t.start, t.stop, query.device)
 
     def _memory(self, name: str, shape: tuple[int, ...]) -> Tensor:
