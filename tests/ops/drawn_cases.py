@@ -31,7 +31,7 @@ SMALL = {
     (pairs_of_tokens, "BLOCK_ELEMENTS"): 90,
     (kernelized_eager, "BLOCK_TOKENS"): 4,
     (axial, "BAND_ELEMENTS"): 700,
-    (tiles, "BAND_BYTES"): 1,
+    (tiles, "BAND_ELEMENTS"): 1,
     (tiles, "TILE_ROWS"): 3,
     (tiles, "TILE_COLUMNS"): 4,
     (tiles, "TILE_OF_ONE_ROW"): 5,

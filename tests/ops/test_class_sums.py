@@ -43,9 +43,9 @@ def test_bands_and_chunks_of_heads_leave_no_seam(monkeypatch):
         return kernelized_attention(q, k, v, relative=Joint(table, layout, "mean"))
 
     monkeypatch.setattr(joint, "direct_is_faster", lambda *sizes: False)
-    monkeypatch.setattr(class_tiles, "BAND_BYTES", 1 << 30)
+    monkeypatch.setattr(class_tiles, "BAND_ELEMENTS", 1 << 30)
     whole = run(attend, tensors)
-    monkeypatch.setattr(class_tiles, "BAND_BYTES", 1)
+    monkeypatch.setattr(class_tiles, "BAND_ELEMENTS", 1)
     assert_agree(run(attend, tensors), whole)
 
 

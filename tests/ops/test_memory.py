@@ -93,7 +93,7 @@ def test_values_that_broadcast_and_a_gradient_that_broadcasts_are_right(name):
 def test_no_pair_of_tokens_and_no_features_of_all_tokens_are_in_memory_at_once(name, monkeypatch):
     monkeypatch.setattr(pairs, "MOST_PAIRS", 0)  # test_pairs.py is about its memory
     monkeypatch.setattr(
-        tiles, "BAND_BYTES", 1 << 15
+        tiles, "BAND_ELEMENTS", 1 << 13
     )  # weights of a band do not grow beyond its size: make that small
     operation = OPERATIONS[name]
 

@@ -209,7 +209,7 @@ def _tiled_chunks(q: Tensor, table: Tensor, v: Tensor, tiles: Tiles):
     """Yield the chunks of the tiled form: the chunk, the keys that its windows read, its bands."""
     for chunk in in_turn(_chunks(q, table, KEY_ELEMENTS // max(1, prod(v.shape[2:])))):
         keys, heads = tiles.keys(chunk.part(v), table.dtype), len(chunk.table)
-        yield chunk, keys, in_turn(tiles.bands(heads, v.shape[4], table.dtype))
+        yield chunk, keys, in_turn(tiles.bands(heads, v.shape[4]))
 
 
 def _band_weights(
@@ -236,8 +236,8 @@ def _tiled_forward(q, table, v, counts, scale, horizons, values: Tensor, mass: T
         for band in bands:
             _, _, w, own_counts, _ = _band_weights(chunk, tiles, band, q, counts, scale)
             tiles.store((w * own_counts).sum(2, keepdim=True), band, out_mass)
-            windows = keys.flatten(0, 2).index_select(0, tiles.windows(len(keys), band))
-            sums = torch.bmm(tiles.spread(w), windows.view(-1, tiles.window, v.shape[4]))
+            windows = tiles.windows(keys, tiles.where(len(keys), band))
+            sums = torch.bmm(tiles.spread(w), windows)
             tiles.store(sums.view(len(w), -1, v.shape[4]), band, out)
 
 
@@ -336,13 +336,12 @@ def _tiled_backward(
                 chunk, tiles, band, q, counts, scale
             )
             own_grad = tiles.load(grad, band, table.dtype).view(-1, tiles.queries, v.shape[4])
-            places = tiles.windows(len(keys), band)
+            places = tiles.where(len(keys), band)
             d_windows = torch.bmm(tiles.spread(w).mT, own_grad).flatten(0, 1)
             d_keys.flatten(0, 2).index_add_(0, places, d_windows)
             # The gradient of the weights: through the sums of values, and through the mass, which
             # is weight times count.
-            windows = keys.flatten(0, 2).index_select(0, places)
-            d_spread = torch.bmm(own_grad, windows.view(-1, tiles.window, v.shape[4]).mT)
+            d_spread = torch.bmm(own_grad, tiles.windows(keys, places).mT)
             d_w = tiles.collect(d_spread, w.shape[2]).view_as(w)
             d_w.addcmul_(tiles.load(grad_mass, band, table.dtype), own_counts)
             d_query = _weights_backward(d_w, query, phi, chunk.table, own_scale, d_own_table)

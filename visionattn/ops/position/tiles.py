@@ -28,7 +28,7 @@ from visionattn.ops.chunking import chunks
 from visionattn.ops.sums import wide
 
 TILE_ROWS, TILE_COLUMNS, TILE_OF_ONE_ROW, LONGEST_TILE = 8, 8, 32, 64
-BAND_BYTES, MOST_THREADS = 1 << 23, 8
+BAND_ELEMENTS, MOST_THREADS = 1 << 21, 8
 
 
 @dataclass(frozen=True)
@@ -145,6 +145,7 @@ class Tiles:
         self.queries = rows * self.columns.size
         self.window = self.rows.window * self.columns.window
         self.device = device
+        self.buffers: dict[str, Tensor] = {}
         # The class of each key for each query, [queries, keys of the window].
         y, x = self.rows.classes(device), self.columns.classes(device)
         index = y[:, None, :, None] * (2 * horizons[1] + 1) + x[None, :, None, :]
@@ -153,12 +154,11 @@ class Tiles:
         y, x = self.rows.windows(device) * self.columns.length, self.columns.windows(device)
         self.places = (y[:, None, :, None] + x[None, :, None, :]).flatten(2)
 
-    def bands(self, heads: int, e: int, dtype: torch.dtype) -> list[Band]:
+    def bands(self, heads: int, e: int) -> list[Band]:
         """Return bands whose weights and windows stay in cache."""
         cpu = self.device.type == "cpu"
         threads = min(torch.get_num_threads(), MOST_THREADS) if cpu else MOST_THREADS
-        tile_bytes = heads * self.window * (self.queries + e) * dtype.itemsize
-        most = max(1, BAND_BYTES * threads // tile_bytes)
+        most = max(1, BAND_ELEMENTS * threads // (heads * self.window * (self.queries + e)))
         rows = chunks(self.rows.tiles, max(1, most // self.columns.tiles))
         return [Band(r, c) for r in rows for c in chunks(self.columns.tiles, most)]
 
@@ -190,7 +190,13 @@ class Tiles:
         y, x = self.rows.margin, self.columns.margin
         return keys[:, y : y + self.rows.places, x : x + width]
 
-    def windows(self, heads: int, band: Band) -> Tensor:
+    def windows(self, keys: Tensor, places: Tensor) -> Tensor:
+        """Return the keys of windows, ``[g * tiles, window, e]``, for what ``where`` returns."""
+        out = self._memory("windows", (len(places), keys.shape[3]), keys)
+        torch.index_select(keys.flatten(0, 2), 0, places, out=out)
+        return out.view(-1, self.window, keys.shape[3])
+
+    def where(self, heads: int, band: Band) -> Tensor:
         """Return where in ``keys.flatten(0, 2)`` the windows of a band stand,
         ``[g * tiles * window]``.
         """
@@ -235,9 +241,18 @@ class Tiles:
         """
         weights = weights.view(-1, self.queries, weights.shape[2])
         index = self.index.expand(len(weights), -1, -1)
+        out = self._memory("weights", index.shape, weights)
         if weights.dtype == torch.bfloat16:  # gather is faster on integers
-            return weights.view(torch.int16).gather(2, index).view(torch.bfloat16)
-        return weights.gather(2, index)
+            torch.gather(weights.view(torch.int16), 2, index, out=out.view(torch.int16))
+        else:
+            torch.gather(weights, 2, index, out=out)
+        return out
+
+    def _memory(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Return memory that the next band takes over: new memory costs more than its use."""
+        if name not in self.buffers or self.buffers[name].shape != shape:
+            self.buffers[name] = like.new_empty(shape)
+        return self.buffers[name]
 
     def collect(self, grad: Tensor, classes: int) -> Tensor:
         """Return the gradient of weights of classes, ``[g * n, C]``, for the gradient of what
