@@ -51,11 +51,11 @@ BASE = {
 }
 MASKED = BASE | {"batch_size": 16}
 MASKED["data"] = BASE["data"] | {"name": "canvas", "task": "segmentation", "img_size": 48}
-MASKED["data"] |= {"train_images": 160, "eval_images": 32}
+MASKED["data"] |= {"args": {"train_images": 160, "eval_images": 32}}
 WRITTEN = BASE | {"model": {"name": "pixel_decoder"}, "batch_size": 64}
 WRITTEN["model"]["args"] = {"embed_dim": 16, "depth": 1, "num_heads": 2}
 WRITTEN["data"] = {"name": "documents", "task": "generate", "img_size": 8, "workers": 0}
-WRITTEN["data"] |= {"train_images": 640, "eval_images": 64}
+WRITTEN["data"] |= {"args": {"train_images": 640, "eval_images": 64}}
 TRAIN = "--config base.yaml --epochs 2 --run small --output out"
 TEACHER = {"img_size": 16, "patch_size": 8, "in_chans": 1, "embed_dim": 16, "depth": 2}
 TEACHER |= {"num_heads": 2, "num_classes": 10}

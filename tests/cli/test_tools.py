@@ -105,7 +105,7 @@ def test_validation_prints_a_row_per_size_and_keeps_it_with_its_origin(finished,
 
 def test_canvases_are_evaluated_at_their_own_sizes(finished, capsys):
     folder, _ = finished
-    flags = ["--data.name=canvas", "--data.eval_images=6", "--img_size", "72", "104"]
+    flags = ["--data.name=canvas", "--data.args.eval_images=6", "--img_size", "72", "104"]
     assert validate(["--checkpoint", str(folder / "best.safetensors"), *flags]) == 0
     assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[2:]] == [
         ["72", "6"],
@@ -250,8 +250,8 @@ def test_bad_input_ends_validation_with_one_line_and_code_2(finished, tmp_path, 
         ),
         (["--checkpoint", best, "--config", str(sizes)], "data.img_size is for training"),
         (
-            ["--checkpoint", best, "--data.eval_images=9"],
-            "eval_images is for canvas, documents and copy alone",
+            ["--checkpoint", best, "--data.args.eval_images=9"],
+            "data.args is for canvas, documents, copy alone",
         ),
     ):
         assert validate(flags) == 2, flags
@@ -264,7 +264,8 @@ def test_other_data_are_evaluated_without_the_options_that_are_for_those_of_the_
 ):
     folder, _ = finished
     config = yaml.safe_load((folder / "config.yaml").read_text())
-    config["data"] |= dict(name="canvas", img_size=64, img_size_choices=[48, 64], train_images=9)
+    config["data"] |= dict(name="canvas", img_size=64, img_size_choices=[48, 64])
+    config["data"]["args"] = {"train_images": 9}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config | {"seed": 7}))
     (tmp_path / "best.safetensors").write_bytes((folder / "best.safetensors").read_bytes())
     kept = tmp_path / "rows.json"
@@ -278,7 +279,7 @@ def test_other_data_are_evaluated_without_the_options_that_are_for_those_of_the_
     assert capsys.readouterr().out.splitlines()[2].split()[:2] == ["16", "359"]
     content = json.loads(kept.read_text())["config"]
     assert content["seed"] == 7 and content["data"]["workers"] == 0
-    assert content["data"]["train_images"] == 20_000
+    assert content["data"]["args"] == {}
 
 
 def test_files_and_folders_without_permission_end_tools_with_one_line(

@@ -12,8 +12,8 @@ import pytest
 from tests.helpers.geometry import square
 from visionattn.data.config import DataConfig
 from visionattn.data.embedded import (
+    CanvasArgs,
     CanvasDataset,
-    CanvasTask,
     Digits,
     digit_splits,
     draw_canvas,
@@ -182,7 +182,7 @@ def test_the_canvases_of_validation_and_test_are_drawn_from_streams_of_their_own
 
 def test_the_splits_of_canvases_are_drawn_from_disjoint_digits():
     splits = build_splits(
-        DataConfig(name="canvas", img_size=96, train_images=11, eval_images=7), seed=5
+        DataConfig(name="canvas", img_size=96, args={"train_images": 11, "eval_images": 7}), seed=5
     )
     parts = (splits.train, splits.validation, splits.test)
     assert [len(part) for part in parts] == [11, 7, 7]
@@ -191,7 +191,9 @@ def test_the_splits_of_canvases_are_drawn_from_disjoint_digits():
 
 
 def test_the_specification_of_the_canvases_normalises_them():
-    config = DataConfig(name="canvas", img_size=128, augment="light", workers=0, train_images=200)
+    config = DataConfig(
+        name="canvas", img_size=128, augment="light", workers=0, args={"train_images": 200}
+    )
     splits = build_splits(config, seed=5)
     images, *_ = next(
         iter(eval_batches(splits.train, config, batch_size=200, geometry=square(128)))
@@ -243,7 +245,7 @@ def test_a_canvas_takes_few_calls_and_three_bytes_a_pixel(px, most_calls):
 @pytest.mark.parametrize("count", [0, 4, 16])
 def test_a_number_of_distractors_holds_on_canvases_of_any_size(count):
     data = CanvasDataset(
-        digit_splits(0.1, 5)["test"], "test", 40, 5, task=CanvasTask(distractors=count)
+        digit_splits(0.1, 5)["test"], "test", 40, 5, task=CanvasArgs(distractors=count)
     )
     for size in (128, 256, 384):
         found = {len(data.canvas(index, 0, size, size).distractors) for index in range(20)}
@@ -256,8 +258,8 @@ def test_a_number_of_distractors_holds_on_canvases_of_any_size(count):
 
 
 def test_smaller_digits_are_of_the_sides_asked_for_on_canvases_that_may_be_smaller():
-    task = CanvasTask(digit_px=(12, 20))
-    assert (task.smallest_px, CanvasTask().smallest_px) == (24, 48)
+    task = CanvasArgs(digit_px=(12, 20))
+    assert (task.smallest_px, CanvasArgs().smallest_px) == (24, 48)
     data = CanvasDataset(digit_splits(0.1, 5)["test"], "test", 200, 5, task=task)
     drawn = [data.canvas(index, 0, 128, 128) for index in range(200)]
     assert {canvas.digit.height for canvas in drawn} == set(range(12, 21))
@@ -269,7 +271,7 @@ def test_of_two_whole_digits_the_larger_counts():
     """Digits of one grey level each: the brightness of a box tells which digit is in it."""
     images = np.zeros((3, 8, 8), np.uint8)
     images[:, 1:7, 1:7] = np.array([90, 90, 255])[:, None, None]
-    digits, task = Digits(images, np.array([4, 4, 9])), CanvasTask(distractors=0, whole_digits=2)
+    digits, task = Digits(images, np.array([4, 4, 9])), CanvasArgs(distractors=0, whole_digits=2)
     seen = set()
     for seed in range(60):
         canvas = draw_canvas(
@@ -295,25 +297,29 @@ def test_a_task_as_it_was_draws_the_canvases_that_it_drew():
 @pytest.mark.parametrize(
     ("values", "line"),
     [
-        (dict(distractors=-1), "data.distractors must be at least 0, got -1"),
-        (dict(whole_digits=3), "data.whole_digits must be 1 or 2, got 3"),
-        (dict(digit_px=[16]), "data.digit_px wants the smallest and the largest side"),
+        (dict(distractors=-1), "data.args.distractors must be at least 0, got -1"),
+        (dict(whole_digits=3), "data.args.whole_digits must be 1 or 2, got 3"),
+        (dict(train_images=0), "data.args.train_images must be above 0, got 0"),
+        (dict(digit_px=[16]), "data.args.digit_px must have 2 values, got 1"),
+        (dict(fragments=4), "data.args has an unknown key fragments"),
         (dict(digit_px=[20, 12]), "8 pixels or more, got"),
         (dict(digit_px=[4, 12]), "8 pixels or more, got"),
         (dict(digit_px=[20, 24], whole_digits=2), "1.25 times as large or more"),
         (dict(digit_px=[16, 200]), "canvas of 128 pixels is too small for its digits; wanted 240"),
-        (dict(name="digits", distractors=4), "distractors is for canvas alone, not for digits"),
-        (dict(name="documents", whole_digits=2), "whole_digits is for canvas alone"),
+        (dict(name="digits", distractors=4), "data.args is for canvas, documents, copy alone"),
+        (dict(name="documents", whole_digits=2), "data.args has an unknown key whole_digits"),
     ],
 )
 def test_tasks_out_of_range_are_refused_in_one_line(values, line):
     with pytest.raises(ValueError, match=line) as error:
-        build_splits(DataConfig(**{"name": "canvas"} | values), seed=5)
+        name = values.pop("name", "canvas")
+        build_splits(DataConfig(name=name, args=values), seed=5)
     assert "\n" not in str(error.value)
 
 
 def test_the_splits_have_the_task_that_the_options_name():
-    config = DataConfig(name="canvas", distractors=3, digit_px=[12, 30], whole_digits=2)
+    args = {"distractors": 3, "digit_px": [12, 30], "whole_digits": 2}
+    config = DataConfig(name="canvas", args=args)
     splits = build_splits(config, seed=5)
     for part in (splits.train, splits.validation, splits.test):
-        assert part.task == CanvasTask(3, (12, 30), 2)
+        assert part.task == CanvasArgs(distractors=3, digit_px=(12, 30), whole_digits=2)

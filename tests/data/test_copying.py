@@ -71,7 +71,7 @@ def test_splits_share_no_sequence():
 
 
 def test_batches_have_one_row_of_levels_and_the_mask_of_those_that_count():
-    config = DataConfig(**TASK, train_images=5, eval_images=3)
+    config = DataConfig(**TASK, args={"train_images": 5, "eval_images": 3})
     splits = build_splits(config, seed=1)
     spec = splits.spec
     assert (spec.in_chans, spec.num_classes, spec.img_size) == (1, 0, (1, 128))
@@ -97,13 +97,19 @@ def test_batches_have_one_row_of_levels_and_the_mask_of_those_that_count():
         ({"img_size": 128}, "copy has sequences of one row and 4 values at least; .* got 128 128"),
         ({"img_size": [1, 3]}, "copy has sequences of one row and 4 values at least; .* got 1 3"),
         ({"img_size_choices": [16]}, "copy has sequences of one row"),
-        ({"fit": "native", "max_patches": 9, "img_size": None}, "leave data.max_patches out"),
+        (
+            {"fit": "native", "max_patches": 9, "img_size": None},
+            "data.max_patches is for images that are read, and not drawn",
+        ),
         ({"augment": "light"}, "augment"),
-        ({"aug": AugmentConfig(noise=0.1)}, "data.aug changes images that are read, and copy"),
-        ({"root": "somewhere"}, "copy is embedded and reads no data.root"),
-        ({"distractors": 3}, "distractors is for canvas alone, not for copy"),
-        ({"download": True}, "copy cannot be downloaded"),
-        ({"bands": [1]}, "bands is for folder alone, not for copy"),
+        ({"aug": AugmentConfig(noise=0.1)}, "data.aug is for images that are read, and not drawn"),
+        (
+            {"root": "somewhere"},
+            "data.root is for images in files .*; leave it out for copy",
+        ),
+        ({"args": {"distractors": 3}}, "data.args has an unknown key distractors"),
+        ({"download": True}, "data.download is for cifar10 and cifar10_pixel alone"),
+        ({"bands": [1]}, "data.bands is for folder alone; leave it out for copy"),
     ],
 )
 def test_what_would_do_nothing_is_refused(options, line):
@@ -112,7 +118,7 @@ def test_what_would_do_nothing_is_refused(options, line):
 
 
 def test_sequences_are_evaluated_at_the_length_that_is_asked_for():
-    config = DataConfig(**TASK, eval_images=2)
+    config = DataConfig(**TASK, args={"eval_images": 2})
     test = build_splits(config, seed=1).test
     (batch,) = eval_batches(test, config, batch_size=2, geometry=Geometry("crop", (1, 20)))
     assert batch.images.shape == (2, 1, 1, 20)

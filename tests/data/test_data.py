@@ -112,7 +112,7 @@ def test_batches_are_the_same_for_any_number_of_workers_and_over_persistent_epoc
             img_size_choices=[size, size + 8],
             augment="light",
             workers=workers,
-            **({"train_images": 330} if name == "canvas" else {}),
+            **({"args": {"train_images": 330}} if name == "canvas" else {}),
         )
         splits = build_splits(config, seed=3)
         batches = train_batches(splits, config, batch_size=100, seed=3)
@@ -253,20 +253,16 @@ def test_data_sets_can_be_sent_to_workers_that_are_not_forks(name):
     [
         ({"augment": "three"}, "augment three is not made for digits; choose none, light"),
         (
-            {"train_images": 7},
-            "train_images is for canvas, documents and copy alone, digits has the images it has; "
-            "leave it out",
+            {"args": {"train_images": 7}},
+            "data.args is for canvas, documents, copy alone; leave it out for digits",
         ),
         (
-            {"name": "folder", "root": "x", "eval_images": 7},
-            "eval_images is for canvas, documents and copy alone, folder has the images it has; "
-            "leave it out",
+            {"download": True},
+            "data.download is for cifar10 and cifar10_pixel alone; leave it out for digits",
         ),
-        ({"download": True}, "digits cannot be downloaded; leave download out"),
         (
             {"num_classes": 7},
-            "num_classes is for wds/... alone; other data say themselves how many classes they "
-            "have",
+            "data.num_classes is for wds/... alone (other data say it themselves)",
         ),
         (
             {"name": "folder"},

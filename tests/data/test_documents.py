@@ -265,8 +265,7 @@ def test_batches_of_native_pages_have_one_size_each_and_as_many_patches_at_most_
         img_size=192,
         img_size_choices=[64, 192],
         batch_patches=160,
-        train_images=90,
-        eval_images=40,
+        args={"train_images": 90, "eval_images": 40},
         workers=0,
     )
     splits = build_splits(config, seed=5)
@@ -288,7 +287,9 @@ def test_batches_of_native_pages_have_one_size_each_and_as_many_patches_at_most_
 
 
 def test_the_specification_of_the_pages_normalises_them():
-    config = DataConfig(name="documents", workers=0, fit="stretch", img_size=128, train_images=200)
+    config = DataConfig(
+        name="documents", workers=0, fit="stretch", img_size=128, args={"train_images": 200}
+    )
     splits = build_splits(config, seed=5)
     geometry = seen_as("stretch", 128)
     batch = next(iter(eval_batches(splits.train, config, batch_size=200, geometry=geometry)))
@@ -307,9 +308,11 @@ def test_small_pages_are_refused_in_one_line():
         build_splits(DataConfig(name="documents", img_size_choices=[64, 32]), seed=5)
     with pytest.raises(ValueError, match="augment light is not made for documents; choose none"):
         build_splits(DataConfig(name="documents", augment="light"), seed=5)
-    with pytest.raises(ValueError, match="data.aug changes images that are read, and documents"):
+    with pytest.raises(ValueError, match="data.aug is for images that are read, and not drawn"):
         build_splits(DataConfig(name="documents", aug=AugmentConfig(turn=3)), seed=5)
-    with pytest.raises(ValueError, match="documents is drawn at data.img_size; leave data.max_"):
+    with pytest.raises(
+        ValueError, match="data.max_patches is for images that are read, and not drawn"
+    ):
         build_splits(DataConfig(name="documents", max_patches=90), seed=5)
 
 

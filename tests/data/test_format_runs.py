@@ -94,7 +94,7 @@ def test_given_means_and_spreads_are_those_of_the_weights(tmp_path):
     ):
         assert refused(ValueError, config_of(tmp_path, **given | changes)) == line
     line = refused(ValueError, config_of(None, name="digits", bands=[1]))
-    assert line == "bands is for folder alone, not for digits; leave it out"
+    assert line == "data.bands is for folder alone; leave it out for digits"
     line = refused(ValueError, config_of("wds/x", bands=[1], num_classes=2, on_error="skip"))
     assert line.startswith("timm's reader of wds/x gives the colours of the first page")
 

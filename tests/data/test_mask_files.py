@@ -280,9 +280,10 @@ def test_beyond_a_black_border_nothing_counts():
 
 @pytest.mark.parametrize("name", ["canvas", "documents"])
 def test_drawn_images_have_the_masks_that_they_are_drawn_with(name):
-    given = DataConfig(name=name, task="segmentation", img_size=128, eval_images=4, train_images=4)
+    args = {"train_images": 4, "eval_images": 4}
+    given = DataConfig(name=name, task="segmentation", img_size=128, args=args)
     splits = build_splits(given, 3)
-    plain = build_splits(DataConfig(name=name, img_size=128, eval_images=4, train_images=4), 3)
+    plain = build_splits(DataConfig(name=name, img_size=128, args=args), 3)
     assert splits.spec.class_names == value_names(plain.spec.class_names)
     geometry = Geometry("native" if name == "documents" else "crop", (128, 128), None, (16, 16))
     for split in ("train", "validation", "test"):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from visionattn.data.documents import DocumentsDataset, draw_page
-from visionattn.data.embedded import CanvasDataset, CanvasTask, Digits, digit_splits, draw_canvas
+from visionattn.data.embedded import CanvasArgs, CanvasDataset, Digits, digit_splits, draw_canvas
 from visionattn.data.geometry import Box, Geometry
 from visionattn.data.masks import paint, patch_labels, see_mask
 from visionattn.data.splits import SampleKey
@@ -21,7 +21,7 @@ def inside(box: Box, shape: tuple[int, int]) -> np.ndarray:
     return area
 
 
-def canvases(task: CanvasTask, count: int = 30):
+def canvases(task: CanvasArgs, count: int = 30):
     data = CanvasDataset(digit_splits(0.1, 5)["test"], "test", count, 5, task=task)
     return [
         (data.canvas(i, 0, 104, 176), data.canvas(i, 0, 104, 176, masked=True))
@@ -32,7 +32,7 @@ def canvases(task: CanvasTask, count: int = 30):
 def test_the_ink_of_the_digit_is_where_the_picture_differs_from_one_with_an_empty_digit():
     digits = digit_splits(0.1, 5)["validation"]
     empty = Digits(np.zeros_like(digits.images), digits.labels)
-    task = CanvasTask(distractors=0)
+    task = CanvasArgs(distractors=0)
     for seed, vary in enumerate((False, True) * 10):
         drawn, without = (
             draw_canvas(
@@ -46,7 +46,9 @@ def test_the_ink_of_the_digit_is_where_the_picture_differs_from_one_with_an_empt
         assert not drawn.mask[added < 31].any() and not without.mask.any()
 
 
-@pytest.mark.parametrize("task", [CanvasTask(), CanvasTask(9, (12, 30), 2)])
+@pytest.mark.parametrize(
+    "task", [CanvasArgs(), CanvasArgs(distractors=9, digit_px=(12, 30), whole_digits=2)]
+)
 def test_distractors_are_another_value_within_their_boxes_and_brighter_than_the_ground(task):
     for plain, canvas in canvases(task):
         assert plain.mask is None and (plain.image == canvas.image).all()

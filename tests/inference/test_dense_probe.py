@@ -14,7 +14,7 @@ from tests.helpers.inference_files import GREY, feature_of, read_index, write_we
 from tests.helpers.tools import assert_one_error, load_tool, written
 from visionattn.cli.parsing import yaml_text
 from visionattn.data.config import DataConfig
-from visionattn.data.embedded import CanvasDataset, CanvasTask, digit_splits
+from visionattn.data.embedded import CanvasArgs, CanvasDataset, digit_splits
 from visionattn.data.geometry import Geometry
 from visionattn.data.masks import patch_labels
 from visionattn.inference import dense_probe
@@ -136,7 +136,9 @@ def test_pixels_of_a_patch_are_its_features():
 
 def test_patches_that_an_image_does_not_fill_are_left_out():
     drawn = Drawn(
-        DataConfig(name="documents", eval_images=3), 0, Geometry("pad", (160, 96), None, (16, 16))
+        DataConfig(name="documents", args={"eval_images": 3}),
+        0,
+        Geometry("pad", (160, 96), None, (16, 16)),
     )
     for index, px in itertools.product(range(6), (16, 32)):  # 32: of a model with coarser maps
         mask, (height, width) = drawn.mask(index)
@@ -160,7 +162,7 @@ def folder(tmp_path, monkeypatch):
 
 def flags(*more: str, output: str = "out") -> list[str]:
     given = ["--checkpoint", "best.safetensors", "--data", "canvas", "--img_size", "48"]
-    return [*given, "--eval_images", "30", "--workers", "0", "--output", output, *more]
+    return [*given, "--data_args.eval_images", "30", "--workers", "0", "--output", output, *more]
 
 
 def figures(line: str) -> list[str]:
@@ -172,7 +174,7 @@ def test_the_command_probes_the_maps_that_it_wrote_and_pixels_beside_them(folder
     *lines, fitted, pixels, last = capsys.readouterr().out.splitlines()
     assert lines[1] == (
         "canvas: 30 validation and 30 test images; distractors null, "
-        "digit_px null, whole_digits 1, val_fraction 0.1, seed 0"
+        "digit_px (16, 40), whole_digits 1, val_fraction 0.1, seed 0"
     )
     found = [figures(line) for line in (pixels, last)]
     assert [each[0] for each in found] == ["pixels", "dense probe"]
@@ -225,36 +227,46 @@ def test_canvases_are_those_of_the_run_beside_the_weights_unless_flags_say_other
     folder, capsys
 ):
     config = {
-        "data": {"name": "canvas", "distractors": 2, "digit_px": [12, 20], "val_fraction": 0.3}
+        "data": {
+            "name": "canvas",
+            "args": {"distractors": 2, "digit_px": [12, 20]},
+            "val_fraction": 0.3,
+        }
     }
     (folder / "config.yaml").write_text(yaml_text(config | {"seed": 4}))
-    command = ["--dense", "--eval_images", "8"]
-    assert extract(flags(*command, "--whole_digits", "2")) == 0
-    shown = "distractors 2, digit_px [12, 20], whole_digits 2, val_fraction 0.3, seed 4"
+    command = ["--dense", "--data_args.eval_images", "8"]
+    assert extract(flags(*command, "--data_args.whole_digits", "2")) == 0
+    shown = "distractors 2, digit_px (12, 20), whole_digits 2, val_fraction 0.3, seed 4"
     assert capsys.readouterr().out.splitlines()[1].endswith(shown)
     drawn = Drawn(
         DataConfig(
             name="canvas",
-            eval_images=8,
-            distractors=2,
-            digit_px=[12, 20],
+            args={"eval_images": 8, "distractors": 2, "digit_px": [12, 20], "whole_digits": 2},
             val_fraction=0.3,
-            whole_digits=2,
         ),
         4,
         Geometry("crop", (48, 48), None, (8, 8)),
     )
     digits = digit_splits(0.3, 4)["validation"]
-    data = CanvasDataset(digits, "validation", 8, 4, task=CanvasTask(2, (12, 20), 2))
+    data = CanvasDataset(
+        digits,
+        "validation",
+        8,
+        4,
+        task=CanvasArgs(distractors=2, digit_px=(12, 20), whole_digits=2),
+    )
     assert (drawn.draw(5).image == data.canvas(5, 0, 48, 48).image).all()
     # Nothing, too, is a value of a flag.
-    assert extract(flags(*command, "--distractors", "null", "--seed", "0", output="two")) == 0
-    shown = "distractors null, digit_px [12, 20], whole_digits 1, val_fraction 0.3, seed 0"
+    assert (
+        extract(flags(*command, "--data_args.distractors", "null", "--seed", "0", output="two"))
+        == 0
+    )
+    shown = "distractors null, digit_px (12, 20), whole_digits 1, val_fraction 0.3, seed 0"
     assert capsys.readouterr().out.splitlines()[1].endswith(shown)
     other = ["--data", "documents", "--img_size", "64"]
     assert extract(flags(*command, *other, output="three")) == 0
     assert capsys.readouterr().out.splitlines()[1].endswith("test images; seed 0")
-    assert extract(flags(*command, "--distractors", "3")) == 2
+    assert extract(flags(*command, "--data_args.distractors", "3")) == 2
     assert "out holds other features: list_of_images" in capsys.readouterr().err
 
 
@@ -263,13 +275,15 @@ def test_pooled_features_of_canvases_are_probed_for_their_classes(folder, capsys
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.endswith("of 30 test images, fitted on 30 images of 10 classes")
     drawn = Drawn(
-        DataConfig(name="canvas", eval_images=30), 0, Geometry("crop", (48, 48), None, (8, 8))
+        DataConfig(name="canvas", args={"eval_images": 30}),
+        0,
+        Geometry("crop", (48, 48), None, (8, 8)),
     )
     division = drawn.divide()
     for split, named in (("validation", division.fitted), ("test", division.judged)):
         labels = digit_splits(0.1, 0)[split].labels[:30].tolist()
         assert named == {f"canvas/{split}/{i}": label for i, label in enumerate(labels)}
-    assert extract(flags("--dense", "--probe", "--distractors", "0", output="two")) == 0
+    assert extract(flags("--dense", "--probe", "--data_args.distractors", "0", output="two")) == 0
     assert figures(capsys.readouterr().out.splitlines()[-1])[3] is None
 
 
@@ -278,13 +292,12 @@ BAD = {
     "--data null --images .": "images of files have no masks",
     "--images .": "give either --images or --data digits, canvas or documents",
     "--neighbours 3": "neighbours is for --probe alone, without --dense; leave it out",
-    "--data documents --distractors 3": "distractors is for --data canvas alone; leave it out",
+    "--data documents --data_args.distractors 3": "data_args has an unknown key",
     "--data documents --val_fraction 0.2": "val_fraction is for --probe alone, of files and digits",
-    "--probe false --dense false --data digits --eval_images 3": "eval_images is for --data canvas",
-    "--eval_images 0": "eval_images must be above 0, got 0",
-    "--eval_images 1000001": "eval_images must be at most 1,000,000, got 1,000,001",
-    "--distractors -1": "error: distractors must be at least 0, got -1",
-    "--digit_px 40": "error: digit_px wants the smallest and the largest side of digits",
+    "--probe false --dense false --data digits --data_args.eval_images 3": "data_args is for",
+    "--data_args.eval_images 0": "data_args.eval_images must be above 0, got 0",
+    "--data_args.distractors -1": "data_args.distractors must be at least 0, got -1",
+    "--data_args.digit_px [40]": "data_args.digit_px must have 2 values, got 1",
     "--img_size 40": "canvas of 40 pixels is too small for its digits; wanted 48 or more",
     "--img_size native": "canvas is drawn at a size in pixels; name it: --img-size",
     "--data paper": "data must be",
@@ -293,7 +306,11 @@ BAD = {
 
 @pytest.mark.parametrize("more", BAD)
 def test_what_cannot_be_drawn_or_probed_is_refused_in_one_line(folder, capsys, more):
-    given = [flag for flag in flags("--dense", "--probe") if flag not in ("--eval_images", "30")]
+    given = [
+        flag
+        for flag in flags("--dense", "--probe")
+        if flag not in ("--data_args.eval_images", "30")
+    ]
     assert extract([*given, *more.split()]) == 2
     assert_one_error(capsys, BAD[more])
     assert not (folder / "out").exists()

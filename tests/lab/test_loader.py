@@ -123,15 +123,15 @@ def test_a_trial_that_was_over_at_once_says_nothing_of_the_time():
 def test_a_configuration_may_have_any_name_and_a_data_set_is_meant_by_its_own(
     tmp_path, monkeypatch
 ):
-    (tmp_path / "mine.conf").write_text("data: {name: canvas, train_images: 7}")
+    (tmp_path / "mine.conf").write_text("data: {name: canvas, args: {train_images: 7}}")
     (tmp_path / "digits").write_text("data: {name: canvas}")
     monkeypatch.chdir(tmp_path)
-    assert open_source("mine.conf", [48]).config.data.train_images == 7
+    assert open_source("mine.conf", [48]).config.data.args == {"train_images": 7}
     assert open_source("digits", None).config.data.name == "digits"
 
 
 def test_sizes_are_those_of_the_training_unless_they_are_named():
-    source = open_source("canvas+augment=light+train_images=70", [48])
+    source = open_source("canvas+augment=light+args.train_images=70", [48])
     assert source.config.data.augment == "light" and len(source.splits.train) == 70
     assert (LoaderCase(source, 0, 3, None).size, LoaderCase(source, 0, 3, 48).size) == ("128", "48")
     mixed = open_source(str(ROOT / "configs" / "canvas.yaml"), None)

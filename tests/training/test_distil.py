@@ -376,7 +376,10 @@ REFUSED = {
     "names": (["--attention", "kernelized", "linear", "kernelized"], "linear"),
     "an option": (["--options.horizon", "-1"], "horizon"),
     "heads": (["--num_heads", "3"], "num_heads 3"),
-    "no root": (["--data.root", "."], "digits is embedded and reads no data.root; for images in a"),
+    "no root": (
+        ["--data.root", "."],
+        "data.root is for images in files (--data.name folder); leave it out for digits",
+    ),
     "no place": (["--run", ".."], "run must be the name of a folder"),
 }
 

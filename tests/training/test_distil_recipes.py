@@ -79,7 +79,8 @@ def test_the_demonstration_is_of_the_images_of_its_teacher():
 def test_pages_are_seen_as_their_teacher_saw_them():
     teacher = parse(TrainConfig, ["--config", str(ROOT / "configs" / "documents_teacher.yaml")])
     config = parse_distil(["--config", str(ROOT / "configs" / "distil_documents.yaml")])
-    assert replace(config.data, train_images=48000) == teacher.data
+    args = config.data.args | {"train_images": 48000}
+    assert replace(config.data, args=args) == teacher.data
     assert config.teacher == "checkpoints/documents_teacher/best.safetensors"
 
 

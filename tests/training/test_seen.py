@@ -231,7 +231,7 @@ def test_a_run_of_before_geometries_goes_on_cropped_or_not_at_all():
 
     old = {"seed": 0, "init_from": None, "optim": {"name": "adamw", "layer_decay": None}}
     old["optim"]["ema_decay"] = None
-    old["data"] = {"name": "folder", "val_fraction": 0.1, "train_images": 1, "eval_images": 1}
+    old["data"] = {"name": "folder", "val_fraction": 0.1}
     for fit, right in ((None, False), ("native", False), ("crop", True)):
         data = old["data"] | {"fit": fit, "aug": {"turn": None, "blur": 0.5}}
         new = old | {"data": data, "epochs": 3}

@@ -200,7 +200,7 @@ def test_gradients_are_those_of_the_mean_however_images_are_batched(tmp_path):
 
 def test_pieces_of_pages_come_from_pages_at_their_own_scale(tmp_path):
     config = config_of(tmp_path, data={"name": "documents", "img_size": [24, 40]}).data
-    config = replace(config, train_images=7, eval_images=5)
+    config = replace(config, args={"train_images": 7, "eval_images": 5})
     splits = build_splits(config, 3)
     assert splits.spec.num_classes == 0 and splits.spec.in_chans == 1
     seen = seen_as(splits.train, Geometry("crop", (24, 40)))

@@ -3,14 +3,14 @@
 ``ranges.py`` checks what values alone can be wrong, and ``presets.py`` those of augmentation.
 """
 
-import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
-from visionattn.data.config import AugmentConfig, DataConfig
+from visionattn.cli.untrusted import checked
+from visionattn.data.config import DataConfig
 from visionattn.data.copying import SHORTEST
-from visionattn.data.crops import LARGEST_PIECE_PX
-from visionattn.data.documents import SMALLEST_SIZE_PX
-from visionattn.data.embedded import LARGER, USUAL, CanvasTask
+from visionattn.data.documents import LARGEST_PIECE_PX, SMALLEST_SIZE_PX
+from visionattn.data.drawn import DrawnArgs
+from visionattn.data.embedded import CanvasArgs
 from visionattn.data.formats import check_reading
 from visionattn.data.geometry import Size, check_geometry, sides
 from visionattn.data.ranges import check_ranges
@@ -20,8 +20,14 @@ EMBEDDED = ("digits", "digits_pixel", "canvas", "documents", "copy")
 """Data sets that need no files."""
 DRAWN = frozenset({"canvas", "documents"})
 """Data sets of pictures that are drawn, and their masks."""
-COUNTED = DRAWN | {"copy"}
-"""Data sets of as many images as the user asks for."""
+ARGS: dict[str, type[DrawnArgs]] = {
+    "canvas": CanvasArgs,
+    "documents": DrawnArgs,
+    "copy": DrawnArgs,
+}
+"""What ``data.args`` may say, of data sets of as many images as the user asks for."""
+MASKED = ("mask_classes", "mask_colours", "mask_ignored")
+"""Options of masks in files."""
 WHOLE = frozenset({"folder", "documents"})
 """Data sets whose images are seen whole unless the user says otherwise."""
 USUAL_PX: dict[str, int | list[int]] = {
@@ -63,23 +69,17 @@ def resolved(config: DataConfig) -> DataConfig:
             "data.img_size_choices are sizes in pixels, and data.max_patches limits images "
             "otherwise; give one of them"
         )
-    return replace(config, fit=fit, img_size=img_size)
+    args = asdict(args_of(config)) if config.name in ARGS else config.args
+    return replace(config, fit=fit, img_size=img_size, args=args)
 
 
 def check_data(config: DataConfig) -> None:
     """Check the values and what depends on the data set's name."""
     check_ranges(config)
-    if config.name == "canvas":
-        canvas_task(config)
+    args_of(config)
     for size in (config.img_size, *(config.img_size_choices or ())):
         if size is not None:
             check_size(config, sides(size))
-    if config.num_classes is not None and not (
-        config.name == "folder" and (config.root or "").startswith("wds/")
-    ):
-        raise ValueError(
-            "num_classes is for wds/... alone; other data say themselves how many classes they have"
-        )
     if config.task == "segmentation" and config.name not in (*DRAWN, "folder"):
         raise ValueError(
             f"{config.name} has no masks; data.task segmentation is for "
@@ -93,31 +93,41 @@ def check_data(config: DataConfig) -> None:
     check_reading(config.bands, config.value_range, config.page, config.max_pixels)
     if config.range_found and config.value_range is None:
         raise ValueError("data.range_found is said of data.value_range, which is missing")
-    for key in ("bands", "value_range", "page", "max_pixels", "mean", "std"):
-        if config.name != "folder" and getattr(config, key) is not None:
-            raise ValueError(f"{key} is for folder alone, not for {config.name}; leave it out")
-    if config.name in COUNTED and config.max_patches is not None:
-        raise ValueError(f"{config.name} is drawn at data.img_size; leave data.max_patches out")
-    if config.name in COUNTED and config.aug != AugmentConfig():
+    _check_acts(config)
+
+
+def _check_acts(config: DataConfig) -> None:
+    """Raise ValueError for an option that would do nothing for the data set."""
+    folder, drawn = config.name == "folder", config.name in ARGS
+    masked = folder and config.task == "segmentation"
+    stream = folder and (config.root or "").startswith("wds/")
+    rules = [
+        (("bands", "value_range", "page", "max_pixels", "mean", "std"), folder, "folder alone"),
+        (MASKED, masked, "folder with data.task segmentation alone"),
+        (("num_classes",), stream, "wds/... alone (other data say it themselves)"),
+        (("root",), config.name not in EMBEDDED, "images in files (--data.name folder)"),
+        (("download",), config.name.startswith("cifar10"), "cifar10 and cifar10_pixel alone"),
+        (("max_patches", "aug"), not drawn, "images that are read, and not drawn at data.img_size"),
+        (("mean", "std"), config.task != "generate", "other tasks than generate"),
+    ]
+    usual = DataConfig()
+    for keys, acts, whose in rules:
+        for key in keys:
+            if not acts and getattr(config, key) != getattr(usual, key):
+                raise ValueError(f"data.{key} is for {whose}; leave it out for {config.name}")
+
+
+def args_of(config: DataConfig) -> DrawnArgs:
+    """Return what ``data.args`` says, whole and checked.
+
+    Raises:
+        ValueError: it is for other data, or a name or a value is wrong; one line.
+    """
+    if config.args and config.name not in ARGS:
         raise ValueError(
-            f"data.aug changes images that are read, and {config.name} draws its own; leave it out"
+            f"data.args is for {', '.join(ARGS)} alone; leave it out for {config.name}"
         )
-    if config.download and not config.name.startswith("cifar10"):
-        raise ValueError(f"{config.name} cannot be downloaded; leave download out")
-    for key in ("distractors", "digit_px", "whole_digits"):
-        if config.name != "canvas" and getattr(config, key) != getattr(DataConfig(), key):
-            raise ValueError(f"{key} is for canvas alone, not for {config.name}; leave it out")
-    for key in ("train_images", "eval_images"):
-        if config.name not in COUNTED and getattr(config, key) != getattr(DataConfig(), key):
-            raise ValueError(
-                f"{key} is for canvas, documents and copy alone, {config.name} has the images "
-                "it has; leave it out"
-            )
-    if config.root is not None and config.name in EMBEDDED:
-        raise ValueError(
-            f"{config.name} is embedded and reads no data.root; for images in a folder give "
-            "--data.name folder"
-        )
+    return checked(ARGS.get(config.name, DrawnArgs), config.args, "data.args")
 
 
 def check_writing(config: DataConfig) -> None:
@@ -133,11 +143,6 @@ def check_writing(config: DataConfig) -> None:
             f"data.task generate takes pieces of documents at their own scale, not fit "
             f"{config.fit}; leave data.fit out"
         )
-    for key in ("mean", "std"):
-        if getattr(config, key) is not None:
-            raise ValueError(
-                f"data.{key} would do nothing: data.task generate takes values as they are"
-            )
 
 
 def check_masks(config: DataConfig) -> None:
@@ -148,12 +153,6 @@ def check_masks(config: DataConfig) -> None:
     """
     names, colours = config.mask_classes, config.mask_colours
     ignored = config.mask_ignored
-    masked = config.name == "folder" and config.task == "segmentation"
-    for key in ("mask_classes", "mask_colours", "mask_ignored"):
-        if not masked and getattr(config, key) is not None:
-            raise ValueError(
-                f"data.{key} is for folder with data.task segmentation alone; leave it out"
-            )
     most = MOST_CLASSES
     for key, given in (("mask_classes", names), ("mask_colours", colours)):
         if given is not None and not 2 <= len(given) <= most:
@@ -183,30 +182,6 @@ def check_masks(config: DataConfig) -> None:
         raise ValueError(f"data.mask_ignored {ignored} is that of a class; name another one")
 
 
-def canvas_task(config: DataConfig) -> CanvasTask:
-    """Return how hard the canvases are that the user asked for.
-
-    Raises:
-        ValueError: a number is out of range.
-    """
-    if config.distractors is not None and config.distractors < 0:
-        raise ValueError(f"data.distractors must be at least 0, got {config.distractors}")
-    if config.whole_digits not in (1, 2):
-        raise ValueError(f"data.whole_digits must be 1 or 2, got {config.whole_digits}")
-    given = USUAL.digit_px if config.digit_px is None else config.digit_px
-    if len(given) != 2 or not 8 <= given[0] <= given[1]:
-        raise ValueError(
-            "data.digit_px wants the smallest and the largest side of digits, 8 pixels or more, "
-            f"got {given}"
-        )
-    if config.whole_digits == 2 and given[1] < math.ceil(LARGER * given[0]):
-        raise ValueError(
-            f"data.digit_px {given[0]} {given[1]}: of two whole digits the larger is {LARGER} "
-            "times as large or more; wanted a wider range"
-        )
-    return CanvasTask(config.distractors, (given[0], given[1]), config.whole_digits)
-
-
 def check_size(config: DataConfig, both: Size) -> None:
     """Raise ValueError where images are drawn, and height and width are not for what is drawn."""
     size = min(both)
@@ -227,7 +202,7 @@ def check_size(config: DataConfig, both: Size) -> None:
             f"documents of {size} pixels are too small for their marks; wanted {SMALLEST_SIZE_PX} "
             "or more"
         )
-    if config.name == "canvas" and size < (smallest := canvas_task(config).smallest_px):
+    if config.name == "canvas" and size < (smallest := args_of(config).smallest_px):
         raise ValueError(
             f"canvas of {size} pixels is too small for its digits; wanted {smallest} or more"
         )

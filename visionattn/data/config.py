@@ -5,7 +5,7 @@ A docstring under each field is its help text. ``checks.py``, ``presets.py`` and
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from visionattn.models.tasks import Task
 from visionattn.models.weights import Fit
@@ -110,22 +110,13 @@ class DataConfig:
     """Share of the training images that is held out to choose the best weights, in (0, 1), where
     there is no ``val`` split.
     """
-    train_images: int = 20_000
-    """``canvas``, ``documents`` and ``copy`` alone: images drawn per epoch."""
-    eval_images: int = 2_000
-    """``canvas``, ``documents`` and ``copy`` alone: images of the validation split and of the test
-    split, each.
+    args: dict[str, Any] = field(default_factory=dict)
+    """``canvas``, ``documents`` and ``copy`` alone: ``train_images`` per epoch (20,000) and
+    ``eval_images`` of the validation and of the test split (2,000). ``canvas`` also takes
+    ``distractors`` (fragments of digits; null: 4 per 128 x 128 pixels), ``digit_px`` (smallest and
+    largest side of digits in pixels; [16, 40]) and ``whole_digits`` (1, or 2, where the larger
+    counts).
     """
-    distractors: int | None = None
-    """``canvas`` alone: fragments of digits on every canvas, as far as there is room. None: 4 per
-    128 x 128 pixels, so that a larger canvas is a harder one too.
-    """
-    digit_px: list[int] | None = None
-    """``canvas`` alone: smallest and largest side of digits and fragments, in pixels. None: 16 and
-    40.
-    """
-    whole_digits: int = 1
-    """``canvas`` alone: 1, or 2, of which the larger counts."""
     num_classes: int | None = None
     """``wds/...`` alone, and required there: how many classes there are."""
     mask_classes: list[str] | None = None

@@ -10,12 +10,10 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
-from visionattn.data.batches import Item, SampleKey
+from visionattn.data.batches import SampleKey
 from visionattn.data.buckets import canvases
-from visionattn.data.drawn import DrawnDataset
-from visionattn.data.embedded import Split
+from visionattn.data.drawn import DrawnDataset, Split
 from visionattn.data.geometry import Box, Geometry
-from visionattn.data.images import see_array
 from visionattn.data.masks import DISTRACTOR, FIRST_CLASS, paint
 from visionattn.data.typesetting import typeset
 
@@ -31,6 +29,10 @@ SMALLEST_PAGE_PX = 40
 SMALLEST_SIZE_PX = 64
 """Least size that pages are drawn for."""
 DISTRACTORS_PER_PX = 1 / 256**2
+PIECE_SIDES, LARGEST_PIECE_PX = 3, 256
+"""Sides of a page over those of a piece of it, and the largest side of a piece."""
+PIECED_PAGE_PX = 128
+"""Least side of a page that a piece is cut out of."""
 
 _SHAPE_STREAM = 33
 _SHIFT = 4  # cv2 draws with sixteenths of a pixel
@@ -190,15 +192,13 @@ class DocumentsDataset(DrawnDataset):
     class by lot, those for evaluation in turn.
 
     Args:
-        split, length, seed: see ``DrawnDataset``.
-        masked: each pixel has a class, not the page.
+        split, length, seed, masked: see ``DrawnDataset``.
     """
 
     STREAMS = {"train": 30, "validation": 31, "test": 32}
 
     def __init__(self, split: Split, length: int, seed: int, *, masked: bool = False):
-        super().__init__(split, length, seed)
-        self.masked = masked
+        super().__init__(split, length, seed, masked=masked)
         rng = np.random.default_rng((self.seed, self.STREAMS[split], _SHAPE_STREAM))
         aspects = np.exp(rng.uniform(*np.log(ASPECT), length))
         longer = rng.uniform(*LONGEST, length)
@@ -233,6 +233,22 @@ class DocumentsDataset(DrawnDataset):
         """Draw the page of a key, as large as its geometry takes."""
         return self.page(key.index, key.epoch, max(key.geometry.img_size), masked=masked)
 
-    def __getitem__(self, key: SampleKey) -> Item:
-        page = self.draw(key, masked=self.masked)
-        return see_array(page.image, page.label if page.mask is None else page.mask, key, self.seed)
+
+class PagePieces(DrawnDataset):
+    """One piece of a page of its own for each key, at a place that is drawn too, for models that
+    write images: a page that is shrunk to some tens of pixels shows nothing of its text. They have
+    no classes.
+    """
+
+    STREAMS = {"train": 40, "validation": 41, "test": 42}
+    SEEN = "as pieces of pages at the pages' own scale"
+
+    def draw(self, key: SampleKey, *, masked: bool = False) -> Page:
+        """Draw a page, and cut the piece of a key out of it."""
+        rng = self.draws(key.index, key.epoch)
+        rows, columns = key.geometry.img_size
+        height, width = (max(PIECED_PAGE_PX, PIECE_SIDES * side) for side in (rows, columns))
+        page = draw_page(rng, height, width, None).image
+        top, left = rng.integers(height - rows + 1), rng.integers(width - columns + 1)
+        piece = np.ascontiguousarray(page[top : top + rows, left : left + columns])
+        return Page(piece, 0, Box(int(top), int(left), rows, columns))

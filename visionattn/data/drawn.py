@@ -1,14 +1,32 @@
 """Data sets whose samples are drawn on the fly, each from random numbers of its own."""
 
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from torch.utils.data import Dataset
 
-from visionattn.data.embedded import Split
+from visionattn.data.batches import Item, SampleKey
 from visionattn.data.geometry import Geometry, pixels
+from visionattn.data.images import see_array
 
 TEST_SEED = 20
+Split = Literal["train", "validation", "test"]
+
+
+@dataclass(frozen=True)
+class DrawnArgs:
+    """What ``data.args`` says of a drawn data set."""
+
+    train_images: int = 20_000
+    """Images drawn per epoch."""
+    eval_images: int = 2_000
+    """Images of the validation split and of the test split, each."""
+
+    def __post_init__(self) -> None:
+        for key in ("train_images", "eval_images"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"data.args.{key} must be above 0, got {getattr(self, key)}")
 
 
 class DrawnDataset(Dataset):
@@ -19,6 +37,7 @@ class DrawnDataset(Dataset):
         split: which samples; those of different splits share no draw.
         length: how many there are.
         seed: of all draws but those of the test split.
+        masked: each pixel has a class, not the image.
     """
 
     STREAMS: ClassVar[dict[Split, int]]
@@ -26,8 +45,8 @@ class DrawnDataset(Dataset):
     SEEN: ClassVar[str] = ""
     """How a model sees the samples, where the geometry would not tell: none of them is cut."""
 
-    def __init__(self, split: Split, length: int, seed: int):
-        self.split, self.length = split, length
+    def __init__(self, split: Split, length: int, seed: int, *, masked: bool = False):
+        self.split, self.length, self.masked = split, length, masked
         self.seed = TEST_SEED if split == "test" else seed
 
     def __len__(self):
@@ -37,6 +56,15 @@ class DrawnDataset(Dataset):
         """Return the random numbers of a sample."""
         entropy = np.random.SeedSequence((self.seed, self.STREAMS[self.split], epoch, index))
         return np.random.Generator(np.random.SFC64(entropy))
+
+    def draw(self, key: SampleKey, *, masked: bool = False) -> Any:
+        """Draw the image of a key, as large as its geometry asks, and ``masked`` its mask."""
+        raise NotImplementedError
+
+    def __getitem__(self, key: SampleKey) -> Item:
+        drawn = self.draw(key, masked=self.masked)
+        label = drawn.label if drawn.mask is None else drawn.mask
+        return see_array(drawn.image, label, key, self.seed)
 
 
 def seen_as(dataset: Dataset, geometry: Geometry) -> str:

@@ -7,15 +7,14 @@ batches or configs.
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import cv2
 import numpy as np
-from torch.utils.data import Dataset
 
-from visionattn.data.batches import Item, SampleKey
+from visionattn.data.batches import SampleKey
+from visionattn.data.drawn import DrawnArgs, DrawnDataset, Split
 from visionattn.data.geometry import Box
-from visionattn.data.images import see_array
 from visionattn.data.masks import DISTRACTOR, FIRST_CLASS, paint
 
 DISTRACTORS_PER_PX = 4 / 128**2
@@ -26,16 +25,14 @@ ROOM = 1.2
 
 _TEST_SPLIT_SEED = 20
 _TEST_SHARE = 0.2
-_STREAM = {"train": 0, "validation": 1, "test": 2}
 _CELL_PX = 4
 # Rotation in degrees, shear, and scale of a digit that is varied.
 _WARP_LOW, _WARP_HIGH = np.array((-12, -0.15, 0.88)), np.array((12, 0.15, 1.06))
 
-Split = Literal["train", "validation", "test"]
 
-
-class CanvasTask(NamedTuple):
-    """How hard canvases are to read."""
+@dataclass(frozen=True)
+class CanvasArgs(DrawnArgs):
+    """What ``data.args`` says of canvases: how many there are, and how hard to read."""
 
     distractors: int | None = None
     """Fragments on every canvas; None: 4 per 128 x 128 pixels, on any canvas."""
@@ -44,13 +41,31 @@ class CanvasTask(NamedTuple):
     whole_digits: int = 1
     """1, or 2: a second whole digit of another class, whose side is at most 0.8 of the first's."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        smallest, largest = self.digit_px
+        if self.distractors is not None and self.distractors < 0:
+            raise ValueError(f"data.args.distractors must be at least 0, got {self.distractors}")
+        if self.whole_digits not in (1, 2):
+            raise ValueError(f"data.args.whole_digits must be 1 or 2, got {self.whole_digits}")
+        if not 8 <= smallest <= largest:
+            raise ValueError(
+                "data.args.digit_px wants the smallest and the largest side of digits, 8 pixels or "
+                f"more, got {[smallest, largest]}"
+            )
+        if self.whole_digits == 2 and largest < math.ceil(LARGER * smallest):
+            raise ValueError(
+                f"data.args.digit_px {smallest} {largest}: of two whole digits the larger is "
+                f"{LARGER} times as large or more; wanted a wider range"
+            )
+
     @property
     def smallest_px(self) -> int:
         """The least side of a canvas, in pixels."""
         return math.ceil(ROOM * self.digit_px[1])
 
 
-USUAL = CanvasTask()
+USUAL = CanvasArgs()
 
 
 class Canvas(NamedTuple):
@@ -189,7 +204,7 @@ def draw_canvas(
     rng: np.random.Generator,
     *,
     vary: bool,
-    task: CanvasTask = USUAL,
+    task: CanvasArgs = USUAL,
     masked: bool = False,
 ) -> Canvas:
     """Paste digit ``index`` whole, and fragments of other digits, on noisy grey.
@@ -274,12 +289,20 @@ def draw_canvas(
     return Canvas(image[:, :, None], label, digit_box, distractors, mask)
 
 
-class CanvasDataset(Dataset):
+class CanvasDataset(DrawnDataset):
     """Canvases made on the fly at the size that is asked for: seed, split and key decide them.
 
-    Evaluation takes epoch 0 and goes through the digits in turn; training draws the digit. Its
-    class is that of the image, or ``masked`` each pixel has one.
+    Evaluation takes epoch 0 and goes through the digits in turn; training draws the digit.
+
+    Args:
+        digits: of the split.
+        split, length, masked: see ``DrawnDataset``.
+        seed: of all draws.
+        vary: rotate, shear and scale the digits slightly.
+        task: how hard canvases are to read.
     """
+
+    STREAMS = {"train": 0, "validation": 1, "test": 2}
 
     def __init__(
         self,
@@ -289,24 +312,18 @@ class CanvasDataset(Dataset):
         seed: int,
         *,
         vary: bool = False,
-        task: CanvasTask = USUAL,
+        task: CanvasArgs = USUAL,
         masked: bool = False,
     ):
-        self.digits, self.split = digits, split
-        self.length, self.seed = length, seed
-        self.vary, self.task = vary, task
-        self.masked = masked
-
-    def __len__(self):
-        return self.length
+        super().__init__(split, length, seed, masked=masked)
+        self.seed = seed  # canvases to test on differ by seed, their digits do not
+        self.digits, self.vary, self.task = digits, vary, task
 
     def canvas(
         self, index: int, epoch: int, height: int, width: int, *, masked: bool = False
     ) -> Canvas:
         """Draw the canvas of an index, of any size, with its boxes, and ``masked`` its mask."""
-        entropy = np.random.SeedSequence((self.seed, _STREAM[self.split], epoch, index))
-        rng = np.random.Generator(np.random.SFC64(entropy))
-        count = len(self.digits.labels)
+        rng, count = self.draws(index, epoch), len(self.digits.labels)
         digit = int(rng.integers(count)) if self.split == "train" else index % count
         how = dict(vary=self.vary, task=self.task, masked=masked)
         return draw_canvas(self.digits, digit, height, width, rng, **how)
@@ -314,8 +331,3 @@ class CanvasDataset(Dataset):
     def draw(self, key: SampleKey, *, masked: bool = False) -> Canvas:
         """Draw the canvas of a key, of the size that its geometry asks for."""
         return self.canvas(key.index, key.epoch, *key.geometry.img_size, masked=masked)
-
-    def __getitem__(self, key: SampleKey) -> Item:
-        canvas = self.draw(key, masked=self.masked)
-        label = canvas.label if canvas.mask is None else canvas.mask
-        return see_array(canvas.image, label, key, self.seed)

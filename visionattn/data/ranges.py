@@ -42,10 +42,7 @@ def check_ranges(config: DataConfig) -> None:
     Raises:
         ValueError: one line with the key, what it may be, and what it is.
     """
-    positive = {
-        f"data.{key}": getattr(config, key)
-        for key in ("batch_patches", "train_images", "eval_images")
-    }
+    positive = {"data.batch_patches": config.batch_patches}
     positive |= {
         f"data.img_size_choices[{i}]": size for i, size in enumerate(config.img_size_choices or [])
     }

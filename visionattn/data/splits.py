@@ -5,7 +5,7 @@ This module owns the splits and the interface of the data: the loaders of ``batc
 here. ``checks.py`` looks at what the user asked for.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import TYPE_CHECKING
@@ -18,15 +18,15 @@ from torch.utils.data import Dataset
 from visionattn.data.batches import EvalBatches, SampleKey, TrainBatches
 from visionattn.data.checks import (
     allow_augment,
-    canvas_task,
+    args_of,
     check_data,
     check_size,
     resolved,
 )
 from visionattn.data.config import AugmentConfig, DataConfig
 from visionattn.data.copying import CopyingDataset
-from visionattn.data.crops import PagePieces
-from visionattn.data.documents import CLASS_NAMES, DocumentsDataset
+from visionattn.data.documents import CLASS_NAMES, DocumentsDataset, PagePieces
+from visionattn.data.drawn import DrawnDataset, Split
 from visionattn.data.embedded import (
     CanvasDataset,
     digit_splits,
@@ -240,19 +240,6 @@ def _build_digits(config: DataConfig, seed: int) -> Splits:
     )
 
 
-def _build_canvas(config: DataConfig, seed: int) -> Splits:
-    allow_augment(config, "light")
-    parts, task = digit_splits(config.val_fraction, seed), canvas_task(config)
-    vary = config.augment == "light"
-    how = dict(task=task, masked=config.task == "segmentation")
-    return Splits(
-        CanvasDataset(parts["train"], "train", config.train_images, seed, vary=vary, **how),
-        CanvasDataset(parts["validation"], "validation", config.eval_images, seed, **how),
-        CanvasDataset(parts["test"], "test", config.eval_images, seed, **how),
-        _of_task(config, _digit_spec(config, 0.25, 0.10)),
-    )
-
-
 def _of_task(config: DataConfig, spec: DataSpec) -> DataSpec:
     """Return what images are whose pixels have classes, or whose values are written, if that is
     asked for.
@@ -265,35 +252,30 @@ def _of_task(config: DataConfig, spec: DataSpec) -> DataSpec:
     return replace(spec, task=config.task, num_classes=len(names), class_names=names)
 
 
-def _build_documents(config: DataConfig, seed: int) -> Splits:
-    allow_augment(config)
-    if config.task == "generate":
-        pieces = (
-            PagePieces("train", config.train_images, seed),
-            PagePieces("validation", config.eval_images, seed),
-            PagePieces("test", config.eval_images, seed),
-        )
-        return Splits(
-            *pieces, _of_task(config, DataSpec(1, 0, (), (), (), None, *_seen_as(config)))
-        )
-    masked = config.task == "segmentation"
-    spec = DataSpec(1, len(CLASS_NAMES), CLASS_NAMES, (0.8,), (0.2,), None, *_seen_as(config))
-    return Splits(
-        DocumentsDataset("train", config.train_images, seed, masked=masked),
-        DocumentsDataset("validation", config.eval_images, seed, masked=masked),
-        DocumentsDataset("test", config.eval_images, seed, masked=masked),
-        _of_task(config, spec),
-    )
+def _build_drawn(config: DataConfig, seed: int) -> Splits:
+    canvas, masked = config.name == "canvas", config.task == "segmentation"
+    allow_augment(config, *(["light"] if canvas else []))
+    args = args_of(config)
+    spec = DataSpec(1, 0, (), (), (), None, *_seen_as(config))
+    make: Callable[..., DrawnDataset] = CopyingDataset
+    if canvas:
+        digits, spec = digit_splits(config.val_fraction, seed), _digit_spec(config, 0.25, 0.10)
+    elif config.name == "documents" and config.task == "generate":
+        make = PagePieces
+    elif config.name == "documents":
+        make, spec = DocumentsDataset, replace(spec, num_classes=len(CLASS_NAMES))
+        spec = replace(spec, class_names=CLASS_NAMES, mean=(0.8,), std=(0.2,))
 
+    def dataset(split: Split) -> DrawnDataset:
+        length = args.train_images if split == "train" else args.eval_images
+        if not canvas:
+            return make(split, length, seed, masked=masked)
+        vary = split == "train" and config.augment == "light"
+        how = dict(vary=vary, task=args, masked=masked)
+        return CanvasDataset(digits[split], split, length, seed, **how)
 
-def _build_copy(config: DataConfig, seed: int) -> Splits:
-    allow_augment(config)
-    return Splits(
-        CopyingDataset("train", config.train_images, seed),
-        CopyingDataset("validation", config.eval_images, seed),
-        CopyingDataset("test", config.eval_images, seed),
-        _of_task(config, DataSpec(1, 0, (), (), (), None, *_seen_as(config))),
-    )
+    parts = dataset("train"), dataset("validation"), dataset("test")
+    return Splits(*parts, _of_task(config, spec))
 
 
 def _build_cifar10(config: DataConfig, seed: int) -> Splits:
@@ -440,9 +422,9 @@ def _per_channel(
 _BUILDERS = {
     "digits": _build_digits,
     "digits_pixel": _build_digits,
-    "canvas": _build_canvas,
-    "documents": _build_documents,
-    "copy": _build_copy,
+    "canvas": _build_drawn,
+    "documents": _build_drawn,
+    "copy": _build_drawn,
     "cifar10": _build_cifar10,
     "cifar10_pixel": _build_cifar10,
 }

@@ -5,13 +5,14 @@ validates and tests on.
 """
 
 import io
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import BinaryIO
 
 import numpy as np
 from PIL import Image
 
 from visionattn.data.batches import SampleKey
+from visionattn.data.checks import args_of
 from visionattn.data.config import DataConfig
 from visionattn.data.documents import Page
 from visionattn.data.embedded import Canvas
@@ -50,16 +51,18 @@ class Drawn:
         except ValueError as error:
             raise ValueError(as_flags(str(error))) from error
         self._config, self._seed, self._geometry = config, seed, geometry
+        self._args = asdict(args_of(config))
+        self._count = self._args["eval_images"]
         self._datasets = (splits.validation, splits.test)
         self.class_names = splits.spec.class_names
         self.value_names = value_names(self.class_names)
 
     def __len__(self) -> int:
-        return len(SPLITS) * self._config.eval_images
+        return len(SPLITS) * self._count
 
     def draw(self, index: int, *, masked: bool = False) -> Canvas | Page:
         """Draw an image, and ``masked`` its mask, before anything fits it to a model."""
-        split, number = divmod(index, self._config.eval_images)
+        split, number = divmod(index, self._count)
         return self._datasets[split].draw(SampleKey(number, 0, self._geometry), masked=masked)
 
     def open(self, index: int) -> BinaryIO:
@@ -71,13 +74,13 @@ class Drawn:
 
     def name(self, index: int) -> str:
         """Return data set, split and number of the image."""
-        split, number = divmod(index, self._config.eval_images)
+        split, number = divmod(index, self._count)
         return f"{self._config.name}/{SPLITS[split]}/{number}"
 
     def numbers(self, split: str) -> range:
         """Return the numbers of the images of a split."""
-        first = SPLITS.index(split) * self._config.eval_images
-        return range(first, first + self._config.eval_images)
+        first = SPLITS.index(split) * self._count
+        return range(first, first + self._count)
 
     def mask(self, index: int) -> tuple[np.ndarray, Size]:
         """Return the mask of an image as a model sees it, uint8 ``[H, W]``, and the height and
@@ -105,11 +108,12 @@ class Drawn:
         given = ", ".join(
             f"{key} {'null' if value is None else value}" for key, value in self._deciding().items()
         )
-        each = f"{self._config.eval_images} validation and {self._config.eval_images} test images"
+        each = f"{self._count} validation and {self._count} test images"
         return f"{self._config.name}: {each}; {given}"
 
     def _deciding(self) -> dict[str, object]:
         """Return what decides the images of one size, by the names of the flags."""
-        keys = ("distractors", "digit_px", "whole_digits", "val_fraction")
-        known = {key: getattr(self._config, key) for key in keys}
-        return (known if self._config.name == "canvas" else {}) | {"seed": self._seed}
+        known = {key: self._args[key] for key in self._args if not key.endswith("_images")}
+        if self._config.name == "canvas":
+            known["val_fraction"] = self._config.val_fraction
+        return known | {"seed": self._seed}

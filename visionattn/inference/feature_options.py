@@ -6,7 +6,7 @@ image. A docstring under each field is its help text.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,11 +20,8 @@ from visionattn.inference.options import InferenceOptions, parse_options
 from visionattn.training.config import TrainConfig
 from visionattn.training.record import CONFIG
 
-TASK = ("distractors", "digit_px", "whole_digits")
-"""Options of ``data.`` in training that say how hard canvases are."""
-
-MOST_IMAGES = 1_000_000
-"""The most images of a split that are drawn."""
+EVAL_IMAGES = 500
+"""Images of each split that are drawn where ``data_args`` does not say it."""
 
 
 @dataclass
@@ -37,18 +34,10 @@ class ExtractOptions(InferenceOptions):
     ``config.yaml`` beside ``checkpoint`` trained on these, they are those of the run, unless flags
     say otherwise.
     """
-    eval_images: int = 500
-    """``canvas`` and ``documents`` alone: images of the validation split and of the test split,
-    each.
+    data_args: dict[str, Any] = field(default_factory=dict)
+    """``canvas`` and ``documents`` alone: what ``data.args`` says in training, such as
+    ``eval_images`` (here 500) or ``distractors``.
     """
-    distractors: int | None = None
-    """``canvas`` alone: fragments of digits on every canvas; null: 4 per 128 x 128 pixels."""
-    digit_px: list[int] | None = None
-    """``canvas`` alone: smallest and largest side of digits and fragments, in pixels; null: 16 and
-    40.
-    """
-    whole_digits: int = 1
-    """``canvas`` alone: 1, or 2, of which the larger counts."""
     dense: bool = False
     """The last feature map of each image, ``[C, H, W]``, instead of one vector per image."""
     dtype: Literal["float32", "float16"] = "float32"
@@ -107,8 +96,8 @@ class ExtractOptions(InferenceOptions):
 
     def drawing(self) -> DataConfig:
         """Return what is drawn as options of data, but for the size."""
-        keys = ("eval_images", "val_fraction", *TASK)
-        return DataConfig(name=self.data, **{key: getattr(self, key) for key in keys})
+        args = {"eval_images": EVAL_IMAGES} | self.data_args
+        return DataConfig(name=self.data, val_fraction=self.val_fraction, args=args)
 
 
 def parse_extract(argv: Sequence[str], **about: str) -> ExtractOptions:
@@ -135,8 +124,9 @@ def of_run(options: ExtractOptions) -> dict[str, Any]:
     run = parse(TrainConfig, ["--config", str(beside)])
     if run.data.name != options.data:
         return {}
-    keys = (*TASK, "val_fraction") if options.data == "canvas" else ()
-    return {key: getattr(run.data, key) for key in keys} | {"seed": run.seed}
+    args = {key: run.data.args[key] for key in run.data.args if not key.endswith("_images")}
+    held = {"val_fraction": run.data.val_fraction} if options.data == "canvas" else {}
+    return {"data_args": args, "seed": run.seed} | held
 
 
 def check(options: ExtractOptions) -> None:
@@ -152,13 +142,9 @@ def check(options: ExtractOptions) -> None:
         return
     if (options.images is None) == (options.data is None):
         raise ValueError("give either --images or --data digits, canvas or documents")
-    for key in ("shard_images", "shard_mib", "neighbours", "eval_images"):
+    for key in ("shard_images", "shard_mib", "neighbours"):
         if getattr(options, key) < 1:
             raise ValueError(f"{key} must be above 0, got {getattr(options, key)}")
-    if options.eval_images > MOST_IMAGES:
-        raise ValueError(
-            f"eval_images must be at most {MOST_IMAGES:,}, got {options.eval_images:,}"
-        )
     if not 0 < options.val_fraction < 1:
         raise ValueError(f"val_fraction must be in (0, 1), got {options.val_fraction}")
     if options.probe and options.dense and not options.drawn:
@@ -180,8 +166,7 @@ def check(options: ExtractOptions) -> None:
     for key, acts, whose in (
         ("neighbours", options.probe and not options.dense, "--probe alone, without --dense"),
         ("val_fraction", holds_out, "--probe alone, of files and digits, and for --data canvas"),
-        ("eval_images", options.drawn, "--data canvas and documents alone"),
-        *((key, canvas, "--data canvas alone") for key in TASK),
+        ("data_args", options.drawn, "--data canvas and documents alone"),
     ):
         if not acts and getattr(options, key) != getattr(ExtractOptions(), key):
             raise ValueError(f"{key} is for {whose}; leave it out")

@@ -189,7 +189,7 @@ def open_source(text: str, sizes: Sequence[int] | None) -> Source:
         name, _, value = option.partition("=")
         if name in OWN_FLAGS:
             raise ValueError(f"{text}: {name} is given by {OWN_FLAGS[name]}")
-        if name not in known or not value:
+        if not value or (name not in known and not name.startswith("args.")):
             raise ValueError(
                 f"{text}: wanted options like augment=none, of {', '.join(known)}; got {option}"
             )

@@ -80,7 +80,8 @@ def examples(
         patch_px: height and width of the model's patches.
     """
     fit: Fit = "native" if task == "documents" else "crop"
-    config = DataConfig(name=task, img_size=size, fit=fit, eval_images=count, workers=0)
+    args = {"eval_images": count}
+    config = DataConfig(name=task, img_size=size, fit=fit, args=args, workers=0)
     geometry = Geometry(fit, (size, size), None, patch_px)
     test = build_splits(config, seed=0).test
     for index in range(count):

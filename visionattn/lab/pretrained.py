@@ -42,10 +42,11 @@ class Task:
 TASKS = {
     "digits": Task(DataConfig(name="digits", workers=1), (32, 48, 64)),
     "canvas": Task(
-        DataConfig(name="canvas", eval_images=2000, workers=1), (64, 96, 128, 192, 256, 384)
+        DataConfig(name="canvas", args={"eval_images": 2000}, workers=1),
+        (64, 96, 128, 192, 256, 384),
     ),
     "documents": Task(
-        DataConfig(name="documents", eval_images=1000, workers=1), (256, 512, 768, 1024)
+        DataConfig(name="documents", args={"eval_images": 1000}, workers=1), (256, 512, 768, 1024)
     ),
 }
 """By the last word of a model's name."""
@@ -116,7 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             for name in names:
                 task = TASKS[name.rpartition("_")[2]]
                 if flags.eval_images:
-                    task = replace(task, data=replace(task.data, eval_images=flags.eval_images))
+                    args = {"eval_images": flags.eval_images} if task.data.args else {}
+                    task = replace(task, data=replace(task.data, args=args))
                 found = list(measure(name, task, flags.threads))
                 print(f"\n{section(name, found)}", flush=True)
                 records += found

@@ -48,9 +48,8 @@ QUIET = frozenset(
 """Options that say where and how often to write."""
 
 BINDING = ("seed", "optim.name", "optim.layer_decay")
-BINDING += ("data.name", "data.task", "data.val_fraction", "data.train_images", "data.eval_images")
+BINDING += ("data.name", "data.task", "data.val_fraction", "data.args", "data.fit")
 BINDING += ("data.mask_classes", "data.mask_colours", "data.mask_ignored")
-BINDING += ("data.fit", "data.distractors", "data.digit_px", "data.whole_digits")
 """Options that stay, as they say which images are trained and validated on, and what the optimiser
 keeps of each weight.
 """

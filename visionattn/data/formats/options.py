@@ -84,7 +84,7 @@ def as_flags(text: str) -> str:
     """Name the options of training in a message as those of commands and calls for inference, which
     have no group.
     """
-    return re.sub(r"\bdata\.(?=[a-z_]+\b)", "", text)
+    return re.sub(r"\bdata\.(?=[a-z_]+\b)", "", text.replace("data.args", "data_args"))
 
 
 def check_reading(

@@ -11,7 +11,7 @@ from visionattn.data.checks import resolved
 from visionattn.data.config import DataConfig
 from visionattn.lab.report.runs import Run, Values, flatten, number
 
-OF_TRAINING = ("augment", "aug", "img_size_choices", "batch_patches", "train_images")
+OF_TRAINING = ("augment", "aug", "img_size_choices", "batch_patches", "args.train_images")
 OF_TRAINING += ("mean", "std", "workers", "download")
 """Options of data that change neither which images are evaluated nor at which size: they act on
 training, on the numbers that a model sees in place of grey levels, or on loading.
@@ -32,10 +32,14 @@ def data_of(run: Run) -> Values | None:
         whole = asdict(resolved(checked(DataConfig, known, "data")))
     except ValueError:  # of another version, say
         whole = asdict(DataConfig()) | given
-    kept = {key: value for key, value in (given | whole).items() if key not in OF_TRAINING}
+    kept = {
+        key: value
+        for key, value in flatten(given | whole).items()
+        if not {key, key.partition(".")[0]} & set(OF_TRAINING)
+    }
     if isinstance(kept.get("root"), str):
         kept["root"] = os.path.normpath(kept["root"])
-    return flatten(kept) | {"seed": run.config.get("seed", 0)}
+    return kept | {"seed": run.config.get("seed", 0)}
 
 
 def same_data(run: Run, *, test: bool = False) -> Hashable | None:
