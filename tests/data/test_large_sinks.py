@@ -153,7 +153,7 @@ def test_killed_at_any_call_the_same_writes_end_with_the_same_bytes(tmp_path):
     for suffix in SUFFIXES:
         needs(suffix)
     np.save(tmp_path / "values.npy", map_of(shape=(3, 40, 30)))
-    step = os.environ.get("EVERY_KILL", "13")
+    step = os.environ.get("EVERY_KILL", "31")
     result = subprocess.run(
         [sys.executable, "-c", KILLS, str(tmp_path), step, *SUFFIXES],
         capture_output=True,

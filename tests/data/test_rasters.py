@@ -331,16 +331,6 @@ def test_smaller_copies_have_holes_too(tmp_path):
         assert source.read(slice(0, 32), slice(0, 48)).mask.sum() == 16 * 24 * 3
 
 
-def test_files_of_which_zero_is_white_in_some_only_are_one_line_in_a_vrt(tmp_path):
-    names = [tmp_path / "white.tif", tmp_path / "black.tif"]
-    for name, photometric in zip(names, ("miniswhite", "minisblack"), strict=True):
-        name.write_bytes(tiff(pattern(1), photometric=photometric).getvalue())
-    path = vrt(tmp_path / "a.vrt", *(("Byte", name, "") for name in names))
-    said = f"zero is white in {names[0]} and black in {names[1]}; convert one of them"
-    with pytest.raises(NotAsAsked, match=said):
-        open_image(str(path))
-
-
 def test_white_may_be_zero_in_one_bit_too():
     pixels = pattern(1) > 99
     got = seen(tiff(pixels, photometric="miniswhite"), channels=1)

@@ -202,9 +202,11 @@ def check_size(config: DataConfig, both: Size) -> None:
             f"documents of {size} pixels are too small for their marks; wanted {SMALLEST_SIZE_PX} "
             "or more"
         )
-    if config.name == "canvas" and size < (smallest := args_of(config).smallest_px):
+    args = args_of(config)
+    if isinstance(args, CanvasArgs) and size < args.smallest_px:
         raise ValueError(
-            f"canvas of {size} pixels is too small for its digits; wanted {smallest} or more"
+            f"canvas of {size} pixels is too small for its digits; wanted {args.smallest_px} or "
+            "more"
         )
 
 

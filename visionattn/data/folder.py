@@ -4,17 +4,17 @@ This module owns folders, and the one line that says what is wrong with a root. 
 in ``archives.py``, streams in ``streams.py``.
 """
 
-import tarfile
 import warnings
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from visionattn.data.archives import open_table, open_tar
 from visionattn.data.formats import COLOURED, ReadOptions, extensions, settle
-from visionattn.data.images import Augmentation, ImageDataset
+from visionattn.data.images import ImageDataset
 from visionattn.data.mask_files import MASKS, MaskFiles, masks_of, settle_classes
 from visionattn.data.mask_values import MaskClasses
 from visionattn.data.parts import LAYOUT, MASKED_LAYOUT, Found, Part
@@ -26,6 +26,9 @@ from visionattn.data.walk import (
     images_below,
     subfolders,
 )
+
+if TYPE_CHECKING:
+    from visionattn.data.augment import Augment
 
 IMAGES = "images"
 """The folder of the images that have masks."""
@@ -41,7 +44,7 @@ def open_images(
     *,
     val_fraction: float,
     seed: int,
-    augment: Augmentation | None,
+    augment: "Augment | None",
     options: ReadOptions | None = COLOURED,
     labelled: bool = True,
     levels: bool = False,
@@ -75,14 +78,13 @@ def open_images(
         found = open_table(root)
     elif Path(root).is_dir():
         found = _open_folder(Path(root), labelled, known)
-    elif not Path(root).is_file():
-        raise ValueError(f"data root {root} is a pipe, a socket or a device; {LAYOUT}, or a tar")
     elif Path(root).suffix.lower() == ".tar":
         found = open_tar(root, labelled, known or ())
-    elif tarfile.is_tarfile(root):
-        raise ValueError(f"data root {root} is a tar {_way_out(root)}")
     else:
-        raise ValueError(f"data root {root} is neither a folder nor a .tar file")
+        raise ValueError(
+            f"data root {root} is neither a folder nor a .tar file; decompress a compressed tar, "
+            "in which single images cannot be found, and name it .tar"
+        )
     found.left_out.warn(root)
     if known is None:
         parts, names = found.to_train(root, val_fraction, seed), found.names
@@ -100,7 +102,7 @@ def open_masked(
     *,
     val_fraction: float,
     seed: int,
-    augment: Augmentation | None,
+    augment: "Augment | None",
     options: ReadOptions,
     classes: MaskClasses,
     judged: bool = False,
@@ -149,7 +151,7 @@ def check_there(root: str, wanted: str = f"{LAYOUT}, a .tar file, wds/... or hfd
 def _datasets(
     parts: dict[str, Part],
     seed: int,
-    augment: Augmentation | None,
+    augment: "Augment | None",
     options: ReadOptions | None,
     *,
     levels: bool = False,
@@ -320,15 +322,3 @@ def _list_classes(
         left_out.suffixes += own.suffixes
         paths[name] = found
     return paths
-
-
-def _way_out(root: str) -> str:
-    """Say what to do with a tar that is not read as it is."""
-    try:
-        tarfile.open(root, "r:").close()
-    except tarfile.ReadError:
-        return (
-            "that is compressed, in which single images cannot be found; decompress it to a .tar "
-            "file"
-        )
-    return "whose name does not end in .tar; rename it"

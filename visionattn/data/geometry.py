@@ -144,11 +144,10 @@ class Geometry:
         """
         rows, columns = height / self.patch_px[0], width / self.patch_px[1]
         scale = math.sqrt(self.max_patches / (rows * columns))
-        grids = []
-        for number in {math.floor(rows * scale), math.ceil(rows * scale)}:
-            grids.append((number, round(columns * number / rows)))
-        for number in {math.floor(columns * scale), math.ceil(columns * scale)}:
-            grids.append((round(rows * number / columns), number))
+        down = (math.floor(rows * scale), math.ceil(rows * scale))
+        across = (math.floor(columns * scale), math.ceil(columns * scale))
+        grids = [(number, round(columns * number / rows)) for number in {*down}]
+        grids += [(round(rows * number / columns), number) for number in {*across}]
 
         def fitting(grid: Size) -> Size:
             # At least one row and one column, and the longer side gives way to the budget.

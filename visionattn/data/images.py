@@ -8,7 +8,7 @@ import os
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import cv2
 import numpy as np
@@ -27,9 +27,13 @@ from visionattn.data.formats import (
     read_size,
     resize,
 )
-from visionattn.data.geometry import Box, Geometry, Size, TooSmall, View
-from visionattn.data.sources import Source
+from visionattn.data.geometry import Geometry, Size, TooSmall, View
+from visionattn.data.sources import Source, known_part
 from visionattn.models.segmentation import IGNORED
+
+if TYPE_CHECKING:
+    from visionattn.data.augment import Augment
+    from visionattn.data.mask_files import MaskFiles
 
 REFUSED = (NotAsAsked, TooSmall)
 """What is raised for a file that is whole, but is not what the options and the model ask for."""
@@ -37,26 +41,6 @@ SIZE_THREADS = 8
 """Threads that read the sizes of images; they wait for the disk most of the time."""
 WELL_KNOWN, KNOWN_BYTES = 20_000, 8192
 """Of so many images, so many bytes at either end tell whether an image is still the same."""
-
-
-class Augmentation(Protocol):
-    """What ``augment.Augment`` does; it draws from ``entropy`` alone."""
-
-    crops: bool
-
-    def box(self, height: int, width: int, canvas: Size, entropy: tuple[int, ...]) -> Box:
-        """Draw which part of an image is seen, which is to be resized to ``canvas``."""
-        ...
-
-    def __call__(self, image: np.ndarray, entropy: tuple[int, ...]) -> np.ndarray:
-        """Do the rest; the image ``[H, W, C]`` keeps its size and dtype."""
-        ...
-
-    def both(
-        self, image: np.ndarray, mask: np.ndarray, entropy: tuple[int, ...]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Do the same to the image, and move a mask ``[H, W]`` with it."""
-        ...
 
 
 def fill(image: np.ndarray, view: View) -> np.ndarray:
@@ -94,7 +78,7 @@ def see(
     label: int | np.ndarray,
     key: SampleKey,
     seed: int,
-    augment: Augmentation | None,
+    augment: "Augment | None",
 ) -> Item:
     """Bring an image to the size that the model sees, augmented.
 
@@ -131,7 +115,7 @@ def see_array(
     label: int | np.ndarray,
     key: SampleKey,
     seed: int,
-    augment: Augmentation | None = None,
+    augment: "Augment | None" = None,
 ) -> Item:
     """Bring an image in memory, uint8 ``[H, W, C]``, to the size that the model sees."""
 
@@ -142,23 +126,11 @@ def see_array(
     return see(image.shape[:2], read, label, key, seed, augment)
 
 
-class Masks(Protocol):
-    """What ``mask_files.MaskFiles`` does: a mask for each image, by its number in the source."""
-
-    files: Source
-
-    def read(self, index: int, size: Size | None = None) -> np.ndarray:
-        """Return the class of each pixel, uint8 ``[height, width]``, of an image of that size;
-        raises one of ``DAMAGED_IMAGE``.
-        """
-        ...
-
-
 class ArrayDataset(Dataset):
     """Images of one size in memory: an ``Item`` per key."""
 
     def __init__(
-        self, images: np.ndarray, labels: np.ndarray, seed: int, augment: Augmentation | None = None
+        self, images: np.ndarray, labels: np.ndarray, seed: int, augment: "Augment | None" = None
     ):
         """Take ``images`` uint8 ``[n, H, W, C]`` and ``labels [n]``; without ``augment`` images are
         only resized.
@@ -187,10 +159,10 @@ class ImageDataset(Dataset):
         indices: np.ndarray,
         labels: np.ndarray,
         seed: int,
-        augment: Augmentation | None = None,
+        augment: "Augment | None" = None,
         options: ReadOptions = COLOURED,
         *,
-        masks: Masks | None = None,
+        masks: "MaskFiles | None" = None,
         levels: bool = False,
         held_out: bool = False,
     ):
@@ -249,8 +221,9 @@ class ImageDataset(Dataset):
             name = os.fsencode(names[place])
             known = zlib.crc32(b"%d %s " % (self.labels[place], name))
             index = int(self.indices[place])
-            known = zlib.crc32(self.source.part(index, size), known)
-            return zlib.crc32(self.masks.files.part(index, size), known) if self.masks else known
+            for source in (self.source, *([self.masks.files] if self.masks else [])):
+                known = zlib.crc32(known_part(source, index, size), known)
+            return known
 
         with ThreadPoolExecutor(SIZE_THREADS) as pool:
             return np.fromiter(pool.map(digest, range(len(names))), np.uint32, len(names))

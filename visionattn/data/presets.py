@@ -124,16 +124,15 @@ def whole_parts(
 
 def _check_acts(name: str, given: AugmentConfig, parts: AugmentConfig, bands: int) -> None:
     """Check that every part that is given changes something."""
-    if given.crop_ratio is not None and parts.crop_scale == [1.0, 1.0]:
-        raise ValueError(
-            f"data.aug.crop_ratio acts on a crop alone, and augment {name} has none here; give "
-            "data.aug.crop_scale, too, or leave it out"
-        )
-    if given.blur_sigma is not None and not parts.blur:
-        raise ValueError(
-            f"data.aug.blur_sigma acts on a blur alone, and augment {name} has none here; give "
-            "data.aug.blur, too, or leave it out"
-        )
+    for key, what, acts, needed in (
+        ("crop_ratio", "crop", parts.crop_scale != [1.0, 1.0], "crop_scale"),
+        ("blur_sigma", "blur", parts.blur, "blur"),
+    ):
+        if getattr(given, key) is not None and not acts:
+            raise ValueError(
+                f"data.aug.{key} acts on a {what} alone, and augment {name} has none here; give "
+                f"data.aug.{needed}, too, or leave it out"
+            )
     if parts.grey and bands == 1:
         raise ValueError(
             f"images of one band are grey already, which augment {name} would make them; use "

@@ -3,11 +3,12 @@
 This module owns finding and opening one image by its number. It knows nothing of what is in it.
 """
 
-import errno
 import io
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol, cast
+
+from PIL.ContainerIO import ContainerIO
 
 from visionattn.data.formats import Openable, check_file, is_folder_format
 
@@ -23,12 +24,6 @@ class Source(Protocol):
 
     def name(self, index: int) -> str:
         """Return what messages call the image: its path, or its file and the place within it."""
-        ...
-
-    def part(self, index: int, size: int) -> bytes:
-        """Return what tells the image from another one of its name: how many bytes it has, and the
-        first and the last ``size`` of these. Empty where there is none.
-        """
         ...
 
 
@@ -49,57 +44,25 @@ class Files:
         """Return its path."""
         return self.paths[index]
 
-    def part(self, index: int, size: int) -> bytes:
-        """Return the number of its bytes, the first and the last ones; nothing of a folder."""
-        path = self.paths[index]
-        try:
-            check_file(path)
-            if os.path.isdir(path):
-                return b""
-            with open(path, "rb") as file:
-                return ends_of(file, 0, os.fstat(file.fileno()).st_size, size)
-        except (OSError, ValueError):
-            return b""
 
-
-class PartOfFile(io.RawIOBase):
+class PartOfFile(ContainerIO[bytes]):
     """Some bytes of a file as a file of their own, of which only what is asked for is read."""
 
-    def __init__(self, path: str, start: int, length: int):
-        """Open ``length`` bytes from byte ``start`` on."""
-        self._file = io.FileIO(path)
-        self._start, self._length = start, length
-        self._at = 0
+    name = ""
 
-    def readable(self) -> bool:
-        """Return that it can be read."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return that it can be sought in."""
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Go to a byte; return its number."""
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        if base + offset < 0:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        self._at = base + offset
-        return self._at
+    def read(self, n: int = -1) -> bytes:
+        """Read up to ``n`` bytes, none where it is 0."""
+        return super().read(n) if n else b""
 
     def readinto(self, buffer) -> int:
-        """Fill the buffer as far as there are bytes; return how many there were."""
-        room = memoryview(buffer)[: max(0, self._length - self._at)]
-        self._file.seek(self._start + self._at)
-        count = self._file.readinto(room)
-        self._at += count
-        return count
+        """Fill a buffer as far as there are bytes; return how many there were."""
+        found = self.read(len(buffer))
+        buffer[: len(found)] = found
+        return len(found)
 
-    def close(self) -> None:
-        """Close the file."""
-        if not self.closed:
-            self._file.close()
-        super().close()
+    def fileno(self) -> int:
+        """Refuse, as libraries would read the whole file by its number."""
+        raise io.UnsupportedOperation("fileno")
 
 
 class Member(NamedTuple):
@@ -122,20 +85,14 @@ class TarMembers:
         """Take the members of the tar file ``root`` that are images."""
         self.members, self.root = members, root
 
-    def open(self, index: int) -> BinaryIO:
+    def open(self, index: int) -> Openable:
         """Open the member."""
         _, start, size = self.members[index]
-        return io.BufferedReader(PartOfFile(self.root, start, size))
+        return cast(BinaryIO, PartOfFile(open(self.root, "rb"), start, size))
 
     def name(self, index: int) -> str:
         """Return ``tar:member``."""
         return f"{self.root}:{self.members[index].path}"
-
-    def part(self, index: int, size: int) -> bytes:
-        """Return the number of its bytes, the first and the last ones."""
-        _, start, length = self.members[index]
-        with open(self.root, "rb") as file:
-            return ends_of(file, start, length, size)
 
 
 class TableRows:
@@ -158,14 +115,25 @@ class TableRows:
         name, row = self.rows[index]
         return f"{self.root}/{name}:{self.readers[name].filename(row) or row}"
 
-    def part(self, index: int, size: int) -> bytes:
-        """Return nothing: a row is decoded as a whole, and its table has a version."""
+
+def known_part(source: Source, index: int, size: int) -> bytes:
+    """Return what tells an image from another one of its name, see ``ends_of``. Empty where there
+    is no file, and of a row of a table, which is decoded as a whole and whose table has a version.
+    """
+    try:
+        found = b"" if isinstance(source, TableRows) else source.open(index)
+    except (OSError, ValueError):
         return b""
+    if isinstance(found, (bytes, str)):
+        return b""
+    with found as file:
+        return ends_of(file, size)
 
 
-def ends_of(file: BinaryIO, start: int, length: int, size: int) -> bytes:
-    """Return how many bytes a part of a file has, and up to ``size`` of them at either end."""
-    file.seek(start)
+def ends_of(file: BinaryIO, size: int) -> bytes:
+    """Return how many bytes a file has, and up to ``size`` of them at either end."""
+    length = file.seek(0, os.SEEK_END)
+    file.seek(0)
     head = file.read(min(size, length))
-    file.seek(start + max(0, length - size))
+    file.seek(max(0, length - size))
     return b"%d" % length + head + file.read(min(size, length))

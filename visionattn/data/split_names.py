@@ -98,15 +98,13 @@ class LeftOut:
 
     def warn(self, root: object) -> None:
         """Tell in one line what is left out."""
-        words = []
-        if self.folders:
-            words.append(listed(self.folders))
-        if self.outside:
-            words.append(f"images in no class or split folder: {self.outside}")
-        if self.suffixes:
-            words.append(f"files of other kinds: {counted(self.suffixes)}")
-        if words:
-            warnings.warn(f"left out of {root}: {'; '.join(words)}", stacklevel=2)
+        words = [
+            self.folders and listed(self.folders),
+            self.outside and f"images in no class or split folder: {self.outside}",
+            self.suffixes and f"files of other kinds: {counted(self.suffixes)}",
+        ]
+        if any(words):
+            warnings.warn(f"left out of {root}: {'; '.join(filter(None, words))}", stacklevel=2)
 
 
 def listed(names: Iterable[str], most: int = MOST_NAMES) -> str:

@@ -35,7 +35,7 @@ from visionattn.data.embedded import (
 from visionattn.data.folder import check_there, open_images, open_masked
 from visionattn.data.formats import COLOURED, LARGEST_IMAGE_PX, ReadOptions
 from visionattn.data.geometry import Geometry, Size, geometry_of, sides
-from visionattn.data.images import ArrayDataset, Augmentation, ImageDataset
+from visionattn.data.images import ArrayDataset, ImageDataset
 from visionattn.data.mask_values import MaskClasses
 from visionattn.data.masks import value_names
 from visionattn.data.parts import LAYOUT, MASKED_LAYOUT
@@ -45,6 +45,8 @@ from visionattn.models.weights import DataSpec
 
 if TYPE_CHECKING:
     from torchvision.datasets import CIFAR10
+
+    from visionattn.data.augment import Augment
 
 __all__ = [
     "EvalBatches",
@@ -192,7 +194,7 @@ def eval_batches(
     return EvalBatches(dataset, config, batch_size=batch_size, choices=(geometry,))
 
 
-def _augment(config: DataConfig, *allowed: str, **options) -> Augmentation | None:
+def _augment(config: DataConfig, *allowed: str, **options) -> "Augment | None":
     """Return the pipeline that ``config`` names, which must be one of ``allowed``."""
     allow_augment(config, *allowed)
     if config.augment == "none" and config.aug == AugmentConfig():

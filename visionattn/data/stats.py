@@ -166,17 +166,15 @@ def measure(
     indices = [int(index) for index in dataset.indices]
     work = partial(_measure_one, dataset.source, options)
     with ThreadPoolExecutor(max(1, threads)) as pool, Progress(len(indices)) as progress:
-        results = [pool.submit(work, index) for index in indices]
-        try:
-            for result in results:
-                found = result.result()
-                if isinstance(found, Unreadable):
-                    _leave_out(found, skip)
-                else:
-                    total, images = found if total is None else total + found, images + 1
-                progress.advance(1, isinstance(found, Unreadable))
-        finally:
-            pool.shutdown(cancel_futures=True)
+        for found in pool.map(work, indices):  # which cancels the rest where one raises
+            progress.advance(1, isinstance(found, Unreadable))
+            if isinstance(found, Moments):
+                total, images = found if total is None else total + found, images + 1
+            elif skip:
+                text = f"left out unreadable image {found.path}: {found.reason}"
+                warnings.warn(text, stacklevel=2)
+            else:
+                raise ValueError(str(found))
     if total is None:
         raise ValueError("no image could be read")
     return total, images
@@ -192,12 +190,6 @@ def _measure_one(source, options: ReadOptions, index: int) -> Moments | Unreadab
             return found
     except DAMAGED_IMAGE as error:
         return unreadable(source.name(index), error)
-
-
-def _leave_out(image: Unreadable, skip: bool) -> None:
-    if not skip:
-        raise ValueError(str(image))
-    warnings.warn(f"left out unreadable image {image.path}: {image.reason}", stacklevel=3)
 
 
 def stats(argv: Sequence[str], say: Callable[[str], None]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -27,8 +28,11 @@ from visionattn.data.batches import (
     start_worker,
 )
 from visionattn.data.geometry import Geometry
-from visionattn.data.images import Augmentation, see_array
+from visionattn.data.images import see_array
 from visionattn.data.split_names import LeftOut, by_split, listed
+
+if TYPE_CHECKING:
+    from visionattn.data.augment import Augment
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class Shards:
     training: bool
     num_classes: int
     seed: int
-    augment: Augmentation | None
+    augment: "Augment | None"
 
     def __len__(self):
         return sum(self.shard_lengths)
@@ -70,7 +74,7 @@ def open_shards(
     num_classes: int | None,
     on_error: str,
     seed: int,
-    augment: Augmentation | None,
+    augment: "Augment | None",
     judged: bool = False,
 ) -> dict[str, Shards]:
     """Open ``wds/<folder or address>``: shards of ``<key>.jpg|png|webp`` and ``<key>.cls``, listed
@@ -157,10 +161,6 @@ class _ShardBatches(IterableDataset):
             yield collate(batch)
 
 
-def _as_is(batch):
-    return batch
-
-
 class _StreamBatches:
     """Hold what training and evaluation share; there are no more workers than shards."""
 
@@ -202,7 +202,6 @@ class _StreamBatches:
             _ShardBatches(self.shards, self.batch_size, self.choices, epoch),
             batch_size=None,
             num_workers=self.workers,
-            collate_fn=_as_is,
             worker_init_fn=start_worker,
             generator=torch.Generator().manual_seed(self.shards.order_seed(epoch)),
         )

@@ -64,7 +64,7 @@ class PillowImage(Reader):
         self._pixels: np.ndarray | None = None
         self._scale = 1
         self._image = self._open()
-        self._wide = wide_png(file) if self._image.format == "PNG" else None
+        self._wide = wide_png(self._image, file) if self._image.format == "PNG" else None
         self._codestream = _codestream(file) if self._image.format == "JPEG2000" else None
         self.stored = self._image.size[::-1]
         if self._image.format != "TIFF":  # Pillow turns TIFF itself

@@ -1,31 +1,26 @@
-"""What the chunks of a PNG say that Pillow does not: bits of 16-bit files, where EXIF stands."""
+"""What a PNG says that Pillow does not: bits of 16-bit files, and EXIF behind the pixels."""
 
-import struct
+import os
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
+from PIL import ImageFile
 
-_PNG = b"\x89PNG\r\n\x1a\n"
+TAIL_BYTES = 2**16
+"""Bytes at the end of a file in which EXIF begins that stands behind the pixels."""
+EXIF = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
+WIDE = {"I;16B": 1, "LA;16B": 2, "RGB;16B": 3, "RGBA;16B": 4}
+"""Bands by the kind of pixels that Pillow finds in a PNG of 16 bits."""
 
 
 def exif_follows_pixels(file: BinaryIO) -> bool:
-    """Tell whether a PNG has its EXIF behind its pixels, as few have; Pillow reads that before
+    """Tell whether a PNG may have its EXIF behind its pixels, as few have; Pillow reads that before
     them.
     """
-    file.seek(len(_PNG))
-    behind = False
-    while len(start := file.read(8)) == 8:
-        length, kind = struct.unpack(">I4s", start)
-        behind = behind or kind == b"IDAT"
-        if behind and kind == b"eXIf":
-            return True
-        if behind and kind in (b"tEXt", b"zTXt", b"iTXt"):
-            text = file.read(min(length, 24))
-            if text.startswith((b"Raw profile type exif", b"XML:com.adobe.xmp")):
-                return True
-            length -= len(text)
-        file.seek(length + 4, 1)
-    return False
+    file.seek(-min(TAIL_BYTES, file.seek(0, os.SEEK_END)), os.SEEK_END)
+    tail = file.read()
+    behind = tail[max(0, tail.find(b"IDAT")) :]
+    return any(each in behind for each in EXIF)
 
 
 class WidePng(NamedTuple):
@@ -47,18 +42,15 @@ class WidePng(NamedTuple):
         return above if scaled else pixels
 
 
-def wide_png(file: BinaryIO) -> WidePng | None:
-    """Read the header of a PNG up to its pixels; None where it has no 16 bits."""
-    file.seek(0)
-    head = file.read(33)
-    if len(head) < 33 or head[:8] != _PNG or head[24] != 16:
+def wide_png(image: ImageFile.ImageFile, file: BinaryIO) -> WidePng | None:
+    """Return the bands of a PNG of 16 bits, and the bits of its chunk sBIT, which Pillow passes
+    over; None for another PNG.
+    """
+    bands = WIDE.get(str(image.tile[0].args)) if image.tile else None
+    if bands is None:
         return None
-    bands = {0: 1, 2: 3, 4: 2, 6: 4}.get(head[25], 1)
-    while len(start := file.read(8)) == 8:
-        length, kind = struct.unpack(">I4s", start)
-        if kind == b"IDAT":
-            break
-        content = file.read(length + 4)
-        if kind == b"sBIT" and length and max(content[:length]) < 16:
-            return WidePng(bands, max(content[:length]))
-    return WidePng(bands, None)
+    file.seek(0)
+    head = file.read(TAIL_BYTES).partition(b"IDAT")[0]
+    found = head.find(b"sBIT")
+    bits = max(head[found + 4 : found + 4 + bands]) if found > 0 else 16
+    return WidePng(bands, bits if bits < 16 else None)

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -99,24 +100,20 @@ class Raster(Reader):
         if points:
             return Georeference(of_points, None, tuple(points))
         transform, crs = self._raster.transform, self._raster.crs
-        if transform.is_identity:
-            return None if crs is None else Georeference(crs, None)
-        return Georeference(crs, transform)
+        transform = None if transform.is_identity else transform
+        return None if crs is transform is None else Georeference(crs, transform)
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
         """Heights and widths of the raster and of its overviews."""
-        from rasterio import Env
-
-        with Env():
-            return [
-                self.stored,
-                *((-(-self.stored[0] // by), -(-self.stored[1] // by)) for by in self._factors()),
-            ]
+        return [tuple(-(-px // by) for px in self.stored) for by in (1, *self._factors())]
 
     def _factors(self) -> list[int]:
         """Return how many times smaller each overview is."""
-        return self._raster.overviews(1)
+        from rasterio import Env
+
+        with Env():  # where GDAL does not print what it finds
+            return self._raster.overviews(1)
 
     @property
     def piece(self) -> tuple[int, int]:
@@ -161,9 +158,7 @@ class Raster(Reader):
         from rasterio.windows import Window
 
         wanted = min(box.height // height, box.width // width)
-        with Env():  # where GDAL does not print what it finds, here and below
-            overviews = self._raster.overviews(1)
-        factor = max([1, *(each for each in overviews if each <= wanted)])
+        factor = max([1, *(each for each in self._factors() if each <= wanted)])
         shape = -(-box.height // factor), -(-box.width // factor)
         self.check_decoded(*shape)
         average = factor > 1 and self.meaning.palette is None
@@ -187,22 +182,12 @@ class Raster(Reader):
 
 
 def _zero_is_white(raster: Any) -> bool:
-    """Tell whether the smallest value of a raster is white, or that of the files that a VRT is
-    made of.
-    """
+    """Tell whether the smallest value of a raster is white; a VRT is as its first file."""
     if raster.driver != "VRT":
         return raster.tags(ns="IMAGE_STRUCTURE").get("MINISWHITE") == "YES"
-    with open(raster.name, encoding="utf-8", errors="replace") as file:
-        if "<ColorTableComponent>" in file.read():  # which turns them into colours already
-            return False
-    found = {path: _is_of_white_zeros(path) for path in raster.files[1:]}
-    if len(set(found.values())) > 1:
-        white, black = (
-            next(path for path, zero_is_white in found.items() if zero_is_white == wanted)
-            for wanted in (True, False)
-        )
-        raise NotAsAsked(f"zero is white in {white} and black in {black}; convert one of them")
-    return any(found.values())
+    text = Path(raster.name).read_text(encoding="utf-8", errors="replace")
+    # A table of colours turns them into colours already.
+    return "<ColorTableComponent>" not in text and any(map(_is_of_white_zeros, raster.files[1:2]))
 
 
 @lru_cache(2**16)

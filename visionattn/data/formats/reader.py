@@ -152,7 +152,22 @@ TURNS = {
 """What the orientation of EXIF and TIFF, tag 274, means."""
 
 
-class Reader(ABC):
+class Closing:
+    """What is closed where a ``with`` block ends."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()  # type: ignore[attr-defined]
+
+
+class Reader(Closing, ABC):
     """An open image, of which parts are read; a context manager.
 
     A subclass sets all attributes, opens the file in its constructor and closes it in ``close``.
@@ -286,17 +301,6 @@ class Reader(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close the file."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def check_page(page: int | None, pages: int) -> int:

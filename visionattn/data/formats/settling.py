@@ -2,11 +2,10 @@
 what people are told of scale, offset and pages.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import BinaryIO, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -15,6 +14,9 @@ from visionattn.data.formats.reader import DAMAGED_IMAGE, NotAsAsked, Reader
 from visionattn.data.formats.table import open_image
 from visionattn.data.formats.values import bands_of, blocks, extremes, no_range, range_of
 
+if TYPE_CHECKING:
+    from visionattn.data.sources import Source
+
 BITS = (8, 10, 12, 14, 16)
 """What integers of 16 bits may hold where their file does not say it."""
 FEW_FILES = 8
@@ -22,20 +24,8 @@ PAGED, HEADS = (".tif", ".tiff", ".btf", ".tf8", ".gif", ".webp"), 256
 """The ends of names of formats that have pages, and how many such files are asked for theirs."""
 
 
-class Source(Protocol):
-    """Encoded images by number."""
-
-    def open(self, index: int) -> BinaryIO | str | os.PathLike:
-        """Return what ``open_image`` takes."""
-        ...
-
-    def name(self, index: int) -> str:
-        """Return what messages call the image."""
-        ...
-
-
 def settle(
-    source: Source, indices: Sequence[int], options: ReadOptions, *, strict: bool = True
+    source: "Source", indices: Sequence[int], options: ReadOptions, *, strict: bool = True
 ) -> tuple[ReadOptions, list[str]]:
     """Look at a few files of a data set, evenly spread, for what is decided once for all of them.
 
@@ -130,7 +120,7 @@ class _Seen(NamedTuple):
     """Whether it states scale and offset."""
 
 
-def _first_of_pages(source: Source, indices: Sequence[int], options: ReadOptions) -> _Seen | None:
+def _first_of_pages(source: "Source", indices: Sequence[int], options: ReadOptions) -> _Seen | None:
     """Return the first file with several pages among the first ``HEADS`` whose names tell formats
     that have pages; their heads alone are read.
     """

@@ -3,7 +3,6 @@ are read that a part of the image lies in.
 """
 
 import logging
-import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import BinaryIO
@@ -93,7 +92,6 @@ class TiffImage(Reader):
         self.inverted = first.photometric == MIN_IS_WHITE
         meaning = meaning_of(first, self.bands, alpha=self.alpha)
         self.interpret(meaning)
-        self._check_segments(first)
 
     @property
     def pages(self) -> int:
@@ -118,10 +116,8 @@ class TiffImage(Reader):
         return bool(self.meaning.nodata or self._masks)
 
     def _tag(self, number: int, default: int) -> int:
-        tag = self.page.tags.get(number)
-        if tag is None:
-            return default
-        return max(tag.value) if isinstance(tag.value, tuple) else tag.value
+        value = self.page.tags.valueof(number, default)
+        return max(value) if isinstance(value, tuple) else value
 
     def _bits(self) -> int | None:
         """Return the bits that the values fill, where fewer are stated than their type has."""
@@ -187,21 +183,25 @@ class TiffImage(Reader):
     def _segments(
         self, plane: Plane, part: tuple[slice, slice], bands: Sequence[int] | None
     ) -> np.ndarray:
-        """Decode the tiles or strips that a part of a page lies in, of the planes of ``bands``."""
+        """Decode the tiles or strips that a part of a page lies in, of the planes of ``bands``.
+
+        zarr over tifffile's ``aszarr`` gives the same values and takes 1.3 to 6 times as long.
+        """
         page = plane.page
-        self._check_segments(page)
         planar = page.planarconfig == 2 and page.samplesperpixel > 1
         chosen = list(range(page.samplesperpixel)) if bands is None else list(bands)
-        shape = (part[0].stop - part[0].start, part[1].stop - part[1].start, len(chosen))
-        pixels = np.full(shape, page.nodata or 0, page.dtype)
+        pixels = np.full((*lengths(part), len(chosen)), page.nodata or 0, page.dtype)
         arguments = {}
         if page.compression in JPEGS:
             arguments = {"jpegtables": page.jpegtables, "jpegheader": page.jpegheader}
-        indices = [
-            plane_start + index
-            for plane_start in self._plane_starts(page, chosen if planar else [0])
-            for index in self._indices(page, part)
-        ]
+        height, width = self._segment_size(page)
+        down, across = -(-page.imagelength // height), -(-page.imagewidth // width)
+        planes, rows, columns = np.ix_(
+            list(dict.fromkeys(chosen)) if planar else [0],
+            range(part[0].start // height, (part[0].stop - 1) // height + 1),
+            range(part[1].start // width, (part[1].stop - 1) // width + 1),
+        )
+        indices = ((planes * down + rows) * across + columns).ravel().tolist()
         starts = [page.dataoffsets[index] + plane.shift for index in indices]
         counts = [page.databytecounts[index] for index in indices]
         file = page.parent.filehandle
@@ -210,63 +210,20 @@ class TiffImage(Reader):
             segment, place, size = page.decode(content, index, **arguments)
             if segment is None:  # nothing is stored where all is background
                 continue
-            segment = segment[0, : size[1], : size[2]]
+            into, out_of = [], []
+            for wanted, start, length in zip(part, place[2:4], size[1:3], strict=True):
+                first, last = max(wanted.start, start), min(wanted.stop, start + length)
+                into.append(slice(first - wanted.start, last - wanted.start))
+                out_of.append(slice(first - start, last - start))
             for band, source in enumerate(chosen):
-                if planar and source != place[0]:
-                    continue
-                self._place(
-                    pixels[..., band], segment[..., 0 if planar else source], part, place[2:4]
-                )
+                if not planar or source == place[0]:
+                    pixels[(*into, band)] = segment[(0, *out_of, 0 if planar else source)]
         return pixels
-
-    def _indices(self, page, part: tuple[slice, slice]) -> list[int]:
-        """Return the numbers of the segments of the first plane that a part lies in."""
-        height, width = self._segment_size(page)
-        columns = math.ceil(page.imagewidth / width)
-        return [
-            row * columns + column
-            for row in range(part[0].start // height, (part[0].stop - 1) // height + 1)
-            for column in range(part[1].start // width, (part[1].stop - 1) // width + 1)
-        ]
-
-    def _check_segments(self, page) -> None:
-        """Raise ValueError where a page is said to be larger than the tiles or strips it lists."""
-        if page.imagedepth != 1 or page.compression == OLD_JPEG:  # these count them otherwise
-            return
-        height, width = self._segment_size(page)
-        planes = page.samplesperpixel if page.planarconfig == 2 else 1
-        wanted = math.ceil(page.imagelength / height) * math.ceil(page.imagewidth / width) * planes
-        if len(page.dataoffsets) < wanted:
-            raise ValueError(
-                f"TIFF that says it has {page.imagelength:,} x {page.imagewidth:,} pixels, in "
-                f"{wanted:,} tiles or strips, and lists {len(page.dataoffsets):,}"
-            )
 
     def _segment_size(self, page) -> tuple[int, int]:
         if page.is_tiled:
             return page.tilelength, page.tilewidth
         return min(page.rowsperstrip, page.imagelength) or page.imagelength, page.imagewidth
-
-    def _plane_starts(self, page, planes: Sequence[int]) -> list[int]:
-        """Return the numbers of the first segments of planes."""
-        height, width = self._segment_size(page)
-        each = math.ceil(page.imagelength / height) * math.ceil(page.imagewidth / width)
-        return [plane * each for plane in dict.fromkeys(planes)]
-
-    def _place(
-        self,
-        target: np.ndarray,
-        segment: np.ndarray,
-        part: tuple[slice, slice],
-        corner: tuple[int, int],
-    ) -> None:
-        """Copy what a segment shares with the part that is read."""
-        into, out_of = [], []
-        for wanted, start, length in zip(part, corner, segment.shape, strict=True):
-            first, last = max(wanted.start, start), min(wanted.stop, start + length)
-            into.append(slice(first - wanted.start, last - wanted.start))
-            out_of.append(slice(first - start, last - start))
-        target[tuple(into)] = segment[tuple(out_of)]
 
     def close(self) -> None:
         """Close the file."""

@@ -11,10 +11,9 @@ import os
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +26,7 @@ from visionattn.cli.files import (
     reserve_bytes,
     write_whole,
 )
-from visionattn.data.formats.reader import Georeference, require
+from visionattn.data.formats.reader import Closing, Georeference, require
 
 Shape = tuple[int, int, int]
 """Bands, rows and columns of a map."""
@@ -45,7 +44,7 @@ HEAD, ZARR = 128, "zarr.json"
 """Bytes of an ``.npy`` that do for the head of any map, and the file that makes a folder a zarr."""
 
 
-class MapSink(ABC):
+class MapSink(Closing, ABC):
     """A map ``[C, H, W]`` that is written by bands of rows, a context manager; ``open_sink`` makes
     it.
 
@@ -83,7 +82,8 @@ class MapSink(ABC):
             dtype = self._asked
         self._shape, self.dtype = (bands, height, width), dtype
         self._check()
-        self._check_room()
+        there = _bytes_of(Continued.beside(self.path, folder=self._is_folder))
+        check_room(self.path, max(0, self._bytes() - there))
         place = Continued(self.path, folder=self._is_folder, overwrite=self._overwrite)
         with ExitStack() as failed, named(self.path):
             failed.callback(place.close)
@@ -143,17 +143,6 @@ class MapSink(ABC):
         if self._place is not None:
             self._place.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     _is_folder = False
 
     def _check(self) -> None:
@@ -163,10 +152,6 @@ class MapSink(ABC):
     def _bytes(self) -> int:
         """Return how many bytes the map takes."""
         return math.prod(self._shape) * self.dtype.itemsize + HEAD
-
-    def _check_room(self) -> None:
-        there = _bytes_of(Continued.beside(self.path, folder=self._is_folder))
-        check_room(self.path, max(0, self._bytes() - there))
 
     @abstractmethod
     def _begin(self, place: Continued) -> None:
@@ -232,10 +217,13 @@ class ZarrSink(MapSink):
 
         shards, chunks = shards_of(self._shape, self.dtype.itemsize)
         self.rows = shards[1]
-        if self._is_unfinished(place.place, shards, chunks):
-            _forget_parts(place.place)
-            self._array = zarr.open_array(place.place, mode="r+")
-            return
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            found = zarr.open_array(place.place, mode="r+")
+            kind = found.shape, found.dtype, found.shards, found.chunks
+            if kind == (self._shape, self.dtype, shards, chunks):
+                _forget_parts(place.place)
+                self._array = found
+                return
         place.empty()
         self._array = zarr.create_array(
             place.place,
@@ -245,18 +233,6 @@ class ZarrSink(MapSink):
             shards=shards,
             dimension_names=("c", "y", "x"),
         )
-
-    def _is_unfinished(self, place: Path, shards: Shape, chunks: Shape) -> bool:
-        import zarr
-
-        if not (place / ZARR).is_file():
-            return False
-        try:
-            found = zarr.open_array(place, mode="r+")
-        except (ValueError, KeyError, TypeError):
-            return False
-        same = (found.shape, found.dtype) == (self._shape, self.dtype)
-        return same and (found.shards, found.chunks) == (shards, chunks)
 
     def _write(self, rows: slice, band: np.ndarray) -> None:
         self._array[:, rows] = band
@@ -347,9 +323,8 @@ class TiffSink(NpySink):
             for band in range(1, bands + 1):
                 for top in range(0, height, TILE_PX):
                     rows = min(TILE_PX, height - top)
-                    part = np.empty((rows, width), self.dtype)
-                    _read_all(file, part)
-                    yield band, top, part
+                    part = np.fromfile(file, self.dtype, rows * width)
+                    yield band, top, part.reshape(rows, width)
 
 
 def shards_of(shape: Shape, itemsize: int) -> tuple[Shape, Shape]:
@@ -379,15 +354,6 @@ def _write_all(file: io.RawIOBase, plane: np.ndarray) -> None:
     left = memoryview(plane).cast("B")
     while left:
         left = left[file.write(left) :]
-
-
-def _read_all(file: io.RawIOBase, part: np.ndarray) -> None:
-    left = memoryview(part).cast("B")
-    while left:
-        count = file.readinto(left)
-        if not count:
-            raise ValueError("what is unfinished was cut off by another process")
-        left = left[count:]
 
 
 def _bytes_of(place: Path) -> int:

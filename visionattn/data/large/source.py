@@ -9,8 +9,7 @@ import os
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +32,7 @@ from visionattn.data.formats import (
 from visionattn.data.formats.arrays import ArrayImage, with_axes
 from visionattn.data.formats.meaning import join
 from visionattn.data.formats.pillow import PillowImage
-from visionattn.data.formats.reader import pick
+from visionattn.data.formats.reader import Closing, pick
 from visionattn.data.geometry import Box
 from visionattn.data.images import KNOWN_BYTES
 from visionattn.data.sources import ends_of
@@ -47,7 +46,7 @@ class UnreadablePart(ValueError):
     """A part of an image cannot be read; the text names its rows and the file."""
 
 
-class ImageSource:
+class ImageSource(Closing):
     """An open image of which parts are read, a context manager; ``open_source`` makes it.
 
     Parts are read by one thread at a time, which may be any thread.
@@ -203,8 +202,8 @@ class ImageSource:
         found |= {"page": None if self._options is None else self._options.page}
         if self._path is not None and os.path.isfile(self._path):
             with open(self._path, "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                known = ends_of(file, 0, size, KNOWN_BYTES)
+                known = ends_of(file, KNOWN_BYTES)
+            size = os.path.getsize(self._path)
             return found | {"bytes": size, "digest": hashlib.sha256(known).hexdigest()}
         digest = hashlib.sha256()
         for row in (0, self.height // 2, self.height - 1):
@@ -216,17 +215,6 @@ class ImageSource:
         """Close the file; an array stays."""
         self._kept = None
         self._reader.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def open_source(
