@@ -326,7 +326,7 @@ def test_the_embedded_data_take_parts_where_they_read_images():
     digits = DataConfig(name="digits", img_size=16, aug=AugmentConfig(turn=40.0))
     train = build_splits(digits, 3).train
     assert train.augment.parts.turn == 40.0
-    with pytest.raises(ValueError, match="^data.aug changes images that are read, and canvas"):
+    with pytest.raises(ValueError, match="^data.aug is for images that are read, and not drawn"):
         build_splits(DataConfig(name="canvas", img_size=64, aug=AugmentConfig(turn=4.0)), 3)
     with pytest.raises(ValueError, match="^data.aug.turn must be in"):
         build_splits(DataConfig(name="digits", aug=AugmentConfig(turn=400.0)), 3)

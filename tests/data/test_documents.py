@@ -65,7 +65,7 @@ def test_the_mark_lies_on_the_page_whole_and_its_side_is_drawn_from_the_whole_ra
     sides, places = [], []
     data = DocumentsDataset("train", 300, seed=5)
     for index in range(300):
-        page = data.page(index, 0, 200)
+        page = data.page(index, 0, 96)
         height, width = page.image.shape[:2]
         top, left, side, other = page.mark
         assert side == other and MARK_PX[0] <= side <= MARK_PX[1]

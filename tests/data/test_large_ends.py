@@ -62,7 +62,7 @@ def large(tmp_path_factory):
 
 
 def expected(rows, columns):
-    down, across = np.mgrid[rows, columns]
+    down, across = np.ogrid[rows, columns]
     values = level(down, across)
     values[(down % TILE == 0) & (across % TILE == 0)] = 255
     return values[..., None]
