@@ -245,7 +245,6 @@ def pyramid(folder, kind, levels):
         return f"{path}.tif"
     suffix, options = ("svs", {"metadata": None}) if kind == "slide" else ("tif", {})
     if kind == "slide":
-        pytest.importorskip("tiffslide")
         height, width = levels[0].shape[:2]
         options["description"] = (
             f"Aperio Image Library v11\r\n{width}x{height} [0,0 {width}x{height}] (64x64) JPEG/RGB"

@@ -353,7 +353,6 @@ def test_lab_is_the_rgb_that_colour_management_makes_of_it(dtype):
 
 @pytest.mark.parametrize(("code", "suffix"), [(33003, "tif"), (33003, "svs"), (33005, "tif")])
 def test_jpeg_2000_of_aperio_is_rgb(tmp_path, code, suffix):
-    pytest.importorskip("tiffslide")
     picture = np.kron(pattern(3)[:4, :6], np.ones((64, 64, 1), np.uint8))
     stored = picture
     if code == 33003:

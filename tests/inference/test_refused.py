@@ -68,23 +68,23 @@ def test_images_that_are_all_smaller_than_a_patch_leave_nothing_behind(tmp_path,
 
 def test_an_extra_that_is_missing_is_one_line_and_nothing_is_written(tmp_path, monkeypatch, capsys):
     checkpoint(tmp_path, fit="native", img_size=None)
-    write_image(tmp_path / "slides" / "a.png", 40, 24, seed=0)
-    (tmp_path / "slides" / "a.png").rename(tmp_path / "slides" / "a.svs")
+    write_image(tmp_path / "rasters" / "a.png", 40, 24, seed=0)
+    (tmp_path / "rasters" / "a.png").rename(tmp_path / "rasters" / "a.img")
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *_: None if name == "tiffslide" else find(name)
+        importlib.util, "find_spec", lambda name, *_: None if name == "rasterio" else find(name)
     )
     before = written(tmp_path)
     given = [
         "--checkpoint",
         str(tmp_path / "best.safetensors"),
         "--images",
-        str(tmp_path / "slides"),
+        str(tmp_path / "rasters"),
     ]
     for tool, output in ((predict, "out.csv"), (extract, "out")):
         assert tool([*given, "--workers", "0", "--output", str(tmp_path / output)]) == 2
         error = capsys.readouterr().err
-        assert "pip install 'visionattn[slides]'" in error and error.count("\n") == 1
+        assert "pip install 'visionattn[raster]'" in error and error.count("\n") == 1
     assert written(tmp_path) == before and not (tmp_path / "out").exists()
 
 

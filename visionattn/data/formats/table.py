@@ -34,13 +34,12 @@ class Format:
 
 
 TABLE = (
-    Format("slides", (".svs", ".ndpi", ".scn", ".bif", ".qptiff"), by_path=True),
     Format("raster", (".vrt", ".img", ".hgt", ".ntf"), by_path=True),
     Format("arrays", (".zarr",), by_path=True),
     Format("arrays", (".npy",), (b"\x93NUMPY",)),
     Format(
         "tiff",
-        (".tif", ".tiff", ".btf", ".tf8"),
+        (".tif", ".tiff", ".btf", ".tf8", ".svs", ".ndpi", ".scn", ".bif", ".qptiff"),
         (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"),
     ),
     Format(

@@ -24,6 +24,8 @@ MIN_IS_WHITE, MIN_IS_BLACK, RGB, PALETTE, INKS, YCBCR, LAB = 0, 1, 2, 3, 5, 6, 8
 """Photometric interpretations."""
 APERIO_YCBCR = 33003
 """The compression whose values are luma and chroma, whatever the photometric interpretation."""
+SLIDES = ("svs", "ndpi", "scn", "bif", "qpi")
+"""Makers of slides whose levels tifffile knows."""
 REDUCED, MASK = 1, 4
 """Bits of the tag that tells smaller copies and masks from pages."""
 
@@ -78,10 +80,14 @@ def page_parts(tiff, place: int) -> Parts:
 
 def named_images(tiff) -> list[tuple[Any, np.ndarray]]:
     """Return the images of a file of OME or ImageJ, whose axes are named: for each depth and time
-    the series and the numbers of its channels in it; empty for other files.
+    the series and the numbers of its channels in it; of a slide the largest picture, as labels and
+    thumbnails are none; empty for other files.
     """
     images = []
-    for series in tiff.series if tiff.is_ome or tiff.is_imagej else ():
+    found = tiff.series if tiff.is_ome or tiff.is_imagej else []
+    if any(getattr(tiff, f"is_{maker}") for maker in SLIDES):
+        found = [max(tiff.series, key=lambda series: math.prod(series.shape))]
+    for series in found:
         lengths = {
             axis: length
             for axis, length in zip(series.axes, series.shape, strict=True)
