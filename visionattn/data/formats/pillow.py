@@ -5,6 +5,7 @@ JPEG and JPEG 2000 allow it. Pillow has no colours of more than 8 bits: PNG of 1
 OpenCV, TIFF and JPEG 2000 of that kind through other readers.
 """
 
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,10 +13,9 @@ from typing import Any, BinaryIO, NamedTuple
 
 import cv2
 import numpy as np
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, ImageFile
 
 from visionattn.data.formats.meaning import Meaning
-from visionattn.data.formats.png import exif_follows_pixels, wide_png
 from visionattn.data.formats.reader import (
     BROKEN,
     DAMAGED_IMAGE,
@@ -34,6 +34,11 @@ CONVERTED = {"1": "L", "LA": "LA", "La": "LA", "PA": "RGBA", "RGBA": "RGBA", "RG
 BANDS = {"L": 1, "LA": 2, "RGB": 3, "RGBA": 4}
 _BITS_PER_SAMPLE, _MAX_SAMPLE_VALUE = 258, 281  # tags of TIFF
 _J2K_START = b"\xff\x4f\xff\x51"
+TAIL_BYTES = 2**16
+"""Bytes at the end of a file in which EXIF begins that stands behind the pixels."""
+EXIF = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
+WIDE = {"I;16B": 1, "LA;16B": 2, "RGB;16B": 3, "RGBA;16B": 4}
+"""Bands by the kind of pixels that Pillow finds in a PNG of 16 bits."""
 _limit = threading.Lock()
 _allowed: list[int | None] = []
 """Pillow's own limit, once for each image that is being read."""
@@ -211,6 +216,49 @@ def _orientation(image: Image.Image, file: BinaryIO) -> object:
         return exif.get(ExifTags.Base.Orientation, 1)
     except (*DAMAGED_IMAGE, *BROKEN):
         return 1
+
+
+def exif_follows_pixels(file: BinaryIO) -> bool:
+    """Tell whether a PNG may have its EXIF behind its pixels, as few have; Pillow reads that before
+    them.
+    """
+    file.seek(-min(TAIL_BYTES, file.seek(0, os.SEEK_END)), os.SEEK_END)
+    tail = file.read()
+    behind = tail[max(0, tail.find(b"IDAT")) :]
+    return any(each in behind for each in EXIF)
+
+
+class WidePng(NamedTuple):
+    """What the header of a PNG of 16 bits says."""
+
+    bands: int
+    bits: int | None
+
+    def unscaled(self, pixels: np.ndarray) -> np.ndarray:
+        """Return values of ``bits`` bits. The standard asks that fewer bits are scaled to 16, by
+        zeros or by the upper bits below them; files that hold them as they are exist too.
+        """
+        if self.bits is None:
+            return pixels
+        low = pixels & (2 ** (16 - self.bits) - 1)
+        above = pixels >> (16 - self.bits)
+        repeated = above >> max(0, 2 * self.bits - 16)
+        scaled = not low.any() or np.array_equal(low, repeated)
+        return above if scaled else pixels
+
+
+def wide_png(image: ImageFile.ImageFile, file: BinaryIO) -> WidePng | None:
+    """Return the bands of a PNG of 16 bits, and the bits of its chunk sBIT, which Pillow passes
+    over; None for another PNG.
+    """
+    bands = WIDE.get(str(image.tile[0].args)) if image.tile else None
+    if bands is None:
+        return None
+    file.seek(0)
+    head = file.read(TAIL_BYTES).partition(b"IDAT")[0]
+    found = head.find(b"sBIT")
+    bits = max(head[found + 4 : found + 4 + bands]) if found > 0 else 16
+    return WidePng(bands, bits if bits < 16 else None)
 
 
 class _Codestream(NamedTuple):

@@ -140,7 +140,7 @@ class Raster(Reader):
         alike = len(set(self._raster.dtypes)) == 1  # else rasterio reads single bands alone
         together = [chosen] if alike else [[band] for band in chosen]
         parts = [self._ask(self._raster.read, each, box, height, width) for each in together]
-        pixels = parts[0] if alike else np.concatenate(parts)
+        pixels = np.concatenate(parts) if len(parts) > 1 else parts[0]
         return np.ascontiguousarray(pixels.transpose(1, 2, 0)).astype(self._dtype, copy=False)
 
     def _empty(self, box: Box, height: int, width: int) -> np.ndarray | None:

@@ -3,7 +3,6 @@
 This module owns the table. A format is a row here and a module with its ``Reader``.
 """
 
-import errno
 import importlib
 import os
 import stat
@@ -14,7 +13,7 @@ from typing import BinaryIO
 from timm.data.readers.img_extensions import get_img_extensions
 
 from visionattn.data.formats.options import ReadOptions
-from visionattn.data.formats.reader import Reader
+from visionattn.data.formats.reader import DAMAGED_IMAGE, Reader
 
 Openable = str | os.PathLike | BinaryIO
 """A path, or what reads the bytes of an image and may be sought in."""
@@ -73,11 +72,11 @@ def open_image(source: Openable, options: ReadOptions | None = None) -> Reader:
     options = options or ReadOptions()
     reader = _open(source, options.page)
     reader.most_px = options.max_pixels
-    if options.level:
-        with ExitStack() as failed:
-            failed.callback(reader.close)
-            reader.take_level(options.level)
-            failed.pop_all()
+    try:
+        reader.take_level(options.level)
+    except DAMAGED_IMAGE:
+        reader.close()
+        raise
     return reader
 
 
@@ -89,8 +88,6 @@ def _open(source: Openable, page: int | None) -> Reader:
         source.close()
         source = path
     check_file(source)
-    if os.path.isdir(source) and not is_folder_format(source):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(source))
     if row := _by_path(source):
         return _module(row).open_reader(os.fspath(source), page)
     return _open_file(open(source, "rb"), page)  # the reader closes it
