@@ -6,6 +6,7 @@ import io
 import os
 import resource
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -28,8 +29,10 @@ from tests.helpers.resumed_runs import (
 from tests.helpers.small_runs import quadrants, same
 from visionattn.cli import files
 from visionattn.cli.ends import Stopped, run_tool
-from visionattn.training import engine, record, trainer
+from visionattn.data.config import DataConfig
+from visionattn.training import engine, record, states, trainer
 from visionattn.training.checkpoint import save_state
+from visionattn.training.config import TrainConfig
 from visionattn.training.evaluate import Evaluation
 from visionattn.training.status import Status
 
@@ -303,10 +306,6 @@ def test_best_weights_lost_after_the_last_epoch_ask_for_one_more(stopped):
             "the run has data.val_fraction 0.1, not 0.2; resume with the same",
         ),
         (
-            {"data": {"args": {"train_images": 9}}},
-            "the run has data.args {}, not {'train_images': 9}; resume with the same",
-        ),
-        (
             {"batch_size": 16},
             "the run has batch_size 8, not 16; resume with the same until the epoch is over",
         ),
@@ -327,6 +326,14 @@ def test_options_that_move_images_are_refused_on_resumption(stopped, options, li
         run(config_of(stopped.parent, resume=True, **options))
     assert str(error.value) == line
     assert {path.name: path.read_bytes() for path in stopped.iterdir()} == before
+
+
+def test_a_run_on_drawn_images_goes_on_with_as_many_and_as_hard_ones():
+    old = asdict(TrainConfig(data=DataConfig(name="canvas")))
+    new = old | {"data": old["data"] | {"args": {"train_images": 9}}}
+    states.check_options(old, old, amid_epoch=False, done=False)
+    with pytest.raises(ValueError, match="the run has data.args {}, not {'train_images': 9}; res"):
+        states.check_options(old, new, amid_epoch=False, done=False)
 
 
 def test_a_state_of_before_there_was_an_option_has_it_as_it_is_by_default(stopped):
