@@ -1,10 +1,9 @@
 """Maps that are written by bands of rows: whole or not at all, and gone on with after a kill."""
 
 import os
-import subprocess
 import sys
+import threading
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -146,98 +145,60 @@ def test_an_unfinished_map_of_another_kind_is_begun_anew(tmp_path, suffix):
     np.testing.assert_array_equal(read(path), expected)
 
 
-def test_killed_at_any_call_the_same_writes_end_with_the_same_bytes(tmp_path):
-    """In forks of one process, as each would import the libraries anew; ``EVERY_KILL=1`` tries all
-    calls.
-    """
-    for suffix in SUFFIXES:
-        needs(suffix)
-    np.save(tmp_path / "values.npy", map_of(shape=(3, 40, 30)))
-    step = os.environ.get("EVERY_KILL", "31")
-    result = subprocess.run(
-        [sys.executable, "-c", KILLS, str(tmp_path), step, *SUFFIXES],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=Path(__file__).parents[2],
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    kills = [int(line) for line in result.stdout.split()]
-    assert len(kills) == 3 and min(kills) >= 2
+PLACES = {"_write", "_write_all", "_begin", "empty", "_write_tiff", "forget", "reserve_bytes"}
+PLACES |= {"flush_to_disk", "flush_folder", "_rename_folder", "_forget_parts", "_cast", "finish"}
 
 
-KILLS = """
-import os, sys, threading
-from pathlib import Path
-import numpy as np
-import visionattn.data.large.sink as module
-from visionattn.data.large import open_sink
-
-PLACES = {"_write", "_put", "_write_all", "_begin", "empty", "_write_tiff", "forget",
-          "reserve_bytes", "flush_to_disk", "flush_folder", "_rename_folder", "_forget_parts",
-          "_cast", "finish"}
-
-def write(path, values, at=0):
+def write_in_a_fork(path, values, at=0):
+    """Write a map in a process that is killed at a call or return of ``PLACES``; its exit code."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     calls = 0
-    def count(frame, event, argument):
+
+    def count(frame, event, _):
         nonlocal calls
         if event in ("call", "return") and frame.f_code.co_name in PLACES:
             calls += 1
             if calls == at:
                 os._exit(9)
-    threading.setprofile(count)
-    sys.setprofile(count)
-    with open_sink(path) as sink:
-        sink.begin(values.shape, values.dtype)
-        for top in range(0, values.shape[1], 16):
-            sink.write(top, values[:, top : top + 16])
-        sink.finish()
-    sys.setprofile(None)
-    return calls
 
-def content(path):
-    if path.is_file():
-        return path.read_bytes()
-    return {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file()}
-
-import rasterio.errors, rasterio.windows, zarr  # once, and not in each fork
-folder, step = Path(sys.argv[1]), int(sys.argv[2])
-values = np.load(folder / "values.npy")
-
-def fork(path, at):
-    child = os.fork()
-    if not child:
-        try:
-            write(path, values, at)
-        except BaseException as error:
-            print(type(error), error, file=sys.stderr, flush=True)
-            os._exit(1)
+    try:
+        threading.setprofile(count)
+        sys.setprofile(count)
+        with open_sink(path) as sink:
+            sink.begin(values.shape, values.dtype)
+            write_bands(sink, values)
+            sink.finish()
         os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    finally:
+        os._exit(1)
 
-for suffix in sys.argv[3:]:
-    whole = folder / f"whole{suffix}"
-    assert fork(whole, 0) == 0
-    wanted = content(whole)
-    killed, at = 0, 1
-    while True:
-        path = folder / f"{at}{suffix}"
-        code = fork(path, at)
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_killed_at_any_call_the_same_writes_end_with_the_same_bytes(tmp_path, suffix):
+    """``EVERY_KILL=1`` tries all calls."""
+    needs(suffix)
+    values, step = map_of(shape=(3, 40, 30)), int(os.environ.get("EVERY_KILL", "13"))
+    whole = tmp_path / f"whole{suffix}"
+    assert write_in_a_fork(whole, values) == 0
+    code, killed, at = 9, 0, 1
+    while code:
+        path = tmp_path / f"{at}{suffix}"
+        code = write_in_a_fork(path, values, at)
         assert code in (0, 9), code
-        if code == 9 and not path.exists():
+        if not path.exists():
             killed += 1
-            assert fork(path, 0) == 0, at
-        assert content(path) == wanted, at
-        left = [each.name for each in folder.iterdir() if each.name.startswith(".")]
+            assert write_in_a_fork(path, values) == 0, at
+        assert content(path) == content(whole), at
+        left = [each for each in tmp_path.iterdir() if each.name.startswith(".")]
         # what was killed as it deleted the rest, after it gave the map its name
         assert not left or code == 9, (at, left)
-        for name in left:
-            (folder / name).unlink()
-        if code == 0:
-            break
+        for each in left:
+            each.unlink()
         at += step
-    print(killed)
-"""
+    assert killed >= 2
 
 
 def test_only_whole_shards_are_written_by_bands_and_there_are_a_few_hundred_files():
