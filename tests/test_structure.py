@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "visionattn"
-ORDER = ("layout", "cli", "ops", "layers", "models", "data", "training", ("inference", "lab"))
+ORDER = ("layout", "cli", "ops", "layers", "models", "data", ("inference", "training"), "lab")
 ORDER += ("integrations", "command", "__main__")
 """Who may import whom: what stands left of it, and itself. Neither of a pair imports the other."""
 RANKS = {

@@ -21,17 +21,18 @@ from tests.helpers.tools import read_csv, written
 from visionattn.cli import files
 from visionattn.cli.ends import OutOfMemory
 from visionattn.command import run
+from visionattn.data import outlook
 from visionattn.inference import banded, forecast, reading
 from visionattn.inference.look import run as look
 from visionattn.inference.opening import open_model
 from visionattn.inference.options import InferenceOptions
 from visionattn.inference.work import WorkFolder
+from visionattn.models import cost
+from visionattn.models.cost import Passes
 from visionattn.models.tasks import create
 from visionattn.models.tiled import forward
 from visionattn.models.tiled import plan as planning
 from visionattn.models.weights import DataSpec, save_model
-from visionattn.training import outlook, passes
-from visionattn.training.passes import Passes
 
 SHAPES = [(16, 24), (40, 120), (21, 35), (133, 64)]
 BOUND = ("--memory_gib", "0.0005")
@@ -123,7 +124,7 @@ def there(monkeypatch):
     """Sets the memory there is, of which a process takes nothing before its first pass."""
     monkeypatch.setattr(outlook, "taken_bytes", lambda device: 0)
     monkeypatch.setattr(banded, "taken_bytes", lambda device: 0)
-    monkeypatch.setattr(passes, "LIBRARIES_BYTES", 0)
+    monkeypatch.setattr(cost, "LIBRARIES_BYTES", 0)
     monkeypatch.setattr(forecast, "FEW_PIXELS", 0)
     monkeypatch.setattr(banded, "FEW_PIXELS", 0)
     return lambda count: monkeypatch.setattr(outlook, "memory_there_is", lambda device: count)

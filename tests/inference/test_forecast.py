@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from visionattn.cli.ends import DoesNotFit
+from visionattn.data import outlook as forwards
 from visionattn.inference import forecast
 from visionattn.inference.banded import Banding
 from visionattn.inference.forecast import batch_for, memory_of, outlook, sizes_seen
@@ -16,10 +17,9 @@ from visionattn.inference.listing import find_images
 from visionattn.inference.opening import open_model
 from visionattn.inference.options import InferenceOptions
 from visionattn.inference.reading import ReadImages
+from visionattn.models import cost
+from visionattn.models.cost import SHARE, WORKER_BYTES
 from visionattn.models.filled import pooled
-from visionattn.training import outlook as forwards
-from visionattn.training import passes
-from visionattn.training.memory import SHARE, WORKER_BYTES
 
 MODEL = {"embed_dim": 16, "depth": 1, "num_heads": 2, "relative": "none"}
 
@@ -30,7 +30,7 @@ def alone(monkeypatch):
     no image is too small for a word.
     """
     monkeypatch.setattr(forwards, "taken_bytes", lambda device: 0)
-    monkeypatch.setattr(passes, "LIBRARIES_BYTES", 0)
+    monkeypatch.setattr(cost, "LIBRARIES_BYTES", 0)
     monkeypatch.setattr(forecast, "FEW_PIXELS", 0)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import visionattn.inference.predict as prediction
-import visionattn.training.evaluate as evaluation
+import visionattn.models.machine as machine
 from tests.helpers import inference_files
 from tests.helpers.inference_files import (
     COLOUR,
@@ -279,7 +279,7 @@ def test_help_ends_with_a_command_and_explains_the_options(capsys):
 @pytest.mark.parametrize("has, precision", [(True, "bf16"), (False, "none")])
 def test_amp_auto_takes_what_the_processor_multiplies(case, monkeypatch, has, precision):
     folder, _ = case
-    monkeypatch.setattr(evaluation, "has_bfloat16_products", lambda: has)
+    monkeypatch.setattr(machine, "has_bfloat16_products", lambda: has)
     assert predict(flags("--amp", precision, output="named.csv")) == 0
     assert predict(flags("--amp", "auto", output="auto.csv")) == 0
     assert (folder / "auto.csv").read_text() == (folder / "named.csv").read_text()

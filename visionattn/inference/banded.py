@@ -34,10 +34,10 @@ from visionattn.inference.work import WorkFolder
 from visionattn.layout import Grid
 from visionattn.models.evidence import Evidence
 from visionattn.models.filled import call, last_map, pooled
+from visionattn.models.machine import autocast
 from visionattn.models.segmentation import Segmenter
 from visionattn.models.tiled.forward import CUT, Want, check_tiled, forward_tiled
 from visionattn.models.tiled.plan import SHARE, BelowOneBand, plan
-from visionattn.training.evaluate import autocast
 
 WANTS: dict[Compute, Want] = {
     call: "logits",

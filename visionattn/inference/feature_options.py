@@ -10,19 +10,21 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from visionattn.cli.parsing import parse
+import yaml
+
+from visionattn.cli.files import first_line
 from visionattn.cli.untrusted import brief
 from visionattn.data.checks import DRAWN
 from visionattn.data.config import DataConfig
 from visionattn.data.large.sink import SINKS
 from visionattn.inference.collection import Part
 from visionattn.inference.options import InferenceOptions, parse_options
-from visionattn.training.config import TrainConfig
-from visionattn.training.record import CONFIG
 
 TASK = ("distractors", "digit_px", "whole_digits")
 """Options of ``data.`` in training that say how hard canvases are."""
 
+CONFIG = "config.yaml"
+"""Beside the weights of a run, what it trained on."""
 MOST_IMAGES = 1_000_000
 """The most images of a split that are drawn."""
 
@@ -132,11 +134,15 @@ def of_run(options: ExtractOptions) -> dict[str, Any]:
     beside = Path(options.checkpoint or "").with_name(CONFIG) if options.checkpoint else None
     if not options.drawn or beside is None or not beside.is_file():
         return {}
-    run = parse(TrainConfig, ["--config", str(beside)])
-    if run.data.name != options.data:
-        return {}
-    keys = (*TASK, "val_fraction") if options.data == "canvas" else ()
-    return {key: getattr(run.data, key) for key in keys} | {"seed": run.seed}
+    try:
+        run = yaml.safe_load(beside.read_text(encoding="utf-8"))
+        data = run["data"]
+        if data["name"] != options.data:
+            return {}
+        keys = (*TASK, "val_fraction") if options.data == "canvas" else ()
+        return {key: data[key] for key in keys if key in data} | {"seed": run.get("seed", 0)}
+    except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError) as error:
+        raise ValueError(f"{beside} is no configuration of a run: {first_line(error)}") from error
 
 
 def check(options: ExtractOptions) -> None:

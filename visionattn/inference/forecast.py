@@ -1,7 +1,7 @@
 """What features or predictions of images in files will take, said before the first one: memory and
 time, and what would fit where the memory is not there.
 
-``training/outlook.py`` tells both of forwards. Here are the sizes of the files.
+``data/outlook.py`` tells both of forwards. Here are the sizes of the files.
 """
 
 import math
@@ -16,19 +16,12 @@ from visionattn.cli.ends import DoesNotFit
 from visionattn.data.buckets import canvases, cell_px
 from visionattn.data.formats import DAMAGED_IMAGE, read_size
 from visionattn.data.geometry import Size
+from visionattn.data.outlook import FEW_PIXELS, ForwardMemory, Forwards, describe, trial_seconds
 from visionattn.inference.opening import Opened
 from visionattn.inference.reading import ReadImages
 from visionattn.inference.running import Compute
+from visionattn.models.cost import WORKER_BYTES, Expected, Shape
 from visionattn.models.filled import takes_sizes
-from visionattn.training.memory import WORKER_BYTES, Expected
-from visionattn.training.outlook import (
-    FEW_PIXELS,
-    ForwardMemory,
-    Forwards,
-    describe,
-    trial_seconds,
-)
-from visionattn.training.passes import Shape
 
 if TYPE_CHECKING:  # which reads the sizes of images by this module
     from visionattn.inference.banded import Banding

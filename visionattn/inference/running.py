@@ -20,8 +20,8 @@ from visionattn.data.batches import start_worker
 from visionattn.inference.opening import Opened
 from visionattn.inference.reading import ReadImages, Sample
 from visionattn.models.filled import takes_sizes
+from visionattn.models.machine import autocast
 from visionattn.models.segmentation import Segmenter
-from visionattn.training.evaluate import autocast
 
 Item = TypeVar("Item")
 Compute = Callable[[nn.Module, Tensor, Tensor | None], Tensor]

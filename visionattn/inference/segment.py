@@ -32,9 +32,9 @@ from visionattn.inference.running import Outcome, masks, run_images
 from visionattn.inference.tiling import work_of
 from visionattn.inference.work import is_begun
 from visionattn.models.filled import call
+from visionattn.models.pixel_classes import class_names, palette
 from visionattn.models.segmentation import IGNORED
 from visionattn.models.weights import described
-from visionattn.training.painting import class_names, palette
 
 TABLE = "masks.csv"
 """The table of the masks in a folder, a row per image."""

@@ -22,8 +22,8 @@ from visionattn.inference.options import InferenceOptions, check
 from visionattn.inference.reading import ReadImages, Sample
 from visionattn.inference.running import batch_samples, run_batch
 from visionattn.models.filled import last_map, pooled
+from visionattn.models.machine import precision_taken
 from visionattn.models.weights import Fit
-from visionattn.training.evaluate import precision_taken
 
 Rows = dict[str, np.ndarray]
 """A batch as Ray Data gives it: columns by name."""

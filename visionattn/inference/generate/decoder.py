@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from visionattn.data.geometry import Geometry, Size, pixels, sides
 from visionattn.inference.opening import Opened
+from visionattn.models.machine import pick_device
 from visionattn.models.pixel_decoder import PixelDecoder
 from visionattn.models.weights import (
     DataSpec,
@@ -22,7 +23,6 @@ from visionattn.models.weights import (
     load_model,
     read_metadata,
 )
-from visionattn.training.build import pick_device
 
 LEVELS = 256
 """Values of a picture."""

@@ -24,8 +24,8 @@ from visionattn.inference.generate.writing import Asked, Writing
 from visionattn.inference.listing import Listing
 from visionattn.inference.look.find import class_number
 from visionattn.inference.opening import Opened
+from visionattn.models.machine import autocast
 from visionattn.models.pixel_decoder import PixelDecoder
-from visionattn.training.evaluate import autocast
 
 COUNT, KEEP = 64, 0.5
 """Images that are written, and the share of rows that is given, where nobody says so."""
