@@ -20,6 +20,7 @@ from tests.helpers import inference_files
 from tests.helpers.inference_files import write_folder, write_weights
 from tests.helpers.ray_cluster import environment, two_nodes
 from tests.helpers.tools import assert_one_error, load_tool, written
+from tests.inference.test_collection import features_in
 from tests.inference.test_features_resume import HELD
 from visionattn.inference.feature_options import parse_extract
 from visionattn.inference.features import Extraction
@@ -84,10 +85,10 @@ def test_a_node_that_is_killed_amid_its_parts_loses_nothing_and_nothing_is_there
             said, errors = process.communicate(timeout=SECONDS)
         assert process.returncode == 0, errors
         assert "a cluster of 2 nodes with 2 processors" in said
-        assert "36 images: 9 files of features and out/index.csv; the parts are deleted" in said
+        assert "36 images in 6 parts: out/index.csv" in said
         assert "1 without features:\n  images/7.png: cannot identify" in said
         assert besides_progress(errors) == ""
-        assert written(folder / "out") == written(folder / "whole")
+        assert features_in(folder / "out") == features_in(folder / "whole")
         assert extract(command) == 0  # all is done, for which no cluster is needed
 
 
@@ -109,7 +110,7 @@ def test_ctrl_c_ends_a_cluster_of_this_machine_and_the_same_command_goes_on(fold
     with start(folder, command) as process:
         said, errors = process.communicate(timeout=SECONDS)
     assert (process.returncode, besides_progress(errors)) == (0, "")
-    assert written(folder / "out") == written(folder / "whole")
+    assert features_in(folder / "out") == features_in(folder / "whole")
 
 
 def test_an_address_without_a_cluster_is_one_line_within_seconds(folder, capsys, monkeypatch):
@@ -175,7 +176,7 @@ def test_more_parts_than_images_and_folders_of_others_are_refused_before_a_clust
 def given(*more: str):
     """What a worker is told."""
     options = parse_extract(on_ray("local", *more))
-    return options, os.getcwd(), Extraction(options).whole_identity
+    return options, os.getcwd(), Extraction(options).identity
 
 
 def test_a_worker_writes_the_part_that_it_is_told_once_another_has_left_it(folder):
@@ -196,7 +197,7 @@ def test_a_worker_writes_the_part_that_it_is_told_once_another_has_left_it(folde
     assert extract_part(told, "1/2") == End("1/2", 0, "")
     assert extract_part(told, "2/2") == End("2/2", 0, "")  # again, as where Ray lost the answer
     assert extract(["--merge", "--output", "out"]) == 0
-    assert written(folder / "out") == written(folder / "whole")
+    assert features_in(folder / "out") == features_in(folder / "whole")
 
 
 def test_a_worker_that_sees_other_files_says_so(folder):

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from visionattn.cli.ends import OutOfMemory, Stopped
-from visionattn.cli.files import check_folder, locked, printable, unfinished
+from visionattn.cli.ends import Stopped
+from visionattn.cli.files import check_folder, locked, unfinished
 from visionattn.cli.progress import Progress
 from visionattn.inference.banded import banding_of, folder_of
 from visionattn.inference.collection import Part, check_beside
@@ -27,15 +27,18 @@ from visionattn.inference.probe import Division, divide_digits, divide_folder, f
 from visionattn.inference.reading import ReadImages
 from visionattn.inference.running import run_images
 from visionattn.inference.shards import (
+    INDEX,
     LOCK,
+    PARTS,
     Pending,
     Shard,
     check_images,
     check_ours,
     delete_from,
+    error_of,
     has_features,
     read_features,
-    rows_of,
+    report_failures,
     shard_paths,
     whole_shards,
     write_index,
@@ -44,8 +47,6 @@ from visionattn.inference.tiling import work_of
 from visionattn.models.filled import last_map, pooled
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
-NAMED_FAILURES = 5
-"""How many images without features the report names; the index names all."""
 AT_WORK = "another extraction of features is at work"
 MIB = 2**20
 
@@ -89,7 +90,7 @@ class Extraction:
             level=options.level,
         )
         self.work = work_of(options, self.opened, last_map if options.dense else pooled)
-        self.whole_identity = self.opened.identity() | self._own_identity()
+        self.identity = self.opened.identity() | self._own_identity()
         if options.engine == "here":
             self._begin()
 
@@ -121,11 +122,9 @@ class Extraction:
 
     def _begin(self) -> None:
         """Find which images are to be done, and which of them are."""
-        self.numbers, self.identity = range(len(self.listing)), dict(self.whole_identity)
+        self.numbers = range(len(self.listing))
         if self.part is not None:
-            size = self.batch_size
-            self.numbers = self.part.images(len(self.listing), size)
-            self.identity |= {"part": str(self.part), "batch_size": size}
+            self.numbers = self.part.images(len(self.listing))
         self.images.stop = self.numbers.stop
         self.kept = self._whole_shards()
         check_images(self.kept, self.listing.name, self.numbers)
@@ -152,12 +151,6 @@ class Extraction:
         """Return beside what the work of large images is kept: nothing else lies among parts."""
         output, part = Path(self.options.output or ""), self.part
         return output if part is None else Path(f"{output}.{part.number}-of-{part.of}")
-
-    @property
-    def batch_size(self) -> int:
-        """Return the images of a batch; where the memory decides that, those of a usual one."""
-        asked = self.work.batch_size
-        return asked if isinstance(asked, int) else self.opened.usual_batch
 
     def _whole_shards(self) -> list[Shard]:
         if self.options.overwrite:
@@ -346,7 +339,7 @@ class Extraction:
                 f"none of the first {len(pending)} images gives features, so that those in "
                 f"{self.folder} stay"
             )
-            raise _error_of(pending.rows[0], text)
+            raise error_of(pending.rows[0], text)
         pending.write()
         if not self.begun:
             delete_from(self.folder, len(self.kept) + 1)
@@ -376,37 +369,6 @@ def emptied_at_end(folder: Path, made: bool) -> Iterator[None]:
                 folder.rmdir()
 
 
-def report_failures(folder: Path, say: Callable[[str], None], *, all_fail: bool = True) -> None:
-    """Say which images in a folder have no features.
-
-    Raises:
-        ValueError, OutOfMemory: none has, where ``all_fail`` is on.
-    """
-    failed, total, first = 0, 0, []
-    for row in rows_of(folder):
-        total += 1
-        if row["status"] != "ok":
-            failed += 1
-            if len(first) < NAMED_FAILURES:
-                first.append(row)
-    if failed == total and all_fail:
-        raise _error_of(first[0], f"none of the {failed} images gives features")
-    if failed:
-        say(f"{failed} without features:")
-        for row in first:
-            say(printable(f"  {row['path']}: {row['reason']}"))
-        if failed > len(first):
-            say(f"  and {failed - len(first)} more, in the index")
-
-
-def _error_of(row: dict[str, Any], text: str) -> Exception:
-    """Make an error of the text and of what happened to an image: ``OutOfMemory`` where that was
-    the reason.
-    """
-    error = OutOfMemory if row["status"] == "oom" else ValueError
-    return error(f"{text}; the first: {row['path']}: {row['reason']}")
-
-
 def count_files(count: int) -> str:
     """Say how many files of features there are."""
     return f"{count} file{'' if count == 1 else 's'} of features"
@@ -415,5 +377,7 @@ def count_files(count: int) -> str:
 def _check_folder(folder: Path, overwrite: bool) -> None:
     """Raise ValueError where features cannot be written, or would lie among other files."""
     check_folder(folder, "choose another --output")
+    if (folder / PARTS).exists() and (overwrite or not (folder / INDEX).exists()):
+        raise ValueError(f"{folder} holds parts, not merged; --merge, or choose another --output")
     if folder.exists() and not overwrite:
         check_ours(folder)

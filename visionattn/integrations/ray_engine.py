@@ -23,11 +23,10 @@ from visionattn.cli.ends import Failed, OutOfMemory, Stopped, exit_code, in_one_
 from visionattn.cli.files import first_line, locked
 from visionattn.cli.interruption import Interruption
 from visionattn.cli.progress import Progress
-from visionattn.inference.collection import PARTS, Part
-from visionattn.inference.collection_merge import DONE, merge
+from visionattn.inference.collection import Part, merge
 from visionattn.inference.feature_options import ExtractOptions
 from visionattn.inference.features import AT_WORK, Extraction
-from visionattn.inference.shards import INDEX, LOCK, briefly
+from visionattn.inference.shards import INDEX, LOCK, PARTS, briefly
 
 IMAGES_OF_PART = 512
 """Images of a part where ``parts`` does not say how many parts there are."""
@@ -82,7 +81,7 @@ def extract(options: ExtractOptions, say: Callable[[str], None]) -> None:
         OutOfMemory, Failed: a part could not be done.
     """
     output = Path(options.output)
-    if _is_done(output):
+    if (output / INDEX).is_file():  # an earlier call has merged all
         Extraction(replace(options, engine="here", address=None, parts=None)).run(say)
         return
     ray = import_ray()
@@ -105,12 +104,6 @@ def extract(options: ExtractOptions, say: Callable[[str], None]) -> None:
             with locked(output / PARTS / LOCK, taken), Progress(total, done) as progress:
                 cluster.extract(extraction, left, progress)
     merge(output, say)
-
-
-def _is_done(output: Path) -> bool:
-    """Tell whether a folder holds what an earlier call has merged."""
-    begun = any((output / name).exists() for name in (PARTS, DONE))
-    return (output / INDEX).is_file() and not begun
 
 
 class _Cluster:
@@ -169,7 +162,7 @@ class _Cluster:
             num_cpus=self.cpus, num_gpus=int(on_gpu), max_retries=RETRIES, max_calls=0
         )(extract_part)
         options = replace(self.options, shard=None)
-        given = (self.ray.put((options, os.getcwd(), extraction.whole_identity)),)
+        given = (self.ray.put((options, os.getcwd(), extraction.identity)),)
         with Interruption() as interruption:
             open_ = {remote.remote(*given, part): part for part in left}
             while open_ and not interruption.requested:
@@ -268,7 +261,7 @@ def _open(options: ExtractOptions, folder: str, identity: dict[str, Any]) -> Ext
         ) from error
     extraction = Extraction(options)
     for key, wanted in identity.items():
-        found = extraction.whole_identity.get(key)
+        found = extraction.identity.get(key)
         if found != wanted:
             here, there = briefly(found, wanted)
             raise ValueError(f"{key} is {here} here and {there} where the command was called")
