@@ -31,7 +31,6 @@ from tests.helpers.tools import read_csv
 from tests.helpers.warm_python import serving
 from visionattn.cli.files import is_unfinished
 from visionattn.command import run
-from visionattn.inference.generate import run as writing
 from visionattn.lab.sweep.run import sweep
 from visionattn.models.tiled import snapshot
 
@@ -229,8 +228,6 @@ def same_map(left: Path, right: Path) -> None:
 
 
 def write_images(deadly: int, _: int) -> int:
-    """Write images, which are kept after each value."""
-    writing.KEEP_SECONDS = 0.0
     return run("generate", WRITE.split())
 
 
