@@ -22,7 +22,7 @@ from visionattn.cli import files
 from visionattn.cli.ends import OutOfMemory
 from visionattn.command import run
 from visionattn.data import outlook
-from visionattn.inference import banded, forecast, reading
+from visionattn.inference import banded, bands, forecast, reading
 from visionattn.inference.look import run as look
 from visionattn.inference.opening import open_model
 from visionattn.inference.options import InferenceOptions
@@ -343,7 +343,7 @@ def test_what_was_stopped_goes_on_to_the_same_bytes(folder, capsys, monkeypatch,
 
     with monkeypatch.context() as patch:
         patch.setattr(forward._Pass, "_keep", keep)
-        patch.setattr(banded, "forward_tiled", tiled)
+        patch.setattr(bands, "forward_tiled", tiled)
         assert run(tool, [*command, "--output", f"out{end}"]) == 130
         assert capsys.readouterr().err.endswith("the same command goes on\n")
         first = begun[:]

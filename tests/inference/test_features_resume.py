@@ -13,7 +13,7 @@ from tests.helpers import inference_files
 from tests.helpers.inference_files import ROOT, read_index, write_folder, write_image, write_weights
 from tests.helpers.tools import assert_one_error, load_tool, written
 from visionattn.cli.files import is_unfinished
-from visionattn.inference.shards import briefly
+from visionattn.inference.work import briefly
 
 extract = load_tool("extract_features")
 SHAPES = [(16, 24), (16, 24), (40, 8), (16, 24), (20, 21), (16, 16), (16, 16)]

@@ -57,7 +57,7 @@ def told(opened, images, **options):
 
 
 def batch_of(opened, images, asked):
-    banding = Banding(opened, images, pooled, amp="none", workers=0, memory_gib=None)
+    banding = Banding(opened, images, pooled)
     return batch_for(opened, images, asked, banding)
 
 

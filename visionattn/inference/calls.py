@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from visionattn.cli.ends import OutOfMemory
-from visionattn.inference.banded import Banding, banding_of
+from visionattn.inference.banded import Banding
 from visionattn.inference.forecast import batch_for
 from visionattn.inference.held import Images, listing_of
 from visionattn.inference.look.find import Look, asked_of, find, find_in_bands
@@ -189,7 +189,7 @@ def look(model: Model, images: Images, **options: Any) -> list[Look]:
     with _opened(model, asked, classifies=True) as opened:
         wanted = asked_of(asked, opened)
         read = ReadImages(listing_of(images), opened.spec, opened.geometry)
-        banding = Banding(opened, read, call, amp="none", workers=0, memory_gib=None)
+        banding = Banding(opened, read, call)
         for line in banding.lines:
             warnings.warn(line, stacklevel=2)
         for index in range(len(read)):
@@ -243,7 +243,7 @@ def _outcomes(
         warnings.warn(f"{opened.name} sees what padding adds to images as black", stacklevel=2)
     read = ReadImages(listing_of(images), opened.spec, opened.geometry, level=options.level)
     work = work_of(options, opened, compute, masks=call if compute is masks else None)
-    banding = banding_of(opened, read, work.compute, options)
+    banding = Banding(opened, read, work.compute, options)
     for line in banding.lines:
         warnings.warn(line, stacklevel=4)
     batches = run_images(

@@ -16,12 +16,12 @@ from visionattn.cli.untrusted import brief
 from visionattn.inference.shards import (
     LOCK,
     PARTS,
-    briefly,
     read_shard,
     report_failures,
     shard_paths,
     write_index,
 )
+from visionattn.inference.work import briefly
 
 FOLDER = re.compile(r"(\d{5})-of-(\d{5})")
 MOST_PARTS = 99_999

@@ -15,15 +15,15 @@ import torch
 from visionattn.cli.ends import Stopped
 from visionattn.cli.files import check_folder, locked, unfinished
 from visionattn.cli.progress import Progress
-from visionattn.inference.banded import banding_of, folder_of
+from visionattn.inference.banded import Banding, folder_of
 from visionattn.inference.collection import Part, check_beside
 from visionattn.inference.dense_probe import probe_folder
-from visionattn.inference.drawn import Drawn
+from visionattn.inference.drawn import Digits, Drawn
 from visionattn.inference.feature_options import ExtractOptions, check
 from visionattn.inference.forecast import outlook
-from visionattn.inference.listing import Digits, Listing, find_images
+from visionattn.inference.listing import Listing, find_images
 from visionattn.inference.opening import Opened, open_model
-from visionattn.inference.probe import Division, divide_digits, divide_folder, fit_probes
+from visionattn.inference.probe import Division, divide_folder, fit_probes
 from visionattn.inference.reading import ReadImages
 from visionattn.inference.running import run_images
 from visionattn.inference.shards import (
@@ -129,7 +129,7 @@ class Extraction:
         self.kept = self._whole_shards()
         check_images(self.kept, self.listing.name, self.numbers)
         options = self.options
-        self.banding = banding_of(
+        self.banding = Banding(
             self.opened,
             self.images,
             self.work.compute,
@@ -177,10 +177,8 @@ class Extraction:
 
     def _divide(self) -> Division:
         options = self.options
-        if isinstance(self.listing, Drawn):
+        if isinstance(self.listing, (Digits, Drawn)):
             division = self.listing.divide()
-        elif isinstance(self.listing, Digits):
-            division = divide_digits(self.listing)
         else:
             division = divide_folder(
                 options.images[0], val_fraction=options.val_fraction, seed=options.seed

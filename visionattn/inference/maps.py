@@ -18,14 +18,8 @@ from visionattn.cli.files import Continued
 from visionattn.data.geometry import pixels
 from visionattn.data.large import open_sink
 from visionattn.data.large.sink import SINKS, MapSink
-from visionattn.inference.banded import (
-    Banding,
-    UnreadableImage,
-    banding_of,
-    compute_bands,
-    folder_of,
-    open_image_source,
-)
+from visionattn.inference.banded import Banding, folder_of
+from visionattn.inference.bands import UnreadableImage, compute_bands, open_image_source
 from visionattn.inference.feature_options import ExtractOptions, check
 from visionattn.inference.forecast import sizes_read
 from visionattn.inference.listing import find_images
@@ -103,9 +97,7 @@ class MapOfImage:
         self.finished = in_the_way is not None and self.work.is_finishing()
         if in_the_way is not None and not self.finished:
             raise in_the_way
-        self.banding: Banding = banding_of(
-            self.opened, self.images, compute, options, self.work, always=True
-        )
+        self.banding = Banding(self.opened, self.images, compute, options, self.work, always=True)
         self._check_size()
 
     def _in_the_way(self) -> ValueError | None:

@@ -36,7 +36,6 @@ from visionattn.models.building import (
 )
 from visionattn.models.filled import takes_sizes
 from visionattn.models.machine import pick_device, precision_taken
-from visionattn.models.placement import place_weights
 from visionattn.models.segmentation import HEAD_ARGS, Segmenter
 from visionattn.models.tasks import check_reads, create
 from visionattn.models.weights import (
@@ -340,6 +339,8 @@ def _by_name(
             spec,
             [f"{name} with random weights (seed {options.seed}): no --checkpoint is given"],
         )
+    from visionattn.models.placement import place_weights
+
     placement = place_weights(model, name, options.checkpoint)
     if not placement.missing:
         _check_seed(options)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
-from visionattn.cli.parsing import parse
 from visionattn.cli.untrusted import checked
 from visionattn.data.formats import check_reading
 from visionattn.data.geometry import check_geometry
@@ -134,6 +133,8 @@ def parse_options(options_class: type[Options], argv: Sequence[str], **about: An
     Raises:
         ValueError, FileNotFoundError: a flag is wrong, or two exclude each other; one line.
     """
+    from visionattn.cli.parsing import parse
+
     options = parse(options_class, argv, **about)
     check(options)
     return options

@@ -16,9 +16,8 @@ from torch import Tensor
 from visionattn.cli.ends import OutOfMemory
 from visionattn.cli.files import check_free, printable, write_whole
 from visionattn.cli.progress import Progress
-from visionattn.cli.provenance import provenance
 from visionattn.cli.tables import heading, line, write_rows
-from visionattn.inference.banded import banding_of, folder_of
+from visionattn.inference.banded import Banding, folder_of
 from visionattn.inference.forecast import outlook
 from visionattn.inference.listing import find_images
 from visionattn.inference.opening import Opened, open_model
@@ -116,7 +115,7 @@ class Predictor:
         )
         self.work = work_of(options, self.opened, call)
         folder = None if self.output is None else folder_of(self.opened, self.images, options)
-        self.banding = banding_of(self.opened, self.images, self.work.compute, options, folder)
+        self.banding = Banding(self.opened, self.images, self.work.compute, options, folder)
         self.images.check_asked()
 
     def run(self, say: Callable[[str], None]) -> None:
@@ -206,6 +205,8 @@ class Predictor:
     def _write(self, path: Path, predictions: Iterator[Prediction]) -> None:
         with open(path, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
             if self.output.suffix == ".json":
+                from visionattn.cli.provenance import provenance
+
                 about = provenance(self.opened.device) | {
                     "model": self.opened.notes,
                     "options": asdict(self.options),

@@ -22,7 +22,7 @@ from visionattn.cli.files import check_folder, check_free, write_whole
 from visionattn.cli.progress import Progress
 from visionattn.cli.tables import write_rows
 from visionattn.data.geometry import Geometry
-from visionattn.inference.banded import banding_of, folder_of
+from visionattn.inference.banded import Banding, folder_of
 from visionattn.inference.forecast import outlook
 from visionattn.inference.listing import find_images
 from visionattn.inference.opening import Opened, description, of_no_model, open_model
@@ -116,7 +116,7 @@ class MaskPredictor:
         )
         self.work = work_of(options, self.opened, masks, masks=call)
         folder = folder_of(self.opened, self.images, options)
-        self.banding = banding_of(self.opened, self.images, self.work.compute, options, folder)
+        self.banding = Banding(self.opened, self.images, self.work.compute, options, folder)
         self.images.check_asked()
 
     def _check_output(self, paths: list[str]) -> None:

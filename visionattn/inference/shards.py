@@ -7,7 +7,6 @@ run has come. The module knows nothing of models.
 """
 
 import json
-import os
 import re
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from visionattn.cli.files import is_unfinished, printable, write_whole
 from visionattn.cli.tables import write_rows
 from visionattn.cli.untrusted import brief, from_json
 from visionattn.inference.running import Outcome, Status
+from visionattn.inference.work import briefly
 
 FORMAT = "visionattn.features"
 FORMAT_VERSION = 1
@@ -300,19 +300,6 @@ def whole_shards(folder: Path, identity: dict[str, Any], first: int = 0) -> list
         if following:
             found.append(shard)
     return found
-
-
-def briefly(*values: Any) -> list[str]:
-    """Write values that differ for people: long ones from a little before the first difference."""
-    texts = [str(value) for value in values]
-    start = max(0, len(os.path.commonprefix(texts)) - 12)
-    before, length = ("...", 36) if start else ("", 12)
-
-    def brief(text: str) -> str:
-        after = "..." if len(text) > start + length else ""
-        return text if len(text) <= 40 else before + text[start : start + length] + after
-
-    return [brief(text) for text in texts]
 
 
 def delete_from(folder: Path, number: int) -> None:

@@ -16,9 +16,21 @@ from types import TracebackType
 from typing import Any, Self
 
 from visionattn.cli.files import Continued, check_folder, write_text
-from visionattn.inference.shards import briefly
 
 STATE = "work.json"
+
+
+def briefly(*values: Any) -> list[str]:
+    """Write values that differ for people: long ones from a little before the first difference."""
+    texts = [str(value) for value in values]
+    start = max(0, len(os.path.commonprefix(texts)) - 12)
+    before, length = ("...", 36) if start else ("", 12)
+
+    def brief(text: str) -> str:
+        after = "..." if len(text) > start + length else ""
+        return text if len(text) <= 40 else before + text[start : start + length] + after
+
+    return [brief(text) for text in texts]
 
 
 def _beside(output: Path) -> Path:

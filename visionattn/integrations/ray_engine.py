@@ -26,7 +26,8 @@ from visionattn.cli.progress import Progress
 from visionattn.inference.collection import Part, merge
 from visionattn.inference.feature_options import ExtractOptions
 from visionattn.inference.features import AT_WORK, Extraction
-from visionattn.inference.shards import INDEX, LOCK, PARTS, briefly
+from visionattn.inference.shards import INDEX, LOCK, PARTS
+from visionattn.inference.work import briefly
 
 IMAGES_OF_PART = 512
 """Images of a part where ``parts`` does not say how many parts there are."""

@@ -183,6 +183,11 @@ class Generation:
     def _batch(self, plans: list[Plan], progress: Progress | None) -> Batch:
         """Write a batch."""
         device, options = self.opened.device, self.options
+
+        def stepped() -> None:
+            if progress is not None:
+                progress.advance(len(plans))
+
         with autocast(device, options.amp):
             labels = None
             if self.classes:
@@ -200,7 +205,7 @@ class Generation:
                 Asked(self.size, numbers, labels, given.to(device)),
                 temperature=options.temperature,
                 seed=options.seed,
-                stepped=lambda: progress and progress.advance(len(plans)),
+                stepped=stepped,
             )
         found = {"values": values.to(torch.int32), "nats": nats}
         found |= {} if labels is None else {"labels": labels}

@@ -63,9 +63,7 @@ class Looking:
         self.images = ReadImages(
             self.listing, self.opened.spec, self.opened.geometry, options.max_pixels
         )
-        self.banding = Banding(
-            self.opened, self.images, call, amp="none", workers=0, memory_gib=None
-        )
+        self.banding = Banding(self.opened, self.images, call)
         self.images.check_asked()
 
     def run(self, say: Callable[[str], None], page: PageOf) -> None:
