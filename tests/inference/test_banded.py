@@ -331,7 +331,7 @@ def test_what_was_stopped_goes_on_to_the_same_bytes(folder, capsys, monkeypatch,
     end = ".csv" if kind == "classes" else ""
     assert run(tool, [*command, "--output", f"whole{end}"]) == 0
     calls, begun = [], []
-    real, real_tiled = forward._Pass._keep, banded.forward_tiled
+    real, real_tiled = forward._Pass._keep, bands.forward_tiled
 
     def keep(self, stop):
         calls.append(1)

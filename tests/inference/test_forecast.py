@@ -12,7 +12,7 @@ from visionattn.cli.ends import DoesNotFit
 from visionattn.data import outlook as forwards
 from visionattn.inference import forecast
 from visionattn.inference.banded import Banding
-from visionattn.inference.forecast import batch_for, memory_of, outlook, sizes_seen
+from visionattn.inference.forecast import memory_of, outlook, sizes_seen
 from visionattn.inference.listing import find_images
 from visionattn.inference.opening import open_model
 from visionattn.inference.options import InferenceOptions
@@ -51,14 +51,12 @@ def given(tmp_path, sizes, **options):
     return opened, ReadImages(find_images([str(folder)]), opened.spec, opened.geometry)
 
 
-def told(opened, images, **options):
-    asked = {"batch_size": 4, "workers": 0, "amp": "none"} | options
-    return outlook(opened, images, pooled, **asked)
+def told(opened, images, batch_size=4, **options):
+    return outlook(Banding(opened, images, pooled), batch_size, **options)
 
 
 def batch_of(opened, images, asked):
-    banding = Banding(opened, images, pooled)
-    return batch_for(opened, images, asked, banding)
+    return told(opened, images, asked, trial=False).batch_size
 
 
 def bytes_of(opened, images, size, **options):

@@ -21,6 +21,7 @@ from tests.helpers.inference_files import (
 )
 from tests.helpers.tools import assert_one_error, load_tool, read_csv, written
 from visionattn.cli.files import unfinished
+from visionattn.inference import image_run
 
 predict = load_tool("predict")
 SEEN = (
@@ -205,20 +206,20 @@ def test_a_run_that_ends_early_leaves_what_was_there(case, capsys, monkeypatch):
     folder, _ = case
     (folder / "out.csv").write_text("mine")
     before = written(folder)
-    real = prediction.run_images
+    real = image_run.run_images
 
     def interrupted(*args, **options):
         yield next(real(*args, **options))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(prediction, "run_images", interrupted)
+    monkeypatch.setattr(image_run, "run_images", interrupted)
     assert predict(flags("--overwrite")) == 130
     assert capsys.readouterr().err == "interrupted\n" and written(folder) == before
 
 
 def test_rows_are_written_as_they_come(case, monkeypatch):
     folder, _ = case
-    real, seen = prediction.run_images, []
+    real, seen = image_run.run_images, []
 
     def watched(*args, **options):
         for batch in real(*args, **options):
@@ -229,7 +230,7 @@ def test_rows_are_written_as_they_come(case, monkeypatch):
         return io.TextIOWrapper(io.FileIO(path, mode), write_through=True, **options)
 
     monkeypatch.setattr(prediction, "open", unbuffered, raising=False)
-    monkeypatch.setattr(prediction, "run_images", watched)
+    monkeypatch.setattr(image_run, "run_images", watched)
     assert predict(flags(output="out.json")) == 0
     assert len(seen) == 4 and seen == sorted(set(seen))
 

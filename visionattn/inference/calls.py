@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from visionattn.cli.ends import OutOfMemory
 from visionattn.inference.banded import Banding
-from visionattn.inference.forecast import batch_for
+from visionattn.inference.forecast import outlook
 from visionattn.inference.held import Images, listing_of
+from visionattn.inference.image_run import ImageRun
 from visionattn.inference.look.find import Look, asked_of, find, find_in_bands
 from visionattn.inference.look.options import LookOptions, check_asked
 from visionattn.inference.opening import Opened, description, open_model, open_module
@@ -30,7 +31,6 @@ from visionattn.inference.predict import PredictOptions, count_of_classes, most_
 from visionattn.inference.reading import ReadImages
 from visionattn.inference.running import Compute, Outcome, masks, run_images
 from visionattn.inference.segment import judged
-from visionattn.inference.tiling import work_of
 from visionattn.models.filled import call, last_map, pooled, takes_sizes
 from visionattn.models.modes import in_eval
 
@@ -241,20 +241,20 @@ def _outcomes(
     """Yield the outcome of each image, and raise for the first one without a result."""
     if opened.geometry.fit == "pad" and not takes_sizes(opened.model):
         warnings.warn(f"{opened.name} sees what padding adds to images as black", stacklevel=2)
-    read = ReadImages(listing_of(images), opened.spec, opened.geometry, level=options.level)
-    work = work_of(options, opened, compute, masks=call if compute is masks else None)
-    banding = Banding(opened, read, work.compute, options)
-    for line in banding.lines:
+    logits = call if compute is masks else None
+    run = ImageRun(options, opened, listing_of(images), compute, masks=logits)
+    run.choose_banded()
+    for line in run.banding.lines:
         warnings.warn(line, stacklevel=4)
     batches = run_images(
         opened,
-        read,
-        work.compute,
-        batch_size=batch_for(opened, read, work.batch_size, banding),
+        run.images,
+        run.work.compute,
+        batch_size=outlook(run.banding, run.work.batch_size, trial=False).batch_size,
         workers=options.workers,
         amp=options.amp,
         dtype=dtype,
-        banded=banding.outcome,
+        banded=run.banding.outcome,
     )
     for batch in batches:
         for outcome in batch:

@@ -14,18 +14,14 @@ import torch
 
 from visionattn.cli.ends import Stopped
 from visionattn.cli.files import check_folder, locked, unfinished
-from visionattn.cli.progress import Progress
-from visionattn.inference.banded import Banding, folder_of
 from visionattn.inference.collection import Part, check_beside
 from visionattn.inference.dense_probe import probe_folder
 from visionattn.inference.drawn import Digits, Drawn
 from visionattn.inference.feature_options import ExtractOptions, check
-from visionattn.inference.forecast import outlook
+from visionattn.inference.image_run import ImageRun
 from visionattn.inference.listing import Listing, find_images
 from visionattn.inference.opening import Opened, open_model
 from visionattn.inference.probe import Division, divide_folder, fit_probes
-from visionattn.inference.reading import ReadImages
-from visionattn.inference.running import run_images
 from visionattn.inference.shards import (
     INDEX,
     LOCK,
@@ -43,7 +39,6 @@ from visionattn.inference.shards import (
     whole_shards,
     write_index,
 )
-from visionattn.inference.tiling import work_of
 from visionattn.models.filled import last_map, pooled
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
@@ -82,14 +77,8 @@ class Extraction:
             raise ValueError(f"{self.opened.name} gives no feature maps; leave --dense out")
         if options.drawn:
             self._find_images()
-        self.images = ReadImages(
-            self.listing,
-            self.opened.spec,
-            self.opened.geometry,
-            options.max_pixels,
-            level=options.level,
-        )
-        self.work = work_of(options, self.opened, last_map if options.dense else pooled)
+        compute = last_map if options.dense else pooled
+        self.image_run = ImageRun(options, self.opened, self.listing, compute)
         self.identity = self.opened.identity() | self._own_identity()
         if options.engine == "here":
             self._begin()
@@ -102,7 +91,8 @@ class Extraction:
             ValueError: there are fewer images than parts, or something is in the way.
         """
         other = copy(self)
-        other.images = copy(self.images)
+        other.image_run = copy(self.image_run)
+        other.image_run.images = copy(self.image_run.images)
         other.part = part
         other._check_folder()
         other._begin()
@@ -125,20 +115,14 @@ class Extraction:
         self.numbers = range(len(self.listing))
         if self.part is not None:
             self.numbers = self.part.images(len(self.listing))
-        self.images.stop = self.numbers.stop
+        self.image_run.images.stop = self.numbers.stop
         self.kept = self._whole_shards()
         check_images(self.kept, self.listing.name, self.numbers)
         options = self.options
-        self.banding = Banding(
-            self.opened,
-            self.images,
-            self.work.compute,
-            options,
-            folder_of(self.opened, self.images, options, self._beside),
-            held_bytes=options.shard_mib * MIB if options.dense else 0,
-        )
+        held_bytes = options.shard_mib * MIB if options.dense else 0
+        self.image_run.choose_banded(self._beside, held_bytes=held_bytes)
         if not self.kept:
-            self.images.check_asked()
+            self.image_run.images.check_asked()
         self.begun = False
 
     @property
@@ -232,7 +216,7 @@ class Extraction:
 
     def _run(self, say: Callable[[str], None]) -> None:
         """Do the work of ``run`` in a folder that is locked."""
-        for note in (*self.opened.notes, *self.work.lines):
+        for note in (*self.opened.notes, *self.image_run.work.lines):
             say(note)
         if isinstance(self.listing, Drawn):
             say(self.listing.describe())
@@ -243,10 +227,12 @@ class Extraction:
         if done:
             say(f"{done} of {total} images are done: going on after {count_files(len(self.kept))}")
         start = time.perf_counter()
-        batch_size = self._batch_size(done, say)
+        batch_size = 1
+        if done < total:
+            batch_size = self.image_run.announce(say, self.numbers.start + done)
         try:
-            self.banding.say = say
-            with self.banding.at_work():
+            self.image_run.banding.say = say
+            with self.image_run.banding.at_work():
                 files = self._write_shards(done, batch_size)
         except KeyboardInterrupt as error:
             raise Stopped(self._stopped()) from error
@@ -266,68 +252,33 @@ class Extraction:
             features = read_features(self.folder)
             yield from fit_probes(features, self.division, self.options.neighbours).lines()
         elif self.options.probe and isinstance(self.listing, Drawn):
-            yield from probe_folder(self.folder, self.images, self.listing, self.options.seed)
-
-    def _batch_size(self, done: int, say: Callable[[str], None]) -> int:
-        """Say what the images that are left will take, and return how many make a batch.
-
-        Raises:
-            DoesNotFit: a batch clearly takes more memory than there is.
-        """
-        options = self.options
-        asked = self.work.batch_size
-        if done == len(self.numbers):
-            return 1 if asked == "auto" else asked
-        told = outlook(
-            self.opened,
-            self.images,
-            self.work.compute,
-            batch_size=asked,
-            workers=options.workers,
-            amp=options.amp,
-            start=self.numbers.start + done,
-            banding=self.banding,
-        )
-        for text in told.lines:
-            say(text)
-        return told.batch_size
+            yield from probe_folder(
+                self.folder, self.image_run.images, self.listing, self.options.seed
+            )
 
     def _write_shards(self, done: int, batch_size: int) -> int:
         """Write the shards from image ``done`` on, and return how many there are then."""
         options, number = self.options, len(self.kept)
-        total, first = len(self.numbers), self.numbers.start + done
+        total = len(self.numbers)
         # Nothing is left to compute; shards behind the last one are of an earlier, longer run.
         if done == total:
             delete_from(self.folder, number)
             return number
-        outcomes = run_images(
-            self.opened,
-            self.images,
-            self.work.compute,
-            start=first,
-            batch_size=batch_size,
-            workers=options.workers,
-            amp=options.amp,
-            dtype=DTYPES[options.dtype],
-            banded=self.banding.outcome,
-        )
+        dtype, first = DTYPES[options.dtype], self.numbers.start
+        outcomes = self.image_run.outcomes(batch_size, dtype, first=first, done=done)
         # Batches fill a shard, which is written as soon as it is full: a kill loses one shard at
         # most.
-        pending = Pending(self.folder, number, first, self.identity)
-        with Progress(total, done) as progress, progress.within(self.work.shown, batch_size):
-            self.banding.before = progress.stop
-            for batch in outcomes:
-                pending.add(batch)
-                if pending.is_full(options.shard_images, options.shard_mib * MIB):
-                    self._write(pending)
-                    number += 1
-                    pending = Pending(
-                        self.folder, number, pending.first + len(pending), self.identity
-                    )
-                progress.advance(len(batch), sum(outcome.value is None for outcome in batch))
-            if len(pending):
+        pending = Pending(self.folder, number, first + done, self.identity)
+        for batch in outcomes:
+            pending.add(batch)
+            if pending.is_full(options.shard_images, options.shard_mib * MIB):
                 self._write(pending)
                 number += 1
+                following = pending.first + len(pending)
+                pending = Pending(self.folder, number, following, self.identity)
+        if len(pending):
+            self._write(pending)
+            number += 1
         return number
 
     def _write(self, pending: Pending) -> None:
