@@ -24,7 +24,7 @@ from tests.inference.test_collection import features_in
 from tests.inference.test_features_resume import HELD
 from visionattn.inference.feature_options import parse_extract
 from visionattn.inference.features import Extraction
-from visionattn.integrations.ray_engine import End, _Cluster, extract_part
+from visionattn.integrations.ray_engine import check_nodes, describe, extract_part
 
 extract = load_tool("extract_features")
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
@@ -191,28 +191,26 @@ def test_a_worker_writes_the_part_that_it_is_told_once_another_has_left_it(folde
         waiting = threading.Timer(1.5, lambda: first.stdin.close())
         waiting.start()
         begin = time.monotonic()
-        assert extract_part(told, "2/2") == End("2/2", 0, "")
+        assert extract_part(told, "2/2") == (0, "")
         assert time.monotonic() - begin > 1
         waiting.join()
-    assert extract_part(told, "1/2") == End("1/2", 0, "")
-    assert extract_part(told, "2/2") == End("2/2", 0, "")  # again, as where Ray lost the answer
+    assert extract_part(told, "1/2") == (0, "")
+    assert extract_part(told, "2/2") == (0, "")  # again, as where Ray lost the answer
     assert extract(["--merge", "--output", "out"]) == 0
     assert features_in(folder / "out") == features_in(folder / "whole")
 
 
 def test_a_worker_that_sees_other_files_says_so(folder):
     options, here, identity = given()
-    end = End(*extract_part((options, str(folder / "nowhere"), identity), "1/2"))
-    assert end.code == 2 and end.reason.startswith(
-        f"{folder}/nowhere is not there; images, weights"
-    )
-    end = End(*extract_part((options, here, identity | {"weights": "others"}), "1/2"))
-    assert end.code == 2 and end.reason.startswith("weights is ")
-    assert "and others where the command was called (on " in end.reason
+    code, reason = extract_part((options, str(folder / "nowhere"), identity), "1/2")
+    assert code == 2 and reason.startswith(f"{folder}/nowhere is not there; images, weights")
+    code, reason = extract_part((options, here, identity | {"weights": "others"}), "1/2")
+    assert code == 2 and reason.startswith("weights is ")
+    assert "and others where the command was called (on " in reason
     assert not (folder / "out").exists()
     (folder / "best.safetensors").unlink()
-    end = End(*extract_part((options, here, identity | {"seed": 1}), "1/2"))
-    assert (end.code, end.reason.partition(" (on")[0]) == (2, "no checkpoint at best.safetensors")
+    code, reason = extract_part((options, here, identity | {"seed": 1}), "1/2")
+    assert (code, reason.partition(" (on")[0]) == (2, "no checkpoint at best.safetensors")
 
 
 class StandIn:
@@ -224,11 +222,10 @@ class StandIn:
         ]
 
 
-def test_more_than_any_node_has_is_refused_as_no_part_would_ever_begin(folder):
-    cluster = _Cluster(StandIn(), parse_extract(on_ray("local", "--threads", "5")))
-    assert cluster.describe() == "a cluster of 2 nodes with 6 processors"
+def test_more_than_any_node_has_is_refused_as_no_part_would_ever_begin():
+    assert describe(StandIn()) == "a cluster of 2 nodes with 6 processors"
     with pytest.raises(ValueError, match="no node of the cluster has 5 threads; the largest has 4"):
-        cluster._check_nodes("CPU", 5, "threads")
-    cluster._check_nodes("CPU", 4, "threads")
+        check_nodes(StandIn(), "CPU", 5, "threads")
+    check_nodes(StandIn(), "CPU", 4, "threads")
     with pytest.raises(ValueError, match="no node of the cluster has 1 GPU; the largest has 0"):
-        cluster._check_nodes("GPU", 1, "GPU")
+        check_nodes(StandIn(), "GPU", 1, "GPU")

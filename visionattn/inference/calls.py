@@ -23,7 +23,7 @@ from visionattn.inference.banded import Banding
 from visionattn.inference.forecast import outlook
 from visionattn.inference.held import Images, listing_of
 from visionattn.inference.image_run import ImageRun
-from visionattn.inference.look.find import Look, asked_of, find, find_in_bands
+from visionattn.inference.look.find import Look, asked_of, look_at
 from visionattn.inference.look.options import LookOptions, check_asked
 from visionattn.inference.opening import Opened, description, open_model, open_module
 from visionattn.inference.options import InferenceOptions, OpenOptions, check, options_of_call
@@ -185,22 +185,13 @@ def look(model: Model, images: Images, **options: Any) -> list[Look]:
         options["target"] = str(options["target"])
     asked = options_of_call(LookOptions, options)
     check_asked(asked)
-    found = []
     with _opened(model, asked, classifies=True) as opened:
         wanted = asked_of(asked, opened)
         read = ReadImages(listing_of(images), opened.spec, opened.geometry)
         banding = Banding(opened, read, call)
         for line in banding.lines:
             warnings.warn(line, stacklevel=2)
-        for index in range(len(read)):
-            sample, path = read[index], read.listing.name(index)
-            if sample.banded:
-                found.append(find_in_bands(banding, index, sample, path, wanted))
-                continue
-            if sample.pixels is None:
-                raise ValueError(f"{path}: {sample.reason}")
-            view = opened.geometry.view(sample.height, sample.width)
-            found.append(find(opened, sample, path, view, wanted))
+        found = [look_at(banding, index, wanted)[0] for index in range(len(read))]
     return found
 
 

@@ -43,6 +43,21 @@ def is_begun(output: Path) -> bool:
     return Continued.beside(_beside(output), folder=True).exists()
 
 
+def in_the_way(check: Callable[[], object], output: Path) -> ValueError | None:
+    """Return what ``check`` says is in the way of an output that a killed run may have finished.
+
+    Raises:
+        ValueError: of ``check``, where there is no work of such a run.
+    """
+    try:
+        check()
+    except ValueError as error:
+        if not (os.path.lexists(output) and is_begun(output)):
+            raise
+        return error
+    return None
+
+
 class WorkFolder:
     """The work of one command; a context manager within which it may be used.
 
@@ -160,10 +175,17 @@ class WorkFolder:
         state = (self._state() or {}) | {"of": self._own, "finishing": True}
         write_text(self._held.place / STATE, json.dumps(state))
 
-    def is_finishing(self) -> bool:
-        """Tell whether this command was killed as its output got its name."""
+    def is_finished(self, in_the_way: ValueError | None) -> bool:
+        """Tell whether this command was killed as its output got its name, so that nothing is left
+        to do but to tidy up.
+
+        Raises:
+            ValueError: ``in_the_way``, which is not its own output.
+        """
         found = self._state() or {}
-        return bool(found.get("finishing")) and self._is_ours(found)
+        if in_the_way is not None and not (found.get("finishing") and self._is_ours(found)):
+            raise in_the_way
+        return in_the_way is not None
 
     def result(self, index: int) -> Path:
         """Return the file in which the output of an image is kept until the command is done."""

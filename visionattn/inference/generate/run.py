@@ -6,7 +6,6 @@ What a run that was stopped has written is kept beside the output, and the same 
 
 import io
 import json
-import os
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -36,7 +35,7 @@ from visionattn.inference.generate.options import (
 )
 from visionattn.inference.generate.sheet import columns_for, sheet, sheet_size
 from visionattn.inference.listing import digest_of, find_images
-from visionattn.inference.work import WorkFolder, is_begun
+from visionattn.inference.work import WorkFolder, in_the_way
 
 INDEX = "index.csv"
 FIELDS = ("file", "image", "completion", "path", "class", "given_rows", "bits_per_dim")
@@ -60,7 +59,7 @@ class Generating:
 
     def __init__(self, options: GenerateOptions):
         self.options, self.output = options, Path(options.output or "")
-        in_the_way = self._in_the_way()
+        blocked = in_the_way(lambda: check_output(options), self.output)
         listing = None if options.complete is None else find_images(options.complete)
         if options.threads:
             torch.set_num_threads(options.threads)
@@ -71,26 +70,9 @@ class Generating:
             tiles = self.generation.images + len(self.generation.prompts)
             sheet_size(tiles, self._columns(), *self.generation.size)
         self.work = WorkFolder(self.output, self._identity, overwrite=options.overwrite)
-        # A run that was killed once the output had its name has nothing left to do but to tidy up.
-        self.finished = in_the_way is not None and self.work.is_finishing()
-        if in_the_way is not None and not self.finished:
-            raise in_the_way
+        self.finished = self.work.is_finished(blocked)
         self.work.check()
         self.work.check_writable()
-
-    def _in_the_way(self) -> ValueError | None:
-        """Return what keeps the output from its name where a run that was killed may have given it.
-
-        Raises:
-            ValueError: something else does, or there is no work of such a run.
-        """
-        try:
-            check_output(self.options)
-        except ValueError as error:
-            if not (os.path.lexists(self.output) and is_begun(self.output)):
-                raise
-            return error
-        return None
 
     def _check_channels(self) -> None:
         channels = self.opened.spec.in_chans
