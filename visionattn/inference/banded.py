@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from visionattn.cli.ends import is_out_of_memory
-from visionattn.cli.files import write_whole
 from visionattn.cli.memory import room_of, taken_bytes
 from visionattn.cli.tables import sized
 from visionattn.data.geometry import Size, pixels
@@ -28,7 +27,7 @@ from visionattn.inference.opening import Opened
 from visionattn.inference.options import InferenceOptions
 from visionattn.inference.reading import ReadImages, Sample
 from visionattn.inference.running import Compute, Outcome, finished, masks
-from visionattn.inference.work import WorkFolder
+from visionattn.inference.work import WorkFolder, write_array
 from visionattn.layout import Grid
 from visionattn.models.filled import call, last_map, pooled
 from visionattn.models.segmentation import Segmenter
@@ -220,7 +219,7 @@ class Banding:
         if not done.exists():
             found = self._computed(index, path, done)
             if found is not None:
-                write_whole(done, lambda place: _write(place, found[0].numpy()))
+                write_array(done, found[0].numpy())
                 return found[0]
         kept = torch.from_numpy(np.load(done, mmap_mode="c"))
         return kept[0] if self.want == "masks" else kept
@@ -282,11 +281,6 @@ def folder_of(
 
     output, bound = output or Path(options.output or ""), options.memory_gib
     return WorkFolder(output, identity, overwrite=options.overwrite, bound_gib=bound)
-
-
-def _write(place: Path, values: np.ndarray) -> None:
-    with open(place, "wb") as file:
-        np.save(file, values)
 
 
 def _to_stderr(line: str) -> None:

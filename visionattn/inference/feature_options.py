@@ -78,9 +78,7 @@ class ExtractOptions(InferenceOptions):
     which all parts share. Any scheduler may start them, at once or one by one.
     """
     merge: bool = False
-    """Make of all the parts in ``output`` what one run without ``shard`` writes; nothing but
-    ``output`` is given beside it.
-    """
+    """Write one index over all the parts in ``output``; no other option is given."""
     engine: Literal["here", "ray"] = "here"
     """``ray``: the nodes of a Ray cluster extract parts, which this process merges."""
     address: str | None = None

@@ -19,14 +19,13 @@ from PIL import Image
 
 from visionattn.cli.ends import OutOfMemory
 from visionattn.cli.files import check_folder, check_free, write_whole
-from visionattn.cli.tables import write_rows
 from visionattn.data.geometry import Geometry
 from visionattn.inference.image_run import ImageRun
 from visionattn.inference.listing import find_images
 from visionattn.inference.opening import Opened, description, of_no_model, open_model
 from visionattn.inference.predict import FIELDS, PredictOptions
 from visionattn.inference.running import Outcome, masks
-from visionattn.inference.work import is_begun
+from visionattn.inference.work import is_begun, write_array, write_table
 from visionattn.models.filled import call
 from visionattn.models.pixel_classes import class_names, palette
 from visionattn.models.segmentation import IGNORED
@@ -157,7 +156,8 @@ class MaskPredictor:
                 f"{first.reason}"
             )
         if not self.as_array:
-            write_whole(self.output / TABLE, lambda place: self._write(place, rows))
+            columns = [*FIELDS, "mask", *(f"share_{name}" for name in self.names)]
+            write_table(self.output / TABLE, columns, (row.row(self.names) for row in rows))
         say(f"{len(done)} of {len(rows)} images have masks: {self.output}")
 
     def _written(self, outcome: Outcome, path: Path) -> Masked:
@@ -168,12 +168,7 @@ class MaskPredictor:
         mask = outcome.value.numpy()
         path.parent.mkdir(parents=True, exist_ok=True)
         if self.as_array:
-
-            def write(place: Path) -> None:
-                with open(place, "wb") as file:
-                    np.save(file, mask)
-
-            write_whole(path, write)
+            write_array(path, mask)
         else:
             picture = Image.fromarray(mask)
             picture.putpalette(palette(self.opened.spec))
@@ -181,11 +176,6 @@ class MaskPredictor:
         counts = np.bincount(mask.ravel(), minlength=IGNORED + 1)[: len(self.names)]
         shares = tuple((counts / mask.size).tolist())
         return Masked(replace(outcome, value=None), str(path), shares)
-
-    def _write(self, path: Path, rows: list[Masked]) -> None:
-        columns = [*FIELDS, "mask", *(f"share_{name}" for name in self.names)]
-        with open(path, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
-            write_rows(file, columns, (row.row(self.names) for row in rows))
 
 
 def judged(outcome: Outcome, geometry: Geometry) -> Outcome:

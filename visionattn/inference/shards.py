@@ -20,10 +20,9 @@ from torch import Tensor
 
 from visionattn.cli.ends import OutOfMemory
 from visionattn.cli.files import is_unfinished, printable, write_whole
-from visionattn.cli.tables import write_rows
 from visionattn.cli.untrusted import brief, from_json
 from visionattn.inference.running import Outcome, Status
-from visionattn.inference.work import briefly
+from visionattn.inference.work import briefly, write_table
 
 FORMAT = "visionattn.features"
 FORMAT_VERSION = 1
@@ -330,12 +329,7 @@ def write_index(folder: Path) -> Path:
     """Write the rows of all shards to one CSV file, under ``COLUMNS``, and return its path; names
     stand there as ``visionattn.cli.tables`` writes texts.
     """
-
-    def write(temporary: Path) -> None:
-        with open(temporary, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
-            write_rows(file, COLUMNS, rows_of(folder))
-
-    write_whole(folder / INDEX, write)
+    write_table(folder / INDEX, COLUMNS, rows_of(folder))
     return folder / INDEX
 
 

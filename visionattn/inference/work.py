@@ -8,14 +8,17 @@ This module owns its name, whose work it is, and when it goes. What is in it is 
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from visionattn.cli.files import Continued, check_folder, write_text
+import numpy as np
+
+from visionattn.cli.files import Continued, check_folder, write_text, write_whole
+from visionattn.cli.tables import write_rows
 
 STATE = "work.json"
 
@@ -31,6 +34,26 @@ def briefly(*values: Any) -> list[str]:
         return text if len(text) <= 40 else before + text[start : start + length] + after
 
     return [brief(text) for text in texts]
+
+
+def write_array(path: Path, array: np.ndarray) -> None:
+    """Write an ``.npy``, whole or not at all."""
+
+    def write(place: Path) -> None:
+        with open(place, "wb") as file:
+            np.save(file, array)
+
+    write_whole(path, write)
+
+
+def write_table(path: Path, columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> None:
+    """Write rows as CSV, whole or not at all; names of files may be in any encoding."""
+
+    def write(place: Path) -> None:
+        with open(place, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
+            write_rows(file, columns, rows)
+
+    write_whole(path, write)
 
 
 def _beside(output: Path) -> Path:

@@ -4,7 +4,6 @@ which appears whole or not at all.
 What a run that was stopped has written is kept beside the output, and the same command goes on.
 """
 
-import io
 import json
 from collections.abc import Callable
 from dataclasses import asdict
@@ -22,7 +21,6 @@ from torch import Tensor
 from visionattn.cli.files import printable, whole_folder, write_whole
 from visionattn.cli.progress import Progress
 from visionattn.cli.provenance import provenance
-from visionattn.cli.tables import write_rows
 from visionattn.data.geometry import pixels
 from visionattn.inference.generate.decoder import open_decoder
 from visionattn.inference.generate.generation import Batch, Drawn, Generation
@@ -35,7 +33,7 @@ from visionattn.inference.generate.options import (
 )
 from visionattn.inference.generate.sheet import columns_for, sheet, sheet_size
 from visionattn.inference.listing import digest_of, find_images
-from visionattn.inference.work import WorkFolder, in_the_way
+from visionattn.inference.work import WorkFolder, in_the_way, write_array, write_table
 
 INDEX = "index.csv"
 FIELDS = ("file", "image", "completion", "path", "class", "given_rows", "bits_per_dim")
@@ -134,13 +132,7 @@ class Generating:
     def _write(self, drawn: list[Drawn]) -> None:
         """Write the output."""
         if self.options.kind == ARRAY:
-            images = np.stack([_array(each.pixels) for each in drawn])
-
-            def write(place: Path) -> None:
-                with open(place, "wb") as file:
-                    np.save(file, images)
-
-            write_whole(self.output, write)
+            write_array(self.output, np.stack([_array(each.pixels) for each in drawn]))
         elif self.options.kind == PICTURE:
             picture = self._picture(drawn)
             write_whole(self.output, lambda place: picture.save(place, format="PNG"))
@@ -183,10 +175,7 @@ class Generating:
             name = f"{number:0{digits}d}.png"
             _picture_of(each.pixels).save(folder / name, format="PNG")
             rows.append(self._row(name, each))
-        stream = io.StringIO()
-        write_rows(stream, FIELDS, rows)
-        # Names of prompts may be in any encoding.
-        (folder / INDEX).write_bytes(stream.getvalue().encode(errors="surrogateescape"))
+        write_table(folder / INDEX, FIELDS, rows)
         about = provenance(self.opened.device) | {
             "model": self.opened.notes,
             "options": asdict(self.options),
