@@ -18,7 +18,7 @@ import visionattn
 from tests.helpers.inference_files import write_decoder, write_weights
 from tests.helpers.tools import ROOT, assert_one_error, load_tool, written
 from visionattn.cli import progress
-from visionattn.inference.generate import run
+from visionattn.inference import work
 from visionattn.inference.generate.sheet import sheet_size
 from visionattn.models.pixel_decoder import PixelDecoder
 from visionattn.models.weights import load_model
@@ -348,14 +348,14 @@ def test_the_same_command_goes_on_where_it_was_stopped(output, after, folder, mo
 def test_a_command_that_was_killed_as_it_ended_tidies_up(folder, monkeypatch, capsys):
     words = [FILE, "--count", "2", "--output", "all.npy"]
     with monkeypatch.context() as patched:
-        write = run.write_whole
+        write = work.write_whole
 
         def killed(path, *args, **options):
             write(path, *args, **options)
             if str(path).endswith(".npy"):
                 raise KeyboardInterrupt
 
-        patched.setattr(run, "write_whole", killed)
+        patched.setattr(work, "write_whole", killed)
         assert generate(words) == 130
     before = (folder / "all.npy").read_bytes()
     assert [name for name in os.listdir(folder) if name.startswith(".")]
