@@ -1,4 +1,4 @@
-"""The full state of a run in a file, and weights from elsewhere placed into a model.
+"""The full state of a run in a file.
 
 The format of ``last.pt`` is defined here: plain tensors and plain types, so that reading it runs no
 code. ``models/weights.py`` has the files of weights alone.
