@@ -28,7 +28,7 @@ from visionattn.models import cost
 from visionattn.models.building import ModelConfig, build_model
 from visionattn.models.cost import SHARE, WORKER_BYTES, Expected, largest_batch
 from visionattn.models.machine import random_state
-from visionattn.training import engine
+from visionattn.training import engine, passes
 from visionattn.training import memory as memory_module
 from visionattn.training.config import OptimConfig
 from visionattn.training.distributed import Processes
@@ -344,7 +344,7 @@ def test_checkpointed_blocks_hold_less_and_leave_more_gaps(tmp_path, monkeypatch
         return given.step_bytes((8, 32, 32), OptimConfig())
 
     usual = step_bytes(True)
-    monkeypatch.setattr(cost, "SCATTERED_CHECKPOINTED", cost.SCATTERED)
+    monkeypatch.setattr(passes, "SCATTERED_CHECKPOINTED", cost.SCATTERED)
     assert step_bytes(True) < min(usual, step_bytes(False))
 
 
