@@ -31,7 +31,6 @@ from tests.helpers.tools import read_csv
 from tests.helpers.warm_python import serving
 from visionattn.cli.files import is_unfinished
 from visionattn.command import run
-from visionattn.inference.generate import run as writing
 from visionattn.lab.sweep.run import sweep
 from visionattn.models.tiled import snapshot
 
@@ -194,21 +193,26 @@ def extract(deadly: int, _: int) -> int:
 
 def extract_parts(deadly: int, _: int) -> int:
     """Extract parts until all are merged, as a script does that is called again."""
-    done = Path("out/index.csv").exists() and not list(Path("out").glob("*parts*"))
-    merging = Path("out").is_dir() and not Path("out/parts").exists()
-    commands = [] if merging else [f"{FEATURES} --shard {i}/3" for i in (3, 1, 2)]
-    commands += [] if done else ["--merge --output out"]
+    commands = [f"{FEATURES} --shard {i}/3" for i in (3, 1, 2)] + ["--merge --output out"]
     return max((run("features", command.split()) for command in commands), default=0)
 
 
 def same_features(left: Path, right: Path, files: int = 6) -> None:
     found = [
-        {path.name: path.read_bytes() for path in (folder / "out").iterdir()}
+        {
+            str(path.relative_to(folder)): path.read_bytes()
+            for path in (folder / "out").rglob("*")
+            if path.is_file()
+        }
         for folder in (left, right)
     ]
     assert found[0].keys() == found[1].keys(), (found[0].keys(), found[1].keys())
     assert [name for name in found[0] if found[0][name] != found[1][name]] == []
     assert len(found[0]) == files
+
+
+def same_parts(left: Path, right: Path) -> None:
+    same_features(left, right, 10)
 
 
 def write_map(deadly: int, _: int) -> int:
@@ -224,8 +228,6 @@ def same_map(left: Path, right: Path) -> None:
 
 
 def write_images(deadly: int, _: int) -> int:
-    """Write images, which are kept after each value."""
-    writing.KEEP_SECONDS = 0.0
     return run("generate", WRITE.split())
 
 
@@ -245,7 +247,7 @@ KINDS = {
         Kind("sweep", sweep_heads, same_sweep),
         Kind("features", extract, same_features),
         Kind("bands", write_map, same_map),
-        Kind("parts", extract_parts, same_features),
+        Kind("parts", extract_parts, same_parts),
         Kind("images", write_images, same_images),
     )
 }

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "visionattn"
-ORDER = ("layout", "cli", "ops", "layers", "models", "data", "training", ("inference", "lab"))
+ORDER = ("layout", "cli", "ops", "layers", "models", "data", ("inference", "training"), "lab")
 ORDER += ("integrations", "command", "__main__")
 """Who may import whom: what stands left of it, and itself. Neither of a pair imports the other."""
 RANKS = {
@@ -72,6 +72,25 @@ import visionattn.cli.tables
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_predictions_import_neither_trainer_nor_bands():
+    """What reads bands of large images and what trains is imported where it is used. The operations
+    and models that ``import visionattn`` registers are most of the modules.
+    """
+    code = """
+import sys
+def loaded():
+    return {name for name in sys.modules if name.startswith("visionattn")}
+import visionattn
+before = loaded()
+import visionattn.inference.predict
+unwanted = ("visionattn.training", "visionattn.models.tiled", "visionattn.data.large")
+print(len(loaded() - before), *(name for name in loaded() if name.startswith(unwanted)))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    count, *unwanted = result.stdout.split()
+    assert int(count) <= 40 and unwanted == []
 
 
 def test_every_part_has_a_place_in_the_order():

@@ -103,7 +103,7 @@ def predict(argv: Words, say: Say) -> None:
 
 def features(argv: Words, say: Say) -> None:
     """Write features of images in files."""
-    from visionattn.inference.collection_merge import merge
+    from visionattn.inference.collection import merge
     from visionattn.inference.feature_options import check, parse_extract
     from visionattn.inference.features import Extraction
     from visionattn.inference.maps import MapOfImage, is_map

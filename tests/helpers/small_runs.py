@@ -17,10 +17,10 @@ from tests.helpers.geometry import square
 from visionattn.data.batches import Batch, Item, collate
 from visionattn.data.config import DataConfig
 from visionattn.data.splits import SampleKey, Splits
+from visionattn.models.building import ModelConfig, build_model
 from visionattn.models.weights import DataSpec
 from visionattn.training import engine
-from visionattn.training.build import build_model
-from visionattn.training.config import ModelConfig, OptimConfig, TrainConfig
+from visionattn.training.config import OptimConfig, TrainConfig
 from visionattn.training.trainer import Trainer
 
 SPEC = DataSpec(1, 4, ("ne", "nw", "se", "sw"), (0.3,), (0.2,), None, 16)

@@ -21,17 +21,18 @@ from tests.helpers.tools import read_csv, written
 from visionattn.cli import files
 from visionattn.cli.ends import OutOfMemory
 from visionattn.command import run
-from visionattn.inference import banded, forecast, reading
+from visionattn.data import outlook
+from visionattn.inference import banded, bands, forecast, reading
 from visionattn.inference.look import run as look
 from visionattn.inference.opening import open_model
 from visionattn.inference.options import InferenceOptions
 from visionattn.inference.work import WorkFolder
+from visionattn.models import cost
+from visionattn.models.cost import Passes
 from visionattn.models.tasks import create
 from visionattn.models.tiled import forward
 from visionattn.models.tiled import plan as planning
 from visionattn.models.weights import DataSpec, save_model
-from visionattn.training import outlook, passes
-from visionattn.training.passes import Passes
 
 SHAPES = [(16, 24), (40, 120), (21, 35), (133, 64)]
 BOUND = ("--memory_gib", "0.0005")
@@ -123,7 +124,7 @@ def there(monkeypatch):
     """Sets the memory there is, of which a process takes nothing before its first pass."""
     monkeypatch.setattr(outlook, "taken_bytes", lambda device: 0)
     monkeypatch.setattr(banded, "taken_bytes", lambda device: 0)
-    monkeypatch.setattr(passes, "LIBRARIES_BYTES", 0)
+    monkeypatch.setattr(cost, "LIBRARIES_BYTES", 0)
     monkeypatch.setattr(forecast, "FEW_PIXELS", 0)
     monkeypatch.setattr(banded, "FEW_PIXELS", 0)
     return lambda count: monkeypatch.setattr(outlook, "memory_there_is", lambda device: count)
@@ -330,7 +331,7 @@ def test_what_was_stopped_goes_on_to_the_same_bytes(folder, capsys, monkeypatch,
     end = ".csv" if kind == "classes" else ""
     assert run(tool, [*command, "--output", f"whole{end}"]) == 0
     calls, begun = [], []
-    real, real_tiled = forward._Pass._keep, banded.forward_tiled
+    real, real_tiled = forward._Pass._keep, bands.forward_tiled
 
     def keep(self, stop):
         calls.append(1)
@@ -342,7 +343,7 @@ def test_what_was_stopped_goes_on_to_the_same_bytes(folder, capsys, monkeypatch,
 
     with monkeypatch.context() as patch:
         patch.setattr(forward._Pass, "_keep", keep)
-        patch.setattr(banded, "forward_tiled", tiled)
+        patch.setattr(bands, "forward_tiled", tiled)
         assert run(tool, [*command, "--output", f"out{end}"]) == 130
         assert capsys.readouterr().err.endswith("the same command goes on\n")
         first = begun[:]

@@ -106,13 +106,13 @@ def test_what_cannot_be_done_is_one_line(given, tmp_path):
         (model, folder, {"device": "cpu"}, "leave device out"),
         (model, folder, {"top_k": 9}, "top_k 9 of a model of 4 classes"),
         (model, folder, {"top_k": 0}, "top_k must be above 0"),
-        (model, folder, {"amp": "bf17"}, "amp must be one of none, bf16, fp16, auto, got 'bf17'"),
+        (model, folder, {"amp": "bf17"}, "amp must be one of none, bf16, fp16, auto, got bf17"),
         (model, folder, {"fit": "crop", "img_size": "native"}, "which fit crop contradicts"),
         (
             model,
             folder,
             {"img_size": "own"},
-            "img_size must be a number of pixels, height and width, native or None, got 'own'",
+            "img_size must be a whole number or a list of whole numbers or one of native or null",
         ),
         (model, folder, {"img_size": 20}, "is not a whole number of"),
         (model, folder, {"batch_size": 0}, "batch_size must be at least 1"),
@@ -133,6 +133,8 @@ def test_what_cannot_be_done_is_one_line(given, tmp_path):
         with pytest.raises((ValueError, FileNotFoundError)) as error:
             visionattn.predict(asked, images, **options)
         assert part in str(error.value) and "\n" not in str(error.value), part
+    with pytest.raises(TypeError, match="there is no option 'output'; the options are img"):
+        visionattn.predict(model, folder, output="p.csv")
     with pytest.raises(ValueError, match="gives no features of this kind"):
         linear = torch.nn.Linear(3, 3)
         linear.data_spec = COLOUR

@@ -24,6 +24,7 @@ from tests.helpers.inference_files import (
 )
 from tests.helpers.tools import load_tool, written
 from visionattn.cli.progress import Progress
+from visionattn.inference import image_run
 
 extract = load_tool("extract_features")
 SHAPES = [(16, 24), (16, 24), (40, 8), (16, 24), (20, 21), (16, 16), (16, 16)]
@@ -196,14 +197,14 @@ def test_no_more_features_than_those_of_a_file_and_a_batch_are_in_memory(tmp_pat
             most = max(most, vectors_alive(24) - before)
         real(progress, images, failed)
 
-    real_run = features.run_images
+    real_run = image_run.run_images
 
     def run(*args, **options):
         nonlocal before
         before = vectors_alive(24)
         return real_run(*args, **options)
 
-    monkeypatch.setattr(features, "run_images", run)
+    monkeypatch.setattr(image_run, "run_images", run)
     monkeypatch.setattr(Progress, "advance", counted)
     assert extract(flags("--shard_images", "6", "--batch_size", "4")) == 0
     assert 8 <= most <= 6 + 4 + 4

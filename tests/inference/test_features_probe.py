@@ -14,8 +14,8 @@ from sklearn.metrics.pairwise import cosine_similarity
 from tests.helpers import inference_files
 from tests.helpers.inference_files import feature_of, read_index, write_weights
 from tests.helpers.tools import load_tool, words
-from visionattn.inference.listing import Digits
-from visionattn.inference.probe import Division, divide_digits, divide_folder, fit_probes
+from visionattn.inference.drawn import Digits
+from visionattn.inference.probe import Division, divide_folder, fit_probes
 
 extract = load_tool("extract_features")
 CLASSES = {"fern": (60, 180, 70), "moss": (90, 120, 60), "sand": (190, 170, 90)}
@@ -121,7 +121,7 @@ def test_digits_are_fitted_on_those_of_training_and_judged_on_the_test_digits(fo
     assert extract([*command, *grey, "--batch_size", "200"]) == 0
     linear, _, knn, *sizes = figures(capsys.readouterr().out)
     assert sizes == [359, "test", 1295, 10] and linear > 80 and knn > 80
-    division = divide_digits(Digits(0.1, 0))
+    division = Digits(0.1, 0).divide()
     assert set(division.fitted.values()) == set(range(10)) == set(division.judged.values())
     with open(folder / "out" / "index.csv") as file:
         assert [row["path"] for row in csv.DictReader(file)][1438] == "digits/test/0"

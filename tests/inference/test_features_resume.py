@@ -13,7 +13,8 @@ from tests.helpers import inference_files
 from tests.helpers.inference_files import ROOT, read_index, write_folder, write_image, write_weights
 from tests.helpers.tools import assert_one_error, load_tool, written
 from visionattn.cli.files import is_unfinished
-from visionattn.inference.shards import briefly
+from visionattn.inference import image_run
+from visionattn.inference.work import briefly
 
 extract = load_tool("extract_features")
 SHAPES = [(16, 24), (16, 24), (40, 8), (16, 24), (20, 21), (16, 16), (16, 16)]
@@ -95,7 +96,7 @@ def test_a_second_extraction_into_a_folder_is_one_line_until_the_first_has_ended
 
 
 def test_ctrl_c_says_that_the_same_command_goes_on_and_it_does(folder, capsys, monkeypatch):
-    real = features.run_images
+    real = image_run.run_images
 
     def interrupted(*args, **options):
         for number, batch in enumerate(real(*args, **options)):
@@ -104,7 +105,7 @@ def test_ctrl_c_says_that_the_same_command_goes_on_and_it_does(folder, capsys, m
             yield batch
 
     with monkeypatch.context() as patch:
-        patch.setattr(features, "run_images", interrupted)
+        patch.setattr(image_run, "run_images", interrupted)
         assert extract(flags("--shard_images", "2")) == 130
         assert (
             capsys.readouterr().err

@@ -9,17 +9,17 @@ import pytest
 from PIL import Image
 
 from visionattn.cli.ends import DoesNotFit
+from visionattn.data import outlook as forwards
 from visionattn.inference import forecast
 from visionattn.inference.banded import Banding
-from visionattn.inference.forecast import batch_for, memory_of, outlook, sizes_seen
+from visionattn.inference.forecast import memory_of, outlook, sizes_seen
 from visionattn.inference.listing import find_images
 from visionattn.inference.opening import open_model
 from visionattn.inference.options import InferenceOptions
 from visionattn.inference.reading import ReadImages
+from visionattn.models import cost
+from visionattn.models.cost import SHARE, WORKER_BYTES
 from visionattn.models.filled import pooled
-from visionattn.training import outlook as forwards
-from visionattn.training import passes
-from visionattn.training.memory import SHARE, WORKER_BYTES
 
 MODEL = {"embed_dim": 16, "depth": 1, "num_heads": 2, "relative": "none"}
 
@@ -30,7 +30,7 @@ def alone(monkeypatch):
     no image is too small for a word.
     """
     monkeypatch.setattr(forwards, "taken_bytes", lambda device: 0)
-    monkeypatch.setattr(passes, "LIBRARIES_BYTES", 0)
+    monkeypatch.setattr(cost, "LIBRARIES_BYTES", 0)
     monkeypatch.setattr(forecast, "FEW_PIXELS", 0)
 
 
@@ -51,14 +51,12 @@ def given(tmp_path, sizes, **options):
     return opened, ReadImages(find_images([str(folder)]), opened.spec, opened.geometry)
 
 
-def told(opened, images, **options):
-    asked = {"batch_size": 4, "workers": 0, "amp": "none"} | options
-    return outlook(opened, images, pooled, **asked)
+def told(opened, images, batch_size=4, **options):
+    return outlook(Banding(opened, images, pooled), batch_size, **options)
 
 
 def batch_of(opened, images, asked):
-    banding = Banding(opened, images, pooled, amp="none", workers=0, memory_gib=None)
-    return batch_for(opened, images, asked, banding)
+    return told(opened, images, asked, trial=False).batch_size
 
 
 def bytes_of(opened, images, size, **options):

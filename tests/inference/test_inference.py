@@ -16,7 +16,8 @@ from visionattn.data.embedded import digit_splits
 from visionattn.data.formats import ReadOptions, open_image, read_image
 from visionattn.data.geometry import Geometry
 from visionattn.data.images import fill
-from visionattn.inference.listing import Digits, ListedFiles, find_images
+from visionattn.inference.drawn import Digits
+from visionattn.inference.listing import ListedFiles, find_images
 from visionattn.inference.options import InferenceOptions, parse_options
 from visionattn.inference.reading import ReadImages, Sample
 from visionattn.inference.running import batch_samples, read_ahead

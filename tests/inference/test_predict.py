@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import visionattn.inference.predict as prediction
-import visionattn.training.evaluate as evaluation
+import visionattn.models.machine as machine
 from tests.helpers import inference_files
 from tests.helpers.inference_files import (
     COLOUR,
@@ -21,6 +21,7 @@ from tests.helpers.inference_files import (
 )
 from tests.helpers.tools import assert_one_error, load_tool, read_csv, written
 from visionattn.cli.files import unfinished
+from visionattn.inference import image_run
 
 predict = load_tool("predict")
 SEEN = (
@@ -205,20 +206,20 @@ def test_a_run_that_ends_early_leaves_what_was_there(case, capsys, monkeypatch):
     folder, _ = case
     (folder / "out.csv").write_text("mine")
     before = written(folder)
-    real = prediction.run_images
+    real = image_run.run_images
 
     def interrupted(*args, **options):
         yield next(real(*args, **options))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(prediction, "run_images", interrupted)
+    monkeypatch.setattr(image_run, "run_images", interrupted)
     assert predict(flags("--overwrite")) == 130
     assert capsys.readouterr().err == "interrupted\n" and written(folder) == before
 
 
 def test_rows_are_written_as_they_come(case, monkeypatch):
     folder, _ = case
-    real, seen = prediction.run_images, []
+    real, seen = image_run.run_images, []
 
     def watched(*args, **options):
         for batch in real(*args, **options):
@@ -229,7 +230,7 @@ def test_rows_are_written_as_they_come(case, monkeypatch):
         return io.TextIOWrapper(io.FileIO(path, mode), write_through=True, **options)
 
     monkeypatch.setattr(prediction, "open", unbuffered, raising=False)
-    monkeypatch.setattr(prediction, "run_images", watched)
+    monkeypatch.setattr(image_run, "run_images", watched)
     assert predict(flags(output="out.json")) == 0
     assert len(seen) == 4 and seen == sorted(set(seen))
 
@@ -279,7 +280,7 @@ def test_help_ends_with_a_command_and_explains_the_options(capsys):
 @pytest.mark.parametrize("has, precision", [(True, "bf16"), (False, "none")])
 def test_amp_auto_takes_what_the_processor_multiplies(case, monkeypatch, has, precision):
     folder, _ = case
-    monkeypatch.setattr(evaluation, "has_bfloat16_products", lambda: has)
+    monkeypatch.setattr(machine, "has_bfloat16_products", lambda: has)
     assert predict(flags("--amp", precision, output="named.csv")) == 0
     assert predict(flags("--amp", "auto", output="auto.csv")) == 0
     assert (folder / "auto.csv").read_text() == (folder / "named.csv").read_text()

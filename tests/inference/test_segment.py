@@ -11,10 +11,10 @@ from PIL import Image
 import visionattn
 from tests.helpers.tools import assert_one_error, load_tool, read_csv, written
 from visionattn.inference.segment import mask_files
+from visionattn.models.pixel_classes import palette
 from visionattn.models.segmentation import IGNORED
 from visionattn.models.tasks import create
 from visionattn.models.weights import DataSpec, load_model, save_model
-from visionattn.training.painting import palette
 
 predict, features = load_tool("predict"), load_tool("extract_features")
 ARGS = dict(img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2, head_stride=2)

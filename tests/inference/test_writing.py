@@ -5,12 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load, save
 
 import visionattn
 from visionattn.inference.generate.decoder import memory_of
-from visionattn.inference.generate.options import GenerateOptions
-from visionattn.inference.generate.writing import BLOCK, Asked, Writing, choose, uniform
+from visionattn.inference.generate.writing import BLOCK, choose, uniform
 from visionattn.models.pixel_decoder import PixelDecoder
 from visionattn.models.weights import DataSpec
 
@@ -266,58 +264,6 @@ def test_named_classes_are_taken_in_turn():
     assert not torch.equal(found.images[1], other.images[1])
 
 
-def begun(model, steps=0):
-    labels = torch.arange(3) if model.conditioned else None
-    given = torch.arange(6).reshape(3, 2)
-    asked = Asked(SIZE, ((0, 0), (1, 0), (1, 1)), labels, given)
-    writing = Writing(model, asked, temperature=0.9, seed=4)
-    for _ in range(steps):
-        writing.step()
-    return writing
-
-
-@every_kind
-@pytest.mark.parametrize("steps", [1, 9, 34, 35])
-def test_what_was_kept_goes_on_with_the_same_bits(kind, steps):
-    model = make(kind, torch.float32)
-    with torch.inference_mode():
-        whole = begun(model)
-        while not whole.is_done:
-            whole.step()
-        kept = load(save(begun(model, steps).tensors()))
-        writing = begun(model)
-        writing.restore(kept)
-        assert writing.position == steps
-        while not writing.is_done:
-            writing.step()
-    assert torch.equal(writing.values, whole.values) and torch.equal(writing.nats, whole.nats)
-
-
-@pytest.mark.parametrize(
-    "change, said",
-    [
-        ({"nats": None}, "values or sums are missing"),
-        ({"nats": torch.zeros(2, 2)}, "values or sums are missing, or of other images"),
-        ({"values": torch.zeros(2, 9, dtype=torch.int32)}, "values are .2, 9."),
-        ({"values": torch.zeros(3, 99, dtype=torch.int32)}, "values are .3, 99."),
-        ({"values": torch.full((3, 9), 256, dtype=torch.int32)}, "values are no levels"),
-        ({"values": torch.full((3, 9), -1, dtype=torch.int32)}, "values are no levels"),
-        ({"values": torch.zeros(3, 9)}, "values are no levels"),
-        ({"values": torch.zeros(3, 8, dtype=torch.int32)}, "the state is at value 9, not at 8"),
-        ({"state.size": None}, "the state is missing, or of images of another size"),
-        ({"state.size": torch.tensor([2**40, 2**40])}, "of images of another size"),
-        ({"state.blocks.1.S": None}, "the tensors are no state of this model"),
-    ],
-)
-def test_what_was_kept_of_others_is_refused(change, said):
-    model = make()
-    with torch.inference_mode():
-        kept = begun(model, 9).tensors() | change
-        kept = {name: value for name, value in kept.items() if value is not None}
-        with pytest.raises(ValueError, match=said):
-            begun(model).restore(kept)
-
-
 @every_kind
 def test_the_memory_of_writing_is_told_without_taking_it(kind):
     model = make(kind, torch.float32)
@@ -342,9 +288,9 @@ WRONG = [
     ({"count": 0}, "count must be at least 1, got 0"),
     ({"temperature": -1.0}, "temperature must be 0 or above, and finite, got -1.0"),
     ({"temperature": math.inf}, "temperature must be 0 or above, and finite, got inf"),
-    ({"temperature": math.nan}, "temperature must be 0 or above, and finite, got nan"),
+    ({"temperature": math.nan}, "temperature must be a number, got nan"),
     ({"seed": -1}, "seed must be at least 0"),
-    ({"seed": 2**63}, "seed must be at most"),
+    ({"seed": 2**63}, "seed must be a whole number"),
     ({"batch_size": 0}, "batch_size must be at least 1"),
     ({"img_size": 0}, "img_size must be above 0"),
     ({"img_size": (2**14, 2**14)}, "268,435,456 values for each image"),
@@ -428,13 +374,3 @@ def test_models_that_write_no_images_say_why():
     del silent.data_spec
     with pytest.raises(ValueError, match="PixelDecoder does not say what its images are"):
         visionattn.generate(silent)
-
-
-def test_options_have_the_defaults_of_the_call():
-    import inspect
-
-    said = inspect.signature(visionattn.generate).parameters
-    usual = GenerateOptions()
-    for name in ("count", "img_size", "classes", "temperature", "seed", "complete", "keep"):
-        assert said[name].default == getattr(usual, name), name
-    assert said["batch_size"].default == usual.batch_size and said["amp"].default == usual.amp

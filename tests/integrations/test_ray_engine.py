@@ -20,10 +20,11 @@ from tests.helpers import inference_files
 from tests.helpers.inference_files import write_folder, write_weights
 from tests.helpers.ray_cluster import environment, two_nodes
 from tests.helpers.tools import assert_one_error, load_tool, written
+from tests.inference.test_collection import features_in
 from tests.inference.test_features_resume import HELD
 from visionattn.inference.feature_options import parse_extract
 from visionattn.inference.features import Extraction
-from visionattn.integrations.ray_engine import End, _Cluster, extract_part
+from visionattn.integrations.ray_engine import check_nodes, describe, extract_part
 
 extract = load_tool("extract_features")
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
@@ -84,10 +85,10 @@ def test_a_node_that_is_killed_amid_its_parts_loses_nothing_and_nothing_is_there
             said, errors = process.communicate(timeout=SECONDS)
         assert process.returncode == 0, errors
         assert "a cluster of 2 nodes with 2 processors" in said
-        assert "36 images: 9 files of features and out/index.csv; the parts are deleted" in said
+        assert "36 images in 6 parts: out/index.csv" in said
         assert "1 without features:\n  images/7.png: cannot identify" in said
         assert besides_progress(errors) == ""
-        assert written(folder / "out") == written(folder / "whole")
+        assert features_in(folder / "out") == features_in(folder / "whole")
         assert extract(command) == 0  # all is done, for which no cluster is needed
 
 
@@ -109,7 +110,7 @@ def test_ctrl_c_ends_a_cluster_of_this_machine_and_the_same_command_goes_on(fold
     with start(folder, command) as process:
         said, errors = process.communicate(timeout=SECONDS)
     assert (process.returncode, besides_progress(errors)) == (0, "")
-    assert written(folder / "out") == written(folder / "whole")
+    assert features_in(folder / "out") == features_in(folder / "whole")
 
 
 def test_an_address_without_a_cluster_is_one_line_within_seconds(folder, capsys, monkeypatch):
@@ -175,7 +176,7 @@ def test_more_parts_than_images_and_folders_of_others_are_refused_before_a_clust
 def given(*more: str):
     """What a worker is told."""
     options = parse_extract(on_ray("local", *more))
-    return options, os.getcwd(), Extraction(options).whole_identity
+    return options, os.getcwd(), Extraction(options).identity
 
 
 def test_a_worker_writes_the_part_that_it_is_told_once_another_has_left_it(folder):
@@ -190,28 +191,26 @@ def test_a_worker_writes_the_part_that_it_is_told_once_another_has_left_it(folde
         waiting = threading.Timer(1.5, lambda: first.stdin.close())
         waiting.start()
         begin = time.monotonic()
-        assert extract_part(told, "2/2") == End("2/2", 0, "")
+        assert extract_part(told, "2/2") == (0, "")
         assert time.monotonic() - begin > 1
         waiting.join()
-    assert extract_part(told, "1/2") == End("1/2", 0, "")
-    assert extract_part(told, "2/2") == End("2/2", 0, "")  # again, as where Ray lost the answer
+    assert extract_part(told, "1/2") == (0, "")
+    assert extract_part(told, "2/2") == (0, "")  # again, as where Ray lost the answer
     assert extract(["--merge", "--output", "out"]) == 0
-    assert written(folder / "out") == written(folder / "whole")
+    assert features_in(folder / "out") == features_in(folder / "whole")
 
 
 def test_a_worker_that_sees_other_files_says_so(folder):
     options, here, identity = given()
-    end = End(*extract_part((options, str(folder / "nowhere"), identity), "1/2"))
-    assert end.code == 2 and end.reason.startswith(
-        f"{folder}/nowhere is not there; images, weights"
-    )
-    end = End(*extract_part((options, here, identity | {"weights": "others"}), "1/2"))
-    assert end.code == 2 and end.reason.startswith("weights is ")
-    assert "and others where the command was called (on " in end.reason
+    code, reason = extract_part((options, str(folder / "nowhere"), identity), "1/2")
+    assert code == 2 and reason.startswith(f"{folder}/nowhere is not there; images, weights")
+    code, reason = extract_part((options, here, identity | {"weights": "others"}), "1/2")
+    assert code == 2 and reason.startswith("weights is ")
+    assert "and others where the command was called (on " in reason
     assert not (folder / "out").exists()
     (folder / "best.safetensors").unlink()
-    end = End(*extract_part((options, here, identity | {"seed": 1}), "1/2"))
-    assert (end.code, end.reason.partition(" (on")[0]) == (2, "no checkpoint at best.safetensors")
+    code, reason = extract_part((options, here, identity | {"seed": 1}), "1/2")
+    assert (code, reason.partition(" (on")[0]) == (2, "no checkpoint at best.safetensors")
 
 
 class StandIn:
@@ -223,11 +222,10 @@ class StandIn:
         ]
 
 
-def test_more_than_any_node_has_is_refused_as_no_part_would_ever_begin(folder):
-    cluster = _Cluster(StandIn(), parse_extract(on_ray("local", "--threads", "5")))
-    assert cluster.describe() == "a cluster of 2 nodes with 6 processors"
+def test_more_than_any_node_has_is_refused_as_no_part_would_ever_begin():
+    assert describe(StandIn()) == "a cluster of 2 nodes with 6 processors"
     with pytest.raises(ValueError, match="no node of the cluster has 5 threads; the largest has 4"):
-        cluster._check_nodes("CPU", 5, "threads")
-    cluster._check_nodes("CPU", 4, "threads")
+        check_nodes(StandIn(), "CPU", 5, "threads")
+    check_nodes(StandIn(), "CPU", 4, "threads")
     with pytest.raises(ValueError, match="no node of the cluster has 1 GPU; the largest has 0"):
-        cluster._check_nodes("GPU", 1, "GPU")
+        check_nodes(StandIn(), "GPU", 1, "GPU")

@@ -18,8 +18,9 @@ from visionattn.lab.sweep.config import SweepConfig
 from visionattn.lab.sweep.folder import comparable
 from visionattn.lab.sweep.grid import Network, attention_of, make_grid, make_plan, model_of, on_meta
 from visionattn.lab.sweep.measurement import Meter, keep_time, times_faster
+from visionattn.models.building import ModelConfig
 from visionattn.models.weights import DataSpec
-from visionattn.training.config import ModelConfig, TrainConfig
+from visionattn.training.config import TrainConfig
 
 ATTENTIONS = ("taylorshift", "kernelized", "softmax")
 

@@ -17,11 +17,11 @@ from tests.models.test_absent import assert_as_alone, batch, close, small
 from visionattn.lab.measure import bytes_kept, count_flops
 from visionattn.lab.networks import identity_twin
 from visionattn.models.convert import checkpoint_filter_fn
+from visionattn.models.placement import place_weights
 from visionattn.models.weights import DataSpec, load_model, save_model
 from visionattn.ops.local import gated
-from visionattn.training.checkpoint import place_weights
 from visionattn.training.config import OptimConfig
-from visionattn.training.passes import Passes
+from visionattn.training.passes import StepPasses
 
 DIM, HEADS = 24, 3
 SMALL = dict(embed_dim=DIM, depth=2, num_heads=HEADS, num_classes=5, img_size=64)
@@ -245,7 +245,7 @@ def test_expected_memory_has_the_gate_in_it():
 
     def expected(px, **options):
         model = small(dtype=torch.float32, relative="none", **options)
-        memory = Passes(model, SPEC, torch.device("cpu"), "none")
+        memory = StepPasses(model, SPEC, torch.device("cpu"), "none")
         return memory.step_bytes((1, px, px), OptimConfig())
 
     first, second = (

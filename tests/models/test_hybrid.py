@@ -16,7 +16,7 @@ from visionattn.models.convert import checkpoint_filter_fn, resample_table
 from visionattn.models.weights import DataSpec, load_model, save_model
 from visionattn.ops import count_classes, reference
 from visionattn.training.config import OptimConfig
-from visionattn.training.passes import Passes
+from visionattn.training.passes import StepPasses
 
 MIX = ["window", "kernelized", "window", "taylorshift", "softmax", "window"]
 OPTIONS = dict(attention=MIX, depth=6, window_size=3)
@@ -243,7 +243,9 @@ def test_the_expected_memory_of_a_pass_grows_with_the_patches():
     spec = DataSpec(3, 5, (), (0.5,) * 3, (0.5,) * 3, None, None)
 
     def expected(height, **options):
-        memory = Passes(small(dtype=torch.float32, **options), spec, torch.device("cpu"), "none")
+        memory = StepPasses(
+            small(dtype=torch.float32, **options), spec, torch.device("cpu"), "none"
+        )
         return memory.step_bytes((1, height, 224), OptimConfig())
 
     first, second, third = (expected(h, attention=["window"], depth=1) for h in (448, 896, 1792))

@@ -15,6 +15,7 @@ from tests.training.test_checkpoint import small_model
 from visionattn.inference.opening import open_model
 from visionattn.inference.options import InferenceOptions
 from visionattn.models import weights
+from visionattn.models.placement import place_weights
 from visionattn.models.weights import (
     load_model,
     read_pickle,
@@ -22,7 +23,7 @@ from visionattn.models.weights import (
     read_state_dict,
     save_model,
 )
-from visionattn.training.checkpoint import place_weights, read_state
+from visionattn.training.checkpoint import read_state
 from visionattn.training.states import BestFigures, best_figures
 
 ROOT = Path(__file__).parents[2]

@@ -15,9 +15,8 @@ from tests.helpers.small_runs import MODEL, SPEC, quadrants_for, small_config
 from visionattn.cli.ends import run_tool
 from visionattn.lab.measure import bytes_kept
 from visionattn.models.backbone import VisionAttnTransformer
+from visionattn.models.building import ModelConfig, build_model, check_img_size
 from visionattn.training import engine
-from visionattn.training.build import build_model, check_img_size
-from visionattn.training.config import ModelConfig
 
 
 def test_checkpointing_keeps_less_and_changes_no_gradient():

@@ -9,8 +9,9 @@ from safetensors.torch import load_file
 
 import visionattn
 from visionattn.command import main
+from visionattn.models.building import ModelConfig
 from visionattn.training.calls import config_of
-from visionattn.training.config import DataConfig, ModelConfig, TrainConfig
+from visionattn.training.config import DataConfig, TrainConfig
 
 SMALL = {
     "model": {"args": {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}},

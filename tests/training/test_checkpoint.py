@@ -22,15 +22,11 @@ from tests.helpers.small_runs import MODEL, SPEC, small_config, small_trainer
 from visionattn.cli import files
 from visionattn.cli.ends import run_tool
 from visionattn.cli.files import is_unfinished, write_text
+from visionattn.models.listing import shorten
+from visionattn.models.machine import random_state, restore_random_state
+from visionattn.models.placement import place_weights
 from visionattn.models.weights import DataSpec, load_model, read_pickle, read_state_dict, save_model
-from visionattn.training.checkpoint import (
-    place_weights,
-    random_state,
-    read_state,
-    restore_random_state,
-    save_state,
-    shorten,
-)
+from visionattn.training.checkpoint import read_state, save_state
 
 PLAIN = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
 

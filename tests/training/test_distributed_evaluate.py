@@ -13,8 +13,7 @@ from tests.helpers.several_processes import run_processes
 from tests.helpers.small_runs import MODEL, SPEC, quadrants
 from visionattn.cli.ends import run_tool
 from visionattn.data.batches import Batch, SampleKey, collate
-from visionattn.training.build import build_model
-from visionattn.training.config import ModelConfig
+from visionattn.models.building import ModelConfig, build_model
 from visionattn.training.distributed import joined
 from visionattn.training.evaluate import evaluate
 

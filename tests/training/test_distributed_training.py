@@ -21,10 +21,10 @@ from tests.helpers.small_runs import Quadrants, quadrants, small_config
 from visionattn.cli.ends import run_tool
 from visionattn.data.batches import Unreadable
 from visionattn.data.streams import Shards, StreamTrainBatches
+from visionattn.models.building import ModelConfig
 from visionattn.models.weights import load_model
 from visionattn.training import engine, learner, start
 from visionattn.training import evaluate as evaluation
-from visionattn.training.config import ModelConfig
 from visionattn.training.distributed import joined
 from visionattn.training.engine import train
 from visionattn.training.trainer import Trainer

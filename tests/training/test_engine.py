@@ -30,10 +30,10 @@ from visionattn.cli.parsing import parse
 from visionattn.data.batches import Batch, Unreadable
 from visionattn.data.config import DataConfig
 from visionattn.data.splits import SampleKey, Splits
+from visionattn.models.building import ModelConfig, build_model, check_img_size
 from visionattn.models.weights import load_model
 from visionattn.training import engine, trainer
-from visionattn.training.build import build_model, check_img_size
-from visionattn.training.config import ModelConfig, OptimConfig, TrainConfig
+from visionattn.training.config import OptimConfig, TrainConfig
 from visionattn.training.engine import train
 from visionattn.training.evaluate import Evaluation, evaluate
 from visionattn.training.trainer import Trainer

@@ -16,12 +16,10 @@ from tests.helpers.small_runs import (
     small_config,
 )
 from tests.helpers.small_runs import small_trainer as trainer_of
+from visionattn.models.cost import Expected
 from visionattn.training import engine
 from visionattn.training import forecast as forecast_module
 from visionattn.training.forecast import Forecast, forecast, seconds_at
-from visionattn.training.memory import (
-    Expected,
-)
 from visionattn.training.record import BEST, LAST
 from visionattn.training.trial import (
     Trial,

@@ -24,24 +24,16 @@ from visionattn.cli.ends import DoesNotFit, exit_code, run_tool
 from visionattn.data.batches import _BatchKeys
 from visionattn.data.buckets import canvases
 from visionattn.data.geometry import Geometry
+from visionattn.models import cost
+from visionattn.models.building import ModelConfig, build_model
+from visionattn.models.cost import SHARE, WORKER_BYTES, Expected, largest_batch
+from visionattn.models.machine import random_state
 from visionattn.training import engine, passes
 from visionattn.training import memory as memory_module
-from visionattn.training.build import build_model
-from visionattn.training.checkpoint import random_state
-from visionattn.training.config import ModelConfig, OptimConfig
+from visionattn.training.config import OptimConfig
 from visionattn.training.distributed import Processes
-from visionattn.training.memory import (
-    SHARE,
-    WORKER_BYTES,
-    Expected,
-    TrainingMemory,
-    largest_batch,
-    largest_shape,
-    share_of,
-    way_out,
-    with_batch,
-)
-from visionattn.training.passes import Passes
+from visionattn.training.memory import TrainingMemory, largest_shape, share_of, way_out, with_batch
+from visionattn.training.passes import StepPasses
 from visionattn.training.record import CONFIG, LAST, STATUS
 
 EVERYTHING = {"ema_decay": 0.9, "mixup": 0.4, "clip_grad": 0.5, "label_smoothing": 0.1}
@@ -52,7 +44,7 @@ CPU = torch.device("cpu")
 def alone(monkeypatch):
     """What a process takes beside its tensors, which is far more than small models, is nothing."""
     monkeypatch.setattr(memory_module, "taken_bytes", lambda device: 0)
-    monkeypatch.setattr(passes, "LIBRARIES_BYTES", 0)
+    monkeypatch.setattr(cost, "LIBRARIES_BYTES", 0)
 
 
 def cheap_config(folder, *, depth=1, **options):
@@ -334,9 +326,9 @@ def test_an_average_moments_sums_of_gradients_and_loading_count(tmp_path, alone)
 def test_libraries_count_once(tmp_path, monkeypatch):
     passes_of = memory_of(cheap_config(tmp_path)).passes
     before = passes_of.forward_bytes((2, 16, 16))
-    monkeypatch.setattr(passes, "LIBRARIES_BYTES", passes.LIBRARIES_BYTES + 7777)
+    monkeypatch.setattr(cost, "LIBRARIES_BYTES", cost.LIBRARIES_BYTES + 7777)
     assert passes_of.forward_bytes((3, 16, 16)) > before
-    again = Passes(passes_of.model, passes_of.spec, CPU, "none")
+    again = StepPasses(passes_of.model, passes_of.spec, CPU, "none")
     assert again.forward_bytes((2, 16, 16)) == before + 7777
 
 
@@ -348,11 +340,11 @@ def test_checkpointed_blocks_hold_less_and_leave_more_gaps(tmp_path, monkeypatch
     def step_bytes(checkpointing):
         model, _ = build_model(cheap_config(tmp_path, depth=4).model, quadrants().spec)
         model.set_grad_checkpointing(checkpointing)
-        given = Passes(model, quadrants().spec, CPU, "none", checkpointing=checkpointing)
+        given = StepPasses(model, quadrants().spec, CPU, "none", checkpointing=checkpointing)
         return given.step_bytes((8, 32, 32), OptimConfig())
 
     usual = step_bytes(True)
-    monkeypatch.setattr(passes, "SCATTERED_CHECKPOINTED", passes.SCATTERED)
+    monkeypatch.setattr(passes, "SCATTERED_CHECKPOINTED", cost.SCATTERED)
     assert step_bytes(True) < min(usual, step_bytes(False))
 
 
@@ -361,7 +353,7 @@ def test_a_model_that_looks_at_values_has_no_expected_memory(tmp_path):
         def forward(self, images):
             return super().forward(images.flatten(1)) * float(images.sum())
 
-    memory = Passes(Looks(256, 4), quadrants().spec, CPU, "none")
+    memory = StepPasses(Looks(256, 4), quadrants().spec, CPU, "none")
     assert memory.step_bytes((2, 16, 16), small_config(tmp_path).optim) is None
     assert str(Expected(None, 5)) == "memory: not known beforehand for this model"
 

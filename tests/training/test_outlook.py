@@ -9,11 +9,9 @@ import torch
 
 from tests.helpers.stand_in_gpu import GPU, Card, OnProcessor
 from visionattn.cli.ends import DoesNotFit
+from visionattn.data import outlook
 from visionattn.data.geometry import Geometry
-from visionattn.models.weights import DataSpec
-from visionattn.training import outlook, passes
-from visionattn.training.memory import SHARE, Expected
-from visionattn.training.outlook import (
+from visionattn.data.outlook import (
     BATCH_SECONDS,
     FEW_PIXELS,
     TRIAL_SECONDS,
@@ -25,6 +23,9 @@ from visionattn.training.outlook import (
     scaled,
     trial_seconds,
 )
+from visionattn.models import cost
+from visionattn.models.cost import SHARE, Expected
+from visionattn.models.weights import DataSpec
 
 CPU, MIB = torch.device("cpu"), 2**20
 SPEC = DataSpec(3, 4, (), (0.5,) * 3, (0.25,) * 3, None, 32)
@@ -45,7 +46,7 @@ class Means(torch.nn.Module):
 def memory(monkeypatch):
     """Makes the memory of ``Means``, in which nothing but tensors counts."""
     monkeypatch.setattr(outlook, "taken_bytes", lambda device: 0)
-    monkeypatch.setattr(passes, "LIBRARIES_BYTES", 0)
+    monkeypatch.setattr(cost, "LIBRARIES_BYTES", 0)
 
     def make(geometry=None, there=None, model=None):
         monkeypatch.setattr(outlook, "memory_there_is", lambda device: there)

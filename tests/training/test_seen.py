@@ -12,9 +12,8 @@ from PIL import Image
 from tests.helpers.tools import load_tool
 from visionattn.data.batches import Batch
 from visionattn.data.geometry import Geometry
+from visionattn.models.building import ModelConfig, build_model
 from visionattn.models.weights import load_model, save_model
-from visionattn.training.build import build_model
-from visionattn.training.config import ModelConfig
 from visionattn.training.evaluate import evaluate
 
 MODEL = {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2, "horizon": 1}

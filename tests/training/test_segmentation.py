@@ -16,14 +16,15 @@ from tests.helpers.tools import assert_one_error, load_tool
 from visionattn.cli.ends import run_tool
 from visionattn.data.batches import Batch
 from visionattn.data.splits import build_splits
+from visionattn.models.building import ModelConfig, build_model
+from visionattn.models.pixel_classes import ious_of
 from visionattn.models.segmentation import IGNORED, Segmenter
 from visionattn.models.weights import DataSpec, load_model, read_metadata, save_model
-from visionattn.training.build import build_model
-from visionattn.training.config import ModelConfig, OptimConfig, check
+from visionattn.training.config import OptimConfig, check
 from visionattn.training.distributed import joined
 from visionattn.training.engine import train
 from visionattn.training.evaluate import evaluate
-from visionattn.training.segmentation import Segmenting, confusion_of, ious_of
+from visionattn.training.segmentation import Segmenting, confusion_of
 from visionattn.training.start import started_model
 from visionattn.training.states import best_figures
 from visionattn.training.trainer import Trainer

@@ -11,10 +11,11 @@ import yaml
 from safetensors.torch import save_file
 
 from tests.helpers.small_runs import quadrants_for, same, small_config
+from visionattn.models.building import ModelConfig
 from visionattn.models.conversion import from_softmax
 from visionattn.models.weights import DataSpec, load_model, read_metadata, save_model
 from visionattn.training import engine
-from visionattn.training.config import ModelConfig, TrainConfig
+from visionattn.training.config import TrainConfig
 from visionattn.training.engine import train
 from visionattn.training.start import started_model
 

@@ -13,7 +13,7 @@ from tests.helpers.small_runs import (
     small_config,
 )
 from tests.helpers.small_runs import small_trainer as trainer_of
-from visionattn.training.checkpoint import random_state
+from visionattn.models.machine import random_state
 from visionattn.training.trial import (
     LONG_SECONDS,
     Trial,

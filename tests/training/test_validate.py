@@ -13,9 +13,11 @@ from PIL import Image
 from tests.helpers.image_files import members_of, write_classes, write_tar
 from tests.helpers.stand_in_gpu import GPU, Card, OnProcessor
 from visionattn.command import run
+from visionattn.data import outlook
+from visionattn.models import cost
+from visionattn.models.cost import SHARE, WORKER_BYTES
 from visionattn.models.weights import DataSpec, save_model
-from visionattn.training import outlook, passes, validate
-from visionattn.training.memory import SHARE, WORKER_BYTES
+from visionattn.training import validate
 
 NAMES = ("bird", "cat", "dog 2")
 SHAPES = [(24, 40), (40, 24), (32, 48), (56, 56), (24, 24), (56, 56), (16, 16)]
@@ -43,7 +45,7 @@ def evaluate(given, capsys, monkeypatch):
     what it printed and its error.
     """
     monkeypatch.setattr(outlook, "taken_bytes", lambda device: 0)
-    monkeypatch.setattr(passes, "LIBRARIES_BYTES", 0)
+    monkeypatch.setattr(cost, "LIBRARIES_BYTES", 0)
     monkeypatch.setattr(validate, "FEW_PIXELS", 0)
 
     def evaluated(*flags):

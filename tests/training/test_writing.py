@@ -22,11 +22,12 @@ from visionattn.data.documents import draw_page
 from visionattn.data.drawn import seen_as
 from visionattn.data.geometry import Geometry
 from visionattn.data.splits import build_splits
+from visionattn.models.building import ModelConfig
 from visionattn.models.export import check_exportable
 from visionattn.models.pixel_decoder import PixelDecoder
 from visionattn.models.weights import load_model
 from visionattn.training import engine
-from visionattn.training.config import ModelConfig, OptimConfig
+from visionattn.training.config import OptimConfig
 from visionattn.training.distributed import joined
 from visionattn.training.evaluate import evaluate
 from visionattn.training.report import report

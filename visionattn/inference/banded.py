@@ -1,54 +1,42 @@
 """Images that do not fit into memory in one pass: which of a run they are, and their outputs, which
-are computed band by band of rows (``models/tiled``) with the file as a source.
+are computed band by band of rows (``bands.py``).
 
 This module owns that choice and what is said of it. It knows nothing of what becomes of outputs.
 """
 
+import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from visionattn.cli.ends import is_out_of_memory
-from visionattn.cli.files import write_whole
 from visionattn.cli.memory import room_of, taken_bytes
 from visionattn.cli.tables import sized
-from visionattn.data.formats import DAMAGED_IMAGE, NotAsAsked, as_flags
 from visionattn.data.geometry import Size, pixels
-from visionattn.data.large import ImageSource, open_sink, open_source
-from visionattn.data.large.source import UnreadablePart
 from visionattn.inference.forecast import FEW_PIXELS, memory_of, sizes_read
-from visionattn.inference.held import HeldImages
 from visionattn.inference.opening import Opened
 from visionattn.inference.options import InferenceOptions
 from visionattn.inference.reading import ReadImages, Sample
 from visionattn.inference.running import Compute, Outcome, finished, masks
-from visionattn.inference.work import WorkFolder
+from visionattn.inference.work import WorkFolder, write_array
 from visionattn.layout import Grid
-from visionattn.models.evidence import Evidence
 from visionattn.models.filled import call, last_map, pooled
 from visionattn.models.segmentation import Segmenter
-from visionattn.models.tiled.forward import CUT, Want, check_tiled, forward_tiled
-from visionattn.models.tiled.plan import SHARE, BelowOneBand, plan
-from visionattn.training.evaluate import autocast
 
-WANTS: dict[Compute, Want] = {
-    call: "logits",
-    pooled: "pooled",
-    last_map: "dense",
-    masks: "masks",
-}
+if TYPE_CHECKING:
+    from visionattn.models.evidence import Evidence
+
+WANTS = {call: "logits", pooled: "pooled", last_map: "dense", masks: "masks"}
 """What of ``forward_tiled`` stands for what of a pass over batches."""
-MAPS = ("dense", "masks")
-"""Outputs that are written row by row."""
-GIB = 2**30
 
 
 class Banding:
@@ -58,11 +46,9 @@ class Banding:
         opened: the model.
         images: all images; ``most_px`` of it is set, from which on they are not read whole.
         compute: which outputs of the model are wanted.
-        amp: precision.
-        workers: processes that read.
-        memory_gib: what a pass may take beside the model, in GiB; None: the memory there is.
-        held_bytes: what waits in memory to be written.
+        options: precision, processes that read, and the bound of memory; None: none of them.
         work: where passes keep how far they have come; None: nowhere.
+        held_bytes: what waits in memory to be written.
         always: all images that the model sees at their own size are computed so.
 
     Attributes:
@@ -74,7 +60,7 @@ class Banding:
         before: is called before each pass, which shows its own progress.
 
     Raises:
-        ValueError: the bound is below one band; one line.
+        ValueError: the bound is below one band, or ``work`` is of another command; one line.
     """
 
     def __init__(
@@ -82,22 +68,23 @@ class Banding:
         opened: Opened,
         images: ReadImages,
         compute: Compute,
-        *,
-        amp: str,
-        workers: int,
-        memory_gib: float | None,
-        held_bytes: int = 0,
+        options: InferenceOptions | None = None,
         work: WorkFolder | None = None,
+        *,
+        held_bytes: int = 0,
         always: bool = False,
     ):
-        self.opened, self.images, self.amp, self.work = opened, images, amp, work
+        if work is not None:
+            work.check()
+        options = options or InferenceOptions(workers=0)
+        self.opened, self.images, self.amp, self.work = opened, images, options.amp, work
         self.want = WANTS.get(compute)
-        self.bound_bytes = None if memory_gib is None else int(memory_gib * GIB)
+        self.bound_bytes = options.memory_bytes
         self.memory = memory_of(
             opened,
             compute,
-            amp=amp,
-            workers=workers,
+            amp=options.amp,
+            workers=options.workers,
             held_bytes=held_bytes,
             bound_bytes=self.bound_bytes,
         )
@@ -108,6 +95,8 @@ class Banding:
         self.before: Callable[[], object] = lambda: None
         if opened.geometry.canvas is None:
             self._divide(always)
+        if work is not None and (always or self.lines):
+            work.check_writable()
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -119,39 +108,32 @@ class Banding:
     def _divide(self, always: bool) -> None:
         """Find from which number of pixels on images do not fit, and say so."""
         found = sizes_read(self.images, 0, time.perf_counter)
-        canvases: dict[Size, Size] = {}
-        for size in found:
-            if (seen := self.images.own_canvas(*size)) is not None:
-                canvases[size] = seen
+        seen = {size: self.images.own_canvas(*size) for size in found}
+        canvases = {size: canvas for size, canvas in seen.items() if canvas is not None}
         if always:
             self.images.most_px = 0
-            for canvas in canvases.values():
-                self._check_bound(canvas)
+            self._check_bound(canvases.values())
             return
-        shapes = sorted(set(canvases.values()), key=lambda shape: shape[0] * shape[1])
         least = 0 if self.memory.bounded else FEW_PIXELS
-        shapes = [shape for shape in shapes if shape[0] * shape[1] > least]
+        shapes = sorted({s for s in canvases.values() if math.prod(s) > least}, key=math.prod)
         if not shapes or not self.memory.too_much(shapes[-1]):
             return
         self.reason = self._reason()
         if self.want is None or self.reason is not None:
             return
-        low, high = -1, len(shapes) - 1  # the one fits, or is none; the other does not
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self.memory.too_much(shapes[middle]) else (middle, high)
-        self.images.most_px = least if low < 0 else shapes[low][0] * shapes[low][1]
+        fitting = bisect_left(shapes, True, hi=len(shapes) - 1, key=self.memory.too_much)
+        self.images.most_px = math.prod(shapes[fitting - 1]) if fitting else least
         banded = [size for size in found if self.images.is_banded(*size)]
         self.share = len(banded) / len(found)
-        largest = max(banded, key=lambda size: size[0] * size[1])
-        for canvas in dict.fromkeys(canvases[size] for size in banded):
-            self._check_bound(canvas)
-        self.lines = (self._said(len(banded), len(found), largest, shapes[-1]),)
+        self._check_bound(dict.fromkeys(canvases[size] for size in banded))
+        self.lines = (self._said(banded, len(found), shapes[-1]),)
 
     def _reason(self) -> str | None:
         """Return why the model cannot be computed in bands; None where it can be."""
         if self.want is None:
             return None
+        from visionattn.models.tiled.forward import CUT, check_tiled
+
         try:
             check_tiled(self.opened.model, self.want)
         except ValueError as error:
@@ -159,42 +141,42 @@ class Banding:
             return f"it is not computed band by band: {reason}; --tiles SIDE cuts images into tiles"
         return None
 
-    def _check_bound(self, canvas: Size) -> None:
-        assert self.want is not None
+    def _check_bound(self, canvases: Iterable[Size]) -> None:
+        from visionattn.models.tiled.plan import BelowOneBand, plan
+
         model = self.opened.model
         body = model.backbone if isinstance(model, Segmenter) else model
         down, across = self.opened.geometry.patch_px
-        grid = Grid(canvas[0] // down, canvas[1] // across)
-        try:
-            plan(body, grid, self.memory_bytes(), self.want, model)
-        except BelowOneBand as error:
-            if len(self.images) == 1:
-                raise
-            raise ValueError(f"{error} of an image of {pixels(canvas)}") from error
+        for canvas in canvases:
+            grid = Grid(canvas[0] // down, canvas[1] // across)
+            try:
+                plan(body, grid, self.memory_bytes(), self.want, model)
+            except BelowOneBand as error:
+                if len(self.images) == 1:
+                    raise
+                raise ValueError(f"{error} of an image of {pixels(canvas)}") from error
 
     def memory_bytes(self) -> int | None:
         """Return what a pass may take beside the model, as far as that is known."""
+        from visionattn.models.tiled.plan import SHARE
+
         if self.bound_bytes is not None or self.memory.there_bytes is None:
             return self.bound_bytes
         return int(SHARE * (self.memory.there_bytes - taken_bytes(self.opened.device)))
 
-    def _said(self, count: int, known: int, largest: Size, shape: Size) -> str:
+    def _said(self, banded: list[Size], known: int, shape: Size) -> str:
         needed, there = self.memory.about(shape), self.memory.there_bytes
         assert there is not None
-        much = f"take {sized(needed)}" if needed is not None and needed < 1 << 60 else "not fit"
-        end = f"in one pass, and {room_of(there, bounded=self.memory.bounded)}"
-        if known < len(self.images):
-            images = f"images of up to {pixels(largest)}"
-        elif count > 1:
-            images = f"{count} images of up to {pixels(largest)}"
-        else:
-            return (
-                f"1 image of {pixels(largest)} would {much} {end}: it is computed band by band, "
-                "with the same result up to rounding"
-            )
+        is_known = needed is not None and needed < 1 << 60
+        room = room_of(there, bounded=self.memory.bounded)
+        one = known == len(self.images) and len(banded) == 1
+        count = "" if known < len(self.images) else f"{len(banded)} "
+        images = f"{count}image{'' if one else 's'} of {'' if one else 'up to '}"
+        much = f"take {'' if one else 'up to '}{sized(needed)}" if is_known else "not fit"
         return (
-            f"{images} would {much.replace('take', 'take up to')} {end}: they are computed band by "
-            "band, with the same results up to rounding"
+            f"{images}{pixels(max(banded, key=math.prod))} would {much} in one pass, and {room}: "
+            f"{'it is' if one else 'they are'} computed band by band, with the same "
+            f"result{'' if one else 's'} up to rounding"
         )
 
     def outcome(self, index: int, sample: Sample, dtype: torch.dtype) -> Outcome:
@@ -204,6 +186,9 @@ class Banding:
             ValueError: ``work`` keeps the work of another image.
             Stopped: Ctrl-C, where there is ``work``.
         """
+        from visionattn.inference.bands import UnreadableImage
+        from visionattn.models.tiled.plan import BelowOneBand
+
         self.before()
         path = self.images.listing.name(index)
         assert sample.height is not None and sample.width is not None
@@ -212,10 +197,9 @@ class Banding:
         try:
             value = self._value(index, path)
         except UnreadableImage as error:
-            reason = str(error)
             if self.work is not None:
                 self.work.drop(index)
-            return replace(failed, reason=reason, input_height=None, input_width=None)
+            return replace(failed, reason=str(error), input_height=None, input_width=None)
         except BelowOneBand as error:
             return replace(failed, status="oom", reason=str(error))
         except (RuntimeError, MemoryError) as error:
@@ -226,40 +210,51 @@ class Banding:
         return finished(replace(failed, status="ok", value=value.to(dtype)), dtype)
 
     def _value(self, index: int, path: str) -> Tensor:
-        assert self.want is not None
-        done = None if self.work is None else self.work.result(index)
-        if done is not None and done.exists():
-            return self._kept(done)
-        options = {} if self.work is None else self.work.options(index, self.memory_bytes())
-        with open_image_source(self.images, index) as source:
-            sink = None
-            if done is not None and self.want in MAPS:
-                sink = open_sink(done, overwrite=True)
-            with sink or nullcontext():
-                found = compute_bands(
-                    self.opened,
-                    source,
-                    sink,
-                    want=self.want,
-                    amp=self.amp,
-                    say=lambda line: self.say(f"{path}: {line}"),
-                    **({"memory": self.memory_bytes()} | options),
-                )
-        if found is None:
-            assert done is not None
-            return self._kept(done)
-        value: Tensor = found[0]
-        if done is not None:
-            write_whole(done, lambda place: _write(place, value.numpy()))
-        return value
+        """Compute an output, or take it from the folder of the work, where maps stay on the disk
+        until they are used.
+        """
+        if self.work is None:
+            return self._computed(index, path, None)[0]
+        done = self.work.result(index)
+        if not done.exists():
+            found = self._computed(index, path, done)
+            if found is not None:
+                write_array(done, found[0].numpy())
+                return found[0]
+        kept = torch.from_numpy(np.load(done, mmap_mode="c"))
+        return kept[0] if self.want == "masks" else kept
 
-    def evidence(self, index: int, target: int | None) -> Evidence:
+    def _computed(self, index: int, path: str, done: Path | None) -> Any:
+        from visionattn.data.large import open_sink
+        from visionattn.inference.bands import compute_bands, open_image_source
+
+        options: dict[str, Any] = {"memory": self.memory_bytes()}
+        if self.work is not None:
+            options = self.work.options(index, self.memory_bytes())
+        written = done is not None and self.want in ("dense", "masks")  # row by row
+        with (
+            open_image_source(self.images, index) as source,
+            open_sink(done, overwrite=True) if written else nullcontext() as sink,
+        ):
+            return compute_bands(
+                self.opened,
+                source,
+                sink,
+                want=self.want,
+                amp=self.amp,
+                say=lambda line: self.say(f"{path}: {line}"),
+                **options,
+            )
+
+    def evidence(self, index: int, target: int | None) -> "Evidence":
         """Find what speaks for a class in an image, without the gradient.
 
         Raises:
             UnreadableImage: it cannot be read.
             ValueError: outputs are not finite, or the bound is below one band.
         """
+        from visionattn.inference.bands import compute_bands, open_image_source
+
         with open_image_source(self.images, index) as source:
             return compute_bands(
                 self.opened,
@@ -270,44 +265,6 @@ class Banding:
                 memory=self.memory_bytes(),
                 say=self.say,
             )
-
-    def _kept(self, done: Path) -> Tensor:
-        """Return an output that is kept in a file, of which maps stay there until they are used."""
-        found = torch.from_numpy(np.load(done, mmap_mode="c"))
-        return found[0] if self.want == "masks" else found
-
-
-def banding_of(
-    opened: Opened,
-    images: ReadImages,
-    compute: Compute,
-    options: InferenceOptions,
-    work: WorkFolder | None = None,
-    *,
-    held_bytes: int = 0,
-    always: bool = False,
-) -> Banding:
-    """Return the images of a command that are computed band by band; ``Banding`` says the rest.
-
-    Raises:
-        ValueError: the bound of memory is below one band, or ``work`` is of another command.
-    """
-    if work is not None:
-        work.check()
-    banding = Banding(
-        opened,
-        images,
-        compute,
-        amp=options.amp,
-        workers=options.workers,
-        memory_gib=options.memory_gib,
-        held_bytes=held_bytes,
-        work=work,
-        always=always,
-    )
-    if work is not None and (always or banding.lines):
-        work.check_writable()
-    return banding
 
 
 def folder_of(
@@ -322,73 +279,8 @@ def folder_of(
         known = opened.identity() | {key: getattr(options, key, None) for key in keys}
         return known | {"images": len(images), "list_of_images": images.listing.digest()}
 
-    output = output or Path(options.output or "")
-    bound = options.memory_gib
+    output, bound = output or Path(options.output or ""), options.memory_gib
     return WorkFolder(output, identity, overwrite=options.overwrite, bound_gib=bound)
-
-
-class UnreadableImage(ValueError):
-    """An image cannot be read, or not as it is asked for; the text says which rows, or why."""
-
-
-def open_image_source(images: ReadImages, index: int) -> ImageSource:
-    """Open an image of a listing to read bands of it as its options say.
-
-    Raises:
-        UnreadableImage: it cannot be opened.
-    """
-    listing = images.listing
-    try:
-        held = listing.array(index) if isinstance(listing, HeldImages) else None
-        given = listing.open(index) if held is None else held
-        return open_source(given, options=images.options, name=listing.name(index))
-    except DAMAGED_IMAGE as error:
-        raise UnreadableImage(_line(error)) from error
-
-
-def compute_bands(
-    opened: Opened,
-    source: ImageSource,
-    sink: Any = None,
-    *,
-    amp: str,
-    identity: dict[str, Any] | None = None,
-    **options: Any,
-) -> Any:
-    """Call ``forward_tiled`` for an image with what a model expects of it.
-
-    Args:
-        opened: the model.
-        source: the image.
-        sink: where a map goes; None: it is returned.
-        amp: precision.
-        identity: what tells the work from others beside the image.
-        options: further ones of ``forward_tiled``.
-
-    Raises:
-        UnreadableImage: a band cannot be read, or its values have no known range.
-    """
-    try:
-        prepare = source.prepare(opened.spec)
-    except DAMAGED_IMAGE as error:
-        raise UnreadableImage(_line(error)) from error
-    known = (identity or {}) | {"image": source.identity(), "amp": amp}
-    try:
-        with autocast(opened.device, amp):
-            return forward_tiled(
-                opened.model, source, sink, identity=known, prepare=prepare, **options
-            )
-    except (UnreadablePart, NotAsAsked) as error:
-        raise UnreadableImage(_line(error)) from error
-
-
-def _line(error: BaseException) -> str:
-    return as_flags(" ".join(str(error).split())) or type(error).__name__
-
-
-def _write(place: Path, values: np.ndarray) -> None:
-    with open(place, "wb") as file:
-        np.save(file, values)
 
 
 def _to_stderr(line: str) -> None:

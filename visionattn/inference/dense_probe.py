@@ -18,7 +18,7 @@ from visionattn.inference.drawn import SPLITS, Drawn
 from visionattn.inference.probe import fit_linear, without_features
 from visionattn.inference.reading import ReadImages
 from visionattn.inference.shards import read_features
-from visionattn.training.segmentation import ious_of
+from visionattn.models.pixel_classes import ious_of
 
 MOST_OF_IMAGE = 50
 """The most patches of background, and of distractors, of one image that are fitted on."""

@@ -1,4 +1,4 @@
-"""Canvases and documents as images to compute features of, with their classes and masks.
+"""Digits, canvases and documents as images to compute features of, with their classes and masks.
 
 This module owns how many are drawn, how hard, and at which size. They are the ones that training
 validates and tests on.
@@ -15,7 +15,7 @@ from visionattn.data.batches import SampleKey
 from visionattn.data.checks import args_of
 from visionattn.data.config import DataConfig
 from visionattn.data.documents import Page
-from visionattn.data.embedded import Canvas
+from visionattn.data.embedded import Canvas, digit_splits
 from visionattn.data.formats import as_flags
 from visionattn.data.geometry import Geometry, Size
 from visionattn.data.masks import see_mask, value_names
@@ -25,6 +25,51 @@ from visionattn.inference.probe import Division
 
 SPLITS = ("validation", "test")
 """Those that are drawn, in the order of their images."""
+
+
+class Digits:
+    """The digits that scikit-learn ships, train, validation and test one after the other:
+    ``digits/train/17``.
+
+    Attributes:
+        labels: the class of each digit, ``[n]``.
+    """
+
+    def __init__(self, val_fraction: float, seed: int):
+        """Divide the digits by ``val_fraction`` and ``seed``, as for training."""
+        parts = digit_splits(val_fraction, seed)
+        self._names = [
+            f"digits/{split}/{i}" for split, part in parts.items() for i in range(len(part.labels))
+        ]
+        self._images = np.concatenate([part.images for part in parts.values()])
+        self.labels = np.concatenate([part.labels for part in parts.values()])
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def open(self, index: int) -> BinaryIO:
+        """Return the digit as a PNG in memory."""
+        stream = io.BytesIO()
+        Image.fromarray(self._images[index]).save(stream, "png")
+        stream.seek(0)
+        return stream
+
+    def name(self, index: int) -> str:
+        """Return split and number of the digit."""
+        return self._names[index]
+
+    def divide(self) -> Division:
+        """Fit on the digits that training trains on, and judge on its test digits."""
+        labels = {self.name(i): int(label) for i, label in enumerate(self.labels)}
+        fitted, judged = (
+            {path: label for path, label in labels.items() if path.startswith(f"digits/{split}/")}
+            for split in ("train", "test")
+        )
+        return Division(fitted, judged, "test", tuple(str(digit) for digit in range(10)))
+
+    def digest(self) -> str:
+        """Return a digest of names and pixels."""
+        return digest_of([*self._names, self._images.tobytes()])
 
 
 class Drawn:

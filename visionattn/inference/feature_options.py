@@ -10,18 +10,20 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from visionattn.cli.parsing import parse
+import yaml
+
+from visionattn.cli.files import first_line
 from visionattn.cli.untrusted import brief
 from visionattn.data.checks import DRAWN
 from visionattn.data.config import DataConfig
 from visionattn.data.large.sink import SINKS
 from visionattn.inference.collection import Part
 from visionattn.inference.options import InferenceOptions, parse_options
-from visionattn.training.config import TrainConfig
-from visionattn.training.record import CONFIG
 
 EVAL_IMAGES = 500
 """Images of each split that are drawn where ``data_args`` does not say it."""
+CONFIG = "config.yaml"
+"""Beside the weights of a run, what it trained on."""
 
 
 @dataclass
@@ -65,9 +67,7 @@ class ExtractOptions(InferenceOptions):
     which all parts share. Any scheduler may start them, at once or one by one.
     """
     merge: bool = False
-    """Make of all the parts in ``output`` what one run without ``shard`` writes; nothing but
-    ``output`` is given beside it.
-    """
+    """Write one index over all the parts in ``output``; no other option is given."""
     engine: Literal["here", "ray"] = "here"
     """``ray``: the nodes of a Ray cluster extract parts, which this process merges."""
     address: str | None = None
@@ -121,12 +121,18 @@ def of_run(options: ExtractOptions) -> dict[str, Any]:
     beside = Path(options.checkpoint or "").with_name(CONFIG) if options.checkpoint else None
     if not options.drawn or beside is None or not beside.is_file():
         return {}
-    run = parse(TrainConfig, ["--config", str(beside)])
-    if run.data.name != options.data:
-        return {}
-    args = {key: run.data.args[key] for key in run.data.args if not key.endswith("_images")}
-    held = {"val_fraction": run.data.val_fraction} if options.data == "canvas" else {}
-    return {"data_args": args, "seed": run.seed} | held
+    try:
+        run = yaml.safe_load(beside.read_text(encoding="utf-8"))
+        data = run["data"]
+        if data["name"] != options.data:
+            return {}
+        args = {
+            key: x for key, x in (data.get("args") or {}).items() if not key.endswith("_images")
+        }
+        held = {"val_fraction"} & set(data) if options.data == "canvas" else set()
+        return {"data_args": args, "seed": run.get("seed", 0)} | {key: data[key] for key in held}
+    except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{beside} is no configuration of a run: {first_line(error)}") from error
 
 
 def check(options: ExtractOptions) -> None:

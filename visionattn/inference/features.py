@@ -12,40 +12,36 @@ from typing import Any
 
 import torch
 
-from visionattn.cli.ends import OutOfMemory, Stopped
-from visionattn.cli.files import check_folder, locked, printable, unfinished
-from visionattn.cli.progress import Progress
-from visionattn.inference.banded import banding_of, folder_of
+from visionattn.cli.ends import Stopped
+from visionattn.cli.files import check_folder, locked, unfinished
 from visionattn.inference.collection import Part, check_beside
 from visionattn.inference.dense_probe import probe_folder
-from visionattn.inference.drawn import Drawn
+from visionattn.inference.drawn import Digits, Drawn
 from visionattn.inference.feature_options import ExtractOptions, check
-from visionattn.inference.forecast import outlook
-from visionattn.inference.listing import Digits, Listing, find_images
+from visionattn.inference.image_run import ImageRun
+from visionattn.inference.listing import Listing, find_images
 from visionattn.inference.opening import Opened, open_model
-from visionattn.inference.probe import Division, divide_digits, divide_folder, fit_probes
-from visionattn.inference.reading import ReadImages
-from visionattn.inference.running import run_images
+from visionattn.inference.probe import Division, divide_folder, fit_probes
 from visionattn.inference.shards import (
+    INDEX,
     LOCK,
+    PARTS,
     Pending,
     Shard,
     check_images,
     check_ours,
     delete_from,
+    error_of,
     has_features,
     read_features,
-    rows_of,
+    report_failures,
     shard_paths,
     whole_shards,
     write_index,
 )
-from visionattn.inference.tiling import work_of
 from visionattn.models.filled import last_map, pooled
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
-NAMED_FAILURES = 5
-"""How many images without features the report names; the index names all."""
 AT_WORK = "another extraction of features is at work"
 MIB = 2**20
 
@@ -81,15 +77,9 @@ class Extraction:
             raise ValueError(f"{self.opened.name} gives no feature maps; leave --dense out")
         if options.drawn:
             self._find_images()
-        self.images = ReadImages(
-            self.listing,
-            self.opened.spec,
-            self.opened.geometry,
-            options.max_pixels,
-            level=options.level,
-        )
-        self.work = work_of(options, self.opened, last_map if options.dense else pooled)
-        self.whole_identity = self.opened.identity() | self._own_identity()
+        compute = last_map if options.dense else pooled
+        self.image_run = ImageRun(options, self.opened, self.listing, compute)
+        self.identity = self.opened.identity() | self._own_identity()
         if options.engine == "here":
             self._begin()
 
@@ -101,7 +91,8 @@ class Extraction:
             ValueError: there are fewer images than parts, or something is in the way.
         """
         other = copy(self)
-        other.images = copy(self.images)
+        other.image_run = copy(self.image_run)
+        other.image_run.images = copy(self.image_run.images)
         other.part = part
         other._check_folder()
         other._begin()
@@ -121,25 +112,17 @@ class Extraction:
 
     def _begin(self) -> None:
         """Find which images are to be done, and which of them are."""
-        self.numbers, self.identity = range(len(self.listing)), dict(self.whole_identity)
+        self.numbers = range(len(self.listing))
         if self.part is not None:
-            size = self.batch_size
-            self.numbers = self.part.images(len(self.listing), size)
-            self.identity |= {"part": str(self.part), "batch_size": size}
-        self.images.stop = self.numbers.stop
+            self.numbers = self.part.images(len(self.listing))
+        self.image_run.images.stop = self.numbers.stop
         self.kept = self._whole_shards()
         check_images(self.kept, self.listing.name, self.numbers)
         options = self.options
-        self.banding = banding_of(
-            self.opened,
-            self.images,
-            self.work.compute,
-            options,
-            folder_of(self.opened, self.images, options, self._beside),
-            held_bytes=options.shard_mib * MIB if options.dense else 0,
-        )
+        held_bytes = options.shard_mib * MIB if options.dense else 0
+        self.image_run.choose_banded(self._beside, held_bytes=held_bytes)
         if not self.kept:
-            self.images.check_asked()
+            self.image_run.images.check_asked()
         self.begun = False
 
     @property
@@ -152,12 +135,6 @@ class Extraction:
         """Return beside what the work of large images is kept: nothing else lies among parts."""
         output, part = Path(self.options.output or ""), self.part
         return output if part is None else Path(f"{output}.{part.number}-of-{part.of}")
-
-    @property
-    def batch_size(self) -> int:
-        """Return the images of a batch; where the memory decides that, those of a usual one."""
-        asked = self.work.batch_size
-        return asked if isinstance(asked, int) else self.opened.usual_batch
 
     def _whole_shards(self) -> list[Shard]:
         if self.options.overwrite:
@@ -184,10 +161,8 @@ class Extraction:
 
     def _divide(self) -> Division:
         options = self.options
-        if isinstance(self.listing, Drawn):
+        if isinstance(self.listing, (Digits, Drawn)):
             division = self.listing.divide()
-        elif isinstance(self.listing, Digits):
-            division = divide_digits(self.listing)
         else:
             division = divide_folder(
                 options.images[0], val_fraction=options.val_fraction, seed=options.seed
@@ -241,7 +216,7 @@ class Extraction:
 
     def _run(self, say: Callable[[str], None]) -> None:
         """Do the work of ``run`` in a folder that is locked."""
-        for note in (*self.opened.notes, *self.work.lines):
+        for note in (*self.opened.notes, *self.image_run.work.lines):
             say(note)
         if isinstance(self.listing, Drawn):
             say(self.listing.describe())
@@ -252,10 +227,12 @@ class Extraction:
         if done:
             say(f"{done} of {total} images are done: going on after {count_files(len(self.kept))}")
         start = time.perf_counter()
-        batch_size = self._batch_size(done, say)
+        batch_size = 1
+        if done < total:
+            batch_size = self.image_run.announce(say, self.numbers.start + done)
         try:
-            self.banding.say = say
-            with self.banding.at_work():
+            self.image_run.banding.say = say
+            with self.image_run.banding.at_work():
                 files = self._write_shards(done, batch_size)
         except KeyboardInterrupt as error:
             raise Stopped(self._stopped()) from error
@@ -275,68 +252,33 @@ class Extraction:
             features = read_features(self.folder)
             yield from fit_probes(features, self.division, self.options.neighbours).lines()
         elif self.options.probe and isinstance(self.listing, Drawn):
-            yield from probe_folder(self.folder, self.images, self.listing, self.options.seed)
-
-    def _batch_size(self, done: int, say: Callable[[str], None]) -> int:
-        """Say what the images that are left will take, and return how many make a batch.
-
-        Raises:
-            DoesNotFit: a batch clearly takes more memory than there is.
-        """
-        options = self.options
-        asked = self.work.batch_size
-        if done == len(self.numbers):
-            return 1 if asked == "auto" else asked
-        told = outlook(
-            self.opened,
-            self.images,
-            self.work.compute,
-            batch_size=asked,
-            workers=options.workers,
-            amp=options.amp,
-            start=self.numbers.start + done,
-            banding=self.banding,
-        )
-        for text in told.lines:
-            say(text)
-        return told.batch_size
+            yield from probe_folder(
+                self.folder, self.image_run.images, self.listing, self.options.seed
+            )
 
     def _write_shards(self, done: int, batch_size: int) -> int:
         """Write the shards from image ``done`` on, and return how many there are then."""
         options, number = self.options, len(self.kept)
-        total, first = len(self.numbers), self.numbers.start + done
+        total = len(self.numbers)
         # Nothing is left to compute; shards behind the last one are of an earlier, longer run.
         if done == total:
             delete_from(self.folder, number)
             return number
-        outcomes = run_images(
-            self.opened,
-            self.images,
-            self.work.compute,
-            start=first,
-            batch_size=batch_size,
-            workers=options.workers,
-            amp=options.amp,
-            dtype=DTYPES[options.dtype],
-            banded=self.banding.outcome,
-        )
+        dtype, first = DTYPES[options.dtype], self.numbers.start
+        outcomes = self.image_run.outcomes(batch_size, dtype, first=first, done=done)
         # Batches fill a shard, which is written as soon as it is full: a kill loses one shard at
         # most.
-        pending = Pending(self.folder, number, first, self.identity)
-        with Progress(total, done) as progress, progress.within(self.work.shown, batch_size):
-            self.banding.before = progress.stop
-            for batch in outcomes:
-                pending.add(batch)
-                if pending.is_full(options.shard_images, options.shard_mib * MIB):
-                    self._write(pending)
-                    number += 1
-                    pending = Pending(
-                        self.folder, number, pending.first + len(pending), self.identity
-                    )
-                progress.advance(len(batch), sum(outcome.value is None for outcome in batch))
-            if len(pending):
+        pending = Pending(self.folder, number, first + done, self.identity)
+        for batch in outcomes:
+            pending.add(batch)
+            if pending.is_full(options.shard_images, options.shard_mib * MIB):
                 self._write(pending)
                 number += 1
+                following = pending.first + len(pending)
+                pending = Pending(self.folder, number, following, self.identity)
+        if len(pending):
+            self._write(pending)
+            number += 1
         return number
 
     def _write(self, pending: Pending) -> None:
@@ -346,7 +288,7 @@ class Extraction:
                 f"none of the first {len(pending)} images gives features, so that those in "
                 f"{self.folder} stay"
             )
-            raise _error_of(pending.rows[0], text)
+            raise error_of(pending.rows[0], text)
         pending.write()
         if not self.begun:
             delete_from(self.folder, len(self.kept) + 1)
@@ -376,37 +318,6 @@ def emptied_at_end(folder: Path, made: bool) -> Iterator[None]:
                 folder.rmdir()
 
 
-def report_failures(folder: Path, say: Callable[[str], None], *, all_fail: bool = True) -> None:
-    """Say which images in a folder have no features.
-
-    Raises:
-        ValueError, OutOfMemory: none has, where ``all_fail`` is on.
-    """
-    failed, total, first = 0, 0, []
-    for row in rows_of(folder):
-        total += 1
-        if row["status"] != "ok":
-            failed += 1
-            if len(first) < NAMED_FAILURES:
-                first.append(row)
-    if failed == total and all_fail:
-        raise _error_of(first[0], f"none of the {failed} images gives features")
-    if failed:
-        say(f"{failed} without features:")
-        for row in first:
-            say(printable(f"  {row['path']}: {row['reason']}"))
-        if failed > len(first):
-            say(f"  and {failed - len(first)} more, in the index")
-
-
-def _error_of(row: dict[str, Any], text: str) -> Exception:
-    """Make an error of the text and of what happened to an image: ``OutOfMemory`` where that was
-    the reason.
-    """
-    error = OutOfMemory if row["status"] == "oom" else ValueError
-    return error(f"{text}; the first: {row['path']}: {row['reason']}")
-
-
 def count_files(count: int) -> str:
     """Say how many files of features there are."""
     return f"{count} file{'' if count == 1 else 's'} of features"
@@ -415,5 +326,7 @@ def count_files(count: int) -> str:
 def _check_folder(folder: Path, overwrite: bool) -> None:
     """Raise ValueError where features cannot be written, or would lie among other files."""
     check_folder(folder, "choose another --output")
+    if (folder / PARTS).exists() and (overwrite or not (folder / INDEX).exists()):
+        raise ValueError(f"{folder} holds parts, not merged; --merge, or choose another --output")
     if folder.exists() and not overwrite:
         check_ours(folder)

@@ -1,7 +1,7 @@
 """What features or predictions of images in files will take, said before the first one: memory and
 time, and what would fit where the memory is not there.
 
-``training/outlook.py`` tells both of forwards. Here are the sizes of the files.
+``data/outlook.py`` tells both of forwards. Here are the sizes of the files.
 """
 
 import math
@@ -16,19 +16,12 @@ from visionattn.cli.ends import DoesNotFit
 from visionattn.data.buckets import canvases, cell_px
 from visionattn.data.formats import DAMAGED_IMAGE, read_size
 from visionattn.data.geometry import Size
+from visionattn.data.outlook import FEW_PIXELS, ForwardMemory, Forwards, describe, trial_seconds
 from visionattn.inference.opening import Opened
 from visionattn.inference.reading import ReadImages
 from visionattn.inference.running import Compute
+from visionattn.models.cost import WORKER_BYTES, Shape
 from visionattn.models.filled import takes_sizes
-from visionattn.training.memory import WORKER_BYTES, Expected
-from visionattn.training.outlook import (
-    FEW_PIXELS,
-    ForwardMemory,
-    Forwards,
-    describe,
-    trial_seconds,
-)
-from visionattn.training.passes import Shape
 
 if TYPE_CHECKING:  # which reads the sizes of images by this module
     from visionattn.inference.banded import Banding
@@ -48,59 +41,50 @@ class Outlook:
 
 
 def outlook(
-    opened: Opened,
-    images: ReadImages,
-    compute: Compute,
-    *,
+    banding: "Banding",
     batch_size: int | str,
-    workers: int,
-    amp: str,
+    *,
     start: int = 0,
-    held_bytes: int = 0,
-    banding: "Banding | None" = None,
+    trial: bool = True,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Outlook:
     """Say what a run over images will take, from the sizes of some of them and a trial image.
 
     Args:
-        opened: the model.
-        images: all images.
-        compute: which outputs of the model are wanted.
+        banding: model and images, and which of them are computed band by band.
         batch_size: images per batch, or ``auto`` for as many as fit into memory.
-        workers: processes that read.
-        amp: precision.
         start: the image that the run begins with.
-        held_bytes: what waits in memory to be written.
-        banding: which of the images are computed band by band; None: none of them.
+        trial: whether an image is tried; without, a batch is checked against a bound of memory
+            alone.
         clock: seconds.
 
     Raises:
         DoesNotFit: a batch clearly takes more memory than there is; one line, with what would fit.
         ValueError: nobody can tell the memory for ``auto``.
     """
+    opened, images, memory = banding.opened, banding.images, banding.memory
     seen = sizes_seen(opened, images, start, clock)
-    lines = [] if banding is None else list(banding.lines)
-    share = 0.0 if banding is None else banding.share
-    count = max(1, round((len(images) - start) * (1 - share)))
+    lines = banding.lines
     if not len(seen):  # none of them can be read, which their turn will show, or all in bands
-        return Outlook(1 if batch_size == "auto" else int(batch_size), tuple(lines))
-    pixels = seen.prod(1)
-    total = float(pixels.mean()) * count
-    rows, columns = seen[pixels.argmax()].tolist()
-    if banding is None:
-        memory = memory_of(opened, compute, amp=amp, workers=workers, held_bytes=held_bytes)
-    else:
-        memory = banding.memory
-    number = batch_size
-    if number == "auto":
-        number, line = memory.auto((rows, columns), count)
-        lines.append(line)
-    number = int(number)
-    together = min(number, count)
-    if total > FEW_PIXELS or memory.bounded:
-        expected = _check(memory, (together, rows, columns), banding)
-    if total <= FEW_PIXELS:
-        return Outlook(number, tuple(lines))
+        return Outlook(1 if batch_size == "auto" else int(batch_size), lines)
+    count = max(1, round((len(images) - start) * (1 - banding.share)))
+    areas = seen.prod(1)
+    total = float(areas.mean()) * count
+    rows, columns = seen[areas.argmax()].tolist()
+    if batch_size == "auto":
+        batch_size, line = memory.auto((rows, columns), count)
+        lines = (*lines, line)
+    number, together = int(batch_size), min(int(batch_size), count)
+    says = trial and total > FEW_PIXELS
+    if says or memory.bounded:
+        try:
+            expected = memory.check((together, rows, columns))
+        except DoesNotFit as error:
+            if banding.reason is None:
+                raise
+            raise DoesNotFit(f"{error}; {banding.reason}") from error
+    if not says:
+        return Outlook(number, lines)
     patch_px = opened.geometry.patch_px
     each = trial_seconds(memory.work, (rows, columns), together, patch_px, clock)
     seconds = None if each is None else each * total / (rows * columns)
@@ -132,45 +116,6 @@ def memory_of(
     return ForwardMemory(
         work, opened.geometry, beside, leaves_out=leaves_out, bound_bytes=bound_bytes
     )
-
-
-def batch_for(opened: Opened, images: ReadImages, asked: int | str, banding: "Banding") -> int:
-    """Return how many images make a batch: as many as asked, or with ``auto`` as fit into memory.
-
-    Args:
-        opened: the model.
-        images: all images.
-        asked: a number, or ``auto``.
-        banding: which of the images are computed band by band; it tells the memory of the others.
-
-    Raises:
-        ValueError: nobody can tell the memory for ``auto``.
-        DoesNotFit: a batch takes more than the bound of memory that was given.
-    """
-    memory = banding.memory
-    if asked != "auto" and not memory.bounded:
-        return int(asked)
-    seen = sizes_seen(opened, images, 0, time.perf_counter)
-    if not len(seen):
-        return 1 if asked == "auto" else int(asked)
-    rows, columns = seen[seen.prod(1).argmax()].tolist()
-    size = rows, columns
-    number = memory.auto(size, len(images))[0] if asked == "auto" else int(asked)
-    if memory.bounded:
-        _check(memory, (min(number, len(images)), *size), banding)
-    return number
-
-
-def _check(memory: ForwardMemory, shape: Shape, banding: "Banding | None") -> Expected:
-    """Check a batch as ``ForwardMemory.check`` does, and say why an image that does not fit is not
-    computed band by band.
-    """
-    try:
-        return memory.check(shape)
-    except DoesNotFit as error:
-        if banding is None or banding.reason is None:
-            raise
-        raise DoesNotFit(f"{error}; {banding.reason}") from error
 
 
 def sizes_seen(

@@ -1,20 +1,15 @@
-"""Which images are meant: folders, single files, lists of paths, and the embedded digits.
+"""Which images are meant: folders, single files and lists of paths.
 
 This module owns the order of the images. A listing is a ``Source``, as in ``data/images.py``, with
 a length. It opens no image.
 """
 
 import hashlib
-import io
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
-import numpy as np
-from PIL import Image
-
-from visionattn.data.embedded import digit_splits
 from visionattn.data.formats import Openable, check_file, extensions, is_folder_format
 from visionattn.data.sources import Files
 from visionattn.data.split_names import LeftOut
@@ -48,42 +43,6 @@ class ListedFiles(Files):
     def digest(self) -> str:
         """Return a digest of names, sizes in bytes and times of change, without reading a file."""
         return digest_of((path, *_state_of(path)) for path in self.paths)
-
-
-class Digits:
-    """The digits that scikit-learn ships, train, validation and test one after the other:
-    ``digits/train/17``.
-
-    Attributes:
-        labels: the class of each digit, ``[n]``.
-    """
-
-    def __init__(self, val_fraction: float, seed: int):
-        """Divide the digits by ``val_fraction`` and ``seed``, as for training."""
-        parts = digit_splits(val_fraction, seed)
-        self._names = [
-            f"digits/{split}/{i}" for split, part in parts.items() for i in range(len(part.labels))
-        ]
-        self._images = np.concatenate([part.images for part in parts.values()])
-        self.labels = np.concatenate([part.labels for part in parts.values()])
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def open(self, index: int) -> BinaryIO:
-        """Return the digit as a PNG in memory."""
-        stream = io.BytesIO()
-        Image.fromarray(self._images[index]).save(stream, "png")
-        stream.seek(0)
-        return stream
-
-    def name(self, index: int) -> str:
-        """Return split and number of the digit."""
-        return self._names[index]
-
-    def digest(self) -> str:
-        """Return a digest of names and pixels."""
-        return digest_of([*self._names, self._images.tobytes()])
 
 
 def find_images(given: Sequence[str]) -> ListedFiles:

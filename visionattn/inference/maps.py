@@ -18,14 +18,8 @@ from visionattn.cli.files import Continued
 from visionattn.data.geometry import pixels
 from visionattn.data.large import open_sink
 from visionattn.data.large.sink import SINKS, MapSink
-from visionattn.inference.banded import (
-    Banding,
-    UnreadableImage,
-    banding_of,
-    compute_bands,
-    folder_of,
-    open_image_source,
-)
+from visionattn.inference.banded import Banding, folder_of
+from visionattn.inference.bands import UnreadableImage, compute_bands, open_image_source
 from visionattn.inference.feature_options import ExtractOptions, check
 from visionattn.inference.forecast import sizes_read
 from visionattn.inference.listing import find_images
@@ -34,7 +28,7 @@ from visionattn.inference.options import InferenceOptions
 from visionattn.inference.predict import PredictOptions
 from visionattn.inference.reading import ReadImages
 from visionattn.inference.running import masks
-from visionattn.inference.work import is_begun
+from visionattn.inference.work import in_the_way
 from visionattn.models.filled import last_map
 from visionattn.models.segmentation import IGNORED
 from visionattn.models.tiled.forward import check_tiled
@@ -83,7 +77,9 @@ class MapOfImage:
             )
         self.path = self.listing.name(0)
         check_apart(self.path, self.output)
-        in_the_way = self._in_the_way()
+        blocked = in_the_way(
+            lambda: open_sink(self.output, overwrite=options.overwrite), self.output
+        )
         self.opened: Opened = open_model(options, classifies=not dense)
         compute = last_map if dense else masks
         self.want = "dense" if dense else "masks"
@@ -99,28 +95,9 @@ class MapOfImage:
             level=options.level,
         )
         self.work = folder_of(self.opened, self.images, options)
-        # A run that was killed once the map had its name has nothing left to do but to tidy up.
-        self.finished = in_the_way is not None and self.work.is_finishing()
-        if in_the_way is not None and not self.finished:
-            raise in_the_way
-        self.banding: Banding = banding_of(
-            self.opened, self.images, compute, options, self.work, always=True
-        )
+        self.finished = self.work.is_finished(blocked)
+        self.banding = Banding(self.opened, self.images, compute, options, self.work, always=True)
         self._check_size()
-
-    def _in_the_way(self) -> ValueError | None:
-        """Return what keeps the map from its name where a run that was killed may have given it.
-
-        Raises:
-            ValueError: something else does, or there is no work of such a run.
-        """
-        try:
-            open_sink(self.output, overwrite=self.options.overwrite)
-        except ValueError as error:
-            if not (os.path.lexists(self.output) and is_begun(self.output)):
-                raise
-            return error
-        return None
 
     def _check_unused(self, options: InferenceOptions) -> None:
         usual = type(options)()

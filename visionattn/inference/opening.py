@@ -27,7 +27,15 @@ from visionattn.inference.options import (
     OpenOptions,
     in_tiles,
 )
+from visionattn.models.building import (
+    ModelConfig,
+    build_model,
+    check_geometries,
+    fixed_size,
+    patch_size,
+)
 from visionattn.models.filled import takes_sizes
+from visionattn.models.machine import pick_device, precision_taken
 from visionattn.models.segmentation import HEAD_ARGS, Segmenter
 from visionattn.models.tasks import check_reads, create
 from visionattn.models.weights import (
@@ -42,16 +50,6 @@ from visionattn.models.weights import (
     read_metadata,
     read_state_dict,
 )
-from visionattn.training.build import (
-    build_model,
-    check_geometries,
-    fixed_size,
-    patch_size,
-    pick_device,
-)
-from visionattn.training.checkpoint import place_weights
-from visionattn.training.config import ModelConfig
-from visionattn.training.evaluate import precision_taken
 
 ANY_SIZE = ({"dynamic_img_size": True}, {"strict_img_size": False})
 """Arguments by which models of timm take images of any size: those with an absolute position, and
@@ -341,6 +339,8 @@ def _by_name(
             spec,
             [f"{name} with random weights (seed {options.seed}): no --checkpoint is given"],
         )
+    from visionattn.models.placement import place_weights
+
     placement = place_weights(model, name, options.checkpoint)
     if not placement.missing:
         _check_seed(options)

@@ -5,10 +5,10 @@ field is its help text.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
-from visionattn.cli.parsing import parse
+from visionattn.cli.untrusted import checked
 from visionattn.data.formats import check_reading
 from visionattn.data.geometry import check_geometry
 from visionattn.data.ranges import check_workers
@@ -18,6 +18,9 @@ NATIVE = "native"
 NATIVE_BATCH, SIZED_BATCH = 1, 16
 """Images per batch where ``batch_size`` is left out: at their own sizes, and at one size."""
 MOST_GIB = 2**20
+OF_COMMANDS = {"images", "checkpoint", "model", "args", "pretrained", "threads", "output"}
+OF_COMMANDS |= {"overwrite", "max_pixels", "seed"}
+"""Options of commands that Python calls do not take."""
 
 
 @dataclass
@@ -130,9 +133,35 @@ def parse_options(options_class: type[Options], argv: Sequence[str], **about: An
     Raises:
         ValueError, FileNotFoundError: a flag is wrong, or two exclude each other; one line.
     """
+    from visionattn.cli.parsing import parse
+
     options = parse(options_class, argv, **about)
     check(options)
     return options
+
+
+def options_of_call(kind: type[Options], given: dict[str, Any], **more: Any) -> Options:
+    """Return the keyword arguments of a Python call as the options of its command.
+
+    Args:
+        kind: their dataclass.
+        given: by name; sequences may be tuples, and None for ``device`` is ``auto``.
+        more: options that the call decides.
+
+    Raises:
+        TypeError: there is no such option.
+        ValueError: one has another type; one line.
+    """
+    known = [each.name for each in fields(kind) if each.name not in OF_COMMANDS]
+    for key in given:
+        if key not in known:
+            raise TypeError(f"there is no option {key!r}; the options are {', '.join(known)}")
+    values = more | {
+        key: list(value) if isinstance(value, (tuple, range)) else value
+        for key, value in given.items()
+        if (key, value) != ("device", None)
+    }
+    return checked(kind, values, "options")
 
 
 def check(options: OpenOptions) -> None:

@@ -7,6 +7,7 @@ at all.
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -15,17 +16,12 @@ from torch import Tensor
 
 from visionattn.cli.ends import OutOfMemory
 from visionattn.cli.files import check_free, printable, write_whole
-from visionattn.cli.progress import Progress
-from visionattn.cli.provenance import provenance
 from visionattn.cli.tables import heading, line, write_rows
-from visionattn.inference.banded import banding_of, folder_of
-from visionattn.inference.forecast import outlook
+from visionattn.inference.image_run import ImageRun
 from visionattn.inference.listing import find_images
 from visionattn.inference.opening import Opened, open_model
 from visionattn.inference.options import InferenceOptions
-from visionattn.inference.reading import ReadImages
-from visionattn.inference.running import Outcome, run_images
-from visionattn.inference.tiling import work_of
+from visionattn.inference.running import Outcome
 from visionattn.models.filled import call
 
 FIELDS = ("path", "status", "reason", "height", "width", "input_height", "input_width")
@@ -107,17 +103,9 @@ class Predictor:
         self.opened: Opened = open_model(options, classifies=True)
         usual = SHOWN if self.output is None else 5
         self.top_k = count_of_classes(self.opened, options.top_k, usual)
-        self.images = ReadImages(
-            self.listing,
-            self.opened.spec,
-            self.opened.geometry,
-            options.max_pixels,
-            level=options.level,
-        )
-        self.work = work_of(options, self.opened, call)
-        folder = None if self.output is None else folder_of(self.opened, self.images, options)
-        self.banding = banding_of(self.opened, self.images, self.work.compute, options, folder)
-        self.images.check_asked()
+        self.image_run = ImageRun(options, self.opened, self.listing, call)
+        self.image_run.choose_banded(self.output)
+        self.image_run.images.check_asked()
 
     def run(self, say: Callable[[str], None]) -> None:
         """Write a row per image to the output, or print a table, and say what came of it.
@@ -128,32 +116,21 @@ class Predictor:
             DoesNotFit: a batch clearly takes more memory than there is; nothing is written.
             Failed: a process that reads images ended.
         """
-        options = self.options
-        for note in (*self.opened.notes, *self.work.lines):
+        for note in (*self.opened.notes, *self.image_run.work.lines):
             say(note)
-        told = outlook(
-            self.opened,
-            self.images,
-            self.work.compute,
-            batch_size=self.work.batch_size,
-            workers=options.workers,
-            amp=options.amp,
-            banding=self.banding,
-        )
-        self.batch_size = told.batch_size
-        for text in told.lines:
-            say(text)
-        with self.banding.at_work():
-            self._run(say)
+        batch_size = self.image_run.announce(say)
+        with self.image_run.banding.at_work():
+            self._run(say, batch_size)
 
-    def _run(self, say: Callable[[str], None]) -> None:
+    def _run(self, say: Callable[[str], None], batch_size: int) -> None:
         """Do the work of ``run``."""
         counts = {"ok": 0, "other": 0}
         first: list[Outcome] = []
 
         # Rows are written as they come, so they are counted on their way.
         def counted() -> Iterator[Prediction]:
-            for prediction in self._predictions():
+            outcomes = chain.from_iterable(self.image_run.outcomes(batch_size))
+            for prediction in map(self._prediction, outcomes):
                 failed = prediction.outcome.value is None
                 counts["other" if failed else "ok"] += 1
                 if failed and not first:
@@ -163,9 +140,9 @@ class Predictor:
         if self.output is None:
             say(heading(["image", *(str(i + 1) for i in range(self.top_k))]))
             for prediction in counted():
-                self.progress.say(line(prediction.cells()), say)
+                self.image_run.progress.say(line(prediction.cells()), say)
         else:
-            self.banding.say = say
+            self.image_run.banding.say = say
             write_whole(self.output, lambda temporary: self._write(temporary, counted()))
             say(f"{counts['ok']} of {len(self.listing)} images have classes: {self.output}")
         # The file is there all the same: its rows say what happened to each image.
@@ -175,26 +152,6 @@ class Predictor:
                 f"none of the {len(self.listing)} images has a result; the first: {first[0].path}: "
                 f"{first[0].reason}"
             )
-
-    def _predictions(self) -> Iterator[Prediction]:
-        options = self.options
-        batch_size = self.batch_size
-        batches = run_images(
-            self.opened,
-            self.images,
-            self.work.compute,
-            batch_size=batch_size,
-            workers=options.workers,
-            amp=options.amp,
-            banded=self.banding.outcome,
-        )
-        self.progress = Progress(len(self.listing))
-        self.banding.before = self.progress.stop
-        with self.progress as progress, progress.within(self.work.shown, batch_size):
-            for batch in batches:
-                for outcome in batch:
-                    yield self._prediction(outcome)
-                progress.advance(len(batch), sum(outcome.value is None for outcome in batch))
 
     def _prediction(self, outcome: Outcome) -> Prediction:
         if outcome.value is None:
@@ -206,6 +163,8 @@ class Predictor:
     def _write(self, path: Path, predictions: Iterator[Prediction]) -> None:
         with open(path, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
             if self.output.suffix == ".json":
+                from visionattn.cli.provenance import provenance
+
                 about = provenance(self.opened.device) | {
                     "model": self.opened.notes,
                     "options": asdict(self.options),

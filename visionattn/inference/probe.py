@@ -13,7 +13,6 @@ import numpy as np
 from torch import Tensor
 
 from visionattn.data.folder import open_images
-from visionattn.inference.listing import Digits
 
 if TYPE_CHECKING:
     from sklearn.pipeline import Pipeline
@@ -84,16 +83,6 @@ def divide_folder(root: str, *, val_fraction: float, seed: int) -> Division:
         for part in (parts["train"], parts[judged_name])
     )
     return Division(fitted, judged, judged_name, names)
-
-
-def divide_digits(digits: Digits) -> Division:
-    """Fit on the digits that training trains on, and judge on its test digits."""
-    labels = {digits.name(i): int(label) for i, label in enumerate(digits.labels)}
-    fitted, judged = (
-        {path: label for path, label in labels.items() if path.startswith(f"digits/{split}/")}
-        for split in ("train", "test")
-    )
-    return Division(fitted, judged, "test", tuple(str(digit) for digit in range(10)))
 
 
 def fit_linear(

@@ -16,12 +16,11 @@ from torch.utils.data import DataLoader
 
 from visionattn.cli.ends import Failed, is_out_of_memory
 from visionattn.cli.files import first_line
-from visionattn.data.batches import start_worker
 from visionattn.inference.opening import Opened
 from visionattn.inference.reading import ReadImages, Sample
 from visionattn.models.filled import takes_sizes
+from visionattn.models.machine import autocast
 from visionattn.models.segmentation import Segmenter
-from visionattn.training.evaluate import autocast
 
 Item = TypeVar("Item")
 Compute = Callable[[nn.Module, Tensor, Tensor | None], Tensor]
@@ -107,6 +106,8 @@ def read_ahead(
     Raises:
         RuntimeError: a process ended (``_is_of_a_dead_worker``).
     """
+    from visionattn.data.batches import start_worker
+
     ahead = 1 if images.geometry.canvas is None else math.ceil(2 * batch_size / max(workers, 1))
     loader = DataLoader(
         images,

@@ -19,22 +19,17 @@ from PIL import Image
 
 from visionattn.cli.ends import OutOfMemory
 from visionattn.cli.files import check_folder, check_free, write_whole
-from visionattn.cli.progress import Progress
-from visionattn.cli.tables import write_rows
 from visionattn.data.geometry import Geometry
-from visionattn.inference.banded import banding_of, folder_of
-from visionattn.inference.forecast import outlook
+from visionattn.inference.image_run import ImageRun
 from visionattn.inference.listing import find_images
 from visionattn.inference.opening import Opened, description, of_no_model, open_model
 from visionattn.inference.predict import FIELDS, PredictOptions
-from visionattn.inference.reading import ReadImages
-from visionattn.inference.running import Outcome, masks, run_images
-from visionattn.inference.tiling import work_of
-from visionattn.inference.work import is_begun
+from visionattn.inference.running import Outcome, masks
+from visionattn.inference.work import is_begun, write_array, write_table
 from visionattn.models.filled import call
+from visionattn.models.pixel_classes import class_names, palette
 from visionattn.models.segmentation import IGNORED
 from visionattn.models.weights import described
-from visionattn.training.painting import class_names, palette
 
 TABLE = "masks.csv"
 """The table of the masks in a folder, a row per image."""
@@ -107,17 +102,9 @@ class MaskPredictor:
         self._check_output(paths)
         self.opened: Opened = open_model(options, classifies=True)
         self.names = class_names(self.opened.spec)
-        self.images = ReadImages(
-            self.listing,
-            self.opened.spec,
-            self.opened.geometry,
-            options.max_pixels,
-            level=options.level,
-        )
-        self.work = work_of(options, self.opened, masks, masks=call)
-        folder = folder_of(self.opened, self.images, options)
-        self.banding = banding_of(self.opened, self.images, self.work.compute, options, folder)
-        self.images.check_asked()
+        self.image_run = ImageRun(options, self.opened, self.listing, masks, masks=call)
+        self.image_run.choose_banded(self.output)
+        self.image_run.images.check_asked()
 
     def _check_output(self, paths: list[str]) -> None:
         images = {os.path.realpath(path): path for path in paths}
@@ -150,45 +137,17 @@ class MaskPredictor:
             DoesNotFit: a batch clearly takes more memory than there is; nothing is written.
             Failed: a process that reads images ended.
         """
-        for note in (*self.opened.notes, *self.work.lines):
+        for note in (*self.opened.notes, *self.image_run.work.lines):
             say(note)
-        options = self.options
-        how = dict(workers=options.workers, amp=options.amp)
-        work = self.work
-        told = outlook(
-            self.opened,
-            self.images,
-            work.compute,
-            batch_size=work.batch_size,
-            banding=self.banding,
-            **how,
-        )
-        for text in told.lines:
-            say(text)
-        self.banding.say = say
-        with self.banding.at_work():
-            self._run(say, told.batch_size)
-
-    def _run(self, say: Callable[[str], None], batch_size: int) -> None:
-        """Do the work of ``run``."""
-        options = self.options
-        batches = run_images(
-            self.opened,
-            self.images,
-            self.work.compute,
-            batch_size=batch_size,
-            workers=options.workers,
-            amp=options.amp,
-            dtype=torch.uint8,
-            banded=self.banding.outcome,
-        )
-        rows: list[Masked] = []
-        files = iter(self.files)
-        with Progress(len(self.listing)) as progress, progress.within(self.work.shown):
-            self.banding.before = progress.stop
-            for batch in batches:
+        batch_size, files, rows = self.image_run.announce(say), iter(self.files), list[Masked]()
+        self.image_run.banding.say = say
+        with self.image_run.banding.at_work():
+            for batch in self.image_run.outcomes(batch_size, torch.uint8):
                 rows += [self._written(outcome, next(files)) for outcome in batch]
-                progress.advance(len(batch), sum(each.value is None for each in batch))
+            self._end(say, rows)
+
+    def _end(self, say: Callable[[str], None], rows: list[Masked]) -> None:
+        """Write the table of the masks."""
         done = [row for row in rows if row.file is not None]
         if not done:
             first = rows[0].outcome
@@ -197,7 +156,8 @@ class MaskPredictor:
                 f"{first.reason}"
             )
         if not self.as_array:
-            write_whole(self.output / TABLE, lambda place: self._write(place, rows))
+            columns = [*FIELDS, "mask", *(f"share_{name}" for name in self.names)]
+            write_table(self.output / TABLE, columns, (row.row(self.names) for row in rows))
         say(f"{len(done)} of {len(rows)} images have masks: {self.output}")
 
     def _written(self, outcome: Outcome, path: Path) -> Masked:
@@ -208,12 +168,7 @@ class MaskPredictor:
         mask = outcome.value.numpy()
         path.parent.mkdir(parents=True, exist_ok=True)
         if self.as_array:
-
-            def write(place: Path) -> None:
-                with open(place, "wb") as file:
-                    np.save(file, mask)
-
-            write_whole(path, write)
+            write_array(path, mask)
         else:
             picture = Image.fromarray(mask)
             picture.putpalette(palette(self.opened.spec))
@@ -221,11 +176,6 @@ class MaskPredictor:
         counts = np.bincount(mask.ravel(), minlength=IGNORED + 1)[: len(self.names)]
         shares = tuple((counts / mask.size).tolist())
         return Masked(replace(outcome, value=None), str(path), shares)
-
-    def _write(self, path: Path, rows: list[Masked]) -> None:
-        columns = [*FIELDS, "mask", *(f"share_{name}" for name in self.names)]
-        with open(path, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
-            write_rows(file, columns, (row.row(self.names) for row in rows))
 
 
 def judged(outcome: Outcome, geometry: Geometry) -> Outcome:

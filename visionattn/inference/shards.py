@@ -7,7 +7,6 @@ run has come. The module knows nothing of models.
 """
 
 import json
-import os
 import re
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,14 +18,19 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from visionattn.cli.files import is_unfinished, write_whole
-from visionattn.cli.tables import write_rows
+from visionattn.cli.ends import OutOfMemory
+from visionattn.cli.files import is_unfinished, printable, write_whole
 from visionattn.cli.untrusted import brief, from_json
 from visionattn.inference.running import Outcome, Status
+from visionattn.inference.work import briefly, write_table
 
 FORMAT = "visionattn.features"
 FORMAT_VERSION = 1
+NAMED_FAILURES = 5
+"""How many images without features the report names; the index names all."""
 INDEX, LOCK = "index.csv", "features.lock"
+PARTS = "parts"
+"""The folder of parts of a collection, within that of the features."""
 SHARD = re.compile(r"features-(\d{5,})\.safetensors")
 HEAD_BYTES = 2**24
 """The size of a shard's head, which holds its rows, at which the shard is full. safetensors reads
@@ -120,9 +124,12 @@ def shard_path(folder: Path, number: int) -> Path:
 
 
 def shard_paths(folder: Path) -> list[Path]:
-    """List the files that are shards by their names, in order."""
-    found = (path for path in folder.glob("features-*") if SHARD.fullmatch(path.name))
-    return sorted(found, key=lambda path: (_number(path), path.name))
+    """List the files that are shards by their names, in order; in a folder of parts, those of each
+    part.
+    """
+    found = [path for path in folder.glob("features-*") if SHARD.fullmatch(path.name)]
+    found += [path for path in folder.glob(f"{PARTS}/*/features-*") if SHARD.fullmatch(path.name)]
+    return sorted(found, key=lambda path: (path.parent, _number(path), path.name))
 
 
 def _number(path: Path) -> int:
@@ -244,7 +251,7 @@ def check_ours(folder: Path) -> None:
             f"{shards[0]} is no whole file of features; choose another --output, or replace it "
             "with --overwrite"
         )
-    ours = {INDEX, LOCK}
+    ours = {INDEX, LOCK, PARTS}
     other = next(
         (
             path.name
@@ -275,7 +282,7 @@ def whole_shards(folder: Path, identity: dict[str, Any], first: int = 0) -> list
         ValueError: some are of other features; the line names the first difference.
     """
     found, following = [], True
-    for number, path in enumerate(shard_paths(folder)):
+    for path in shard_paths(folder):
         read = read_shard(path)
         if read is None:
             following = False
@@ -288,33 +295,16 @@ def whole_shards(folder: Path, identity: dict[str, Any], first: int = 0) -> list
                     f"{folder} holds other features: {key} {there} there, {here} here; choose "
                     "another --output, or replace them with --overwrite"
                 )
-        following = (
-            following
-            and path == shard_path(folder, number)
-            and shard.first == first + sum(len(s.rows) for s in found)
-        )
+        following = following and shard.first == first + sum(len(s.rows) for s in found)
         if following:
             found.append(shard)
     return found
 
 
-def briefly(*values: Any) -> list[str]:
-    """Write values that differ for people: long ones from a little before the first difference."""
-    texts = [str(value) for value in values]
-    start = max(0, len(os.path.commonprefix(texts)) - 12)
-    before, length = ("...", 36) if start else ("", 12)
-
-    def brief(text: str) -> str:
-        after = "..." if len(text) > start + length else ""
-        return text if len(text) <= 40 else before + text[start : start + length] + after
-
-    return [brief(text) for text in texts]
-
-
 def delete_from(folder: Path, number: int) -> None:
     """Delete the shards from ``number`` on."""
-    for path in shard_paths(folder):
-        if _number(path) >= number:
+    for path in folder.glob("features-*"):
+        if SHARD.fullmatch(path.name) and _number(path) >= number:
             path.unlink()
 
 
@@ -324,7 +314,9 @@ def rows_of(folder: Path) -> Iterator[dict[str, Any]]:
         read = read_shard(path)
         if read is None:
             raise ValueError(f"{path} is cut off; call the same command again")
-        yield from read[0].rows
+        for row in read[0].rows:
+            place = row["shard"] and str(path.relative_to(folder))
+            yield row | {"shard": place}
 
 
 def has_features(folder: Path) -> bool:
@@ -337,12 +329,7 @@ def write_index(folder: Path) -> Path:
     """Write the rows of all shards to one CSV file, under ``COLUMNS``, and return its path; names
     stand there as ``visionattn.cli.tables`` writes texts.
     """
-
-    def write(temporary: Path) -> None:
-        with open(temporary, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
-            write_rows(file, COLUMNS, rows_of(folder))
-
-    write_whole(folder / INDEX, write)
+    write_table(folder / INDEX, COLUMNS, rows_of(folder))
     return folder / INDEX
 
 
@@ -369,3 +356,34 @@ def read_features(
             for row in rows:
                 value = file.get_tensor(row["key"]) if pooled is None else pooled[row["row"]]
                 yield row["path"], value
+
+
+def report_failures(folder: Path, say: Callable[[str], None], *, all_fail: bool = True) -> None:
+    """Say which images in a folder have no features.
+
+    Raises:
+        ValueError, OutOfMemory: none has, where ``all_fail`` is on.
+    """
+    failed, total, first = 0, 0, []
+    for row in rows_of(folder):
+        total += 1
+        if row["status"] != "ok":
+            failed += 1
+            if len(first) < NAMED_FAILURES:
+                first.append(row)
+    if failed == total and all_fail:
+        raise error_of(first[0], f"none of the {failed} images gives features")
+    if failed:
+        say(f"{failed} without features:")
+        for row in first:
+            say(printable(f"  {row['path']}: {row['reason']}"))
+        if failed > len(first):
+            say(f"  and {failed - len(first)} more, in the index")
+
+
+def error_of(row: dict[str, Any], text: str) -> Exception:
+    """Make an error of the text and of what happened to an image: ``OutOfMemory`` where that was
+    the reason.
+    """
+    error = OutOfMemory if row["status"] == "oom" else ValueError
+    return error(f"{text}; the first: {row['path']}: {row['reason']}")

@@ -13,7 +13,6 @@ from visionattn.inference.opening import Opened
 from visionattn.inference.options import InferenceOptions
 from visionattn.inference.running import Compute
 from visionattn.models.filled import last_map
-from visionattn.models.tiles import cell_of, check_tiles, over_tiles, usual_overlap
 
 
 class Work(NamedTuple):
@@ -45,6 +44,8 @@ def work_of(
     if options.tiles is None:
         asked = options.batch_size or opened.usual_batch
         return Work(compute, asked, opened.model, ())
+    from visionattn.models.tiles import cell_of, check_tiles, over_tiles, usual_overlap
+
     patch_px = cell_of(opened.model, "dense" if compute is last_map else "logits")
     overlap = options.overlap
     if overlap is None:

@@ -8,17 +8,52 @@ This module owns its name, whose work it is, and when it goes. What is in it is 
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from visionattn.cli.files import Continued, check_folder, write_text
-from visionattn.inference.shards import briefly
+import numpy as np
+
+from visionattn.cli.files import Continued, check_folder, write_text, write_whole
+from visionattn.cli.tables import write_rows
 
 STATE = "work.json"
+
+
+def briefly(*values: Any) -> list[str]:
+    """Write values that differ for people: long ones from a little before the first difference."""
+    texts = [str(value) for value in values]
+    start = max(0, len(os.path.commonprefix(texts)) - 12)
+    before, length = ("...", 36) if start else ("", 12)
+
+    def brief(text: str) -> str:
+        after = "..." if len(text) > start + length else ""
+        return text if len(text) <= 40 else before + text[start : start + length] + after
+
+    return [brief(text) for text in texts]
+
+
+def write_array(path: Path, array: np.ndarray) -> None:
+    """Write an ``.npy``, whole or not at all."""
+
+    def write(place: Path) -> None:
+        with open(place, "wb") as file:
+            np.save(file, array)
+
+    write_whole(path, write)
+
+
+def write_table(path: Path, columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> None:
+    """Write rows as CSV, whole or not at all; names of files may be in any encoding."""
+
+    def write(place: Path) -> None:
+        with open(place, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
+            write_rows(file, columns, rows)
+
+    write_whole(path, write)
 
 
 def _beside(output: Path) -> Path:
@@ -29,6 +64,21 @@ def _beside(output: Path) -> Path:
 def is_begun(output: Path) -> bool:
     """Tell whether a command for an output was stopped, and left its work."""
     return Continued.beside(_beside(output), folder=True).exists()
+
+
+def in_the_way(check: Callable[[], object], output: Path) -> ValueError | None:
+    """Return what ``check`` says is in the way of an output that a killed run may have finished.
+
+    Raises:
+        ValueError: of ``check``, where there is no work of such a run.
+    """
+    try:
+        check()
+    except ValueError as error:
+        if not (os.path.lexists(output) and is_begun(output)):
+            raise
+        return error
+    return None
 
 
 class WorkFolder:
@@ -148,10 +198,17 @@ class WorkFolder:
         state = (self._state() or {}) | {"of": self._own, "finishing": True}
         write_text(self._held.place / STATE, json.dumps(state))
 
-    def is_finishing(self) -> bool:
-        """Tell whether this command was killed as its output got its name."""
+    def is_finished(self, in_the_way: ValueError | None) -> bool:
+        """Tell whether this command was killed as its output got its name, so that nothing is left
+        to do but to tidy up.
+
+        Raises:
+            ValueError: ``in_the_way``, which is not its own output.
+        """
         found = self._state() or {}
-        return bool(found.get("finishing")) and self._is_ours(found)
+        if in_the_way is not None and not (found.get("finishing") and self._is_ours(found)):
+            raise in_the_way
+        return in_the_way is not None
 
     def result(self, index: int) -> Path:
         """Return the file in which the output of an image is kept until the command is done."""

@@ -8,9 +8,8 @@ An image that fails is a row with a status and a reason. This module imports no 
 import io
 import os
 import warnings
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -18,12 +17,10 @@ import torch
 from visionattn.data.formats import Openable
 from visionattn.inference.listing import ListedFiles, digest_of
 from visionattn.inference.opening import Opened, open_model
-from visionattn.inference.options import InferenceOptions, check
+from visionattn.inference.options import InferenceOptions, check, options_of_call
 from visionattn.inference.reading import ReadImages, Sample
 from visionattn.inference.running import batch_samples, run_batch
 from visionattn.models.filled import last_map, pooled
-from visionattn.models.weights import Fit
-from visionattn.training.evaluate import precision_taken
 
 Rows = dict[str, np.ndarray]
 """A batch as Ray Data gives it: columns by name."""
@@ -36,15 +33,14 @@ the height and width the image fills.
 class _Reader:
     """What both stages are told: a model, how it sees images, and where they are."""
 
-    def __init__(self, model: str | os.PathLike, column: str, **how: Any):
+    def __init__(self, model: str | os.PathLike, column: str, how: dict[str, Any], **more: Any):
         path = os.fspath(model)
         which = (
             {"checkpoint": path} if os.path.isfile(path) else {"model": path, "pretrained": True}
         )
-        lists = {key: list(how[key]) for key in ("bands", "value_range") if how[key] is not None}
-        options = InferenceOptions(**which, **how | lists)
+        options = options_of_call(InferenceOptions, how, **which, **more)
         check(options)
-        self.column = column
+        self.column, self.options = column, options
         self.opened: Opened = open_model(options, classifies=False)
 
     def read(self, rows: Rows) -> list[Sample]:
@@ -94,36 +90,15 @@ class Decode(_Reader):
         model: a checkpoint of ours, or the name of a model whose weights timm has: what decides how
             images are read. Its weights are let go.
         column: the column of paths, which all nodes can open, or of the bytes of files.
-        img_size, fit, max_patches, bands, value_range, page: as ``visionattn.extract_features``
-            takes them.
+        options: ``img_size``, ``fit``, ``max_patches``, ``bands``, ``value_range`` and ``page``, as
+            ``visionattn.extract_features`` takes them.
 
     Raises:
         ValueError, FileNotFoundError: model or options are wrong; one line.
     """
 
-    def __init__(
-        self,
-        model: str | os.PathLike,
-        *,
-        column: str = "path",
-        img_size: int | list[int] | Literal["native"] | None = None,
-        fit: Fit | None = None,
-        max_patches: int | None = None,
-        bands: Sequence[int] | None = None,
-        value_range: Sequence[float] | None = None,
-        page: int | None = None,
-    ):
-        super().__init__(
-            model,
-            column,
-            img_size=img_size,
-            fit=fit,
-            max_patches=max_patches,
-            bands=bands,
-            value_range=value_range,
-            page=page,
-            device="cpu",
-        )
+    def __init__(self, model: str | os.PathLike, *, column: str = "path", **options: Any):
+        super().__init__(model, column, options | {"device": "cpu"})
         self.opened = replace(self.opened, model=torch.nn.Identity())
 
     def __call__(self, rows: Rows) -> Rows:
@@ -172,30 +147,11 @@ class Embed(_Reader):
         *,
         column: str = "path",
         dense: bool = False,
-        img_size: int | list[int] | Literal["native"] | None = None,
-        fit: Fit | None = None,
-        max_patches: int | None = None,
-        bands: Sequence[int] | None = None,
-        value_range: Sequence[float] | None = None,
-        page: int | None = None,
-        device: str = "auto",
-        amp: Literal["none", "bf16", "fp16", "auto"] = "none",
         threads: int | None = None,
+        **options: Any,
     ):
-        super().__init__(
-            model,
-            column,
-            img_size=img_size,
-            fit=fit,
-            max_patches=max_patches,
-            bands=bands,
-            value_range=value_range,
-            page=page,
-            device=device,
-            amp=amp,
-            threads=threads,
-        )
-        self.dense, self.amp = dense, precision_taken(amp, self.opened.device)
+        super().__init__(model, column, options, threads=threads)
+        self.dense = dense
         if not dense:
             self.opened.check_pooled()
 
@@ -212,7 +168,7 @@ class Embed(_Reader):
         compute, outcomes = last_map if self.dense else pooled, []
         for batch in batch_samples(iter(samples), max(1, len(samples))):
             outcomes += run_batch(
-                self.opened, batch, names[len(outcomes) :][: len(batch)], compute, self.amp
+                self.opened, batch, names[len(outcomes) :][: len(batch)], compute, self.options.amp
             )
         sizes = ("height", "width", "input_height", "input_width")
         kept = _without_bytes(rows, self.column)

@@ -13,21 +13,21 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from visionattn.cli.ends import Failed, OutOfMemory, Stopped, exit_code, in_one_line
 from visionattn.cli.files import first_line, locked
 from visionattn.cli.interruption import Interruption
 from visionattn.cli.progress import Progress
-from visionattn.inference.collection import PARTS, Part
-from visionattn.inference.collection_merge import DONE, merge
+from visionattn.inference.collection import Part, merge
 from visionattn.inference.feature_options import ExtractOptions
 from visionattn.inference.features import AT_WORK, Extraction
-from visionattn.inference.shards import INDEX, LOCK, briefly
+from visionattn.inference.shards import INDEX, LOCK, PARTS
+from visionattn.inference.work import briefly
 
 IMAGES_OF_PART = 512
 """Images of a part where ``parts`` does not say how many parts there are."""
@@ -46,15 +46,6 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",  # nothing is sent anywhere
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else it warns of a change to come
 }
-
-
-class End(NamedTuple):
-    """What came of a part."""
-
-    part: str
-    code: int
-    """0, or the exit code of the error."""
-    reason: str
 
 
 def import_ray() -> Any:
@@ -82,7 +73,7 @@ def extract(options: ExtractOptions, say: Callable[[str], None]) -> None:
         OutOfMemory, Failed: a part could not be done.
     """
     output = Path(options.output)
-    if _is_done(output):
+    if (output / INDEX).is_file():  # an earlier call has merged all
         Extraction(replace(options, engine="here", address=None, parts=None)).run(say)
         return
     ray = import_ray()
@@ -98,108 +89,89 @@ def extract(options: ExtractOptions, say: Callable[[str], None]) -> None:
     done = total - sum(left.values())
     say(f"{total} images in {count} part{'' if count == 1 else 's'}, {done} images are done")
     if left:
-        with _Cluster(ray, options) as cluster:
-            say(f"{cluster.describe()} at {options.address}")
+        with connected(ray, options.address):
+            check_nodes(ray, "CPU", options.threads or 1, "processors (threads)")
+            if extraction.opened.device.type == "cuda":
+                check_nodes(ray, "GPU", 1, "GPU; --device cpu takes processors")
+            say(f"{describe(ray)} at {options.address}")
             (output / PARTS).mkdir(parents=True, exist_ok=True)
             taken = f"{AT_WORK} in {output}; wait for it or end it"
             with locked(output / PARTS / LOCK, taken), Progress(total, done) as progress:
-                cluster.extract(extraction, left, progress)
+                hand_out(ray, extraction, left, progress)
     merge(output, say)
 
 
-def _is_done(output: Path) -> bool:
-    """Tell whether a folder holds what an earlier call has merged."""
-    begun = any((output / name).exists() for name in (PARTS, DONE))
-    return (output / INDEX).is_file() and not begun
+@contextmanager
+def connected(ray: Any, address: str) -> Iterator[None]:
+    """Connect to a cluster; one of this machine ends with the context."""
+    given = {"object_store_memory": STORE_BYTES, "include_dashboard": False}
+    given = given if address == "local" else {}
+    ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **given)
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
-class _Cluster:
-    """A connection to a cluster; a context manager."""
+def resources(ray: Any) -> list[dict[str, float]]:
+    """Return the resources of each node."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
-    def __init__(self, ray: Any, options: ExtractOptions):
-        self.ray, self.options = ray, options
-        self.cpus = options.threads or 1
 
-    def __enter__(self) -> "_Cluster":
-        address = self.options.address
-        given = {"object_store_memory": STORE_BYTES, "include_dashboard": False}
-        if address != "local":
-            given = {}
-        self.ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **given)
-        with ExitStack() as failed:
-            failed.callback(self.ray.shutdown)
-            self._check_nodes("CPU", self.cpus, "processors (threads)")
-            failed.pop_all()
-        return self
+def check_nodes(ray: Any, resource: str, wanted: int, what: str) -> None:
+    """Raise ValueError where no node has what a task asks for: Ray would wait for one."""
+    largest = max((node.get(resource, 0) for node in resources(ray)), default=0)
+    if largest < wanted:
+        raise ValueError(f"no node of the cluster has {wanted} {what}; the largest has {largest:g}")
 
-    def __exit__(self, *exception: object) -> None:
-        self.ray.shutdown()
 
-    def _nodes(self) -> list[dict[str, float]]:
-        """Return the resources of each node."""
-        return [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
+def describe(ray: Any) -> str:
+    """Say for people how large the cluster is."""
+    nodes = resources(ray)
+    cpus, plural = sum(node.get("CPU", 0) for node in nodes), "" if len(nodes) == 1 else "s"
+    return f"a cluster of {len(nodes)} node{plural} with {cpus:g} processors"
 
-    def _check_nodes(self, resource: str, wanted: int, what: str) -> None:
-        """Raise ValueError where no node has what a task asks for: Ray would wait for one."""
-        largest = max((node.get(resource, 0) for node in self._nodes()), default=0)
-        if largest < wanted:
-            raise ValueError(
-                f"no node of the cluster has {wanted} {what}; the largest has {largest:g}"
-            )
 
-    def describe(self) -> str:
-        """Say for people how large the cluster is."""
-        nodes = self._nodes()
-        cpus = sum(node.get("CPU", 0) for node in nodes)
-        plural = "" if len(nodes) == 1 else "s"
-        return f"a cluster of {len(nodes)} node{plural} with {cpus:g} processors"
+def hand_out(ray: Any, extraction: Extraction, left: dict[str, int], progress: Progress) -> None:
+    """Have the parts that are left extracted.
 
-    def extract(self, extraction: Extraction, left: dict[str, int], progress: Progress) -> None:
-        """Have the parts that are left extracted.
+    Args:
+        ray: the module, connected.
+        extraction: of all images.
+        left: the images that are left of each part.
+        progress: is told of each part that is done.
 
-        Args:
-            extraction: of all images.
-            left: the images that are left of each part.
-            progress: is told of each part that is done.
-        """
-        on_gpu = extraction.opened.device.type == "cuda"
-        if on_gpu:
-            self._check_nodes("GPU", 1, "GPU; --device cpu takes processors")
-        remote = self.ray.remote(
-            num_cpus=self.cpus, num_gpus=int(on_gpu), max_retries=RETRIES, max_calls=0
-        )(extract_part)
-        options = replace(self.options, shard=None)
-        given = (self.ray.put((options, os.getcwd(), extraction.whole_identity)),)
-        with Interruption() as interruption:
-            open_ = {remote.remote(*given, part): part for part in left}
-            while open_ and not interruption.requested:
-                ready, _ = self.ray.wait(list(open_), timeout=LOOK_SECONDS)
-                for reference in ready:
-                    part = open_.pop(reference)
-                    self._check(part, reference)
-                    progress.advance(left[part])
-            if interruption.requested:
-                self.ray.shutdown()
-                raise Stopped(
-                    f"stopped; the parts that are written stay in {self.options.output}, the same "
-                    "command goes on"
-                )
-
-    def _check(self, part: str, reference: Any) -> None:
-        """Raise what came of a part where that is an error."""
-        try:
-            end = End(*self.ray.get(reference))
-        except self.ray.exceptions.RayError as error:
-            kind = (
-                OutOfMemory if isinstance(error, self.ray.exceptions.OutOfMemoryError) else Failed
-            )
-            raise kind(
-                f"part {part} could not be done on the cluster ({type(error).__name__}: "
-                f"{first_line(error.__cause__ or error)}); the same command goes on"
-            ) from error
-        if end.code:
-            raise {3: OutOfMemory, 4: Failed}.get(end.code, ValueError)(
-                f"part {part}: {end.reason}"
+    Raises:
+        Stopped: Ctrl-C.
+        OutOfMemory, Failed, ValueError: a part could not be done.
+    """
+    options = extraction.options
+    cpus, gpus = options.threads or 1, int(extraction.opened.device.type == "cuda")
+    task = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=RETRIES, max_calls=0)(extract_part)
+    given = ray.put((replace(options, shard=None), os.getcwd(), extraction.identity))
+    with Interruption() as interruption:
+        open_ = {task.remote(given, part): part for part in left}
+        while open_ and not interruption.requested:
+            ready, _ = ray.wait(list(open_), timeout=LOOK_SECONDS)
+            for reference in ready:
+                part = open_.pop(reference)
+                try:
+                    code, reason = ray.get(reference)
+                except ray.exceptions.RayError as error:
+                    short = isinstance(error, ray.exceptions.OutOfMemoryError)
+                    raise (OutOfMemory if short else Failed)(
+                        f"part {part} could not be done on the cluster ({type(error).__name__}: "
+                        f"{first_line(error.__cause__ or error)}); the same command goes on"
+                    ) from error
+                if code:
+                    kind = {3: OutOfMemory, 4: Failed}.get(code, ValueError)
+                    raise kind(f"part {part}: {reason}")
+                progress.advance(left[part])
+        if interruption.requested:
+            ray.shutdown()
+            raise Stopped(
+                f"stopped; the parts that are written stay in {options.output}, the same command "
+                "goes on"
             )
 
 
@@ -235,10 +207,8 @@ _known: dict[str, Extraction] = {}
 """The extraction of this worker: one model, and one list of images."""
 
 
-def extract_part(
-    given: tuple[ExtractOptions, str, dict[str, Any]], number: str
-) -> tuple[str, int, str]:
-    """Extract a part, in a process of Ray's: ``End``.
+def extract_part(given: tuple[ExtractOptions, str, dict[str, Any]], number: str) -> tuple[int, str]:
+    """Extract a part, in a process of Ray's; return 0 or the error's exit code, and its reason.
 
     Args:
         given: the options, the folder that paths are relative to, and what decides the features
@@ -253,8 +223,8 @@ def extract_part(
             _known[key] = _open(options, folder, identity)
         _write(_known[key], Part.parse(number))
     except (ValueError, OSError, OutOfMemory, Failed) as error:
-        return End(number, exit_code(error), f"{in_one_line(error)} (on {socket.gethostname()})")
-    return End(number, 0, "")
+        return exit_code(error), f"{in_one_line(error)} (on {socket.gethostname()})"
+    return 0, ""
 
 
 def _open(options: ExtractOptions, folder: str, identity: dict[str, Any]) -> Extraction:
@@ -268,7 +238,7 @@ def _open(options: ExtractOptions, folder: str, identity: dict[str, Any]) -> Ext
         ) from error
     extraction = Extraction(options)
     for key, wanted in identity.items():
-        found = extraction.whole_identity.get(key)
+        found = extraction.identity.get(key)
         if found != wanted:
             here, there = briefly(found, wanted)
             raise ValueError(f"{key} is {here} here and {there} where the command was called")

@@ -20,7 +20,7 @@ from visionattn.lab.memory import build
 from visionattn.lab.networks import has_forms
 from visionattn.lab.operations import FORMED, has_position
 from visionattn.lab.target_table import choose
-from visionattn.training.build import pick_device
+from visionattn.models.machine import pick_device
 
 if TYPE_CHECKING:  # reading images needs libraries that a machine with a GPU may lack
     from visionattn.lab.loader import LoaderCase, Source

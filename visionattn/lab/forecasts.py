@@ -21,13 +21,14 @@ from visionattn.cli.fresh_process import Forks, ask
 from visionattn.cli.memory import resident_bytes, taken_bytes
 from visionattn.cli.tables import heading, line
 from visionattn.data.batches import Batch
+from visionattn.models.building import ModelConfig
 from visionattn.models.filled import call
 from visionattn.models.registration import is_ours
 from visionattn.models.weights import DataSpec
-from visionattn.training.config import ModelConfig, TrainConfig
+from visionattn.training.config import TrainConfig
 from visionattn.training.distributed import Processes
 from visionattn.training.learner import Learner
-from visionattn.training.passes import Passes
+from visionattn.training.passes import StepPasses
 from visionattn.training.trial import try_steps
 
 CLASSES = 10
@@ -73,7 +74,7 @@ def measure(model: str, px: int, batch: int, work: str, threads: int) -> dict[st
     if work == "checkpointed":
         made.set_grad_checkpointing(True)
     config = TrainConfig(ModelConfig(model), batch_size=batch)
-    passes = Passes(made, spec, cpu, "none", checkpointing=work == "checkpointed")
+    passes = StepPasses(made, spec, cpu, "none", checkpointing=work == "checkpointed")
     expected = taken_bytes(cpu) + (passes.step_bytes(shape, config.optim) or 0)
     learner = Learner(config, made, spec, cpu, 1000, Processes())
     seconds = try_steps(learner, [shape])[-1].seconds
@@ -85,7 +86,7 @@ def measure(model: str, px: int, batch: int, work: str, threads: int) -> dict[st
 
 def _inference(made: torch.nn.Module, spec: DataSpec, shape: tuple) -> dict[str, float]:
     made.eval()
-    passes = Passes(made, spec, torch.device("cpu"), "none")
+    passes = StepPasses(made, spec, torch.device("cpu"), "none")
     expected = taken_bytes(torch.device("cpu")) + (passes.forward_bytes(shape) or 0)
 
     def forward(count: int) -> float:

@@ -6,28 +6,12 @@ field is its help text. ``options.py`` reads the flags.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from visionattn.data.config import DataConfig
 from visionattn.data.ranges import check_ranges, check_signs
+from visionattn.models.building import ModelConfig
 from visionattn.models.weights import Fit
-
-
-@dataclass
-class ModelConfig:
-    """Which model to build: ``timm.create_model(name, num_classes=..., **args)``."""
-
-    name: str = "scaleformer_vit_t"
-    """A timm name: one of ours or any other model of timm."""
-    args: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the model, e.g. ``{num_heads: 6, patch_size: 8}``; with ``data.task``
-    segmentation also of its head: ``head_blocks``, the blocks whose features are used (the last),
-    and ``head_stride``, the side in pixels of cells with a logit of their own (a patch).
-    """
-    grad_checkpointing: bool = False
-    """Keep the inputs of blocks alone for the backward pass and compute the rest anew: less memory,
-    more time.
-    """
 
 
 @dataclass

@@ -34,7 +34,7 @@ from visionattn.cli.ends import (
 )
 from visionattn.cli.files import first_line
 from visionattn.cli.interruption import Interrupted
-from visionattn.training.build import pick_device
+from visionattn.models.machine import pick_device
 from visionattn.training.watchdog import Verdict, Waits, Watchdog
 
 Item = TypeVar("Item")

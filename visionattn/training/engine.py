@@ -32,12 +32,13 @@ from visionattn.cli.provenance import provenance
 from visionattn.data.geometry import geometry_of
 from visionattn.data.mask_checks import check_trained
 from visionattn.data.splits import Splits, build_splits, check_root, geometry_choices
+from visionattn.models.building import ModelConfig, check_geometries, patch_size
 from visionattn.models.conversion import NAME as CONVERTED
-from visionattn.training.build import check_geometries, patch_size
-from visionattn.training.config import ModelConfig, TrainConfig, check
+from visionattn.models.cost import Expected
+from visionattn.training.config import TrainConfig, check
 from visionattn.training.distributed import Processes, place_of
 from visionattn.training.forecast import forecast
-from visionattn.training.memory import Expected, TrainingMemory, check_memory, with_batch
+from visionattn.training.memory import TrainingMemory, check_memory, with_batch
 from visionattn.training.objective import Objective
 from visionattn.training.parallel import check_model, choose_kind, ranks_per_image
 from visionattn.training.progress import Result

@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,20 +11,19 @@ import torch
 from torch import nn
 
 from visionattn.models.filled import takes_sizes
+from visionattn.models.machine import autocast
 from visionattn.models.modes import in_eval
+from visionattn.models.pixel_classes import ious_of
 from visionattn.models.weights import DataSpec
-from visionattn.ops.sums import has_bfloat16_products
 from visionattn.training.config import OptimConfig
 from visionattn.training.distributed import Processes
 from visionattn.training.objective import Objective
-from visionattn.training.segmentation import Segmenting, ious_of
+from visionattn.training.segmentation import Segmenting
 from visionattn.training.tally import Tally
 from visionattn.training.writing import Writing
 
 if TYPE_CHECKING:  # where models alone are measured, no reader of images is installed
     from visionattn.data.batches import Batch
-
-AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -59,21 +57,6 @@ class Evaluation:
     def score(self) -> float | None:
         """Return the figure by which weights are chosen: mean IoU of pixels, accuracy of images."""
         return self.accuracy if self.mean_iou is None else self.mean_iou
-
-
-def precision_taken(amp: str, device: torch.device) -> str:
-    """Return ``bf16`` or ``none`` for ``auto``: bf16 where the device multiplies it; other
-    precisions as they are.
-    """
-    if amp != "auto":
-        return amp
-    has = torch.cuda.is_bf16_supported if device.type == "cuda" else has_bfloat16_products
-    return "bf16" if device.type in ("cpu", "cuda") and has() else "none"
-
-
-def autocast(device: torch.device, amp: str):
-    """Return the context of mixed precision: ``amp`` is ``none``, ``bf16`` or ``fp16``."""
-    return nullcontext() if amp == "none" else torch.autocast(device.type, dtype=AMP_DTYPES[amp])
 
 
 def evaluate(

@@ -11,8 +11,9 @@ import numpy as np
 
 from visionattn.cli.tables import lasting
 from visionattn.data.buckets import cell_px
-from visionattn.training.memory import Expected, known, largest_shape, share_of
-from visionattn.training.outlook import images_of
+from visionattn.data.outlook import images_of
+from visionattn.models.cost import Expected
+from visionattn.training.memory import known, largest_shape, share_of
 from visionattn.training.trainer import Trainer
 from visionattn.training.trial import Trial, try_evaluation, try_steps
 

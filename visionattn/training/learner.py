@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from visionattn.data.batches import Batch, seed_batch
 from visionattn.data.geometry import geometry_of
+from visionattn.models.building import patch_size
 from visionattn.models.filled import takes_sizes
+from visionattn.models.machine import autocast
 from visionattn.models.weights import DataSpec
-from visionattn.training.build import patch_size
 from visionattn.training.config import TrainConfig
 from visionattn.training.distributed import Processes
-from visionattn.training.evaluate import autocast, objective_of
+from visionattn.training.evaluate import objective_of
 from visionattn.training.finite import name_fault
 from visionattn.training.objective import Objective
 from visionattn.training.optimize import (

@@ -7,8 +7,7 @@ processes.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,45 +15,38 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from visionattn.cli.memory import (
-    SHARE,
     check_fits,
-    largest_fit,
     memory_there_is,
     sensible,
     taken_bytes,
 )
-from visionattn.cli.tables import sized
 from visionattn.data.buckets import cell_px
 from visionattn.data.config import DataConfig
 from visionattn.data.geometry import Geometry, Size
 from visionattn.data.splits import Splits, geometry_choices
+from visionattn.models.building import patch_size
+from visionattn.models.cost import (
+    LARGEST_BATCH,
+    WORKER_BYTES,
+    Expected,
+    Shape,
+    fits,
+    largest_batch,
+    largest_image,
+)
 from visionattn.models.filled import takes_sizes
 from visionattn.models.weights import DataSpec
-from visionattn.training.build import patch_size
 from visionattn.training.config import TrainConfig
 from visionattn.training.distributed import Processes
 from visionattn.training.objective import Objective
 from visionattn.training.parallel import choose_kind
-from visionattn.training.passes import Passes, Shape
+from visionattn.training.passes import StepPasses
 from visionattn.training.trainer import Trainer
 
 COUNTED_PATCHES = 1 << 14
 """Patches of the largest image whose step is counted itself: larger ones take minutes to count."""
-LARGEST_BATCH = 512
-"""The most images that ``batch_size auto`` takes."""
-WORKER_BYTES = 45 * 2**20
-"""What a process that loads images takes of its own, without images."""
 PREFETCHED = 2
 """How many batches each of them has ready."""
-
-
-class Memory(Protocol):
-    """What tells the memory of batches."""
-
-    there_bytes: int | None
-
-    def bytes_of(self, shape: Shape, /) -> int | None:
-        """Return the memory at batches of a shape; None where nobody can tell."""
 
 
 class TrainingMemory:
@@ -91,7 +83,7 @@ class TrainingMemory:
             self.base_bytes += sum(x.numel() * x.element_size() for x in model.parameters())
         self.patch_px = patch_size(model)
         leaves_out = splits.spec.fit == "pad" and takes_sizes(model)
-        self.passes = Passes(
+        self.passes = StepPasses(
             objective.called(model) if objective else model,
             splits.spec,
             device,
@@ -179,23 +171,6 @@ def largest_shape(shapes: np.ndarray) -> Shape:
     return images, height, width
 
 
-@dataclass(frozen=True)
-class Expected:
-    """The memory of a run."""
-
-    needed_bytes: int | None
-    there_bytes: int | None
-
-    def __str__(self) -> str:
-        if self.needed_bytes is None:
-            return "memory: not known beforehand for this model"
-        there = "" if self.there_bytes is None else f", {sized(self.there_bytes)} there"
-        tight = self.there_bytes is not None and self.needed_bytes > self.there_bytes
-        return f"memory: {sized(self.needed_bytes)} expected{there}" + (
-            ", which may not do" if tight else ""
-        )
-
-
 def check_memory(trainer: Trainer, memory: TrainingMemory) -> Expected:
     """Return the memory that a run will take at most.
 
@@ -260,56 +235,6 @@ def way_out(config: TrainConfig, memory: TrainingMemory, shape: Shape) -> str:
         )
     size_px = str(rows) if rows == columns else f"{rows} {columns}"
     return f"one image of {rows} x {columns} pixels would fit: --data.img_size {size_px}{saves}"
-
-
-def largest_image(fits: Callable[[Size], bool], size: Size, patch_px: Size) -> Size | None:
-    """Return the largest image of about the same aspect ratio, below ``size`` and in whole patches,
-    that fits; None where none does.
-    """
-    step, longest = max(patch_px), max(size)
-
-    def smaller(number: int) -> Size:
-        rows, columns = (
-            max(each, round(number * step * side / longest / each) * each)
-            for side, each in zip(size, patch_px, strict=True)
-        )
-        return rows, columns
-
-    most = max(1, longest // step - 1)
-    found = largest_fit(lambda number: fits(smaller(number)), max(8, most // 2), most)
-    return smaller(found) if found else None
-
-
-def fits(memory: Memory, shape: Shape) -> bool:
-    """Tell whether a batch leaves some of the memory there is."""
-    needed = memory.bytes_of(shape)
-    return needed is not None and needed <= SHARE * (memory.there_bytes or math.inf)
-
-
-def largest_batch(memory: Memory, size: Size, most: int) -> int:
-    """Return how many images of a size fit at once, ``most`` at most; 0 where not one does."""
-    if most < 1:
-        return 0
-    if memory.there_bytes is None:
-        return 0
-    room, taken = SHARE * memory.there_bytes, {}
-    low, high, guess = 0, most + 1, 1
-    # Memory grows about evenly with the images: the line through what was counted leads to the
-    # limit, and an eighth below it is near enough.
-    while high - low > max(1, low // 8):
-        needed = taken[guess] = memory.bytes_of((guess, *size))
-        if needed is None:
-            return 0
-        low, high = (guess, high) if needed <= room else (low, guess)
-        if not low:
-            return 0
-        slope = 0.0
-        if len(taken) > 1:
-            first, last = sorted(taken)[0], guess if guess > 1 else max(taken)
-            slope = (taken[last] - taken[first]) / (last - first)
-        further = int((room - taken[low]) / slope) if slope > 0 and math.isfinite(slope) else low
-        guess = min(max(low + 1, low + further), high - 1)
-    return low
 
 
 def with_batch(

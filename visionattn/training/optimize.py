@@ -15,8 +15,8 @@ from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler
 from timm.scheduler.scheduler import Scheduler
 from torch import Tensor, nn
 
+from visionattn.models.machine import autocast
 from visionattn.training.config import OptimConfig
-from visionattn.training.evaluate import autocast
 from visionattn.training.objective import make_criterion
 
 

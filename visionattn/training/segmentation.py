@@ -4,7 +4,6 @@ Source: the figure of PASCAL VOC (Everingham et al. 2010, section 4.2): of each 
 that are rightly given it, over those that have it or are given it.
 """
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -63,12 +62,3 @@ def confusion_of(known: Tensor, found: Tensor, classes: int) -> Tensor:
     counted = known != IGNORED
     pairs = known[counted].long() * classes + found[counted]
     return pairs.bincount(minlength=classes**2).view(classes, classes)
-
-
-def ious_of(confusion: np.ndarray) -> np.ndarray:
-    """Return the intersection over union of each class, float64 ``[classes]``; NaN where nothing
-    known has it. ``confusion`` is as ``confusion_of`` gives it.
-    """
-    right, there = np.diag(confusion), confusion.sum(1)
-    union = there + confusion.sum(0) - right
-    return np.where(there > 0, right / np.maximum(union, 1), np.nan)

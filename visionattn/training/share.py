@@ -21,9 +21,9 @@ from visionattn.cli.files import check_new, first_line, whole_folder, write_text
 from visionattn.cli.interruption import undone_at_end
 from visionattn.cli.parsing import parse, with_first
 from visionattn.cli.untrusted import brief
+from visionattn.models.building import patch_size
 from visionattn.models.images_cfg import images_cfg
 from visionattn.models.weights import check_finite, described, load_model, read_metadata
-from visionattn.training.build import patch_size
 from visionattn.training.card import card_of
 from visionattn.training.facts import RunFacts, facts_beside
 

@@ -7,11 +7,11 @@ nor runs; ``show.py`` says what is on the sheet.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
+
+from visionattn.data.lettering import EDGE, HATCH, INK, MUTED, PAPER, font_of, printable
 
 MOST_PX = 2400
 """Sheets are at most so wide and so high, as far as captions allow."""
@@ -22,7 +22,6 @@ ENLARGED_PX, MOST_TIMES = 256, 4
 LEAST_PX = 24
 """Pictures are not shrunk below this longest side."""
 
-PAPER, INK, MUTED, EDGE, HATCH = "#ffffff", "#1a1a1a", "#6b6b6b", "#d4d4d4", "#c4c4c4"
 _MARGIN, _GAP, _BETWEEN_PARTS, _NARROWEST = 24, 14, 18, 128
 _LARGE, _NAME, _SMALL = 20, 13, 12
 _TITLE_PX, _NOTE_PX, _CAPTION_PX = 32, 28, 17
@@ -195,11 +194,6 @@ def _hatched(height: int, width: int) -> Image.Image:
     return area
 
 
-def printable(text: str) -> str:
-    """Return a text in which each character that cannot be printed is replaced."""
-    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
-
-
 def _shortened(text: str, font: ImageFont.FreeTypeFont, width: int) -> str:
     """Cut a text so that it is not wider than ``width`` pixels."""
     if font.getlength(text) <= width:
@@ -207,12 +201,3 @@ def _shortened(text: str, font: ImageFont.FreeTypeFont, width: int) -> str:
     while text and font.getlength(text + "…") > width:
         text = text[:-1]
     return text + "…"
-
-
-@cache
-def font_of(size: int, *, bold: bool = False) -> ImageFont.FreeTypeFont:
-    """Return the font that comes with matplotlib, which has more alphabets than Pillow's."""
-    import matplotlib
-
-    name = "DejaVuSans-Bold.ttf" if bold else "DejaVuSans.ttf"
-    return ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts/ttf" / name), size)

@@ -17,12 +17,12 @@ from visionattn.cli.files import check_free, write_whole
 from visionattn.data.batches import Batch, seed_batch
 from visionattn.data.drawn import seen_as
 from visionattn.data.splits import check_root
+from visionattn.models.pixel_classes import class_names, striped
 from visionattn.models.segmentation import IGNORED
 from visionattn.models.weights import DataSpec
 from visionattn.training import engine
 from visionattn.training.config import TrainConfig, check
 from visionattn.training.distributed import Processes
-from visionattn.training.painting import class_names, striped
 from visionattn.training.sheet import Part, Picture, draw_sheet
 from visionattn.training.trainer import Trainer
 

@@ -20,12 +20,13 @@ from visionattn.data.checks import WHOLE
 from visionattn.data.split_names import listed
 from visionattn.data.splits import Splits
 from visionattn.data.walk import composed
+from visionattn.models.building import ModelConfig
 from visionattn.models.conversion import NAME as CONVERTED
 from visionattn.models.hybrid import places_of_blocks
 from visionattn.models.registration import FORMER, complete
 from visionattn.models.weights import read_metadata
 from visionattn.training.checkpoint import check_state, read_state, save_state
-from visionattn.training.config import ModelConfig, TrainConfig
+from visionattn.training.config import TrainConfig
 from visionattn.training.progress import Position
 from visionattn.training.record import LAST, PREVIOUS
 from visionattn.training.start import given_to_teacher

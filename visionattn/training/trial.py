@@ -14,11 +14,10 @@ import torch
 from torch import nn
 
 from visionattn.data.batches import Batch
+from visionattn.models.cost import Shape, put_back
+from visionattn.models.machine import autocast, random_state, restore_random_state
 from visionattn.models.modes import in_eval
-from visionattn.training.checkpoint import random_state, restore_random_state
-from visionattn.training.evaluate import autocast
 from visionattn.training.learner import Learner
-from visionattn.training.passes import Shape, put_back
 
 LONG_SECONDS = 20.0
 """A step that takes longer is not tried whole, nor twice."""

@@ -25,30 +25,19 @@ from visionattn.data.config import AugmentConfig, DataConfig
 from visionattn.data.drawn import seen_as
 from visionattn.data.geometry import Geometry, check_geometry, pixels, sides
 from visionattn.data.mask_checks import check_judged
+from visionattn.data.outlook import FEW_PIXELS, ForwardMemory, Forwards, describe, trial_seconds
 from visionattn.data.split_names import listed
 from visionattn.data.splits import eval_batches, images_to_judge
+from visionattn.models.building import check_geometries, patch_size
+from visionattn.models.cost import Expected, Shape
 from visionattn.models.filled import takes_sizes
+from visionattn.models.machine import pick_device, precision_taken
+from visionattn.models.pixel_classes import class_names
 from visionattn.models.tasks import Task
 from visionattn.models.weights import DataSpec, existing, load_model
-from visionattn.training.build import check_geometries, patch_size, pick_device
 from visionattn.training.config import TrainConfig, ValidateConfig
-from visionattn.training.evaluate import Evaluation, evaluate, precision_taken
-from visionattn.training.memory import (
-    Expected,
-    known,
-    largest_images,
-    largest_shape,
-    loading_bytes,
-)
-from visionattn.training.outlook import (
-    FEW_PIXELS,
-    ForwardMemory,
-    Forwards,
-    describe,
-    trial_seconds,
-)
-from visionattn.training.painting import class_names
-from visionattn.training.passes import Shape
+from visionattn.training.evaluate import Evaluation, evaluate
+from visionattn.training.memory import known, largest_images, largest_shape, loading_bytes
 from visionattn.training.record import CONFIG
 
 COLUMNS = {

@@ -1,19 +1,17 @@
 """``visionattn.generate``: the command as a Python call, with its images in memory."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from visionattn.inference.generate.decoder import open_decoder, open_decoder_module
+from visionattn.inference.generate.decoder import open_decoder
 from visionattn.inference.generate.generation import Generation
 from visionattn.inference.generate.options import GenerateOptions, check
-from visionattn.inference.held import Images, listing_of
+from visionattn.inference.held import listing_of
+from visionattn.inference.options import options_of_call
 from visionattn.models.modes import in_eval
-
-AMP = ("none", "bf16")
 
 
 class Generated(NamedTuple):
@@ -35,20 +33,7 @@ class Generated(NamedTuple):
     """
 
 
-def generate(
-    model: nn.Module | str | Path,
-    count: int | None = None,
-    *,
-    img_size: int | tuple[int, int] | None = None,
-    classes: Sequence[str | int] | None = None,
-    temperature: float = 1.0,
-    seed: int = 0,
-    complete: Images | None = None,
-    keep: float | None = None,
-    batch_size: int = 64,
-    device: str | None = None,
-    amp: Literal["none", "bf16"] = "none",
-) -> Generated:
+def generate(model: nn.Module | str | Path, count: int | None = None, **options: Any) -> Generated:
     """Write images with a pixel decoder, as ``visionattn generate`` does: value by value, by the
     recurrence, at the same time and memory for each value.
 
@@ -61,58 +46,31 @@ def generate(
             where it is and as it is; or a checkpoint of a training with ``data.task: generate``.
         count: images that are written, with ``complete`` for each image; None: 64, with
             ``complete`` 1.
-        img_size: height and width in pixels, or one number for both; None: as in training.
-        classes: names or numbers of classes, which images take in turn, for a conditioned model.
-            None: all in turn; with ``complete`` the one under which the given rows are the most
-            likely.
-        temperature: what log-probabilities are divided by before a level is drawn, 0 or above;
-            0 takes the most probable one.
-        seed: of the draws, a whole number from 0 on.
-        complete: images whose lower part is written, as ``predict`` takes images; they are seen as
-            in training.
-        keep: the share of the rows that is given, from the top, above 0 and below 1; None: 0.5.
-        batch_size: images that are written together.
-        device: for checkpoints; None takes a GPU where there is one.
-        amp: automatic mixed precision, "none" or "bf16".
+        options: fields of ``GenerateOptions``: ``img_size``, ``classes`` (also numbers),
+            ``temperature``, ``seed``, ``complete`` (images as ``predict`` takes them), ``keep``,
+            ``batch_size``, ``device``, ``amp``.
 
     Raises:
         ValueError, FileNotFoundError: the model writes no images, or an option or an image is
             wrong, an image of another depth or a prompt larger than the image among them; one line.
+        TypeError: there is no such option.
         OutOfMemory: a batch does not fit into memory; it is defined in ``visionattn.cli.ends``.
     """
-    if amp not in AMP:
-        raise ValueError(f"amp must be one of {', '.join(AMP)}, got {amp!r}")
-    options = GenerateOptions(
-        count=count,
-        img_size=list(img_size) if isinstance(img_size, tuple) else img_size,
-        classes=None if classes is None else [str(each) for each in classes],
-        temperature=temperature,
-        seed=seed,
-        complete=None if complete is None else ["images"],
-        keep=keep,
-        batch_size=batch_size,
-        device=device or "auto",
-        amp=amp,
-    )
-    check(options)
-    listing = None if complete is None else listing_of(complete)
-    if isinstance(model, nn.Module):
-        if device is not None:
-            raise ValueError("a module stays where it is; leave device out, or move the module")
-        opened = open_decoder_module(model)
-    else:
-        opened = open_decoder(model, options.device)
+    images, seed = options.pop("complete", None), options.pop("seed", 0)
+    if options.get("classes") is not None:
+        options["classes"] = [str(each) for each in options["classes"]]
+    complete = None if images is None else ["images"]
+    asked = options_of_call(GenerateOptions, options, count=count, seed=seed, complete=complete)
+    check(asked)
+    listing = None if images is None else listing_of(images)
+    opened = open_decoder(model, asked.device)
     with in_eval(opened.model):
-        generation = Generation(opened, options, listing)
+        generation = Generation(opened, asked, listing)
         drawn = generation.run()
-    names = opened.spec.class_names
+    names, labels = opened.spec.class_names, [each.label for each in drawn]
     return Generated(
         torch.stack([each.pixels for each in drawn]),
-        [
-            names[each.label] if names else str(each.label)
-            for each in drawn
-            if each.label is not None
-        ],
+        [names[label] if names else str(label) for label in labels if label is not None],
         torch.tensor([each.bits_per_dim for each in drawn], dtype=torch.float64),
-        [generation.prompts[each.planned.image].path for each in drawn if generation.prompts],
+        [generation.prompts[each.image].path for each in drawn if generation.prompts],
     )

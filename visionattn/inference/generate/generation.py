@@ -1,13 +1,12 @@
 """Which images are written, of which class and of which given rows, in which batches.
 
-This module owns the order of the images and of their draws. It writes no files; what a run has
-written so far goes to whoever keeps it.
+This module owns the order of the images and of their draws. It writes no files.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Protocol
+from functools import cached_property, partial
 
 import torch
 from einops import rearrange
@@ -16,38 +15,38 @@ from torch import Tensor
 from visionattn.cli.ends import OutOfMemory, is_out_of_memory
 from visionattn.cli.memory import check_fits, largest_fit, memory_there_is, taken_bytes
 from visionattn.cli.progress import Progress
-from visionattn.data.geometry import Size, pixels, sides
+from visionattn.data.geometry import pixels, sides
 from visionattn.inference.generate.decoder import check_size, memory_of
 from visionattn.inference.generate.options import GenerateOptions
 from visionattn.inference.generate.prompts import Prompt, likeliest_class, read_prompts
-from visionattn.inference.generate.writing import Asked, Writing
+from visionattn.inference.generate.writing import Asked, write_values
 from visionattn.inference.listing import Listing
 from visionattn.inference.look.find import class_number
 from visionattn.inference.opening import Opened
+from visionattn.models.machine import autocast
 from visionattn.models.pixel_decoder import PixelDecoder
-from visionattn.training.evaluate import autocast
 
 COUNT, KEEP = 64, 0.5
 """Images that are written, and the share of rows that is given, where nobody says so."""
-
-
-@dataclass(frozen=True)
-class Planned:
-    """An image that is to be written."""
-
-    image: int
-    """Its number; of a completion that of the prompt. Its draws depend on it."""
-    copy: int
-    """The number of the completion of a prompt."""
-    label: int | None
-    """Its class; None where there are none, or where the prompt decides."""
+Plan = tuple[int, int, int | None]
+"""An image that is to be written: its number, of a completion the number of the prompt, on which
+its draws depend; the number of the completion; and its class, None where there are none or where
+the prompt decides.
+"""
+Batch = dict[str, Tensor]
+"""What was written: ``values`` int32 ``[B, N]``, ``nats`` float64 ``[B, 2]``, as ``write_values``
+has them, and ``labels`` int64 ``[B]`` where images have classes.
+"""
 
 
 @dataclass(frozen=True)
 class Drawn:
     """An image that was written."""
 
-    planned: Planned
+    image: int
+    """Its number; of a completion the number of the prompt."""
+    copy: int
+    """The number of the completion of a prompt."""
     pixels: Tensor
     """uint8 ``[C, H, W]`` on the CPU."""
     label: int | None
@@ -59,22 +58,6 @@ class Drawn:
     """Likewise of given values; None where there are none."""
 
 
-class Keeper(Protocol):
-    """Keeps batches that are being written, so that another process goes on."""
-
-    def load(self, batch: int) -> dict[str, Tensor] | None:
-        """Return what was kept of a batch; None where nothing was."""
-        ...
-
-    def is_due(self) -> bool:
-        """Tell whether it is time to keep a batch that is not whole."""
-        ...
-
-    def save(self, batch: int, tensors: dict[str, Tensor]) -> None:
-        """Keep ``Writing.tensors`` of a batch."""
-        ...
-
-
 class Generation:
     """All images of a call, after all checks.
 
@@ -82,6 +65,15 @@ class Generation:
         opened: the model.
         options: checked by ``options.check``.
         listing: the images of ``complete``; None: there are none.
+
+    Attributes:
+        classes: the numbers of the classes that images take in turn; none for a model without.
+        prompts: images of which rows are given.
+        copies: the number of completions of each prompt; 1 where there are no prompts.
+        images: the number of images that are written.
+        size: their height and width.
+        rows: how many rows are given.
+        values: the number of values of an image.
 
     Raises:
         ValueError: classes, sizes or prompts do not go together; one line.
@@ -91,20 +83,30 @@ class Generation:
     def __init__(self, opened: Opened, options: GenerateOptions, listing: Listing | None):
         assert isinstance(opened.model, PixelDecoder)
         self.opened, self.options, self.model = opened, options, opened.model
+        channels = self.model.in_chans
         self.classes = self._classes()
-        asked = sides(options.img_size)
-        if asked is not None:
-            check_size(asked, self.model.in_chans)
+        size = sides(options.img_size)
+        if size is not None:
+            check_size(size, channels)
         self.prompts: list[Prompt] = []
+        self.copies, self.images = 1, options.count or COUNT
         if listing is not None:
-            self.prompts = read_prompts(listing, opened, asked)
-        self.size = self._size(asked)
-        check_size(self.size, self.model.in_chans)
-        self.rows = self._rows()
+            self.prompts = read_prompts(listing, opened, size)
+            self.copies = options.count or 1
+            self.images = len(self.prompts) * self.copies
+            height, width = self.prompts[0].pixels.shape[1:]
+            size = height, width
+        size = size or sides(opened.spec.img_size)
+        if size is None:
+            raise ValueError(
+                "img_size is missing: the model was trained on images of their own sizes"
+            )
+        check_size(size, channels)
+        self.size, self.values = size, math.prod(size) * channels
+        self.rows = self._rows() if self.prompts else 0
         self._check_memory()
 
     def _classes(self) -> list[int]:
-        """Return the numbers of the classes that images take in turn; none for a model without."""
         spec, given = self.opened.spec, self.options.classes
         if not self.model.conditioned:
             if given is not None:
@@ -117,22 +119,7 @@ class Generation:
             return list(range(count))
         return [class_number(word, spec.class_names, count) for word in given]
 
-    def _size(self, asked: Size | None) -> Size:
-        """Return height and width of the images."""
-        if self.prompts:
-            height, width = self.prompts[0].pixels.shape[1:]
-            return height, width
-        size = asked or sides(self.opened.spec.img_size)
-        if size is None:
-            raise ValueError(
-                "img_size is missing: the model was trained on images of their own sizes"
-            )
-        return size
-
     def _rows(self) -> int:
-        """Return how many rows are given."""
-        if not self.prompts:
-            return 0
         keep = KEEP if self.options.keep is None else self.options.keep
         rows, height = round(keep * self.size[0]), self.size[0]
         if not 0 < rows < height:
@@ -154,107 +141,75 @@ class Generation:
         what = f"{batch} images of {pixels(self.size)} at once"
         check_fits(together + batch * each, there, what, way_out)
 
-    @property
-    def copies(self) -> int:
-        """The number of completions of each prompt; 1 where there are no prompts."""
-        return (self.options.count or 1) if self.prompts else 1
-
-    @property
-    def images(self) -> int:
-        """The number of images that are written."""
-        if self.prompts:
-            return len(self.prompts) * self.copies
-        return self.options.count or COUNT
-
-    @property
-    def values(self) -> int:
-        """The number of values of an image."""
-        return math.prod(self.size) * self.model.in_chans
-
-    def plan(self, number: int) -> Planned:
+    def plan(self, number: int) -> Plan:
         """Return what is to be written as the image of a number."""
         image, copy = divmod(number, self.copies)
-        in_turn = copy if self.prompts else image
         if not self.classes or (self.prompts and self.options.classes is None):
-            return Planned(image, copy, None)
-        return Planned(image, copy, self.classes[in_turn % len(self.classes)])
+            return image, copy, None
+        in_turn = copy if self.prompts else image
+        return image, copy, self.classes[in_turn % len(self.classes)]
 
-    def run(self, progress: Progress | None = None, keeper: Keeper | None = None) -> list[Drawn]:
+    def run(
+        self,
+        progress: Progress | None = None,
+        kept: Callable[[int, Callable[[], Batch]], Batch] = lambda number, write: write(),
+    ) -> list[Drawn]:
         """Write all images.
 
         Args:
             progress: counts values.
-            keeper: keeps what there is of batches, and has what an earlier run wrote.
+            kept: returns a batch by its number: what an earlier run wrote, or what the function
+                that it is given writes now.
 
         Raises:
-            ValueError: outputs of the model are not finite, or what was kept is garbled; one line.
+            ValueError: outputs of the model are not finite; one line.
             OutOfMemory: a batch does not fit into memory.
         """
-        size = self.options.batch_size
-        starts = range(0, self.images, size)
-        before = {}
-        if keeper is not None:
-            loaded = ((number, keeper.load(number)) for number in range(len(starts)))
-            before = {number: tensors for number, tensors in loaded if tensors is not None}
-        drawn = []
-        for number, start in enumerate(starts):
-            planned = [self.plan(i) for i in range(start, min(start + size, self.images))]
+        size, drawn = self.options.batch_size, []
+        for number, start in enumerate(range(0, self.images, size)):
+            plans = [self.plan(i) for i in range(start, min(start + size, self.images))]
             try:
-                drawn += self._batch(number, planned, before.get(number), progress, keeper)
+                drawn += self._drawn(plans, kept(number, partial(self._batch, plans, progress)))
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                fewer = f"; try --batch-size {len(planned) // 2}" if len(planned) > 1 else ""
+                fewer = f"; try --batch-size {len(plans) // 2}" if len(plans) > 1 else ""
                 raise OutOfMemory(
-                    f"out of memory with {len(planned)} images of {pixels(self.size)} at "
-                    f"once{fewer}"
+                    f"out of memory with {len(plans)} images of {pixels(self.size)} at once{fewer}"
                 ) from error
         return drawn
 
-    def _batch(
-        self,
-        number: int,
-        planned: list[Planned],
-        before: dict[str, Tensor] | None,
-        progress: Progress | None,
-        keeper: Keeper | None,
-    ) -> list[Drawn]:
-        """Write a batch from its start, or from where it was kept."""
-        options = self.options
-        with torch.inference_mode(), autocast(self.opened.device, options.amp):
-            asked = self._asked(planned)
-            writing = Writing(self.model, asked, temperature=options.temperature, seed=options.seed)
-            if before is not None:
-                writing.restore(before)
-                if progress is not None:
-                    progress.resume(len(planned) * writing.position)
-            was_whole = writing.is_done
-            while not writing.is_done:
-                writing.step()
-                if progress is not None:
-                    progress.advance(len(planned))
-                if keeper is not None and keeper.is_due() and not writing.is_done:
-                    keeper.save(number, writing.tensors())
-            if keeper is not None and not was_whole:
-                keeper.save(number, writing.tensors())
-        return self._drawn(planned, asked, writing)
+    @torch.inference_mode()
+    def _batch(self, plans: list[Plan], progress: Progress | None) -> Batch:
+        """Write a batch."""
+        device, options = self.opened.device, self.options
 
-    def _asked(self, planned: list[Planned]) -> Asked:
-        """Return a batch as it is written, with the labels that prompts decide."""
-        device = self.opened.device
-        labels = None
-        if self.classes:
-            chosen = [
-                self._likeliest[each.image] if each.label is None else each.label
-                for each in planned
-            ]
-            labels = torch.tensor(chosen, device=device)
-        given = torch.zeros(len(planned), 0, dtype=torch.int64)
-        if self.prompts:
-            parts = [self.prompts[each.image].pixels[:, : self.rows] for each in planned]
-            given = rearrange(torch.stack(parts), "b c h w -> b (h w c)").long()
-        numbers = tuple((each.image, each.copy) for each in planned)
-        return Asked(self.size, numbers, labels, given.to(device))
+        def stepped() -> None:
+            if progress is not None:
+                progress.advance(len(plans))
+
+        with autocast(device, options.amp):
+            labels = None
+            if self.classes:
+                chosen = [
+                    self._likeliest[image] if label is None else label for image, _, label in plans
+                ]
+                labels = torch.tensor(chosen, device=device)
+            given = torch.zeros(len(plans), 0, dtype=torch.int64)
+            if self.prompts:
+                parts = [self.prompts[image].pixels[:, : self.rows] for image, _, _ in plans]
+                given = rearrange(torch.stack(parts), "b c h w -> b (h w c)").long()
+            numbers = tuple((image, copy) for image, copy, _ in plans)
+            values, nats = write_values(
+                self.model,
+                Asked(self.size, numbers, labels, given.to(device)),
+                temperature=options.temperature,
+                seed=options.seed,
+                stepped=stepped,
+            )
+        found = {"values": values.to(torch.int32), "nats": nats}
+        found |= {} if labels is None else {"labels": labels}
+        return {name: value.cpu() for name, value in found.items()}
 
     @cached_property
     def _likeliest(self) -> list[int]:
@@ -266,21 +221,19 @@ class Generation:
             for prompt in self.prompts
         ]
 
-    def _drawn(self, planned: list[Planned], asked: Asked, writing: Writing) -> list[Drawn]:
-        height, width = self.size
-        images = rearrange(
-            writing.values.to(torch.uint8), "b (h w c) -> b c h w", h=height, w=width
-        ).cpu()
-        labels = [None] * len(planned) if asked.labels is None else asked.labels.tolist()
-        bits = (writing.nats / math.log(2)).tolist()
-        given = asked.given.shape[1]
+    def _drawn(self, plans: list[Plan], batch: Batch) -> list[Drawn]:
+        values, (height, width) = batch["values"].to(torch.uint8), self.size
+        images = rearrange(values, "b (h w c) -> b c h w", h=height, w=width)
+        labels = batch["labels"].tolist() if "labels" in batch else [None] * len(plans)
+        given = self.rows * width * self.model.in_chans
+        bits = (batch["nats"] / math.log(2)).tolist()
         return [
             Drawn(
-                each,
+                *plan[:2],
                 image.clone(),
                 label,
                 new / (self.values - given),
                 old / given if given else None,
             )
-            for each, image, label, (old, new) in zip(planned, images, labels, bits, strict=True)
+            for plan, image, label, (old, new) in zip(plans, images, labels, bits, strict=True)
         ]

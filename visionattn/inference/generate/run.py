@@ -4,12 +4,10 @@ which appears whole or not at all.
 What a run that was stopped has written is kept beside the output, and the same command goes on.
 """
 
-import io
 import json
-import os
-import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +15,15 @@ import numpy as np
 import torch
 from einops import rearrange
 from PIL import Image
-from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from visionattn.cli.files import first_line, printable, whole_folder, write_whole
+from visionattn.cli.files import printable, whole_folder, write_whole
 from visionattn.cli.progress import Progress
 from visionattn.cli.provenance import provenance
-from visionattn.cli.tables import write_rows
 from visionattn.data.geometry import pixels
 from visionattn.inference.generate.decoder import open_decoder
-from visionattn.inference.generate.generation import Drawn, Generation
+from visionattn.inference.generate.generation import Batch, Drawn, Generation
 from visionattn.inference.generate.options import (
     ARRAY,
     PICTURE,
@@ -37,57 +33,15 @@ from visionattn.inference.generate.options import (
 )
 from visionattn.inference.generate.sheet import columns_for, sheet, sheet_size
 from visionattn.inference.listing import digest_of, find_images
-from visionattn.inference.work import WorkFolder, is_begun
+from visionattn.inference.work import WorkFolder, in_the_way, write_array, write_table
 
 INDEX = "index.csv"
 FIELDS = ("file", "image", "completion", "path", "class", "given_rows", "bits_per_dim")
 FIELDS += ("given_bits_per_dim",)
 DIGITS = 4
 """Decimals of bits."""
-KEEP_SECONDS = 30.0
-"""After so long a batch that is being written is kept."""
 MOST_COLUMNS = 24
 """Classes of a model at most for which each has a column of the picture."""
-
-
-class Kept:
-    """Batches in the folder of a command's work; a ``Keeper``.
-
-    Args:
-        work: the folder, entered.
-        seconds: how long it is between two times at which a batch that is not whole is kept.
-    """
-
-    def __init__(self, work: WorkFolder, seconds: float):
-        self._work, self._seconds = work, seconds
-        self._last = time.monotonic()
-
-    def _path(self, batch: int) -> Path:
-        return self._work.file(f"{batch:06d}.safetensors")
-
-    def load(self, batch: int) -> dict[str, Tensor] | None:
-        """Return what was kept of a batch; raises ValueError where it is garbled."""
-        path = self._path(batch)
-        try:
-            return load(path.read_bytes())
-        except FileNotFoundError:
-            return None
-        except SafetensorError as error:
-            raise ValueError(self._garbled(path, error)) from error
-
-    def _garbled(self, path: Path, error: Exception) -> str:
-        return f"{path} is garbled ({first_line(error)}); delete {path.parent} to begin anew"
-
-    def is_due(self) -> bool:
-        """Tell whether the time has passed."""
-        return time.monotonic() - self._last >= self._seconds
-
-    def save(self, batch: int, tensors: dict[str, Tensor]) -> None:
-        """Write the file of a batch."""
-        self._work.describe()
-        content = save(tensors)
-        write_whole(self._path(batch), lambda temporary: temporary.write_bytes(content))
-        self._last = time.monotonic()
 
 
 class Generating:
@@ -103,7 +57,7 @@ class Generating:
 
     def __init__(self, options: GenerateOptions):
         self.options, self.output = options, Path(options.output or "")
-        in_the_way = self._in_the_way()
+        blocked = in_the_way(lambda: check_output(options), self.output)
         listing = None if options.complete is None else find_images(options.complete)
         if options.threads:
             torch.set_num_threads(options.threads)
@@ -114,26 +68,9 @@ class Generating:
             tiles = self.generation.images + len(self.generation.prompts)
             sheet_size(tiles, self._columns(), *self.generation.size)
         self.work = WorkFolder(self.output, self._identity, overwrite=options.overwrite)
-        # A run that was killed once the output had its name has nothing left to do but to tidy up.
-        self.finished = in_the_way is not None and self.work.is_finishing()
-        if in_the_way is not None and not self.finished:
-            raise in_the_way
+        self.finished = self.work.is_finished(blocked)
         self.work.check()
         self.work.check_writable()
-
-    def _in_the_way(self) -> ValueError | None:
-        """Return what keeps the output from its name where a run that was killed may have given it.
-
-        Raises:
-            ValueError: something else does, or there is no work of such a run.
-        """
-        try:
-            check_output(self.options)
-        except ValueError as error:
-            if not (os.path.lexists(self.output) and is_begun(self.output)):
-                raise
-            return error
-        return None
 
     def _check_channels(self) -> None:
         channels = self.opened.spec.in_chans
@@ -173,23 +110,29 @@ class Generating:
         say(f"{self.opened.notes[0]}; images: {of}")
         with self.work:
             with Progress(generation.images * generation.values, unit="values") as progress:
-                drawn = generation.run(progress, Kept(self.work, KEEP_SECONDS))
+                drawn = generation.run(progress, partial(self._kept, progress))
             self.work.finish()
             self._write(drawn)
         mean = sum(each.bits_per_dim for each in drawn) / len(drawn)
         count = "1 image" if len(drawn) == 1 else f"{len(drawn)} images"
         say(f"{self.output}: {count}, {mean:.3f} bits per written value")
 
+    def _kept(self, progress: Progress, number: int, write: Callable[[], Batch]) -> Batch:
+        """Return a batch that an earlier run has written, or write and keep it."""
+        path = self.work.file(f"{number:06d}.safetensors")
+        if path.exists():
+            batch = load(path.read_bytes())
+            progress.resume(batch["values"].numel())
+            return batch
+        self.work.describe()
+        batch = write()
+        write_whole(path, lambda place: place.write_bytes(save(batch)))
+        return batch
+
     def _write(self, drawn: list[Drawn]) -> None:
         """Write the output."""
         if self.options.kind == ARRAY:
-            images = np.stack([_array(each.pixels) for each in drawn])
-
-            def write(place: Path) -> None:
-                with open(place, "wb") as file:
-                    np.save(file, images)
-
-            write_whole(self.output, write)
+            write_array(self.output, np.stack([_array(each.pixels) for each in drawn]))
         elif self.options.kind == PICTURE:
             picture = self._picture(drawn)
             write_whole(self.output, lambda place: picture.save(place, format="PNG"))
@@ -218,8 +161,8 @@ class Generating:
             return sheet([_array(each.pixels) for each in drawn], self._columns())
         tiles, given = [], []
         for each in drawn:
-            if each.planned.copy == 0:
-                tiles.append(_array(prompts[each.planned.image].pixels))
+            if each.copy == 0:
+                tiles.append(_array(prompts[each.image].pixels))
                 given.append(0)
             tiles.append(_array(each.pixels))
             given.append(rows)
@@ -230,12 +173,9 @@ class Generating:
         digits, rows = len(str(len(drawn) - 1)), []
         for number, each in enumerate(drawn):
             name = f"{number:0{digits}d}.png"
-            _write_picture(folder / name, each.pixels)
+            _picture_of(each.pixels).save(folder / name, format="PNG")
             rows.append(self._row(name, each))
-        stream = io.StringIO()
-        write_rows(stream, FIELDS, rows)
-        # Names of prompts may be in any encoding.
-        (folder / INDEX).write_bytes(stream.getvalue().encode(errors="surrogateescape"))
+        write_table(folder / INDEX, FIELDS, rows)
         about = provenance(self.opened.device) | {
             "model": self.opened.notes,
             "options": asdict(self.options),
@@ -245,15 +185,15 @@ class Generating:
 
     def _row(self, name: str, drawn: Drawn) -> dict[str, Any]:
         """Return a row of the table."""
-        planned, names = drawn.planned, self.opened.spec.class_names
+        names = self.opened.spec.class_names
         row: dict[str, Any] = dict.fromkeys(FIELDS)
-        row |= {"file": name, "image": planned.image}
+        row |= {"file": name, "image": drawn.image}
         row["bits_per_dim"] = round(drawn.bits_per_dim, DIGITS)
         if drawn.label is not None:
             row["class"] = names[drawn.label] if names else drawn.label
         if drawn.given_bits_per_dim is not None:
-            row |= {"completion": planned.copy, "given_rows": self.generation.rows}
-            row["path"] = self.generation.prompts[planned.image].path
+            row |= {"completion": drawn.copy, "given_rows": self.generation.rows}
+            row["path"] = self.generation.prompts[drawn.image].path
             row["given_bits_per_dim"] = round(drawn.given_bits_per_dim, DIGITS)
         return row
 
@@ -263,12 +203,6 @@ def _array(image: Tensor) -> np.ndarray:
     return rearrange(image, "c h w -> h w c").numpy()
 
 
-def _write_picture(path: Path, image: Tensor) -> None:
-    """Write an image as a PNG into a folder that ``whole_folder`` gave."""
-
-    def _write(place: Path) -> None:
-        array = _array(image)
-        picture = Image.fromarray(array[..., 0] if array.shape[2] == 1 else array)
-        picture.save(place, format="PNG")
-
-    _write(path)
+def _picture_of(image: Tensor) -> Image.Image:
+    array = _array(image)
+    return Image.fromarray(array[..., 0] if array.shape[2] == 1 else array)

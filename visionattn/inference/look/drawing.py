@@ -14,9 +14,9 @@ from torch import Tensor
 
 from visionattn.cli.files import printable
 from visionattn.data.geometry import Box, Size
+from visionattn.data.lettering import INK, MUTED, PAPER, font_of
+from visionattn.data.lettering import printable as shown_text
 from visionattn.inference.look.find import Look, Row
-from visionattn.training.sheet import INK, MUTED, PAPER, font_of
-from visionattn.training.sheet import printable as shown_text
 
 FOR, AGAINST, QUERY = (213, 94, 0), (0, 114, 178), (0, 128, 80)
 """Colours of what speaks for the class, of what speaks against it, and of the token that asks."""

@@ -196,6 +196,23 @@ def class_number(word: str, names: tuple[str, ...], count: int) -> int:
     )
 
 
+def look_at(banding: Banding, index: int, asked: Asked) -> tuple[Look, Sample]:
+    """Find the evidence in an image by its number; return the image as it was read, too.
+
+    Raises:
+        ValueError: it cannot be read, or as ``find`` and ``find_in_bands``.
+        OutOfMemory: it does not fit into memory.
+    """
+    images, path = banding.images, banding.images.listing.name(index)
+    sample = images[index]
+    if sample.banded:
+        return find_in_bands(banding, index, sample, path, asked), sample
+    if sample.pixels is None:
+        raise ValueError(f"{path}: {sample.reason}")
+    view = images.geometry.view(sample.height, sample.width)
+    return find(banding.opened, sample, path, view, asked), sample
+
+
 def find(opened: Opened, sample: Sample, path: str, view: View, asked: Asked) -> Look:
     """Find the evidence in one image.
 

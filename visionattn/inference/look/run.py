@@ -21,7 +21,7 @@ from visionattn.inference.banded import Banding
 from visionattn.inference.listing import find_images
 from visionattn.inference.look import drawing
 from visionattn.inference.look.drawing import Ground, Picture
-from visionattn.inference.look.find import Look, asked_of, find, find_in_bands
+from visionattn.inference.look.find import Look, asked_of, look_at
 from visionattn.inference.look.options import SUMMARY, Asked, LookOptions
 from visionattn.inference.opening import Opened, open_model
 from visionattn.inference.reading import ReadImages
@@ -63,9 +63,7 @@ class Looking:
         self.images = ReadImages(
             self.listing, self.opened.spec, self.opened.geometry, options.max_pixels
         )
-        self.banding = Banding(
-            self.opened, self.images, call, amp="none", workers=0, memory_gib=None
-        )
+        self.banding = Banding(self.opened, self.images, call)
         self.images.check_asked()
 
     def run(self, say: Callable[[str], None], page: PageOf) -> None:
@@ -113,14 +111,10 @@ class Looking:
         Raises:
             ValueError, OutOfMemory: as ``run``.
         """
-        sample, path = self.images[index], self.listing.name(index)
-        if sample.pixels is None:
-            if not sample.banded:
-                raise ValueError(f"{path}: {sample.reason}")
-            look = find_in_bands(self.banding, index, sample, path, self.asked)
+        look, sample = look_at(self.banding, index, self.asked)
+        if look.in_bands:
             return look, self.images.reduced(index, REDUCED_PX)
-        view = self.images.geometry.view(sample.height, sample.width)
-        look = find(self.opened, sample, path, view, self.asked)
+        view = look.view
         height, width = view.content
         own = (sample.height, sample.width)
         if view.content == own or own[0] * own[1] > MOST_DRAWN_PX:

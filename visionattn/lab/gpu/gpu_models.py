@@ -23,10 +23,10 @@ from visionattn.lab.gpu.gpu_operations import Bench
 from visionattn.lab.gpu.gpu_rows import GpuRow
 from visionattn.lab.gpu.gpu_timing import Call, fresh_memory, in_words, seconds_of
 from visionattn.lab.measure import peak_bytes
+from visionattn.models.machine import autocast
 from visionattn.models.registration import is_ours
 from visionattn.ops.gpu.launch import launching_with
 from visionattn.training.config import OptimConfig
-from visionattn.training.evaluate import autocast
 from visionattn.training.optimize import OptimizerStep
 
 CHECK_DEPTH = 2

@@ -35,8 +35,8 @@ from visionattn.lab.profile.rows import (
     record_of,
 )
 from visionattn.lab.profile.shape import Shape
+from visionattn.models.machine import pick_device
 from visionattn.ops.published import N1
-from visionattn.training.build import pick_device
 
 Print = Callable[[str], None]
 

@@ -10,8 +10,8 @@ from visionattn.cli.files import first_line
 from visionattn.lab.cases import Case
 from visionattn.lab.networks import build_model
 from visionattn.models.backbone import VisionAttnTransformer
+from visionattn.models.building import check_img_size
 from visionattn.models.weights import UNBUILDABLE
-from visionattn.training.build import check_img_size
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from visionattn.lab.cases import Case
 from visionattn.lab.measure import bytes_kept
 from visionattn.lab.networks import build_model, make_image
+from visionattn.models.machine import autocast
 from visionattn.training.config import OptimConfig
-from visionattn.training.evaluate import autocast
 from visionattn.training.optimize import OptimizerStep
 
 WARM_UP_PATCHES = 8

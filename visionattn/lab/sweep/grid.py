@@ -17,11 +17,11 @@ from visionattn.lab.measure import count_flops
 from visionattn.lab.sweep.config import SweepConfig
 from visionattn.layers.attention import idle_options
 from visionattn.models.backbone import VisionAttnTransformer
+from visionattn.models.building import ModelConfig, build_model, check_img_size
 from visionattn.models.taylorshift_vit import PUBLISHED
 from visionattn.models.weights import DataSpec
 from visionattn.ops.attentions import ATTENTIONS, FORMS
-from visionattn.training.build import build_model, check_img_size
-from visionattn.training.config import ModelConfig, TrainConfig
+from visionattn.training.config import TrainConfig
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from visionattn.lab.sweep import meter
 from visionattn.lab.sweep.config import SweepConfig
 from visionattn.lab.sweep.folder import SweepFolder
 from visionattn.lab.sweep.grid import Network, Plan
-from visionattn.training.build import pick_device
+from visionattn.models.machine import pick_device
 
 PASSES = ("inference", "training")
 LOG = "measurements.log"

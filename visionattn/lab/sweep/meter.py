@@ -13,10 +13,10 @@ from torch import nn
 
 from visionattn.cli.ends import is_out_of_memory
 from visionattn.lab.measure import attention_backends, interleaved_seconds, peak_bytes, warm_up
+from visionattn.models.building import ModelConfig, build_model
+from visionattn.models.machine import autocast
 from visionattn.models.weights import DataSpec
-from visionattn.training.build import build_model
-from visionattn.training.config import ModelConfig, OptimConfig
-from visionattn.training.evaluate import autocast
+from visionattn.training.config import OptimConfig
 from visionattn.training.optimize import OptimizerStep, make_mixup, mix_batch
 
 Work = Callable[[], None]

@@ -11,10 +11,11 @@ from typing import Any, Literal
 
 from visionattn.cli.parsing import config_files, parse
 from visionattn.data.config import DataConfig
+from visionattn.models.building import ModelConfig
 from visionattn.models.conversion import NAME, OF_ATTENTION, RATES
 from visionattn.models.converting import StudentOptions
 from visionattn.models.weights import DataSpec
-from visionattn.training.config import ModelConfig, OptimConfig, TrainConfig, check
+from visionattn.training.config import OptimConfig, TrainConfig, check
 
 EXAMPLE = (
     "--teacher vit_tiny_patch16_224 --args '{img_size: 32, patch_size: 8, in_chans: 1, depth: 2}' "

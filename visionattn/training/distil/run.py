@@ -19,10 +19,10 @@ from visionattn.cli.parsing import parse, yaml_text
 from visionattn.cli.untrusted import from_json
 from visionattn.data.geometry import geometry_of
 from visionattn.data.splits import check_root, eval_batches
+from visionattn.models.building import patch_size
 from visionattn.models.converting import student_of
 from visionattn.models.weights import load_model
 from visionattn.training import engine
-from visionattn.training.build import patch_size
 from visionattn.training.config import TrainConfig
 from visionattn.training.distil.config import (
     STAGES,

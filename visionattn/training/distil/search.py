@@ -15,10 +15,10 @@ import torch
 from visionattn.data.batches import Batch
 from visionattn.models import VisionAttnTransformer
 from visionattn.models.filled import takes_sizes
+from visionattn.models.machine import autocast
 from visionattn.models.weights import DataSpec
 from visionattn.training.distil.imitation import attention_losses
 from visionattn.training.distributed import Processes
-from visionattn.training.evaluate import autocast
 
 BLOCKS = "blocks.csv"
 """The table of all blocks, beside the folders of the stages."""

@@ -1,29 +1,45 @@
-"""From a configuration to a model on a device; what stands against it is said in one line.
-
-The checks that need a model are here: its name, its arguments, and image sizes against patches.
+"""From a name and arguments to a model, and whether it takes images of a size; what stands against
+it is said in one line.
 """
 
 import json
 import math
 import warnings
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Protocol
 
 import timm
-import torch
 from timm.layers import to_2tuple
 from torch import nn
 
-import visionattn  # noqa: F401  registers the models
+import visionattn.models  # noqa: F401  registers the models
 from visionattn.cli.ends import is_out_of_memory
 from visionattn.cli.files import first_line
-from visionattn.data.geometry import Geometry, Size
 from visionattn.models.patches import wrong_size
 from visionattn.models.registration import is_ours
 from visionattn.models.tasks import create
 from visionattn.models.weights import LOADING_ARGS, UNBUILDABLE, DataSpec, describe_args
-from visionattn.training.config import ModelConfig
+
+Size = tuple[int, int]
+
+
+@dataclass
+class ModelConfig:
+    """Which model to build: ``timm.create_model(name, num_classes=..., **args)``."""
+
+    name: str = "scaleformer_vit_t"
+    """A timm name: one of ours or any other model of timm."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the model, e.g. ``{num_heads: 6, patch_size: 8}``; with ``data.task``
+    segmentation also of its head: ``head_blocks``, the blocks whose features are used (the last),
+    and ``head_stride``, the side in pixels of cells with a logit of their own (a patch).
+    """
+    grad_checkpointing: bool = False
+    """Keep the inputs of blocks alone for the backward pass and compute the rest anew: less memory,
+    more time.
+    """
 
 
 def build_model(config: ModelConfig, spec: DataSpec) -> tuple[nn.Module, dict[str, Any]]:
@@ -111,67 +127,58 @@ def fixed_size(model: nn.Module) -> Size | None:
     return tuple(embed.img_size) if getattr(embed, "strict_img_size", False) else None
 
 
+class Seen(Protocol):
+    """How images come to a model; ``data.geometry.Geometry``."""
+
+    @property
+    def canvas(self) -> Size | None: ...
+
+    @property
+    def img_size(self) -> Size | None: ...
+
+
 def check_img_size(model: nn.Module, sizes: Iterable[int]) -> None:
     """Check that a model takes square images of these sizes in pixels, as ``check_geometries``."""
-    check_geometries(model, [Geometry("crop", (size, size)) for size in sizes])
+    for size in sizes:
+        _check_size(model, (size, size), (size, size))
 
 
-def check_geometries(model: nn.Module, geometries: Iterable[Geometry]) -> None:
+def check_geometries(model: nn.Module, geometries: Iterable[Seen]) -> None:
     """Check that a model takes the images that come of geometries.
 
     Raises:
         ValueError: an image would not be a whole number of patches, or the model is built for
             another size.
     """
+    for geometry in geometries:
+        _check_size(model, geometry.canvas, geometry.img_size)
+
+
+def _check_size(model: nn.Module, size: Size | None, limit: Size | None) -> None:
+    """Check a size of images, None for many, and the most that they may have."""
     padded = getattr(getattr(model, "patch_embed", None), "dynamic_img_pad", False)
     fixed, patch = fixed_size(model), patch_size(model)
-    for geometry in geometries:
-        size = geometry.canvas
-        limit = geometry.img_size
-        if limit is not None and any(px < of for px, of in zip(limit, patch, strict=True)):
-            raise ValueError(
-                f"img_size {limit[0]} x {limit[1]} is smaller than a patch of {patch[0]} x "
-                f"{patch[1]} pixels; make it larger, or the model's patches smaller"
-            )
-        if size is None:
-            if fixed is not None:
-                raise ValueError(
-                    f"fit native gives images of many sizes, but the model takes {fixed[0]} x "
-                    f"{fixed[1]} alone; use fit pad, stretch or crop with img_size {fixed[0]}, or "
-                    "build it with dynamic_img_size=true"
-                )
-            continue
-        if fixed is not None and size != fixed:
-            raise ValueError(
-                f"image of {size[0]} x {size[1]} pixels, but the model takes {fixed[0]} x "
-                f"{fixed[1]} alone; build it with dynamic_img_size=true"
-            )
-        if padded:
-            continue
-        if size[0] == size[1] and size[0] % math.lcm(*patch):
-            raise ValueError(wrong_size(*size, patch, square=True))
-        if any(px % of for px, of in zip(size, patch, strict=True)):
-            raise ValueError(wrong_size(*size, patch))
-
-
-def pick_device(name: str) -> torch.device:
-    """Return the device of that name; ``auto`` takes a GPU where there is one.
-
-    Raises:
-        ValueError: this machine has no such device, or it computes nothing.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        if device.type == "meta":
-            raise ValueError(
-                f"device {name!r} computes nothing: it knows shapes alone; use auto, cpu or cuda"
-            )
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, ImportError) as error:
-        reason = first_line(error).partition(". ")[0]  # what follows is advice about drivers
+    if limit is not None and any(px < of for px, of in zip(limit, patch, strict=True)):
         raise ValueError(
-            f"device {name!r} cannot be used here: {reason}; auto takes what there is"
-        ) from error
-    return device
+            f"img_size {limit[0]} x {limit[1]} is smaller than a patch of {patch[0]} x "
+            f"{patch[1]} pixels; make it larger, or the model's patches smaller"
+        )
+    if size is None:
+        if fixed is not None:
+            raise ValueError(
+                f"fit native gives images of many sizes, but the model takes {fixed[0]} x "
+                f"{fixed[1]} alone; use fit pad, stretch or crop with img_size {fixed[0]}, or "
+                "build it with dynamic_img_size=true"
+            )
+        return
+    if fixed is not None and size != fixed:
+        raise ValueError(
+            f"image of {size[0]} x {size[1]} pixels, but the model takes {fixed[0]} x "
+            f"{fixed[1]} alone; build it with dynamic_img_size=true"
+        )
+    if padded:
+        return
+    if size[0] == size[1] and size[0] % math.lcm(*patch):
+        raise ValueError(wrong_size(*size, patch, square=True))
+    if any(px % of for px, of in zip(size, patch, strict=True)):
+        raise ValueError(wrong_size(*size, patch))

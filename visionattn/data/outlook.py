@@ -23,18 +23,20 @@ from visionattn.cli.memory import (
 from visionattn.cli.tables import lasting
 from visionattn.data.buckets import cell_px
 from visionattn.data.geometry import Geometry, Size
-from visionattn.models.filled import call
-from visionattn.models.weights import DataSpec
-from visionattn.training.build import fixed_size
-from visionattn.training.evaluate import autocast
-from visionattn.training.memory import (
+from visionattn.models.building import fixed_size
+from visionattn.models.cost import (
     LARGEST_BATCH,
+    Compute,
     Expected,
+    Passes,
+    Shape,
     fits,
     largest_batch,
     largest_image,
 )
-from visionattn.training.passes import Compute, Passes, Shape
+from visionattn.models.filled import call
+from visionattn.models.machine import autocast
+from visionattn.models.weights import DataSpec
 
 FEW_PIXELS = 1 << 20
 """So many pixels in all take no time worth a word."""

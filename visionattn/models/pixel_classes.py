@@ -1,4 +1,4 @@
-"""Classes of pixels as colours, and their names."""
+"""Classes of pixels: their names, their colours, and how well two masks agree."""
 
 import numpy as np
 
@@ -44,3 +44,12 @@ def striped(mask: np.ndarray, spec: DataSpec) -> np.ndarray:
     rows, columns = np.indices(mask.shape)
     stripes = (mask == IGNORED) & ((rows + columns) % 4 < 2)
     return np.where(stripes[..., None], colours ^ 64, colours)
+
+
+def ious_of(confusion: np.ndarray) -> np.ndarray:
+    """Return the intersection over union of each class, float64 ``[classes]``; NaN where nothing
+    known has it. ``confusion`` is as ``confusion_of`` gives it.
+    """
+    right, there = np.diag(confusion), confusion.sum(1)
+    union = there + confusion.sum(0) - right
+    return np.where(there > 0, right / np.maximum(union, 1), np.nan)

@@ -1,0 +1,22 @@
+"""Colours and letters of drawn pictures."""
+
+from functools import cache
+from pathlib import Path
+
+from PIL import ImageFont
+
+PAPER, INK, MUTED, EDGE, HATCH = "#ffffff", "#1a1a1a", "#6b6b6b", "#d4d4d4", "#c4c4c4"
+
+
+def printable(text: str) -> str:
+    """Return a text in which each character that cannot be printed is replaced."""
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
+
+
+@cache
+def font_of(size: int, *, bold: bool = False) -> ImageFont.FreeTypeFont:
+    """Return the font that comes with matplotlib, which has more alphabets than Pillow's."""
+    import matplotlib
+
+    name = "DejaVuSans-Bold.ttf" if bold else "DejaVuSans.ttf"
+    return ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts/ttf" / name), size)

@@ -1,0 +1,107 @@
+"""Weights from elsewhere placed into a model, as far as they fit."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from visionattn.models.conversion import adapt_channels
+from visionattn.models.listing import shape, shorten
+from visionattn.models.teacher import filter_checkpoint
+from visionattn.models.weights import describe_misfit, read_state_dict, same_kind
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the tensors of a file went in a model."""
+
+    source: str
+    """The file."""
+    placed: list[str]
+    """Names in the model that got their values, resampled ones included."""
+    resampled: list[str]
+    """Names among those, with shapes, whose values were interpolated."""
+    missing: list[str]
+    """Names in the model that keep their initial values."""
+    unused: list[str]
+    """Names in the file that found no place."""
+
+    def lines(self) -> list[str]:
+        """Put the placement into a compact list for people."""
+        head = (
+            f"{len(self.placed)} of {len(self.placed) + len(self.missing)} tensors start from "
+            f"{self.source}"
+        )
+        parts = (
+            ("resampled", self.resampled),
+            ("keep their initial values", self.missing),
+            ("not used", self.unused),
+        )
+        lines = [f"  {what} ({len(names)}): {shorten(names)}" for what, names in parts if names]
+        if any(".output_gate." in name for name in self.missing):
+            lines.append(
+                "  output gates that start near 0 let little through of the attention that is "
+                "placed; --model.args.output_gate false has none"
+            )
+        return [head, *lines]
+
+
+def place_weights(model: nn.Module, name: str, path: str | Path) -> Placement:
+    """Start a model from weights of another head, patch size, image size or number of channels, as
+    far as they fit.
+
+    The model's ``checkpoint_filter_fn`` renames and resamples; what has another shape after it
+    stays as it is in the model.
+
+    Args:
+        model: changed in place.
+        name: its timm name.
+        path: weights of ours, or a state dict of a timm model.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it cannot be read, would run code, or nothing of it fits.
+    """
+    # The model's own filter renames and resamples; filters of another number of channels are
+    # adapted after it.
+    given = read_state_dict(path)
+    filtered = filter_checkpoint(given, model, name)
+    wanted = model.state_dict()
+    for key, value in filtered.items():
+        if key.endswith("patch_embed.proj.weight") and key in wanted and value.ndim == 4:
+            channels = wanted[key].shape[1]
+            if (
+                value.shape[1] != channels
+                and value.shape[0] == wanted[key].shape[0]
+                and 3 in (value.shape[1], channels)
+            ):
+                filtered[key] = adapt_channels(value, channels)
+    own = {value.data_ptr() for value in wanted.values()}
+    filtered = {
+        key: value for key, value in filtered.items() if value.data_ptr() not in own
+    }  # fillers, not of the file
+    # What has another shape now stays in the model as it is, and is listed.
+    fitting = {
+        key: value
+        for key, value in filtered.items()
+        if key in wanted and value.shape == wanted[key].shape and same_kind(value, wanted[key])
+    }
+    placed = [key for key in wanted if key in fitting]
+    if not any(fitting[key].ndim > 1 for key in placed):
+        raise ValueError(
+            f"nothing of {path} fits the model {name}: {describe_misfit(filtered, wanted)}"
+        )
+    # For the list: which tensors of the file were used, under whatever name, and which were
+    # resampled.
+    origins = {id(value): key for key, value in given.items()}
+    used = {origins.get(id(filtered[key]), key) for key in placed}
+    resampled = [
+        f"{key} {shape(given[key])} -> {shape(fitting[key])}"
+        for key in placed
+        if key in given and given[key].shape != fitting[key].shape
+    ]
+    model.load_state_dict(fitting, strict=False)
+    missing = [key for key in wanted if key not in fitting]
+    return Placement(
+        str(path), placed, resampled, missing, [key for key in given if key not in used]
+    )
