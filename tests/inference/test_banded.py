@@ -26,7 +26,7 @@ from visionattn.inference.look import run as look
 from visionattn.inference.opening import open_model
 from visionattn.inference.options import InferenceOptions
 from visionattn.inference.work import WorkFolder
-from visionattn.models.tasks import create
+from visionattn.models.registration import create
 from visionattn.models.tiled import forward
 from visionattn.models.tiled import plan as planning
 from visionattn.models.weights import DataSpec, save_model

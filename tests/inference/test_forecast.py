@@ -16,7 +16,7 @@ from visionattn.inference.listing import find_images
 from visionattn.inference.opening import open_model
 from visionattn.inference.options import InferenceOptions
 from visionattn.inference.reading import ReadImages
-from visionattn.models.filled import pooled
+from visionattn.models.patches import pooled
 from visionattn.training import outlook as forwards
 from visionattn.training import passes
 from visionattn.training.memory import SHARE, WORKER_BYTES

@@ -11,8 +11,8 @@ from PIL import Image
 import visionattn
 from tests.helpers.tools import assert_one_error, load_tool, read_csv, written
 from visionattn.inference.segment import mask_files
+from visionattn.models.registration import create
 from visionattn.models.segmentation import IGNORED
-from visionattn.models.tasks import create
 from visionattn.models.weights import DataSpec, load_model, save_model
 from visionattn.training.painting import palette
 

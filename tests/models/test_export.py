@@ -22,7 +22,7 @@ from tests.helpers.tools import assert_one_error, load_tool, written
 from visionattn.lab.exports import NAMES, liven, speeds
 from visionattn.models import export as exporting
 from visionattn.models.export import export
-from visionattn.models.tasks import create
+from visionattn.models.registration import create
 from visionattn.models.weights import DataSpec, load_model, save_model
 from visionattn.ops import plain
 from visionattn.ops.taylorshift.eager import taylor_sums

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 import visionattn  # noqa: F401  registers the models
-from visionattn.models.filled import takes_sizes
+from visionattn.models.patches import takes_sizes
+from visionattn.models.registration import create
 from visionattn.models.segmentation import IGNORED, Segmenter
-from visionattn.models.tasks import create
 from visionattn.models.weights import DataSpec, check_spec, load_model, save_model
 
 BODY = dict(img_size=32, patch_size=8, embed_dim=16, depth=3, num_heads=2)

@@ -32,8 +32,8 @@ from visionattn.inference.reading import ReadImages, Sample
 from visionattn.inference.running import Compute, Outcome, finished, masks
 from visionattn.inference.work import WorkFolder
 from visionattn.layout import Grid
-from visionattn.models.evidence import Evidence
-from visionattn.models.filled import call, last_map, pooled
+from visionattn.models.attribution import Attribution
+from visionattn.models.patches import call, last_map, pooled
 from visionattn.models.segmentation import Segmenter
 from visionattn.models.tiled.forward import CUT, Want, check_tiled, forward_tiled
 from visionattn.models.tiled.plan import SHARE, BelowOneBand, plan
@@ -253,7 +253,7 @@ class Banding:
             write_whole(done, lambda place: _write(place, value.numpy()))
         return value
 
-    def evidence(self, index: int, target: int | None) -> Evidence:
+    def evidence(self, index: int, target: int | None) -> Attribution:
         """Find what speaks for a class in an image, without the gradient.
 
         Raises:

@@ -41,7 +41,7 @@ from visionattn.inference.shards import (
     write_index,
 )
 from visionattn.inference.tiling import work_of
-from visionattn.models.filled import last_map, pooled
+from visionattn.models.patches import last_map, pooled
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 NAMED_FAILURES = 5

@@ -19,7 +19,7 @@ from visionattn.data.geometry import Size
 from visionattn.inference.opening import Opened
 from visionattn.inference.reading import ReadImages
 from visionattn.inference.running import Compute
-from visionattn.models.filled import takes_sizes
+from visionattn.models.patches import takes_sizes
 from visionattn.training.memory import WORKER_BYTES, Expected
 from visionattn.training.outlook import (
     FEW_PIXELS,

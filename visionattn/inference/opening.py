@@ -27,9 +27,9 @@ from visionattn.inference.options import (
     OpenOptions,
     in_tiles,
 )
-from visionattn.models.filled import takes_sizes
+from visionattn.models.patches import takes_sizes
+from visionattn.models.registration import check_reads, create
 from visionattn.models.segmentation import HEAD_ARGS, Segmenter
-from visionattn.models.tasks import check_reads, create
 from visionattn.models.weights import (
     FORMAT,
     UNBUILDABLE,

@@ -26,7 +26,7 @@ from visionattn.inference.options import InferenceOptions
 from visionattn.inference.reading import ReadImages
 from visionattn.inference.running import Outcome, run_images
 from visionattn.inference.tiling import work_of
-from visionattn.models.filled import call
+from visionattn.models.patches import call
 
 FIELDS = ("path", "status", "reason", "height", "width", "input_height", "input_width")
 SUFFIXES = (".csv", ".json")

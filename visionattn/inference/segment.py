@@ -31,7 +31,7 @@ from visionattn.inference.reading import ReadImages
 from visionattn.inference.running import Outcome, masks, run_images
 from visionattn.inference.tiling import work_of
 from visionattn.inference.work import is_begun
-from visionattn.models.filled import call
+from visionattn.models.patches import call
 from visionattn.models.segmentation import IGNORED
 from visionattn.models.weights import described
 from visionattn.training.painting import class_names, palette

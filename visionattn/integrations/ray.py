@@ -21,7 +21,7 @@ from visionattn.inference.opening import Opened, open_model
 from visionattn.inference.options import InferenceOptions, check
 from visionattn.inference.reading import ReadImages, Sample
 from visionattn.inference.running import batch_samples, run_batch
-from visionattn.models.filled import last_map, pooled
+from visionattn.models.patches import last_map, pooled
 from visionattn.models.weights import Fit
 from visionattn.training.evaluate import precision_taken
 

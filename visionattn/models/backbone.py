@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from visionattn.layers import Attention, Block
 from visionattn.layout import Grid, TokenLayout
-from visionattn.models.absent import (
+from visionattn.models.mixed_blocks import first_counted, options_of_blocks, warn_of_softmax
+from visionattn.models.patches import (
+    DynamicPatchEmbed,
     PatchDropout,
     absolute_position,
     blank_absent,
@@ -27,9 +29,7 @@ from visionattn.models.absent import (
     scores_of_absent,
     zero_absent,
 )
-from visionattn.models.hybrid import first_counted, options_of_blocks, warn_of_softmax
-from visionattn.models.patches import DynamicPatchEmbed
-from visionattn.models.placing import fitted_whole
+from visionattn.models.state_dicts import fitted_whole
 from visionattn.ops import count_classes
 from visionattn.ops.checks import refuse_tracing
 from visionattn.ops.sums import accumulation_dtype

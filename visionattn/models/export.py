@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from visionattn.cli.files import first_line, write_whole
 from visionattn.cli.interruption import undone_at_end
 from visionattn.models.backbone import VisionAttnTransformer
-from visionattn.models.body import name_of
-from visionattn.models.modes import in_eval
-from visionattn.models.tasks import check_reads
+from visionattn.models.conversion import name_of
+from visionattn.models.patches import in_eval
+from visionattn.models.registration import check_reads
 from visionattn.models.weights import DataSpec
 
 Format = Literal["onnx", "torch", "compiled"]

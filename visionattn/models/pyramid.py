@@ -90,6 +90,9 @@ class PyramidTransformer(VisionAttnTransformer):
     Source: see ``SimplePyramid``.
     """
 
+    block_intermediates = VisionAttnTransformer.forward_intermediates
+    """Maps of blocks, where ``forward_intermediates`` gives maps of the pyramid."""
+
     def __init__(self, *args, pyramid_channels: int = 256, device=None, dtype=None, **options):
         super().__init__(*args, device=device, dtype=dtype, **options)
         rows, columns = self.patch_embed.patch_size

@@ -1,11 +1,12 @@
 """How a family of models reaches timm's registry: sizes, default configurations, entry points, and
-which arguments a name stands for, now and in older files.
+which arguments a name stands for, now and in older files; and the model of a task by its name.
 """
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
+import timm
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import to_2tuple
 from timm.models import (
@@ -21,8 +22,13 @@ from torch import nn
 
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.file_args import args_of_file, checkpoint_of_caller
-from visionattn.models.placing import FeatureMaps, filter_pretrained
 from visionattn.models.pyramid import STRIDES, PyramidTransformer
+from visionattn.models.segmentation import HEAD_ARGS, Segmenter
+from visionattn.models.state_dicts import FeatureMaps, filter_pretrained
+from visionattn.ops.attentions import ATTENTIONS
+
+Task = Literal["classification", "segmentation", "generate"]
+"""What has an output: an image, each of its pixels, or, value by value, what comes next in it."""
 
 SIZES = {
     "t": ("tiny", dict(embed_dim=192, depth=12)),
@@ -42,6 +48,10 @@ PIXEL = dict(
     mlp_ratio=1.0,
 )
 PIXEL |= dict(init_values=1e-4, global_pool="token")
+"""A model whose patches are the pixels of grey 32 x 32 images, one-hot ``[B, 256, 32, 32]``.
+
+Source: TaylorShift, section 5 (class token, LayerScale from 1e-4, MLP ratio 1).
+"""
 PYRAMID = dict(pyramid_channels=256)
 """What a name of a pyramid adds to the arguments of the model without one."""
 LOCAL = dict(value_conv=3, output_gate=True)
@@ -134,38 +144,25 @@ def register_family(
             of width 64; None: the same.
         options: arguments of ``VisionAttnTransformer`` that make the family.
     """
-    former_sizes = _family_names(family)
+    older = _family_names(family)
     for name, size in _family_names(family, head_dim).items():
-        register_model(_entry_point(module, name, size | options))
-        FORMER[name] = former_sizes[name] | (options if former is None else former)
+        before = older[name] | (options if former is None else former)
+        register(module, name, size | options, before)
 
 
-def one_cfg(name: str) -> dict[str, Any]:
-    """Return the default configuration of a name that is alone, untrained."""
-    return generate_default_cfgs({f"{name}.untrained": model_cfg()})
+def register(
+    module: str, name: str, args: dict[str, Any], former: dict[str, Any] | None = None
+) -> None:
+    """Register a name as an entry point of ``module``.
 
-
-def register_one(module: str, name: str, **options) -> None:
-    """Register a name that is alone, as an entry point of ``module``."""
-    register_model(_entry_point(module, name, options))
-    FORMER[name] = options
-
-
-def register_pixel(module: str, name: str, **options) -> None:
-    """Register a model whose patches are the pixels of grey 32 x 32 images, one-hot
-    ``[B, 256, 32, 32]``: width 256, depth 1, 4 heads.
-
-    Source: TaylorShift, section 5 (class token, LayerScale from 1e-4, MLP ratio 1).
-    """
-    register_model(_entry_point(module, name, PIXEL | options))
-    FORMER[name] = PIXEL | options
-
-
-def register_trained(module: str, name: str, args: dict[str, Any]) -> None:
-    """Register a model of which there are weights, as the ``default_cfgs`` of ``module`` say, with
-    all arguments of ``VisionAttnTransformer`` that make it.
+    Args:
+        module: ``__name__`` of the module that has ``default_cfgs`` of the name.
+        name: the name.
+        args: the arguments of ``VisionAttnTransformer`` that it stands for.
+        former: see ``FORMER``; None: the same.
     """
     register_model(_entry_point(module, name, args))
+    FORMER[name] = former or args
 
 
 def register_writer(module: str, name: str, kind: type[nn.Module]) -> None:
@@ -273,3 +270,51 @@ def _build(name: str, pretrained: bool, args: dict[str, Any]) -> nn.Module:
         feature_cfg=dict(out_indices=args.pop("out_indices", indices), feature_cls=FeatureMaps),
         **args,
     )
+
+
+def create(
+    name: str, task: str, num_classes: int, in_chans: int, args: dict[str, Any]
+) -> nn.Module:
+    """Make the model of a task by its timm name.
+
+    Args:
+        name: of a model of timm, ours included; that of the body where pixels have classes.
+        task: one of ``Task``.
+        num_classes: classes of images or of pixels.
+        in_chans: channels of the images.
+        args: of the model; for ``segmentation`` also ``HEAD_ARGS``.
+
+    Raises:
+        ValueError: the model is not for the task; see ``Segmenter``; and what the model raises for
+            its arguments.
+    """
+    if (task == "generate") != (name in WRITERS):
+        raise ValueError(_not_for(name, task, args))
+    if task != "segmentation":
+        return timm.create_model(name, num_classes=num_classes, in_chans=in_chans, **args)
+    head = {key: value for key, value in args.items() if key in HEAD_ARGS}
+    rest = {key: value for key, value in args.items() if key not in HEAD_ARGS}
+    body = timm.create_model(name, num_classes=0, in_chans=in_chans, **rest)
+    return Segmenter(body, num_classes, **head)
+
+
+def check_reads(model: nn.Module) -> None:
+    """Raise ValueError for a model that writes images, where one is wanted that reads them."""
+    name = next((name for name, kind in WRITERS.items() if isinstance(model, kind)), None)
+    if name is not None:
+        raise ValueError(
+            f"{name} writes images, and gives neither classes nor features of images; visionattn "
+            "generate lets it write some"
+        )
+
+
+def _not_for(name: str, task: str, args: dict[str, Any]) -> str:
+    """Say why a model is not for a task: where it could not write images, for which reason."""
+    if name in WRITERS:
+        return f"{name} writes images and gives no classes; it is for data.task generate"
+    line = f"{name} gives classes and writes no images; data.task generate is for pixel_decoder"
+    family = DEFAULTS.get(name.partition(".")[0], {})
+    kind = ATTENTIONS.get(args.get("attention", family.get("attention", "")))
+    if kind is not None and not kind.causal:
+        line += f", and attention={kind.name!r} has no causal form for one ({kind.why_not_causal})"
+    return line

@@ -30,9 +30,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from visionattn.cli.files import first_line, write_whole
 from visionattn.cli.untrusted import SHOWN, brief, checked, from_json
-from visionattn.models.registration import FORMER, complete
+from visionattn.models.registration import FORMER, Task, complete, create
 from visionattn.models.segmentation import IGNORED
-from visionattn.models.tasks import Task, create
 
 FORMAT = "visionattn"
 FORMAT_VERSION = 3

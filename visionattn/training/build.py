@@ -20,8 +20,7 @@ from visionattn.cli.ends import is_out_of_memory
 from visionattn.cli.files import first_line
 from visionattn.data.geometry import Geometry, Size
 from visionattn.models.patches import wrong_size
-from visionattn.models.registration import is_ours
-from visionattn.models.tasks import create
+from visionattn.models.registration import create, is_ours
 from visionattn.models.weights import LOADING_ARGS, UNBUILDABLE, DataSpec, describe_args
 from visionattn.training.config import ModelConfig
 

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from visionattn.cli.files import first_line, flush_folder, write_whole
 from visionattn.cli.untrusted import brief, check_partly, checked
-from visionattn.models.conversion import adapt_channels
-from visionattn.models.listing import shape, shorten
-from visionattn.models.teacher import filter_checkpoint
+from visionattn.models.conversion import adapt_channels, filter_checkpoint
+from visionattn.models.state_dicts import shape, shorten
 from visionattn.models.weights import (
     UNREADABLE,
     describe_misfit,

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from visionattn.models.filled import takes_sizes
-from visionattn.models.modes import in_eval
+from visionattn.models.patches import in_eval, takes_sizes
 from visionattn.models.weights import DataSpec
 from visionattn.ops.sums import has_bfloat16_products
 from visionattn.training.config import OptimConfig

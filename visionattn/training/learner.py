@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from visionattn.data.batches import Batch, seed_batch
 from visionattn.data.geometry import geometry_of
-from visionattn.models.filled import takes_sizes
+from visionattn.models.patches import takes_sizes
 from visionattn.models.weights import DataSpec
 from visionattn.training.build import patch_size
 from visionattn.training.config import TrainConfig

@@ -28,7 +28,7 @@ from visionattn.data.buckets import cell_px
 from visionattn.data.config import DataConfig
 from visionattn.data.geometry import Geometry, Size
 from visionattn.data.splits import Splits, geometry_choices
-from visionattn.models.filled import takes_sizes
+from visionattn.models.patches import takes_sizes
 from visionattn.models.weights import DataSpec
 from visionattn.training.build import patch_size
 from visionattn.training.config import TrainConfig

@@ -23,7 +23,7 @@ from visionattn.cli.memory import (
 from visionattn.cli.tables import lasting
 from visionattn.data.buckets import cell_px
 from visionattn.data.geometry import Geometry, Size
-from visionattn.models.filled import call
+from visionattn.models.patches import call
 from visionattn.models.weights import DataSpec
 from visionattn.training.build import fixed_size
 from visionattn.training.evaluate import autocast

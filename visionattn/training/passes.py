@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from visionattn.cli.ends import is_out_of_memory
-from visionattn.models.filled import call
+from visionattn.models.patches import call
 from visionattn.models.weights import DataSpec
 from visionattn.ops.footprint import counting
 from visionattn.training.checkpoint import random_state, restore_random_state

@@ -10,11 +10,17 @@ import timm
 from torch import nn
 
 from visionattn.cli.untrusted import brief
-from visionattn.models.body import body_of
-from visionattn.models.conversion import NAME, OPTIONS, Converted, from_softmax
+from visionattn.models.conversion import (
+    NAME,
+    OPTIONS,
+    SOURCES,
+    Converted,
+    body_of,
+    from_softmax,
+    open_teacher,
+)
 from visionattn.models.registration import DEFAULTS, is_ours
 from visionattn.models.segmentation import HEAD_ARGS, Segmenter
-from visionattn.models.teacher import SOURCES, open_teacher
 from visionattn.models.weights import FORMAT, DataSpec, described, existing, read_metadata
 from visionattn.training.build import build_model, check_args
 from visionattn.training.checkpoint import place_weights

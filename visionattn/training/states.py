@@ -21,7 +21,7 @@ from visionattn.data.split_names import listed
 from visionattn.data.splits import Splits
 from visionattn.data.walk import composed
 from visionattn.models.conversion import NAME as CONVERTED
-from visionattn.models.hybrid import places_of_blocks
+from visionattn.models.mixed_blocks import places_of_blocks
 from visionattn.models.registration import FORMER, complete
 from visionattn.models.weights import read_metadata
 from visionattn.training.checkpoint import check_state, read_state, save_state

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from visionattn.data.batches import Batch
-from visionattn.models.modes import in_eval
+from visionattn.models.patches import in_eval
 from visionattn.training.checkpoint import random_state, restore_random_state
 from visionattn.training.evaluate import autocast
 from visionattn.training.learner import Learner

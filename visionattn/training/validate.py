@@ -27,8 +27,8 @@ from visionattn.data.geometry import Geometry, check_geometry, pixels, sides
 from visionattn.data.mask_checks import check_judged
 from visionattn.data.split_names import listed
 from visionattn.data.splits import eval_batches, images_to_judge
-from visionattn.models.filled import takes_sizes
-from visionattn.models.tasks import Task
+from visionattn.models.patches import takes_sizes
+from visionattn.models.registration import Task
 from visionattn.models.weights import DataSpec, existing, load_model
 from visionattn.training.build import check_geometries, patch_size, pick_device
 from visionattn.training.config import TrainConfig, ValidateConfig

@@ -11,7 +11,7 @@ from visionattn.inference.generate.decoder import open_decoder, open_decoder_mod
 from visionattn.inference.generate.generation import Generation
 from visionattn.inference.generate.options import GenerateOptions, check
 from visionattn.inference.held import Images, listing_of
-from visionattn.models.modes import in_eval
+from visionattn.models.patches import in_eval
 
 AMP = ("none", "bf16")
 

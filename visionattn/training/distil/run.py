@@ -19,7 +19,7 @@ from visionattn.cli.parsing import parse, yaml_text
 from visionattn.cli.untrusted import from_json
 from visionattn.data.geometry import geometry_of
 from visionattn.data.splits import check_root, eval_batches
-from visionattn.models.converting import student_of
+from visionattn.models.conversion import student_of
 from visionattn.models.weights import load_model
 from visionattn.training import engine
 from visionattn.training.build import patch_size

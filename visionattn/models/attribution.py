@@ -1,4 +1,4 @@
-"""Where the evidence of an output lies: what each patch adds to it through the pooling, how the
+"""The attribution of an output: what each patch adds to it through the pooling, how the
 output answers to each pixel, with which weights tokens see each other, and what the last features
 have in common.
 
@@ -33,7 +33,7 @@ POOLED = {
 
 
 @dataclass(frozen=True)
-class Evidence:
+class Attribution:
     """What speaks for a class in one image.
 
     The margin of a class is its output less the mean of the outputs of all classes; where there is
@@ -73,7 +73,7 @@ def check_model(model: nn.Module) -> VisionAttnTransformer:
     """
     if isinstance(model, Segmenter):
         raise ValueError(
-            "the model gives each pixel a class, where look draws the evidence of one class of an "
+            "the model gives each pixel a class, and look draws the attribution of one class of an "
             "image; visionattn predict writes its masks"
         )
     if not isinstance(model, VisionAttnTransformer):
@@ -81,7 +81,7 @@ def check_model(model: nn.Module) -> VisionAttnTransformer:
             f"{type(model).__name__} is no model of visionattn, whose blocks and pooling look reads"
         )
     if model.num_classes < 1:
-        raise ValueError("the model has no classes, so there is no output to find evidence of")
+        raise ValueError("the model has no classes, so there is no output to attribute")
     return model
 
 
@@ -103,14 +103,14 @@ def grid_of(model: VisionAttnTransformer, inputs: Tensor) -> Grid:
     return Grid(-(-inputs.shape[2] // rows), -(-inputs.shape[3] // columns))
 
 
-def find_evidence(
+def find_attribution(
     model: VisionAttnTransformer,
     inputs: Tensor,
     *,
     sizes: Tensor | None = None,
     target: int | None = None,
     gradient: bool = True,
-) -> Evidence:
+) -> Attribution:
     """Find what speaks for a class.
 
     Args:
@@ -142,7 +142,7 @@ def find_evidence(
     logits, tokens, grid = logits.detach(), tokens.detach(), grid_of(model, inputs)
     patches, channels = _divided(model, tokens, present, target, logits)
     value = float(margin.detach())
-    return Evidence(
+    return Attribution(
         logits.float().cpu(),
         target,
         value,
@@ -168,7 +168,7 @@ def watch(
         model: in eval mode.
         inputs: one image as the model takes it, ``[1, C, H_px, W_px]``.
         rows: numbers of tokens by number of a block: prefix tokens first, then patches row by row.
-        sizes: as for ``find_evidence``.
+        sizes: as for ``find_attribution``.
         features: the block whose map is wanted, after the final norm; None: none.
 
     Returns:
