@@ -161,7 +161,7 @@ def convert(argv: Words, say: Say) -> None:
 
 def export(argv: Words, say: Say) -> None:
     """Write a model as ONNX, as a program of torch.export, or compiled."""
-    from visionattn.models.exporting import export_model
+    from visionattn.models.export import export_model
 
     export_model(argv, say)
 

@@ -19,7 +19,7 @@ from visionattn.lab.profile.config import ProfileConfig
 from visionattn.lab.report.options import ReportConfig
 from visionattn.lab.sweep.config import SweepConfig
 from visionattn.models.conversion import ConvertOptions
-from visionattn.models.exporting import ExportOptions
+from visionattn.models.export import ExportOptions
 from visionattn.training.config import TrainConfig, ValidateConfig
 from visionattn.training.distil.config import DistilConfig
 from visionattn.training.share import ShareConfig

@@ -257,10 +257,10 @@ def test_a_state_dict_shows_classes_channels_patch_and_size(tmp_path):
 
 
 def test_a_named_teacher_is_refused_before_its_weights_are_fetched(monkeypatch):
-    fetched, made = [], conversion._created
+    fetched, made = [], conversion.created
     monkeypatch.setattr(
         conversion,
-        "_created",
+        "created",
         lambda name, pretrained, args: fetched.append(pretrained) or made(name, False, args),
     )
     with pytest.raises(ValueError, match="test_resnet cannot be converted"):

@@ -181,7 +181,7 @@ class VisionAttnTransformer(VisionTransformer):
             form=form,
             window_size=window_size,
         )
-        of_blocks = options_of_blocks(attention, depth, attn_options, softmax_blocks or ())
+        of_blocks = iter(options_of_blocks(attention, depth, attn_options, softmax_blocks or ()))
         for name, value in (("embed_dim", embed_dim), ("in_chans", in_chans)):
             if value < 1:
                 raise ValueError(f"{name}: wanted a whole number from 1 on, got {value}")
@@ -241,7 +241,6 @@ class VisionAttnTransformer(VisionTransformer):
                 patch_drop_rate, num_prefix_tokens=self.num_prefix_tokens
             )
         self._share_native_layout()
-        self._said_what_softmax_costs = False
 
     def _share_native_layout(self) -> None:
         """Tell the attention layers the grid of ``img_size``, for blocks that are called without a
@@ -331,8 +330,7 @@ class VisionAttnTransformer(VisionTransformer):
         layout = TokenLayout(self.num_prefix_tokens, grid, kept, present=present)
         layout = self.counted(layout, x)
         x = self.norm_pre(x)
-        if not self._said_what_softmax_costs and warn_of_softmax(self.blocks, x):
-            self._said_what_softmax_costs = True
+        warn_of_softmax(self.blocks, x)
         return x, layout
 
     def counted(self, layout: TokenLayout, like: Tensor) -> TokenLayout:

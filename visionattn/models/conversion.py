@@ -443,8 +443,8 @@ def open_teacher(
             check_name(source)
         if pretrained and not elsewhere:  # refused before its weights are fetched
             with torch.device("meta"):
-                body_of(_created(source, False, args))
-        vit = _created(source, pretrained or elsewhere, args)
+                body_of(created(source, False, args))
+        vit = created(source, pretrained or elsewhere, args)
         said = "timm's weights" if pretrained or elsewhere else "random weights, no --pretrained"
         lines = [f"{source}, {said}"]
     check_finite(vit.state_dict(), source)
@@ -469,7 +469,7 @@ def check_name(name: str) -> None:
         )
 
 
-def _created(name: str, pretrained: bool, args: dict[str, Any]) -> nn.Module:
+def created(name: str, pretrained: bool, args: dict[str, Any]) -> nn.Module:
     """Make a model by timm, in one line where it cannot."""
     try:
         return timm.create_model(name, pretrained=pretrained, **args)
@@ -507,7 +507,7 @@ def _from_file(path: Path, body: str | None, args: dict[str, Any]) -> tuple[nn.M
             "vit_small_patch16_224"
         )
     check_name(body)
-    vit = _created(body, False, _shaped(state, body, args))
+    vit = created(body, False, _shaped(state, body, args))
     fitted = filter_checkpoint(state, vit, body)
     if misfit := describe_misfit(fitted, vit.state_dict()):
         raise ValueError(
@@ -534,7 +534,7 @@ def _shaped(state: dict[str, Tensor], body: str, args: dict[str, Any]) -> dict[s
     shown: dict[str, Any] = {"num_classes": 0 if head is None else len(head)}
     shown |= {"in_chans": patches.shape[1], "patch_size": tuple(patches.shape[2:])}
     with torch.device("meta"):
-        vit = _created(body, False, shown | args)
+        vit = created(body, False, shown | args)
     own, position = getattr(vit, "pos_embed", None), state.get("pos_embed")
     if own is not None and position is not None and own.shape != position.shape:
         places = position.shape[1] - (own.shape[1] - vit.patch_embed.num_patches)

@@ -1,29 +1,20 @@
-"""Models whose blocks attend in different ways: which options each block takes, and what a block of
-quadratic softmax costs where there are many tokens.
+"""Models whose blocks attend in different ways: which options each block takes, and a warning where
+a quadratic softmax gets many tokens.
 """
 
-import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import repeat
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from visionattn.cli.tables import lasting, sized
-from visionattn.layers import Attention
 from visionattn.layers.attention import idle_options
 from visionattn.layers.position import RelativeTables
-from visionattn.layout import Grid, TokenLayout
 from visionattn.ops.attentions import get_attention
 
 MANY_TOKENS = 16384
-"""Above so many, a block of softmax attention says what it costs."""
-TRIED_SIDE = {"cpu": 32}
-"""Patches along a side of the grid on which that is measured; 64 elsewhere, as few tokens do not
-fill an accelerator.
-"""
+"""Above this number a block of softmax attention warns of its cost."""
 
 
 def options_of_blocks(
@@ -31,9 +22,8 @@ def options_of_blocks(
     depth: int,
     options: dict[str, Any],
     softmax_blocks: Sequence[int] = (),
-) -> Iterator[dict[str, Any]]:
-    """Return the options of each block's ``Attention``, block by block: a depth that a file claims
-    may be one that no machine could list.
+) -> list[dict[str, Any]]:
+    """Return the options of each block's ``Attention``.
 
     Of blocks of several kinds each takes those options that it has a use for; of windows every
     second block is shifted.
@@ -50,13 +40,9 @@ def options_of_blocks(
         ValueError: not a name for each block, an unknown one, an option that no block can use, or
             a block that does not exist.
     """
-    names: Iterable[str]
-    exact = places_of_blocks(softmax_blocks, depth)
-    if isinstance(attention, str):
-        kinds, names = {attention: get_attention(attention)}, repeat(attention, depth)
-    else:
-        names = _names(attention, depth)
-        kinds = {name: get_attention(name) for i, name in enumerate(names) if i not in exact}
+    exact, single = places_of_blocks(softmax_blocks, depth), isinstance(attention, str)
+    names = [attention] * depth if single else _names(attention, depth)
+    kinds = {name: get_attention(name) for i, name in enumerate(names) if single or i not in exact}
     given = {
         name: value
         for name, value in options.items()
@@ -76,21 +62,19 @@ def options_of_blocks(
         if kinds and all(option in of for of in idle.values()):
             reasons = "; ".join(dict.fromkeys(of[option] for of in idle.values()))
             raise ValueError(f"{option}={value!r} would do nothing: {reasons}")
-
-    def of_each() -> Iterator[dict[str, Any]]:
-        windows = 0
-        for i, name in enumerate(names):
-            if i in exact:
-                yield dict(attention="softmax", relative="none")
-                continue
-            own = {option: value for option, value in given.items() if option not in idle[name]}
-            own["attention"] = name
-            if kinds[name].windows:
-                own["shifted"] = windows % 2 == 1
-                windows += 1
-            yield own
-
-    return of_each()
+    blocks: list[dict[str, Any]] = []
+    windows = 0
+    for i, name in enumerate(names):
+        if i in exact:
+            blocks.append(dict(attention="softmax", relative="none"))
+            continue
+        own = {option: value for option, value in given.items() if option not in idle[name]}
+        own["attention"] = name
+        if kinds[name].windows:
+            own["shifted"] = windows % 2 == 1
+            windows += 1
+        blocks.append(own)
+    return blocks
 
 
 def places_of_blocks(indices: Sequence[int], depth: int) -> frozenset[int]:
@@ -134,50 +118,17 @@ def first_counted(blocks: Iterable[nn.Module]) -> RelativeTables | None:
     return None
 
 
-def warn_of_softmax(blocks: nn.Sequential, x: Tensor) -> bool:
-    """Warn where a block of softmax attention gets many tokens ``x [B, N, D]``, with the seconds
-    that its attention takes on this device, measured on few tokens. Return whether it did.
+def warn_of_softmax(blocks: nn.Sequential, x: Tensor) -> None:
+    """Warn where blocks of softmax attention get many tokens ``x [B, N, D]``; Python shows the same
+    warning once.
     """
-    if torch.compiler.is_compiling() or type(x) is not Tensor or x.is_meta:
-        return False
-    if x.shape[1] <= MANY_TOKENS:
-        return False
+    plain = type(x) is Tensor and not x.is_meta and not torch.compiler.is_compiling()
+    if not plain or x.shape[1] <= MANY_TOKENS:
+        return
     places = [i for i, block in enumerate(blocks) if block.attn.attention == "softmax"]
-    if not places:
-        return False
-    layer, (images, tokens) = blocks[places[0]].attn, x.shape[:2]
-    memory = ""
-    if layer.relative is not None:
-        scores = images * layer.num_heads * tokens**2 * x.element_size()
-        memory = f" and {sized(scores)} for relative position"
-    several = f"each of the blocks {places}" if len(places) > 1 else f"block {places[0]}"
-    warnings.warn(
-        f"softmax over {tokens:,} tokens is expected to take "
-        f"{lasting(expected_seconds(layer, x))}{memory} in a forward of {several} on "
-        f'{x.device.type}; "window" and "kernelized" are linear in them',
-        stacklevel=2,
-    )
-    return True
-
-
-@torch.no_grad()
-def expected_seconds(layer: Attention, x: Tensor) -> float:
-    """Return the seconds that a layer's quadratic attention takes for ``x [B, N, D]``, without its
-    projections: those of a grid of few patches of one image, times the square of how many more
-    tokens there are.
-    """
-    side = TRIED_SIDE.get(x.device.type, 64)
-    layout = TokenLayout(0, Grid(side, side))
-    dtype = layer.qkv(x[:1, :1]).dtype
-    q = torch.zeros(
-        1, layer.num_heads, layout.num_tokens, layer.head_dim, dtype=dtype, device=x.device
-    )
-    relative = None if layer.relative is None else layer.relative(layout)
-    taken = []
-    for _ in range(3):
-        begun = time.perf_counter()
-        layer.operation(q, q, q, relative=relative)
-        if x.device.type == "cuda":
-            torch.cuda.synchronize(x.device)
-        taken.append(time.perf_counter() - begun)
-    return min(taken) * x.shape[0] * (x.shape[1] / layout.num_tokens) ** 2
+    if places:
+        warnings.warn(
+            f"softmax over {x.shape[1]:,} tokens in blocks {places} takes time that grows with "
+            'their square; "window" and "kernelized" are linear in them',
+            stacklevel=2,
+        )
