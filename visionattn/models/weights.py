@@ -26,8 +26,18 @@ from torch import Tensor, nn
 
 from visionattn.cli.files import first_line, write_whole
 from visionattn.cli.untrusted import SHOWN, brief, checked, from_json
-from visionattn.models.registration import FORMER, Task, complete, create
+from visionattn.models.pyramid import STRIDES
+from visionattn.models.registration import (
+    FORMER,
+    PYRAMID,
+    Task,
+    check_reads,
+    complete,
+    create,
+    is_ours,
+)
 from visionattn.models.segmentation import IGNORED
+from visionattn.models.state_dicts import FeatureMaps
 
 FORMAT = "visionattn"
 FORMAT_VERSION = 3
@@ -186,14 +196,28 @@ def in_order(content: bytes) -> bytes:
     return len(text).to_bytes(8, "little") + text + content[end:]
 
 
-def load_model(path: str | Path, *, device: str | torch.device = "cpu") -> nn.Module:
+def load_model(
+    path: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    pyramid: bool = False,
+    features_only: bool = False,
+) -> nn.Module:
     """Rebuild a model from a file of ``save_model``, in eval mode, with its ``DataSpec`` as
     ``model.data_spec``.
 
+    Args:
+        path: the file.
+        device: where the model is to be.
+        pyramid: build ours with maps at strides of 4, 8, 16 and 32 px, see ``PyramidTransformer``;
+            its layers start fresh, with a warning, unless the file has them.
+        features_only: return timm's wrapper of features, an encoder for decoders: the maps of the
+            last three blocks, or of the pyramid.
+
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is cut off, a pickle, of another project, or its tensors are not those
-            of its model.
+        ValueError: the file is cut off, a pickle, of another project, its tensors are not those of
+            its model, or the model has neither features nor a pyramid.
     """
     metadata, tensors = read_safetensors(path)
     if metadata.get("format") != FORMAT:
@@ -221,6 +245,18 @@ def load_model(path: str | Path, *, device: str | torch.device = "cpu") -> nn.Mo
     model.data_spec = spec
     if "pretrained_cfg" in metadata:
         _tell_timm(model, metadata["pretrained_cfg"], path)
+    if pyramid or features_only:
+        check_reads(model)
+        model = getattr(model, "backbone", model)
+    if pyramid and "pyramid_channels" not in args:
+        if not is_ours(name):
+            raise ValueError(f"{path} holds a {name}, and a pyramid is for models of visionattn")
+        options = dict(checkpoint_path=str(path), features_only=features_only)
+        model = timm.create_model(name, **options, **PYRAMID)
+    elif features_only:
+        maps = len(STRIDES) if hasattr(model, "pyramid") else min(3, len(model.blocks))
+        model = FeatureMaps(model, out_indices=maps)
+    model.data_spec = spec
     return model.to(device).eval()
 
 
