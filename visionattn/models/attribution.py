@@ -19,6 +19,7 @@ from visionattn.layers import Attention
 from visionattn.layers.changed import changed, has_hooks
 from visionattn.layout import Grid
 from visionattn.models.backbone import VisionAttnTransformer
+from visionattn.models.mixed_blocks import places_of_blocks
 from visionattn.models.segmentation import Segmenter
 from visionattn.ops.rows import Rows
 
@@ -91,10 +92,7 @@ def block_number(model: VisionAttnTransformer, index: int) -> int:
     Raises:
         ValueError: there is no such block.
     """
-    depth = len(model.blocks)
-    if not -depth <= index < depth:
-        raise ValueError(f"there is no block {index}; the {depth} blocks are 0 to {depth - 1}")
-    return index % depth
+    return places_of_blocks([index], len(model.blocks), "block")[0]
 
 
 def grid_of(model: VisionAttnTransformer, inputs: Tensor) -> Grid:

@@ -479,16 +479,30 @@ class VisionAttnTransformer(VisionTransformer):
         taken = [y[:, self.num_prefix_tokens :] for y in taken]
         if output_fmt == "NCHW":
             taken = [_to_map(y, layout) for y in taken]
-        if output_dict:
-            result = {"image_intermediates": taken}
-            if prefix is not None and return_prefix_tokens:
-                result["image_intermediates_prefix"] = prefix
-            if intermediates_only:
-                return result
-            return result | {"image_features": zero_absent(self.norm(x), layout)}
-        if return_prefix_tokens and prefix is not None:
-            taken = list(zip(taken, prefix, strict=True))
-        return taken if intermediates_only else (zero_absent(self.norm(x), layout), taken)
+        features = None if intermediates_only else zero_absent(self.norm(x), layout)
+        return packed(taken, prefix if return_prefix_tokens else None, features, output_dict)
+
+
+def packed(
+    maps: list[Tensor],
+    prefix: list[Tensor] | None,
+    features: Tensor | None,
+    output_dict: bool,
+):
+    """Return intermediates as timm's ``forward_intermediates`` does.
+
+    Args:
+        maps: of chosen blocks or strides.
+        prefix: the prefix tokens of each; None: not asked for, or there are none.
+        features: the final tokens; None: not asked for.
+        output_dict: return a dictionary.
+    """
+    if output_dict:
+        result: dict[str, Any] = {"image_intermediates": maps}
+        result |= {} if prefix is None else {"image_intermediates_prefix": prefix}
+        return result | ({} if features is None else {"image_features": features})
+    pairs: list = maps if prefix is None else list(zip(maps, prefix, strict=True))
+    return pairs if features is None else (features, pairs)
 
 
 def _to_map(patches: Tensor, layout: TokenLayout) -> Tensor:

@@ -77,21 +77,23 @@ def options_of_blocks(
     return blocks
 
 
-def places_of_blocks(indices: Sequence[int], depth: int) -> frozenset[int]:
-    """Return the indices of blocks from 0, of indices that may count from the end as in Python.
+def places_of_blocks(indices: Sequence[int], depth: int, name: str = "softmax_blocks") -> list[int]:
+    """Return the indices of blocks from 0 on, in order, of indices that may count from the end as
+    in Python.
 
     Raises:
-        ValueError: what is no list of whole numbers, or a block that does not exist.
+        ValueError: what is no list of whole numbers, or a block that does not exist; one line that
+            begins with the option's ``name``.
     """
     listed = isinstance(indices, list | tuple | range | set | frozenset)
     if not listed or not all(type(i) is int for i in indices):
-        raise ValueError(f"softmax_blocks: wanted a list of indices of blocks, got {indices!r}")
+        raise ValueError(f"{name}: wanted a list of indices of blocks, got {indices!r:.80}")
     for i in indices:
         if not -depth <= i < depth:
             raise ValueError(
-                f"softmax_blocks: there is no block {i}; the {depth} blocks are 0 to {depth - 1}"
+                f"{name}: there is no block {i}; the {depth} blocks are 0 to {depth - 1}"
             )
-    return frozenset(i % depth for i in indices)
+    return sorted({i % depth for i in indices})
 
 
 def _names(attention: Sequence[str], depth: int) -> list[str]:

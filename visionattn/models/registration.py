@@ -3,7 +3,9 @@ which arguments a name stands for, now and in older files; and the model of a ta
 """
 
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import timm
@@ -21,11 +23,10 @@ from timm.models import (
 from torch import nn
 
 from visionattn.models.backbone import VisionAttnTransformer
-from visionattn.models.file_args import args_of_file, checkpoint_of_caller
+from visionattn.models.mixed_blocks import places_of_blocks
 from visionattn.models.pyramid import STRIDES, PyramidTransformer
 from visionattn.models.segmentation import HEAD_ARGS, Segmenter
 from visionattn.models.state_dicts import FeatureMaps, filter_pretrained
-from visionattn.ops.attentions import ATTENTIONS
 
 Task = Literal["classification", "segmentation", "generate"]
 """What has an output: an image, each of its pixels, or, value by value, what comes next in it."""
@@ -66,6 +67,13 @@ FORMER: dict[str, dict[str, Any]] = {}
 """Those that it stood for when files did not state them: in formats 1 and 2 of weights and states.
 """
 STATED_ELSEWHERE = ("img_size", "in_chans", "num_classes", "device", "dtype")
+FREE = ("form", "img_size", "dynamic_img_size", "dynamic_img_pad", "global_pool", "weight_init")
+FREE += ("fix_init", "device", "dtype", "features_only", "out_indices", "output_stride")
+"""Arguments that may differ from those of the file, besides rates of dropout: no weight depends on
+them.
+"""
+FITTED = ("patch_size", "horizon", "in_chans", "num_classes")
+"""Arguments to which weights are fitted that ``pretrained=True`` loads."""
 
 
 def is_ours(name: str) -> bool:
@@ -220,10 +228,10 @@ def _entry_point(module: str, name: str, args: dict[str, Any]) -> Callable[..., 
 
     def create(pretrained: bool = False, **kwargs) -> nn.Module:
         overlay = kwargs.get("pretrained_cfg_overlay") or {}
-        path = overlay.get("file") if pretrained else checkpoint_of_caller()
+        path = overlay.get("file") if pretrained else _checkpoint_of_caller()
         stated, spec = {}, None
         if path:
-            stated, spec = args_of_file(path, name, DEFAULTS[name], kwargs, fitted=pretrained)
+            stated, spec = _args_of_file(path, name, DEFAULTS[name], kwargs, fitted=pretrained)
         args = DEFAULTS[name] | stated | kwargs
         if not pretrained:
             return _build(name, pretrained, args)
@@ -241,6 +249,93 @@ def _entry_point(module: str, name: str, args: dict[str, Any]) -> Callable[..., 
     create.__module__ = module
     create.__doc__ = f"{name}: " + ", ".join(f"{key} {value}" for key, value in args.items())
     return create
+
+
+def _checkpoint_of_caller() -> Any:
+    """Return ``checkpoint_path`` of the ``timm.create_model`` that called the entry point which
+    calls this, or None. timm keeps it to itself, and loads it into the finished model.
+    """
+    frame = sys._getframe(2)
+    if frame.f_globals.get("__name__") != "timm.models._factory":
+        return None
+    return frame.f_locals.get("checkpoint_path")
+
+
+def _args_of_file(
+    path: str | Path,
+    name: str,
+    defaults: Mapping[str, Any],
+    given: Mapping[str, Any],
+    *,
+    fitted: bool,
+) -> tuple[dict[str, Any], Any]:
+    """Return the arguments that a file of ours states and ``given`` does not, and the ``DataSpec``
+    of its images; nothing and None for files of others.
+
+    Args:
+        path: the file.
+        name: the model that is asked for, which may be a pyramid over that of the file.
+        defaults: what the name stands for.
+        given: arguments of the call.
+        fitted: weights are fitted to ``FITTED``.
+
+    Raises:
+        ValueError: the file is of another attention, or ``given`` contradicts it; one line.
+    """
+    # It knows the format of weights, which knows the defaults here.
+    from visionattn.models.weights import FORMAT, described, read_metadata
+
+    try:
+        metadata = read_metadata(path)
+    except (ValueError, OSError):  # timm reads it, or says why not
+        return {}, None
+    if metadata.get("format") != FORMAT:
+        return {}, None
+    source, stated, spec = described(metadata, path)
+    if not is_ours(source):
+        return {}, None
+    own = DEFAULTS[source.partition(".")[0]].get("attention")
+    if own != defaults.get("attention") and "attention" not in given:
+        raise ValueError(
+            f"{path} holds a {source}, of attention {own}, and {name} is of "
+            f"{defaults.get('attention')}; create {source}, or the pyramid of its family"
+        )
+    stated = _of_body(stated) | {"in_chans": spec.in_chans}
+    if spec.task != "segmentation":
+        stated["num_classes"] = spec.num_classes
+    if "pyramid_channels" not in defaults:
+        stated.pop("pyramid_channels", None)
+    free = FREE + FITTED if fitted else FREE
+    for key, value in given.items():
+        if key in free or "drop" in key or key not in stated:
+            continue
+        if _comparable(key, value) != _comparable(key, stated[key]):
+            raise ValueError(
+                f"expected {key} {stated[key]!r} as in {path}, got {value!r}; leave it out"
+            )
+    return {key: value for key, value in stated.items() if key not in given}, spec
+
+
+def _of_body(stated: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the body of a segmentation, whose blocks above the last one that its
+    head reads are not in the file; those of other models as they are.
+    """
+    body = {key: value for key, value in stated.items() if key not in HEAD_ARGS}
+    if stated.get("head_blocks") is None:
+        return body
+    depth = body["depth"]
+    body["depth"] = last = places_of_blocks(stated["head_blocks"], depth)[-1] + 1
+    if not isinstance(body["attention"], str):
+        body["attention"] = body["attention"][:last]
+    if body.get("softmax_blocks"):
+        body["softmax_blocks"] = [n % depth for n in body["softmax_blocks"] if n % depth < last]
+    return body
+
+
+def _comparable(key: str, value: Any) -> Any:
+    if key == "patch_size":
+        return tuple(to_2tuple(value))
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _build(name: str, pretrained: bool, args: dict[str, Any]) -> nn.Module:
@@ -289,7 +384,10 @@ def create(
             its arguments.
     """
     if (task == "generate") != (name in WRITERS):
-        raise ValueError(_not_for(name, task, args))
+        wrong = "gives classes and writes no images"
+        if name in WRITERS:
+            wrong = "writes images and gives no classes"
+        raise ValueError(f"expected a model for data.task {task}, got {name}, which {wrong}")
     if task != "segmentation":
         return timm.create_model(name, num_classes=num_classes, in_chans=in_chans, **args)
     head = {key: value for key, value in args.items() if key in HEAD_ARGS}
@@ -306,15 +404,3 @@ def check_reads(model: nn.Module) -> None:
             f"{name} writes images, and gives neither classes nor features of images; visionattn "
             "generate lets it write some"
         )
-
-
-def _not_for(name: str, task: str, args: dict[str, Any]) -> str:
-    """Say why a model is not for a task: where it could not write images, for which reason."""
-    if name in WRITERS:
-        return f"{name} writes images and gives no classes; it is for data.task generate"
-    line = f"{name} gives classes and writes no images; data.task generate is for pixel_decoder"
-    family = DEFAULTS.get(name.partition(".")[0], {})
-    kind = ATTENTIONS.get(args.get("attention", family.get("attention", "")))
-    if kind is not None and not kind.causal:
-        line += f", and attention={kind.name!r} has no causal form for one ({kind.why_not_causal})"
-    return line

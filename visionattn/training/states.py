@@ -133,7 +133,7 @@ class States:
             return model
         for key, value in given_to_teacher(model).items():
             if key == "softmax_blocks":
-                value = sorted(places_of_blocks(value, args["depth"]))
+                value = places_of_blocks(value, args["depth"])
             if args.get(key) != value:
                 raise ValueError(
                     f"the run has model.args.{key} {brief(args.get(key))}, not {brief(value)}; "
