@@ -5,7 +5,7 @@ import timm
 import torch
 
 import visionattn  # noqa: F401  registers the models
-from tests.helpers.changed_modules import adapt, hook
+from tests.helpers.changed_modules import adapt, put
 from tests.helpers.oracles import peak_bytes
 from visionattn.models.attribution import (
     block_number,
@@ -195,20 +195,16 @@ POOLS = {
 
 
 @pytest.mark.parametrize(
-    "change, name",
-    [
-        (hook("head", torch.sin), "head"),
-        (hook("fc_norm", torch.sin), "fc_norm"),
-        (adapt("head"), "head"),
-    ],
-    ids=["hook", "hook on the norm", "LoRA"],
+    "change",
+    [adapt("head"), put("fc_norm", lambda norm: torch.nn.Sequential(norm, torch.nn.Tanh()))],
+    ids=["LoRA", "another norm"],
 )
-def test_what_is_not_in_the_weights_is_not_divided_among_patches(change, name):
+def test_what_is_not_in_the_weights_is_not_divided_among_patches(change):
     model = build(global_pool="max")
     change(model)
     found = find_attribution(model, image(), gradient=False)
     assert found.patches is None and found.rest is None
-    assert found.how.startswith(f"{name} may do more than the weights say")
+    assert found.how.startswith("pooling 'max', norm and head do not divide the output")
 
 
 @pytest.mark.parametrize("filled", [None, (13, 24)])
@@ -290,7 +286,7 @@ def test_poolings_that_divide_nothing_say_so():
     assert token.how.startswith("the class token alone is pooled")
     assert token.gradient.shape == (20, 28)
     pooled = find_attribution(build(global_pool="map"), image())
-    assert pooled.patches is None and "pooling 'map' does not divide" in pooled.how
+    assert pooled.patches is None and "pooling 'map', norm and head do not divide" in pooled.how
 
 
 def test_prefix_tokens_that_are_pooled_are_in_the_rest():

@@ -16,7 +16,6 @@ from timm.layers import RmsNorm
 from torch import Tensor, nn
 
 from visionattn.layers import Attention
-from visionattn.layers.changed import changed, has_hooks
 from visionattn.layout import Grid
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.mixed_blocks import places_of_blocks
@@ -31,6 +30,8 @@ POOLED = {
     "win",
 }
 """Poolings whose result is divided among patches, and how."""
+NORMS = (nn.Identity, nn.LayerNorm, nn.RMSNorm, RmsNorm)
+"""Norms between pooling and head whose result is a sum over channels, its two numbers held."""
 
 
 @dataclass(frozen=True)
@@ -279,16 +280,8 @@ def contrast(logits: Tensor, target: int) -> Tensor:
 
 def divides(model: VisionAttnTransformer) -> bool:
     """Tell whether the pooling divides an output among patches."""
-    pooled = model.attn_pool is None and model.global_pool in POOLED
-    return pooled and not _changed_parts(model)
-
-
-def _changed_parts(model: VisionAttnTransformer) -> list[str]:
-    """Return the names of the parts behind the pooling whose parameters do not say what they do."""
-    norm = model.fc_norm
-    known = isinstance(norm, nn.Identity | nn.LayerNorm | nn.RMSNorm | RmsNorm)
-    names = [] if known and "forward" not in vars(norm) and not has_hooks(norm) else ["fc_norm"]
-    return names if changed(model.head, nn.Linear) is None else [*names, "head"]
+    linear = isinstance(model.head, nn.Linear) and isinstance(model.fc_norm, NORMS)
+    return linear and model.attn_pool is None and model.global_pool in POOLED
 
 
 def described(model: VisionAttnTransformer) -> str:
@@ -300,14 +293,9 @@ def described(model: VisionAttnTransformer) -> str:
             "the class token alone is pooled, so that no patch adds to the output by itself: its "
             "row of attention is shown instead"
         )
-    if model.attn_pool is None and model.global_pool in POOLED:
-        return (
-            f"{' and '.join(_changed_parts(model))} may do more than the weights say, so that the "
-            "output is not divided among patches: gradient and rows of attention are shown alone"
-        )
     return (
-        f"pooling {model.global_pool!r} does not divide the output among patches: gradient and "
-        "rows of attention are shown alone"
+        f"pooling {model.global_pool!r}, norm and head do not divide the output among patches: "
+        "gradient and rows of attention are shown"
     )
 
 
