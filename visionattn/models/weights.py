@@ -510,6 +510,10 @@ def read_pickle(path: str | Path) -> Any:
                 f"{path} would run code when unpickled ({refused[1]}) and is refused: save plain "
                 "tensors instead"
             ) from error
+        if "Unsupported operand" in str(error):
+            raise ValueError(
+                f"{path} is no file of torch.save and might run code when unpickled: refused"
+            ) from error
         raise ValueError(
             f"{path} is no whole checkpoint (cut off or garbled): {first_line(error)}"
         ) from error
