@@ -167,10 +167,11 @@ def register(
         module: ``__name__`` of the module that has ``default_cfgs`` of the name.
         name: the name.
         args: the arguments of ``VisionAttnTransformer`` that it stands for.
-        former: see ``FORMER``; None: the same.
+        former: see ``FORMER``; None: no older file names it.
     """
     register_model(_entry_point(module, name, args))
-    FORMER[name] = former or args
+    if former is not None:
+        FORMER[name] = former
 
 
 def register_writer(module: str, name: str, kind: type[nn.Module]) -> None:

@@ -14,4 +14,5 @@ register_family(
     attention="kernelized",
     **LOCAL,
 )
-register(__name__, "scaleformer_vit_pixel", PIXEL | dict(attention="kernelized"))
+_pixel = PIXEL | dict(attention="kernelized")
+register(__name__, "scaleformer_vit_pixel", _pixel, former=_pixel)

@@ -29,4 +29,5 @@ register_family(
     **LOCAL,
 )
 register_family(__name__, "taylorshift_abs_vit", attention="taylorshift", **PUBLISHED)
-register(__name__, "taylorshift_vit_pixel", PIXEL | dict(attention="taylorshift") | PUBLISHED)
+_pixel = PIXEL | dict(attention="taylorshift") | PUBLISHED
+register(__name__, "taylorshift_vit_pixel", _pixel, former=_pixel)
