@@ -129,7 +129,7 @@ def features(argv: Words, say: Say) -> None:
 
 
 def look(argv: Words, say: Say) -> None:
-    """Draw where the evidence for a class lies, over images in files."""
+    """Draw the attribution of a class over images in files."""
     from visionattn.inference.look.options import parse_look
     from visionattn.inference.look.run import Looking
     from visionattn.lab.report.look import look_page
@@ -154,14 +154,14 @@ def share(argv: Words, say: Say) -> None:
 
 def convert(argv: Words, say: Say) -> None:
     """Make one of our models of a timm ViT, with its weights."""
-    from visionattn.models.converting import convert
+    from visionattn.models.conversion import convert
 
     convert(argv, say)
 
 
 def export(argv: Words, say: Say) -> None:
     """Write a model as ONNX, as a program of torch.export, or compiled."""
-    from visionattn.models.exporting import export_model
+    from visionattn.models.export import export_model
 
     export_model(argv, say)
 
@@ -214,7 +214,7 @@ SUBCOMMANDS = {
     "stats": Subcommand(stats, "mean and spread of one's own training images, band by band"),
     "predict": Subcommand(predict, "classes of images, as a table, CSV or JSON"),
     "features": Subcommand(features, "features of images, as safetensors with an index"),
-    "look": Subcommand(look, "where the evidence for a class lies, drawn over images"),
+    "look": Subcommand(look, "the attribution of a class, drawn over images"),
     "generate": Subcommand(generate, "images that a pixel decoder writes, or completes"),
     "share": Subcommand(share, "trained weights as timm and transformers load them"),
     "convert": Subcommand(convert, "one of our models of a timm ViT, with its weights"),

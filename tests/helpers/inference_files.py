@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
 
-from visionattn.models.tasks import create
+from visionattn.models.registration import create
 from visionattn.models.weights import DataSpec, save_model
 
 ROOT = Path(__file__).parents[2]

@@ -29,7 +29,7 @@ from visionattn.inference.options import InferenceOptions
 from visionattn.inference.work import WorkFolder
 from visionattn.models import cost
 from visionattn.models.cost import Passes
-from visionattn.models.tasks import create
+from visionattn.models.registration import create
 from visionattn.models.tiled import forward
 from visionattn.models.tiled import plan as planning
 from visionattn.models.weights import DataSpec, save_model

@@ -19,7 +19,7 @@ from visionattn.inference.options import InferenceOptions
 from visionattn.inference.reading import ReadImages
 from visionattn.models import cost
 from visionattn.models.cost import SHARE, WORKER_BYTES
-from visionattn.models.filled import pooled
+from visionattn.models.patches import pooled
 
 MODEL = {"embed_dim": 16, "depth": 1, "num_heads": 2, "relative": "none"}
 

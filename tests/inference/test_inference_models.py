@@ -29,7 +29,7 @@ from visionattn.inference.opening import Opened, open_model
 from visionattn.inference.options import InferenceOptions, check
 from visionattn.inference.reading import ReadImages
 from visionattn.inference.running import run_images
-from visionattn.models.filled import call, last_map, pooled
+from visionattn.models.patches import call, last_map, pooled
 from visionattn.models.weights import DataSpec
 
 OWN_SIZES = Geometry("native", None, None, (8, 8))

@@ -23,7 +23,7 @@ from visionattn.inference.look.options import parse_look, parse_queries
 from visionattn.inference.look.run import Looking, cut
 from visionattn.lab.report.look import look_page
 from visionattn.layout import Grid
-from visionattn.models.evidence import find_evidence
+from visionattn.models.attribution import find_attribution
 from visionattn.models.weights import DataSpec, load_model, save_model
 
 look = load_tool("look")
@@ -48,7 +48,7 @@ def evidence_by_hand(path, image, **options):
     pixels = np.asarray(Image.open(image), np.float32) / 255
     inputs = (pixels - np.array(COLOUR.mean)) / np.array(COLOUR.std)
     inputs = torch.tensor(inputs.transpose(2, 0, 1)[None], dtype=torch.float32)
-    return find_evidence(model, inputs, **options)
+    return find_attribution(model, inputs, **options)
 
 
 def opened(path):

@@ -19,7 +19,7 @@ import visionattn
 from tests.helpers.inference_files import ARGS, COLOUR, MODEL, write_image, write_weights
 from tests.helpers.tools import load_tool
 from visionattn.inference.look import run
-from visionattn.models.evidence import Evidence, find_evidence, principal, watch
+from visionattn.models.attribution import Attribution, find_attribution, principal, watch
 from visionattn.models.weights import load_model, save_model
 
 look = load_tool("look")
@@ -86,7 +86,7 @@ class Seen:
     grey: np.ndarray
     """The file as grey levels."""
     folder: Path
-    evidence: Evidence
+    evidence: Attribution
     row: np.ndarray
     """With which weights the patch that is asked sees the others, the mean of all heads."""
     components: np.ndarray
@@ -173,7 +173,7 @@ def seen(request, tmp_path_factory):
     inputs = (np.pad(own, (*beyond, (0, 0)), mode="edge") / 255 - COLOUR.mean) / COLOUR.std
     inputs = torch.tensor(inputs.transpose(2, 0, 1)[None], dtype=torch.float32)
     sizes = None if case.present is None else torch.tensor([case.present])
-    evidence = find_evidence(model, inputs, sizes=sizes, target=1)
+    evidence = find_attribution(model, inputs, sizes=sizes, target=1)
     across = sides[1] // PATCH
     token = PREFIX + ASKED[0] * across + ASKED[1]
     rows, features = watch(model, inputs, {1: [token]}, sizes=sizes, features=1)
@@ -238,7 +238,7 @@ def test_winners_that_all_speak_for_the_class_are_drawn_where_they_are(tmp_path,
         model.head.weight.zero_()
         model.head.weight[1] = pooled
     save_model("best.safetensors", model, MODEL, args, COLOUR)
-    added = find_evidence(model, inputs.float(), target=1).patches.numpy()
+    added = find_attribution(model, inputs.float(), target=1).patches.numpy()
     assert added.min() == 0 < added.max()
     given = ["best.safetensors", "a.png", "--output", "out", "--show", "winners"]
     assert look([*given, "--target", "birch", "--img-size", "native"]) == 0

@@ -12,7 +12,7 @@ import visionattn
 from tests.helpers.inference_files import COLOUR, write_weights
 from tests.helpers.tools import assert_one_error, written
 from visionattn.command import run
-from visionattn.models.tasks import create
+from visionattn.models.registration import create
 from visionattn.models.tiled import forward, snapshot
 from visionattn.models.weights import DataSpec, save_model
 

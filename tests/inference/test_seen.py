@@ -23,7 +23,7 @@ from tests.helpers.inference_files import (
     write_weights,
 )
 from tests.helpers.tools import assert_one_error, load_tool, read_csv, written
-from visionattn.models.filled import pooled, takes_sizes
+from visionattn.models.patches import pooled, takes_sizes
 
 predict, extract = load_tool("predict"), load_tool("extract_features")
 PATCH_PX = 8

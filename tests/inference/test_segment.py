@@ -12,8 +12,8 @@ import visionattn
 from tests.helpers.tools import assert_one_error, load_tool, read_csv, written
 from visionattn.inference.segment import mask_files
 from visionattn.models.pixel_classes import palette
+from visionattn.models.registration import create
 from visionattn.models.segmentation import IGNORED
-from visionattn.models.tasks import create
 from visionattn.models.weights import DataSpec, load_model, save_model
 
 predict, features = load_tool("predict"), load_tool("extract_features")

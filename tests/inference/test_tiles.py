@@ -16,7 +16,7 @@ from tests.helpers.inference_files import (
 )
 from tests.helpers.tools import assert_one_error, load_tool, read_csv, written
 from tests.models.test_tiles import blended
-from visionattn.models.tasks import create
+from visionattn.models.registration import create
 from visionattn.models.weights import DataSpec, load_model, save_model
 
 predict, features = load_tool("predict"), load_tool("extract_features")

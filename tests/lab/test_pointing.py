@@ -1,4 +1,4 @@
-"""How often evidence lies on what decides the class: boxes, methods, tables."""
+"""How often the attribution lies on what decides the class: boxes, methods, tables."""
 
 import csv
 from pathlib import Path
@@ -129,7 +129,7 @@ def test_the_page_has_what_was_measured():
         known = {key: float(row[key]) for key in ("hit", "near", "chance", "near_chance")}
         known |= {"size": int(row["size"]), "method": row["method"]}
         found.setdefault(row["model"], []).append(known)
-    page = (DOCS / "evidence.md").read_text(encoding="utf-8")
+    page = (DOCS / "attribution.md").read_text(encoding="utf-8")
     assert set(found) in (set(SIZES), set())  # none before they are measured
     assert page.count("| winning patch |") == len(found)
     for rows in found.values():

@@ -23,8 +23,8 @@ from visionattn.lab.samples import (
     write_images,
 )
 from visionattn.models.pixel_decoder import PixelDecoder
+from visionattn.models.registration import create
 from visionattn.models.shipped import FILES
-from visionattn.models.tasks import create
 from visionattn.models.weights import save_model
 
 SIZE = (6, 5)

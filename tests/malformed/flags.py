@@ -18,8 +18,8 @@ from visionattn.lab.benchmark_flags import COMMANDS, FLAGS
 from visionattn.lab.profile.config import ProfileConfig
 from visionattn.lab.report.options import ReportConfig
 from visionattn.lab.sweep.config import SweepConfig
-from visionattn.models.converting import ConvertOptions
-from visionattn.models.exporting import ExportOptions
+from visionattn.models.conversion import ConvertOptions
+from visionattn.models.export import ExportOptions
 from visionattn.training.config import TrainConfig, ValidateConfig
 from visionattn.training.distil.config import DistilConfig
 from visionattn.training.share import ShareConfig

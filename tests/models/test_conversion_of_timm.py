@@ -17,7 +17,7 @@ from timm.optim import param_groups_layer_decay
 from tests.helpers.timm_contract import keeps_contract
 from tests.models.test_absent import assert_as_alone, batch
 from visionattn.models import from_softmax
-from visionattn.models.body import body_of
+from visionattn.models.conversion import ACCEPTED, body_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "conversion.md"
 NAMES = timm.list_models("vit_*")
@@ -67,7 +67,7 @@ def test_every_vit_of_timm_is_converted_with_all_its_weights_or_refused_in_one_l
     if refusal := said_of(name):
         with pytest.raises(ValueError) as error:
             from_softmax(vit)
-        assert str(error.value) == f"{name} cannot be converted: {refusal}"
+        assert str(error.value) == f"{name} cannot be converted: {refusal}; {ACCEPTED}"
         return
     vit = vit.double()
     x = torch.randn(1, vit.in_chans, *vit.patch_embed.img_size, dtype=torch.float64)
@@ -200,5 +200,7 @@ def test_converted_models_leave_out_what_images_do_not_fill():
 def test_converted_models_are_vision_transformers_of_timm_and_cannot_be_converted_again():
     model = from_softmax(tiny("vit_small_patch16_224")).model
     assert isinstance(model, VisionTransformer)
-    with pytest.raises(ValueError, match="converted_vit cannot be converted: it is a model of vis"):
+    with pytest.raises(
+        ValueError, match="converted_vit cannot be converted: its class is VisionAttn"
+    ):
         from_softmax(model)

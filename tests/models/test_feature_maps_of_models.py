@@ -12,7 +12,7 @@ from timm.models import create_model
 from visionattn.lab.measure import count_flops
 from visionattn.layers import Attention
 from visionattn.layout import Grid, TokenLayout
-from visionattn.models.convert import checkpoint_filter_fn
+from visionattn.models.state_dicts import checkpoint_filter_fn
 from visionattn.models.weights import DataSpec, load_model, save_model
 from visionattn.ops import RandomFeatures, reference
 

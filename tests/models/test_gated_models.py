@@ -16,8 +16,8 @@ from tests.helpers.small_runs import small_config, small_trainer
 from tests.models.test_absent import assert_as_alone, batch, close, small
 from visionattn.lab.measure import bytes_kept, count_flops
 from visionattn.lab.networks import identity_twin
-from visionattn.models.convert import checkpoint_filter_fn
 from visionattn.models.placement import place_weights
+from visionattn.models.state_dicts import checkpoint_filter_fn
 from visionattn.models.weights import DataSpec, load_model, save_model
 from visionattn.ops.local import gated
 from visionattn.training.config import OptimConfig

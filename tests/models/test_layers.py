@@ -11,7 +11,7 @@ from timm.models import create_model
 from visionattn.layers import Attention, RelativeTables
 from visionattn.layers.position import HEAD_OFFSETS
 from visionattn.layout import Grid, TokenLayout
-from visionattn.models.convert import checkpoint_filter_fn, resample_table
+from visionattn.models.state_dicts import checkpoint_filter_fn, resample_table
 from visionattn.ops import Joint, kernelized_attention, taylorshift_attention
 
 SMALL = dict(embed_dim=24, depth=2, num_heads=3, num_classes=7, img_size=64)

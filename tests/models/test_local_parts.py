@@ -10,7 +10,7 @@ from tests.helpers.oracles import draw
 from tests.models.test_absent import assert_as_alone, batch, close, small
 from visionattn.layers import Attention
 from visionattn.layout import Grid, TokenLayout
-from visionattn.models.convert import checkpoint_filter_fn
+from visionattn.models.state_dicts import checkpoint_filter_fn
 from visionattn.ops import centred_keys, value_convolution
 
 BOTH = dict(value_conv=3, centre_keys=True)

@@ -9,7 +9,7 @@ from safetensors.torch import load, save
 
 from tests.helpers.changed_modules import adapt, hook
 from visionattn.models import PixelDecoder
-from visionattn.models.mixture import log_mixture
+from visionattn.models.pixel_decoder import log_mixture
 
 SMALL = {"embed_dim": 16, "depth": 2, "num_heads": 2, "mlp_ratio": 2.0}
 KINDS = {

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import save_file
 from timm.models import create_model
 
-from visionattn.models.tasks import create
+from visionattn.models.registration import create
 from visionattn.models.weights import DataSpec, save_model
 
 SMALL = dict(embed_dim=24, depth=2, num_heads=3, num_classes=5)

@@ -1,5 +1,6 @@
 """Models with maps at four strides: their maps, their weights, and the decoders that take them."""
 
+import contextlib
 import copy
 import pickle
 import re
@@ -12,7 +13,8 @@ from timm.models import create_model
 from torch import nn
 
 from visionattn.models.pyramid import SimplePyramid
-from visionattn.models.weights import DataSpec, save_model
+from visionattn.models.registration import create
+from visionattn.models.weights import DataSpec, load_model, save_model
 
 FAMILIES = ("scaleformer_vit", "taylorshift_vit", "taylorshift_abs_vit")
 NAMES = [f"{family}_{letter}_pyramid" for family in FAMILIES for letter in "tsbl"]
@@ -275,3 +277,62 @@ def test_what_has_no_pyramid_is_one_line():
         with pytest.raises(ValueError, match=message) as error:
             create_model("scaleformer_vit_t_pyramid", **SMALL | given)
         assert "\n" not in str(error.value)
+
+
+BODY = dict(embed_dim=24, depth=4, num_heads=3)
+KINDS = {
+    "classes": ("scaleformer_vit_t", "classification", BODY),
+    "masks": ("taylorshift_vit_t", "segmentation", BODY | dict(head_blocks=[1, 3])),
+    "a pyramid": ("scaleformer_vit_t_pyramid", "classification", BODY | dict(pyramid_channels=20)),
+    "timm's": ("vit_tiny_patch16_224", "classification", BODY | dict(dynamic_img_size=True)),
+}
+
+
+@pytest.fixture(params=KINDS)
+def checkpoint(request, tmp_path):
+    """A file of each kind, and its model."""
+    name, task, args = KINDS[request.param]
+    spec = DataSpec(3, 5, (), (0.5,) * 3, (0.5,) * 3, None, 224, task=task)
+    model = create(name, task, 5, 3, args).eval()
+    save_model(tmp_path / "best.safetensors", model, name, args, spec)
+    return request.param, tmp_path / "best.safetensors", getattr(model, "backbone", model)
+
+
+def test_any_checkpoint_is_an_encoder_of_features(checkpoint):
+    kind, path, model = checkpoint
+    encoder, x = load_model(path, features_only=True), image(64, 96)
+    count = 4 if kind == "a pyramid" else 3
+    with torch.inference_mode():
+        wanted = model.forward_intermediates(x, indices=count, intermediates_only=True)
+        found = encoder(x)
+    assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+    assert encoder.feature_info.channels() == [y.shape[1] for y in found]
+    assert encoder.data_spec.num_classes == 5 and not encoder.training
+
+
+def test_any_checkpoint_of_ours_is_an_encoder_of_a_pyramid(checkpoint):
+    kind, path, model = checkpoint
+    if kind == "timm's":
+        with pytest.raises(ValueError, match="holds a vit_tiny_patch16_224, and a pyramid is for"):
+            load_model(path, pyramid=True)
+        return
+    fresh = contextlib.nullcontext() if kind == "a pyramid" else pytest.warns(match="start fresh")
+    with fresh:
+        encoder = load_model(path, pyramid=True, features_only=True)
+    own, given = encoder.model.blocks.state_dict(), model.blocks.state_dict()
+    assert own.keys() == given.keys() and all(torch.equal(own[key], given[key]) for key in own)
+    channels = 20 if kind == "a pyramid" else 256
+    with torch.inference_mode():
+        maps = encoder(image(64, 96))
+    assert shapes(maps) == [(2, channels, 64 // s, 96 // s) for s in STRIDES]
+    assert encoder.feature_info.reduction() == STRIDES
+
+
+def test_a_checkpoint_with_a_pyramid_classifies_as_before(tmp_path):
+    spec = DataSpec(3, 5, (), (0.5,) * 3, (0.5,) * 3, None, 224)
+    model = create_model("scaleformer_vit_t", num_classes=5, **BODY).eval()
+    save_model(tmp_path / "best.safetensors", model, "scaleformer_vit_t", BODY, spec)
+    with pytest.warns(match="start fresh: pyramid.levels"):
+        built = load_model(tmp_path / "best.safetensors", pyramid=True)
+    with torch.inference_mode():
+        assert torch.equal(built(image(64, 96)), model(image(64, 96)))

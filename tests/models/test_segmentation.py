@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 import visionattn  # noqa: F401  registers the models
-from visionattn.models.filled import takes_sizes
+from visionattn.models.patches import takes_sizes
+from visionattn.models.registration import create
 from visionattn.models.segmentation import IGNORED, Segmenter
-from visionattn.models.tasks import create
 from visionattn.models.weights import DataSpec, check_spec, load_model, save_model
 
 BODY = dict(img_size=32, patch_size=8, embed_dim=16, depth=3, num_heads=2)
@@ -118,13 +118,12 @@ def test_a_file_gives_the_same_model_again(tmp_path):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (dict(head_blocks=[3]), "head_blocks [3]: the model has 3 blocks, from 0 to 2"),
-        (dict(head_blocks=[]), "head_blocks []: the model has 3 blocks"),
-        (dict(head_blocks=[2, -1]), "name a block twice"),
+        (dict(head_blocks=[3]), "head_blocks: there is no block 3; the 3 blocks are 0 to 2"),
+        (dict(head_blocks=[]), "head_blocks: wanted a block or more, got none"),
         (dict(head_stride=3), "head_stride 3 does not divide the sides of a patch of 8 x 8"),
         (dict(head_stride=0), "head_stride 0 does not divide"),
-        (dict(head_blocks=["x"]), "head_blocks must be a list of whole numbers, got ['x']"),
-        (dict(head_blocks=7), "head_blocks must be a list of whole numbers, got 7"),
+        (dict(head_blocks=["x"]), "head_blocks: wanted a list of indices of blocks, got ['x']"),
+        (dict(head_blocks=7), "head_blocks: wanted a list of indices of blocks, got 7"),
         (dict(head_stride="4"), "head_stride must be a whole number, got '4'"),
     ],
 )

@@ -14,7 +14,7 @@ from tests.helpers.changed_modules import CALLED, REFUSED, adapt, hook, put
 from tests.helpers.oracles import peak_bytes
 from tests.helpers.tiled import Array, Rows, draw_image, least_memory, make
 from visionattn.cli.progress import Progress
-from visionattn.models.evidence import find_evidence
+from visionattn.models.attribution import find_attribution
 from visionattn.models.segmentation import Segmenter
 from visionattn.models.tiled import forward_tiled
 from visionattn.models.tiled import plan as planning
@@ -173,7 +173,7 @@ def test_evidence(pool, with_prefix, target, monkeypatch):
     monkeypatch.setattr(planning, "BAND_TOKENS", 50)
     found = forward_tiled(model, Array(image), want="evidence", target=target)
     x = torch.from_numpy(image).permute(2, 0, 1)[None]
-    expected = find_evidence(model, x, target=target, gradient=False)
+    expected = find_attribution(model, x, target=target, gradient=False)
     assert (found.target, found.how) == (expected.target, expected.how)
     assert found.margin == pytest.approx(expected.margin, rel=1e-9)
     torch.testing.assert_close(found.logits, expected.logits)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import visionattn  # noqa: F401  registers models
-from visionattn.models.filled import call, pooled
+from visionattn.models.patches import call, pooled
 from visionattn.models.segmentation import Segmenter
 from visionattn.models.tiles import forward_tiles, over_tiles, tiling
 

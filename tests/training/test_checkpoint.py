@@ -22,9 +22,9 @@ from tests.helpers.small_runs import MODEL, SPEC, small_config, small_trainer
 from visionattn.cli import files
 from visionattn.cli.ends import run_tool
 from visionattn.cli.files import is_unfinished, write_text
-from visionattn.models.listing import shorten
 from visionattn.models.machine import random_state, restore_random_state
 from visionattn.models.placement import place_weights
+from visionattn.models.state_dicts import shorten
 from visionattn.models.weights import DataSpec, load_model, read_pickle, read_state_dict, save_model
 from visionattn.training.checkpoint import read_state, save_state
 

@@ -13,7 +13,7 @@ import torch
 from visionattn.cli.parsing import parse
 from visionattn.data.splits import build_splits
 from visionattn.models.building import patch_size
-from visionattn.models.converting import student_of
+from visionattn.models.conversion import student_of
 from visionattn.training.config import TrainConfig
 from visionattn.training.distil.config import parse_distil, stage_data
 from visionattn.training.distil.imitation import Imitation, learn

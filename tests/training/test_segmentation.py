@@ -336,7 +336,7 @@ def test_wrong_options_are_one_line(run, tmp_path, capsys):
     assert train_tool([*flags, "--optim.mixup", "0.2"]) == 2
     assert_one_error(capsys, "mix the classes of images")
     assert train_tool([*flags, "--model.args.head_blocks", "[7]"]) == 2
-    assert_one_error(capsys, "head_blocks [7]: the model has 2 blocks")
+    assert_one_error(capsys, "head_blocks: there is no block 7; the 2 blocks are 0 to 1")
     assert train_tool([*flags, "--model.name", "resnet18", "--model.args", "{}"]) == 2
     assert_one_error(capsys, "has no patch features")
     assert train_tool([*flags, "--data.task", "boxes"]) == 2

@@ -262,9 +262,11 @@ def test_an_image_of_more_than_8_bits_is_named_or_left_out(tmp_path, bits):
     ("flags", "said"),
     [
         (["--model.name", "scaleformer_vit_t"], "gives classes and writes no images"),
-        (["--model.name", "taylorshift_vit_t"], "attention='taylorshift' has no causal form"),
         (["--model.args.attention", "taylorshift"], "has no causal form (its linear form"),
-        (["--data.task", "classification"], "pixel_decoder writes images and gives no classes"),
+        (
+            ["--data.task", "classification"],
+            "got pixel_decoder, which writes images and gives no classes",
+        ),
         (["--data.name", "digits_pixel"], "are one-hot, for models that tell classes"),
         (["--data.fit", "pad"], "learns the values of whole images, and data.fit pad changes"),
         (["--optim.mixup", "0.2"], "and optim.mixup changes them; leave it out"),

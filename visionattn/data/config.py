@@ -7,7 +7,7 @@ A docstring under each field is its help text. ``checks.py``, ``presets.py`` and
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from visionattn.models.tasks import Task
+from visionattn.models.registration import Task
 from visionattn.models.weights import Fit
 
 

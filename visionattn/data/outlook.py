@@ -34,8 +34,8 @@ from visionattn.models.cost import (
     largest_batch,
     largest_image,
 )
-from visionattn.models.filled import call
 from visionattn.models.machine import autocast
+from visionattn.models.patches import call
 from visionattn.models.weights import DataSpec
 
 FEW_PIXELS = 1 << 20

@@ -29,11 +29,11 @@ from visionattn.inference.reading import ReadImages, Sample
 from visionattn.inference.running import Compute, Outcome, finished, masks
 from visionattn.inference.work import WorkFolder, write_array
 from visionattn.layout import Grid
-from visionattn.models.filled import call, last_map, pooled
+from visionattn.models.patches import call, last_map, pooled
 from visionattn.models.segmentation import Segmenter
 
 if TYPE_CHECKING:
-    from visionattn.models.evidence import Evidence
+    from visionattn.models.attribution import Attribution
 
 WANTS = {call: "logits", pooled: "pooled", last_map: "dense", masks: "masks"}
 """What of ``forward_tiled`` stands for what of a pass over batches."""
@@ -246,7 +246,7 @@ class Banding:
                 **options,
             )
 
-    def evidence(self, index: int, target: int | None) -> "Evidence":
+    def evidence(self, index: int, target: int | None) -> "Attribution":
         """Find what speaks for a class in an image, without the gradient.
 
         Raises:

@@ -31,8 +31,7 @@ from visionattn.inference.predict import PredictOptions, count_of_classes, most_
 from visionattn.inference.reading import ReadImages
 from visionattn.inference.running import Compute, Outcome, masks, run_images
 from visionattn.inference.segment import judged
-from visionattn.models.filled import call, last_map, pooled, takes_sizes
-from visionattn.models.modes import in_eval
+from visionattn.models.patches import call, in_eval, last_map, pooled, takes_sizes
 
 Model = nn.Module | str | Path
 

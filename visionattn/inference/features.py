@@ -39,7 +39,7 @@ from visionattn.inference.shards import (
     whole_shards,
     write_index,
 )
-from visionattn.models.filled import last_map, pooled
+from visionattn.models.patches import last_map, pooled
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 AT_WORK = "another extraction of features is at work"

@@ -21,7 +21,7 @@ from visionattn.inference.opening import Opened
 from visionattn.inference.reading import ReadImages
 from visionattn.inference.running import Compute
 from visionattn.models.cost import WORKER_BYTES, Shape
-from visionattn.models.filled import takes_sizes
+from visionattn.models.patches import takes_sizes
 
 if TYPE_CHECKING:  # which reads the sizes of images by this module
     from visionattn.inference.banded import Banding

@@ -29,7 +29,7 @@ from visionattn.inference.predict import PredictOptions
 from visionattn.inference.reading import ReadImages
 from visionattn.inference.running import masks
 from visionattn.inference.work import in_the_way
-from visionattn.models.filled import last_map
+from visionattn.models.patches import last_map
 from visionattn.models.segmentation import IGNORED
 from visionattn.models.tiled.forward import check_tiled
 

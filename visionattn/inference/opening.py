@@ -34,10 +34,10 @@ from visionattn.models.building import (
     fixed_size,
     patch_size,
 )
-from visionattn.models.filled import takes_sizes
 from visionattn.models.machine import pick_device, precision_taken
+from visionattn.models.patches import takes_sizes
+from visionattn.models.registration import check_reads, create
 from visionattn.models.segmentation import HEAD_ARGS, Segmenter
-from visionattn.models.tasks import check_reads, create
 from visionattn.models.weights import (
     FORMAT,
     UNBUILDABLE,

@@ -22,7 +22,7 @@ from visionattn.inference.listing import find_images
 from visionattn.inference.opening import Opened, open_model
 from visionattn.inference.options import InferenceOptions
 from visionattn.inference.running import Outcome
-from visionattn.models.filled import call
+from visionattn.models.patches import call
 
 FIELDS = ("path", "status", "reason", "height", "width", "input_height", "input_width")
 SUFFIXES = (".csv", ".json")

@@ -18,13 +18,13 @@ from visionattn.cli.ends import Failed, is_out_of_memory
 from visionattn.cli.files import first_line
 from visionattn.inference.opening import Opened
 from visionattn.inference.reading import ReadImages, Sample
-from visionattn.models.filled import takes_sizes
 from visionattn.models.machine import autocast
+from visionattn.models.patches import takes_sizes
 from visionattn.models.segmentation import Segmenter
 
 Item = TypeVar("Item")
 Compute = Callable[[nn.Module, Tensor, Tensor | None], Tensor]
-"""``compute(model, inputs [B, C, H, W], sizes [B, 2]) -> [B, ...]``; ``models.filled`` says what
+"""``compute(model, inputs [B, C, H, W], sizes [B, 2]) -> [B, ...]``; ``models.patches`` says what
 sizes are.
 """
 Status = Literal["ok", "unreadable", "oom", "nan"]

@@ -26,7 +26,7 @@ from visionattn.inference.opening import Opened, description, of_no_model, open_
 from visionattn.inference.predict import FIELDS, PredictOptions
 from visionattn.inference.running import Outcome, masks
 from visionattn.inference.work import is_begun, write_array, write_table
-from visionattn.models.filled import call
+from visionattn.models.patches import call
 from visionattn.models.pixel_classes import class_names, palette
 from visionattn.models.segmentation import IGNORED
 from visionattn.models.weights import described

@@ -12,7 +12,7 @@ from visionattn.data.geometry import pixels
 from visionattn.inference.opening import Opened
 from visionattn.inference.options import InferenceOptions
 from visionattn.inference.running import Compute
-from visionattn.models.filled import last_map
+from visionattn.models.patches import last_map
 
 
 class Work(NamedTuple):

@@ -20,7 +20,7 @@ from visionattn.inference.opening import Opened, open_model
 from visionattn.inference.options import InferenceOptions, check, options_of_call
 from visionattn.inference.reading import ReadImages, Sample
 from visionattn.inference.running import batch_samples, run_batch
-from visionattn.models.filled import last_map, pooled
+from visionattn.models.patches import last_map, pooled
 
 Rows = dict[str, np.ndarray]
 """A batch as Ray Data gives it: columns by name."""

@@ -22,7 +22,7 @@ from visionattn.cli.memory import resident_bytes, taken_bytes
 from visionattn.cli.tables import heading, line
 from visionattn.data.batches import Batch
 from visionattn.models.building import ModelConfig
-from visionattn.models.filled import call
+from visionattn.models.patches import call
 from visionattn.models.registration import is_ours
 from visionattn.models.weights import DataSpec
 from visionattn.training.config import TrainConfig

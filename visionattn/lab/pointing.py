@@ -1,5 +1,5 @@
-"""How often the highest evidence lies on what decides the class: ``python -m
-visionattn.lab.pointing`` measures the table of ``docs/evidence.md``.
+"""How often the highest attribution lies on what decides the class: ``python -m
+visionattn.lab.pointing`` measures the table of ``docs/attribution.md``.
 
 The images are test images of the data set that a model which comes with weights was trained on,
 whose one mark or digit decides the class. Of each image each method names one patch (or pixel), and
@@ -33,8 +33,8 @@ from visionattn.data.geometry import Box, Geometry
 from visionattn.data.images import fill
 from visionattn.data.splits import build_splits
 from visionattn.layout import Grid
+from visionattn.models.attribution import find_attribution, grid_of, watch
 from visionattn.models.backbone import VisionAttnTransformer
-from visionattn.models.evidence import find_evidence, grid_of, watch
 from visionattn.models.weights import Fit
 
 SIZES: dict[str, tuple[int, int]] = {
@@ -94,9 +94,9 @@ def named_by(
     model: VisionAttnTransformer, inputs: Tensor, box: Box
 ) -> tuple[int, dict[str, Named]]:
     """Return the class that a model finds in one image ``[1, C, H_px, W_px]``, and what each method
-    names of the evidence for it.
+    names for it.
     """
-    evidence, grid = find_evidence(model, inputs), grid_of(model, inputs)
+    found, grid = find_attribution(model, inputs), grid_of(model, inputs)
     patch_px = tuple(model.patch_embed.patch_size)
     hits = within(box, grid, patch_px, grow=0)
     near = within(box, grid, patch_px, grow=1)
@@ -118,16 +118,16 @@ def named_by(
             .sum((2, 3))
         )
 
-    gradient = evidence.gradient
-    top = model.num_prefix_tokens + int(evidence.patches.argmax())
+    gradient = found.gradient
+    top = model.num_prefix_tokens + int(found.patches.argmax())
     evenly = np.linspace(0, grid.num_patches - 1, min(GRID_ROWS, grid.num_patches))
     tokens = [top, *(model.num_prefix_tokens + int(place) for place in evenly)]
     last = len(model.blocks) - 1
     rows = watch(model, inputs, {last: tokens})[0][last]
     prefix = model.num_prefix_tokens
     total, content = (x[0].mean(0)[:, prefix:] for x in (rows.total, rows.content))
-    return evidence.target, {
-        "winning patch": of(evidence.patches),
+    return found.target, {
+        "winning patch": of(found.patches),
         "gradient, sum": of(summed(gradient)),
         "gradient, absolute": of(summed(gradient.abs())),
         "gradient, pixel": of_pixel(gradient.abs(), box, patch_px),
@@ -213,7 +213,7 @@ def table(records: Sequence[Record]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print a table for each model, and write the rows; return the exit code."""
-    about = "Measure how often the highest evidence lies on what decides the class."
+    about = "Measure how often the highest attribution lies on what decides the class."
     parser = Parser("python -m visionattn.lab.pointing", description=about)
     parser.add_argument("names", nargs="*", help="models; none: all")
     parser.add_argument("--images", type=whole_from(1), default=200, help="test images of each")

@@ -1,6 +1,6 @@
 """Models: importing registers their names with timm."""
 
-from visionattn.models import converted_vit, scaleformer_vit, shipped, taylorshift_vit
+from visionattn.models import scaleformer_vit, shipped, taylorshift_vit
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.conversion import Converted, from_softmax
 from visionattn.models.pixel_decoder import PixelDecoder
@@ -9,7 +9,6 @@ __all__ = [
     "Converted",
     "PixelDecoder",
     "VisionAttnTransformer",
-    "converted_vit",
     "from_softmax",
     "scaleformer_vit",
     "shipped",

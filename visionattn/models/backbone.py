@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from visionattn.layers import Attention, Block
 from visionattn.layout import Grid, TokenLayout
-from visionattn.models.absent import (
+from visionattn.models.mixed_blocks import first_counted, options_of_blocks, warn_of_softmax
+from visionattn.models.patches import (
+    DynamicPatchEmbed,
     PatchDropout,
     absolute_position,
     blank_absent,
@@ -27,9 +29,7 @@ from visionattn.models.absent import (
     scores_of_absent,
     zero_absent,
 )
-from visionattn.models.hybrid import first_counted, options_of_blocks, warn_of_softmax
-from visionattn.models.patches import DynamicPatchEmbed
-from visionattn.models.placing import fitted_whole
+from visionattn.models.state_dicts import fitted_whole
 from visionattn.ops import count_classes
 from visionattn.ops.checks import refuse_tracing
 from visionattn.ops.sums import accumulation_dtype
@@ -181,7 +181,7 @@ class VisionAttnTransformer(VisionTransformer):
             form=form,
             window_size=window_size,
         )
-        of_blocks = options_of_blocks(attention, depth, attn_options, softmax_blocks or ())
+        of_blocks = iter(options_of_blocks(attention, depth, attn_options, softmax_blocks or ()))
         for name, value in (("embed_dim", embed_dim), ("in_chans", in_chans)):
             if value < 1:
                 raise ValueError(f"{name}: wanted a whole number from 1 on, got {value}")
@@ -241,7 +241,6 @@ class VisionAttnTransformer(VisionTransformer):
                 patch_drop_rate, num_prefix_tokens=self.num_prefix_tokens
             )
         self._share_native_layout()
-        self._said_what_softmax_costs = False
 
     def _share_native_layout(self) -> None:
         """Tell the attention layers the grid of ``img_size``, for blocks that are called without a
@@ -331,8 +330,7 @@ class VisionAttnTransformer(VisionTransformer):
         layout = TokenLayout(self.num_prefix_tokens, grid, kept, present=present)
         layout = self.counted(layout, x)
         x = self.norm_pre(x)
-        if not self._said_what_softmax_costs and warn_of_softmax(self.blocks, x):
-            self._said_what_softmax_costs = True
+        warn_of_softmax(self.blocks, x)
         return x, layout
 
     def counted(self, layout: TokenLayout, like: Tensor) -> TokenLayout:
@@ -481,16 +479,30 @@ class VisionAttnTransformer(VisionTransformer):
         taken = [y[:, self.num_prefix_tokens :] for y in taken]
         if output_fmt == "NCHW":
             taken = [_to_map(y, layout) for y in taken]
-        if output_dict:
-            result = {"image_intermediates": taken}
-            if prefix is not None and return_prefix_tokens:
-                result["image_intermediates_prefix"] = prefix
-            if intermediates_only:
-                return result
-            return result | {"image_features": zero_absent(self.norm(x), layout)}
-        if return_prefix_tokens and prefix is not None:
-            taken = list(zip(taken, prefix, strict=True))
-        return taken if intermediates_only else (zero_absent(self.norm(x), layout), taken)
+        features = None if intermediates_only else zero_absent(self.norm(x), layout)
+        return packed(taken, prefix if return_prefix_tokens else None, features, output_dict)
+
+
+def packed(
+    maps: list[Tensor],
+    prefix: list[Tensor] | None,
+    features: Tensor | None,
+    output_dict: bool,
+):
+    """Return intermediates as timm's ``forward_intermediates`` does.
+
+    Args:
+        maps: of chosen blocks or strides.
+        prefix: the prefix tokens of each; None: not asked for, or there are none.
+        features: the final tokens; None: not asked for.
+        output_dict: return a dictionary.
+    """
+    if output_dict:
+        result: dict[str, Any] = {"image_intermediates": maps}
+        result |= {} if prefix is None else {"image_intermediates_prefix": prefix}
+        return result | ({} if features is None else {"image_features": features})
+    pairs: list = maps if prefix is None else list(zip(maps, prefix, strict=True))
+    return pairs if features is None else (features, pairs)
 
 
 def _to_map(patches: Tensor, layout: TokenLayout) -> Tensor:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from visionattn.layers import Block
 from visionattn.layout import Grid, TokenLayout
-from visionattn.models.absent import pool_present
 from visionattn.models.backbone import class_counts_like
-from visionattn.models.hybrid import first_counted
+from visionattn.models.mixed_blocks import first_counted
+from visionattn.models.patches import pool_present
 from visionattn.ops.attentions import ATTENTIONS
 from visionattn.ops.checks import described
 

@@ -18,8 +18,7 @@ import visionattn.models  # noqa: F401  registers the models
 from visionattn.cli.ends import is_out_of_memory
 from visionattn.cli.files import first_line
 from visionattn.models.patches import wrong_size
-from visionattn.models.registration import is_ours
-from visionattn.models.tasks import create
+from visionattn.models.registration import create, is_ours
 from visionattn.models.weights import LOADING_ARGS, UNBUILDABLE, DataSpec, describe_args
 
 Size = tuple[int, int]

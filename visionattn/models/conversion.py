@@ -1,50 +1,171 @@
-"""``from_softmax``: a timm ViT becomes one of ours, with its weights.
+"""``from_softmax`` and ``visionattn convert``: a timm ViT becomes one of our models, with its
+weights.
 
-Copied weights are a start. ``docs/conversion.md`` says what becomes of each part and what copying
-alone is worth.
+``docs/conversion.md`` says what becomes of each part and what copied weights are worth.
 """
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import timm
 import torch
-from timm.layers import resample_patch_embed, to_2tuple
-from timm.models import create_model
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import GluMlp, get_act_layer, resample_patch_embed, to_2tuple
+from timm.models import VisionTransformer, generate_default_cfgs
 from timm.models._manipulate import adapt_input_conv
 from torch import Tensor, nn
 
+from visionattn.cli.commands import typed
 from visionattn.cli.ends import is_out_of_memory
-from visionattn.cli.files import first_line
+from visionattn.cli.files import check_free, first_line
 from visionattn.cli.untrusted import brief
+from visionattn.layers.changed import has_hooks
 from visionattn.models.backbone import VisionAttnTransformer
-from visionattn.models.body import body_of, check_same, name_of, refused
-from visionattn.models.convert import fit_position
-from visionattn.models.hybrid import places_of_blocks
-from visionattn.models.listing import shape, shorten
-from visionattn.models.registration import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from visionattn.models.weights import KEPT, UNBUILDABLE, DataSpec, describe_args, save_model
+from visionattn.models.mixed_blocks import places_of_blocks
+from visionattn.models.registration import is_ours, model_cfg, register
+from visionattn.models.segmentation import Segmenter
+from visionattn.models.state_dicts import checkpoint_filter_fn, fit_position, shape, shorten
+from visionattn.models.weights import (
+    FORMAT,
+    KEPT,
+    UNBUILDABLE,
+    DataSpec,
+    check_finite,
+    describe_args,
+    describe_misfit,
+    existing,
+    load_model,
+    read_metadata,
+    read_state_dict,
+    save_model,
+)
 from visionattn.ops.attentions import get_attention
 
 NAME = "converted_vit"
 """timm's name of converted models; their arguments say the rest."""
+default_cfgs = generate_default_cfgs({f"{NAME}.untrained": model_cfg()})
+register(__name__, NAME, {}, former={})
+
+ACCEPTED = "the bodies of timm's plain ViT, DeiT, DeiT III, DINOv2, SigLIP and CLIP are accepted"
+ACTIVATIONS = {get_act_layer(name): name for name in ("gelu", "gelu_tanh", "quick_gelu", "silu")}
+"""Activations besides the default, by class."""
+IDLE = ("Dropout", "DropPath", "Identity", "PatchDropout")
+"""Classes of modules that do nothing in eval mode, by which models may differ."""
+TOLD_BY = ("num_heads", "head_dim", "gate_last")
+"""Attributes that tell modules of equal parameters apart."""
 RATES = ("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate")
 OF_ATTENTION = ("relative", "horizon", "normalization", "temperature_init", "feature_map")
 OF_ATTENTION += ("random_features", "value_conv", "centre_keys", "form", "window_size")
 OF_INPUT = ("img_size", "patch_size", "in_chans", "num_classes", "global_pool")
 OF_INPUT += ("dynamic_img_size", "dynamic_img_pad")
-LEAST = {"img_size": 1, "patch_size": 1, "in_chans": 1, "num_classes": 0}
-LEAST |= {"horizon": 0, "random_features": 1, "value_conv": 0, "window_size": 1}
-"""Options that are whole numbers, and what they are at least."""
-SWITCHES = ("centre_keys", "dynamic_img_size", "dynamic_img_pad")
-TEXTS = ("relative", "normalization", "feature_map", "form", "global_pool")
-SIDES = ("img_size", "patch_size")
-"""Those in pixels, which may be height and width."""
 OPTIONS = (*OF_ATTENTION, *OF_INPUT, *RATES, "drop_path_rate")
 """What a caller may choose; the rest is the teacher's."""
+HUBS, LOCAL = ("hf-hub:", "hf_hub:"), "local-dir:"
+SOURCES = (*HUBS, LOCAL)
+"""What names of models begin with that timm reads from elsewhere than its registry."""
+WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".tar")
+EXAMPLE = "vit_tiny_patch16_224 --softmax-blocks 9 11 --output converted.safetensors --overwrite"
+
+
+def name_of(vit: nn.Module) -> str:
+    """Return timm's name of a model, or its class where it has none."""
+    cfg = getattr(vit, "pretrained_cfg", None) or {}
+    return cfg.get("architecture") or type(vit).__name__
+
+
+def _refused(vit: nn.Module, reason: str) -> ValueError:
+    return ValueError(f"{name_of(vit)} cannot be converted: {reason}; {ACCEPTED}")
+
+
+def body_of(vit: nn.Module) -> dict[str, Any]:
+    """Return the arguments of ``VisionAttnTransformer`` that build the body of a ViT, besides
+    ``in_chans``, ``num_classes`` and those of the attention: JSON types, None where not needed.
+
+    Args:
+        vit: timm's ``VisionTransformer``, of any size.
+
+    Raises:
+        ValueError: it is another model, or has parts that these arguments do not build; one line.
+    """
+    if type(vit) is not VisionTransformer:
+        raise _refused(vit, f"its class is {type(vit).__name__}")
+    state, modules, width = vit.state_dict(), dict(vit.named_modules()), vit.embed_dim
+    pre, post = (f"{norm}.weight" in state for norm in ("norm", "fc_norm"))
+    try:
+        ratio = (hidden := len(state["blocks.0.mlp.fc1.weight"])) / width
+        body = dict(
+            img_size=list(vit.patch_embed.img_size),
+            patch_size=list(vit.patch_embed.patch_size),
+            global_pool=vit.global_pool,
+            embed_dim=width,
+            depth=len(vit.blocks),
+            num_heads=modules["blocks.0.attn"].num_heads,
+            mlp_ratio=ratio if int(width * ratio) == hidden else (hidden + 0.5) / width,
+            pos_embed="learn" if "pos_embed" in state else "none",
+            dynamic_img_pad=vit.patch_embed.dynamic_img_pad,
+            qkv_bias="blocks.0.attn.qkv.bias" in state,
+            qk_norm="blocks.0.attn.q_norm.weight" in state,
+            scale_attn_norm="blocks.0.attn.norm.weight" in state,
+            scale_mlp_norm="blocks.0.mlp.norm.weight" in state,
+            proj_bias="blocks.0.attn.proj.bias" in state,
+            # Any number makes the factors, which are copied.
+            init_values=1e-5 if "blocks.0.ls1.gamma" in state else None,
+            class_token="cls_token" in state,
+            no_embed_class=vit.no_embed_class,
+            reg_tokens=vit.num_reg_tokens,
+            pre_norm="norm_pre.weight" in state,
+            final_norm=pre or post,
+            fc_norm=post,
+            pool_include_prefix=vit.pool_include_prefix,
+            norm_layer=None,
+            norm_eps=getattr(modules["blocks.0.norm1"], "eps", None),
+            act_layer=ACTIVATIONS.get(type(modules["blocks.0.mlp.act"])),
+            mlp_layer="swiglu_packed" if type(modules["blocks.0.mlp"]) is GluMlp else "mlp",
+        )
+    except KeyError as error:
+        raise _refused(vit, f"it has no {error.args[0]}") from error
+    _check_same(vit, body)
+    return body
+
+
+def _check_same(vit: VisionTransformer, body: dict[str, Any]) -> None:
+    """Raise ValueError where a ViT is not, module by module, what these arguments build with
+    softmax in all blocks; or where adapters or hooks do more than its weights say.
+    """
+    classes = getattr(vit.head, "out_features", 0)
+    sizes = dict(in_chans=vit.in_chans, num_classes=classes)
+    with torch.device("meta"):
+        built = VisionAttnTransformer(
+            **body, **sizes, relative="none", softmax_blocks=range(body["depth"])
+        )
+    own, wanted = _parts(vit), _parts(built)
+    for name in own | wanted:
+        if own.get(name) != wanted.get(name):
+            kind = f"{own[name][0]}({own[name][1]})" if name in own else "missing"
+            raise _refused(vit, f"its {name} is {kind}")
+    for name, module in vit.named_modules():
+        if has_hooks(module) or "forward" in vars(module):
+            raise _refused(vit, f"{name or 'it'} has hooks or another forward; remove them")
+
+
+def _parts(model: nn.Module) -> dict[str, tuple]:
+    """Return what tells the modules of a model apart, by name: class, arguments, parameters."""
+    return {
+        name: (
+            type(module).__name__.removeprefix("Dynamic") if name else "VisionTransformer",
+            module.extra_repr(),
+            [key for key, value in module._parameters.items() if value is not None],
+            [getattr(module, key, None) for key in TOLD_BY],
+        )
+        for name, module in model.named_modules()
+        if type(module).__name__ not in IDLE
+    }
 
 
 @dataclass(frozen=True)
@@ -73,14 +194,10 @@ class Converted:
     def lines(self) -> list[str]:
         """Put where the weights came from into a compact list for people."""
         several = len(self.taken) + len(self.new)
-        parts = (
-            ("resampled", self.resampled),
-            ("new", self.new),
-            ("left out", self.left_out),
-        )
+        parts = {"resampled": self.resampled, "new": self.new, "left out": self.left_out}
         return [
             f"{len(self.taken)} of {several} tensors are those of {self.source}",
-            *(f"  {what} ({len(names)}): {shorten(names)}" for what, names in parts if names),
+            *(f"  {what} ({len(of)}): {shorten(of)}" for what, of in parts.items() if of),
         ]
 
     def save(self, path: str | Path) -> None:
@@ -115,8 +232,8 @@ def from_softmax(
     the teacher does.
 
     Args:
-        vit: the teacher, with class token or none, registers, norm of queries and keys, LayerScale,
-            gated MLP, norm before the blocks, and any size, patch and width. It stays as it is.
+        vit: the teacher, a plain ViT, DeiT, DeiT III, DINOv2, SigLIP or CLIP of timm, of any size,
+            patch and width. It stays as it is.
         attention: "kernelized", "taylorshift" or "window", or a list, one for each block, where
             "softmax" may be as well.
         softmax_blocks: indices of blocks that stay the teacher's softmax, exact and quadratic; from
@@ -133,193 +250,87 @@ def from_softmax(
         ``Converted``: the model, and lists of what was taken, resampled, new and left out.
 
     Raises:
-        ValueError: the teacher is no such model, or has parts that ours has not; heads that do not
-            divide the width, blocks that do not exist, options of the teacher's body; one line.
+        ValueError: the teacher has another body; heads that do not divide the width, blocks that do
+            not exist, options of the teacher's body; one line.
     """
     body = body_of(vit)
-    _check_options(options, body)
-    options = {key: value for key, value in options.items() if key in OPTIONS}
-    if num_heads is not None and num_heads != body["num_heads"]:
-        _check_regrouping(vit, body, num_heads)
+    for name, value in options.items():
+        if name not in OPTIONS and (name not in body or body[name] != value):
+            has = f", {brief(body[name])}" if name in body else ""
+            raise ValueError(
+                f"expected options among {', '.join(OPTIONS)}, got {brief(name)}; the rest is the "
+                f"teacher's{has}"
+            )
+    options = {name: value for name, value in options.items() if name in OPTIONS}
+    if num_heads not in (None, body["num_heads"]):
+        if body["qk_norm"] or vit.attn_pool is not None:
+            raise _refused(vit, "its norms or its pooling have heads too; leave num_heads out")
         body["num_heads"] = num_heads
-    _check_grid(body, options)
-    attending = _attending(attention, softmax_blocks, body["depth"], options)
     spec = _spec(vit, options)
-    args = {**body, **attending, **options}
+    args = {**body, **_attending(attention, softmax_blocks, body["depth"]), **options}
     args = {
         key: list(value) if isinstance(value, tuple) else value
         for key, value in args.items()
         if value is not None and key not in ("in_chans", "num_classes")
     }
-    model = _built(vit, args, spec)
-    check_same(vit, model)
-    converted = _placed(vit, model, args, spec)
-    model.train(vit.training)
-    return converted
-
-
-def _built(vit: nn.Module, args: dict[str, Any], spec: DataSpec) -> VisionAttnTransformer:
-    """Make the model that weights are then copied to."""
-    weight = vit.patch_embed.proj.weight
     try:
-        model = create_model(
+        model = timm.create_model(
             NAME,
             in_chans=spec.in_chans,
             num_classes=spec.num_classes,
             pretrained_cfg_overlay=_cfg(vit, spec, to_2tuple(args["img_size"])),
-            device=weight.device,
-            dtype=weight.dtype,
+            device=vit.patch_embed.proj.weight.device,
+            dtype=vit.patch_embed.proj.weight.dtype,
             **args,
         )
     except UNBUILDABLE as error:
         if is_out_of_memory(error):
             raise
         raise ValueError(
-            f"{name_of(vit)} cannot be converted with these options: {describe_args(args)} "
+            f"{name_of(vit)} cannot be converted with these options: {describe_args(options)} "
             f"({first_line(error)})"
         ) from error
-    assert isinstance(model, VisionAttnTransformer)
-    return model
-
-
-def _check_options(options: dict[str, Any], body: dict[str, Any]) -> None:
-    """Raise ValueError for an option that is not the caller's, unless it is as the teacher is."""
-    for name in options:
-        if name == "output_gate" and options[name]:
-            raise ValueError(
-                "output_gate: a gate starts near 0, which would erase what copied weights give; "
-                "converted models have none"
-            )
-        if name in body and name not in OPTIONS and options[name] != body[name]:
-            raise ValueError(
-                f"{name} is the teacher's, {brief(body[name])}, and cannot be "
-                f"{brief(options[name])}"
-            )
-        _check_value(name, options[name])
-        if name not in (*body, *OPTIONS, "output_gate"):
-            raise ValueError(
-                f"from_softmax takes no {brief(name)}; besides attention it takes "
-                f"{', '.join(OPTIONS)}"
-            )
-
-
-def _check_grid(body: dict[str, Any], options: dict[str, Any]) -> None:
-    """Raise ValueError where an image would be smaller than a patch."""
-    size, patch = (to_2tuple(options.get(name, body[name])) for name in SIDES)
-    if any(pixels < of for pixels, of in zip(size, patch, strict=True)):
-        raise ValueError(
-            f"img_size {size[0]} x {size[1]} is smaller than a patch of {patch[0]} x {patch[1]} "
-            "pixels; give a larger one, or a smaller patch_size"
-        )
-
-
-def _check_value(name: str, value: Any) -> None:
-    """Raise ValueError unless a value is of the kind that its option is; None is a default."""
-    if name in LEAST and (value is not None or name in OF_INPUT):
-        _check_sides(name, value)
-    if value is None:
-        return
-    wanted = ""
-    finite = type(value) in (int, float) and math.isfinite(value)
-    if name == "temperature_init" and not (finite and value > 0):
-        wanted = "a finite number above 0"
-    if name in (*RATES, "drop_path_rate") and not (finite and 0 <= value < 1):
-        wanted = "a number from 0 to below 1"
-    if name in SWITCHES and type(value) is not bool:
-        wanted = "true or false"
-    if name in TEXTS and not isinstance(value, str):
-        wanted = "a name"
-    if wanted:
-        raise ValueError(f"{name}: wanted {wanted}, got {brief(value)}")
-
-
-def _check_sides(name: str, value: Any) -> None:
-    """Raise ValueError unless an option is a whole number that is not too small, or where it has
-    two sides a list of two.
-    """
-    several = list(value) if name in SIDES and isinstance(value, list | tuple) else [value]
-    whole = all(type(number) is int and number >= LEAST[name] for number in several)
-    if not whole or (len(several) != 2 and isinstance(value, list | tuple)):
-        wanted = f"a whole number from {LEAST[name]}" + (", or two" if name in SIDES else "")
-        raise ValueError(f"{name}: wanted {wanted}, got {brief(value)}")
-
-
-def _check_regrouping(vit: nn.Module, body: dict[str, Any], num_heads: int) -> None:
-    """Raise ValueError where the heads of a ViT are not to be changed."""
-    if body["qk_norm"]:
-        raise refused(
-            vit,
-            "",
-            f"its queries and keys are normalised in heads of {vit.blocks[0].attn.head_dim}, which "
-            f"cannot become {num_heads} heads; leave num_heads out",
-        )
-    if vit.attn_pool is not None:
-        raise refused(
-            vit, "", "its pooling has heads too, which stay as they are; leave num_heads out"
-        )
+    return _placed(vit, model.train(vit.training), args, spec)
 
 
 def _attending(
-    attention: str | Sequence[str],
-    softmax_blocks: Sequence[int],
-    depth: int,
-    options: dict[str, Any],
+    attention: str | Sequence[str], softmax_blocks: Sequence[int], depth: int
 ) -> dict[str, Any]:
-    """Return the arguments that say how the blocks attend: those that are given, and defaults where
-    a block has a use for them. A softmax in a list is one of ``softmax_blocks``.
+    """Return the arguments that say how the blocks attend, with defaults where a block has a use
+    for them. A softmax in a list is one of ``softmax_blocks``.
     """
     exact = set(places_of_blocks(softmax_blocks, depth))
     names = [attention] * depth if isinstance(attention, str) else list(attention)
     if len(names) == depth:
         exact |= {i for i, name in enumerate(names) if name == "softmax"}
-    args: dict[str, Any] = {
-        "attention": attention if isinstance(attention, str) else names,
-        "softmax_blocks": sorted(exact) or None,
-    }
     others = [get_attention(name) for i, name in enumerate(names) if i not in exact]
-    if not others:
-        args["relative"] = "none"
-        return args
-    args["value_conv"] = 3
-    if not all(kind.signed for kind in others):
+    args: dict[str, Any] = {"value_conv": 3} if others else {"relative": "none"}
+    if others and not all(kind.signed for kind in others):
         args["centre_keys"] = True
-    return args
+    args["attention"] = attention if isinstance(attention, str) else names
+    return args | {"softmax_blocks": sorted(exact) or None}
 
 
 def _spec(vit: nn.Module, options: dict[str, Any]) -> DataSpec:
     """Return what a teacher's images are, with the channels and classes that are asked for."""
-    cfg = getattr(vit, "pretrained_cfg", None) or {}
-    channels = options.get("in_chans", vit.patch_embed.proj.in_channels)
+    cfg, spec = getattr(vit, "pretrained_cfg", None) or {}, getattr(vit, "data_spec", None)
+    channels, size = options.get("in_chans", vit.in_chans), options.get("img_size")
     classes = options.get("num_classes", getattr(vit.head, "out_features", 0))
-    size = options.get("img_size")
-    known = getattr(vit, "data_spec", None)
-    if known is not None:
-        return _changed(known, channels, classes, size)
-    names = tuple(cfg.get("label_names") or ())
-    height, width = to_2tuple(size or vit.patch_embed.img_size)
-    return DataSpec(
-        in_chans=channels,
-        num_classes=classes,
-        class_names=names if len(names) == classes else (),
-        mean=_per_channel(cfg.get("mean") or IMAGENET_DEFAULT_MEAN, channels),
-        std=_per_channel(cfg.get("std") or IMAGENET_DEFAULT_STD, channels),
-        encoding=None,
-        img_size=height if height == width else (height, width),
-    )
-
-
-def _changed(
-    spec: DataSpec, channels: int, classes: int, size: int | Sequence[int] | None
-) -> DataSpec:
-    """Return what a file says of its images, with the channels, classes and size asked for."""
-    if channels != spec.in_chans:
-        spec = replace(
-            spec,
+    if spec is None:
+        names = tuple(cfg.get("label_names") or ())
+        height, width = to_2tuple(size or vit.patch_embed.img_size)
+        return DataSpec(
             in_chans=channels,
-            mean=_per_channel(spec.mean, channels),
-            std=_per_channel(spec.std, channels),
-            bands=None,
+            num_classes=classes,
+            class_names=names if len(names) == classes else (),
+            mean=_per_channel(cfg.get("mean") or IMAGENET_DEFAULT_MEAN, channels),
+            std=_per_channel(cfg.get("std") or IMAGENET_DEFAULT_STD, channels),
+            encoding=None,
+            img_size=height if height == width else (height, width),
         )
+    if channels != spec.in_chans:
+        mean, std = (_per_channel(values, channels) for values in (spec.mean, spec.std))
+        spec = replace(spec, in_chans=channels, mean=mean, std=std, bands=None)
     if classes != spec.num_classes:
         spec = replace(spec, num_classes=classes, class_names=())
     if size is not None:
@@ -342,36 +353,23 @@ def _cfg(vit: nn.Module, spec: DataSpec, size: tuple[int, int]) -> dict[str, Any
     return kept | dict(input_size=(spec.in_chans, *size))
 
 
-def _placed(
-    vit: nn.Module, model: VisionAttnTransformer, args: dict[str, Any], spec: DataSpec
-) -> Converted:
+def _placed(vit: nn.Module, model: nn.Module, args: dict[str, Any], spec: DataSpec) -> Converted:
     """Copy the teacher's weights into the model."""
     given, own = vit.state_dict(), model.state_dict()
     fitted: dict[str, Tensor] = {}
     for name, value in given.items():
-        if name not in own:
-            continue
-        wanted = own[name].shape
         if name == "patch_embed.proj.weight":
-            value = _fit_patches(value, wanted)
-        if name == "pos_embed":
+            value = _fit_patches(value, own[name].shape)
+        elif name == "pos_embed":
             value = fit_position(value, model, tuple(vit.patch_embed.grid_size))
-        if value.shape == wanted:
+        if name in own and value.shape == own[name].shape:
             fitted[name] = value
-        elif not name.startswith("head."):
-            raise refused(vit, "", f"its {name} is {shape(value)}, the model's {shape(own[name])}")
-    for name, value in fitted.items():
-        own[name].copy_(value)
+            own[name].copy_(value)
     for block in model.blocks:
         tables = block.attn.relative
         if tables is not None and tables.signed:
             for table in tables.parameters():
                 table.zero_()
-    resampled = [
-        f"{name} {shape(given[name])} -> {shape(value)}"
-        for name, value in fitted.items()
-        if value is not given[name]
-    ]
     return Converted(
         model=model,
         name=NAME,
@@ -379,7 +377,11 @@ def _placed(
         spec=spec,
         source=name_of(vit),
         taken=[name for name in own if name in fitted],
-        resampled=resampled,
+        resampled=[
+            f"{name} {shape(given[name])} -> {shape(value)}"
+            for name, value in fitted.items()
+            if value is not given[name]
+        ],
         new=[name for name in own if name not in fitted],
         left_out=[name for name in given if name not in fitted],
     )
@@ -401,3 +403,274 @@ def adapt_channels(weight: Tensor, channels: int) -> Tensor:
     if weight.shape[1] == 1:
         return weight.repeat(1, channels, 1, 1) / channels
     return adapt_input_conv(channels, weight)
+
+
+# Teachers: a timm ViT with its weights, by timm's name or from a file
+
+
+def open_teacher(
+    source: str,
+    *,
+    body: str | None = None,
+    pretrained: bool = False,
+    args: dict[str, Any] | None = None,
+) -> tuple[nn.Module, list[str]]:
+    """Return a model of timm in eval mode, and lines about its weights.
+
+    Args:
+        source: a file of weights; timm's name of a model, with or without a tag; or what timm takes
+            besides, ``hf-hub:...`` and ``local-dir:...``. A file at that path counts first.
+        body: timm's name of the model that a file has the weights of; None where the file says it,
+            as those of ``visionattn train`` do.
+        pretrained: take the weights that timm has of a name, which it may have to download;
+            otherwise they are random.
+        args: keyword arguments of the model. Of a file of weights, numbers of classes and channels,
+            patch and size of a square image are read off its tensors unless given.
+
+    Raises:
+        FileNotFoundError, PermissionError: the file cannot be read.
+        ValueError: timm has no such model, it does not take these arguments, or the weights are not
+            its own, not finite or not to be had; before weights are fetched also that the model
+            cannot be converted; one line.
+    """
+    args, elsewhere = args or {}, source.startswith(SOURCES)
+    if is_file(source):
+        vit, lines = _from_file(existing(source), body, args)
+    else:
+        if body is not None:
+            raise ValueError(f"{source} names its own body; leave {body} out, which is for files")
+        if not elsewhere:
+            check_name(source)
+        if pretrained and not elsewhere:  # refused before its weights are fetched
+            with torch.device("meta"):
+                body_of(created(source, False, args))
+        vit = created(source, pretrained or elsewhere, args)
+        said = "timm's weights" if pretrained or elsewhere else "random weights, no --pretrained"
+        lines = [f"{source}, {said}"]
+    check_finite(vit.state_dict(), source)
+    return vit.eval(), lines
+
+
+def is_file(source: str) -> bool:
+    """Tell whether a teacher is a file of weights, be it there or not, and no name."""
+    if source.startswith(SOURCES):
+        return False
+    named = "/" not in source and Path(source).suffix not in WEIGHTS
+    return Path(source).exists() or not (named or timm.is_model(source))
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError for a name that timm does not know, with the nearest one."""
+    if not timm.is_model(name):
+        near = get_close_matches(name, timm.list_models(), n=1, cutoff=0)[0]
+        raise ValueError(
+            f"there is no file {name:.80}, and timm knows no model of that name; the nearest is "
+            f"{near}"
+        )
+
+
+def created(name: str, pretrained: bool, args: dict[str, Any]) -> nn.Module:
+    """Make a model by timm, in one line where it cannot."""
+    try:
+        return timm.create_model(name, pretrained=pretrained, **args)
+    except (*UNBUILDABLE, OSError, ValueError) as error:
+        if is_out_of_memory(error):
+            raise
+        way_out = ""
+        if isinstance(error, OSError):
+            way_out = (
+                "; without a connection give a file of its weights: --teacher FILE --model NAME, "
+                "in training --init-from FILE --init-model NAME"
+            )
+        raise ValueError(
+            f"timm cannot build {name} with {describe_args(args)}: {first_line(error)}{way_out}"
+        ) from error
+
+
+def _from_file(path: Path, body: str | None, args: dict[str, Any]) -> tuple[nn.Module, list[str]]:
+    """Return the model that a file has the weights of."""
+    try:
+        of_ours = read_metadata(path).get("format") == FORMAT
+    except ValueError:
+        of_ours = False
+    if of_ours:
+        if body is not None or args:
+            raise ValueError(f"{path} says what its model is; leave the body and its args out")
+        model = load_model(path)
+        if isinstance(model, Segmenter):
+            raise ValueError(f"{path} gives classes of pixels; a teacher gives classes of images")
+        return model, [f"{path}"]
+    state = read_state_dict(path)
+    if body is None:
+        raise ValueError(
+            f"{path} does not say whose weights these are; name the body with --model, e.g. "
+            "vit_small_patch16_224"
+        )
+    check_name(body)
+    vit = created(body, False, _shaped(state, body, args))
+    fitted = filter_checkpoint(state, vit, body)
+    if misfit := describe_misfit(fitted, vit.state_dict()):
+        raise ValueError(
+            f"{path} does not fit {body}: {misfit}; give the body's own arguments with --args, "
+            "e.g. '{depth: 6}'"
+        )
+    vit.load_state_dict(fitted)
+    resampled = [
+        f"{name} {shape(state[name])} -> {shape(value)}"
+        for name, value in fitted.items()
+        if name in state and state[name].shape != value.shape
+    ]
+    lines = [f"  resampled ({len(resampled)}): {', '.join(resampled)}"] if resampled else []
+    return vit, [f"{path}, weights of {body}", *lines]
+
+
+def _shaped(state: dict[str, Tensor], body: str, args: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments with which a body has the classes, channels, patch and size that a state
+    dict of timm shows; those that are given stay.
+    """
+    head, patches = state.get("head.weight"), state.get("patch_embed.proj.weight")
+    if patches is None or patches.ndim != 4:  # the names of another project, which timm may know
+        return args
+    shown: dict[str, Any] = {"num_classes": 0 if head is None else len(head)}
+    shown |= {"in_chans": patches.shape[1], "patch_size": tuple(patches.shape[2:])}
+    with torch.device("meta"):
+        vit = created(body, False, shown | args)
+    own, position = getattr(vit, "pos_embed", None), state.get("pos_embed")
+    if own is not None and position is not None and own.shape != position.shape:
+        places = position.shape[1] - (own.shape[1] - vit.patch_embed.num_patches)
+        side = math.isqrt(max(0, places))
+        if side * side == places:
+            shown["img_size"] = tuple(side * patch for patch in patches.shape[2:])
+    return shown | args
+
+
+def filter_checkpoint(given: dict[str, Tensor], model: nn.Module, name: str) -> dict[str, Tensor]:
+    """Rename and resample a state dict for a model by its module's ``checkpoint_filter_fn``.
+
+    Raises:
+        ValueError: the filter fails on it; one line.
+    """
+    module = sys.modules[timm.model_entrypoint(name).__module__]
+    adapt = getattr(module, "checkpoint_filter_fn", lambda state, model: state)
+    try:
+        return dict((checkpoint_filter_fn if is_ours(name) else adapt)(dict(given), model))
+    except (RuntimeError, KeyError, AssertionError) as error:
+        raise ValueError(
+            f"the weights do not suit the model {name}: {first_line(error)}"
+        ) from error
+
+
+# ``visionattn convert``; a docstring under each field is its help text
+
+
+@dataclass
+class StudentOptions:
+    """Whose weights, and what becomes of their attention."""
+
+    teacher: str | None = None
+    """A timm name such as ``vit_small_patch14_dinov2.lvd142m``, ``hf-hub:...``, ``local-dir:...``,
+    or a file of weights, such as ``visionattn train`` writes with a ``vit_*`` as its model.
+    """
+    pretrained: bool = False
+    """Take the weights that timm has of the name, which may have to be downloaded. Without, they
+    are random.
+    """
+    model: str | None = None
+    """The timm name of the body that a file has the weights of; files of ``visionattn train`` say
+    it.
+    """
+    args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the teacher's body, e.g. ``{img_size: 518}``."""
+    attention: list[str] = field(default_factory=lambda: ["kernelized"])
+    """``kernelized``, ``taylorshift`` or ``window``, for all blocks; or a name for each block."""
+    softmax_blocks: list[int] = field(default_factory=list)
+    """Indices of blocks that stay the teacher's softmax; -1 is the last."""
+    num_heads: int | None = None
+    """Heads of the blocks; None: the teacher's. Others share the same weights out anew."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of ``visionattn.models.from_softmax`` that are of the attention, e.g.
+    ``{value_conv: 5, centre_keys: false}``; ``convert`` takes all of them.
+    """
+
+
+@dataclass
+class ConvertOptions(StudentOptions):
+    """A model with the weights of another."""
+
+    seed: int = 0
+    """Seed of what is drawn: random weights, and the start of relative position."""
+    output: str | None = None
+    """The safetensors file, which ``visionattn.load_model`` and every command read."""
+    overwrite: bool = False
+    """Replace the file if it is there."""
+
+
+def teacher_of(options: StudentOptions) -> tuple[nn.Module, list[str]]:
+    """Open the teacher that options name, as ``open_teacher`` does; a file with ``pretrained`` is a
+    ValueError.
+    """
+    source = str(options.teacher)
+    if options.pretrained and is_file(source):
+        raise ValueError(f"pretrained is for names of timm, and {source} is a file; leave it out")
+    body = dict(body=options.model, pretrained=options.pretrained, args=options.args)
+    return open_teacher(source, **body)
+
+
+def student_of(
+    options: StudentOptions, vit: nn.Module, softmax_blocks: Sequence[int] | None = None
+) -> Converted:
+    """Make the model that options ask for, as ``from_softmax`` does.
+
+    Args:
+        softmax_blocks: in place of those of the options; None: those.
+    """
+    names = options.attention
+    asked = dict(
+        attention=names[0] if len(names) == 1 else names,
+        softmax_blocks=options.softmax_blocks if softmax_blocks is None else softmax_blocks,
+        num_heads=options.num_heads,
+    )
+    return from_softmax(vit, **(asked | options.options))
+
+
+def convert(argv: Sequence[str], say: Callable[[str], None]) -> None:
+    """Convert as the flags of ``visionattn convert`` say, and say what became of the weights.
+
+    Raises:
+        ValueError: a flag is wrong, or a file or a name is missing; one line.
+    """
+    from visionattn.cli.parsing import parse, with_first
+
+    options = parse(
+        ConvertOptions,
+        with_first(argv, "teacher"),
+        command="convert",
+        description="Make one of our models of a timm ViT, with its weights; the first word may be "
+        "the teacher, without its flag.",
+        example=EXAMPLE,
+    )
+    if options.teacher is None or options.output is None:
+        raise ValueError(
+            "expected a teacher, e.g. vit_small_patch16_224 or a file of weights, and the file to "
+            "write with --output"
+        )
+    output, source = Path(options.output), Path(options.teacher.removeprefix(LOCAL))
+    check_free(output, options.overwrite)
+    if output.exists() and source.exists() and output.resolve().is_relative_to(source.resolve()):
+        raise ValueError(f"{output} is of the teacher, which is kept; write to another file")
+    torch.manual_seed(options.seed)
+    vit, lines = teacher_of(options)
+    converted = student_of(options, vit)
+    converted.save(output)
+    parameters = sum(parameter.numel() for parameter in converted.model.parameters())
+    kinds = [block.attn.attention for block in converted.model.blocks]
+    several = ", ".join(f"{kinds.count(kind)} of {kind}" for kind in dict.fromkeys(kinds))
+    size = " x ".join(map(str, converted.model.patch_embed.img_size))
+    train = typed("train", "--model.name", converted.name, "--init-from", str(output))
+    lines += [
+        *converted.lines(),
+        f"{output}: {parameters:,} parameters, {len(kinds)} blocks ({several}), made for {size} px",
+        "copied weights are a start, to be trained; for data of your own:",
+        f"  {train} --data.name folder --data.root FOLDER",
+    ]
+    say("\n".join(lines))

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from visionattn.cli.ends import is_out_of_memory
 from visionattn.cli.memory import SHARE, largest_fit
 from visionattn.cli.tables import sized
-from visionattn.models.filled import call
 from visionattn.models.machine import autocast, random_state, restore_random_state
+from visionattn.models.patches import call
 from visionattn.models.weights import DataSpec
 from visionattn.ops.footprint import counting
 

@@ -1,37 +1,40 @@
 """Models as files that run elsewhere: ONNX, a program of ``torch.export``, a package that
-AOTInductor compiled. Each is run against its model before it has its name.
-
-This module owns what an exported file takes, gives and says of itself. It knows no flags.
+AOTInductor compiled; and ``visionattn export``. Each file is run against its model before it has
+its name.
 """
 
 import json
 import shutil
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import rmtree
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from visionattn.cli.files import first_line, write_whole
+from visionattn.cli.files import check_free, first_line, write_whole
 from visionattn.cli.interruption import undone_at_end
+from visionattn.cli.parsing import parse, with_first
+from visionattn.cli.tables import sized
 from visionattn.models.backbone import VisionAttnTransformer
-from visionattn.models.body import name_of
-from visionattn.models.modes import in_eval
-from visionattn.models.tasks import check_reads
-from visionattn.models.weights import DataSpec
+from visionattn.models.conversion import check_name, created, is_file, name_of
+from visionattn.models.patches import in_eval
+from visionattn.models.registration import check_reads
+from visionattn.models.weights import DataSpec, check_finite, load_model
 
 Format = Literal["onnx", "torch", "compiled"]
 SUFFIXES: dict[str, str] = {"onnx": ".onnx", "torch": ".pt2", "compiled": ".pt2"}
 NEEDS = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch": (), "compiled": ()}
 """Packages that a format is written and checked with, besides torch."""
+SHAPE = "[B, C, H, W] of whole patches, two or more along each side"
+EXAMPLE = "checkpoints/digits/best.safetensors --format torch --output digits.pt2 --overwrite"
 INPUT, DESCRIPTION = "images", "visionattn.json"
 MOST_DIFFERENCE = 1e-4
 """How far an output may be from the model's, as a part of the largest one, or of 1 if that is
@@ -72,17 +75,6 @@ class PreparedModel(nn.Module):
     def forward(self, images: Tensor):
         """Map ``[B, C, H_px, W_px]``, as ``DataSpec.prepare`` takes them, to the model's output."""
         return self.model(self.model.data_spec.prepare(images).to(_dtype(self.model)))
-
-
-def check_format(format: str) -> None:
-    """Raise ValueError for a format that is none, or whose packages are not installed."""
-    if format not in get_args(Format):
-        raise ValueError(f"format {format!r}: wanted one of {', '.join(get_args(Format))}")
-    missing = [name for name in NEEDS[format] if find_spec(name) is None]
-    if missing:
-        raise ValueError(
-            f"format {format} needs {' and '.join(missing)}; pip install 'visionattn[export]'"
-        )
 
 
 def check_exportable(model: nn.Module) -> None:
@@ -132,8 +124,12 @@ def export(
             nothing has been written.
         OSError: the file cannot be written.
     """
-    check_format(format)
     check_exportable(model)
+    missing = [name for name in NEEDS[format] if find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"format {format} needs {' and '.join(missing)}; pip install 'visionattn[export]'"
+        )
     spec = getattr(model, "data_spec", None)
     if prepare and spec is None:
         raise ValueError(
@@ -148,25 +144,18 @@ def export(
     ):
         whole = (PreparedModel(model) if prepare else model).eval()
         built = Path(folder) / f"model{SUFFIXES[format]}"
-        with _refused(model, format), torch.random.fork_rng(devices=[]):
-            program = _program(whole, model, prepare)
-            write(program, built, _description(model, spec, prepare) | (notes or {}))
+        try:
+            with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+                warnings.simplefilter("ignore")
+                program = _program(whole, model, prepare)
+                write(program, built, _description(model, spec, prepare) | (notes or {}))
+        except UNEXPORTABLE as error:
+            raise ValueError(
+                f"{name_of(model)} cannot be exported as {format}: {first_line(error)}"
+            ) from error
         trials = list(_trials(whole, model, prepare, runner(built, format)))
         write_whole(path, lambda temporary: shutil.copyfile(built, temporary))
     return trials
-
-
-@contextmanager
-def _refused(model: nn.Module, format: str) -> Iterator[None]:
-    """Turn what exporters raise and warn of into one line."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    except UNEXPORTABLE as error:
-        raise ValueError(
-            f"{name_of(model)} cannot be exported as {format}: {first_line(error)}"
-        ) from error
 
 
 def _body(model: nn.Module) -> Any:
@@ -316,3 +305,89 @@ def _trials(
 
 def _tried(size: tuple[int, int, int]) -> str:
     return f"images of {size[1]} x {size[2]} px, {size[0]} at a time"
+
+
+# ``visionattn export``; a docstring under each field is its help text
+
+
+@dataclass
+class ExportOptions:
+    """A model as a file that runs elsewhere."""
+
+    model: str | None = None
+    """The ``best.safetensors`` of a run, another file that ``visionattn.load_model`` reads, or a
+    timm name of ours; it may stand first, without ``--model``.
+    """
+    pretrained: bool = False
+    """Take the weights that come with the name. Without, those of a name are random."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of a model by name, e.g. ``{num_classes: 10}``."""
+    format: Format = "onnx"
+    """``onnx`` for ONNX Runtime and others; ``torch``, a program that ``torch.export.load`` reads;
+    ``compiled``, a package that AOTInductor compiles for processors like this one.
+    """
+    prepare: bool = False
+    """Let the file take what image files hold and normalise it; without, it takes normalised
+    float32.
+    """
+    output: str | None = None
+    """The file, which ends in .onnx or .pt2."""
+    overwrite: bool = False
+    """Replace the file if it is there."""
+    seed: int = 0
+    """Seed of random weights."""
+
+
+def export_model(argv: Sequence[str], say: Callable[[str], None]) -> None:
+    """Export as the flags of ``visionattn export`` say, and say what was written.
+
+    Raises:
+        ValueError, FileNotFoundError: a flag is wrong, or the model is missing, not ours or not
+            exportable; one line.
+    """
+    options = parse(
+        ExportOptions,
+        with_first(argv, "model"),
+        command="export",
+        description="Write a model as ONNX, as a program of torch.export or as a compiled package, "
+        "once the file has given what the model gives at three sizes; the first word may be the "
+        "model, without its flag.",
+        example=EXAMPLE,
+    )
+    if options.model is None or options.output is None:
+        raise ValueError(
+            "expected a model, e.g. scaleformer_vit_s or a file of weights, and the file to write "
+            "with --output"
+        )
+    output, suffix = Path(options.output), SUFFIXES[options.format]
+    if output.suffix != suffix:
+        raise ValueError(f"output {output}: a file of format {options.format} ends in {suffix}")
+    check_free(output, options.overwrite)
+    if output.exists() and output.resolve() == Path(options.model).resolve():
+        raise ValueError(f"{output} is the model's own file, which is kept; write to another file")
+    model = _opened(options.model, options)
+    begun = time.perf_counter()
+    trials = export(model, output, options.format, prepare=options.prepare)
+    seconds = time.perf_counter() - begun
+    for trial in trials:
+        size = f"{trial.batch} x {trial.height} x {trial.width} px"
+        say(f"{size}: {trial.difference:.1e} from the model")
+    say(f"{output}: {sized(output.stat().st_size)}, format {options.format}, {seconds:.0f} s")
+    if options.prepare:
+        kind = "uint8" if model.data_spec.value_range is None else "float32 in [0, 1]"
+        say(f"it takes {kind} {SHAPE}, and normalises them")
+    else:
+        say(f"it takes normalised float32 {SHAPE}")
+
+
+def _opened(source: str, options: ExportOptions) -> nn.Module:
+    """Return the model that options name, checked."""
+    if not is_file(source):
+        check_name(source)
+        torch.manual_seed(options.seed)
+        return created(source, options.pretrained, options.args)
+    if options.pretrained or options.args:
+        raise ValueError(f"pretrained and args are for names of models, and {source} is a file")
+    model = load_model(source)
+    check_finite(model.state_dict(), source)
+    return model

@@ -1,10 +1,29 @@
-"""Patches of images of any whole number of patches, and what to say of other images."""
+"""Patches of images of any size: how they are embedded, which are absent because an image does not
+fill its canvas, and any model, of ours or of timm, on such images.
 
+Patch (y, x) of an image is there where its first pixel is, and is read as it is, padding at its
+lower and right edges included. Within the blocks, attention reads it from the ``TokenLayout``.
+Models of ours leave out what an image does not fill; to others it is a black part of the image.
+FX traces a model through what it calls, so the functions here, which it takes as they are, look at
+arguments that may be None. Their names have no underscore, as FX wraps only such names.
+"""
+
+import inspect
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from timm.layers import PatchEmbed
-from timm.models import register_notrace_module
+import torch
+import torch.nn.functional as F
+from timm.layers import PatchDropoutWithIndices, PatchEmbed, resample_abs_pos_embed
+from timm.layers.pool1d import global_pool_nlc
+from timm.models import register_notrace_function, register_notrace_module
 from torch import Tensor, nn
+
+from visionattn.layout import Grid, TokenLayout
+from visionattn.ops.checks import check_device, described
+from visionattn.ops.nonfinite import is_readable
+from visionattn.ops.sums import accumulation_dtype, product
 
 
 @register_notrace_module
@@ -61,3 +80,245 @@ def wrong_size(
         f"image of {height} x {width} pixels is not a whole number of {patch}-pixel patches; "
         f"{way_out}"
     )
+
+
+def check_sizes(images: Tensor, sizes: Tensor) -> None:
+    """Raise ValueError unless ``sizes`` are int64 ``[B, 2]``, on the device of
+    ``images [B, C, H_px, W_px]`` and, where looking at them costs little, from 1 to H_px and W_px.
+    """
+    batch, _, height, width = images.shape
+    if not isinstance(sizes, Tensor) or sizes.dtype != torch.int64 or sizes.shape != (batch, 2):
+        raise ValueError(
+            f"sizes: wanted int64 [{batch}, 2], height and width of each image in pixels, got "
+            f"{described(sizes)}"
+        )
+    check_device("sizes", sizes, images.device, "images")
+    if not is_readable(sizes):
+        return
+    for i, (rows, columns) in enumerate(sizes.tolist()):
+        if not (1 <= rows <= height and 1 <= columns <= width):
+            raise ValueError(
+                f"sizes: wanted 1 to {height} x 1 to {width} pixels, as the images have, got "
+                f"{rows} x {columns} for image {i}"
+            )
+
+
+@register_notrace_function
+def filled_grids(
+    images: Tensor, sizes: Tensor | None, patch_size: tuple[int, int]
+) -> Tensor | None:
+    """Return the rows and columns of patches that each image fills, int64 ``[B, 2]``, for sizes in
+    pixels, checked; None for None.
+    """
+    if sizes is None:
+        return None
+    check_sizes(images, sizes)
+    return torch.stack(
+        [-(-of // pixels) for of, pixels in zip(sizes.unbind(1), patch_size, strict=True)], dim=1
+    )
+
+
+def _inside(filled: Tensor, height: int, width: int) -> Tensor:
+    """Return which places of ``height`` x ``width`` lie in the first ``filled [B, 2]`` rows and
+    columns: bool ``[B, height, width]``.
+    """
+    rows, columns = (torch.arange(n, device=filled.device) for n in (height, width))
+    return (rows < filled[:, :1])[:, :, None] & (columns < filled[:, 1:])[:, None, :]
+
+
+@register_notrace_function
+def present_places(filled: Tensor | None, grid: Grid) -> Tensor | None:
+    """Return which places of the grid images fill, bool ``[B, H*W]``, for ``filled_grids``."""
+    return None if filled is None else _inside(filled, *grid).flatten(1)
+
+
+@register_notrace_function
+def blank_absent(images: Tensor, filled: Tensor | None, patch_size: tuple[int, int]) -> Tensor:
+    """Return the images with 0 where no patch is, so that NaN there meets no weight."""
+    if filled is None:
+        return images
+    ends = torch.stack(
+        [of * pixels for of, pixels in zip(filled.unbind(1), patch_size, strict=True)], dim=1
+    )
+    return images.masked_fill(~_inside(ends, *images.shape[2:])[:, None], 0)
+
+
+@register_notrace_function
+def absolute_position(
+    position: Tensor, grid: Grid, own_grid: tuple[int, int], num_prefix: int, filled: Tensor | None
+) -> Tensor:
+    """Return the learned position ``[1, P + h*w, D]`` resampled to the grid that each image fills:
+    ``[1 or B, P + H*W, D]``.
+
+    Args:
+        position: of P prefix tokens and a grid of h x w.
+        grid: H and W.
+        own_grid: h and w.
+        num_prefix: P.
+        filled: see ``filled_grids``; None: all images fill the grid, and timm's function serves.
+    """
+    if filled is None:
+        return resample_abs_pos_embed(
+            position, new_size=grid, old_size=own_grid, num_prefix_tokens=num_prefix
+        )
+    patches = position[0, num_prefix:].float().unflatten(0, own_grid)
+    # Rows first, then columns: bicubic interpolation is a product with a matrix for each axis.
+    rows = axis_weights(filled[:, 0], grid[0], own_grid[0])
+    own = product(rows, patches.flatten(1)).unflatten(2, patches.shape[1:])
+    columns = axis_weights(filled[:, 1], grid[1], own_grid[1])
+    own = product(columns[:, None].expand(-1, grid[0], -1, -1), own)
+    prefix = position[:, :num_prefix].expand(len(filled), -1, -1)
+    return torch.cat([prefix, own.flatten(1, 2).to(position.dtype)], dim=1)
+
+
+def axis_weights(filled: Tensor, length: int, old: int) -> Tensor:
+    """Return the weights ``[B, length, old]`` by which an axis of ``old`` entries becomes one of
+    ``filled [B]``, antialiased; entries beyond those repeat the last.
+
+    Source: ``torch.nn.functional.interpolate(mode="bicubic", antialias=True)``, Keys' kernel with
+    a = -0.5.
+    """
+    scale = (old / filled.float())[:, None, None]
+    entry = torch.arange(length, device=filled.device).minimum(filled[:, None] - 1)[:, :, None]
+    centre = torch.arange(old, device=filled.device) + 0.5
+    x = ((centre - (entry + 0.5) * scale) / scale.clamp(min=1)).abs()
+    near, far = (1.5 * x - 2.5) * x * x + 1, ((2.5 - 0.5 * x) * x - 4) * x + 2
+    weights = torch.where(x < 1, near, torch.where(x < 2, far, 0))
+    return weights / weights.sum(2, keepdim=True)
+
+
+@register_notrace_module
+class PatchDropout(PatchDropoutWithIndices):
+    """timm's dropout of patches, which drops as large a part of what each image fills as of an
+    image that fills its canvas. Where that leaves fewer patches than tokens, absent ones fill up.
+    """
+
+    def forward(self, x: Tensor, present: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return the tokens kept of ``[B, P + H*W, D]``, and where patches were on the grid, int64
+        ``[B, n]``; None where none was dropped.
+
+        Args:
+            present: bool ``[B, H*W]``, the places that hold something; None: all.
+        """
+        if present is None or not self.training or self.prob == 0:
+            return super().forward(x)
+        prefix, patches = x[:, : self.num_prefix_tokens], x[:, self.num_prefix_tokens :]
+        batch, places = present.shape
+        # In random order, absent places last: an image takes of its own as many as are its share,
+        # and then of the absent ones.
+        order = torch.randn(batch, places, device=x.device)
+        order = order.masked_fill(~present, float("inf")).argsort(dim=1)
+        number = max(1, int(places * (1.0 - self.prob)))
+        there = present.sum(1, keepdim=True)
+        share = (there * torch.full_like(there, 1.0 - self.prob, dtype=torch.float64)).long()
+        share = share.clamp(min=1)
+        rank = torch.arange(number, device=x.device)
+        kept = order.gather(1, torch.where(rank < share, rank, there - share + rank))
+        patches = patches.gather(1, kept.unsqueeze(-1).expand(-1, -1, x.shape[2]))
+        return torch.cat([prefix, patches], dim=1), kept
+
+
+@register_notrace_function
+def present_patches_of(layout: TokenLayout) -> Tensor | None:
+    """Return which patches of the sequence are not absent, bool ``[B, n]``; None: all are there."""
+    return layout.patch_mask()
+
+
+@register_notrace_function
+def zero_absent(tokens: Tensor, layout: TokenLayout) -> Tensor:
+    """Return ``[B, P + n, D]`` with 0 where a patch is absent."""
+    present = layout.key_mask()
+    return tokens if present is None else tokens.masked_fill(~present.unsqueeze(2), 0)
+
+
+def _present_of_pooled(tokens: Tensor, present: Tensor, num_prefix: int, with_prefix: bool):
+    """Return the mask of what is pooled, ``[B, n]`` or ``[B, P + n]``, after checking it."""
+    wanted = (tokens.shape[0], tokens.shape[1] - num_prefix)
+    if not isinstance(present, Tensor) or present.dtype != torch.bool or present.shape != wanted:
+        raise ValueError(
+            f"present: wanted bool {list(wanted)}, the patches of the sequence that are there, got "
+            f"{described(present)}"
+        )
+    return F.pad(present, (num_prefix, 0), value=True) if with_prefix else present
+
+
+@register_notrace_function
+def pool_present(
+    tokens: Tensor, present: Tensor | None, pool_type: str, num_prefix: int, with_prefix: bool
+) -> Tensor:
+    """Pool tokens ``[B, P + n, D]`` as timm's ``global_pool_nlc`` does, over those patches that are
+    ``present [B, n]``; None: all.
+    """
+    if present is None:
+        return global_pool_nlc(tokens, pool_type, num_prefix, with_prefix)
+    absent = ~_present_of_pooled(tokens, present, num_prefix, with_prefix).unsqueeze(2)
+    if pool_type in ("", "token"):
+        return global_pool_nlc(tokens, pool_type, num_prefix, with_prefix)
+    x = tokens if with_prefix else tokens[:, num_prefix:]
+    pooled = []
+    if pool_type in ("max", "avgmax"):
+        pooled.append(x.masked_fill(absent, float("-inf")).amax(1))
+    if pool_type in ("avg", "avgmax"):
+        # The sum in float32, where half precision would overflow.
+        total = x.masked_fill(absent, 0).sum(1, dtype=accumulation_dtype(x))
+        pooled.append((total / (~absent).sum(1)).to(x.dtype))
+    return pooled[0] if len(pooled) == 1 else 0.5 * (pooled[0] + pooled[1])
+
+
+@register_notrace_function
+def scores_of_absent(
+    tokens: Tensor, present: Tensor | None, num_prefix: int, with_prefix: bool
+) -> Tensor | None:
+    """Return what attention pooling adds to scores, ``[B, 1, 1, n or P + n]``: -inf where a patch
+    is absent; None where ``present`` is.
+    """
+    if present is None:
+        return None
+    present = _present_of_pooled(tokens, present, num_prefix, with_prefix)[:, None, None]
+    return tokens.new_zeros(present.shape).masked_fill(~present, float("-inf"))
+
+
+def takes_sizes(model: nn.Module) -> bool:
+    """Tell whether a model leaves out what an image does not fill."""
+    # A compiled model's own forward takes anything.
+    plain = getattr(model, "_orig_mod", model)
+    return "sizes" in inspect.signature(getattr(plain, "backbone", plain).forward).parameters
+
+
+def call(model: Callable[..., Tensor], inputs: Tensor, sizes: Tensor | None) -> Tensor:
+    """Return the outputs per class for inputs ``[B, C, H, W]`` that images fill up to ``sizes``,
+    int64 ``[B, 2]`` in pixels; None: they fill all.
+    """
+    return model(inputs) if sizes is None else model(inputs, sizes=sizes.to(inputs.device))
+
+
+def pooled(model: nn.Module, inputs: Tensor, sizes: Tensor | None) -> Tensor:
+    """Return the features before the classifier, ``[B, D]``."""
+    if sizes is None:
+        return model.forward_head(model.forward_features(inputs), pre_logits=True)
+    sizes = sizes.to(inputs.device)
+    tokens = model.forward_features(inputs, sizes=sizes)
+    present = model.present_patches(inputs, sizes)
+    return model.forward_head(tokens, pre_logits=True, present=present)
+
+
+def last_map(model: nn.Module, inputs: Tensor, sizes: Tensor | None) -> Tensor:
+    """Return the last feature map, after the final norm where there is one, ``[B, D, H, W]``."""
+    given = {} if sizes is None else {"sizes": sizes}
+    # A pyramid's ``forward_intermediates`` gives maps of its own.
+    forward = getattr(model, "block_intermediates", model.forward_intermediates)
+    return forward(inputs, indices=1, norm=True, intermediates_only=True, **given)[-1]
+
+
+@contextmanager
+def in_eval(model: nn.Module) -> Iterator[None]:
+    """Put a model into eval mode within the context; then each part has its own mode again, since
+    a model may be partly in training mode.
+    """
+    training = [part for part in model.modules() if part.training]
+    try:
+        model.eval()
+        yield
+    finally:
+        for part in training:
+            part.training = True

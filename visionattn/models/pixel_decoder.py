@@ -18,7 +18,6 @@ from visionattn.layers.block import Block
 from visionattn.layers.changed import check_unchanged
 from visionattn.layers.raster import RasterAttention
 from visionattn.layout import Grid, TokenLayout
-from visionattn.models.mixture import log_mixture
 from visionattn.models.registration import register_writer
 from visionattn.ops.nonfinite import is_readable
 from visionattn.ops.recurrence import KeyValueCache, PastTable, RecurrentState
@@ -411,6 +410,37 @@ default_cfgs = generate_default_cfgs(
     {"pixel_decoder.untrained": dict(input_size=(1, 32, 32), num_classes=0, fixed_input_size=False)}
 )
 register_writer(__name__, "pixel_decoder", PixelDecoder)
+
+
+def log_mixture(out: Tensor, values: Tensor, levels: int) -> Tensor:
+    """Return the log-probability of levels under mixtures of logistic distributions over levels.
+
+    The probability of a level is that of the interval of its width around it, on a scale from -1 to
+    1; the outermost levels have all that lies beyond. Of an interval (a, b) in units of the scale
+    it is ``sigmoid(b) sigmoid(-a) (1 - exp(a - b))``, which keeps its digits in the tails.
+
+    Args:
+        out: ``[..., 3 K]``: logits, means, logarithms of scales; those below -7 count as -7.
+        values: whole numbers from 0 to ``levels - 1``, ``[V]`` or ``[..., V]``.
+        levels: 2 or more.
+
+    Returns:
+        ``[..., V]``.
+
+    Source: Salimans et al. 2017, section 2.1.
+    """
+    weights, means, scales = (x.unsqueeze(-2) for x in out.chunk(3, -1))
+    values = values.unsqueeze(-1).to(out.dtype)
+    half = 1 / (levels - 1)
+    inverse = torch.exp(-scales.clamp(min=-7))
+    offset = values * (2 * half) - 1 - means
+    below, above = (offset - half) * inverse, (offset + half) * inverse
+    at_bottom, at_top = F.logsigmoid(above), F.logsigmoid(-below)
+    # The width of an interval in units of the scale does not depend on where it is.
+    inside = at_bottom + at_top + torch.log(-torch.expm1(-2 * half * inverse))
+    found = torch.where(values == 0, at_bottom, inside)
+    found = torch.where(values == levels - 1, at_top, found)
+    return torch.logsumexp(F.log_softmax(weights, -1) + found, -1)
 
 
 def _full(x: Tensor) -> Tensor:

@@ -5,9 +5,8 @@ from pathlib import Path
 
 from torch import nn
 
-from visionattn.models.conversion import adapt_channels
-from visionattn.models.listing import shape, shorten
-from visionattn.models.teacher import filter_checkpoint
+from visionattn.models.conversion import adapt_channels, filter_checkpoint
+from visionattn.models.state_dicts import shape, shorten
 from visionattn.models.weights import describe_misfit, read_state_dict, same_kind
 
 

@@ -8,7 +8,7 @@ from timm.layers import LayerNorm2d, to_2tuple
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from visionattn.models.backbone import VisionAttnTransformer
+from visionattn.models.backbone import VisionAttnTransformer, packed
 
 STRIDES = (4, 8, 16, 32)
 """Pixels from one place of a map to the next, map by map."""
@@ -89,6 +89,9 @@ class PyramidTransformer(VisionAttnTransformer):
 
     Source: see ``SimplePyramid``.
     """
+
+    block_intermediates = VisionAttnTransformer.forward_intermediates
+    """Maps of blocks, where ``forward_intermediates`` gives maps of the pyramid."""
 
     def __init__(self, *args, pyramid_channels: int = 256, device=None, dtype=None, **options):
         super().__init__(*args, device=device, dtype=dtype, **options)
@@ -180,13 +183,5 @@ class PyramidTransformer(VisionAttnTransformer):
         elif output_fmt != "NCHW":
             raise ValueError(f"output_fmt {output_fmt!r}: wanted NCHW or NLC")
         prefixes = prefix * len(maps) if prefix is not None and return_prefix_tokens else None
-        if output_dict:
-            result = {"image_intermediates": maps}
-            if prefixes is not None:
-                result["image_intermediates_prefix"] = prefixes
-            if intermediates_only:
-                return result
-            return result | {"image_features": said["image_features"]}
-        if prefixes is not None:
-            maps = list(zip(maps, prefixes, strict=True))
-        return maps if intermediates_only else (said["image_features"], maps)
+        features = None if intermediates_only else said["image_features"]
+        return packed(maps, prefixes, features, output_dict)

@@ -1,11 +1,14 @@
 """How a family of models reaches timm's registry: sizes, default configurations, entry points, and
-which arguments a name stands for, now and in older files.
+which arguments a name stands for, now and in older files; and the model of a task by its name.
 """
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
 
+import timm
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import to_2tuple
 from timm.models import (
@@ -20,9 +23,13 @@ from timm.models import (
 from torch import nn
 
 from visionattn.models.backbone import VisionAttnTransformer
-from visionattn.models.file_args import args_of_file, checkpoint_of_caller
-from visionattn.models.placing import FeatureMaps, filter_pretrained
+from visionattn.models.mixed_blocks import places_of_blocks
 from visionattn.models.pyramid import STRIDES, PyramidTransformer
+from visionattn.models.segmentation import HEAD_ARGS, Segmenter
+from visionattn.models.state_dicts import FeatureMaps, filter_pretrained
+
+Task = Literal["classification", "segmentation", "generate"]
+"""What has an output: an image, each of its pixels, or, value by value, what comes next in it."""
 
 SIZES = {
     "t": ("tiny", dict(embed_dim=192, depth=12)),
@@ -42,6 +49,10 @@ PIXEL = dict(
     mlp_ratio=1.0,
 )
 PIXEL |= dict(init_values=1e-4, global_pool="token")
+"""A model whose patches are the pixels of grey 32 x 32 images, one-hot ``[B, 256, 32, 32]``.
+
+Source: TaylorShift, section 5 (class token, LayerScale from 1e-4, MLP ratio 1).
+"""
 PYRAMID = dict(pyramid_channels=256)
 """What a name of a pyramid adds to the arguments of the model without one."""
 LOCAL = dict(value_conv=3, output_gate=True)
@@ -56,6 +67,13 @@ FORMER: dict[str, dict[str, Any]] = {}
 """Those that it stood for when files did not state them: in formats 1 and 2 of weights and states.
 """
 STATED_ELSEWHERE = ("img_size", "in_chans", "num_classes", "device", "dtype")
+FREE = ("form", "img_size", "dynamic_img_size", "dynamic_img_pad", "global_pool", "weight_init")
+FREE += ("fix_init", "device", "dtype", "features_only", "out_indices", "output_stride")
+"""Arguments that may differ from those of the file, besides rates of dropout: no weight depends on
+them.
+"""
+FITTED = ("patch_size", "horizon", "in_chans", "num_classes")
+"""Arguments to which weights are fitted that ``pretrained=True`` loads."""
 
 
 def is_ours(name: str) -> bool:
@@ -134,38 +152,26 @@ def register_family(
             of width 64; None: the same.
         options: arguments of ``VisionAttnTransformer`` that make the family.
     """
-    former_sizes = _family_names(family)
+    older = _family_names(family)
     for name, size in _family_names(family, head_dim).items():
-        register_model(_entry_point(module, name, size | options))
-        FORMER[name] = former_sizes[name] | (options if former is None else former)
+        before = older[name] | (options if former is None else former)
+        register(module, name, size | options, before)
 
 
-def one_cfg(name: str) -> dict[str, Any]:
-    """Return the default configuration of a name that is alone, untrained."""
-    return generate_default_cfgs({f"{name}.untrained": model_cfg()})
+def register(
+    module: str, name: str, args: dict[str, Any], former: dict[str, Any] | None = None
+) -> None:
+    """Register a name as an entry point of ``module``.
 
-
-def register_one(module: str, name: str, **options) -> None:
-    """Register a name that is alone, as an entry point of ``module``."""
-    register_model(_entry_point(module, name, options))
-    FORMER[name] = options
-
-
-def register_pixel(module: str, name: str, **options) -> None:
-    """Register a model whose patches are the pixels of grey 32 x 32 images, one-hot
-    ``[B, 256, 32, 32]``: width 256, depth 1, 4 heads.
-
-    Source: TaylorShift, section 5 (class token, LayerScale from 1e-4, MLP ratio 1).
-    """
-    register_model(_entry_point(module, name, PIXEL | options))
-    FORMER[name] = PIXEL | options
-
-
-def register_trained(module: str, name: str, args: dict[str, Any]) -> None:
-    """Register a model of which there are weights, as the ``default_cfgs`` of ``module`` say, with
-    all arguments of ``VisionAttnTransformer`` that make it.
+    Args:
+        module: ``__name__`` of the module that has ``default_cfgs`` of the name.
+        name: the name.
+        args: the arguments of ``VisionAttnTransformer`` that it stands for.
+        former: see ``FORMER``; None: no older file names it.
     """
     register_model(_entry_point(module, name, args))
+    if former is not None:
+        FORMER[name] = former
 
 
 def register_writer(module: str, name: str, kind: type[nn.Module]) -> None:
@@ -223,10 +229,10 @@ def _entry_point(module: str, name: str, args: dict[str, Any]) -> Callable[..., 
 
     def create(pretrained: bool = False, **kwargs) -> nn.Module:
         overlay = kwargs.get("pretrained_cfg_overlay") or {}
-        path = overlay.get("file") if pretrained else checkpoint_of_caller()
+        path = overlay.get("file") if pretrained else _checkpoint_of_caller()
         stated, spec = {}, None
         if path:
-            stated, spec = args_of_file(path, name, DEFAULTS[name], kwargs, fitted=pretrained)
+            stated, spec = _args_of_file(path, name, DEFAULTS[name], kwargs, fitted=pretrained)
         args = DEFAULTS[name] | stated | kwargs
         if not pretrained:
             return _build(name, pretrained, args)
@@ -244,6 +250,93 @@ def _entry_point(module: str, name: str, args: dict[str, Any]) -> Callable[..., 
     create.__module__ = module
     create.__doc__ = f"{name}: " + ", ".join(f"{key} {value}" for key, value in args.items())
     return create
+
+
+def _checkpoint_of_caller() -> Any:
+    """Return ``checkpoint_path`` of the ``timm.create_model`` that called the entry point which
+    calls this, or None. timm keeps it to itself, and loads it into the finished model.
+    """
+    frame = sys._getframe(2)
+    if frame.f_globals.get("__name__") != "timm.models._factory":
+        return None
+    return frame.f_locals.get("checkpoint_path")
+
+
+def _args_of_file(
+    path: str | Path,
+    name: str,
+    defaults: Mapping[str, Any],
+    given: Mapping[str, Any],
+    *,
+    fitted: bool,
+) -> tuple[dict[str, Any], Any]:
+    """Return the arguments that a file of ours states and ``given`` does not, and the ``DataSpec``
+    of its images; nothing and None for files of others.
+
+    Args:
+        path: the file.
+        name: the model that is asked for, which may be a pyramid over that of the file.
+        defaults: what the name stands for.
+        given: arguments of the call.
+        fitted: weights are fitted to ``FITTED``.
+
+    Raises:
+        ValueError: the file is of another attention, or ``given`` contradicts it; one line.
+    """
+    # It knows the format of weights, which knows the defaults here.
+    from visionattn.models.weights import FORMAT, described, read_metadata
+
+    try:
+        metadata = read_metadata(path)
+    except (ValueError, OSError):  # timm reads it, or says why not
+        return {}, None
+    if metadata.get("format") != FORMAT:
+        return {}, None
+    source, stated, spec = described(metadata, path)
+    if not is_ours(source):
+        return {}, None
+    own = DEFAULTS[source.partition(".")[0]].get("attention")
+    if own != defaults.get("attention") and "attention" not in given:
+        raise ValueError(
+            f"{path} holds a {source}, of attention {own}, and {name} is of "
+            f"{defaults.get('attention')}; create {source}, or the pyramid of its family"
+        )
+    stated = _of_body(stated) | {"in_chans": spec.in_chans}
+    if spec.task != "segmentation":
+        stated["num_classes"] = spec.num_classes
+    if "pyramid_channels" not in defaults:
+        stated.pop("pyramid_channels", None)
+    free = FREE + FITTED if fitted else FREE
+    for key, value in given.items():
+        if key in free or "drop" in key or key not in stated:
+            continue
+        if _comparable(key, value) != _comparable(key, stated[key]):
+            raise ValueError(
+                f"expected {key} {stated[key]!r} as in {path}, got {value!r}; leave it out"
+            )
+    return {key: value for key, value in stated.items() if key not in given}, spec
+
+
+def _of_body(stated: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the body of a segmentation, whose blocks above the last one that its
+    head reads are not in the file; those of other models as they are.
+    """
+    body = {key: value for key, value in stated.items() if key not in HEAD_ARGS}
+    if stated.get("head_blocks") is None:
+        return body
+    depth = body["depth"]
+    body["depth"] = last = places_of_blocks(stated["head_blocks"], depth)[-1] + 1
+    if not isinstance(body["attention"], str):
+        body["attention"] = body["attention"][:last]
+    if body.get("softmax_blocks"):
+        body["softmax_blocks"] = [n % depth for n in body["softmax_blocks"] if n % depth < last]
+    return body
+
+
+def _comparable(key: str, value: Any) -> Any:
+    if key == "patch_size":
+        return tuple(to_2tuple(value))
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _build(name: str, pretrained: bool, args: dict[str, Any]) -> nn.Module:
@@ -273,3 +366,42 @@ def _build(name: str, pretrained: bool, args: dict[str, Any]) -> nn.Module:
         feature_cfg=dict(out_indices=args.pop("out_indices", indices), feature_cls=FeatureMaps),
         **args,
     )
+
+
+def create(
+    name: str, task: str, num_classes: int, in_chans: int, args: dict[str, Any]
+) -> nn.Module:
+    """Make the model of a task by its timm name.
+
+    Args:
+        name: of a model of timm, ours included; that of the body where pixels have classes.
+        task: one of ``Task``.
+        num_classes: classes of images or of pixels.
+        in_chans: channels of the images.
+        args: of the model; for ``segmentation`` also ``HEAD_ARGS``.
+
+    Raises:
+        ValueError: the model is not for the task; see ``Segmenter``; and what the model raises for
+            its arguments.
+    """
+    if (task == "generate") != (name in WRITERS):
+        wrong = "gives classes and writes no images"
+        if name in WRITERS:
+            wrong = "writes images and gives no classes"
+        raise ValueError(f"expected a model for data.task {task}, got {name}, which {wrong}")
+    if task != "segmentation":
+        return timm.create_model(name, num_classes=num_classes, in_chans=in_chans, **args)
+    head = {key: value for key, value in args.items() if key in HEAD_ARGS}
+    rest = {key: value for key, value in args.items() if key not in HEAD_ARGS}
+    body = timm.create_model(name, num_classes=0, in_chans=in_chans, **rest)
+    return Segmenter(body, num_classes, **head)
+
+
+def check_reads(model: nn.Module) -> None:
+    """Raise ValueError for a model that writes images, where one is wanted that reads them."""
+    name = next((name for name, kind in WRITERS.items() if isinstance(model, kind)), None)
+    if name is not None:
+        raise ValueError(
+            f"{name} writes images, and gives neither classes nor features of images; visionattn "
+            "generate lets it write some"
+        )

@@ -16,8 +16,7 @@ from visionattn.layers.changed import check_unchanged
 from visionattn.layers.local import ValueConvolution
 from visionattn.layers.position import RelativeTables
 from visionattn.models.backbone import VisionAttnTransformer
-from visionattn.models.modes import in_eval
-from visionattn.models.patches import DynamicPatchEmbed
+from visionattn.models.patches import DynamicPatchEmbed, in_eval
 from visionattn.models.segmentation import Segmenter
 from visionattn.ops.feature_maps import get_feature_map, is_per_token
 

@@ -2,7 +2,7 @@
 Scaleformer, on a grid.
 """
 
-from visionattn.models.registration import LOCAL, family_cfgs, register_family, register_pixel
+from visionattn.models.registration import LOCAL, PIXEL, family_cfgs, register, register_family
 
 default_cfgs = family_cfgs(
     "scaleformer_vit", pixel="scaleformer_vit_pixel", paper_ids="arXiv:2006.16236"
@@ -14,4 +14,5 @@ register_family(
     attention="kernelized",
     **LOCAL,
 )
-register_pixel(__name__, "scaleformer_vit_pixel", attention="kernelized")
+_pixel = PIXEL | dict(attention="kernelized")
+register(__name__, "scaleformer_vit_pixel", _pixel, former=_pixel)

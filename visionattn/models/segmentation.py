@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from timm.layers import LayerNorm2d, to_2tuple
 from torch import Tensor, nn
 
+from visionattn.models.mixed_blocks import places_of_blocks
+
 IGNORED = 255
 """The class of pixels that do not count; so there are 255 others at most."""
 HEAD_ARGS = ("head_blocks", "head_stride")
@@ -63,7 +65,11 @@ class Segmenter(nn.Module):
                 "features of patches; take the model without _pyramid, or a decoder for pyramids"
             )
         rows, columns = to_2tuple(patch_px)
-        self.taken = block_places(head_blocks, len(backbone.blocks))
+        self.taken = places_of_blocks(
+            [-1] if head_blocks is None else head_blocks, len(backbone.blocks), "head_blocks"
+        )
+        if not self.taken:
+            raise ValueError("head_blocks: wanted a block or more, got none")
         self.stride = math.gcd(rows, columns) if head_stride is None else head_stride
         if type(self.stride) is not int:
             raise ValueError(f"head_stride must be a whole number, got {self.stride!r:.80}")
@@ -193,27 +199,3 @@ def enlarged(logits: Tensor, times: int) -> Tensor:
     if times == 1:
         return logits
     return F.interpolate(logits, scale_factor=times, mode="bilinear", align_corners=False)
-
-
-def block_places(blocks: Sequence[int] | None, depth: int) -> list[int]:
-    """Return numbers of blocks from the start, in order.
-
-    Raises:
-        ValueError: they are no whole numbers, one does not exist, or is named twice.
-    """
-    if blocks is None:
-        return [depth - 1]
-    # Files of weights say them too.
-    listed = isinstance(blocks, (list, tuple, range))
-    if not listed or any(type(block) is not int for block in blocks):
-        raise ValueError(f"head_blocks must be a list of whole numbers, got {blocks!r:.80}")
-    wrong = [block for block in blocks if not -depth <= block < depth]
-    if wrong or not blocks:
-        raise ValueError(
-            f"head_blocks {list(blocks)}: the model has {depth} blocks, from 0 to {depth - 1} or "
-            f"from -{depth} to -1"
-        )
-    places = sorted(block % depth for block in blocks)
-    if len(set(places)) < len(places):
-        raise ValueError(f"head_blocks {list(blocks)} name a block twice")
-    return places

@@ -5,7 +5,7 @@ The published models have a learned absolute position, a class token and a tempe
 at 1. Source: Nauen, Palacio and Dengel 2024, "TaylorShift".
 """
 
-from visionattn.models.registration import LOCAL, family_cfgs, register_family, register_pixel
+from visionattn.models.registration import LOCAL, PIXEL, family_cfgs, register, register_family
 
 PAPER = "arXiv:2403.02920"
 PUBLISHED = dict(
@@ -29,4 +29,5 @@ register_family(
     **LOCAL,
 )
 register_family(__name__, "taylorshift_abs_vit", attention="taylorshift", **PUBLISHED)
-register_pixel(__name__, "taylorshift_vit_pixel", attention="taylorshift", **PUBLISHED)
+_pixel = PIXEL | dict(attention="taylorshift") | PUBLISHED
+register(__name__, "taylorshift_vit_pixel", _pixel, former=_pixel)

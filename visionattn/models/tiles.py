@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 
-from visionattn.models.filled import call, last_map, pooled
-from visionattn.models.modes import in_eval
+from visionattn.models.patches import call, in_eval, last_map, pooled
 from visionattn.models.segmentation import IGNORED, Segmenter
 from visionattn.models.tiled.ends import Sink, Source
 from visionattn.models.tiled.image import Prepare, as_fractions

@@ -8,15 +8,12 @@ its images. It knows nothing of training.
 import json
 import math
 import pickle
-import pickletools
 import re
 import struct
 import unicodedata
 import warnings
 import zipfile
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -26,13 +23,21 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from visionattn.cli.files import first_line, write_whole
 from visionattn.cli.untrusted import SHOWN, brief, checked, from_json
-from visionattn.models.registration import FORMER, complete
+from visionattn.models.pyramid import STRIDES
+from visionattn.models.registration import (
+    FORMER,
+    PYRAMID,
+    Task,
+    check_reads,
+    complete,
+    create,
+    is_ours,
+)
 from visionattn.models.segmentation import IGNORED
-from visionattn.models.tasks import Task, create
+from visionattn.models.state_dicts import FeatureMaps
 
 FORMAT = "visionattn"
 FORMAT_VERSION = 3
@@ -62,6 +67,8 @@ UNREADABLE = (
     struct.error,
 )
 """What ``torch.load`` raises for files that are cut off, garbled, or no checkpoint at all."""
+PICKLES = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))
+"""How pickles begin."""
 UNBUILDABLE = (
     ArithmeticError,
     AssertionError,
@@ -189,16 +196,29 @@ def in_order(content: bytes) -> bytes:
     return len(text).to_bytes(8, "little") + text + content[end:]
 
 
-def load_model(path: str | Path, *, device: str | torch.device = "cpu") -> nn.Module:
+def load_model(
+    path: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    pyramid: bool = False,
+    features_only: bool = False,
+) -> nn.Module:
     """Rebuild a model from a file of ``save_model``, in eval mode, with its ``DataSpec`` as
     ``model.data_spec``.
 
+    Args:
+        path: the file.
+        device: where the model is to be.
+        pyramid: build ours with maps at strides of 4, 8, 16 and 32 px, see ``PyramidTransformer``;
+            its layers start fresh, with a warning, unless the file has them.
+        features_only: return timm's wrapper of features, an encoder for decoders: the maps of the
+            last three blocks, or of the pyramid.
+
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is cut off, a pickle, of another project, or its tensors are not those
-            of its model.
+        ValueError: the file is cut off, a pickle, of another project, its tensors are not those of
+            its model, or the model has neither features nor a pyramid.
     """
-    # What the file says of itself is checked before anything is built from it.
     metadata, tensors = read_safetensors(path)
     if metadata.get("format") != FORMAT:
         raise ValueError(
@@ -211,26 +231,32 @@ def load_model(path: str | Path, *, device: str | torch.device = "cpu") -> nn.Mo
             f"{', '.join(READABLE_VERSIONS)}"
         )
     name, args, spec = described(metadata, path)
-    # The shapes of the model are compared first, without memory for it: a description may be of
-    # any size, and a misfit is one line.
-    with bounded(len(tensors)):
-        try:
-            misfit = describe_misfit(tensors, _make("meta", name, spec, args).state_dict())
-        except (*UNBUILDABLE, ValueError):  # also for models that take no such device
-            misfit = ""
-        try:
-            model = None if misfit else _make("cpu", name, spec, args)
-        except (*UNBUILDABLE, ValueError) as error:
-            raise ValueError(
-                f"{path} names a model {name!r} that cannot be built with these args: "
-                f"{describe_args(args)} ({first_line(error)})"
-            ) from error
-    if misfit := misfit or describe_misfit(tensors, model.state_dict()):
+    try:
+        with torch.random.fork_rng(devices=[]):
+            model = create(name, spec.task, spec.num_classes, spec.in_chans, args)
+    except (*UNBUILDABLE, ValueError) as error:
+        raise ValueError(
+            f"{path} names a model {name!r} that cannot be built with these args: "
+            f"{describe_args(args)} ({first_line(error)})"
+        ) from error
+    if misfit := describe_misfit(tensors, model.state_dict()):
         raise ValueError(f"{path} does not fit the model {name!r} that it names: {misfit}")
     model.load_state_dict(tensors)
     model.data_spec = spec
     if "pretrained_cfg" in metadata:
         _tell_timm(model, metadata["pretrained_cfg"], path)
+    if pyramid or features_only:
+        check_reads(model)
+        model = getattr(model, "backbone", model)
+    if pyramid and "pyramid_channels" not in args:
+        if not is_ours(name):
+            raise ValueError(f"{path} holds a {name}, and a pyramid is for models of visionattn")
+        options = dict(checkpoint_path=str(path), features_only=features_only)
+        model = timm.create_model(name, **options, **PYRAMID)
+    elif features_only:
+        maps = len(STRIDES) if hasattr(model, "pyramid") else min(3, len(model.blocks))
+        model = FeatureMaps(model, out_indices=maps)
+    model.data_spec = spec
     return model.to(device).eval()
 
 
@@ -333,34 +359,6 @@ def check_spec(spec: DataSpec) -> None:
                 f"data.{key} is {brief(getattr(spec, key))}, which does not go with "
                 f"in_chans {spec.in_chans} and num_classes {spec.num_classes}"
             )
-
-
-def _make(device: str, name: str, spec: DataSpec, args: dict[str, Any]) -> nn.Module:
-    """Make the model of a description, on a device, and leave torch's generator alone."""
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.device(device):
-        # A width of 0 is an error, or does not fit; torch would warn of it first.
-        warnings.filterwarnings("ignore", message="Initializing zero-element tensors")
-        return create(name, spec.task, spec.num_classes, spec.in_chans, args)
-
-
-@contextmanager
-def bounded(tensors: int) -> Iterator[None]:
-    """Raise ValueError once a model that is made within has far more parameters than a file has
-    ``tensors``, as one of a billion blocks would take for ever.
-    """
-    most, count = 4 * tensors + 1000, 0
-
-    def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        nonlocal count
-        count += 1
-        if count > most:
-            raise ValueError(f"it has more than {most} parameters, the file {tensors}")
-
-    handle = register_module_parameter_registration_hook(registered)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def describe_args(args: dict[str, Any]) -> str:
@@ -479,21 +477,9 @@ def explain_safetensors(path: Path, error: SafetensorError) -> ValueError:
 
 
 def is_pickle(path: Path) -> bool:
-    """Tell whether a file that safetensors cannot read is a whole pickle, alone or in torch's zip.
-
-    Its first bytes do not tell: in a safetensors file they are the length of its head, which may be
-    any number. So this follows the pickle to its end, which runs nothing of it.
-    """
-    try:
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
-                return any(name.endswith("/data.pkl") for name in archive.namelist())
-        with open(path, "rb") as file:
-            return [opcode.name for opcode, *_ in pickletools.genops(file)][0] == "PROTO"
-    except PermissionError:
-        raise
-    except (zipfile.BadZipFile, *UNREADABLE):
-        return False
+    """Tell whether a file that safetensors cannot read is a pickle, alone or in torch's zip."""
+    with open(path, "rb") as file:
+        return file.read(2) in PICKLES or zipfile.is_zipfile(path)
 
 
 def read_pickle(path: str | Path) -> Any:

@@ -17,8 +17,8 @@ from visionattn.cli.parsing import field_types
 from visionattn.data.checks import EMBEDDED
 from visionattn.data.geometry import geometry_of
 from visionattn.models.building import patch_size
+from visionattn.models.conversion import HUBS, SOURCES, is_file
 from visionattn.models.registration import is_ours
-from visionattn.models.teacher import HUBS, SOURCES, is_file
 from visionattn.models.weights import DataSpec
 from visionattn.training.config import TrainConfig
 from visionattn.training.distil.config import DistilConfig

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from visionattn.models.filled import takes_sizes
 from visionattn.models.machine import autocast
-from visionattn.models.modes import in_eval
+from visionattn.models.patches import in_eval, takes_sizes
 from visionattn.models.pixel_classes import ious_of
 from visionattn.models.weights import DataSpec
 from visionattn.training.config import OptimConfig

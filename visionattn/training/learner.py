@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from visionattn.data.batches import Batch, seed_batch
 from visionattn.data.geometry import geometry_of
 from visionattn.models.building import patch_size
-from visionattn.models.filled import takes_sizes
 from visionattn.models.machine import autocast
+from visionattn.models.patches import takes_sizes
 from visionattn.models.weights import DataSpec
 from visionattn.training.config import TrainConfig
 from visionattn.training.distributed import Processes

@@ -34,7 +34,7 @@ from visionattn.models.cost import (
     largest_batch,
     largest_image,
 )
-from visionattn.models.filled import takes_sizes
+from visionattn.models.patches import takes_sizes
 from visionattn.models.weights import DataSpec
 from visionattn.training.config import TrainConfig
 from visionattn.training.distributed import Processes

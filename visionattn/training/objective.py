@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from torch import Tensor, nn
 
-from visionattn.models.filled import call
+from visionattn.models.patches import call
 from visionattn.training.config import OptimConfig
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from visionattn.models.filled import call
+from visionattn.models.patches import call
 from visionattn.models.segmentation import IGNORED
 from visionattn.training.config import OptimConfig
 from visionattn.training.objective import Judged, Objective

@@ -10,13 +10,19 @@ import timm
 from torch import nn
 
 from visionattn.cli.untrusted import brief
-from visionattn.models.body import body_of
 from visionattn.models.building import ModelConfig, build_model, check_args
-from visionattn.models.conversion import NAME, OPTIONS, Converted, from_softmax
+from visionattn.models.conversion import (
+    NAME,
+    OPTIONS,
+    SOURCES,
+    Converted,
+    body_of,
+    from_softmax,
+    open_teacher,
+)
 from visionattn.models.placement import place_weights
 from visionattn.models.registration import DEFAULTS, is_ours
 from visionattn.models.segmentation import HEAD_ARGS, Segmenter
-from visionattn.models.teacher import SOURCES, open_teacher
 from visionattn.models.weights import FORMAT, DataSpec, described, existing, read_metadata
 from visionattn.training.config import TrainConfig
 

@@ -22,7 +22,7 @@ from visionattn.data.splits import Splits
 from visionattn.data.walk import composed
 from visionattn.models.building import ModelConfig
 from visionattn.models.conversion import NAME as CONVERTED
-from visionattn.models.hybrid import places_of_blocks
+from visionattn.models.mixed_blocks import places_of_blocks
 from visionattn.models.registration import FORMER, complete
 from visionattn.models.weights import read_metadata
 from visionattn.training.checkpoint import check_state, read_state, save_state
@@ -133,7 +133,7 @@ class States:
             return model
         for key, value in given_to_teacher(model).items():
             if key == "softmax_blocks":
-                value = sorted(places_of_blocks(value, args["depth"]))
+                value = places_of_blocks(value, args["depth"])
             if args.get(key) != value:
                 raise ValueError(
                     f"the run has model.args.{key} {brief(args.get(key))}, not {brief(value)}; "

@@ -16,7 +16,7 @@ from torch import nn
 from visionattn.data.batches import Batch
 from visionattn.models.cost import Shape, put_back
 from visionattn.models.machine import autocast, random_state, restore_random_state
-from visionattn.models.modes import in_eval
+from visionattn.models.patches import in_eval
 from visionattn.training.learner import Learner
 
 LONG_SECONDS = 20.0

@@ -30,10 +30,10 @@ from visionattn.data.split_names import listed
 from visionattn.data.splits import eval_batches, images_to_judge
 from visionattn.models.building import check_geometries, patch_size
 from visionattn.models.cost import Expected, Shape
-from visionattn.models.filled import takes_sizes
 from visionattn.models.machine import pick_device, precision_taken
+from visionattn.models.patches import takes_sizes
 from visionattn.models.pixel_classes import class_names
-from visionattn.models.tasks import Task
+from visionattn.models.registration import Task
 from visionattn.models.weights import DataSpec, existing, load_model
 from visionattn.training.config import TrainConfig, ValidateConfig
 from visionattn.training.evaluate import Evaluation, evaluate

@@ -11,7 +11,7 @@ from visionattn.inference.generate.generation import Generation
 from visionattn.inference.generate.options import GenerateOptions, check
 from visionattn.inference.held import listing_of
 from visionattn.inference.options import options_of_call
-from visionattn.models.modes import in_eval
+from visionattn.models.patches import in_eval
 
 
 class Generated(NamedTuple):

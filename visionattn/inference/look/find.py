@@ -19,12 +19,12 @@ from visionattn.inference.look.options import CLASS, TOP, Asked, LookOptions, pa
 from visionattn.inference.opening import Opened
 from visionattn.inference.reading import Sample
 from visionattn.layout import Grid
-from visionattn.models.evidence import (
-    Evidence,
+from visionattn.models.attribution import (
+    Attribution,
     block_number,
     check_model,
     divides,
-    find_evidence,
+    find_attribution,
     grid_of,
     principal,
     watch,
@@ -68,7 +68,7 @@ class Look:
     """Of the class whose evidence it is; its number where the classes have no names."""
     probability: float
     """That of the class, in [0, 1]."""
-    evidence: Evidence
+    evidence: Attribution
     grid: Grid
     """Rows and columns of patches."""
     patch_px: Size
@@ -257,7 +257,7 @@ def _find(opened: Opened, sample: Sample, path: str, view: View, asked: Asked) -
         sizes = torch.tensor([sample.present], device=inputs.device)
         present = model.present_patches(inputs, sizes)[0].cpu()
     grid = grid_of(model, inputs)
-    evidence = find_evidence(
+    evidence = find_attribution(
         model,
         inputs,
         sizes=sizes,

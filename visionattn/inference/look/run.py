@@ -25,8 +25,8 @@ from visionattn.inference.look.find import Look, asked_of, look_at
 from visionattn.inference.look.options import SUMMARY, Asked, LookOptions
 from visionattn.inference.opening import Opened, open_model
 from visionattn.inference.reading import ReadImages
-from visionattn.models.evidence import offset_weights
-from visionattn.models.filled import call
+from visionattn.models.attribution import offset_weights
+from visionattn.models.patches import call
 
 PAGE = "index.html"
 MOST_DRAWN_PX = 2**27

@@ -19,7 +19,7 @@ from visionattn.data.geometry import Size
 from visionattn.data.streams import Shards
 from visionattn.lab.report.runs import Run, for_each
 from visionattn.lab.report.tables import is_of_pixels
-from visionattn.models.filled import call, takes_sizes
+from visionattn.models.patches import call, takes_sizes
 from visionattn.training.validate import Validation, parse_validate
 
 LARGEST_PX, SMALL_PX = 224, 64

@@ -17,7 +17,7 @@ from visionattn.data.batches import Item
 from visionattn.lab.report.examples import LARGEST_PX, address, drawn
 from visionattn.lab.report.runs import Run, for_each, number
 from visionattn.lab.report.tables import Cell, Table, is_of_pixels
-from visionattn.models.filled import takes_sizes
+from visionattn.models.patches import takes_sizes
 from visionattn.models.pixel_classes import class_names, ious_of, painted, palette
 from visionattn.models.segmentation import IGNORED, Segmenter
 from visionattn.models.weights import DataSpec, described, read_metadata

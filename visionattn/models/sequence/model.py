@@ -15,9 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from visionattn.layers import Block
 from visionattn.layout import Grid
-from visionattn.models.absent import absolute_position
 from visionattn.models.backbone import VisionAttnTransformer
-from visionattn.models.patches import wrong_size
+from visionattn.models.patches import absolute_position, wrong_size
 from visionattn.models.pyramid import PyramidTransformer
 from visionattn.models.rowwise import check_rowwise
 from visionattn.models.sequence.attention import attention_of_rows

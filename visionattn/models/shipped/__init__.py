@@ -13,7 +13,7 @@ from timm.models import generate_default_cfgs
 
 from visionattn.models import scaleformer_vit, taylorshift_vit  # noqa: F401  files name those
 from visionattn.models.images_cfg import images_cfg
-from visionattn.models.registration import model_cfg, register_trained
+from visionattn.models.registration import model_cfg, register
 from visionattn.models.weights import described, read_metadata
 
 FILES = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.safetensors"))}
@@ -30,4 +30,4 @@ default_cfgs = generate_default_cfgs(
 )
 
 for _name, (_, _args, _) in _KNOWN.items():
-    register_trained(__name__, _name, _args)
+    register(__name__, _name, _args)

@@ -31,7 +31,7 @@ from visionattn.cli.tables import lasting
 from visionattn.layers.changed import changed
 from visionattn.layout import TokenLayout
 from visionattn.models.backbone import VisionAttnTransformer
-from visionattn.models.modes import in_eval
+from visionattn.models.patches import in_eval
 from visionattn.models.rowwise import check_rowwise, weight_like
 from visionattn.models.segmentation import Segmenter
 from visionattn.models.tiled.bands import Bands, even_bands
@@ -75,7 +75,7 @@ def forward_tiled(
         want: "logits" ``[1, num_classes]``; "pooled", the features before the classifier
             ``[1, D]``; "dense", the last feature map after the final norm ``[1, D, H, W]``;
             "masks", of a ``Segmenter``, the class of each pixel, uint8 ``[1, H_px, W_px]``;
-            "evidence", what speaks for a class (``models/evidence.py``), without the gradient.
+            "evidence", what speaks for a class (``models/attribution.py``), without the gradient.
         target: of "evidence", the number of the class; None: the most probable.
         memory: bytes that the pass may take, beside the model and some 24 MiB that operations take
             in any case (``plan.WORKING_BYTES``); where tokens do not fit into them,

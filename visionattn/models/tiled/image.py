@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visionattn.layout import Grid
-from visionattn.models.absent import axis_weights
 from visionattn.models.backbone import VisionAttnTransformer
+from visionattn.models.patches import axis_weights
 from visionattn.models.rowwise import weight_like
 from visionattn.models.tiled.ahead import Ahead
 from visionattn.models.tiled.bands import Bands

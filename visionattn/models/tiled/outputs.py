@@ -11,8 +11,8 @@ from timm.layers import AttentionPoolLatent
 from torch import Tensor, nn
 
 from visionattn.layout import Grid
+from visionattn.models.attribution import Attribution, contrast, described, divides, shares_of
 from visionattn.models.backbone import VisionAttnTransformer
-from visionattn.models.evidence import Evidence, contrast, described, divides, shares_of
 from visionattn.models.rowwise import weight_like
 from visionattn.models.segmentation import IGNORED, Segmenter, enlarged
 from visionattn.models.tiled.ends import Sink
@@ -156,13 +156,13 @@ class Pooled(Output):
 
 
 class Evidenced(Pooled):
-    """What speaks for a class: what ``find_evidence`` finds, without the gradient."""
+    """What speaks for a class: what ``find_attribution`` finds, without the gradient."""
 
     def __init__(self, model: VisionAttnTransformer, grid: Grid, target: int | None):
         super().__init__(model, grid, logits=True)
         self.target = target
 
-    def result(self, again: Pieces) -> Evidence:
+    def result(self, again: Pieces) -> Attribution:
         """Return the evidence."""
         logits: Tensor = super().result(again)[0]
         if not logits.isfinite().all():
@@ -175,7 +175,7 @@ class Evidenced(Pooled):
         if divides(self.model):
             patches, channels = self._divided(logits, target, again)
             rest = margin - float(patches.sum())
-        return Evidence(
+        return Attribution(
             logits.float().cpu(),
             target,
             margin,

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from visionattn.models import VisionAttnTransformer
-from visionattn.models.filled import call
+from visionattn.models.patches import call
 from visionattn.training.config import OptimConfig
 from visionattn.training.distil.imitation import Imitation, Stage, TeacherSize
 from visionattn.training.objective import Judged, Objective

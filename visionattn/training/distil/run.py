@@ -20,7 +20,7 @@ from visionattn.cli.untrusted import from_json
 from visionattn.data.geometry import geometry_of
 from visionattn.data.splits import check_root, eval_batches
 from visionattn.models.building import patch_size
-from visionattn.models.converting import student_of
+from visionattn.models.conversion import student_of
 from visionattn.models.weights import load_model
 from visionattn.training import engine
 from visionattn.training.config import TrainConfig

@@ -14,8 +14,8 @@ import torch
 
 from visionattn.data.batches import Batch
 from visionattn.models import VisionAttnTransformer
-from visionattn.models.filled import takes_sizes
 from visionattn.models.machine import autocast
+from visionattn.models.patches import takes_sizes
 from visionattn.models.weights import DataSpec
 from visionattn.training.distil.imitation import attention_losses
 from visionattn.training.distributed import Processes

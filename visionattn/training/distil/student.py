@@ -17,8 +17,7 @@ from visionattn.data.geometry import geometry_of, sides
 from visionattn.data.splits import Splits, build_splits, geometry_choices
 from visionattn.models import VisionAttnTransformer
 from visionattn.models.building import check_geometries, patch_size
-from visionattn.models.conversion import from_softmax
-from visionattn.models.converting import student_of, teacher_of
+from visionattn.models.conversion import from_softmax, student_of, teacher_of
 from visionattn.models.weights import DataSpec, load_model
 from visionattn.training.config import TrainConfig
 from visionattn.training.distil.config import DistilConfig, stage_data

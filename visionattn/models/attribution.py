@@ -1,4 +1,4 @@
-"""Where the evidence of an output lies: what each patch adds to it through the pooling, how the
+"""The attribution of an output: what each patch adds to it through the pooling, how the
 output answers to each pixel, with which weights tokens see each other, and what the last features
 have in common.
 
@@ -16,9 +16,9 @@ from timm.layers import RmsNorm
 from torch import Tensor, nn
 
 from visionattn.layers import Attention
-from visionattn.layers.changed import changed, has_hooks
 from visionattn.layout import Grid
 from visionattn.models.backbone import VisionAttnTransformer
+from visionattn.models.mixed_blocks import places_of_blocks
 from visionattn.models.segmentation import Segmenter
 from visionattn.ops.rows import Rows
 
@@ -30,10 +30,12 @@ POOLED = {
     "win",
 }
 """Poolings whose result is divided among patches, and how."""
+NORMS = (nn.Identity, nn.LayerNorm, nn.RMSNorm, RmsNorm)
+"""Norms between pooling and head whose result is a sum over channels, its two numbers held."""
 
 
 @dataclass(frozen=True)
-class Evidence:
+class Attribution:
     """What speaks for a class in one image.
 
     The margin of a class is its output less the mean of the outputs of all classes; where there is
@@ -73,7 +75,7 @@ def check_model(model: nn.Module) -> VisionAttnTransformer:
     """
     if isinstance(model, Segmenter):
         raise ValueError(
-            "the model gives each pixel a class, where look draws the evidence of one class of an "
+            "the model gives each pixel a class, and look draws the attribution of one class of an "
             "image; visionattn predict writes its masks"
         )
     if not isinstance(model, VisionAttnTransformer):
@@ -81,7 +83,7 @@ def check_model(model: nn.Module) -> VisionAttnTransformer:
             f"{type(model).__name__} is no model of visionattn, whose blocks and pooling look reads"
         )
     if model.num_classes < 1:
-        raise ValueError("the model has no classes, so there is no output to find evidence of")
+        raise ValueError("the model has no classes, so there is no output to attribute")
     return model
 
 
@@ -91,10 +93,7 @@ def block_number(model: VisionAttnTransformer, index: int) -> int:
     Raises:
         ValueError: there is no such block.
     """
-    depth = len(model.blocks)
-    if not -depth <= index < depth:
-        raise ValueError(f"there is no block {index}; the {depth} blocks are 0 to {depth - 1}")
-    return index % depth
+    return places_of_blocks([index], len(model.blocks), "block")[0]
 
 
 def grid_of(model: VisionAttnTransformer, inputs: Tensor) -> Grid:
@@ -103,14 +102,14 @@ def grid_of(model: VisionAttnTransformer, inputs: Tensor) -> Grid:
     return Grid(-(-inputs.shape[2] // rows), -(-inputs.shape[3] // columns))
 
 
-def find_evidence(
+def find_attribution(
     model: VisionAttnTransformer,
     inputs: Tensor,
     *,
     sizes: Tensor | None = None,
     target: int | None = None,
     gradient: bool = True,
-) -> Evidence:
+) -> Attribution:
     """Find what speaks for a class.
 
     Args:
@@ -142,7 +141,7 @@ def find_evidence(
     logits, tokens, grid = logits.detach(), tokens.detach(), grid_of(model, inputs)
     patches, channels = _divided(model, tokens, present, target, logits)
     value = float(margin.detach())
-    return Evidence(
+    return Attribution(
         logits.float().cpu(),
         target,
         value,
@@ -168,7 +167,7 @@ def watch(
         model: in eval mode.
         inputs: one image as the model takes it, ``[1, C, H_px, W_px]``.
         rows: numbers of tokens by number of a block: prefix tokens first, then patches row by row.
-        sizes: as for ``find_evidence``.
+        sizes: as for ``find_attribution``.
         features: the block whose map is wanted, after the final norm; None: none.
 
     Returns:
@@ -281,16 +280,8 @@ def contrast(logits: Tensor, target: int) -> Tensor:
 
 def divides(model: VisionAttnTransformer) -> bool:
     """Tell whether the pooling divides an output among patches."""
-    pooled = model.attn_pool is None and model.global_pool in POOLED
-    return pooled and not _changed_parts(model)
-
-
-def _changed_parts(model: VisionAttnTransformer) -> list[str]:
-    """Return the names of the parts behind the pooling whose parameters do not say what they do."""
-    norm = model.fc_norm
-    known = isinstance(norm, nn.Identity | nn.LayerNorm | nn.RMSNorm | RmsNorm)
-    names = [] if known and "forward" not in vars(norm) and not has_hooks(norm) else ["fc_norm"]
-    return names if changed(model.head, nn.Linear) is None else [*names, "head"]
+    linear = isinstance(model.head, nn.Linear) and isinstance(model.fc_norm, NORMS)
+    return linear and model.attn_pool is None and model.global_pool in POOLED
 
 
 def described(model: VisionAttnTransformer) -> str:
@@ -302,14 +293,9 @@ def described(model: VisionAttnTransformer) -> str:
             "the class token alone is pooled, so that no patch adds to the output by itself: its "
             "row of attention is shown instead"
         )
-    if model.attn_pool is None and model.global_pool in POOLED:
-        return (
-            f"{' and '.join(_changed_parts(model))} may do more than the weights say, so that the "
-            "output is not divided among patches: gradient and rows of attention are shown alone"
-        )
     return (
-        f"pooling {model.global_pool!r} does not divide the output among patches: gradient and "
-        "rows of attention are shown alone"
+        f"pooling {model.global_pool!r}, norm and head do not divide the output among patches: "
+        "gradient and rows of attention are shown"
     )
 
 

@@ -1,21 +1,21 @@
-"""Where the evidence of an output lies, against the plainest computation of each part."""
+"""The attribution of an output, against the plainest computation of each part."""
 
 import pytest
 import timm
 import torch
 
 import visionattn  # noqa: F401  registers the models
-from tests.helpers.changed_modules import adapt, hook
+from tests.helpers.changed_modules import adapt, put
 from tests.helpers.oracles import peak_bytes
-from visionattn.models.evidence import (
+from visionattn.models.attribution import (
     block_number,
     check_model,
-    find_evidence,
+    find_attribution,
     offset_weights,
     principal,
     watch,
 )
-from visionattn.models.tasks import create
+from visionattn.models.registration import create
 from visionattn.ops import reference
 
 SMALL = dict(patch_size=4, embed_dim=24, depth=3, num_heads=3, horizon=2, num_classes=5)
@@ -167,7 +167,7 @@ def winners_by_hand(model, inputs, target):
 @pytest.mark.parametrize("target", [None, 3])
 def test_patches_that_win_add_what_their_channels_add(target):
     model, inputs = build(), image()
-    found = find_evidence(model, inputs, target=target)
+    found = find_attribution(model, inputs, target=target)
     with torch.no_grad():
         logits = model(inputs)[0]
         assert found.target == (logits.argmax() if target is None else 3)
@@ -195,20 +195,16 @@ POOLS = {
 
 
 @pytest.mark.parametrize(
-    "change, name",
-    [
-        (hook("head", torch.sin), "head"),
-        (hook("fc_norm", torch.sin), "fc_norm"),
-        (adapt("head"), "head"),
-    ],
-    ids=["hook", "hook on the norm", "LoRA"],
+    "change",
+    [adapt("head"), put("fc_norm", lambda norm: torch.nn.Sequential(norm, torch.nn.Tanh()))],
+    ids=["LoRA", "another norm"],
 )
-def test_what_is_not_in_the_weights_is_not_divided_among_patches(change, name):
+def test_what_is_not_in_the_weights_is_not_divided_among_patches(change):
     model = build(global_pool="max")
     change(model)
-    found = find_evidence(model, image(), gradient=False)
+    found = find_attribution(model, image(), gradient=False)
     assert found.patches is None and found.rest is None
-    assert found.how.startswith(f"{name} may do more than the weights say")
+    assert found.how.startswith("pooling 'max', norm and head do not divide the output")
 
 
 @pytest.mark.parametrize("filled", [None, (13, 24)])
@@ -219,7 +215,7 @@ def test_what_patches_add_does_not_depend_on_what_others_hold_but_for_the_norm(p
     """
     model = build(**{"global_pool": pool} | POOLS[pool])
     inputs, sizes = image(), None if filled is None else torch.tensor([filled])
-    found = find_evidence(model, inputs, sizes=sizes, target=2, gradient=False)
+    found = find_attribution(model, inputs, sizes=sizes, target=2, gradient=False)
     with torch.no_grad():
         tokens = model.forward_features(inputs, sizes=sizes)[0]
         there = torch.ones(5, 7, dtype=torch.bool)
@@ -261,7 +257,7 @@ def frozen_norm(norm, pooled):
 def test_the_gradient_is_that_of_the_margin(name, filled):
     model, inputs = build(name), image()
     sizes = None if filled is None else torch.tensor([filled])
-    found = find_evidence(model, inputs, sizes=sizes)
+    found = find_attribution(model, inputs, sizes=sizes)
     own = inputs.clone().requires_grad_()
     (grad,) = torch.autograd.grad(plain_margin(model, own, found.target, sizes), own)
     wanted = (grad * inputs).sum(1)[0]
@@ -275,9 +271,9 @@ def test_the_model_is_left_as_it_is_and_inference_mode_does_not_matter():
     model, inputs = build(), image()
     model.blocks[1].attn.qkv.weight.requires_grad_(False)
     trained = [each.requires_grad for each in model.parameters()]
-    wanted = find_evidence(model, inputs)
+    wanted = find_attribution(model, inputs)
     with torch.inference_mode():
-        found = find_evidence(model, image())
+        found = find_attribution(model, image())
     torch.testing.assert_close(found.gradient, wanted.gradient)
     assert [each.requires_grad for each in model.parameters()] == trained
     assert all(each.grad is None for each in model.parameters())
@@ -285,12 +281,12 @@ def test_the_model_is_left_as_it_is_and_inference_mode_does_not_matter():
 
 
 def test_poolings_that_divide_nothing_say_so():
-    token = find_evidence(build(class_token=True, global_pool="token"), image())
+    token = find_attribution(build(class_token=True, global_pool="token"), image())
     assert token.patches is None and token.channels is None and token.rest is None
     assert token.how.startswith("the class token alone is pooled")
     assert token.gradient.shape == (20, 28)
-    pooled = find_evidence(build(global_pool="map"), image())
-    assert pooled.patches is None and "pooling 'map' does not divide" in pooled.how
+    pooled = find_attribution(build(global_pool="map"), image())
+    assert pooled.patches is None and "pooling 'map', norm and head do not divide" in pooled.how
 
 
 def test_prefix_tokens_that_are_pooled_are_in_the_rest():
@@ -298,14 +294,14 @@ def test_prefix_tokens_that_are_pooled_are_in_the_rest():
     model, inputs = build(**args), image()
     with torch.no_grad():
         model.reg_token.fill_(40.0)  # it wins channels
-    found = find_evidence(model, inputs)
+    found = find_attribution(model, inputs)
     assert found.patches.shape == (5, 7) and int(found.channels.sum()) < 24
     assert float(found.patches.sum()) + found.rest == pytest.approx(found.margin)
 
 
 def test_one_class_alone_has_its_output_as_margin():
     model, inputs = build(num_classes=1), image()
-    found = find_evidence(model, inputs)
+    found = find_attribution(model, inputs)
     with torch.no_grad():
         assert found.margin == pytest.approx(float(model(inputs)[0, 0]))
 
@@ -377,7 +373,7 @@ def test_memory_is_linear_in_the_patches(name):
     def rows(inputs):
         return watch(model, inputs, {0: [5], 2: [5]}, features=2)
 
-    for work in (lambda inputs: find_evidence(model, inputs), rows):
+    for work in (lambda inputs: find_attribution(model, inputs), rows):
         small, large = peak(64, work), peak(128, work)
         assert large < 4.4 * small
         assert large < 4096**2 * 4  # one matrix of all pairs
@@ -386,7 +382,7 @@ def test_memory_is_linear_in_the_patches(name):
 def test_a_gradient_keeps_the_tokens_between_blocks_and_what_is_within_one():
     inputs = image(64, 64, dtype=torch.float32)
     few, many = (
-        peak_bytes(lambda: find_evidence(model, inputs))  # noqa: B023
+        peak_bytes(lambda: find_attribution(model, inputs))  # noqa: B023
         for model in (build(dtype=torch.float32, depth=depth) for depth in (2, 12))
     )
     assert many < 2 * few
@@ -425,7 +421,7 @@ def test_what_cannot_be_looked_at_is_one_line():
     assert not any(block.attn._forward_pre_hooks for block in model.blocks)
     for target in (5, -1):
         with pytest.raises(ValueError, match=f"no class {target}; the classes are 0 to 4"):
-            find_evidence(model, inputs, target=target)
+            find_attribution(model, inputs, target=target)
     with pytest.raises(ValueError, match="^outputs are not finite$"):
-        find_evidence(model, inputs * float("nan"))
+        find_attribution(model, inputs * float("nan"))
     assert all(each.requires_grad for each in model.parameters())

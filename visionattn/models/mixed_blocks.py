@@ -1,0 +1,136 @@
+"""Models whose blocks attend in different ways: which options each block takes, and a warning where
+a quadratic softmax gets many tokens.
+"""
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from visionattn.layers.attention import idle_options
+from visionattn.layers.position import RelativeTables
+from visionattn.ops.attentions import get_attention
+
+MANY_TOKENS = 16384
+"""Above this number a block of softmax attention warns of its cost."""
+
+
+def options_of_blocks(
+    attention: str | Sequence[str],
+    depth: int,
+    options: dict[str, Any],
+    softmax_blocks: Sequence[int] = (),
+) -> list[dict[str, Any]]:
+    """Return the options of each block's ``Attention``.
+
+    Of blocks of several kinds each takes those options that it has a use for; of windows every
+    second block is shifted.
+
+    Args:
+        attention: one name for all blocks, or one for each.
+        depth: the number of blocks.
+        options: those of ``Attention`` that are given once for all blocks; None, False and
+            "auto" are defaults.
+        softmax_blocks: indices of blocks that are timm's own softmax, whatever ``attention`` says
+            of them; they take no option.
+
+    Raises:
+        ValueError: not a name for each block, an unknown one, an option that no block can use, or
+            a block that does not exist.
+    """
+    exact, single = places_of_blocks(softmax_blocks, depth), isinstance(attention, str)
+    names = [attention] * depth if single else _names(attention, depth)
+    kinds = {name: get_attention(name) for i, name in enumerate(names) if single or i not in exact}
+    given = {
+        name: value
+        for name, value in options.items()
+        if value is not None and value is not False and value != "auto"
+    }
+    idle = {
+        name: idle_options(kind, options.get("relative"), options.get("feature_map"))
+        for name, kind in kinds.items()
+    }
+    useless = [name for name in given if name != "relative" and (given[name] or name == "horizon")]
+    if 0 < depth == len(exact) and useless:
+        option = useless[0]
+        raise ValueError(
+            f"{option}={given[option]!r} would do nothing: all blocks are in softmax_blocks"
+        )
+    for option, value in given.items():
+        if kinds and all(option in of for of in idle.values()):
+            reasons = "; ".join(dict.fromkeys(of[option] for of in idle.values()))
+            raise ValueError(f"{option}={value!r} would do nothing: {reasons}")
+    blocks: list[dict[str, Any]] = []
+    windows = 0
+    for i, name in enumerate(names):
+        if i in exact:
+            blocks.append(dict(attention="softmax", relative="none"))
+            continue
+        own = {option: value for option, value in given.items() if option not in idle[name]}
+        own["attention"] = name
+        if kinds[name].windows:
+            own["shifted"] = windows % 2 == 1
+            windows += 1
+        blocks.append(own)
+    return blocks
+
+
+def places_of_blocks(indices: Sequence[int], depth: int, name: str = "softmax_blocks") -> list[int]:
+    """Return the indices of blocks from 0 on, in order, of indices that may count from the end as
+    in Python.
+
+    Raises:
+        ValueError: what is no list of whole numbers, or a block that does not exist; one line that
+            begins with the option's ``name``.
+    """
+    listed = isinstance(indices, list | tuple | range | set | frozenset)
+    if not listed or not all(type(i) is int for i in indices):
+        raise ValueError(f"{name}: wanted a list of indices of blocks, got {indices!r:.80}")
+    for i in indices:
+        if not -depth <= i < depth:
+            raise ValueError(
+                f"{name}: there is no block {i}; the {depth} blocks are 0 to {depth - 1}"
+            )
+    return sorted({i % depth for i in indices})
+
+
+def _names(attention: Sequence[str], depth: int) -> list[str]:
+    """Return the names of a list, checked but for what they name."""
+    if not isinstance(attention, list | tuple) or not all(isinstance(x, str) for x in attention):
+        raise ValueError(
+            f"attention: wanted a name, or a list of names, one for each block, got {attention!r}"
+        )
+    if len(attention) != depth:
+        raise ValueError(
+            f"attention: wanted a name, or {depth}, one for each block, got {len(attention)}"
+        )
+    return list(attention)
+
+
+def first_counted(blocks: Iterable[nn.Module]) -> RelativeTables | None:
+    """Return the relative tables of the first block for which the keys of each class are counted;
+    the others that are have the same horizon. None where there is none.
+    """
+    for block in blocks:
+        tables: Any = block.attn.relative
+        if tables is not None and tables.kind == "joint" and not tables.signed:
+            return tables
+    return None
+
+
+def warn_of_softmax(blocks: nn.Sequential, x: Tensor) -> None:
+    """Warn where blocks of softmax attention get many tokens ``x [B, N, D]``; Python shows the same
+    warning once.
+    """
+    plain = type(x) is Tensor and not x.is_meta and not torch.compiler.is_compiling()
+    if not plain or x.shape[1] <= MANY_TOKENS:
+        return
+    places = [i for i, block in enumerate(blocks) if block.attn.attention == "softmax"]
+    if places:
+        warnings.warn(
+            f"softmax over {x.shape[1]:,} tokens in blocks {places} takes time that grows with "
+            'their square; "window" and "kernelized" are linear in them',
+            stacklevel=2,
+        )

@@ -1,0 +1,231 @@
+"""State dicts from elsewhere into our models: of plain ``vit_*``, of other patch sizes, grids and
+horizons, of a segmentation, and of the model that a wrapper of features holds.
+
+``timm.create_model(name, checkpoint_path=FILE)`` calls ``load_state_dict`` and nothing else, so
+that is where they are fitted. Where ``strict`` is false, everything is left to the caller.
+"""
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import resample_abs_pos_embed_nhwc
+from timm.models._features import FeatureGetterNet
+from timm.models.vision_transformer import checkpoint_filter_fn as timm_checkpoint_filter_fn
+from torch import Tensor, nn
+
+MAY_BE_ABSENT = ("cls_token", "reg_token")
+OURS = tuple(
+    f".attn.{part}"
+    for part in ("relative.", "temperature", "feature_map.", "value_conv.", "output_gate.")
+)
+"""What names of parameters contain that a plain ViT lacks."""
+PYRAMID = "pyramid."
+"""How the names of a pyramid's parameters begin."""
+ABOVE = ("head.", "norm.", "fc_norm.", "attn_pool.")
+"""Parts above the patches, which the body of a segmentation lacks and a wrapper of features may
+have dropped, like a pyramid and blocks.
+"""
+BODY = "backbone."
+"""Where a segmentation has its body."""
+
+
+def _resamples(table: Tensor, shape: torch.Size) -> bool:
+    return table.ndim == len(shape) and table.shape[0] == shape[0] and table.shape[-1] == shape[-1]
+
+
+def resample_table(table: Tensor, shape: torch.Size) -> Tensor:
+    """Bring a relative table ``[h, 2R+1, (2R+1,) d]`` to another horizon by interpolating between
+    its outermost classes.
+
+    The centre stays the centre. A table of another number of heads or another width cannot be
+    resampled.
+
+    Raises:
+        ValueError: heads, width or the number of axes differ.
+    """
+    if not _resamples(table, shape):
+        raise ValueError(
+            f"relative table {tuple(table.shape)} cannot become {tuple(shape)}: only the horizon "
+            f"may differ"
+        )
+    sides = tuple(shape[1:-1])
+    if tuple(table.shape[1:-1]) == sides:
+        return table
+    mode = "bilinear" if len(sides) == 2 else "linear"
+    channels_first = table.movedim(-1, 1).float()
+    return (
+        F.interpolate(channels_first, size=sides, mode=mode, align_corners=True)
+        .movedim(1, -1)
+        .to(table.dtype)
+    )
+
+
+def checkpoint_filter_fn(
+    state_dict: dict[str, Tensor], model: nn.Module, source_grid: tuple[int, int] | None = None
+) -> dict[str, Tensor]:
+    """Fit a state dict of ours or of a timm ``vit_*`` to ``model``: patch embedding, absolute
+    position, relative tables.
+
+    Where the architectures differ by meaning, so does the result: a plain ViT's absolute position
+    and prefix tokens are left out of a model without them, its final norm moves to where the model
+    has one (before or after pooling), and the relative tables, temperatures, random features,
+    convolutions of values, output gates and layers of a pyramid that it lacks keep the model's
+    values. Everything else that does not fit, such as the tables of another number of heads, is
+    passed on as it is, for the loader to report.
+    The tables of a softmax baseline are signed: placed in a linear model, or the other way round,
+    they mean something else.
+
+    Args:
+        state_dict: the weights, possibly under "model" or "state_dict".
+        model: the model that they are to fit.
+        source_grid: (H, W) in patches that the absolute position was made for; None: the model's
+            own if it has as many patches, else a square. A position that no grid explains is passed
+            on as it is.
+    """
+    own = model.state_dict()
+    state_dict = state_dict.get("model", state_dict)
+    state_dict = dict(state_dict.get("state_dict", state_dict))
+    position = state_dict.pop("pos_embed", None)
+    fitted = {
+        name: value for name, value in own.items() if _is_ours(name) or name.startswith(PYRAMID)
+    }
+    for name, value in timm_checkpoint_filter_fn(state_dict, model).items():
+        if name in MAY_BE_ABSENT and name not in own:
+            continue
+        if ".attn.relative." in name and name in own and _resamples(value, own[name].shape):
+            value = resample_table(value, own[name].shape)
+        fitted[_place_norm(name, own)] = value
+    if position is not None and "pos_embed" in own:
+        fitted["pos_embed"] = fit_position(position, model, source_grid)
+    return fitted
+
+
+def fit_position(position: Tensor, model: nn.Module, grid: tuple[int, int] | None) -> Tensor:
+    """Bring an absolute position ``[1, P + H*W, D]`` to the model's grid; leave it as it is where
+    no grid explains its number of tokens.
+    """
+    prefix = 0 if model.no_embed_class else model.num_prefix_tokens
+    patches, own = position.shape[1] - prefix, tuple(model.patch_embed.grid_size)
+    side = math.isqrt(max(0, patches))
+    old = next(
+        (g for g in (grid, own, (side, side)) if g is not None and g[0] * g[1] == patches), own
+    )
+    if tuple(old) == own:
+        return position
+    resampled = resample_abs_pos_embed_nhwc(
+        position[:, prefix:].unflatten(1, tuple(old)), list(own)
+    )
+    return torch.cat([position[:, :prefix], resampled.flatten(1, 2)], dim=1)
+
+
+def _place_norm(name: str, own: dict[str, Tensor]) -> str:
+    """Return the final norm's name in the model: ``norm`` before pooling, ``fc_norm`` after it."""
+    module, _, leaf = name.rpartition(".")
+    other = {"norm": f"fc_norm.{leaf}", "fc_norm": f"norm.{leaf}"}.get(module)
+    return other if name not in own and other in own else name
+
+
+def _is_ours(name: str) -> bool:
+    return any(part in name for part in OURS)
+
+
+def fitted_whole(model: nn.Module, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state dict to load, fitted to the model where it is of a plain ViT, of a
+    segmentation, or of a model without a pyramid; one warning names what the model keeps of its
+    own.
+
+    A dict that has any part that is ours only is of ours: what it lacks but a whole pyramid is
+    missing, as torch then says.
+    """
+    own, fresh = model.state_dict(), []
+    if any(name.startswith(f"{BODY}blocks.") for name in given):
+        body = {n.removeprefix(BODY): value for n, value in given.items() if n.startswith(BODY)}
+        fresh = [name for name in own if name.startswith(ABOVE) and name not in body]
+        given = {**body, **{name: own[name] for name in fresh}}
+    if "blocks.0.attn.qkv.weight" not in given:
+        return given
+    if not any(name.startswith(PYRAMID) for name in given):
+        fresh += [name for name in own if name.startswith(PYRAMID)]
+    fitted = {**given, **{name: own[name] for name in fresh}}
+    plain = not any(map(_is_ours, given))
+    if plain and (any(map(_is_ours, own)) or own.keys() != fitted.keys()):
+        fresh += [name for name in own if _is_ours(name)]
+        fitted = checkpoint_filter_fn(dict(given), model)
+    _warn_of_fresh(fresh)
+    return fitted
+
+
+def _warn_of_fresh(names: list[str]) -> None:
+    """Warn in one line of parameters that a file lacks; a pyramid's are named by level."""
+    if names:
+        parts = [".".join(n.split(".")[:3]) if n.startswith(PYRAMID) else n for n in names]
+        listed = shorten(list(dict.fromkeys(parts)))
+        warnings.warn(f"not in the weights, so that they start fresh: {listed}", stacklevel=3)
+
+
+def filter_pretrained(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Do what ``checkpoint_filter_fn`` does, and name a pyramid that the weights lack."""
+    if not any(PYRAMID in name for name in state_dict):
+        _warn_of_fresh([name for name in model.state_dict() if name.startswith(PYRAMID)])
+    return checkpoint_filter_fn(state_dict, model)
+
+
+class FeatureMaps(FeatureGetterNet):
+    """timm's wrapper of features, which takes the state dict of the model within too, without what
+    the wrapper dropped of it.
+    """
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ):
+        """Load as ``torch.nn.Module`` does."""
+        if strict and not any(name.startswith("model.") for name in state_dict):
+            own = self.model.state_dict()
+            blocks = tuple(f"blocks.{i}." for i in range(len(self.model.blocks)))
+            kept = {
+                name: value
+                for name, value in state_dict.items()
+                if name in own
+                or name.startswith(blocks)
+                or not name.startswith((*ABOVE, PYRAMID, "blocks."))
+            }
+            kept = fitted_whole(self.model, kept)
+            state_dict = {f"model.{name}": value for name, value in kept.items()}
+        return super().load_state_dict(state_dict, strict, assign)
+
+
+def shorten(names: list[str], most: int = 12) -> str:
+    """Join names in a line; those that differ only in the number of the block become one:
+    ``blocks.{0-8,10}.attn.table``.
+    """
+    groups: dict[str, list[int]] = {}
+    for name in names:
+        parts = name.split(".")
+        number = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
+        key = name if number is None else ".".join([*parts[:number], "*", *parts[number + 1 :]])
+        groups.setdefault(key, []).extend([] if number is None else [int(parts[number])])
+    written = [key.replace("*", _ranges(numbers), 1) for key, numbers in groups.items()]
+    return ", ".join(written[:most]) + (
+        f" and {len(written) - most} more" if len(written) > most else ""
+    )
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Write whole numbers as ranges, ``{0-8,10}``; a single number as it is."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    written = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    return f"{{{written}}}" if len(numbers) > 1 else written
+
+
+def shape(tensor: Tensor) -> str:
+    """Write the shape of a tensor, e.g. ``192x3x16x16``."""
+    return "x".join(map(str, tensor.shape))
