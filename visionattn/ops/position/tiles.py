@@ -150,9 +150,8 @@ class Tiles:
         y, x = self.rows.classes(device), self.columns.classes(device)
         index = y[:, None, :, None] * (2 * horizons[1] + 1) + x[None, :, None, :]
         self.index = index.flatten(2).flatten(0, 1)
-        # Where the keys of each tile stand in one grid of keys, [tiles, tiles, keys of the window].
-        y, x = self.rows.windows(device) * self.columns.length, self.columns.windows(device)
-        self.places = (y[:, None, :, None] + x[None, :, None, :]).flatten(2)
+        # Where the keys of each tile stand along either axis, [tiles, window].
+        self.places = self.rows.windows(device) * self.columns.length, self.columns.windows(device)
 
     def bands(self, heads: int, e: int) -> list[Band]:
         """Return bands whose weights and windows stay in cache."""
@@ -200,8 +199,10 @@ class Tiles:
         """Return where in ``keys.flatten(0, 2)`` the windows of a band stand,
         ``[g * tiles * window]``.
         """
+        rows, columns = self.places[0][band.rows], self.places[1][band.columns]
         head = torch.arange(heads, device=self.device) * (self.rows.length * self.columns.length)
-        return (self.places[band.rows, band.columns] + head[:, None, None, None]).flatten()
+        y = head[:, None, None] + rows
+        return (y[:, :, None, :, None] + columns[:, None]).flatten()
 
     def load(self, x: Tensor, band: Band, dtype: torch.dtype) -> Tensor:
         """Copy the queries of a band of ``x [g, H, W', c]`` tile by tile, ``[g, n, c]``; zeros
