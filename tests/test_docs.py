@@ -1,5 +1,7 @@
 """The pages that people read: what they name exists, their Python runs, and README stays short."""
 
+import ast
+import importlib
 import re
 from pathlib import Path
 
@@ -54,6 +56,20 @@ def test_python_in_the_pages_runs_and_prints_what_it_says(block, tmp_path, monke
 
 def squeezed(text):
     return re.sub(r"\s+|torch\.Size", "", text).replace("([", "[").replace("])", "]")
+
+
+@pytest.mark.parametrize("script", sorted(ROOT.glob("docs/figures/*.py")), ids=name)
+def test_scripts_that_measure_a_figure_import_what_exists(script):
+    nodes = ast.walk(ast.parse(script.read_text()))
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    gone = [
+        f"{node.module}.{each.name}"
+        for node in imports
+        if node.module.startswith("visionattn")
+        for each in node.names
+        if not hasattr(importlib.import_module(node.module), each.name)
+    ]
+    assert gone == []
 
 
 def test_readme_is_short():

@@ -16,7 +16,6 @@ from pathlib import Path
 from visionattn.cli.files import write_text, write_whole
 from visionattn.cli.provenance import summary
 from visionattn.cli.tables import Record, csv_text, heading, line, markdown, read_rows
-from visionattn.lab import copying
 from visionattn.lab.cases import Case
 from visionattn.lab.charts import Chart, Look, Mark, Series
 from visionattn.lab.compare import COLUMNS, Plan, cells_of, measure_together, record_of
@@ -448,7 +447,6 @@ OTHERS = {
         "canvas: small models trained at 48 to 80 px, 4 epochs; deviations are of seeds",
         quality_of,
     ),
-    "copy": (copying.TITLE, copying.charts_of),
     "memory": ("Memory of one block of small models, one image, float32", profile_charts),
 }
 """Pictures of the documentation that other tools measure: title and charts."""
