@@ -4,15 +4,15 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint gpu gpu-rehearsal clean
+.PHONY: demo test test-all lint gpu gpu-rehearsal clean
 
 demo: $(INSTALLED)
 	$(RUN) tools/train.py --config configs/digits.yaml --overwrite
 
-# In as many processes as there are cores; ARGS="tests/ops -k causal" runs some of the tests.
-test: $(INSTALLED)
+# In as many processes as there are cores; ARGS="tests/ops -k causal" runs some of the tests. test-all adds the slow ones.
+test test-all: $(INSTALLED)
 	.ci/chromium
-	$(RUN) -m pytest -q -n auto --dist worksteal --durations 10 $(ARGS)
+	$(RUN) -m pytest -q -n auto --dist worksteal --durations 10 $(if $(filter test-all,$@),-m "slow or not slow") $(ARGS)
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff format --check .
