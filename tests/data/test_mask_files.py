@@ -13,7 +13,7 @@ from PIL import Image
 from visionattn.data.batches import Unreadable, collate
 from visionattn.data.config import AugmentConfig, DataConfig
 from visionattn.data.geometry import Geometry
-from visionattn.data.masks import value_names
+from visionattn.data.drawn_masks import value_names
 from visionattn.data.splits import SampleKey, build_splits
 from visionattn.models.segmentation import IGNORED
 

@@ -11,7 +11,7 @@ import pytest
 from visionattn.data.documents import DocumentsDataset, draw_page
 from visionattn.data.embedded import CanvasArgs, CanvasDataset, Digits, digit_splits, draw_canvas
 from visionattn.data.geometry import Box, Geometry
-from visionattn.data.masks import paint, patch_labels, see_mask
+from visionattn.data.drawn_masks import paint, patch_labels, see_mask
 from visionattn.data.splits import SampleKey
 
 

@@ -16,7 +16,7 @@ from visionattn.cli.parsing import yaml_text
 from visionattn.data.config import DataConfig
 from visionattn.data.embedded import CanvasArgs, CanvasDataset, digit_splits
 from visionattn.data.geometry import Geometry
-from visionattn.data.masks import patch_labels
+from visionattn.data.drawn_masks import patch_labels
 from visionattn.inference import dense_probe
 from visionattn.inference.dense_probe import (
     DenseResult,

@@ -14,7 +14,7 @@ from visionattn.data.batches import SampleKey
 from visionattn.data.buckets import canvases
 from visionattn.data.drawn import DrawnDataset, Split
 from visionattn.data.geometry import Box, Geometry
-from visionattn.data.masks import DISTRACTOR, FIRST_CLASS, paint
+from visionattn.data.drawn_masks import DISTRACTOR, FIRST_CLASS, paint
 from visionattn.data.typesetting import typeset
 
 CLASS_NAMES = ("bar", "pillar", "dot", "cross")
@@ -46,7 +46,7 @@ class Page(NamedTuple):
     label: int | None
     mark: Box
     mask: np.ndarray | None = None
-    """uint8 ``[height, width]``, as ``masks.py`` says: text is background, empty rings and squares
+    """uint8 ``[height, width]``, as ``drawn_masks.py`` says: text is background, empty rings and squares
     are distractors. None where it was not asked for.
     """
 

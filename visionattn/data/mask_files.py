@@ -1,16 +1,14 @@
-"""Masks in files beside images: where they are, and what the values of all of them mean together.
+"""Masks in files beside images, and what the values of all of them mean together.
 
-``mask_values.py`` turns the values of a mask into classes, ``folder.py`` divides the images, and
+``tree.py`` finds them, ``mask_values.py`` turns the values of a mask into classes, and
 ``images.py`` brings masks to the size that the model sees.
 """
 
-import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -30,13 +28,8 @@ from visionattn.data.mask_values import (
     pairs_of,
 )
 from visionattn.data.sources import Files
-from visionattn.data.walk import composed, images_below
 from visionattn.models.segmentation import IGNORED
 
-MASKS = "masks"
-"""The folder of the masks, beside that of the images."""
-SUFFIXES = (".png", ".tif", ".tiff", ".bmp", ".gif")
-"""What files of masks end in; JPEG changes values."""
 READ_THREADS, READ_AHEAD = 4, 64
 """Threads that read masks, and how many masks they read before somebody looks at the first."""
 MOST_EMPTY = 0.5
@@ -140,42 +133,8 @@ class MaskFiles:
         return classes - {IGNORED}, IGNORED in classes
 
 
-def masks_of(paths: Sequence[str], images: Path, masks: Path) -> list[str]:
-    """Return the mask of each image: the file that has its path, but for the ending.
-
-    Args:
-        paths: of the images, below ``images``.
-        masks: the folder of the masks.
-
-    Raises:
-        FileNotFoundError, ValueError: there is no such folder, an image has no mask, or two.
-    """
-    if not masks.is_dir():
-        raise FileNotFoundError(
-            f"no folder {masks} with the masks of {images}; wanted one of the same names, with "
-            f"files that end in {', '.join(SUFFIXES)}"
-        )
-    found: dict[str, str] = {}
-    for path in images_below(masks):
-        stem, suffix = os.path.splitext(composed(os.path.relpath(path, masks)))
-        if suffix.lower() not in SUFFIXES:
-            continue
-        if stem in found:
-            raise ValueError(f"{found[stem]} and {path} are masks of one image; keep one of them")
-        found[stem] = path
-    stems = [os.path.splitext(composed(os.path.relpath(path, images)))[0] for path in paths]
-    missing = [path for path, stem in zip(paths, stems, strict=True) if stem not in found]
-    if missing:
-        wanted = masks / Path(os.path.relpath(missing[0], images)).with_suffix(SUFFIXES[0])
-        raise FileNotFoundError(
-            f"{len(missing)} of {len(paths)} images of {images} have no mask; the first: "
-            f"{missing[0]}, wanted {wanted}"
-        )
-    return [found[stem] for stem in stems]
-
-
-def settle_classes(masks: Sequence[MaskFiles], root: str) -> list[MaskFiles]:
-    """Return the masks of all splits with what their values mean, as far as nobody has said it.
+def settle_classes(files: MaskFiles, root: str) -> MaskFiles:
+    """Return masks with what their values mean, as far as nobody has said it.
 
     Masks that are black and white have two classes, and white (255, or 65535 of 16 bits) is class
     1. Other values are numbers of classes, up to the largest. All masks are read for this; where
@@ -184,17 +143,16 @@ def settle_classes(masks: Sequence[MaskFiles], root: str) -> list[MaskFiles]:
     Raises:
         ValueError: a value can be no class, or most classes have no pixel; one line.
     """
-    classes = masks[0].classes
-    if classes.colours == BLACK_AND_WHITE and _hold_numbers(masks):
-        return [replace(each, classes=replace(classes, colours=None)) for each in masks]
-    if classes.colours is not None or len(classes.names) > 2:
-        return list(masks)
-    kinds: dict[Pairs, tuple[MaskFiles, int]] = {}
-    for files in masks:
-        for index, found in files.each(files.pairs, range(len(files.files.paths))):
-            kinds.setdefault(found, (files, index))
-            if classes.names and not classes.may_be_binary(found):
-                return list(masks)
+    classes, kinds = files.classes, dict[Pairs, int]()
+    numbered = classes.colours == BLACK_AND_WHITE
+    if not numbered and (classes.colours is not None or len(classes.names) > 2):
+        return files
+    for index, found in files.each(files.pairs, range(len(files.files.paths))):
+        kinds.setdefault(found, index)
+        if not found <= NUMBERS if numbered else classes.names and not classes.may_be_binary(found):
+            return files
+    if numbered:  # they hold 0 and 1, shown almost black
+        return replace(files, classes=replace(classes, colours=None))
     pairs = frozenset[tuple[int, int]]().union(*kinds)
     settled = classes.as_binary(pairs)
     if settled is not None:
@@ -204,41 +162,31 @@ def settle_classes(masks: Sequence[MaskFiles], root: str) -> list[MaskFiles]:
         warnings.warn(
             f"the masks of {root} are black and white (values {', '.join(map(str, values))}): "
             f"white is class 1{name}{rest}",
-            stacklevel=5,
+            stacklevel=4,
         )
     elif not classes.names:
-        settled = replace(classes, names=_numbers(kinds, root))
-    return [replace(each, classes=settled or classes) for each in masks]
+        settled = replace(classes, names=_numbers(files, kinds, root))
+    return replace(files, classes=settled or classes)
 
 
-def _hold_numbers(masks: Sequence[MaskFiles]) -> bool:
-    """Tell whether no mask has other values than 0 and 1, shown almost black; a few masks tell."""
-    return all(
-        found <= NUMBERS
-        for files in masks
-        for _, found in files.each(files.pairs, range(len(files.files.paths)))
-    )
-
-
-def _numbers(kinds: dict[Pairs, tuple[MaskFiles, int]], root: str) -> tuple[str, ...]:
+def _numbers(files: MaskFiles, kinds: dict[Pairs, int], root: str) -> tuple[str, ...]:
     """Return the numbers of classes up to the largest value.
 
     Args:
-        kinds: all sets of values that masks have, each with a mask that has it.
+        files: the masks.
+        kinds: all sets of values that masks have, each with the number of a mask that has it.
         root: where they are.
     """
-    ignored = None
-    found: set[int] = set()
-    for pairs, (files, index) in kinds.items():
-        ignored = files.classes.ignored
-        values = {value for value, _ in pairs} - {ignored}
-        if not values <= set(range(IGNORED)):
+    ignored = files.classes.ignored
+    found = {value for pairs in kinds for value, _ in pairs}
+    for pairs, index in kinds.items():
+        if not {value for value, _ in pairs} - {ignored} <= set(range(IGNORED)):
             files.read(index)  # raises what is wrong with it
-        found |= values
-    count = max(2, max(found, default=0) + 1)
-    empty = count - len(found)
-    if found and empty > MOST_EMPTY * count:
-        there = sorted({value for pairs in kinds for value, _ in pairs})
+    counted = found - {ignored}
+    count = max(2, max(counted, default=0) + 1)
+    empty = count - len(counted)
+    if counted and empty > MOST_EMPTY * count:
+        there = sorted(found)
         colours = (
             [[value] * 3 for value in there] if len(there) < 9 else "[[red, green, blue], ...]"
         )
@@ -250,10 +198,10 @@ def _numbers(kinds: dict[Pairs, tuple[MaskFiles, int]], root: str) -> tuple[str,
     having = [pairs for pairs in kinds if (IGNORED, IGNORED * GREY_STEP) in pairs]
     alone = all({value for value, _ in pairs} <= {0, IGNORED} for pairs in having)
     if having and alone and ignored == IGNORED and not files.classes.stated:
-        files, index = kinds[having[0]]
         warnings.warn(
-            f"255 does not count in {files.files.name(index)}, where all else is class 0, as other "
-            f"masks have values up to {max(found)}; where it is an object, write its class",
-            stacklevel=6,
+            f"255 does not count in {files.files.name(kinds[having[0]])}, where all else is class "
+            f"0, as other masks have values up to {max(counted)}; where it is an object, write its "
+            "class",
+            stacklevel=5,
         )
     return tuple(map(str, range(count)))

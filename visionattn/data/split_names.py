@@ -1,11 +1,11 @@
 """Names of splits, and the line that tells what a data set leaves out.
 
-This module knows names only: ``folder.py`` and ``archives.py`` find them.
+This module knows names only: ``tree.py`` finds them.
 """
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from visionattn.data.walk import counted, in_order
@@ -44,41 +44,6 @@ def by_split(names: Iterable[str], root: object) -> dict[str, str]:
             )
         found[split] = name
     return {split: found[split] for split in SPLIT_NAMES if split in found}
-
-
-def are_splits(
-    named: Sequence[str],
-    others: Sequence[str],
-    root: object,
-    *,
-    classes_of: Callable[[str], Iterable[str]] | None = None,
-) -> bool:
-    """Tell whether folders with names of splits are splits, or classes like those next to them.
-
-    They are splits unless other folders next to them hold images too (``bus/ car/ train/``). Then
-    two splits are wanted, and where images have classes, a class that both have.
-
-    Args:
-        named: the folders.
-        others: the folders next to them that hold images.
-        root: the folder or the tar that holds them.
-        classes_of: returns the class folders in one of them; None: images have no classes.
-    """
-    if not others:
-        return bool(named)
-    inside = {split_of(name): set[str]() for name in named}
-    for name in named if classes_of else ():
-        inside[split_of(name)].update(classes_of(name))
-    shared = Counter(each for classes in inside.values() for each in classes)
-    if len(inside) > 1 and (classes_of is None or max(shared.values(), default=0) > 1):
-        return True
-    if shared:
-        warnings.warn(
-            f"classes of {root}: {listed([*named, *others])}; if {listed(named)} are splits, move "
-            f"{listed(others)} elsewhere",
-            stacklevel=2,
-        )
-    return False
 
 
 @dataclass
