@@ -4,20 +4,20 @@
 ``images.py`` brings masks to the size that the model sees.
 """
 
+import importlib.util
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from visionattn.cli.progress import Progress
 from visionattn.data.formats import DAMAGED_IMAGE, LARGEST_IMAGE_PX, large_images_allowed
 from visionattn.data.formats.reader import NotAsAsked, damage
-from visionattn.data.formats.tiff import open_mask
 from visionattn.data.geometry import Size
 from visionattn.data.mask_values import (
     BLACK_AND_WHITE,
@@ -131,6 +131,20 @@ class MaskFiles:
             if len(classes - {IGNORED}) >= enough:
                 break
         return classes - {IGNORED}, IGNORED in classes
+
+
+def open_mask(file: BinaryIO) -> Image.Image:
+    """Open a mask whose values, also places in a palette, are numbers of classes."""
+    try:
+        return Image.open(file)
+    except UnidentifiedImageError:
+        file.seek(0)
+        if file.read(2) not in (b"II", b"MM") or importlib.util.find_spec("tifffile") is None:
+            raise
+    from visionattn.data.formats import tiff
+
+    file.seek(0)
+    return tiff.open_mask(file)
 
 
 def settle_classes(files: MaskFiles, root: str) -> MaskFiles:

@@ -14,8 +14,7 @@ from PIL import Image
 
 from visionattn.data.config import DataConfig
 from visionattn.data.formats.reader import NotAsAsked
-from visionattn.data.formats.tiff import PHOTOMETRIC
-from visionattn.data.formats.tiff_pages import MIN_IS_WHITE
+from visionattn.data.formats.tiff_pages import MIN_IS_WHITE, PHOTOMETRIC
 from visionattn.models.segmentation import IGNORED
 
 INDEXED = ("1", "L", "P", "I", "I;16", "I;16B")

@@ -16,7 +16,6 @@ from visionattn.data.formats.reader import (
     NotAsAsked,
     Reader,
 )
-from visionattn.data.formats.settling import settle, settle_one
 from visionattn.data.formats.table import (
     Openable,
     check_file,
@@ -32,6 +31,8 @@ from visionattn.data.formats.values import (
     read_blocks,
     read_image,
     resize,
+    settle,
+    settle_one,
 )
 
 __all__ = [

@@ -19,7 +19,7 @@ from visionattn.data.formats.meaning import (
 )
 from visionattn.data.formats.reader import NotAsAsked
 
-GEO_KEYS, GDAL_METADATA, GDAL_NODATA = 34735, 42112, 42113
+PHOTOMETRIC, GEO_KEYS, GDAL_METADATA, GDAL_NODATA = 262, 34735, 42112, 42113
 MIN_IS_WHITE, MIN_IS_BLACK, RGB, PALETTE, INKS, YCBCR, LAB = 0, 1, 2, 3, 5, 6, 8
 """Photometric interpretations."""
 APERIO_YCBCR = 33003
