@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
+from torch.utils.data import Dataset
 
 from visionattn.cli.progress import Progress
 from visionattn.data.formats import DAMAGED_IMAGE, LARGEST_IMAGE_PX, large_images_allowed
@@ -29,6 +30,10 @@ from visionattn.data.mask_values import (
 )
 from visionattn.data.sources import Files
 from visionattn.models.segmentation import IGNORED
+from visionattn.models.weights import DataSpec
+
+if TYPE_CHECKING:
+    from visionattn.data.splits import Splits
 
 READ_THREADS, READ_AHEAD = 4, 64
 """Threads that read masks, and how many masks they read before somebody looks at the first."""
@@ -219,3 +224,81 @@ def _numbers(files: MaskFiles, kinds: dict[Pairs, int], root: str) -> tuple[str,
             stacklevel=5,
         )
     return tuple(map(str, range(count)))
+
+
+def check_trained(splits: "Splits", *, named: bool) -> None:
+    """Check the masks of a training and of what judges it.
+
+    Args:
+        splits: the images.
+        named: the user has named the classes; a warning tells which classes without names have no
+            pixel to learn from.
+
+    Raises:
+        ValueError: one class alone counts, or a named class has no pixel; one line.
+    """
+    train, names = splits.train, splits.spec.class_names
+    found, ignored = classes_of(train, len(names))
+    if len(found) < 2 and (found or ignored):
+        said = _counting(train, names, "training", found, ignored)
+        raise ValueError(f"{said}; there is nothing to learn")
+    missing = [name for number, name in enumerate(names) if number not in found]
+    if found and missing:
+        text = f"no pixel of the {len(train)} training masks has the class {', '.join(missing)}"
+        count = len(splits.validation) if getattr(splits.validation, "held_out", False) else 0
+        apart = f"; --seed holds out {count} other masks" if count else ""
+        if named:
+            raise ValueError(
+                f"{text}: add masks with it, or name only classes that masks have{apart}"
+            )
+        warnings.warn(text + apart, stacklevel=2)
+    check_judged(splits.validation, splits.spec, "validation")
+    check_judged(splits.test, splits.spec, "test")
+
+
+def check_judged(dataset: Dataset | None, spec: DataSpec, split: str) -> None:
+    """Warn where one class alone counts in the masks that judge weights, as their mean IoU then
+    says little.
+
+    Args:
+        dataset: the images.
+        spec: names the classes.
+        split: what the images are called.
+
+    Raises:
+        ValueError: only one class counts and other pixels do not, which may well be another class,
+            unless chance held the images out, which may have left a class out; one line.
+    """
+    found, ignored = classes_of(dataset, 2)
+    if len(found) > 1 or not (found or ignored):  # or none can be read, which is said in its turn
+        return
+    names = spec.class_names or tuple(map(str, range(spec.num_classes)))
+    text = f"{_counting(dataset, names, split, found, ignored)}; their mean IoU says little"
+    if ignored and not dataset.held_out:
+        raise ValueError(text)
+    more = ", another --seed holds out others" if dataset.held_out else ""
+    warnings.warn(text + more, stacklevel=2)
+
+
+def classes_of(dataset: Any, enough: int) -> tuple[set[int], bool]:
+    """Return classes that the masks of a data set have, until ``enough`` are found, and whether
+    there are pixels that do not count; neither where it has no masks in files.
+    """
+    masks = getattr(dataset, "masks", None)
+    return (set(), False) if masks is None else masks.classes_in(dataset.indices, enough)
+
+
+def _counting(
+    dataset: Any, names: Sequence[str], split: str, found: set[int], ignored: bool
+) -> str:
+    """Say which class counts alone."""
+    what = f"class {names[min(found)]} alone counts" if found else "no pixel counts"
+    text = f"{what} in {'all' if split == 'all' else 'the'} {len(dataset)} "
+    text += "masks" if split == "all" else f"{split} masks"
+    classes = dataset.masks.classes
+    if ignored and isinstance(classes.ignored, int):
+        other = (
+            "leave data.mask_ignored out" if classes.stated else "write the class's number there"
+        )
+        text += f", as the value {classes.ignored} does not count (if it is a class, {other})"
+    return text

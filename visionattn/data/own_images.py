@@ -20,7 +20,7 @@ from visionattn.data.images import ImageDataset
 from visionattn.data.mask_files import MaskFiles, settle_classes
 from visionattn.data.mask_values import MaskClasses
 from visionattn.data.sources import Files, Source, TableRows
-from visionattn.data.split_names import SPLIT_NAMES, LeftOut, by_split, listed
+from visionattn.data.walk import SPLIT_NAMES, LeftOut, by_split, listed
 from visionattn.data.tree import LAYOUT, MASKED_LAYOUT, Placed, open_masked_tree, open_tree
 from visionattn.data.walk import composed, in_order
 

@@ -29,7 +29,7 @@ from visionattn.data.batches import (
 from visionattn.data.formats.reader import require
 from visionattn.data.geometry import Geometry
 from visionattn.data.images import see_array
-from visionattn.data.split_names import LeftOut, by_split, listed
+from visionattn.data.walk import LeftOut, by_split, listed
 
 if TYPE_CHECKING:
     from visionattn.data.augment import Augment

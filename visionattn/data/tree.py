@@ -16,7 +16,7 @@ from typing import NamedTuple
 from visionattn.data.formats import LARGEST_IMAGE_PX, extensions
 from visionattn.data.formats.table import TABLE
 from visionattn.data.sources import Files, Member, Source, TarMembers
-from visionattn.data.split_names import LeftOut, by_split, listed, split_of
+from visionattn.data.walk import LeftOut, by_split, listed, split_of
 from visionattn.data.walk import below, by_kind, composed, in_order, is_hidden, suffix_of
 
 LAYOUT = "wanted train/<class>/* and val/<class>/*, or <class>/*"

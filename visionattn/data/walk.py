@@ -1,4 +1,5 @@
-"""The files below a folder: which of them are images, and in which order names stand.
+"""The files below a folder: which of them are images, which folders are splits, in which order
+names stand, and the line that tells what is left out.
 
 This module leaves out hidden files, pipes, sockets and devices, and opens no image.
 """
@@ -6,8 +7,10 @@ This module leaves out hidden files, pipes, sockets and devices, and opens no im
 import os
 import re
 import unicodedata
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from visionattn.data.formats import extensions, is_folder_format
@@ -18,8 +21,15 @@ TEXTS = frozenset(
     + (".tfw", ".pgw", ".jgw", ".wld", ".prj", ".ovr", ".msk", ".aux")
 )
 """Texts, tables and the companions of rasters, never counted as lost images."""
-MOST_SUFFIXES = 10
-"""How many suffixes a line names."""
+MOST_NAMES = 10
+"""How many names or suffixes a line lists."""
+SPLIT_NAMES = {
+    "train": ("train", "training"),
+    "validation": ("val", "valid", "validation", "dev"),
+    "test": ("test", "testing"),
+}
+"""What each split may be called, in any case."""
+_SPLITS = {name: split for split, names in SPLIT_NAMES.items() for name in names}
 
 
 def images_below(folder: str | Path, others: Counter[str] | None = None) -> list[str]:
@@ -103,8 +113,8 @@ def is_hidden(name: str) -> bool:
 def counted(suffixes: Counter[str]) -> str:
     """Return counts by suffix for people, the largest first: ``12 .heic, 3 .pdf``."""
     ordered = sorted(suffixes.items(), key=lambda each: (-each[1], each[0]))
-    words = [f"{count} {suffix or 'without a suffix'}" for suffix, count in ordered[:MOST_SUFFIXES]]
-    if rest := sum(count for _, count in ordered[MOST_SUFFIXES:]):
+    words = [f"{count} {suffix or 'without a suffix'}" for suffix, count in ordered[:MOST_NAMES]]
+    if rest := sum(count for _, count in ordered[MOST_NAMES:]):
         words.append(f"{rest} more")
     return ", ".join(words)
 
@@ -127,3 +137,61 @@ def in_order(path: str) -> tuple[list, str]:
     total: ``Dog`` comes before ``dog``, and ``01`` before ``1``.
     """
     return natural_key(path), path
+
+
+def split_of(name: str) -> str | None:
+    """Return the split that a name stands for, in any case; None for other names."""
+    return _SPLITS.get(name.lower())
+
+
+def by_split(names: Iterable[str], root: object) -> dict[str, str]:
+    """Return the name of each split, in the order of ``SPLIT_NAMES``.
+
+    Raises:
+        ValueError: two names stand for one split.
+    """
+    found: dict[str, str] = {}
+    for name in sorted(names, key=in_order):
+        split = split_of(name)
+        if split is None:
+            continue
+        if split in found:
+            raise ValueError(
+                f"data root {root} has two {split} splits, {found[split]} and {name}; wanted one: "
+                "join them, or rename one"
+            )
+        found[split] = name
+    return {split: found[split] for split in SPLIT_NAMES if split in found}
+
+
+@dataclass
+class LeftOut:
+    """What a data set does not use of its root."""
+
+    folders: list[str] = field(default_factory=list)
+    """Folders at the top, or splits of a table."""
+    outside: int = 0
+    """Images that lie in no class folder, or in no split."""
+    suffixes: Counter[str] = field(default_factory=Counter)
+    """Files of other kinds, by suffix."""
+
+    def files_there(self) -> str:
+        """Return the counts of other files for the end of an error; an empty text without any."""
+        return f"; it holds {counted(self.suffixes)}" if self.suffixes else ""
+
+    def warn(self, root: object) -> None:
+        """Tell in one line what is left out."""
+        words = [
+            self.folders and listed(self.folders),
+            self.outside and f"images in no class or split folder: {self.outside}",
+            self.suffixes and f"files of other kinds: {counted(self.suffixes)}",
+        ]
+        if any(words):
+            warnings.warn(f"left out of {root}: {'; '.join(filter(None, words))}", stacklevel=2)
+
+
+def listed(names: Iterable[str], most: int = MOST_NAMES) -> str:
+    """Return names for people, at most ``most`` of them."""
+    given = list(names)
+    more = f" and {len(given) - most} more" if len(given) > most else ""
+    return ", ".join(given[:most]) + more

@@ -17,7 +17,7 @@ from torch import nn
 
 from visionattn.cli.untrusted import brief, from_json
 from visionattn.data.checks import WHOLE
-from visionattn.data.split_names import listed
+from visionattn.data.walk import listed
 from visionattn.data.splits import Splits
 from visionattn.data.walk import composed
 from visionattn.models.building import ModelConfig
