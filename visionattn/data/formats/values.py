@@ -3,7 +3,9 @@ white, which a look at a few files of a data set decides once for all of them.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import cv2
@@ -24,8 +26,10 @@ BLOCK_PX = 2**24
 """The most pixels that are read at once where all of an image is looked at."""
 BITS = (8, 10, 12, 14, 16)
 """What integers of 16 bits may hold where their file does not say it."""
-FEW_FILES = 8
-"""How many files tell which range the values of all have."""
+FEW_FILES, PAGED_FILES = 8, 256
+"""How many files tell which range the values of all have, and how many are asked for pages."""
+PAGED = (".tif", ".tiff", ".btf", ".tf8", ".gif", ".webp")
+"""The ends of names of formats that have pages."""
 
 
 def read_image(reader: Reader, view: View, options: ReadOptions) -> np.ndarray:
@@ -251,7 +255,8 @@ def settle(
             continue  # it is reported when its turn comes
     if strict and refused and not seen:
         raise ValueError(refused[0])
-    return _settled(seen, options, strict)
+    options, lines = _settled(seen, options, strict)
+    return options, lines + _of_pages([*seen, *_first_of_pages(source, indices, options)])
 
 
 def settle_one(reader: Reader, name: str, options: ReadOptions) -> tuple[ReadOptions, list[str]]:
@@ -261,7 +266,34 @@ def settle_one(reader: Reader, name: str, options: ReadOptions) -> tuple[ReadOpt
     Raises:
         One of ``DAMAGED_IMAGE``: it cannot be read, or has no such bands.
     """
-    return _settled([_look(reader, name, options)], options, strict=False)
+    seen = [_look(reader, name, options)]
+    options, lines = _settled(seen, options, strict=False)
+    return options, lines + _of_pages(seen)
+
+
+def _first_of_pages(
+    source: "Source", indices: Sequence[int], options: ReadOptions
+) -> Iterator[_Seen]:
+    """Yield the first file of several pages among the first whose names tell formats that have
+    some; their heads alone are read.
+    """
+    named = (int(index) for index in indices if source.name(int(index)).lower().endswith(PAGED))
+    for index in islice(named, PAGED_FILES if options.page is None else 0):
+        with suppress(*DAMAGED_IMAGE), open_image(source.open(index), options) as reader:
+            if reader.pages > 1:
+                yield _Seen(source.name(index), reader.pages, reader.dtype, False)
+                return
+
+
+def _of_pages(seen: Sequence[_Seen]) -> list[str]:
+    """Return the line that tells of pages that are left out."""
+    many = max(seen, key=lambda file: file.pages, default=None)
+    if many is None or many.pages == 1:
+        return []
+    return [
+        f"images have several pages ({many.pages} in {many.name}): the first of each is read, "
+        "the others are left out; --data.page N takes another"
+    ]
 
 
 def _look(reader: Reader, name: str, options: ReadOptions) -> _Seen:
@@ -280,7 +312,7 @@ def _settled(
     seen: Sequence[_Seen], options: ReadOptions, strict: bool
 ) -> tuple[ReadOptions, list[str]]:
     """Return the options with the range of integers whose files do not state it, and lines that
-    tell what is known of values and pages.
+    tell what is known of values.
     """
     lines, whole = [], []
     ranged = options.value_range is not None and not options.found
@@ -308,11 +340,5 @@ def _settled(
         lines.append(
             f"{scaled[0]} states scale and offset, which are applied: data.value_range is in "
             "physical units"
-        )
-    many = max(seen, key=lambda file: file.pages, default=None)
-    if many is not None and many.pages > 1:
-        lines.append(
-            f"images have several pages ({many.pages} in {many.name}): the first of each is read, "
-            "the others are left out; --data.page N takes another"
         )
     return options, lines
