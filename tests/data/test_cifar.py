@@ -124,13 +124,6 @@ def test_augmentation_takes_training_images_alone_and_keeps_the_key(root):
     )
 
 
-def test_colour_augmentation_of_grey_pixels_is_refused(root):
-    with pytest.raises(
-        ValueError, match="^augment three is not made for cifar10_pixel; choose none, light$"
-    ):
-        build_splits(config_of(root, "cifar10_pixel", augment="three"), 3)
-
-
 @pytest.mark.parametrize("damage", ["missing", "changed"])
 def test_missing_or_damaged_files_say_how_to_fetch_them(root, damage):
     file = root / "cifar-10-batches-py" / "data_batch_3"

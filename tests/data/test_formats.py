@@ -2,7 +2,6 @@
 
 import importlib.util
 import io
-import os
 import struct
 import warnings
 import zlib
@@ -227,22 +226,10 @@ def test_exif_of_png_counts_before_and_behind_the_pixels_and_only_the_latter_dec
     assert read_size(io.BytesIO(content)) == (WIDTH, HEIGHT)
 
 
-def test_exif_of_many_megabytes_is_read_by_its_turn():
-    exif = EXIF.tobytes()[6:] + bytes(3_000_000)
-    content = saved(pattern(), "png", exif=exif).getvalue()
-    assert len(content) > 3_000_000 and read_size(io.BytesIO(content)) == (WIDTH, HEIGHT)
-
-
 def test_colours_become_grey_as_pillow_makes_them():
     picture = pattern()
     expected = np.asarray(Image.fromarray(picture).convert("L"))
     np.testing.assert_array_equal(seen(saved(picture, "png"), channels=1)[..., 0], expected)
-
-
-def test_images_shrink_by_areas():
-    picture = pattern()[:36, :52]
-    expected = picture.reshape(9, 4, 13, 4, 3).astype(float).mean((1, 3))
-    assert np.abs(seen(saved(picture, "png"), (9, 13)) - expected).max() <= 0.51
 
 
 LAYOUTS = {
@@ -500,20 +487,6 @@ def test_a_missing_package_is_one_line_that_installs_it(tmp_path, without):
             seen(source)
         assert str(caught.value).endswith(f": pip install 'visionattn[{extra}]'")
         assert "\n" not in str(caught.value)
-
-
-def test_plain_tiff_needs_no_package_beyond_pillow(without):
-    colour, grey = pattern(), pattern(1, np.uint16, 4000)
-    without("tifffile", "rasterio")
-    np.testing.assert_array_equal(seen(saved(colour, "tiff")), colour)
-    got = seen(saved(grey, "tiff"), channels=1, value_range=(0, 4000))
-    np.testing.assert_allclose(got, grey / 4000, atol=1e-6)
-
-
-def test_a_fifo_is_refused_and_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "a.png")
-    with pytest.raises(ValueError, match="a.png is a pipe, a socket or a device and no image file"):
-        open_image(tmp_path / "a.png")
 
 
 def test_garbled_tiffs_are_damaged_images():

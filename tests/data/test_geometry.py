@@ -11,7 +11,7 @@ from tests.helpers.tools import load_tool
 from visionattn.data.batches import SampleKey
 from visionattn.data.checks import resolved
 from visionattn.data.config import DataConfig
-from visionattn.data.geometry import Geometry, check_geometry
+from visionattn.data.geometry import Geometry
 from visionattn.data.splits import build_splits, eval_batches, train_batches
 
 PATCH = (16, 16)
@@ -86,23 +86,6 @@ def test_an_image_smaller_than_a_patch_is_one_line():
     with pytest.raises(ValueError, match="image of 15 x 40 pixels is smaller than a patch of 16"):
         Geometry("native", None, None, PATCH).view(15, 40)
     assert Geometry("pad", (64, 64), None, PATCH).view(15, 40).content == (32, 64)
-
-
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        (("native", 512, 100), "data.img_size and data.max_patches both limit"),
-        (("pad", 512, 100), "data.max_patches is for fit native"),
-        (("crop", None, None), "data.fit crop needs data.img_size"),
-        (("native", None, 0), "data.max_patches must be above 0, got 0"),
-        (("native", [64, -1], None), "data.img_size must be above 0, got -1"),
-        (("native", [64], None), "data.img_size must be one number of pixels, or height and"),
-    ],
-)
-def test_options_that_contradict_each_other_are_one_line(options, line):
-    with pytest.raises(ValueError, match=line) as error:
-        check_geometry(*options, prefix="data.")
-    assert "\n" not in str(error.value)
 
 
 def write_pages(root, shapes, classes=("a", "b")):

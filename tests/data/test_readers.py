@@ -48,15 +48,6 @@ def test_a_tar_of_class_folders_is_read_by_several_workers(tmp_path, workers):
     )
 
 
-def test_a_tar_with_train_and_val_folders_is_divided_as_they_say(tmp_path):
-    root = tmp_path / "images.tar"
-    write_tar(root, members_of(COUNTS, "./train/") + members_of(VAL_COUNTS, "./val/"))
-    config = config_of(root)
-    splits = build_splits(config, 3)
-    assert sorted(levels_and_labels(splits.train, config)) == expected(COUNTS)
-    assert sorted(levels_and_labels(splits.validation, config)) == expected(VAL_COUNTS)
-
-
 def test_a_tar_is_known_by_what_it_holds_and_one_of_another_name_comes_with_the_way_out(tmp_path):
     write_tar(tmp_path / "images.TAR", members_of(COUNTS))
     config = config_of(tmp_path / "images.TAR", val_fraction=0.3)
