@@ -227,19 +227,3 @@ def test_contradictions_end_a_training_with_one_line_and_nothing_written(
     error = capsys.readouterr().err
     assert line in error and error.count("\n") == 1
     assert not (tmp_path / "checkpoints").exists()
-
-
-def test_an_image_smaller_than_a_patch_ends_a_training_before_anything_is_written(
-    tmp_path, capsys, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    write_pages(tmp_path / "pages", [(40, 60)] * 8)
-    Image.new("RGB", (60, 9)).save(tmp_path / "pages" / "a" / "thin.png")
-    options = ["--data.name", "folder", "--data.root", "pages", "--data.workers", "0", "--run", "x"]
-    assert load_tool("train")(options) == 2
-    error = capsys.readouterr().err
-    assert error.endswith(
-        "thin.png: image of 9 x 60 pixels is smaller than a patch of 16 x 16; "
-        "fit pad, stretch and crop enlarge it; --data.on_error skip leaves it out\n"
-    )
-    assert error.count("\n") == 1 and not (tmp_path / "checkpoints").exists()

@@ -22,16 +22,6 @@ from visionattn.data.geometry import Box, Geometry
 from visionattn.data.sources import Files
 
 
-def test_twelve_bits_of_which_zero_is_white_keep_their_range():
-    """They are found to be 12 bits, not the 16 that inverting first would make of them."""
-    levels = pattern(1, np.uint16, 4000)
-    source = Listed(tiff(levels, photometric="miniswhite"))
-    options, lines = settle(source, [0], ReadOptions(1))
-    assert options.value_range == (0, 4095) and "read as 12 bits" in lines[0]
-    got = seen(tiff(levels, photometric="miniswhite"), channels=1, value_range=(0, 4095))
-    np.testing.assert_allclose(got, 1 - levels / 4095, atol=1e-6)
-
-
 def test_bits_that_a_file_states_are_white_at_their_largest_value(tmp_path):
     twelve = pattern(1, np.uint16, 4095)
     stated = {

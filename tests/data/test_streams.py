@@ -203,7 +203,7 @@ def test_shards_without_their_package_say_what_to_install(shard_root, monkeypatc
         line = refused(ValueError, config_of(f"{kind}/{shard_root}"))
         assert (
             line
-            == f"data root {kind}/{shard_root} needs the package {package}: pip install {package}"
+            == f"data root {kind}/{shard_root} needs {package}: pip install 'visionattn[readers]'"
         )
 
 
