@@ -13,8 +13,8 @@ import numpy as np
 from visionattn.data.batches import SampleKey
 from visionattn.data.buckets import canvases
 from visionattn.data.drawn import DrawnDataset, Split
-from visionattn.data.geometry import Box, Geometry
 from visionattn.data.drawn_masks import DISTRACTOR, FIRST_CLASS, paint
+from visionattn.data.geometry import Box, Geometry
 from visionattn.data.typesetting import typeset
 
 CLASS_NAMES = ("bar", "pillar", "dot", "cross")

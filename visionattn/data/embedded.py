@@ -14,8 +14,8 @@ import numpy as np
 
 from visionattn.data.batches import SampleKey
 from visionattn.data.drawn import DrawnArgs, DrawnDataset, Split
-from visionattn.data.geometry import Box
 from visionattn.data.drawn_masks import DISTRACTOR, FIRST_CLASS, paint
+from visionattn.data.geometry import Box
 
 DISTRACTORS_PER_PX = 4 / 128**2
 LARGER = 1.25

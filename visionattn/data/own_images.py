@@ -14,15 +14,14 @@ import numpy as np
 from timm.data.readers import create_reader
 
 from visionattn.data.embedded import stratified_split
-from visionattn.data.formats import COLOURED, ReadOptions, settle
+from visionattn.data.formats import ReadOptions, settle
 from visionattn.data.formats.reader import require
 from visionattn.data.images import ImageDataset
 from visionattn.data.mask_files import MaskFiles, settle_classes
 from visionattn.data.mask_values import MaskClasses
 from visionattn.data.sources import Files, Source, TableRows
-from visionattn.data.walk import SPLIT_NAMES, LeftOut, by_split, listed
 from visionattn.data.tree import LAYOUT, MASKED_LAYOUT, Placed, open_masked_tree, open_tree
-from visionattn.data.walk import composed, in_order
+from visionattn.data.walk import SPLIT_NAMES, LeftOut, by_split, composed, in_order, listed
 
 if TYPE_CHECKING:
     from visionattn.data.augment import Augment
@@ -70,7 +69,9 @@ class Found:
         parts = {}
         for split in SPLIT_NAMES:
             of_split = [i for i, place in enumerate(places) if place and place[0] == split]
-            labels = np.array([numbers[place[1]] for place in places if place and place[0] == split])
+            labels = np.array(
+                [numbers[place[1]] for place in places if place and place[0] == split]
+            )
             if of_split:
                 by_class = np.argsort(labels, kind="stable")
                 parts[split] = Part(np.array(of_split)[by_class], labels[by_class])
@@ -117,18 +118,21 @@ class Found:
                 f"classes: {listed(self.names)}; the classes of the weights: {listed(names)}"
             )
         parts = self._with_held_out(val_fraction, seed)
-        parts["all"] = Part(*(np.concatenate(each) for each in zip(
-            *((part.indices, part.labels) for part in self.parts.values()), strict=True
-        )))
+        parts["all"] = Part(
+            *(
+                np.concatenate(each)
+                for each in zip(
+                    *((part.indices, part.labels) for part in self.parts.values()), strict=True
+                )
+            )
+        )
         if not names or not self.names:
             return parts
         numbers = np.array([names.index(name) for name in self.names])
         missing = listed(name for name in names if name not in self.names)
         if missing:
             warnings.warn(f"{self.root} has no images of the classes {missing}", stacklevel=3)
-        return {
-            split: part._replace(labels=numbers[part.labels]) for split, part in parts.items()
-        }
+        return {split: part._replace(labels=numbers[part.labels]) for split, part in parts.items()}
 
     def _with_held_out(self, val_fraction: float, seed: int) -> dict[str, Part]:
         train = self.parts.get("train")
@@ -145,7 +149,7 @@ class Found:
         parts: dict[str, Part],
         seed: int,
         augment: "Augment | None",
-        options: ReadOptions | None,
+        options: ReadOptions,
         *,
         levels: bool = False,
     ) -> Datasets:
@@ -156,14 +160,13 @@ class Found:
             seed: of ``augment``.
             augment: what augments the training images; None: nothing does.
             options: how the files are read. What is not said of their values is found by looking at
-                a few of them, with a warning that tells it. None: the files are only listed.
+                a few of them, with a warning that tells it.
             levels: images must be of 8 bits, as their values are to be written.
         """
         first = parts.get("all") or parts["train"]
-        if options is not None:
-            options, lines = settle(self.source, first.indices, options)
-            for line in lines:
-                warnings.warn(line, stacklevel=3)
+        options, lines = settle(self.source, first.indices, options)
+        for line in lines:
+            warnings.warn(line, stacklevel=3)
         return {
             split: ImageDataset(
                 self.source,
@@ -171,7 +174,7 @@ class Found:
                 part.labels,
                 seed,
                 augment if split == "train" else None,
-                options or COLOURED,
+                options,
                 masks=self.masks,
                 levels=levels,
                 held_out=part.held_out,

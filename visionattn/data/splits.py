@@ -27,6 +27,7 @@ from visionattn.data.config import AugmentConfig, DataConfig
 from visionattn.data.copying import CopyingDataset
 from visionattn.data.documents import CLASS_NAMES, DocumentsDataset, PagePieces
 from visionattn.data.drawn import DrawnDataset, Split
+from visionattn.data.drawn_masks import value_names
 from visionattn.data.embedded import (
     CanvasDataset,
     digit_splits,
@@ -36,7 +37,6 @@ from visionattn.data.formats import COLOURED, LARGEST_IMAGE_PX, ReadOptions
 from visionattn.data.geometry import Geometry, Size, geometry_of, sides
 from visionattn.data.images import ArrayDataset, ImageDataset
 from visionattn.data.mask_values import MaskClasses
-from visionattn.data.drawn_masks import value_names
 from visionattn.data.own_images import check_there, find_images, find_masked
 from visionattn.data.streams import Shards, StreamEvalBatches, StreamTrainBatches, open_shards
 from visionattn.data.tree import LAYOUT, MASKED_LAYOUT

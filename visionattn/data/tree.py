@@ -13,11 +13,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from visionattn.data.formats import LARGEST_IMAGE_PX, extensions
 from visionattn.data.formats.table import TABLE
 from visionattn.data.sources import Files, Member, Source, TarMembers
-from visionattn.data.walk import LeftOut, by_split, listed, split_of
-from visionattn.data.walk import below, by_kind, composed, in_order, is_hidden, suffix_of
+from visionattn.data.walk import (
+    LeftOut,
+    below,
+    by_kind,
+    by_split,
+    composed,
+    in_order,
+    is_hidden,
+    listed,
+    split_of,
+    suffix_of,
+)
 
 LAYOUT = "wanted train/<class>/* and val/<class>/*, or <class>/*"
 MASKED_LAYOUT = (
@@ -90,9 +99,10 @@ def open_masked_tree(root: str) -> tuple[Placed, list[str]]:
     places = _places(folders, [], False, None, root, left_out)
     masks: dict[Folders, str] = {}
     for path, (kind, name) in known.items():
-        if kind == MASKS and suffix_of(path) in MASK_SUFFIXES:
-            if (other := masks.setdefault(_stem(name), path)) != path:
-                raise ValueError(f"{other} and {path} are masks of one image; keep one of them")
+        if kind != MASKS or suffix_of(path) not in MASK_SUFFIXES:
+            continue
+        if (other := masks.setdefault(_stem(name), path)) != path:
+            raise ValueError(f"{other} and {path} are masks of one image; keep one of them")
     found = [masks.get(_stem(name), "") for name in images.values()]
     wanted = zip(images, found, places, strict=True)
     if missing := [path for path, mask, place in wanted if place and not mask]:
@@ -223,7 +233,10 @@ def _places(
     empty = [
         each
         for each in visited
-        if len(each) == depth and each not in held and (not splits or each[0] in splits) and not flat
+        if len(each) == depth
+        and each not in held
+        and (not splits or each[0] in splits)
+        and not flat
     ]
     if empty and labelled and known is None:
         raise ValueError(
@@ -234,7 +247,9 @@ def _places(
     return places
 
 
-def _are_splits(named: Sequence[str], folders: Sequence[Folders], labelled: bool, root: str) -> bool:
+def _are_splits(
+    named: Sequence[str], folders: Sequence[Folders], labelled: bool, root: str
+) -> bool:
     """Tell whether folders with names of splits are splits, or classes like those next to them.
 
     They are splits unless other folders next to them hold images too (``bus/ car/ train/``). Then

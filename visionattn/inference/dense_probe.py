@@ -12,8 +12,8 @@ import numpy as np
 from einops import rearrange
 from torch import Tensor
 
-from visionattn.data.geometry import Size
 from visionattn.data.drawn_masks import BACKGROUND, DISTRACTOR, FIRST_CLASS, patch_labels
+from visionattn.data.geometry import Size
 from visionattn.inference.drawn import SPLITS, Drawn
 from visionattn.inference.probe import fit_linear, without_features
 from visionattn.inference.reading import ReadImages

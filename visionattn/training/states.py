@@ -17,9 +17,8 @@ from torch import nn
 
 from visionattn.cli.untrusted import brief, from_json
 from visionattn.data.checks import WHOLE
-from visionattn.data.walk import listed
 from visionattn.data.splits import Splits
-from visionattn.data.walk import composed
+from visionattn.data.walk import composed, listed
 from visionattn.models.building import ModelConfig
 from visionattn.models.conversion import NAME as CONVERTED
 from visionattn.models.mixed_blocks import places_of_blocks

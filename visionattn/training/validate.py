@@ -26,8 +26,8 @@ from visionattn.data.drawn import seen_as
 from visionattn.data.geometry import Geometry, check_geometry, pixels, sides
 from visionattn.data.mask_files import check_judged
 from visionattn.data.outlook import FEW_PIXELS, ForwardMemory, Forwards, describe, trial_seconds
-from visionattn.data.walk import listed
 from visionattn.data.splits import eval_batches, images_to_judge
+from visionattn.data.walk import listed
 from visionattn.models.building import check_geometries, patch_size
 from visionattn.models.cost import Expected, Shape
 from visionattn.models.machine import pick_device, precision_taken

@@ -37,7 +37,12 @@ class Format:
 
 
 TABLE = (
-    Format("raster", (".vrt", ".img", ".hgt", ".ntf"), by_path=True, needs=("raster", "rasterio", "a raster")),
+    Format(
+        "raster",
+        (".vrt", ".img", ".hgt", ".ntf"),
+        by_path=True,
+        needs=("raster", "rasterio", "a raster"),
+    ),
     Format("arrays", (".zarr",), by_path=True, needs=("arrays", "zarr", "a zarr array")),
     Format("arrays", (".npy",), (b"\x93NUMPY",)),
     Format(
