@@ -46,8 +46,8 @@ class Page(NamedTuple):
     label: int | None
     mark: Box
     mask: np.ndarray | None = None
-    """uint8 ``[height, width]``, as ``drawn_masks.py`` says: text is background, empty rings and squares
-    are distractors. None where it was not asked for.
+    """uint8 ``[height, width]``, as ``drawn_masks.py`` says: text is background, empty rings and
+    squares are distractors. None where it was not asked for.
     """
 
 

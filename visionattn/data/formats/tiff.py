@@ -1,8 +1,8 @@
 """TIFF through tifffile: tiles, strips, BigTIFF, planes, pages and pyramids, of which the segments
 are read that a part of the image lies in.
 
-What is georeferenced is left to rasterio where it is installed. Inks of 8 bits, black-and-white and
-the like, whose colours Pillow knows, are left to Pillow.
+Files with nodata, scales or masks, and georeferenced ones where it is installed, are left to
+rasterio; inks of 8 bits, black-and-white and the like, whose colours Pillow knows, to Pillow.
 """
 
 import importlib.util
@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import BinaryIO
 
-import cv2
 import numpy as np
 import tifffile
 from PIL import Image, UnidentifiedImageError
@@ -26,9 +25,11 @@ from visionattn.data.formats.reader import (
     choose_level,
     damage,
     lengths,
-    smaller_part,
+    require,
 )
 from visionattn.data.formats.tiff_pages import (
+    GDAL_METADATA,
+    GDAL_NODATA,
     GEO_KEYS,
     MIN_IS_BLACK,
     MIN_IS_WHITE,
@@ -38,8 +39,8 @@ from visionattn.data.formats.tiff_pages import (
     Plane,
     meaning_of,
     named_images,
-    named_parts,
-    page_parts,
+    named_levels,
+    page_levels,
     page_places,
     page_size,
 )
@@ -54,19 +55,28 @@ logging.getLogger("tifffile").addHandler(logging.NullHandler())
 
 def open_reader(file: BinaryIO, page: int | None) -> Reader:
     """Open a TIFF with what suits it: tifffile, rasterio or Pillow."""
-    path = getattr(file, "name", None)
-    path = path if isinstance(path, str) and os.path.isfile(path) else None
     with damage_of_tiff():
         image = TiffImage(file, page)
-        placed = path is not None and importlib.util.find_spec("rasterio") is not None
-        placed = placed and (GEO_KEYS in image.page.tags or os.path.isfile(f"{path}.msk"))
-        known = image.plain or image.page.photometric == PALETTE or image.holes
-        if placed and known and image.pages == 1:
-            image.close()
-            from visionattn.data.formats.raster import Raster
-
-            return Raster(path, None)
+        name = getattr(file, "name", None)
+        in_file = isinstance(name, str) and os.path.isfile(name)
+        holes = image.of_gdal or (in_file and os.path.isfile(f"{name}.msk"))
+        placed = in_file and GEO_KEYS in image.page.tags
+        placed = placed and importlib.util.find_spec("rasterio") is not None
+        known = image.plain or image.page.photometric == PALETTE
+        if known and (holes or (placed and image.pages == 1)):
+            return _with_rasterio(image, file)
         return image if image.plain else _of_other_kinds(image, file, page)
+
+
+def _with_rasterio(image: "TiffImage", file: BinaryIO) -> Reader:
+    """Open what is georeferenced, or says what GDAL alone knows."""
+    what = "TIFF with nodata, scale, offset or a mask"
+    require("raster", "rasterio", what=what)
+    if image.pages > 1:
+        raise NotAsAsked(f"{what} and {image.pages} pages; write each page into a file of its own")
+    from visionattn.data.formats.raster import Raster
+
+    return Raster(file, None)
 
 
 def _of_other_kinds(image: "TiffImage", file: BinaryIO, page: int | None) -> Reader:
@@ -118,10 +128,12 @@ class TiffImage(Reader):
                     f" as in --data.bands {page}"
                 )
             number = check_page(page, pages)
-            self.levels, self._masks = named_parts(self._tiff, *self._named[number])
+            self.levels, self._masked = named_levels(self._tiff, *self._named[number]), False
         else:
             places = [0] if page is None else page_places(self._tiff)
-            self.levels, self._masks = page_parts(self._tiff, places[check_page(page, len(places))])
+            self.levels, self._masked = page_levels(
+                self._tiff, places[check_page(page, len(places))]
+            )
         self.page = first = self.levels[0][0].page
         self.stored = page_size(first)
         self.turn = TURNS.get(self._tag(ORIENTATION, 1), TURNS[1])
@@ -131,8 +143,7 @@ class TiffImage(Reader):
         self.dtype = np.dtype(first.dtype or np.uint8)
         self.bits = self._bits()
         self.inverted = first.photometric == MIN_IS_WHITE
-        meaning = meaning_of(first, self.bands, alpha=self.alpha)
-        self.interpret(meaning)
+        self.interpret(meaning_of(first, self.bands, alpha=self.alpha))
 
     @property
     def pages(self) -> int:
@@ -152,9 +163,11 @@ class TiffImage(Reader):
         return plain and whole and (self.meaning.palette is not None or not few)
 
     @property
-    def holes(self) -> bool:
-        """Whether the file says that pixels may hold nothing."""
-        return bool(self.meaning.nodata or self._masks)
+    def of_gdal(self) -> bool:
+        """Whether tags or a mask say which pixels hold nothing, or what the values stand for."""
+        tags = self.page.tags
+        scaled = "role=" in str(tags.valueof(GDAL_METADATA, ""))
+        return self._masked or GDAL_NODATA in tags or scaled
 
     def _tag(self, number: int, default: int) -> int:
         value = self.page.tags.valueof(number, default)
@@ -202,24 +215,6 @@ class TiffImage(Reader):
                 self._segments(planes[band // samples], part, [band % samples]) for band in wanted
             ]
         return np.concatenate(parts, 2)
-
-    def _empty(self, box: Box, height: int, width: int) -> np.ndarray | None:
-        if not self._masks:
-            return None
-        with damage_of_tiff():
-            number, part = choose_level(self.sizes, box, height, width)
-            size, shape = self.sizes[number], lengths(part)
-            mask = next((each for each in self._masks if page_size(each) == size), self._masks[0])
-            scale = size[0] / mask.imagelength, size[1] / mask.imagewidth
-            rows, columns = part
-            box = Box(rows.start, columns.start, *shape)
-            part = smaller_part(box, scale, page_size(mask))
-            self.check_decoded(*lengths(part))
-            values = self._segments(Plane(mask), part, [0])[..., 0] == 0
-        if values.shape == shape:
-            return values
-        nearest = cv2.INTER_NEAREST_EXACT
-        return cv2.resize(values.view(np.uint8), shape[::-1], interpolation=nearest) > 0
 
     def _segments(
         self, plane: Plane, part: tuple[slice, slice], bands: Sequence[int] | None
