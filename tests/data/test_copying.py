@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from visionattn.data.config import DataConfig
-from visionattn.data.copying import CopyingDataset, draw_sequence
+from visionattn.data.drawn_images import CopyingDataset, draw_sequence
 from visionattn.data.geometry import Geometry
 from visionattn.data.splits import SampleKey, build_splits, eval_batches, train_batches
 

@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from visionattn.data import drawn
+from visionattn.data import drawn_images
 from visionattn.data.config import DataConfig
 from visionattn.data.documents import (
     CLASS_NAMES,
@@ -123,7 +123,7 @@ def test_splits_share_no_page_and_the_test_pages_are_those_of_every_seed():
     pages = {
         (split, seed): [DocumentsDataset(split, 8, seed).page(i, 0, 100) for i in range(8)]
         for split in ("train", "validation", "test")
-        for seed in (5, 6, drawn.TEST_SEED)
+        for seed in (5, 6, drawn_images.TEST_SEED)
     }
     tests = [[page.image.tobytes() for page in pages["test", seed]] for seed in (5, 6)]
     assert tests[0] == tests[1]

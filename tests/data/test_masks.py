@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from visionattn.data.documents import draw_page
-from visionattn.data.drawn_masks import paint, patch_labels, see_mask
+from visionattn.data.drawn_images import paint, patch_labels, see_mask
 from visionattn.data.embedded import CanvasArgs, CanvasDataset, Digits, digit_splits, draw_canvas
 from visionattn.data.geometry import Box, Geometry
 

@@ -12,8 +12,7 @@ import numpy as np
 
 from visionattn.data.batches import SampleKey
 from visionattn.data.buckets import canvases
-from visionattn.data.drawn import DrawnDataset, Split
-from visionattn.data.drawn_masks import DISTRACTOR, FIRST_CLASS, paint
+from visionattn.data.drawn_images import DISTRACTOR, FIRST_CLASS, DrawnDataset, Split, paint
 from visionattn.data.geometry import Box, Geometry
 from visionattn.data.typesetting import typeset
 
@@ -46,7 +45,7 @@ class Page(NamedTuple):
     label: int | None
     mark: Box
     mask: np.ndarray | None = None
-    """uint8 ``[height, width]``, as ``drawn_masks.py`` says: text is background, empty rings and
+    """uint8 ``[height, width]``, as ``drawn_images.py`` says: text is background, empty rings and
     squares are distractors. None where it was not asked for.
     """
 

@@ -2,7 +2,7 @@
 test.
 
 This module owns the splits and the interface of the data: the loaders of ``batches.py`` are made
-here. ``checks.py`` looks at what the user asked for.
+here. ``data_checks.py`` looks at what the user asked for.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,18 +16,16 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch.utils.data import Dataset
 
 from visionattn.data.batches import EvalBatches, SampleKey, TrainBatches
-from visionattn.data.checks import (
+from visionattn.data.config import AugmentConfig, DataConfig
+from visionattn.data.data_checks import (
     allow_augment,
     args_of,
     check_data,
     check_size,
     resolved,
 )
-from visionattn.data.config import AugmentConfig, DataConfig
-from visionattn.data.copying import CopyingDataset
 from visionattn.data.documents import CLASS_NAMES, DocumentsDataset, PagePieces
-from visionattn.data.drawn import DrawnDataset, Split
-from visionattn.data.drawn_masks import value_names
+from visionattn.data.drawn_images import CopyingDataset, DrawnDataset, Split, value_names
 from visionattn.data.embedded import (
     CanvasDataset,
     digit_splits,

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from visionattn.data.formats.table import TABLE
+from visionattn.data.formats.known_formats import TABLE
 from visionattn.data.sources import Files, Member, Source, TarMembers
 from visionattn.data.walk import (
     LeftOut,

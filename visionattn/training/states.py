@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from visionattn.cli.untrusted import brief, from_json
-from visionattn.data.checks import WHOLE
+from visionattn.data.data_checks import WHOLE
 from visionattn.data.splits import Splits
 from visionattn.data.walk import composed, listed
 from visionattn.models.building import ModelConfig

@@ -264,6 +264,6 @@ def open_reader(file: BinaryIO, page: int | None) -> Reader:
         return image
     what = f"JPEG 2000 of {image.codestream.bits} bits and several bands"
     require("raster", "rasterio", what=what)
-    from visionattn.data.formats.raster import Raster
+    from visionattn.data.formats.gdal_raster import Raster
 
     return Raster(file, page)

@@ -1,6 +1,6 @@
 """What every reader of images has in common: size after the turns of EXIF, bands, and regions.
 
-This module knows no format. A format is a subclass of ``Reader`` and a row of ``table.py``.
+This module knows no format. A format is a subclass of ``Reader`` and a row of ``known_formats.py``.
 """
 
 import importlib.util
@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from visionattn.data.formats.meaning import Meaning
-from visionattn.data.formats.options import LARGEST_IMAGE_PX
+from visionattn.data.formats.read_options import LARGEST_IMAGE_PX
 from visionattn.data.geometry import Box
 
 DAMAGED_IMAGE = (

@@ -74,7 +74,7 @@ def _with_rasterio(image: "TiffImage", file: BinaryIO) -> Reader:
     require("raster", "rasterio", what=what)
     if image.pages > 1:
         raise NotAsAsked(f"{what} and {image.pages} pages; write each page into a file of its own")
-    from visionattn.data.formats.raster import Raster
+    from visionattn.data.formats.gdal_raster import Raster
 
     return Raster(file, None)
 

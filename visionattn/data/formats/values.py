@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import cv2
 import numpy as np
 
-from visionattn.data.formats.options import ReadOptions
+from visionattn.data.formats.known_formats import open_image
+from visionattn.data.formats.read_options import ReadOptions
 from visionattn.data.formats.reader import DAMAGED_IMAGE, NotAsAsked, Reader
-from visionattn.data.formats.table import open_image
 from visionattn.data.geometry import Box, View
 
 if TYPE_CHECKING:

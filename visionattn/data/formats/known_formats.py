@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 from timm.data.readers.img_extensions import get_img_extensions
 
-from visionattn.data.formats.options import ReadOptions
+from visionattn.data.formats.read_options import ReadOptions
 from visionattn.data.formats.reader import DAMAGED_IMAGE, Reader, require
 
 Openable = str | os.PathLike | BinaryIO
