@@ -38,7 +38,7 @@ class Format:
 
 TABLE = (
     Format(
-        "raster",
+        "gdal_raster",
         (".vrt", ".img", ".hgt", ".ntf"),
         by_path=True,
         needs=("raster", "rasterio", "a raster"),

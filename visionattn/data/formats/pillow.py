@@ -94,7 +94,7 @@ class PillowImage(Reader):
     def _describe(self) -> None:
         """Say which bands and values ``read`` gives."""
         mode = self._image.mode
-        if self._wide is not None and self._wide.bands > 1:
+        if self._wide is not None:
             self.bands, self.alpha = self._wide.bands, self._wide.bands in (2, 4)
             self.dtype, self.bits = np.dtype(np.uint16), self._wide.bits
             return
@@ -113,8 +113,6 @@ class PillowImage(Reader):
 
     def _bits(self) -> int | None:
         """Return the bits that integers fill, where the file states it."""
-        if self._wide is not None:
-            return self._wide.bits
         if self.codestream is not None:
             return self.codestream.bits if self.codestream.bits < 16 else None
         # Pillow scales PGM and PPM to all 16 bits, by the maximum in the header.
@@ -141,8 +139,8 @@ class PillowImage(Reader):
     def _decode(self, scale: int) -> np.ndarray:
         """Decode the whole image, made smaller by ``scale``: ``[H, W, bands]``."""
         self.check_decoded(self.stored[0] // scale, self.stored[1] // scale)
-        if self._wide is not None and self._wide.bands > 1:
-            return self._decode_wide_png()
+        if self._wide is not None:
+            return self._decode_wide_png(self._wide)
         if not getattr(self._image, "tile", True):  # it was decoded, at another size
             self._image = self._open()
         image = self._image
@@ -156,11 +154,9 @@ class PillowImage(Reader):
             pixels = np.asarray(image).astype(self.dtype, copy=False)
         if self.codestream is not None and self.bits is not None and self.dtype == np.uint16:
             pixels = pixels >> (16 - self.bits)  # Pillow scales these to 16 bits
-        if self._wide is not None:
-            pixels = self._wide.unscaled(pixels)
         return pixels.reshape(*pixels.shape[:2], -1)
 
-    def _decode_wide_png(self) -> np.ndarray:
+    def _decode_wide_png(self, wide: "WidePng") -> np.ndarray:
         # Pillow finds damage by the checksums; OpenCV would print it, and old ones pass over it.
         self._open().verify()
         self._file.seek(0)
@@ -169,8 +165,8 @@ class PillowImage(Reader):
             pixels = cv2.imdecode(encoded, cv2.IMREAD_UNCHANGED)
         if pixels is None:
             raise ValueError("PNG of 16 bits that cannot be decoded")
-        order = {2: [0, 3], 3: [2, 1, 0], 4: [2, 1, 0, 3]}[self.bands]
-        return self._wide.unscaled(pixels[..., order])
+        order = {1: [0], 2: [0, 3], 3: [2, 1, 0], 4: [2, 1, 0, 3]}[self.bands]
+        return wide.unscaled(pixels.reshape(*pixels.shape[:2], -1)[..., order])
 
     def close(self) -> None:
         """Close the file."""
