@@ -85,13 +85,6 @@ def test_validation_is_held_out_of_train_and_test_is_that_of_cifar(root):
     assert splits.spec.encoding is None
 
 
-def test_the_held_out_images_depend_on_the_seed(root):
-    config = config_of(root)
-    first, again, other = (build_splits(config, seed).validation for seed in (3, 3, 4))
-    np.testing.assert_array_equal(first.images, again.images)
-    assert not np.array_equal(first.images, other.images)
-
-
 def test_pixel_images_are_grey_and_become_one_hot(root):
     config = config_of(root, "cifar10_pixel")
     splits = build_splits(config, 3)
@@ -122,13 +115,6 @@ def test_augmentation_takes_training_images_alone_and_keeps_the_key(root):
     np.testing.assert_array_equal(
         splits.test[SampleKey(2, 1, square(32))][0], splits.test.images[2]
     )
-
-
-def test_colour_augmentation_of_grey_pixels_is_refused(root):
-    with pytest.raises(
-        ValueError, match="^augment three is not made for cifar10_pixel; choose none, light$"
-    ):
-        build_splits(config_of(root, "cifar10_pixel", augment="three"), 3)
 
 
 @pytest.mark.parametrize("damage", ["missing", "changed"])

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from visionattn.data.config import AugmentConfig, DataConfig
-from visionattn.data.copying import CopyingDataset, draw_sequence
+from visionattn.data.config import DataConfig
+from visionattn.data.drawn_images import CopyingDataset, draw_sequence
 from visionattn.data.geometry import Geometry
 from visionattn.data.splits import SampleKey, build_splits, eval_batches, train_batches
 
@@ -40,13 +40,6 @@ def test_a_sequence_says_its_word_twice_and_the_second_one_counts(length):
         assert set(counted.tolist()) <= {0, 1}
     # From a quarter of the sequence on, as long as both words and separators find room.
     assert sizes == {size for size in range(length // 4, length) if 2 * size + 2 <= length}
-
-
-def test_all_symbols_come_equally_often_at_each_place():
-    first = [draw_sequence(np.random.default_rng(seed), 16)[0][1:5] for seed in range(4000)]
-    for place in np.array(first).T:
-        shares = np.bincount(place, minlength=11) / len(place)
-        assert shares[0] == 0 and np.abs(shares[1:] - 0.1).max() < 0.02
 
 
 def test_seed_split_epoch_and_index_decide_a_sequence():
@@ -87,34 +80,6 @@ def test_batches_have_one_row_of_levels_and_the_mask_of_those_that_count():
             _, first, second, _ = words(values.numpy())
             assert first == second and int(counted.sum()) == len(second)
         assert (spec.prepare(batch.images) == batch.images).all()
-
-
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        ({"task": "classification"}, "copy has no classes, only values to write; wanted data.task"),
-        ({"task": "segmentation"}, "copy has no masks; data.task segmentation is for canvas, doc"),
-        ({"img_size": 128}, "copy has sequences of one row and 4 values at least; .* got 128 128"),
-        ({"img_size": [1, 3]}, "copy has sequences of one row and 4 values at least; .* got 1 3"),
-        ({"img_size_choices": [16]}, "copy has sequences of one row"),
-        (
-            {"fit": "native", "max_patches": 9, "img_size": None},
-            "data.max_patches is for images that are read, and not drawn",
-        ),
-        ({"augment": "light"}, "augment"),
-        ({"aug": AugmentConfig(noise=0.1)}, "data.aug is for images that are read, and not drawn"),
-        (
-            {"root": "somewhere"},
-            "data.root is for images in files .*; leave it out for copy",
-        ),
-        ({"args": {"distractors": 3}}, "data.args has an unknown key distractors"),
-        ({"download": True}, "data.download is for cifar10 and cifar10_pixel alone"),
-        ({"bands": [1]}, "data.bands is for folder alone; leave it out for copy"),
-    ],
-)
-def test_what_would_do_nothing_is_refused(options, line):
-    with pytest.raises(ValueError, match=line):
-        build_splits(DataConfig(**(TASK | options)), seed=0)
 
 
 def test_sequences_are_evaluated_at_the_length_that_is_asked_for():

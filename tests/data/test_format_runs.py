@@ -7,18 +7,15 @@ import warnings
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from tests.helpers.geometry import square
-from tests.helpers.image_files import config_of, encoded, refused, write_classes
+from tests.helpers.image_files import config_of, encoded
 from tests.helpers.tools import assert_one_error, load_tool, read_csv
-from visionattn.data.config import AugmentConfig
 from visionattn.data.geometry import Geometry
 from visionattn.data.splits import SampleKey, build_splits, eval_batches, train_batches
 from visionattn.inference.listing import find_images
 from visionattn.inference.reading import ReadImages
-from visionattn.inference.running import batch_samples
-from visionattn.models.weights import DataSpec, load_model
+from visionattn.models.weights import load_model
 
 tifffile = pytest.importorskip("tifffile")
 FIVE = {"photometric": "minisblack", "planarconfig": "contig", "tile": (16, 16)}
@@ -80,25 +77,6 @@ def test_bands_and_range_reach_the_model_as_fractions(tmp_path):
     assert prepared.shape == (2, 2, 24, 24) and prepared.min() >= -mean / std - 1e-5
 
 
-def test_given_means_and_spreads_are_those_of_the_weights(tmp_path):
-    write_classes(tmp_path, {"bird": 2, "cat": 2})
-    given = {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6], "val_fraction": 0.5}
-    spec = build_splits(config_of(tmp_path, **given), 3).spec
-    assert (spec.mean, spec.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
-    for changes, line in (
-        ({"mean": [0.1]}, "data.mean has 1 numbers for 3 channels"),
-        ({"std": [1, 1, 0]}, "data.std must be finite and above 0, got [1, 1, 0]"),
-        ({"bands": [1]}, "data.mean has 3 numbers for 1 channels"),
-        ({"bands": []}, "data.bands must be numbers from 1, got []"),
-        ({"page": 0}, "data.page must be at least 1, got 0"),
-    ):
-        assert refused(ValueError, config_of(tmp_path, **given | changes)) == line
-    line = refused(ValueError, config_of(None, name="digits", bands=[1]))
-    assert line == "data.bands is for folder alone; leave it out for digits"
-    line = refused(ValueError, config_of("wds/x", bands=[1], num_classes=2, on_error="skip"))
-    assert line.startswith("timm's reader of wds/x gives the colours of the first page")
-
-
 def test_a_run_on_files_that_are_not_as_asked_ends_with_one_line_before_it_writes(tmp_path, capsys):
     root = write_bands(tmp_path / "floats", dtype=np.float32)
     flags = ["--data.name", "folder", "--data.root", str(root), "--data.bands", "1"]
@@ -115,37 +93,6 @@ def test_a_run_on_files_that_are_not_as_asked_ends_with_one_line_before_it_write
         assert load_tool("train")([*flags, *changes]) == 2
         assert_one_error(capsys, part)
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_page_of_each_file_is_read_and_the_others_are_told_of(tmp_path):
-    for name in ("bird", "cat"):
-        (tmp_path / name).mkdir()
-        for index in range(2):
-            pages = [Image.new("RGB", (20, 20), (level,) * 3) for level in (50, 90)]
-            path = tmp_path / name / f"{index}.tif"
-            pages[0].save(path, save_all=True, append_images=pages[1:])
-    for page, level in ((None, 50), (1, 50), (2, 90)):
-        config = config_of(tmp_path, page=page, val_fraction=0.5)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            splits = build_splits(config, 3)
-        told = [str(line.message) for line in caught if line.category is UserWarning]
-        assert len(told) == (page is None)
-        assert all("images have several pages (2 in " in line for line in told)
-        assert (
-            splits.train[SampleKey(0, 0, square(16))][0].tolist()
-            == np.full((16, 16, 3), level).tolist()
-        )
-
-
-def test_what_cannot_be_read_in_a_mixed_folder_is_one_reason_each(tmp_path):
-    write_classes(tmp_path, {"bird": 2, "cat": 2})
-    tifffile.imwrite(tmp_path / "cat" / "five.tif", np.zeros((9, 9, 5), np.uint8), **FIVE)
-    config = config_of(tmp_path, val_fraction=0.5, on_error="skip")
-    splits = build_splits(config, 3)
-    with pytest.warns(UserWarning, match="five.tif: the image has 5 bands; name those to read"):
-        for split in (splits.train, splits.validation):
-            list(eval_batches(split, config, batch_size=2, geometry=square(16)))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -168,32 +115,6 @@ def test_zarr_folders_are_images_in_several_processes(tmp_path, workers):
             seen += zip(images[:, 0, 0, 0].tolist(), labels.tolist(), strict=True)
     expected = [(level, ["bird", "cat"].index(name)) for level, name in levels.items()]
     assert sorted(seen) == sorted([*expected, (7, 0), (7, 1)])
-
-
-def test_features_of_files_of_8_and_of_16_bits_are_those_of_each_alone(tmp_path):
-    """The same grey levels in both; one batch would take either for what it is not."""
-    levels = np.random.default_rng(0).integers(0, 256, (16, 24), np.uint8)
-    Image.fromarray(levels).save(tmp_path / "1.png")
-    Image.fromarray(levels.astype(np.uint16) * 257).save(tmp_path / "2.png")
-    spec = DataSpec(1, 2, (), (0.3,), (0.2,), None, 16, value_range=(0, 65535))
-    images = ReadImages(find_images([str(tmp_path)]), spec, Geometry("native", None, None, (8, 8)))
-    batches = list(batch_samples(iter([images[0], images[1], images[1]]), 4))
-    assert [len(batch) for batch in batches] == [1, 2]
-    first, second = (spec.prepare(batch[0].pixels[None]) for batch in batches)
-    np.testing.assert_allclose(first, second, atol=1e-6)
-
-
-@pytest.mark.parametrize("preset", ["light", "three", "documents", "aerial"])
-@pytest.mark.parametrize("bands", [[1], [4, 2], [1, 2, 3, 4, 5]])
-def test_every_preset_takes_images_of_any_number_of_bands(tmp_path, preset, bands):
-    root = write_bands(tmp_path)
-    options = {"bands": bands, "value_range": [0, 4095], "augment": preset, "val_fraction": 0.5}
-    if preset == "three":  # of which grey and the weights of eyes need three bands
-        options["aug"] = AugmentConfig(grey=0.0)
-    splits = build_splits(config_of(root, **options), 3)
-    for epoch in range(4):
-        image, *_ = splits.train[SampleKey(0, epoch, square(24))]
-        assert image.shape == (24, 24, len(bands)) and image.dtype == np.float32
 
 
 def test_a_range_that_was_found_is_read_by_all_tools_as_in_training(tmp_path):

@@ -2,7 +2,6 @@
 
 import importlib.util
 import io
-import os
 import struct
 import warnings
 import zlib
@@ -165,28 +164,6 @@ def test_more_pixels_than_are_allowed_are_not_decoded_and_the_size_is_read_all_t
                 assert "\n" not in str(raised.value), name
 
 
-def test_a_bomb_of_a_few_bytes_is_one_line_at_once_and_large_images_need_no_option(monkeypatch):
-    def png(height, width):
-        head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-        parts = [(b"IHDR", head), (b"IDAT", zlib.compress(b"\0" * 1000)), (b"IEND", b"")]
-        return b"\x89PNG\r\n\x1a\n" + b"".join(
-            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-            for kind, body in parts
-        )
-
-    monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("it is decoded"))
-    for height, width in ((70_000, 70_000), (2**31 - 1, 2**31 - 1)):
-        content = io.BytesIO(png(height, width))
-        with open_image(content) as reader:
-            assert (reader.height, reader.width) == (height, width)
-            with pytest.raises(ValueError, match="too many to be read at once"):
-                reader.read(Box(0, 0, height, width), 224, 224)
-    assert ReadOptions().max_pixels >= 10**9
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert read_size(io.BytesIO(png(31_000, 33_000))) == (31_000, 33_000)
-
-
 EXIF = Image.Exif()
 EXIF[274] = 6
 GARBLED = {
@@ -227,22 +204,10 @@ def test_exif_of_png_counts_before_and_behind_the_pixels_and_only_the_latter_dec
     assert read_size(io.BytesIO(content)) == (WIDTH, HEIGHT)
 
 
-def test_exif_of_many_megabytes_is_read_by_its_turn():
-    exif = EXIF.tobytes()[6:] + bytes(3_000_000)
-    content = saved(pattern(), "png", exif=exif).getvalue()
-    assert len(content) > 3_000_000 and read_size(io.BytesIO(content)) == (WIDTH, HEIGHT)
-
-
 def test_colours_become_grey_as_pillow_makes_them():
     picture = pattern()
     expected = np.asarray(Image.fromarray(picture).convert("L"))
     np.testing.assert_array_equal(seen(saved(picture, "png"), channels=1)[..., 0], expected)
-
-
-def test_images_shrink_by_areas():
-    picture = pattern()[:36, :52]
-    expected = picture.reshape(9, 4, 13, 4, 3).astype(float).mean((1, 3))
-    assert np.abs(seen(saved(picture, "png"), (9, 13)) - expected).max() <= 0.51
 
 
 LAYOUTS = {
@@ -450,25 +415,6 @@ def test_a_georeferenced_raster_is_read_by_windows_and_overviews(tmp_path):
         np.testing.assert_array_equal(whole(reader), pixels)
 
 
-def test_a_slide_is_read_by_its_levels(tmp_path):
-    tifffile = pytest.importorskip("tifffile")
-    full = np.random.default_rng(1).integers(0, 256, (128, 192, 3), np.uint8)
-    said = "Aperio Image Library v11\r\n192x128 [0,0 192x128] (64x64) JPEG/RGB|AppMag = 20"
-    path = str(tmp_path / "a.svs")
-    with tifffile.TiffWriter(path) as file:
-        options = {"photometric": "rgb", "description": said, "metadata": None}
-        file.write(full, tile=(64, 64), **options)
-        file.write(halved(halved(full)), **options)  # a thumbnail
-        file.write(halved(full), tile=(64, 64), **options)
-    with open_image(path) as reader:
-        assert (type(reader).__name__, reader.pages) == ("TiffImage", 1)
-        np.testing.assert_array_equal(whole(reader), full)
-        part = reader.read(Box(32, 48, 64, 80), 33, 41, [3, 1])
-        np.testing.assert_array_equal(part, full[32:96, 48:128][..., [2, 0]])
-        part = reader.read(Box(32, 48, 64, 80), 32, 40)
-        np.testing.assert_array_equal(part, halved(full)[16:48, 24:64])
-
-
 @pytest.fixture
 def without(monkeypatch):
     """Packages that are not installed."""
@@ -500,20 +446,6 @@ def test_a_missing_package_is_one_line_that_installs_it(tmp_path, without):
             seen(source)
         assert str(caught.value).endswith(f": pip install 'visionattn[{extra}]'")
         assert "\n" not in str(caught.value)
-
-
-def test_plain_tiff_needs_no_package_beyond_pillow(without):
-    colour, grey = pattern(), pattern(1, np.uint16, 4000)
-    without("tifffile", "rasterio")
-    np.testing.assert_array_equal(seen(saved(colour, "tiff")), colour)
-    got = seen(saved(grey, "tiff"), channels=1, value_range=(0, 4000))
-    np.testing.assert_allclose(got, grey / 4000, atol=1e-6)
-
-
-def test_a_fifo_is_refused_and_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "a.png")
-    with pytest.raises(ValueError, match="a.png is a pipe, a socket or a device and no image file"):
-        open_image(tmp_path / "a.png")
 
 
 def test_garbled_tiffs_are_damaged_images():

@@ -9,9 +9,9 @@ from PIL import Image
 
 from tests.helpers.tools import load_tool
 from visionattn.data.batches import SampleKey
-from visionattn.data.checks import resolved
 from visionattn.data.config import DataConfig
-from visionattn.data.geometry import Geometry, check_geometry
+from visionattn.data.data_checks import resolved
+from visionattn.data.geometry import Geometry
 from visionattn.data.splits import build_splits, eval_batches, train_batches
 
 PATCH = (16, 16)
@@ -86,23 +86,6 @@ def test_an_image_smaller_than_a_patch_is_one_line():
     with pytest.raises(ValueError, match="image of 15 x 40 pixels is smaller than a patch of 16"):
         Geometry("native", None, None, PATCH).view(15, 40)
     assert Geometry("pad", (64, 64), None, PATCH).view(15, 40).content == (32, 64)
-
-
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        (("native", 512, 100), "data.img_size and data.max_patches both limit"),
-        (("pad", 512, 100), "data.max_patches is for fit native"),
-        (("crop", None, None), "data.fit crop needs data.img_size"),
-        (("native", None, 0), "data.max_patches must be above 0, got 0"),
-        (("native", [64, -1], None), "data.img_size must be above 0, got -1"),
-        (("native", [64], None), "data.img_size must be one number of pixels, or height and"),
-    ],
-)
-def test_options_that_contradict_each_other_are_one_line(options, line):
-    with pytest.raises(ValueError, match=line) as error:
-        check_geometry(*options, prefix="data.")
-    assert "\n" not in str(error.value)
 
 
 def write_pages(root, shapes, classes=("a", "b")):
@@ -244,19 +227,3 @@ def test_contradictions_end_a_training_with_one_line_and_nothing_written(
     error = capsys.readouterr().err
     assert line in error and error.count("\n") == 1
     assert not (tmp_path / "checkpoints").exists()
-
-
-def test_an_image_smaller_than_a_patch_ends_a_training_before_anything_is_written(
-    tmp_path, capsys, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    write_pages(tmp_path / "pages", [(40, 60)] * 8)
-    Image.new("RGB", (60, 9)).save(tmp_path / "pages" / "a" / "thin.png")
-    options = ["--data.name", "folder", "--data.root", "pages", "--data.workers", "0", "--run", "x"]
-    assert load_tool("train")(options) == 2
-    error = capsys.readouterr().err
-    assert error.endswith(
-        "thin.png: image of 9 x 60 pixels is smaller than a patch of 16 x 16; "
-        "fit pad, stretch and crop enlarge it; --data.on_error skip leaves it out\n"
-    )
-    assert error.count("\n") == 1 and not (tmp_path / "checkpoints").exists()

@@ -11,7 +11,6 @@ import pytest
 
 from visionattn.cli import files
 from visionattn.cli.tables import sized
-from visionattn.data.formats.reader import Georeference
 from visionattn.data.large import open_sink, open_source
 from visionattn.data.large.sink import shards_of
 
@@ -66,17 +65,6 @@ def test_a_map_appears_whole_when_it_is_finished_and_holds_its_bands(tmp_path, s
     got = read(path)
     assert got.dtype == dtype
     np.testing.assert_array_equal(got, values)
-
-
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_classes_of_pixels_are_a_map_of_one_band(tmp_path, suffix):
-    needs(suffix)
-    values = map_of(np.uint8, (1, *SHAPE[1:]))
-    with open_sink(tmp_path / f"map{suffix}") as sink:
-        sink.begin(values.shape, np.dtype("uint8"))
-        write_bands(sink, values, 7)
-        sink.finish()
-    np.testing.assert_array_equal(read(tmp_path / f"map{suffix}"), values)
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
@@ -314,14 +302,6 @@ def test_without_a_place_on_the_earth_a_tiff_is_a_plain_one(tmp_path):
         sink.finish()
     with tifffile.TiffFile(tmp_path / "map.tif") as file:
         assert not file.is_geotiff and file.pages[0].is_tiled
-
-
-def test_a_map_of_a_level_lies_where_that_level_does():
-    rasterio = pytest.importorskip("rasterio")
-    place = Georeference("a system", rasterio.Affine(2, 0, 100, 0, -2, 500))
-    scaled = place.scaled(8, 16)
-    assert tuple(scaled.transform)[:6] == (32, 0, 100, 0, -16, 500) and scaled.crs == "a system"
-    assert Georeference("a system", None).scaled(8, 16).transform is None
 
 
 def leftovers(folder):

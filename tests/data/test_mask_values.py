@@ -10,8 +10,7 @@ from PIL import Image
 
 from visionattn.data.config import DataConfig
 from visionattn.data.geometry import Geometry
-from visionattn.data.mask_checks import check_trained
-from visionattn.data.mask_files import MaskFiles
+from visionattn.data.mask_files import MaskFiles, check_trained
 from visionattn.data.splits import SampleKey, build_splits
 from visionattn.models.segmentation import IGNORED
 

@@ -2,17 +2,14 @@
 in a patch.
 """
 
-import zlib
-
 import cv2
 import numpy as np
 import pytest
 
-from visionattn.data.documents import DocumentsDataset, draw_page
+from visionattn.data.documents import draw_page
+from visionattn.data.drawn_images import paint, patch_labels, see_mask
 from visionattn.data.embedded import CanvasArgs, CanvasDataset, Digits, digit_splits, draw_canvas
 from visionattn.data.geometry import Box, Geometry
-from visionattn.data.masks import paint, patch_labels, see_mask
-from visionattn.data.splits import SampleKey
 
 
 def inside(box: Box, shape: tuple[int, int]) -> np.ndarray:
@@ -95,17 +92,6 @@ def test_the_ink_of_a_mark_and_of_distractors_is_the_dark_of_a_page(label):
     assert seen > 2
 
 
-def test_pages_are_those_that_were_drawn_before_there_were_masks():
-    """Recorded then: figures of models rest on these pages."""
-    data = DocumentsDataset("test", 40, seed=0)
-    found = [
-        zlib.crc32(data.page(index, 0, px, masked=masked).image.tobytes())
-        for index, px in ((0, 320), (7, 512), (12, 200))
-        for masked in (False, True)
-    ]
-    assert found == [n for n in (3815142906, 196351148, 2185012300) for _ in range(2)]
-
-
 def test_a_part_covers_what_lies_below_it_and_its_faint_pixels_are_no_ink():
     mask = np.full((3, 4), 1, np.uint8)
     ink = np.array([[0, 64, 65, 255]], np.uint8)
@@ -114,20 +100,6 @@ def test_a_part_covers_what_lies_below_it_and_its_faint_pixels_are_no_ink():
     cover = np.array([[0, 127], [128, 255]], np.uint8)
     paint(mask, 1, 1, np.array([[0, 0], [0, 70]], np.uint8), 5, cover)
     assert mask.tolist() == [[1] * 4, [1, 1, 7, 7], [1, 0, 5, 1]]
-
-
-def test_a_data_set_draws_the_image_of_a_key_with_its_mask():
-    geometry = Geometry("native", (96, 200), None, (8, 8))
-    pages = DocumentsDataset("validation", 9, seed=3)
-    drawn = CanvasDataset(digit_splits(0.1, 3)["validation"], "validation", 9, 3)
-    for data in (pages, drawn):
-        key = SampleKey(4, 0, geometry)
-        part = data.draw(key, masked=True)
-        assert part.mask.shape == part.image.shape[:2] and data.draw(key).mask is None
-        item = data[key]
-        view = geometry.view(*part.mask.shape)
-        assert item.pixels.shape[:2] == see_mask(part.mask, view).shape
-    assert max(drawn.draw(key).image.shape) == 200 and max(pages.draw(key).image.shape) >= 140
 
 
 @pytest.mark.parametrize(

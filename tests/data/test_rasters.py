@@ -2,7 +2,6 @@
 whole and in parts, from a path and from a stream.
 """
 
-import importlib.util
 import io
 import warnings
 from functools import reduce
@@ -13,9 +12,8 @@ import pytest
 import torch
 from PIL import Image, ImageCms
 
-from tests.helpers.image_formats import HEIGHT, WIDTH, pattern, saved, seen, tiff, whole
+from tests.helpers.image_formats import HEIGHT, WIDTH, pattern, seen, tiff, whole
 from visionattn.data.formats import (
-    MissingPackage,
     NotAsAsked,
     ReadOptions,
     open_image,
@@ -379,11 +377,6 @@ def test_physical_units_need_a_range_and_mix_with_no_other_values(tmp_path):
         seen(str(path), channels=1, value_range=(0, 255), found=True)
 
 
-def test_the_transparency_of_a_png_is_left_out():
-    pixels = pattern(4)
-    np.testing.assert_array_equal(seen(saved(pixels, "png")), pixels[..., :3])
-
-
 def test_masks_of_64_bits_and_of_wide_palettes_are_numbers_of_classes(tmp_path):
     classes = np.random.default_rng(0).integers(0, 3, (5, 7))
     table = np.random.default_rng(1).integers(0, 2**16, (3, 2**16)).astype(np.uint16)
@@ -413,15 +406,3 @@ def test_what_no_library_reads_is_one_line_that_says_what_it_is(tmp_path):
     pixels = pattern(1, np.uint16).astype(np.complex64)
     with pytest.raises(NotAsAsked, match="wanted whole or real numbers, got complex64"):
         open_image(str(write(tmp_path / "a.img", pixels, driver="HFA")))
-
-
-@pytest.mark.parametrize("case", ["nodata in one band", "white zeros, signed", "ImageJ"])
-def test_what_pillow_does_not_know_of_a_tiff_needs_tifffile(tmp_path, case, monkeypatch):
-    path, *_ = CASES[case](tmp_path)
-    find = importlib.util.find_spec
-    hidden = ("tifffile", "rasterio")
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name in hidden else find(name)
-    )
-    with pytest.raises(MissingPackage, match=r"needs tifffile: pip install 'visionattn\[tiff\]'$"):
-        open_image(str(path))

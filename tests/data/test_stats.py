@@ -6,7 +6,6 @@ import yaml
 from PIL import Image
 
 from tests.helpers.tools import assert_one_error, load_tool, words
-from visionattn.data import stats
 from visionattn.data.formats import values
 from visionattn.training.options import parse_train
 
@@ -146,16 +145,3 @@ def test_bad_flags_are_one_line(pictures, tmp_path, capsys):
     ):
         assert measure(flags) == 2
         assert_one_error(capsys, part)
-
-
-def test_moments_of_halves_add_up_to_those_of_the_whole():
-    rng = np.random.default_rng(3)
-    fractions = rng.random((40, 30, 2), np.float32) + [[0, 1000]]
-    whole = stats.moments_of(fractions, fractions.astype(np.float32))
-    halves = [stats.moments_of(half, half.astype(np.float32)) for half in np.split(fractions, [7])]
-    joined = halves[0] + halves[1]
-    for name in ("count", "mean", "std", "low", "high"):
-        np.testing.assert_allclose(getattr(joined, name), getattr(whole, name), rtol=1e-9)
-    np.testing.assert_allclose(
-        joined.std, fractions.astype(np.float32).astype(float).std((0, 1)), rtol=1e-9
-    )

@@ -22,29 +22,6 @@ from visionattn.data.geometry import Box, Geometry
 from visionattn.data.sources import Files
 
 
-def test_white_may_be_zero():
-    pixels = pattern(1)
-    got = seen(tiff(pixels, photometric="miniswhite"), channels=1)
-    np.testing.assert_array_equal(got, 255 - pixels)
-
-
-def test_twelve_bits_of_which_zero_is_white_keep_their_range():
-    """They are found to be 12 bits, not the 16 that inverting first would make of them."""
-    levels = pattern(1, np.uint16, 4000)
-    source = Listed(tiff(levels, photometric="miniswhite"))
-    options, lines = settle(source, [0], ReadOptions(1))
-    assert options.value_range == (0, 4095) and "read as 12 bits" in lines[0]
-    got = seen(tiff(levels, photometric="miniswhite"), channels=1, value_range=(0, 4095))
-    np.testing.assert_allclose(got, 1 - levels / 4095, atol=1e-6)
-
-
-def test_a_range_that_changes_nothing_is_told():
-    line = "data.value_range does not change files of 8 bits; files looked at: "
-    for given, told in (((0, 100), True), (None, False)):
-        _, lines = settle(Listed(tiff(pattern(1))), [0], ReadOptions(1, value_range=given))
-        assert any(each.startswith(line) for each in lines) == told
-
-
 def test_bits_that_a_file_states_are_white_at_their_largest_value(tmp_path):
     twelve = pattern(1, np.uint16, 4095)
     stated = {
@@ -141,25 +118,6 @@ def test_bands_that_do_not_exist_or_are_not_named_are_one_line():
     np.testing.assert_array_equal(seen(tiff(four)), four[..., :3])
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        ({"bands": ()}, "data.bands must be numbers from 1, got []"),
-        ({"bands": (0, 2)}, "data.bands must be numbers from 1, got [0, 2]"),
-        ({"page": 0}, "data.page must be at least 1, got 0"),
-        ({"value_range": (3, 3)}, "data.value_range must be two finite numbers, the lower one"),
-        ({"value_range": (3, 2)}, "data.value_range must be two finite numbers, the lower one"),
-        ({"value_range": (0, np.inf)}, "data.value_range must be two finite numbers, the lower"),
-        ({"value_range": (1,)}, "data.value_range must be two finite numbers, the lower one"),
-        ({"channels": 4}, "the model takes 4 channels; images in files are read with 1 or 3"),
-    ],
-)
-def test_options_that_mean_nothing_are_one_line(options, line):
-    with pytest.raises(ValueError) as caught:
-        ReadOptions(**options)
-    assert str(caught.value).startswith(line)
-
-
 class Listed:
     """Streams as a source of images."""
 
@@ -228,16 +186,6 @@ def test_a_range_is_not_looked_for_where_it_is_given_or_all_images_have_8_bits()
         (Listed(io.BytesIO(b"no image")), ReadOptions()),
     ):
         assert settle(source, range(len(source.contents)), options) == (options, [])
-
-
-def test_floats_without_a_range_are_one_line_that_names_the_file():
-    source = Listed(saved(pattern(), "png"), tiff(pattern(1, np.uint16, 7).astype("float32") / 4))
-    with pytest.raises(ValueError) as caught:
-        settle(source, range(2), ReadOptions())
-    assert str(caught.value) == (
-        "image 1: float32 values from 0 to 1.75, and nothing says which of them are black and "
-        "white; give --data.value_range LOW HIGH"
-    )
 
 
 def test_pages_that_are_left_out_are_told_once():

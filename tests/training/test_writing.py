@@ -19,7 +19,7 @@ from tests.helpers.tools import assert_one_error, load_tool
 from visionattn.cli.ends import run_tool
 from visionattn.data.batches import SampleKey
 from visionattn.data.documents import draw_page
-from visionattn.data.drawn import seen_as
+from visionattn.data.drawn_images import seen_as
 from visionattn.data.geometry import Geometry
 from visionattn.data.splits import build_splits
 from visionattn.models.building import ModelConfig

@@ -1,6 +1,6 @@
 """What a user says of the images: names, sizes, augmentation.
 
-A docstring under each field is its help text. ``checks.py``, ``presets.py`` and
+A docstring under each field is its help text. ``data_checks.py``, ``presets.py`` and
 ``training/config.py`` check the values.
 """
 

@@ -12,9 +12,8 @@ import numpy as np
 
 from visionattn.data.batches import SampleKey
 from visionattn.data.buckets import canvases
-from visionattn.data.drawn import DrawnDataset, Split
+from visionattn.data.drawn_images import DISTRACTOR, FIRST_CLASS, DrawnDataset, Split, paint
 from visionattn.data.geometry import Box, Geometry
-from visionattn.data.masks import DISTRACTOR, FIRST_CLASS, paint
 from visionattn.data.typesetting import typeset
 
 CLASS_NAMES = ("bar", "pillar", "dot", "cross")
@@ -46,8 +45,8 @@ class Page(NamedTuple):
     label: int | None
     mark: Box
     mask: np.ndarray | None = None
-    """uint8 ``[height, width]``, as ``masks.py`` says: text is background, empty rings and squares
-    are distractors. None where it was not asked for.
+    """uint8 ``[height, width]``, as ``drawn_images.py`` says: text is background, empty rings and
+    squares are distractors. None where it was not asked for.
     """
 
 

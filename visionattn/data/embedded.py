@@ -13,9 +13,15 @@ import cv2
 import numpy as np
 
 from visionattn.data.batches import SampleKey
-from visionattn.data.drawn import DrawnArgs, DrawnDataset, Split
+from visionattn.data.drawn_images import (
+    DISTRACTOR,
+    FIRST_CLASS,
+    DrawnArgs,
+    DrawnDataset,
+    Split,
+    paint,
+)
 from visionattn.data.geometry import Box
-from visionattn.data.masks import DISTRACTOR, FIRST_CLASS, paint
 
 DISTRACTORS_PER_PX = 4 / 128**2
 LARGER = 1.25
@@ -78,7 +84,7 @@ class Canvas(NamedTuple):
     distractors: list[Box]
     """Of the second whole digit first, where there is one, then of the fragments."""
     mask: np.ndarray | None = None
-    """uint8 ``[height, width]``, as ``masks.py`` says; None where it was not asked for."""
+    """uint8 ``[height, width]``, as ``drawn_images.py`` says; None where it was not asked for."""
 
 
 @dataclass(frozen=True)

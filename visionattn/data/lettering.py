@@ -13,10 +13,14 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
 
 
+def font_file(name: str) -> Path:
+    """Return the file of a font that matplotlib ships, by its name without ``.ttf``."""
+    import matplotlib  # takes a tenth of a second
+
+    return Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{name}.ttf"
+
+
 @cache
 def font_of(size: int, *, bold: bool = False) -> ImageFont.FreeTypeFont:
     """Return the font that comes with matplotlib, which has more alphabets than Pillow's."""
-    import matplotlib
-
-    name = "DejaVuSans-Bold.ttf" if bold else "DejaVuSans.ttf"
-    return ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts/ttf" / name), size)
+    return ImageFont.truetype(str(font_file("DejaVuSans-Bold" if bold else "DejaVuSans")), size)

@@ -1,25 +1,24 @@
-"""Masks in files beside images: where they are, and what the values of all of them mean together.
+"""Masks in files beside images, and what the values of all of them mean together.
 
-``mask_values.py`` turns the values of a mask into classes, ``folder.py`` divides the images, and
+``tree.py`` finds them, ``mask_values.py`` turns the values of a mask into classes, and
 ``images.py`` brings masks to the size that the model sees.
 """
 
-import os
+import importlib.util
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
+from torch.utils.data import Dataset
 
 from visionattn.cli.progress import Progress
 from visionattn.data.formats import DAMAGED_IMAGE, LARGEST_IMAGE_PX, large_images_allowed
 from visionattn.data.formats.reader import NotAsAsked, damage
-from visionattn.data.formats.tiff import open_mask
 from visionattn.data.geometry import Size
 from visionattn.data.mask_values import (
     BLACK_AND_WHITE,
@@ -30,13 +29,12 @@ from visionattn.data.mask_values import (
     pairs_of,
 )
 from visionattn.data.sources import Files
-from visionattn.data.walk import composed, images_below
 from visionattn.models.segmentation import IGNORED
+from visionattn.models.weights import DataSpec
 
-MASKS = "masks"
-"""The folder of the masks, beside that of the images."""
-SUFFIXES = (".png", ".tif", ".tiff", ".bmp", ".gif")
-"""What files of masks end in; JPEG changes values."""
+if TYPE_CHECKING:
+    from visionattn.data.splits import Splits
+
 READ_THREADS, READ_AHEAD = 4, 64
 """Threads that read masks, and how many masks they read before somebody looks at the first."""
 MOST_EMPTY = 0.5
@@ -140,42 +138,22 @@ class MaskFiles:
         return classes - {IGNORED}, IGNORED in classes
 
 
-def masks_of(paths: Sequence[str], images: Path, masks: Path) -> list[str]:
-    """Return the mask of each image: the file that has its path, but for the ending.
+def open_mask(file: BinaryIO) -> Image.Image:
+    """Open a mask whose values, also places in a palette, are numbers of classes."""
+    try:
+        return Image.open(file)
+    except UnidentifiedImageError:
+        file.seek(0)
+        if file.read(2) not in (b"II", b"MM") or importlib.util.find_spec("tifffile") is None:
+            raise
+    from visionattn.data.formats import tiff
 
-    Args:
-        paths: of the images, below ``images``.
-        masks: the folder of the masks.
-
-    Raises:
-        FileNotFoundError, ValueError: there is no such folder, an image has no mask, or two.
-    """
-    if not masks.is_dir():
-        raise FileNotFoundError(
-            f"no folder {masks} with the masks of {images}; wanted one of the same names, with "
-            f"files that end in {', '.join(SUFFIXES)}"
-        )
-    found: dict[str, str] = {}
-    for path in images_below(masks):
-        stem, suffix = os.path.splitext(composed(os.path.relpath(path, masks)))
-        if suffix.lower() not in SUFFIXES:
-            continue
-        if stem in found:
-            raise ValueError(f"{found[stem]} and {path} are masks of one image; keep one of them")
-        found[stem] = path
-    stems = [os.path.splitext(composed(os.path.relpath(path, images)))[0] for path in paths]
-    missing = [path for path, stem in zip(paths, stems, strict=True) if stem not in found]
-    if missing:
-        wanted = masks / Path(os.path.relpath(missing[0], images)).with_suffix(SUFFIXES[0])
-        raise FileNotFoundError(
-            f"{len(missing)} of {len(paths)} images of {images} have no mask; the first: "
-            f"{missing[0]}, wanted {wanted}"
-        )
-    return [found[stem] for stem in stems]
+    file.seek(0)
+    return tiff.open_mask(file)
 
 
-def settle_classes(masks: Sequence[MaskFiles], root: str) -> list[MaskFiles]:
-    """Return the masks of all splits with what their values mean, as far as nobody has said it.
+def settle_classes(files: MaskFiles, root: str) -> MaskFiles:
+    """Return masks with what their values mean, as far as nobody has said it.
 
     Masks that are black and white have two classes, and white (255, or 65535 of 16 bits) is class
     1. Other values are numbers of classes, up to the largest. All masks are read for this; where
@@ -184,17 +162,16 @@ def settle_classes(masks: Sequence[MaskFiles], root: str) -> list[MaskFiles]:
     Raises:
         ValueError: a value can be no class, or most classes have no pixel; one line.
     """
-    classes = masks[0].classes
-    if classes.colours == BLACK_AND_WHITE and _hold_numbers(masks):
-        return [replace(each, classes=replace(classes, colours=None)) for each in masks]
-    if classes.colours is not None or len(classes.names) > 2:
-        return list(masks)
-    kinds: dict[Pairs, tuple[MaskFiles, int]] = {}
-    for files in masks:
-        for index, found in files.each(files.pairs, range(len(files.files.paths))):
-            kinds.setdefault(found, (files, index))
-            if classes.names and not classes.may_be_binary(found):
-                return list(masks)
+    classes, kinds = files.classes, dict[Pairs, int]()
+    numbered = classes.colours == BLACK_AND_WHITE
+    if not numbered and (classes.colours is not None or len(classes.names) > 2):
+        return files
+    for index, found in files.each(files.pairs, range(len(files.files.paths))):
+        kinds.setdefault(found, index)
+        if not found <= NUMBERS if numbered else classes.names and not classes.may_be_binary(found):
+            return files
+    if numbered:  # they hold 0 and 1, shown almost black
+        return replace(files, classes=replace(classes, colours=None))
     pairs = frozenset[tuple[int, int]]().union(*kinds)
     settled = classes.as_binary(pairs)
     if settled is not None:
@@ -204,41 +181,31 @@ def settle_classes(masks: Sequence[MaskFiles], root: str) -> list[MaskFiles]:
         warnings.warn(
             f"the masks of {root} are black and white (values {', '.join(map(str, values))}): "
             f"white is class 1{name}{rest}",
-            stacklevel=5,
+            stacklevel=4,
         )
     elif not classes.names:
-        settled = replace(classes, names=_numbers(kinds, root))
-    return [replace(each, classes=settled or classes) for each in masks]
+        settled = replace(classes, names=_numbers(files, kinds, root))
+    return replace(files, classes=settled or classes)
 
 
-def _hold_numbers(masks: Sequence[MaskFiles]) -> bool:
-    """Tell whether no mask has other values than 0 and 1, shown almost black; a few masks tell."""
-    return all(
-        found <= NUMBERS
-        for files in masks
-        for _, found in files.each(files.pairs, range(len(files.files.paths)))
-    )
-
-
-def _numbers(kinds: dict[Pairs, tuple[MaskFiles, int]], root: str) -> tuple[str, ...]:
+def _numbers(files: MaskFiles, kinds: dict[Pairs, int], root: str) -> tuple[str, ...]:
     """Return the numbers of classes up to the largest value.
 
     Args:
-        kinds: all sets of values that masks have, each with a mask that has it.
+        files: the masks.
+        kinds: all sets of values that masks have, each with the number of a mask that has it.
         root: where they are.
     """
-    ignored = None
-    found: set[int] = set()
-    for pairs, (files, index) in kinds.items():
-        ignored = files.classes.ignored
-        values = {value for value, _ in pairs} - {ignored}
-        if not values <= set(range(IGNORED)):
+    ignored = files.classes.ignored
+    found = {value for pairs in kinds for value, _ in pairs}
+    for pairs, index in kinds.items():
+        if not {value for value, _ in pairs} - {ignored} <= set(range(IGNORED)):
             files.read(index)  # raises what is wrong with it
-        found |= values
-    count = max(2, max(found, default=0) + 1)
-    empty = count - len(found)
-    if found and empty > MOST_EMPTY * count:
-        there = sorted({value for pairs in kinds for value, _ in pairs})
+    counted = found - {ignored}
+    count = max(2, max(counted, default=0) + 1)
+    empty = count - len(counted)
+    if counted and empty > MOST_EMPTY * count:
+        there = sorted(found)
         colours = (
             [[value] * 3 for value in there] if len(there) < 9 else "[[red, green, blue], ...]"
         )
@@ -250,10 +217,88 @@ def _numbers(kinds: dict[Pairs, tuple[MaskFiles, int]], root: str) -> tuple[str,
     having = [pairs for pairs in kinds if (IGNORED, IGNORED * GREY_STEP) in pairs]
     alone = all({value for value, _ in pairs} <= {0, IGNORED} for pairs in having)
     if having and alone and ignored == IGNORED and not files.classes.stated:
-        files, index = kinds[having[0]]
         warnings.warn(
-            f"255 does not count in {files.files.name(index)}, where all else is class 0, as other "
-            f"masks have values up to {max(found)}; where it is an object, write its class",
-            stacklevel=6,
+            f"255 does not count in {files.files.name(kinds[having[0]])}, where all else is class "
+            f"0, as other masks have values up to {max(counted)}; where it is an object, write its "
+            "class",
+            stacklevel=5,
         )
     return tuple(map(str, range(count)))
+
+
+def check_trained(splits: "Splits", *, named: bool) -> None:
+    """Check the masks of a training and of what judges it.
+
+    Args:
+        splits: the images.
+        named: the user has named the classes; a warning tells which classes without names have no
+            pixel to learn from.
+
+    Raises:
+        ValueError: one class alone counts, or a named class has no pixel; one line.
+    """
+    train, names = splits.train, splits.spec.class_names
+    found, ignored = classes_of(train, len(names))
+    if len(found) < 2 and (found or ignored):
+        said = _counting(train, names, "training", found, ignored)
+        raise ValueError(f"{said}; there is nothing to learn")
+    missing = [name for number, name in enumerate(names) if number not in found]
+    if found and missing:
+        text = f"no pixel of the {len(train)} training masks has the class {', '.join(missing)}"
+        count = len(splits.validation) if getattr(splits.validation, "held_out", False) else 0
+        apart = f"; --seed holds out {count} other masks" if count else ""
+        if named:
+            raise ValueError(
+                f"{text}: add masks with it, or name only classes that masks have{apart}"
+            )
+        warnings.warn(text + apart, stacklevel=2)
+    check_judged(splits.validation, splits.spec, "validation")
+    check_judged(splits.test, splits.spec, "test")
+
+
+def check_judged(dataset: Dataset | None, spec: DataSpec, split: str) -> None:
+    """Warn where one class alone counts in the masks that judge weights, as their mean IoU then
+    says little.
+
+    Args:
+        dataset: the images.
+        spec: names the classes.
+        split: what the images are called.
+
+    Raises:
+        ValueError: only one class counts and other pixels do not, which may well be another class,
+            unless chance held the images out, which may have left a class out; one line.
+    """
+    found, ignored = classes_of(dataset, 2)
+    if len(found) > 1 or not (found or ignored):  # or none can be read, which is said in its turn
+        return
+    names = spec.class_names or tuple(map(str, range(spec.num_classes)))
+    text = f"{_counting(dataset, names, split, found, ignored)}; their mean IoU says little"
+    if ignored and not dataset.held_out:
+        raise ValueError(text)
+    more = ", another --seed holds out others" if dataset.held_out else ""
+    warnings.warn(text + more, stacklevel=2)
+
+
+def classes_of(dataset: Any, enough: int) -> tuple[set[int], bool]:
+    """Return classes that the masks of a data set have, until ``enough`` are found, and whether
+    there are pixels that do not count; neither where it has no masks in files.
+    """
+    masks = getattr(dataset, "masks", None)
+    return (set(), False) if masks is None else masks.classes_in(dataset.indices, enough)
+
+
+def _counting(
+    dataset: Any, names: Sequence[str], split: str, found: set[int], ignored: bool
+) -> str:
+    """Say which class counts alone."""
+    what = f"class {names[min(found)]} alone counts" if found else "no pixel counts"
+    text = f"{what} in {'all' if split == 'all' else 'the'} {len(dataset)} "
+    text += "masks" if split == "all" else f"{split} masks"
+    classes = dataset.masks.classes
+    if ignored and isinstance(classes.ignored, int):
+        other = (
+            "leave data.mask_ignored out" if classes.stated else "write the class's number there"
+        )
+        text += f", as the value {classes.ignored} does not count (if it is a class, {other})"
+    return text

@@ -4,7 +4,6 @@ This module turns the pixels of one mask into classes. ``mask_files.py`` owns wh
 """
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,8 +13,7 @@ from PIL import Image
 
 from visionattn.data.config import DataConfig
 from visionattn.data.formats.reader import NotAsAsked
-from visionattn.data.formats.tiff import PHOTOMETRIC
-from visionattn.data.formats.tiff_pages import MIN_IS_WHITE
+from visionattn.data.formats.tiff_pages import MIN_IS_WHITE, PHOTOMETRIC
 from visionattn.models.segmentation import IGNORED
 
 INDEXED = ("1", "L", "P", "I", "I;16", "I;16B")
@@ -68,19 +66,19 @@ class MaskClasses:
         Raises:
             NotAsAsked: a value or a colour stands for no class, or the mask is of another kind.
         """
-        values, colour = _values(mask, coloured=self.colours is not None)
-        if self.colours is None:
-            found = {value: self._of_index(value) for value in _used(values)}
-        else:
-            known = {_packed(each): number for number, each in enumerate(self.colours)}
-            if isinstance(self.ignored, tuple):
-                known[_packed(self.ignored)] = IGNORED
-            found = {value: self._of_colour(colour(value), known) for value in _used(values)}
-        before, after = list(found), np.array(list(found.values()), np.uint8)
-        if before == after.tolist():
+        values, colours = _values(mask, coloured=self.colours is not None)
+        known = {_packed(each): number for number, each in enumerate(self.colours or ())}
+        if isinstance(self.ignored, tuple):
+            known[_packed(self.ignored)] = IGNORED
+        before = list(colours)
+        after = [
+            self._of_index(value) if self.colours is None else self._of_colour(colour, known)
+            for value, colour in colours.items()
+        ]
+        if before == after:
             return values.astype(np.uint8)
         if values.dtype != np.uint8:
-            return after[np.searchsorted(before, values)]
+            return np.array(after, np.uint8)[np.searchsorted(before, values)]
         table = np.zeros(256, np.uint8)
         table[before] = after
         return cv2.LUT(values, table)
@@ -140,8 +138,7 @@ def pairs_of(mask: Image.Image) -> Pairs:
     Raises:
         NotAsAsked: it has colours that are not grey and no palette, or is of another kind.
     """
-    values, colour = _values(mask, coloured=False)
-    return frozenset((value, colour(value)) for value in _used(values))
+    return frozenset(_values(mask, coloured=False)[1].items())
 
 
 def _packed(colour: tuple[int, int, int]) -> int:
@@ -172,40 +169,45 @@ def _zero_is_white(mask: Image.Image) -> bool:
     return getattr(mask, "tag_v2", {}).get(PHOTOMETRIC) == MIN_IS_WHITE
 
 
-def _values(mask: Image.Image, *, coloured: bool) -> tuple[np.ndarray, Callable[[int], int]]:
-    """Return the values of a mask ``[height, width]``, and what gives the packed colour of each.
+def _values(mask: Image.Image, *, coloured: bool) -> tuple[np.ndarray, dict[int, int]]:
+    """Return the values of a mask ``[height, width]``, and the packed colour of each in order.
 
     Colours that are all grey are their level. With ``coloured`` other colours are values too,
     packed.
     """
     if mask.mode == "P":
         values, palette = np.asarray(mask), _palette(mask)
-        grey = all(palette[value] % GREY_STEP == 0 for value in _used(values))
-        if mask.format == "GIF" and grey:  # its palette has the levels that occur
-            return cv2.LUT(values, np.array([each & 255 for each in palette], np.uint8)), _grey
-        return values, palette.__getitem__
+        shown = {value: palette[value] for value in _used(values)}
+        if mask.format != "GIF" or any(colour % GREY_STEP for colour in shown.values()):
+            return values, shown
+        # The palette of a GIF has the levels that occur.
+        values = cv2.LUT(values, np.array([each & 255 for each in palette], np.uint8))
+        return values, {value: _grey(value) for value in _used(values)}
     if mask.mode in INDEXED:
         step, most = _step(mask), 65535 if mask.mode.startswith("I;16") else 255
-        values = np.asarray(mask)
+        values, white = np.asarray(mask), _zero_is_white(mask)
         if mask.mode == "1":
             values, step = values.astype(np.uint8) * 255, 255
-        if not _zero_is_white(mask):
-            return values // step, lambda value: _grey(value * step)
-        if most == 255:  # Pillow has turned these
+        if white and most == 255:  # Pillow has turned these
             values = 255 - values
-        return values // step, lambda value: _grey(most - value * step)
+        values = values // step
+        levels = {value: value * step for value in _used(values)}
+        return values, {
+            value: _grey(most - level if white else level) for value, level in levels.items()
+        }
     if mask.mode not in GREY and not coloured:
         kind = "float" if mask.mode == "F" else mask.mode
         raise NotAsAsked(f"it has pixels of the kind {kind}; wanted the number of a class for each")
     red, green, blue = (np.asarray(band) for band in mask.convert("RGB").split())
     if np.array_equal(red, green) and np.array_equal(red, blue):
-        return red, _grey
+        return red, {value: _grey(value) for value in _used(red)}
     if not coloured:
         raise NotAsAsked(
             "it has colours, and nothing says what they stand for: name that of each class with "
             "data.mask_colours"
         )
-    return red.astype(np.uint32) << 16 | green.astype(np.uint16) << 8 | blue, int
+    values = red.astype(np.uint32) << 16 | green.astype(np.uint16) << 8 | blue
+    return values, {value: value for value in _used(values)}
 
 
 def _grey(level: int) -> int:

@@ -2,7 +2,7 @@
 test.
 
 This module owns the splits and the interface of the data: the loaders of ``batches.py`` are made
-here. ``checks.py`` looks at what the user asked for.
+here. ``data_checks.py`` looks at what the user asked for.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,30 +16,28 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch.utils.data import Dataset
 
 from visionattn.data.batches import EvalBatches, SampleKey, TrainBatches
-from visionattn.data.checks import (
+from visionattn.data.config import AugmentConfig, DataConfig
+from visionattn.data.data_checks import (
     allow_augment,
     args_of,
     check_data,
     check_size,
     resolved,
 )
-from visionattn.data.config import AugmentConfig, DataConfig
-from visionattn.data.copying import CopyingDataset
 from visionattn.data.documents import CLASS_NAMES, DocumentsDataset, PagePieces
-from visionattn.data.drawn import DrawnDataset, Split
+from visionattn.data.drawn_images import CopyingDataset, DrawnDataset, Split, value_names
 from visionattn.data.embedded import (
     CanvasDataset,
     digit_splits,
     stratified_split,
 )
-from visionattn.data.folder import check_there, open_images, open_masked
 from visionattn.data.formats import COLOURED, LARGEST_IMAGE_PX, ReadOptions
 from visionattn.data.geometry import Geometry, Size, geometry_of, sides
 from visionattn.data.images import ArrayDataset, ImageDataset
 from visionattn.data.mask_values import MaskClasses
-from visionattn.data.masks import value_names
-from visionattn.data.parts import LAYOUT, MASKED_LAYOUT
+from visionattn.data.own_images import check_there, find_images, find_masked
 from visionattn.data.streams import Shards, StreamEvalBatches, StreamTrainBatches, open_shards
+from visionattn.data.tree import LAYOUT, MASKED_LAYOUT
 from visionattn.data.walk import composed
 from visionattn.models.weights import DataSpec
 
@@ -360,32 +358,21 @@ def _open_root(
             judged=known is not None,
         )
         names, num_classes = (), config.num_classes
-    elif config.task == "segmentation":
-        opened, classes = open_masked(
-            config.root,
-            val_fraction=config.val_fraction,
-            seed=seed,
-            augment=augment,
-            options=options,
-            classes=MaskClasses.of(config),
-            judged=known is not None,
-        )
-        datasets, names, num_classes = opened, classes.names, len(classes.names)
-        colours = classes.colours
-        options = next(iter(opened.values())).options
     else:
-        opened, names = open_images(
-            config.root,
-            val_fraction=config.val_fraction,
-            seed=seed,
-            augment=augment,
-            options=options,
-            labelled=labelled and config.task != "generate",
-            levels=config.task == "generate",
-            known=known,
-        )
-        datasets, num_classes = opened, len(names)
-        options = next(iter(opened.values())).options
+        generate = config.task == "generate"
+        if config.task == "segmentation":
+            found = find_masked(config.root, MaskClasses.of(config), options.max_pixels)
+            names, colours = found.masks.classes.names, found.masks.classes.colours
+        else:
+            found = find_images(config.root, labelled=labelled and not generate, known=known)
+            names = tuple(known or ()) or found.names
+        num_classes = len(names)
+        if known is None:
+            parts = found.to_train(config.val_fraction, seed)
+        else:
+            parts = found.to_judge(() if found.masks else known, config.val_fraction, seed)
+        opened = found.datasets(parts, seed, augment, options, levels=generate)
+        datasets, options = opened, next(iter(opened.values())).options
     values = config.task != "generate"
     return dict(datasets), DataSpec(
         options.channels,

@@ -18,7 +18,6 @@ import torch
 from timm.data.readers import create_reader
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from visionattn.data.archives import require
 from visionattn.data.batches import (
     ORDER_STREAM,
     Batch,
@@ -27,9 +26,10 @@ from visionattn.data.batches import (
     collate,
     start_worker,
 )
+from visionattn.data.formats.reader import require
 from visionattn.data.geometry import Geometry
 from visionattn.data.images import see_array
-from visionattn.data.split_names import LeftOut, by_split, listed
+from visionattn.data.walk import LeftOut, by_split, listed
 
 if TYPE_CHECKING:
     from visionattn.data.augment import Augment
@@ -92,7 +92,7 @@ def open_shards(
     Raises:
         ValueError, FileNotFoundError: one line that says what is wrong.
     """
-    require("webdataset", root)
+    require("readers", "webdataset", what=f"data root {root}")
     if num_classes is None:
         raise ValueError(
             f"data root {root} does not say how many classes there are; give num_classes"

@@ -6,11 +6,12 @@ data sets. The fonts are those that matplotlib ships, so that nothing is fetched
 
 from collections.abc import Callable
 from functools import lru_cache
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
+
+from visionattn.data.lettering import font_file
 
 TEXT_FONTS = ("DejaVuSans", "DejaVuSerif", "STIXGeneral", "cmr10", "cmss10")
 MONO_FONTS = ("DejaVuSansMono", "cmtt10")
@@ -52,13 +53,6 @@ class Style(NamedTuple):
     """From one line of text to the next, in pixels."""
     ragged: float
     """The largest share of a line that is left free at its end."""
-
-
-def font_file(font: str) -> Path:
-    """Return the file of a font that matplotlib ships, by its name without ``.ttf``."""
-    import matplotlib  # takes a tenth of a second
-
-    return Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{font}.ttf"
 
 
 def _words(rng: np.random.Generator, count: int, kind: Kind) -> list[str]:

@@ -1,20 +1,19 @@
-"""The images below a folder: which files and folders count, each real folder once.
+"""The files below a folder: which of them are images, which folders are splits, in which order
+names stand, and the line that tells what is left out.
 
-It leaves out folders that a link leads to for the second time, hidden files, pipes, sockets and
-devices, and counts files of other kinds. It opens no image.
+This module leaves out hidden files, pipes, sockets and devices, and opens no image.
 """
 
 import os
 import re
 import unicodedata
-from collections import Counter
-from collections.abc import Iterable, Iterator
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from visionattn.data.formats import extensions, is_folder_format
-
-Identity = tuple[int, int]
-"""Device and inode, which all names of a folder share."""
 
 TEXTS = frozenset(
     (".txt", ".md", ".rst", ".html", ".ini", ".log", ".py", ".ipynb", ".lst")
@@ -22,42 +21,63 @@ TEXTS = frozenset(
     + (".tfw", ".pgw", ".jgw", ".wld", ".prj", ".ovr", ".msk", ".aux")
 )
 """Texts, tables and the companions of rasters, never counted as lost images."""
-MOST_SUFFIXES = 10
-"""How many suffixes a line names."""
+MOST_NAMES = 10
+"""How many names or suffixes a line lists."""
+SPLIT_NAMES = {
+    "train": ("train", "training"),
+    "validation": ("val", "valid", "validation", "dev"),
+    "test": ("test", "testing"),
+}
+"""What each split may be called, in any case."""
+_SPLITS = {name: split for split, names in SPLIT_NAMES.items() for name in names}
 
 
-def images_below(
-    folder: str | Path,
-    apart: frozenset[Identity] | set[Identity] = frozenset(),
-    others: Counter[str] | None = None,
-    *,
-    deep: bool = True,
-) -> list[str]:
-    """List the paths of the images below a folder at any depth, in natural order.
-
-    A link is followed, once: a folder that can be reached by two paths counts under the one without
-    a link. A link to nothing counts as an image, which then cannot be read.
-
-    Args:
-        folder: where to look.
-        apart: folders besides, which are not entered.
-        others: counts the suffixes of files that are neither images nor ``TEXTS``.
-        deep: enter folders.
+def images_below(folder: str | Path, others: Counter[str] | None = None) -> list[str]:
+    """List the paths of the images below a folder at any depth, in natural order; ``others`` counts
+    the suffixes of files that are neither images nor ``TEXTS``.
 
     Raises:
         OSError: a folder cannot be read.
     """
-    seen = {identity(folder), *apart} if deep else None
-    images, rest = by_kind(_files(os.fspath(folder), seen))
+    images, rest = by_kind(path for path, is_folder in below(folder) if not is_folder)
     if others is not None:
         others.update(rest)
     return sorted(images, key=in_order)
 
 
-def holds_images(folder: str | Path) -> bool:
-    """Tell whether there is an image below a folder, at any depth."""
-    known = extensions()
-    return any(suffix_of(path) in known for path in _files(os.fspath(folder), {identity(folder)}))
+def below(
+    root: str | Path, split_of: Callable[[str], str | None] = lambda name: None
+) -> Iterator[tuple[str, bool]]:
+    """Yield the path of everything below a folder, and whether it is a folder.
+
+    A link is followed, once: a folder that can be reached by two paths counts under the one without
+    a link. A link to nothing counts as a file, which then cannot be read.
+
+    Args:
+        root: where to look.
+        split_of: returns the split that the name of a folder stands for. Two splits may have the
+            same folder.
+    """
+    waiting: deque[tuple[str, str | None]] = deque([(os.fspath(root), None)])
+    seen, top = set(), os.stat(root)
+    while waiting:
+        folder, split = waiting.popleft()
+        state = os.stat(folder)
+        key = None if os.path.samestat(state, top) else split, state.st_dev, state.st_ino
+        if key in seen:
+            continue
+        seen.add(key)
+        yield folder, True
+        with os.scandir(folder) as entries:
+            visible = [entry for entry in entries if not is_hidden(entry.name)]
+        for entry in sorted(visible, key=lambda entry: entry.name):
+            if entry.is_dir() and not is_folder_format(entry.name):
+                # Links wait until all that needs none has been seen.
+                wait = waiting.append if entry.is_symlink() else waiting.appendleft
+                wait((entry.path, split or split_of(entry.name)))
+            # What is there and neither file nor folder is a pipe, a socket or a device.
+            elif entry.is_dir() or entry.is_file() or not os.path.exists(entry.path):
+                yield entry.path, False
 
 
 def by_kind(
@@ -85,23 +105,6 @@ def suffix_of(path: str) -> str:
     return os.path.splitext(path)[1].lower()
 
 
-def subfolders(folder: str | Path) -> list[str]:
-    """List the names of the folders in a folder, without hidden ones, folders that are images, and
-    links to the folder itself.
-    """
-    own = identity(folder)
-    with os.scandir(folder) as entries:
-        names = [
-            entry.name
-            for entry in entries
-            if not is_hidden(entry.name)
-            and entry.is_dir()
-            and not is_folder_format(entry.name)
-            and identity(entry.path) != own
-        ]
-    return sorted(names, key=in_order)
-
-
 def is_hidden(name: str) -> bool:
     """Tell whether a file or folder is hidden, or made by macOS for its own use."""
     return name.startswith(".") or name == "__MACOSX"
@@ -110,8 +113,8 @@ def is_hidden(name: str) -> bool:
 def counted(suffixes: Counter[str]) -> str:
     """Return counts by suffix for people, the largest first: ``12 .heic, 3 .pdf``."""
     ordered = sorted(suffixes.items(), key=lambda each: (-each[1], each[0]))
-    words = [f"{count} {suffix or 'without a suffix'}" for suffix, count in ordered[:MOST_SUFFIXES]]
-    if rest := sum(count for _, count in ordered[MOST_SUFFIXES:]):
+    words = [f"{count} {suffix or 'without a suffix'}" for suffix, count in ordered[:MOST_NAMES]]
+    if rest := sum(count for _, count in ordered[MOST_NAMES:]):
         words.append(f"{rest} more")
     return ", ".join(words)
 
@@ -136,29 +139,59 @@ def in_order(path: str) -> tuple[list, str]:
     return natural_key(path), path
 
 
-def identity(folder: str | Path) -> Identity:
-    """Return what tells a folder from others, whatever path leads to it."""
-    state = os.stat(folder)
-    return state.st_dev, state.st_ino
+def split_of(name: str) -> str | None:
+    """Return the split that a name stands for, in any case; None for other names."""
+    return _SPLITS.get(name.lower())
 
 
-def _files(folder: str, seen: set[Identity] | None) -> Iterator[str]:
-    """Yield the files below a folder, and the folders that are images; ``seen`` grows. None enters
-    no folder.
+def by_split(names: Iterable[str], root: object) -> dict[str, str]:
+    """Return the name of each split, in the order of ``SPLIT_NAMES``.
+
+    Raises:
+        ValueError: two names stand for one split.
     """
-    with os.scandir(folder) as entries:
-        visible = sorted((entry for entry in entries if not is_hidden(entry.name)), key=_links_last)
-    for entry in visible:
-        if not entry.is_dir():
-            # What is there and no file is a pipe, a socket or a device.
-            if entry.is_file() or not os.path.exists(entry.path):
-                yield entry.path
-        elif is_folder_format(entry.path):
-            yield entry.path
-        elif seen is not None and (here := identity(entry.path)) not in seen:
-            seen.add(here)
-            yield from _files(entry.path, seen)
+    found: dict[str, str] = {}
+    for name in sorted(names, key=in_order):
+        split = split_of(name)
+        if split is None:
+            continue
+        if split in found:
+            raise ValueError(
+                f"data root {root} has two {split} splits, {found[split]} and {name}; wanted one: "
+                "join them, or rename one"
+            )
+        found[split] = name
+    return {split: found[split] for split in SPLIT_NAMES if split in found}
 
 
-def _links_last(entry: os.DirEntry) -> tuple[bool, str]:
-    return entry.is_symlink(), entry.name
+@dataclass
+class LeftOut:
+    """What a data set does not use of its root."""
+
+    folders: list[str] = field(default_factory=list)
+    """Folders at the top, or splits of a table."""
+    outside: int = 0
+    """Images that lie in no class folder, or in no split."""
+    suffixes: Counter[str] = field(default_factory=Counter)
+    """Files of other kinds, by suffix."""
+
+    def files_there(self) -> str:
+        """Return the counts of other files for the end of an error; an empty text without any."""
+        return f"; it holds {counted(self.suffixes)}" if self.suffixes else ""
+
+    def warn(self, root: object) -> None:
+        """Tell in one line what is left out."""
+        words = [
+            self.folders and listed(self.folders),
+            self.outside and f"images in no class or split folder: {self.outside}",
+            self.suffixes and f"files of other kinds: {counted(self.suffixes)}",
+        ]
+        if any(words):
+            warnings.warn(f"left out of {root}: {'; '.join(filter(None, words))}", stacklevel=2)
+
+
+def listed(names: Iterable[str], most: int = MOST_NAMES) -> str:
+    """Return names for people, at most ``most`` of them."""
+    given = list(names)
+    more = f" and {len(given) - most} more" if len(given) > most else ""
+    return ", ".join(given[:most]) + more

@@ -1,6 +1,6 @@
 """A linear probe of patch features against masks: how well a feature map tells what lies where.
 
-This module owns which patches are fitted on, the classifier, and its figures. ``data/masks.py``
+This module owns which patches are fitted on, the classifier, and its figures. ``data/drawn_images.py``
 says what lies in a patch.
 """
 
@@ -12,8 +12,8 @@ import numpy as np
 from einops import rearrange
 from torch import Tensor
 
+from visionattn.data.drawn_images import BACKGROUND, DISTRACTOR, FIRST_CLASS, patch_labels
 from visionattn.data.geometry import Size
-from visionattn.data.masks import BACKGROUND, DISTRACTOR, FIRST_CLASS, patch_labels
 from visionattn.inference.drawn import SPLITS, Drawn
 from visionattn.inference.probe import fit_linear, without_features
 from visionattn.inference.reading import ReadImages

@@ -12,13 +12,13 @@ import numpy as np
 from PIL import Image
 
 from visionattn.data.batches import SampleKey
-from visionattn.data.checks import args_of
 from visionattn.data.config import DataConfig
+from visionattn.data.data_checks import args_of
 from visionattn.data.documents import Page
+from visionattn.data.drawn_images import see_mask, value_names
 from visionattn.data.embedded import Canvas, digit_splits
 from visionattn.data.formats import as_flags
 from visionattn.data.geometry import Geometry, Size
-from visionattn.data.masks import see_mask, value_names
 from visionattn.data.splits import build_splits
 from visionattn.inference.listing import digest_of
 from visionattn.inference.probe import Division

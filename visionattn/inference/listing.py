@@ -12,8 +12,7 @@ from typing import Protocol
 
 from visionattn.data.formats import Openable, check_file, extensions, is_folder_format
 from visionattn.data.sources import Files
-from visionattn.data.split_names import LeftOut
-from visionattn.data.walk import TEXTS, images_below, suffix_of
+from visionattn.data.walk import TEXTS, LeftOut, images_below, suffix_of
 
 
 class Listing(Protocol):

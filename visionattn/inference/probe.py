@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from visionattn.data.folder import open_images
+from visionattn.data.own_images import find_images
 
 if TYPE_CHECKING:
     from sklearn.pipeline import Pipeline
@@ -71,18 +71,17 @@ def divide_folder(root: str, *, val_fraction: float, seed: int) -> Division:
     Raises:
         ValueError, FileNotFoundError: there are no classes, or too few images; one line.
     """
-    parts, names = open_images(
-        root, val_fraction=val_fraction, seed=seed, augment=None, options=None
-    )
+    found = find_images(root)
+    parts = found.to_train(val_fraction, seed)
     judged_name = "test" if "test" in parts else "validation"
     fitted, judged = (
         {
-            part.source.name(index): int(label)
+            found.source.name(index): int(label)
             for index, label in zip(part.indices, part.labels, strict=True)
         }
         for part in (parts["train"], parts[judged_name])
     )
-    return Division(fitted, judged, judged_name, names)
+    return Division(fitted, judged, judged_name, found.names)
 
 
 def fit_linear(

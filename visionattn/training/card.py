@@ -14,7 +14,7 @@ from torch import nn
 
 from visionattn.cli.files import printable
 from visionattn.cli.parsing import field_types
-from visionattn.data.checks import EMBEDDED
+from visionattn.data.data_checks import EMBEDDED
 from visionattn.data.geometry import geometry_of
 from visionattn.models.building import patch_size
 from visionattn.models.conversion import HUBS, SOURCES, is_file

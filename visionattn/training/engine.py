@@ -30,7 +30,7 @@ from visionattn.cli.files import first_line
 from visionattn.cli.interruption import Interrupted, Interruption
 from visionattn.cli.provenance import provenance
 from visionattn.data.geometry import geometry_of
-from visionattn.data.mask_checks import check_trained
+from visionattn.data.mask_files import check_trained
 from visionattn.data.splits import Splits, build_splits, check_root, geometry_choices
 from visionattn.models.building import ModelConfig, check_geometries, patch_size
 from visionattn.models.conversion import NAME as CONVERTED

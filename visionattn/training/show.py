@@ -15,7 +15,7 @@ from torch.nn.functional import one_hot
 
 from visionattn.cli.files import check_free, write_whole
 from visionattn.data.batches import Batch, seed_batch
-from visionattn.data.drawn import seen_as
+from visionattn.data.drawn_images import seen_as
 from visionattn.data.splits import check_root
 from visionattn.models.pixel_classes import class_names, striped
 from visionattn.models.segmentation import IGNORED

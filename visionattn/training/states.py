@@ -16,10 +16,9 @@ import torch
 from torch import nn
 
 from visionattn.cli.untrusted import brief, from_json
-from visionattn.data.checks import WHOLE
-from visionattn.data.split_names import listed
+from visionattn.data.data_checks import WHOLE
 from visionattn.data.splits import Splits
-from visionattn.data.walk import composed
+from visionattn.data.walk import composed, listed
 from visionattn.models.building import ModelConfig
 from visionattn.models.conversion import NAME as CONVERTED
 from visionattn.models.mixed_blocks import places_of_blocks

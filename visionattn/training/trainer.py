@@ -20,7 +20,7 @@ from visionattn.cli.interruption import Interruption
 from visionattn.cli.progress import Progress
 from visionattn.cli.untrusted import brief
 from visionattn.data.batches import Batch, EvalBatches
-from visionattn.data.drawn import seen_as
+from visionattn.data.drawn_images import seen_as
 from visionattn.data.images import ImageDataset
 from visionattn.data.splits import Splits, eval_batches, train_batches
 from visionattn.data.streams import StreamEvalBatches, StreamTrainBatches

@@ -22,12 +22,12 @@ from visionattn.cli.progress import Progress
 from visionattn.cli.provenance import provenance
 from visionattn.data.buckets import cell_px
 from visionattn.data.config import AugmentConfig, DataConfig
-from visionattn.data.drawn import seen_as
+from visionattn.data.drawn_images import seen_as
 from visionattn.data.geometry import Geometry, check_geometry, pixels, sides
-from visionattn.data.mask_checks import check_judged
+from visionattn.data.mask_files import check_judged
 from visionattn.data.outlook import FEW_PIXELS, ForwardMemory, Forwards, describe, trial_seconds
-from visionattn.data.split_names import listed
 from visionattn.data.splits import eval_batches, images_to_judge
+from visionattn.data.walk import listed
 from visionattn.models.building import check_geometries, patch_size
 from visionattn.models.cost import Expected, Shape
 from visionattn.models.machine import pick_device, precision_taken

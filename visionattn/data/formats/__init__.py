@@ -1,6 +1,15 @@
 """Files of images in any format: which reader opens them, and how their values become pixels."""
 
-from visionattn.data.formats.options import (
+from visionattn.data.formats.known_formats import (
+    Openable,
+    check_file,
+    extensions,
+    is_folder_format,
+    open_image,
+    read_size,
+)
+from visionattn.data.formats.pillow import large_images_allowed
+from visionattn.data.formats.read_options import (
     COLOURED,
     LARGEST_IMAGE_PX,
     ReadOptions,
@@ -8,22 +17,12 @@ from visionattn.data.formats.options import (
     check_reading,
     options_of,
 )
-from visionattn.data.formats.pillow import large_images_allowed
 from visionattn.data.formats.reader import (
     DAMAGED_IMAGE,
     Georeference,
     MissingPackage,
     NotAsAsked,
     Reader,
-)
-from visionattn.data.formats.settling import settle, settle_one
-from visionattn.data.formats.table import (
-    Openable,
-    check_file,
-    extensions,
-    is_folder_format,
-    open_image,
-    read_size,
 )
 from visionattn.data.formats.values import (
     bands_of,
@@ -32,6 +31,8 @@ from visionattn.data.formats.values import (
     read_blocks,
     read_image,
     resize,
+    settle,
+    settle_one,
 )
 
 __all__ = [

@@ -16,7 +16,6 @@ from visionattn.data.formats.reader import (
     damage,
     lengths,
     pick,
-    require,
 )
 from visionattn.data.geometry import Box
 
@@ -24,22 +23,13 @@ from visionattn.data.geometry import Box
 def open_reader(source: str | BinaryIO, page: int | None) -> Reader:
     """Open a zarr folder by its path, or the content of an ``.npy`` file."""
     if isinstance(source, str):
-        require("arrays", "zarr", what="a zarr array")
         with damage("zarr"):
             return ArrayImage(_open_zarr(source), None, page)
     path = getattr(source, "name", None)
     mapped = isinstance(path, str) and os.path.isfile(path)
     with damage("array", tokenize.TokenError, MemoryError):
         # Objects would be unpickled, which may run anything.
-        try:
-            array = np.load(path if mapped else source, "r" if mapped else None, allow_pickle=False)
-        except ValueError as error:
-            if "mmap length" not in str(error):
-                raise
-            raise ValueError(
-                f"array that is cut off: it has {os.path.getsize(path):,} bytes, and its head says "
-                "more"
-            ) from error
+        array = np.load(path if mapped else source, "r" if mapped else None, allow_pickle=False)
     return ArrayImage([array], source, page)
 
 

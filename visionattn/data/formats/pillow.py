@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import cv2
 import numpy as np
@@ -20,11 +20,11 @@ from visionattn.data.formats.reader import (
     BROKEN,
     DAMAGED_IMAGE,
     TURNS,
-    MissingPackage,
     Reader,
     check_page,
     damage,
     pick,
+    require,
     smaller_part,
 )
 from visionattn.data.geometry import Box
@@ -32,7 +32,6 @@ from visionattn.data.geometry import Box
 CONVERTED = {"1": "L", "LA": "LA", "La": "LA", "PA": "RGBA", "RGBA": "RGBA", "RGBa": "RGBA"}
 """What images of a mode are converted to; those of other modes of 8 bits become RGB."""
 BANDS = {"L": 1, "LA": 2, "RGB": 3, "RGBA": 4}
-_BITS_PER_SAMPLE, _MAX_SAMPLE_VALUE = 258, 281  # tags of TIFF
 _J2K_START = b"\xff\x4f\xff\x51"
 TAIL_BYTES = 2**16
 """Bytes at the end of a file in which EXIF begins that stands behind the pixels."""
@@ -70,7 +69,7 @@ class PillowImage(Reader):
         self._scale = 1
         self._image = self._open()
         self._wide = wide_png(self._image, file) if self._image.format == "PNG" else None
-        self._codestream = _codestream(file) if self._image.format == "JPEG2000" else None
+        self.codestream = _codestream(file) if self._image.format == "JPEG2000" else None
         self.stored = self._image.size[::-1]
         if self._image.format != "TIFF":  # Pillow turns TIFF itself
             self.turn = TURNS.get(_orientation(self._image, file), TURNS[1])
@@ -95,7 +94,7 @@ class PillowImage(Reader):
     def _describe(self) -> None:
         """Say which bands and values ``read`` gives."""
         mode = self._image.mode
-        if self._wide is not None and self._wide.bands > 1:
+        if self._wide is not None:
             self.bands, self.alpha = self._wide.bands, self._wide.bands in (2, 4)
             self.dtype, self.bits = np.dtype(np.uint16), self._wide.bits
             return
@@ -111,36 +110,13 @@ class PillowImage(Reader):
         self.dtype, self.bits = np.dtype(np.uint8), 8
         # Elsewhere transparency is left out, as usual; of TIFF it hides pixels, as in GDAL.
         self.meaning = Meaning(alpha=self.alpha and self._image.format == "TIFF")
-        if (bits := _stated(self._image, _BITS_PER_SAMPLE)) > 8:
-            raise MissingPackage(
-                f"TIFF of {bits} bits and several bands needs tifffile: "
-                "pip install 'visionattn[tiff]'"
-            )
-
-    def tag(self, number: int) -> Any:
-        """Return the value of a tag of a TIFF; None where it has none."""
-        return getattr(self._image, "tag_v2", {}).get(number)
 
     def _bits(self) -> int | None:
         """Return the bits that integers fill, where the file states it."""
-        if self._wide is not None:
-            return self._wide.bits
-        if self._codestream is not None:
-            return self._codestream.bits if self._codestream.bits < 16 else None
-        if self._image.format == "TIFF" and self._image.mode.startswith("I;16"):
-            largest = _stated(self._image, _MAX_SAMPLE_VALUE).bit_length()
-            bits = largest or _stated(self._image, _BITS_PER_SAMPLE)
-            return bits if 0 < bits < 16 else None
+        if self.codestream is not None:
+            return self.codestream.bits if self.codestream.bits < 16 else None
         # Pillow scales PGM and PPM to all 16 bits, by the maximum in the header.
         return 16 if self._image.format == "PPM" else None
-
-    @property
-    def lost_bits(self) -> int:
-        """The bits of a JPEG 2000 of which Pillow would keep the upper 8 alone: with 12 bits in 16
-        it would be nearly black. 0 where it keeps all.
-        """
-        bits = 0 if self._codestream is None else self._codestream.bits
-        return bits if bits > 8 and self.dtype == np.uint8 else 0
 
     def _read(self, box: Box, height: int, width: int, bands: Sequence[int] | None) -> np.ndarray:
         scale = self._largest_scale(min(box.height // height, box.width // width))
@@ -154,8 +130,8 @@ class PillowImage(Reader):
         most = 1
         if self._image.format in ("JPEG", "MPO"):
             most = 8
-        elif self._codestream is not None:
-            most = 2**self._codestream.levels
+        elif self.codestream is not None:
+            most = 2**self.codestream.levels
         while most > max(1, wanted):
             most //= 2
         return most
@@ -163,12 +139,12 @@ class PillowImage(Reader):
     def _decode(self, scale: int) -> np.ndarray:
         """Decode the whole image, made smaller by ``scale``: ``[H, W, bands]``."""
         self.check_decoded(self.stored[0] // scale, self.stored[1] // scale)
-        if self._wide is not None and self._wide.bands > 1:
-            return self._decode_wide_png()
+        if self._wide is not None:
+            return self._decode_wide_png(self._wide)
         if not getattr(self._image, "tile", True):  # it was decoded, at another size
             self._image = self._open()
         image = self._image
-        if self._codestream is not None:
+        if self.codestream is not None:
             image.reduce = scale.bit_length() - 1
         elif scale > 1:
             image.draft(None, tuple(px // scale for px in image.size))
@@ -176,13 +152,11 @@ class PillowImage(Reader):
             if self.dtype == np.uint8 and image.mode != self.mode:
                 image = image.convert(self.mode)
             pixels = np.asarray(image).astype(self.dtype, copy=False)
-        if self._codestream is not None and self.bits is not None and self.dtype == np.uint16:
+        if self.codestream is not None and self.bits is not None and self.dtype == np.uint16:
             pixels = pixels >> (16 - self.bits)  # Pillow scales these to 16 bits
-        if self._wide is not None:
-            pixels = self._wide.unscaled(pixels)
         return pixels.reshape(*pixels.shape[:2], -1)
 
-    def _decode_wide_png(self) -> np.ndarray:
+    def _decode_wide_png(self, wide: "WidePng") -> np.ndarray:
         # Pillow finds damage by the checksums; OpenCV would print it, and old ones pass over it.
         self._open().verify()
         self._file.seek(0)
@@ -191,19 +165,13 @@ class PillowImage(Reader):
             pixels = cv2.imdecode(encoded, cv2.IMREAD_UNCHANGED)
         if pixels is None:
             raise ValueError("PNG of 16 bits that cannot be decoded")
-        order = {2: [0, 3], 3: [2, 1, 0], 4: [2, 1, 0, 3]}[self.bands]
-        return self._wide.unscaled(pixels[..., order])
+        order = {1: [0], 2: [0, 3], 3: [2, 1, 0], 4: [2, 1, 0, 3]}[self.bands]
+        return wide.unscaled(pixels.reshape(*pixels.shape[:2], -1)[..., order])
 
     def close(self) -> None:
         """Close the file."""
         self._image.close()
         self._file.close()
-
-
-def _stated(image: Image.Image, tag: int) -> int:
-    """Return the largest value of a tag of a TIFF; 0 where there is none."""
-    value = getattr(image, "tag_v2", {}).get(tag, 0)
-    return int(max(value)) if isinstance(value, tuple) else int(value)
 
 
 def _orientation(image: Image.Image, file: BinaryIO) -> object:
@@ -285,11 +253,13 @@ def _codestream(file: BinaryIO) -> _Codestream:
 
 def open_reader(file: BinaryIO, page: int | None) -> Reader:
     """Open an image with Pillow, or with rasterio where Pillow would lose bits."""
-    from visionattn.data.formats import raster
-
     with damage("image"):
         image = PillowImage(file, page)
-    if not image.lost_bits:
+    # Of several bands of 12 bits in 16, Pillow keeps the upper 8 bits: nearly black.
+    if image.codestream is None or image.codestream.bits <= 8 or image.dtype != np.uint8:
         return image
-    what = f"JPEG 2000 of {image.lost_bits} bits and several bands"
-    return raster.open_reader(file, page, what)
+    what = f"JPEG 2000 of {image.codestream.bits} bits and several bands"
+    require("raster", "rasterio", what=what)
+    from visionattn.data.formats.gdal_raster import Raster
+
+    return Raster(file, page)

@@ -1,24 +1,23 @@
 """What every reader of images has in common: size after the turns of EXIF, bands, and regions.
 
-This module knows no format. A format is a subclass of ``Reader`` and a row of ``table.py``.
+This module knows no format. A format is a subclass of ``Reader`` and a row of ``known_formats.py``.
 """
 
 import importlib.util
 import struct
 import zlib
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from visionattn.data.formats.meaning import Meaning
-from visionattn.data.formats.options import LARGEST_IMAGE_PX
+from visionattn.data.formats.read_options import LARGEST_IMAGE_PX
 from visionattn.data.geometry import Box
 
 DAMAGED_IMAGE = (
@@ -152,22 +151,18 @@ TURNS = {
 """What the orientation of EXIF and TIFF, tag 274, means."""
 
 
-class Closing:
+class Closing(AbstractContextManager):
     """What is closed where a ``with`` block ends."""
 
-    def __enter__(self) -> Self:
-        return self
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()  # type: ignore[attr-defined]
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of all that is open."""
 
 
-class Reader(Closing, ABC):
+class Reader(Closing):
     """An open image, of which parts are read; a context manager.
 
     A subclass sets all attributes, opens the file in its constructor and closes it in ``close``.
@@ -297,10 +292,6 @@ class Reader(Closing, ABC):
                 f"{rows:,} x {columns:,} pixels are too many to be read at once: more than "
                 f"data.max_pixels {self.most_px:,}; raise it where they are meant"
             )
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close the file."""
 
 
 def check_page(page: int | None, pages: int) -> int:

@@ -4,9 +4,7 @@ of OME and ImageJ files, smaller copies, masks, palettes, inks and GDAL's metada
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, NamedTuple
-from xml.etree import ElementTree
 
 import numpy as np
 
@@ -15,11 +13,10 @@ from visionattn.data.formats.meaning import (
     of_inks,
     of_lab,
     of_ycbcr,
-    scaling,
 )
 from visionattn.data.formats.reader import NotAsAsked
 
-GEO_KEYS, GDAL_METADATA, GDAL_NODATA = 34735, 42112, 42113
+PHOTOMETRIC, GEO_KEYS, GDAL_METADATA, GDAL_NODATA = 262, 34735, 42112, 42113
 MIN_IS_WHITE, MIN_IS_BLACK, RGB, PALETTE, INKS, YCBCR, LAB = 0, 1, 2, 3, 5, 6, 8
 """Photometric interpretations."""
 APERIO_YCBCR = 33003
@@ -38,15 +35,6 @@ class Plane(NamedTuple):
     """Bytes from the page's own image."""
 
 
-class Parts(NamedTuple):
-    """One image of a file."""
-
-    levels: list[list[Plane]]
-    """Its planes, which are its bands, and those of its smaller copies, the largest first."""
-    masks: list
-    """Pages that are 0 where it holds nothing, the largest first."""
-
-
 def page_size(page) -> tuple[int, int]:
     """Return height and width of a page."""
     return int(page.imagelength), int(page.imagewidth)
@@ -57,25 +45,27 @@ def page_places(tiff) -> list[int]:
     return [n for n, page in enumerate(tiff.pages) if not page.subfiletype & (REDUCED | MASK)]
 
 
-def page_parts(tiff, place: int) -> Parts:
-    """Return the parts of a page: those within it, and those that follow it in the file."""
+def page_levels(tiff, place: int) -> tuple[list[list[Plane]], bool]:
+    """Return the planes of a page, which are its bands, and of its smaller copies, the largest
+    first, which are within it or follow it in the file; and whether a mask says where it holds
+    nothing.
+    """
     page = tiff.pages[place]
     found = list(page.pages or [])
     for following in range(place + 1, len(tiff.pages)):
         if not tiff.pages[following].subfiletype & (REDUCED | MASK):
             break
         found.append(tiff.pages[following])
-    found.sort(key=page_size, reverse=True)
     kind = page.dtype, page.samplesperpixel
     copies = [
         copy
-        for copy in found
+        for copy in sorted(found, key=page_size, reverse=True)
         if copy.subfiletype & (REDUCED | MASK) == REDUCED
         and (copy.dtype, copy.samplesperpixel) == kind
         and copy.imagelength < page.imagelength
     ]
-    masks = [each for each in found if each.subfiletype & MASK]
-    return Parts([[Plane(each)] for each in (page, *copies)], masks)
+    masked = any(each.subfiletype & MASK for each in found)
+    return [[Plane(each)] for each in (page, *copies)], masked
 
 
 def named_images(tiff) -> list[tuple[Any, np.ndarray]]:
@@ -100,9 +90,9 @@ def named_images(tiff) -> list[tuple[Any, np.ndarray]]:
     return images
 
 
-def named_parts(tiff, series, numbers: np.ndarray) -> Parts:
-    """Return the parts of one of ``named_images``."""
-    return Parts([_planes(tiff, level, numbers) for level in series.levels], [])
+def named_levels(tiff, series, numbers: np.ndarray) -> list[list[Plane]]:
+    """Return the planes of one of ``named_images``, and of its smaller copies."""
+    return [_planes(tiff, level, numbers) for level in series.levels]
 
 
 def _planes(tiff, series, numbers: np.ndarray) -> list[Plane]:
@@ -144,16 +134,5 @@ def meaning_of(page, bands: int, *, alpha: bool) -> Meaning:
     """Return what the ``bands`` stored values of a page stand for; ``alpha`` tells that the last is
     transparency.
     """
-    nodata: tuple[float, ...] = ()
-    with suppress(ValueError):
-        said = page.tags.valueof(GDAL_NODATA)
-        nodata = () if said is None else (float(str(said).strip("\0 ")),) * bands
-    scales, offsets = [1.0] * bands, [0.0] * bands
-    with suppress(ValueError, LookupError, ElementTree.ParseError):
-        for item in ElementTree.fromstring(page.tags.valueof(GDAL_METADATA, "<none/>")):
-            numbers = {"scale": scales, "offset": offsets}.get(item.get("role", ""))
-            if numbers is not None:
-                numbers[int(item.get("sample", 0))] = float(item.text or "")
     palette, colours = (make(page, bands - alpha) for make in (palette_of, colours_of))
-    units = scaling(scales, offsets)
-    return Meaning(palette, colours, nodata=nodata, alpha=alpha, **units)
+    return Meaning(palette, colours, alpha=alpha)

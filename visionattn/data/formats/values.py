@@ -1,23 +1,35 @@
 """From the bands and values of a file to those of a model: which bands, and what is black and
-white.
-
-This module owns the range of values. It knows readers only as ``Reader``.
+white, which a look at a few files of a data set decides once for all of them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
 
 import cv2
 import numpy as np
 
-from visionattn.data.formats.options import ReadOptions
-from visionattn.data.formats.reader import NotAsAsked, Reader
+from visionattn.data.formats.known_formats import open_image
+from visionattn.data.formats.read_options import ReadOptions
+from visionattn.data.formats.reader import DAMAGED_IMAGE, NotAsAsked, Reader
 from visionattn.data.geometry import Box, View
+
+if TYPE_CHECKING:
+    from visionattn.data.sources import Source
 
 GREY = np.array([0.299, 0.587, 0.114], np.float32)
 """The weights of red, green and blue in grey, as Pillow has them (ITU-R 601-2)."""
 TILE_ROWS = 256
 BLOCK_PX = 2**24
 """The most pixels that are read at once where all of an image is looked at."""
+BITS = (8, 10, 12, 14, 16)
+"""What integers of 16 bits may hold where their file does not say it."""
+FEW_FILES, PAGED_FILES = 8, 256
+"""How many files tell which range the values of all have, and how many are asked for pages."""
+PAGED = (".tif", ".tiff", ".btf", ".tf8", ".gif", ".webp")
+"""The ends of names of formats that have pages."""
 
 
 def read_image(reader: Reader, view: View, options: ReadOptions) -> np.ndarray:
@@ -193,3 +205,140 @@ def blocks(reader: Reader) -> Iterator[Box]:
         rows -= rows % TILE_ROWS
     for top in range(0, reader.height, rows):
         yield Box(top, 0, min(rows, reader.height - top), reader.width)
+
+
+class _Seen(NamedTuple):
+    """What a file of a data set has."""
+
+    name: str
+    pages: int
+    """How many there are; 1 where a page is asked for."""
+    dtype: np.dtype
+    scaled: bool
+    """Whether it states scale and offset."""
+    ends: tuple[float, float] | None = None
+    """The smallest and the largest value, where nothing says which range they have."""
+    unknown: str = ""
+    """What is said where nobody gives that range."""
+
+
+def settle(
+    source: "Source", indices: Sequence[int], options: ReadOptions, *, strict: bool = True
+) -> tuple[ReadOptions, list[str]]:
+    """Look at a few files of a data set, evenly spread, for what is decided once for all of them.
+
+    Args:
+        source: the files.
+        indices: numbers of those of the data set.
+        options: how they are read.
+        strict: raise where values have no range; otherwise such a file is an error when its turn
+            comes.
+
+    Returns:
+        The options, with the range of values of integers whose files do not state it, and lines
+        that tell people of that range and of pages that are left out.
+
+    Raises:
+        ValueError: the values are no integers of up to 16 bits and have no range, or none of the
+            files has the bands or the page, or the package, that it takes; one line with the file.
+    """
+    seen: list[_Seen] = []
+    refused: list[str] = []
+    for place in np.linspace(0, len(indices) - 1, min(FEW_FILES, len(indices))).round():
+        index = int(indices[int(place)])
+        try:
+            with open_image(source.open(index), options) as reader:
+                seen.append(_look(reader, source.name(index), options))
+        except NotAsAsked as error:
+            refused.append(f"{source.name(index)}: {error}")
+        except DAMAGED_IMAGE:
+            continue  # it is reported when its turn comes
+    if strict and refused and not seen:
+        raise ValueError(refused[0])
+    options, lines = _settled(seen, options, strict)
+    return options, lines + _of_pages([*seen, *_first_of_pages(source, indices, options)])
+
+
+def settle_one(reader: Reader, name: str, options: ReadOptions) -> tuple[ReadOptions, list[str]]:
+    """Do the same for one image that is open, of which all is looked at where nothing says which
+    range its values have.
+
+    Raises:
+        One of ``DAMAGED_IMAGE``: it cannot be read, or has no such bands.
+    """
+    seen = [_look(reader, name, options)]
+    options, lines = _settled(seen, options, strict=False)
+    return options, lines + _of_pages(seen)
+
+
+def _first_of_pages(
+    source: "Source", indices: Sequence[int], options: ReadOptions
+) -> Iterator[_Seen]:
+    """Yield the first file of several pages among the first whose names tell formats that have
+    some; their heads alone are read.
+    """
+    named = (int(index) for index in indices if source.name(int(index)).lower().endswith(PAGED))
+    for index in islice(named, PAGED_FILES if options.page is None else 0):
+        with suppress(*DAMAGED_IMAGE), open_image(source.open(index), options) as reader:
+            if reader.pages > 1:
+                yield _Seen(source.name(index), reader.pages, reader.dtype, False)
+                return
+
+
+def _of_pages(seen: Sequence[_Seen]) -> list[str]:
+    """Return the line that tells of pages that are left out."""
+    many = max(seen, key=lambda file: file.pages, default=None)
+    if many is None or many.pages == 1:
+        return []
+    return [
+        f"images have several pages ({many.pages} in {many.name}): the first of each is read, "
+        "the others are left out; --data.page N takes another"
+    ]
+
+
+def _look(reader: Reader, name: str, options: ReadOptions) -> _Seen:
+    bands = bands_of(reader, options)
+    pages = reader.pages if options.page is None else 1
+    seen = _Seen(name, pages, reader.dtype, reader.meaning.scale is not None)
+    if reader.dtype == np.uint8 or range_of(reader, options) is not None:
+        return seen
+    parts = (reader.read(box, box.height, box.width, bands) for box in blocks(reader))
+    lows, highs = zip(*map(extremes, parts), strict=True)
+    ends = min(lows), max(highs)
+    return seen._replace(ends=ends, unknown=no_range(reader, ends))
+
+
+def _settled(
+    seen: Sequence[_Seen], options: ReadOptions, strict: bool
+) -> tuple[ReadOptions, list[str]]:
+    """Return the options with the range of integers whose files do not state it, and lines that
+    tell what is known of values.
+    """
+    lines, whole = [], []
+    ranged = options.value_range is not None and not options.found
+    for file in seen:
+        if file.ends is None:
+            continue
+        if file.dtype.kind in "ui" and file.ends[0] >= 0 and file.ends[1] < 2**16:
+            whole.append(file)
+        elif strict:
+            raise ValueError(f"{file.name}: {file.unknown}")
+    if whole:
+        largest = int(max(file.ends[1] for file in whole if file.ends))
+        held = next(few for few in BITS if largest < 2**few)
+        options = replace(options, value_range=(0.0, float(2**held - 1)), found=True)
+        lines.append(
+            f"{max(file.dtype.itemsize * 8 for file in whole)}-bit images hold values up to "
+            f"{largest:,}: read as {held} bits; --data.value_range LOW HIGH says otherwise"
+        )
+    if ranged and seen and all(file.dtype == np.uint8 for file in seen):
+        lines.append(
+            f"data.value_range does not change files of 8 bits; files looked at: {len(seen)}, all "
+            "of 8 bits"
+        )
+    if scaled := [file.name for file in seen if file.scaled]:
+        lines.append(
+            f"{scaled[0]} states scale and offset, which are applied: data.value_range is in "
+            "physical units"
+        )
+    return options, lines

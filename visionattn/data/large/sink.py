@@ -9,7 +9,7 @@ import io
 import math
 import os
 import warnings
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -44,7 +44,7 @@ HEAD, ZARR = 128, "zarr.json"
 """Bytes of an ``.npy`` that do for the head of any map, and the file that makes a folder a zarr."""
 
 
-class MapSink(Closing, ABC):
+class MapSink(Closing):
     """A map ``[C, H, W]`` that is written by bands of rows, a context manager; ``open_sink`` makes
     it.
 
@@ -55,11 +55,20 @@ class MapSink(Closing, ABC):
 
     rows: int = 1
 
-    def __init__(self, path: Path, overwrite: bool, dtype: np.dtype | None):
-        """Take where the map will be."""
+    _shape: Shape
+    _place: Continued
+    _is_folder = False
+
+    def __init__(
+        self,
+        path: Path,
+        overwrite: bool,
+        dtype: np.dtype | None,
+        georeference: Georeference | None = None,
+    ):
+        """Take where the map will be on the disk, and where it lies on the earth."""
         self.path, self._overwrite, self._asked = path, overwrite, dtype
-        self._shape: Shape | None = None
-        self._place: Continued | None = None
+        self._georeference, self._held = georeference, ExitStack()
 
     def begin(self, shape: Shape, dtype: Any) -> None:
         """Make room for a map, or go on with an unfinished one of the same shape and type.
@@ -73,23 +82,18 @@ class MapSink(Closing, ABC):
                 another process writes it; one line, and nothing is written.
             OSError: it cannot be written.
         """
-        assert self._place is None, "a sink takes one map"
         bands, height, width = (int(side) for side in shape)
         dtype = np.dtype(dtype)
         if min(bands, height, width) < 1 or dtype.kind not in "buif":
             raise ValueError(f"{self.path}: wanted a map of numbers, got {dtype} {list(shape)}")
-        if self._asked is not None and dtype.kind == "f":
-            dtype = self._asked
-        self._shape, self.dtype = (bands, height, width), dtype
-        self._check()
+        self._shape = bands, height, width
+        self.dtype = self._asked if self._asked is not None and dtype.kind == "f" else dtype
         there = _bytes_of(Continued.beside(self.path, folder=self._is_folder))
         check_room(self.path, max(0, self._bytes() - there))
-        place = Continued(self.path, folder=self._is_folder, overwrite=self._overwrite)
-        with ExitStack() as failed, named(self.path):
-            failed.callback(place.close)
-            self._begin(place)
-            failed.pop_all()
-        self._place = place
+        self._place = Continued(self.path, folder=self._is_folder, overwrite=self._overwrite)
+        self._held.callback(self._place.close)
+        with named(self.path):
+            self._begin()
 
     def write(self, first_row: int, band: np.ndarray) -> None:
         """Write a band of rows; the same rows may be written again.
@@ -102,7 +106,6 @@ class MapSink(Closing, ABC):
             ValueError: it is no band of this map, or float16 does not hold its values.
             OSError: it cannot be written.
         """
-        assert self._shape is not None and self._place is not None, "begin comes first"
         bands, height, width = self._shape
         rows = slice(first_row, first_row + (band.shape[1] if band.ndim == 3 else 0))
         fits = band.ndim == 3 and (band.shape[0], band.shape[2]) == (bands, width)
@@ -134,47 +137,40 @@ class MapSink(Closing, ABC):
             ValueError: something is in the way by now.
             OSError: it cannot be written.
         """
-        assert self._place is not None, "begin comes first"
         with named(self.path):
-            self._finish(self._place)
+            self._finish()
 
     def close(self) -> None:
         """Let go of the map; what is unfinished stays for the next time."""
-        if self._place is not None:
-            self._place.close()
-
-    _is_folder = False
-
-    def _check(self) -> None:
-        """Raise ValueError where something is in the way, or the format has no such maps."""
-        check_free(self.path, self._overwrite)
+        self._held.close()
 
     def _bytes(self) -> int:
         """Return how many bytes the map takes."""
         return math.prod(self._shape) * self.dtype.itemsize + HEAD
 
     @abstractmethod
-    def _begin(self, place: Continued) -> None:
+    def _begin(self) -> None:
         """Make an empty map, or find that the unfinished one is of this kind."""
 
     @abstractmethod
     def _write(self, rows: slice, band: np.ndarray) -> None:
         """Write some rows."""
 
-    @abstractmethod
-    def _finish(self, place: Continued) -> None:
+    def _finish(self) -> None:
         """Give it its name."""
+        self._place.finish()
 
 
 class NpySink(MapSink):
     """A map as an ``.npy`` file, of which all bytes are reserved before the first band."""
 
-    def _begin(self, place: Continued) -> None:
-        head, size = self._head(), self._size()
-        with place.open() as file:
+    def _begin(self) -> None:
+        head = self._head()
+        size = len(head) + math.prod(self._shape) * self.dtype.itemsize
+        with self._place.open() as file:
             if os.fstat(file.fileno()).st_size == size and file.read(len(head)) == head:
                 return
-            place.empty()
+            self._place.empty()
             reserve_bytes(file.fileno(), size)
             # The head comes last: without it nobody goes on with this file.
             file.seek(0)
@@ -186,9 +182,6 @@ class NpySink(MapSink):
         np.lib.format.write_array_header_1_0(stream, said | {"shape": self._shape})
         return stream.getvalue()
 
-    def _size(self) -> int:
-        return len(self._head()) + math.prod(self._shape) * self.dtype.itemsize
-
     def _write(self, rows: slice, band: np.ndarray) -> None:
         # Not through a memory-map: its pages count as memory of this process, and a full disk ends
         # it without a word.
@@ -199,34 +192,28 @@ class NpySink(MapSink):
                 file.seek(start + (number * height + rows.start) * row_bytes)
                 _write_all(file, np.ascontiguousarray(plane))
 
-    def _finish(self, place: Continued) -> None:
-        place.finish()
-
 
 class ZarrSink(MapSink):
     """A map as a zarr of version 3, in shards of whole rows."""
 
     _is_folder = True
 
-    def _check(self) -> None:
-        require("arrays", "zarr", what="a zarr array")
-        check_new(self.path, replaces=ZARR if self._overwrite else None)
-
-    def _begin(self, place: Continued) -> None:
+    def _begin(self) -> None:
         import zarr
 
+        place = self._place.place
         shards, chunks = shards_of(self._shape, self.dtype.itemsize)
         self.rows = shards[1]
         with suppress(OSError, ValueError, KeyError, TypeError):
-            found = zarr.open_array(place.place, mode="r+")
+            found = zarr.open_array(place, mode="r+")
             kind = found.shape, found.dtype, found.shards, found.chunks
             if kind == (self._shape, self.dtype, shards, chunks):
-                _forget_parts(place.place)
+                _forget_parts(place)
                 self._array = found
                 return
-        place.empty()
+        self._place.empty()
         self._array = zarr.create_array(
-            place.place,
+            place,
             shape=self._shape,
             dtype=self.dtype,
             chunks=chunks,
@@ -237,8 +224,8 @@ class ZarrSink(MapSink):
     def _write(self, rows: slice, band: np.ndarray) -> None:
         self._array[:, rows] = band
 
-    def _finish(self, place: Continued) -> None:
-        place.finish(replaces=ZARR)
+    def _finish(self) -> None:
+        self._place.finish(replaces=ZARR)
 
 
 class TiffSink(NpySink):
@@ -246,43 +233,30 @@ class TiffSink(NpySink):
     lies. A TIFF cannot be gone on with, so the map is an ``.npy`` until it is finished.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        overwrite: bool,
-        dtype: np.dtype | None,
-        georeference: Georeference | None,
-    ):
-        """Take where the map lies on the earth, besides where it will be on the disk."""
-        super().__init__(path, overwrite, dtype)
-        self._georeference = georeference
-
-    def _check(self) -> None:
-        super()._check()
-        require("raster", "rasterio", what="writing a GeoTIFF")
-        if self.dtype == np.int64 or self.dtype == np.uint64 or self.dtype == bool:
+    def _begin(self) -> None:
+        if self.dtype.name in ("int64", "uint64", "bool"):
             raise ValueError(f"{self.path}: a TIFF is not written of {self.dtype}; take another")
         if self._shape[0] > 2**16 - 1:
             raise ValueError(
                 f"{self.path}: {self._shape[0]:,} bands, and a TIFF has 65,535 at most"
             )
+        super()._begin()
 
     def _bytes(self) -> int:
         # The TIFF is written beside the .npy; what cannot be compressed grows a little.
         return math.ceil(2.01 * super()._bytes())
 
-    def _finish(self, place: Continued) -> None:
+    def _finish(self) -> None:
         # What is there is refused here, as write_whole replaces it.
         check_free(self.path, self._overwrite)
         write_whole(self.path, self._write_tiff)
-        place.forget()
+        self._place.forget()
 
     def _write_tiff(self, target: Path) -> None:
         import rasterio
         from rasterio.errors import NotGeoreferencedWarning, RasterioError
         from rasterio.windows import Window
 
-        assert self._shape is not None and self._place is not None
         bands, height, width = self._shape
         half = self.dtype == np.float16  # which GDAL has as floats of 16 bits
         profile: dict[str, Any] = {
@@ -405,6 +379,7 @@ def open_sink(
     if asked is not None and asked.kind != "f":
         raise ValueError(f"{path}: wanted a type of floats, got {asked}")
     if suffix == ".zarr":
+        require("arrays", "zarr", what="a zarr array")
         if not overwrite and (path / ZARR).is_file():
             raise ValueError(f"{path} exists; --overwrite replaces it")
         check_new(path, replaces=ZARR if overwrite else None)
@@ -412,6 +387,7 @@ def open_sink(
     check_free(path, overwrite)
     if suffix == ".npy":
         return NpySink(path, overwrite, asked)
+    require("raster", "rasterio", what="writing a GeoTIFF")
     georeference = getattr(source, "georeference", None)
     placed = None if georeference is None else georeference.scaled(*scale)
     return TiffSink(path, overwrite, asked, placed)

@@ -59,6 +59,7 @@ class ImageSource(Closing):
         dtype: of what ``read`` gives.
         level: which size of a pyramid it is; 0 is the largest.
         georeference: where it lies on the earth, at this level; None where the file does not say.
+        whole: whether its format has no parts.
         held_bytes: what reading keeps besides what ``read`` returns: the image where its format has
             no parts, else the row of tiles, strips or chunks in which a band ends.
     """
@@ -72,21 +73,23 @@ class ImageSource(Closing):
         path: str | None = None,
     ):
         """Take an open reader, whose level is taken already, and the path of its file."""
-        self._path = path
-        self._reader, self._options = reader, options
+        self._reader, self._options, self._path = reader, options, path
         self._bands = None if options is None else bands_of(reader, options)
         self.name, self.level = name, level
         self.height, self.width = reader.height, reader.width
         self.channels = reader.bands if self._bands is None else len(self._bands)
-        self.dtype = reader.dtype
-        self.georeference = reader.georeference
-        self._rows_of_piece, self._first_piece = _pieces(reader)
+        self.dtype, self.georeference = reader.dtype, reader.georeference
+        # How many rows of the picture tiles, strips or chunks have, and the first row of the first
+        # whole one.
+        side = 1 if reader.turn.transpose else 0
+        flipped = reader.turn.flip_columns if side else reader.turn.flip_rows
+        self._piece_rows = max(1, min(reader.piece[side], self.height))
+        self._first_piece = self.height % self._piece_rows if flipped else 0
         self._kept: tuple[int, slice, np.ndarray] | None = None
-        rows = self.height if isinstance(reader, PillowImage) else self._rows_of_piece
-        self.held_bytes = 0
-        if rows > 1:
-            row = self.width * reader.bands * self.dtype.itemsize
-            self.held_bytes = min(rows, self.height) * row
+        self.whole = isinstance(reader, PillowImage)
+        rows = self.height if self.whole else self._piece_rows
+        row_bytes = self.width * reader.bands * self.dtype.itemsize
+        self.held_bytes = rows * row_bytes if rows > 1 else 0
 
     def read(self, rows: slice, columns: slice) -> np.ndarray:
         """Read a part: values of the file's own type, or colours, or float32 in physical units.
@@ -126,7 +129,7 @@ class ImageSource(Closing):
                 parts.append(pixels[start - first : stop - first])
                 start = stop
         if start < rows.stop:
-            last = min(self._piece_start(rows.stop - 1) + self._rows_of_piece, self.height)
+            last = min(self._piece_start(rows.stop - 1) + self._piece_rows, self.height)
             box = Box(start, columns.start, last - start, columns.stop - columns.start)
             pixels = self._reader.read(box, box.height, box.width, self._bands)
             parts.append(pixels[: rows.stop - start])
@@ -143,7 +146,7 @@ class ImageSource(Closing):
         """Return the first row of the tile, strip or chunk that a row lies in; that of the first
         one may be above the image.
         """
-        return row - (row - self._first_piece) % self._rows_of_piece
+        return row - (row - self._first_piece) % self._piece_rows
 
     def prepare(self, spec: DataSpec) -> Callable[[np.ndarray], Tensor]:
         """Return what makes a model's input of pixels that were read: bands, values and
@@ -177,8 +180,7 @@ class ImageSource(Closing):
             )
         for line in lines:
             warnings.warn(as_flags(line), stacklevel=2)
-        chosen = wanted if self._options is None and wanted is not None else None
-        chosen = None if chosen is None else [band - 1 for band in chosen]
+        chosen = [band - 1 for band in wanted] if self._options is None and wanted else None
 
         def prepare(pixels: np.ndarray) -> Tensor:
             try:
@@ -254,18 +256,11 @@ def open_source(
         except DAMAGED_IMAGE as error:
             raise _renamed(name, error) from error
         failed.pop_all()
-    if isinstance(reader, PillowImage):
-        warnings.warn(
-            f"{name} has no parts that can be read alone: all of it is decoded and kept, "
-            f"{source.held_bytes:,} bytes",
-            stacklevel=2,
-        )
-    elif source.held_bytes > MUCH:
-        warnings.warn(
-            f"{name} is stored in parts of {source._rows_of_piece:,} rows: {source.held_bytes:,} "
-            "bytes are kept while it is read",
-            stacklevel=2,
-        )
+    if source.whole or source.held_bytes > MUCH:
+        how = "has no parts that can be read alone: all of it is decoded and"
+        if not source.whole:
+            how = f"is stored in parts of {source._piece_rows:,} rows, which are"
+        warnings.warn(f"{name} {how} kept, {source.held_bytes:,} bytes", stacklevel=2)
     return source
 
 
@@ -295,17 +290,6 @@ def _open(image: Any, options: ReadOptions) -> Reader:
     if not isinstance(image, (str, os.PathLike)) and not hasattr(image, "read"):
         raise ValueError(f"wanted a path, an array or a tensor, got {type(image).__name__}")
     return open_image(image, options)
-
-
-def _pieces(reader: Reader) -> tuple[int, int]:
-    """Return how many rows of the picture tiles, strips or chunks have, and the first row at which
-    one begins.
-    """
-    side = 1 if reader.turn.transpose else 0
-    rows, stored = reader.piece[side], reader.stored[side]
-    flipped = reader.turn.flip_columns if side else reader.turn.flip_rows
-    rows = max(1, min(rows, stored))
-    return rows, stored % rows if flipped else 0
 
 
 def _said(part: slice) -> str:

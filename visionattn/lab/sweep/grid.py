@@ -11,7 +11,7 @@ from itertools import product
 import torch
 from torch import nn
 
-from visionattn.data.checks import resolved
+from visionattn.data.data_checks import resolved
 from visionattn.data.splits import build_splits
 from visionattn.lab.measure import count_flops
 from visionattn.lab.sweep.config import SweepConfig

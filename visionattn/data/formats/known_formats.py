@@ -12,8 +12,8 @@ from typing import BinaryIO
 
 from timm.data.readers.img_extensions import get_img_extensions
 
-from visionattn.data.formats.options import ReadOptions
-from visionattn.data.formats.reader import DAMAGED_IMAGE, Reader
+from visionattn.data.formats.read_options import ReadOptions
+from visionattn.data.formats.reader import DAMAGED_IMAGE, Reader, require
 
 Openable = str | os.PathLike | BinaryIO
 """A path, or what reads the bytes of an image and may be sought in."""
@@ -30,16 +30,26 @@ class Format:
     """First bytes that tell such files, whatever their names."""
     by_path: bool = False
     """Whether its reader takes a path; others take an open file."""
+    needs: tuple[str, str, str] | None = None
+    """The extra of ``pyproject.toml``, the package that it brings, and what messages call the
+    files.
+    """
 
 
 TABLE = (
-    Format("raster", (".vrt", ".img", ".hgt", ".ntf"), by_path=True),
-    Format("arrays", (".zarr",), by_path=True),
+    Format(
+        "gdal_raster",
+        (".vrt", ".img", ".hgt", ".ntf"),
+        by_path=True,
+        needs=("raster", "rasterio", "a raster"),
+    ),
+    Format("arrays", (".zarr",), by_path=True, needs=("arrays", "zarr", "a zarr array")),
     Format("arrays", (".npy",), (b"\x93NUMPY",)),
     Format(
         "tiff",
         (".tif", ".tiff", ".btf", ".tf8", ".svs", ".ndpi", ".scn", ".bif", ".qptiff"),
         (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"),
+        needs=("tiff", "tifffile", "TIFF"),
     ),
     Format(
         "pillow",
@@ -138,6 +148,9 @@ def is_folder_format(path: str | os.PathLike) -> bool:
 
 
 def _module(row: Format):
+    if row.needs is not None:
+        extra, package, what = row.needs
+        require(extra, package, what=what)
     return importlib.import_module(f"visionattn.data.formats.{row.module}")
 
 

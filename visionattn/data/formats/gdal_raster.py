@@ -1,4 +1,7 @@
-"""Georeferenced rasters through rasterio: windows, overviews and whatever else GDAL reads."""
+"""Georeferenced rasters through rasterio: windows, overviews and whatever else GDAL reads.
+
+This is the only reader that imports rasterio, which ``require`` has found.
+"""
 
 import os
 import warnings
@@ -9,6 +12,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+import rasterio
+from rasterio.enums import ColorInterp, MaskFlags, Resampling
+from rasterio.errors import NotGeoreferencedWarning, RasterioError
+from rasterio.windows import Window
 
 from visionattn.data.formats.meaning import Meaning, scaling
 from visionattn.data.formats.reader import (
@@ -18,16 +25,12 @@ from visionattn.data.formats.reader import (
     check_page,
     damage,
     one_line,
-    require,
 )
 from visionattn.data.geometry import Box
 
 
-def open_reader(source: str | BinaryIO, page: int | None, what: str = "a raster") -> Reader:
-    """Open a raster by its path, or the content of a file that has none; ``what`` it is called
-    where rasterio is not installed.
-    """
-    require("raster", "rasterio", what=what)
+def open_reader(source: str | BinaryIO, page: int | None) -> Reader:
+    """Open a raster by its path, or the content of a file that has none."""
     return Raster(source, page)
 
 
@@ -35,10 +38,6 @@ class Raster(Reader):
     """A raster that GDAL opens, with all its bands."""
 
     def __init__(self, source: str | BinaryIO, page: int | None):
-        import rasterio
-        from rasterio.enums import ColorInterp, MaskFlags
-        from rasterio.errors import NotGeoreferencedWarning, RasterioError
-
         check_page(page, 1)
         self._content = None
         self._path = source if isinstance(source, str) else getattr(source, "name", None)
@@ -82,8 +81,6 @@ class Raster(Reader):
 
     def _palette(self) -> np.ndarray | None:
         """Return the colours of a raster's values, uint8 ``[n, 4]``; None where it has none."""
-        from rasterio.enums import ColorInterp
-
         # GDAL gives grey levels of which zero is white a palette, which is wrong beyond 8 bits.
         if self._raster.colorinterp[0] != ColorInterp.palette or self.inverted:
             return None
@@ -110,9 +107,7 @@ class Raster(Reader):
 
     def _factors(self) -> list[int]:
         """Return how many times smaller each overview is."""
-        from rasterio import Env
-
-        with Env():  # where GDAL does not print what it finds
+        with rasterio.Env():  # where GDAL does not print what it finds
             return self._raster.overviews(1)
 
     @property
@@ -121,9 +116,6 @@ class Raster(Reader):
         return max(self._raster.block_shapes)
 
     def _take_level(self, level: int) -> None:
-        import rasterio
-        from rasterio.errors import RasterioError
-
         with damage("raster", RasterioError):
             smaller = rasterio.open(self._path, overview_level=level - 1)
             self._raster.close()
@@ -152,17 +144,12 @@ class Raster(Reader):
         self, method: Callable[..., np.ndarray], bands: list[int], box: Box, height: int, width: int
     ) -> np.ndarray:
         """Call a method of rasterio that reads bands, numbers from 1, of a part: ``[n, h, w]``."""
-        from rasterio import Env
-        from rasterio.enums import Resampling
-        from rasterio.errors import RasterioError
-        from rasterio.windows import Window
-
         wanted = min(box.height // height, box.width // width)
         factor = max([1, *(each for each in self._factors() if each <= wanted)])
         shape = -(-box.height // factor), -(-box.width // factor)
         self.check_decoded(*shape)
         average = factor > 1 and self.meaning.palette is None
-        with damage("raster", RasterioError), Env():
+        with damage("raster", RasterioError), rasterio.Env():
             try:
                 return method(
                     bands,
@@ -192,9 +179,6 @@ def _zero_is_white(raster: Any) -> bool:
 
 @lru_cache(2**16)
 def _is_of_white_zeros(path: str) -> bool:
-    import rasterio
-    from rasterio.errors import RasterioError
-
     with suppress(RasterioError), rasterio.open(path) as raster:
         return _zero_is_white(raster)
     return False

@@ -1,16 +1,10 @@
 """Images through timm's readers: tars, shards of webdataset, tables of Hugging Face."""
 
-import gzip
 import importlib.util
-import io
 import json
-import pickle
-import tarfile
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from tests.helpers.geometry import square
 from tests.helpers.image_files import (
@@ -21,156 +15,12 @@ from tests.helpers.image_files import (
     encoded,
     expected,
     levels_and_labels,
-    members_of,
     refused,
     write_classes,
     write_tar,
 )
 from visionattn.data.batches import batch_geometry
-from visionattn.data.sources import PartOfFile
-from visionattn.data.splits import SampleKey, build_splits, eval_batches, train_batches
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_tar_of_class_folders_is_read_by_several_workers(tmp_path, workers):
-    root = tmp_path / "images.tar"
-    write_tar(root, members_of(COUNTS))
-    config = config_of(root, workers=workers, val_fraction=0.3)
-    splits = build_splits(config, 3)
-    splits.train[SampleKey(0, 0, square(16))]
-    assert splits.spec.class_names == tuple(LEVELS)
-    train = levels_and_labels(splits.train, config, 2)
-    validation = levels_and_labels(splits.validation, config, 2)
-    assert sorted(train + validation) == expected(COUNTS) and len(validation) == 7
-    assert (
-        pickle.loads(pickle.dumps(splits.train))[SampleKey(1, 0, square(16))][0][0, 0, 0]
-        == train[1][0]
-    )
-
-
-def test_a_tar_with_train_and_val_folders_is_divided_as_they_say(tmp_path):
-    root = tmp_path / "images.tar"
-    write_tar(root, members_of(COUNTS, "./train/") + members_of(VAL_COUNTS, "./val/"))
-    config = config_of(root)
-    splits = build_splits(config, 3)
-    assert sorted(levels_and_labels(splits.train, config)) == expected(COUNTS)
-    assert sorted(levels_and_labels(splits.validation, config)) == expected(VAL_COUNTS)
-
-
-def test_a_tar_is_known_by_what_it_holds_and_one_of_another_name_comes_with_the_way_out(tmp_path):
-    write_tar(tmp_path / "images.TAR", members_of(COUNTS))
-    config = config_of(tmp_path / "images.TAR", val_fraction=0.3)
-    splits = build_splits(config, 3)
-    found = [levels_and_labels(part, config) for part in (splits.train, splits.validation)]
-    assert sorted(found[0] + found[1]) == expected(COUNTS)
-    plain = (tmp_path / "images.TAR").read_bytes()
-    for name, content in (
-        ("images", plain),
-        ("images.zip", plain),
-        ("images.tar.gz", gzip.compress(plain)),
-        ("images.txt", b"no tar"),
-    ):
-        (tmp_path / name).write_bytes(content)
-        line = refused(ValueError, config_of(tmp_path / name))
-        wanted = f"data root {tmp_path / name} is neither a folder nor a .tar file; decompress a "
-        assert line.startswith(wanted) and line.endswith("and name it .tar")
-    (tmp_path / "images.tar").write_bytes(gzip.compress(plain))
-    assert refused(ValueError, config_of(tmp_path / "images.tar")).startswith(
-        f"cannot read {tmp_path / 'images.tar'} as a tar"
-    )
-
-
-def test_a_tar_holds_what_the_folder_does_that_it_was_made_of(tmp_path):
-    """Deep images, hidden ones, files of other kinds, a folder around all; and tars in the tar."""
-    folder = tmp_path / "photos"
-    write_classes(folder / "TRAIN", COUNTS)
-    write_classes(folder / "Valid", VAL_COUNTS)
-    for name in (
-        "TRAIN/cat/kittens/9.webp",
-        "TRAIN/cat/._0.png",
-        "__MACOSX/cat/1.png",
-        "a.heic",
-        "b.webp",
-    ):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(encoded(LEVELS["cat"] + 9, image_format="webp"))
-    write_classes(folder / "unlabelled", {"many": 2})
-    with tarfile.open(tmp_path / "photos.tar", "w") as tar:
-        tar.add(folder, "./photos")
-    found = []
-    for root in (folder, tmp_path / "photos.tar"):
-        with pytest.warns(UserWarning) as caught:
-            splits = build_splits(config_of(root), 3)
-        assert [str(each.message) for each in caught] == [
-            f"left out of {root}: unlabelled; images in no class or split folder: 1; files of "
-            "other kinds: 1 .heic"
-        ]
-        parts = [
-            levels_and_labels(part, config_of(root)) for part in (splits.train, splits.validation)
-        ]
-        found.append([sorted(part) for part in parts] + [splits.spec])
-    assert found[0] == found[1] and len(found[0][0]) == sum(COUNTS.values()) + 1
-    for name in ("cat", "bird"):
-        write_tar(
-            tmp_path / f"{name}.tar", [(f"{i}.png", encoded(LEVELS[name] + i)) for i in range(3)]
-        )
-    inner = [
-        (f"dev/{name}.tar", (tmp_path / f"{name}.tar").read_bytes()) for name in ("cat", "bird")
-    ]
-    write_tar(tmp_path / "tars.tar", [*members_of({"bird": 2, "cat": 2}, "train/"), *inner])
-    config = config_of(tmp_path / "tars.tar")
-    splits = build_splits(config, 3)
-    assert sorted(levels_and_labels(splits.validation, config)) == expected({"bird": 3, "cat": 3})
-
-
-def test_a_tar_may_hold_images_without_classes_where_none_are_needed(tmp_path):
-    write_tar(tmp_path / "a.tar", [(f"a/{name}.png", encoded(3)) for name in ("0", "b/1", "c/d/2")])
-    splits = build_splits(config_of(tmp_path / "a.tar", val_fraction=0.4), 3, labelled=False)
-    assert splits.spec.class_names == () and len(splits.train) + len(splits.validation) == 3
-
-
-@pytest.mark.parametrize("image_format", ["png", "jpeg", "tiff", "bmp"])
-def test_the_size_of_a_member_of_a_tar_is_read_from_its_head_alone(
-    tmp_path, image_format, monkeypatch
-):
-    noise = np.random.default_rng(0).integers(0, 256, (301, 503, 3), np.uint8)
-    stream = io.BytesIO()
-    Image.fromarray(noise).save(stream, image_format)
-    content = stream.getvalue()
-    write_tar(tmp_path / "a.tar", [(f"cat/{index}.img.png", content) for index in range(3)])
-    split = build_splits(config_of(tmp_path / "a.tar", val_fraction=0.4), 3).train
-    counts = []
-    read = PartOfFile.read
-
-    def counted(self, n=-1):
-        found = read(self, n)
-        counts.append(len(found))
-        return found
-
-    monkeypatch.setattr(PartOfFile, "read", counted)
-    assert split.sizes().tolist() == [[301, 503]] * 2
-    # The end of a PNG is looked at too, as it may tell its turn.
-    assert 0 < sum(counts) < 2 * len(content) / 5
-    with split.source.open(1) as member:
-        assert member.read() == content
-
-
-@pytest.mark.parametrize(
-    ("members", "start"),
-    [
-        (None, "cannot read {} as a tar: "),
-        ([("readme.txt", b"none")], "no images in {}; wanted train/<class>/*"),
-        (
-            [("0.png", encoded(3)), ("./1.png", encoded(3))],
-            "{} has images outside of class folders; wanted",
-        ),
-    ],
-)
-def test_a_tar_that_is_none_or_empty_or_without_classes_is_named(tmp_path, members, start):
-    root = tmp_path / "images.tar"
-    root.write_bytes(b"this is no tar") if members is None else write_tar(root, members)
-    assert refused(ValueError, config_of(root)).startswith(start.format(root))
-
+from visionattn.data.splits import build_splits, eval_batches, train_batches
 
 # webdataset leaves the tars that it reads to the garbage collector to close
 unclosed = pytest.mark.filterwarnings(
@@ -212,7 +62,7 @@ def test_shards_without_their_package_say_what_to_install(shard_root, monkeypatc
         line = refused(ValueError, config_of(f"{kind}/{shard_root}"))
         assert (
             line
-            == f"data root {kind}/{shard_root} needs the package {package}: pip install {package}"
+            == f"data root {kind}/{shard_root} needs {package}: pip install 'visionattn[readers]'"
         )
 
 

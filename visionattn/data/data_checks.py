@@ -7,9 +7,8 @@ from dataclasses import asdict, replace
 
 from visionattn.cli.untrusted import checked
 from visionattn.data.config import DataConfig
-from visionattn.data.copying import SHORTEST
 from visionattn.data.documents import LARGEST_PIECE_PX, SMALLEST_SIZE_PX
-from visionattn.data.drawn import DrawnArgs
+from visionattn.data.drawn_images import SHORTEST, DrawnArgs
 from visionattn.data.embedded import CanvasArgs
 from visionattn.data.formats import check_reading
 from visionattn.data.geometry import Size, check_geometry, sides

@@ -1,0 +1,293 @@
+"""The user's own images in folders and tars: splits, classes, order, and what is refused."""
+
+import gzip
+import os
+import pickle
+import socket
+import tarfile
+import unicodedata
+import warnings
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.helpers.geometry import square
+from tests.helpers.image_files import config_of, encoded, levels_and_labels, refused, write_tar
+from visionattn.data.sources import PartOfFile
+from visionattn.data.splits import SampleKey, build_splits, images_to_judge
+from visionattn.data.walk import images_below
+from visionattn.inference.listing import find_images as list_images
+
+TIES = ("01", "1", "2", "10", "DOG", "Dog", "dog", "²")
+"""Names in their order, some of which are equal but for case or leading zeros."""
+ACCENT = [unicodedata.normalize(form, "é") for form in ("NFC", "NFD")]
+
+
+def write(root, text, kind):
+    """Write ``folder:count`` images, each of its own level, or the files of other names; for a tar
+    in a folder around all.
+    """
+    level = 0
+    for word in text.split():
+        name, _, count = word.partition(":")
+        if not count:
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_bytes(b"")
+        for index in range(int(count or 0)):
+            (root / name).mkdir(parents=True, exist_ok=True)
+            (root / name / f"{index}.png").write_bytes(encoded(level := level + 1))
+    if kind == "folder":
+        return root
+    with tarfile.open(f"{root}.tar", "w") as tar:
+        tar.add(root, "./around")
+    return f"{root}.tar"
+
+
+BOTH = pytest.mark.parametrize("kind", ["folder", "tar"])
+LAYOUTS = {
+    "train/a:3 train/b:4 val/a:1 val/b:2": ("a b", (7, 3, 0), ""),
+    "train/a:3 train/b:4 val/a:1 test/b:2": ("a b", (7, 1, 2), ""),
+    "TRAIN/a:3 dev/a:1 Testing/a:2": ("a", (3, 1, 2), ""),
+    "photos/train/a:3 photos/val/a:1": ("a", (3, 1, 0), ""),
+    "a:4 b:8": ("a b", (9, 3, 0), ""),
+    "train/a:4 train/b:8": ("a b", (9, 3, 0), ""),
+    "a/x:3 a/y/z:5 b:4": ("a b", (9, 3, 0), ""),
+    "bus:4 car:4 train:4": ("bus car train", (9, 3, 0), ""),
+    "bus:4 train/a:4 train/b:4": (
+        "bus train",
+        (9, 3, 0),
+        "classes of {}: train, bus; if train are",
+    ),
+    "bus:4 train/a:4 val/a:4": ("a", (4, 4, 0), "left out of {}: bus"),
+    "train/a:4 val/a:1 0:1 .git/a:2 __MACOSX/a:3 film.MOV a.heic README.md": (
+        "a",
+        (4, 1, 0),
+        "left out of {}: 0; files of other kinds: 1 .heic, 1 .mov",
+    ),
+    "train:2 train/a:4 val/a:1": (
+        "a",
+        (4, 1, 0),
+        "left out of {}: images in no class or split folder: 2",
+    ),
+    " ".join(f"{name}:4" for name in TIES[::-1]): (" ".join(TIES), (24, 8, 0), ""),
+    f"train/{ACCENT[0]}:2 train/a:2 val/{ACCENT[1]}:1": (f"a {ACCENT[0]}", (4, 1, 0), ""),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_folders_say_splits_and_classes(tmp_path, text, kind):
+    classes, counts, told = LAYOUTS[text]
+    root = write(tmp_path / "a", text, kind)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        splits = build_splits(config_of(root, val_fraction=0.25), 3)
+    said = [str(each.message) for each in caught]
+    assert len(said) == bool(told) and all(each.startswith(told.format(root)) for each in said)
+    assert splits.spec.class_names == tuple(classes.split())
+    parts = (splits.train, splits.validation, splits.test)
+    assert tuple(len(part or ()) for part in parts) == counts
+    for part in parts[: 2 + bool(parts[2])]:
+        folders = [part.name(index).split("/") for index in range(len(part))]
+        names = [splits.spec.class_names[label] for label in part.labels]
+        folded = [[unicodedata.normalize("NFC", each) for each in folder] for folder in folders]
+        assert all(name in folder for name, folder in zip(names, folded, strict=True))
+        assert part.labels.tolist() == sorted(part.labels)
+
+
+REFUSED = {
+    "train/a:3 Training/a:3 val/a:1": "data root {} has two train splits, train and Training; wan",
+    "train/a:3 val/b:2 val/c:1": "classes of {} that are in validation but not in train: b, c",
+    "val/a:3": "data root {} has validation images but none to train on; wanted train/<class>/*",
+    "a:1 b:1": "too few images in {} to hold some out for validation; wanted two of some class",
+    "train:3 val:2": "{} has images outside of class folders; wanted train/<class>/*",
+    "train/a:2 val:2": "{} has images outside of class folders; wanted train/<class>/*",
+    "notes.txt a.heic": "no images in {}; it holds 1 .heic; wanted train/<class>/*",
+    "images:2 masks:2": "data folder {} has the folders images and masks: --data.task segmentation",
+}
+
+
+@BOTH
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_cannot_be_trained_on_is_one_line(tmp_path, text, kind):
+    root = write(tmp_path / "a", text, kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        line = refused(ValueError, config_of(root))
+    assert line.startswith(REFUSED[text].format(root))
+
+
+def test_roots_that_are_no_folder_of_images_are_one_line(tmp_path):
+    write(tmp_path / "a", "x:2 y:2 y/notes.txt", "folder")
+    (tmp_path / "a" / "empty").mkdir()
+    line = refused(ValueError, config_of(tmp_path / "a"))
+    assert line == f"class folder {tmp_path}/a/empty holds no images; add some or delete the folder"
+    line = refused(ValueError, config_of(tmp_path / "a" / "x"))
+    assert line.startswith(f"{tmp_path}/a/x has images outside of class folders; wanted train/<")
+    line = refused(FileNotFoundError, config_of(tmp_path / "gone"))
+    assert line.startswith(f"data root {tmp_path / 'gone'} does not exist; wanted train/<class>/*")
+    plain = open(write(tmp_path / "b", "x:2", "tar"), "rb").read()  # noqa: SIM115
+    for name, content in (("a.zip", plain), ("a.tar.gz", gzip.compress(plain)), ("a.txt", b"")):
+        (tmp_path / name).write_bytes(content)
+        line = refused(ValueError, config_of(tmp_path / name))
+        wanted = f"data root {tmp_path / name} is neither a folder nor a .tar file; decompress a "
+        assert line.startswith(wanted) and line.endswith("and name it .tar")
+    (tmp_path / "a.TAR").write_bytes(gzip.compress(plain))
+    line = refused(ValueError, config_of(tmp_path / "a.TAR"))
+    assert line.startswith(f"cannot read {tmp_path / 'a.TAR'} as a tar")
+
+
+UNLABELLED = {
+    "0:5": (4, 1),
+    "0:3 0/a:3 2024:2": (6, 2),
+    "train:4 train/more:4 val:2": (8, 2),
+    "train/a:4 val:2": (4, 2),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("text", UNLABELLED)
+def test_images_without_classes_are_found_wherever_they_lie(tmp_path, text, kind):
+    root = write(tmp_path / "a", text, "folder")
+    if "train" not in text:
+        (root / "beside.png").write_bytes(encoded(99))
+        (root / "0" / "0.png").unlink()
+    root = root if kind == "folder" else write(root, "", kind)
+    splits = build_splits(config_of(root, val_fraction=0.25), 3, labelled=False)
+    assert (splits.spec.num_classes, splits.spec.class_names) == (0, ())
+    assert (len(splits.train), len(splits.validation)) == UNLABELLED[text]
+    assert set(splits.train.labels) == {0}
+
+
+@BOTH
+def test_weights_are_judged_on_the_classes_that_they_know(tmp_path, kind):
+    root = write(tmp_path / "a", "b:4 train:4", kind)
+    with pytest.warns(UserWarning, match="has no images of the classes a"):
+        parts, spec = images_to_judge(config_of(root, val_fraction=0.25), 3, ["a", "b", "train"])
+    assert spec.class_names == ("a", "b", "train")
+    assert {name: part.labels.tolist() for name, part in parts.items()} == {
+        "all": [1] * 4 + [2] * 4,
+        "train": [1] * 3 + [2] * 3,
+        "validation": [1, 2],
+    }
+    with pytest.raises(ValueError, match="has classes that the weights do not know: train; its cl"):
+        images_to_judge(config_of(root), 3, ["a", "b"])
+
+
+def test_the_seed_holds_out_a_share_of_each_class(tmp_path):
+    config = config_of(write(tmp_path / "a", "a:7 b:4 c:12", "folder"), val_fraction=0.3)
+    splits = [build_splits(config, seed) for seed in (3, 3, 4)]
+    assert np.bincount(splits[0].validation.labels).tolist() == [2, 1, 4]
+    names = [each.validation.names() for each in splits]
+    assert names[0] == names[1] != names[2]
+    seen = levels_and_labels(splits[0].train, config)
+    seen += levels_and_labels(splits[0].validation, config)
+    assert sorted(seen) == [(n, 0 if n < 8 else 1 if n < 12 else 2) for n in range(1, 24)]
+
+
+def test_a_tar_is_read_by_several_workers_and_holds_tars(tmp_path):
+    for name, first in (("cat", 40), ("bird", 80)):
+        write_tar(tmp_path / f"{name}.tar", [(f"{i}.png", encoded(first + i)) for i in range(4)])
+    inner = [(f"{name}.tar", (tmp_path / f"{name}.tar").read_bytes()) for name in ("cat", "bird")]
+    write_tar(tmp_path / "all.tar", inner)
+    config = config_of(tmp_path / "all.tar", workers=2, val_fraction=0.25)
+    splits = build_splits(config, 3)
+    first = splits.train[SampleKey(0, 0, square(16))]
+    seen = levels_and_labels(splits.train, config, 2)
+    assert seen[0][0] == first.pixels[0, 0, 0]
+    seen += levels_and_labels(splits.validation, config, 2)
+    assert sorted(seen) == [(40 + i, 1) for i in range(4)] + [(80 + i, 0) for i in range(4)]
+    again = pickle.loads(pickle.dumps(splits.train))[SampleKey(0, 0, square(16))]
+    np.testing.assert_array_equal(again.pixels, first.pixels)
+
+
+@pytest.mark.parametrize("image_format", ["png", "jpeg", "tiff", "bmp"])
+def test_the_size_of_a_member_of_a_tar_is_read_from_its_head_alone(
+    tmp_path, image_format, monkeypatch
+):
+    noise = np.random.default_rng(0).integers(0, 256, (301, 503, 3), np.uint8)
+    Image.fromarray(noise).save(tmp_path / "a", image_format)
+    content = (tmp_path / "a").read_bytes()
+    write_tar(tmp_path / "a.tar", [(f"cat/{index}.img.png", content) for index in range(3)])
+    split = build_splits(config_of(tmp_path / "a.tar", val_fraction=0.4), 3).train
+    counts, read = [], PartOfFile.read
+
+    def counted(self, n=-1):
+        counts.append(len(found := read(self, n)))
+        return found
+
+    monkeypatch.setattr(PartOfFile, "read", counted)
+    assert split.sizes().tolist() == [[301, 503]] * 2
+    # The end of a PNG is looked at too, as it may tell its turn.
+    assert 0 < sum(counts) < 2 * len(content) / 5
+    with split.source.open(1) as member:
+        assert member.read() == content
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    return write(tmp_path / "pictures", "a/2.png a/10.png b/deep/1.JPG b/n.txt b/.h.png .c/1.png",
+                 "folder")  # fmt: skip
+
+
+FOUND = ["a/2.png", "a/10.png", "b/deep/1.JPG"]
+
+
+def below(folder):
+    return [os.path.relpath(path, folder) for path in images_below(folder)]
+
+
+def test_links_are_followed_and_each_real_folder_counts_once(pictures, tmp_path):
+    assert below(pictures) == FOUND
+    (pictures / "a" / "up").symlink_to(pictures)
+    (pictures / "a" / "self").symlink_to(".")
+    (pictures / "0 first").symlink_to(pictures / "b")
+    (pictures / "b" / "deep" / "round").symlink_to(pictures / "a" / "up" / "b")
+    assert below(pictures) == FOUND
+    write(tmp_path / "elsewhere", "more:1", "folder")
+    (pictures / "c").symlink_to(tmp_path / "elsewhere")
+    (pictures / "c1").symlink_to(tmp_path / "elsewhere" / "more")
+    (pictures / "gone.png").symlink_to(pictures / "nowhere.png")
+    assert below(pictures) == [*FOUND, "c/more/0.png", "gone.png"]
+
+
+def test_a_class_and_a_split_may_be_links_and_take_no_images_of_others(tmp_path):
+    write(tmp_path / "elsewhere", "bird:4", "folder")
+    root = write(tmp_path / "root", "train/cat:3 test/cat:2", "folder")
+    (root / "train" / "bird").symlink_to(tmp_path / "elsewhere" / "bird")
+    (root / "train" / "cat" / "birds").symlink_to(root / "train" / "bird")
+    (root / "train" / "cat" / "up").symlink_to(root)
+    (root / "val").symlink_to("test")
+    (root / "Test").symlink_to("test")
+    splits = build_splits(config_of(root), 3)
+    assert splits.spec.class_names == ("bird", "cat")
+    assert np.bincount(splits.train.labels).tolist() == [4, 3]
+    assert (len(splits.validation), len(splits.test)) == (2, 2)
+
+
+def test_pipes_and_sockets_are_no_images_and_a_zarr_folder_is_one(pictures, monkeypatch):
+    os.mkfifo(pictures / "pipe.png")
+    monkeypatch.chdir(pictures)  # the name of a socket is short
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind("socket.png")
+        assert below(pictures) == FOUND
+        for name in ("pipe.png", "socket.png", "/dev/null"):
+            with pytest.raises(ValueError, match="is a pipe, a socket or a device and no image"):
+                list_images([name])
+    zarr = pictures / "b" / "x.zarr"
+    write(zarr, "0/1.png", "folder")
+    assert below(pictures) == [*FOUND, "b/x.zarr"] and list_images([str(zarr)]).paths == [str(zarr)]
+
+
+def test_a_folder_that_cannot_be_read_is_an_error(pictures, monkeypatch):
+    scan = os.scandir
+
+    def refuse(folder):
+        if str(folder).endswith("deep"):
+            raise PermissionError(13, "Permission denied", str(folder))
+        return scan(folder)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(PermissionError, match="deep"):
+        images_below(pictures)

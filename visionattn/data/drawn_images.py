@@ -1,0 +1,189 @@
+"""Data sets whose samples are drawn on the fly, each from random numbers of its own, the masks of
+drawn images, and sequences that say everything twice.
+
+A mask is uint8 ``[height, width]``, of the size of its image: ``BACKGROUND``, ``DISTRACTOR``, or
+``FIRST_CLASS`` and the number of the class. What draws an image paints its mask.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from visionattn.data.batches import Item, SampleKey
+from visionattn.data.geometry import Geometry, Size, View, pixels
+from visionattn.data.images import cut_mask, fill, see_array
+
+TEST_SEED = 20
+Split = Literal["train", "validation", "test"]
+BACKGROUND, DISTRACTOR, FIRST_CLASS = 0, 1, 2
+INK = 64
+"""Pixels of a glyph or of a mark above this are ink: a quarter of 255."""
+INKED_SHARE = 1 / 16
+"""The least share of a patch that is inked where the patch is not background."""
+SYMBOLS = 10
+"""Values are 0, the separator, and as many symbols from 1 on."""
+SHORTEST = 4
+"""Least length of a sequence: both separators and a symbol twice."""
+
+
+@dataclass(frozen=True)
+class DrawnArgs:
+    """What ``data.args`` says of a drawn data set."""
+
+    train_images: int = 20_000
+    """Images drawn per epoch."""
+    eval_images: int = 2_000
+    """Images of the validation split and of the test split, each."""
+
+    def __post_init__(self) -> None:
+        for key in ("train_images", "eval_images"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"data.args.{key} must be above 0, got {getattr(self, key)}")
+
+
+class DrawnDataset(Dataset):
+    """Samples that seed, split, index and epoch decide. Those of the test split are the same for
+    every seed.
+
+    Args:
+        split: which samples; those of different splits share no draw.
+        length: how many there are.
+        seed: of all draws but those of the test split.
+        masked: each pixel has a class, not the image.
+    """
+
+    STREAMS: ClassVar[dict[Split, int]]
+    """The stream of random numbers of each split, see ``batches.py``."""
+    SEEN: ClassVar[str] = ""
+    """How a model sees the samples, where the geometry would not tell: none of them is cut."""
+
+    def __init__(self, split: Split, length: int, seed: int, *, masked: bool = False):
+        self.split, self.length, self.masked = split, length, masked
+        self.seed = TEST_SEED if split == "test" else seed
+
+    def __len__(self):
+        return self.length
+
+    def draws(self, index: int, epoch: int) -> np.random.Generator:
+        """Return the random numbers of a sample."""
+        entropy = np.random.SeedSequence((self.seed, self.STREAMS[self.split], epoch, index))
+        return np.random.Generator(np.random.SFC64(entropy))
+
+    def draw(self, key: SampleKey, *, masked: bool = False) -> Any:
+        """Draw the image of a key, as large as its geometry asks, and ``masked`` its mask."""
+        raise NotImplementedError
+
+    def __getitem__(self, key: SampleKey) -> Item:
+        drawn = self.draw(key, masked=self.masked)
+        label = drawn.label if drawn.mask is None else drawn.mask
+        return see_array(drawn.image, label, key, self.seed)
+
+
+def seen_as(dataset: Dataset, geometry: Geometry) -> str:
+    """Say in words for people what becomes of the images of a data set."""
+    seen = getattr(dataset, "SEEN", "")
+    return f"{seen}, {pixels(geometry.img_size)}" if seen else geometry.describe()
+
+
+def value_names(class_names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return what each value of a mask stands for, from 0 on."""
+    return ("background", "distractor", *class_names)
+
+
+def paint(
+    mask: np.ndarray, top: int, left: int, ink: np.ndarray, value: int, cover: np.ndarray | None
+) -> None:
+    """Give the inked pixels of a part the value of what it is.
+
+    Args:
+        mask: of the whole image; changed in place.
+        top, left: where the part begins.
+        ink: of the part, uint8 ``[h, w]``.
+        value: as the masks have it.
+        cover: the area, uint8 ``[h, w]``, below which nothing is seen: where it is above half of
+            255 and not inked there is background. None: the part covers nothing.
+    """
+    place = mask[top : top + ink.shape[0], left : left + ink.shape[1]]
+    if cover is not None:
+        place[cover > 127] = BACKGROUND
+    place[ink > INK] = value
+
+
+def see_mask(mask: np.ndarray, view: View) -> np.ndarray:
+    """Bring a mask to the size at which a model sees the image, as ``images.fill`` brings the
+    image: each pixel takes the nearest value, and what is absent is background.
+    """
+    return fill(cut_mask(mask, view)[:, :, None], view)[:, :, 0]
+
+
+def patch_labels(mask: np.ndarray, grid: Size, values: int) -> np.ndarray:
+    """Say what lies in each patch: where at least a sixteenth of its pixels is inked, the value
+    that most of these have, the smallest of several; elsewhere background.
+
+    Args:
+        mask: ``[height, width]``, of whole patches.
+        grid: how many rows and columns of patches there are.
+        values: how many values the mask may have.
+
+    Returns:
+        int64 ``[rows, columns]``.
+
+    Raises:
+        ValueError: the mask is no whole number of patches.
+    """
+    (rows, columns), (height, width) = grid, mask.shape
+    if height % rows or width % columns:
+        raise ValueError(
+            f"an image of {height} x {width} pixels is not a whole number of patches in a grid of "
+            f"{rows} x {columns}; choose another size, or fit pad, crop or stretch"
+        )
+    patches = mask.reshape(rows, height // rows, columns, width // columns)
+    counts = np.stack([(patches == value).sum((1, 3)) for value in range(1, values)])
+    inked = counts.sum(0) >= INKED_SHARE * (height // rows) * (width // columns)
+    return np.where(inked, 1 + counts.argmax(0), BACKGROUND)
+
+
+def word_lengths(length: int) -> tuple[int, int]:
+    """Return the least and the largest length of w in sequences of ``length`` values."""
+    return length // 4, (length - 2) // 2
+
+
+def draw_sequence(rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Draw ``0 w 0 w`` and zeros up to the end: 0 is the separator, and w a random word of the
+    symbols from 1 on, whose length is drawn too. Only the values of the second w can be known
+    beforehand, and only they count.
+
+    Source: Katharopoulos et al. 2020, section 4.1.1, after Kitaev et al. 2020. The shortest words
+    are those of the authors' code, a quarter of a sequence.
+
+    Args:
+        rng: the source of all randomness.
+        length: N, ``SHORTEST`` at least.
+
+    Returns:
+        Values from 0 to ``SYMBOLS``, and which of them count, 0 or 1; both uint8 ``[N]``.
+    """
+    shortest, longest = word_lengths(length)
+    size = int(rng.integers(shortest, longest + 1))
+    word = rng.integers(1, SYMBOLS + 1, size, dtype=np.uint8)
+    values, counted = np.zeros((2, length), np.uint8)
+    values[1 : size + 1] = word
+    values[size + 2 : 2 * size + 2] = word
+    counted[size + 2 : 2 * size + 2] = 1
+    return values, counted
+
+
+class CopyingDataset(DrawnDataset):
+    """A sequence of its own for each key, as an image of one row: whoever writes it has to copy.
+    Items have the mask of the values that count in place of a class.
+    """
+
+    STREAMS = {"train": 50, "validation": 51, "test": 52}
+    SEEN = "as sequences of one row"
+
+    def __getitem__(self, key: SampleKey) -> Item:
+        rows, columns = key.geometry.img_size
+        values, counted = draw_sequence(self.draws(key.index, key.epoch), columns)
+        return Item(values[None, :, None], counted[None], (rows, columns))

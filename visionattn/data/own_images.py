@@ -1,0 +1,260 @@
+"""The user's own images: which of them ``data.root`` means, with which classes or masks, and which
+of them a training or an evaluation takes.
+
+``tree.py`` opens folders and tars, ``streams.py`` streams.
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from timm.data.readers import create_reader
+
+from visionattn.data.embedded import stratified_split
+from visionattn.data.formats import ReadOptions, settle
+from visionattn.data.formats.reader import require
+from visionattn.data.images import ImageDataset
+from visionattn.data.mask_files import MaskFiles, settle_classes
+from visionattn.data.mask_values import MaskClasses
+from visionattn.data.sources import Files, Source, TableRows
+from visionattn.data.tree import LAYOUT, MASKED_LAYOUT, Placed, open_masked_tree, open_tree
+from visionattn.data.walk import SPLIT_NAMES, LeftOut, by_split, composed, in_order, listed
+
+if TYPE_CHECKING:
+    from visionattn.data.augment import Augment
+
+Datasets = dict[str, ImageDataset]
+"""By split: ``train``, ``validation`` and, where there is one, ``test``. Images to judge weights on
+have the splits that the root has, and ``all``.
+"""
+
+
+class Part(NamedTuple):
+    """The images of one split: their numbers in the source and their classes, ``[n]`` each."""
+
+    indices: np.ndarray
+    labels: np.ndarray
+    held_out: bool = False
+    """Chance took them from the training images."""
+
+    def take(self, chosen: np.ndarray, *, held_out: bool = False) -> "Part":
+        """Return some of the images."""
+        return Part(self.indices[chosen], self.labels[chosen], held_out)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a root holds."""
+
+    root: str
+    source: Source
+    parts: dict[str, Part]
+    """By split. Images that are not divided are of ``train``."""
+    names: tuple[str, ...]
+    """Of the classes; none where images have no classes, whose labels are all 0."""
+    masks: MaskFiles | None = None
+    """A mask for each image of the source."""
+
+    @classmethod
+    def placed(cls, root: str, found: Placed, masks: MaskFiles | None = None) -> "Found":
+        """Number the classes of images in an order that depends on their names only; the images of
+        a split stand class by class.
+        """
+        places = [place and (place[0], composed(place[1])) for place in found.places]
+        names = tuple(sorted({place[1] for place in places if place}, key=in_order))
+        numbers = {name: number for number, name in enumerate(names)}
+        parts = {}
+        for split in SPLIT_NAMES:
+            of_split = [i for i, place in enumerate(places) if place and place[0] == split]
+            labels = np.array(
+                [numbers[place[1]] for place in places if place and place[0] == split]
+            )
+            if of_split:
+                by_class = np.argsort(labels, kind="stable")
+                parts[split] = Part(np.array(of_split)[by_class], labels[by_class])
+        return cls(root, found.source, parts, () if names == ("",) else names, masks)
+
+    def to_train(self, val_fraction: float, seed: int) -> dict[str, Part]:
+        """Check that ``train`` has the classes of all splits, and hold out a validation split where
+        there is none.
+        """
+        if "train" not in self.parts:
+            raise ValueError(
+                f"data root {self.root} has {' and '.join(self.parts)} images but none to train "
+                f"on; {MASKED_LAYOUT if self.masks else LAYOUT}"
+            )
+        for split, part in self.parts.items():
+            strange = np.setdiff1d(part.labels, self.parts["train"].labels)
+            if len(strange):
+                names = listed(self.names[label] for label in strange)
+                raise ValueError(
+                    f"classes of {self.root} that are in {split} but not in train: {names}"
+                )
+        parts = self._with_held_out(val_fraction, seed)
+        if "validation" not in parts:
+            raise ValueError(
+                f"too few images in {self.root} to hold some out for validation; wanted two of "
+                "some class"
+            )
+        return parts
+
+    def to_judge(self, names: Sequence[str], val_fraction: float, seed: int) -> dict[str, Part]:
+        """Return the images to judge weights on: ``all``, and each split.
+
+        Args:
+            names: the classes of the weights, whose numbers labels become; empty: not known.
+            val_fraction: with ``seed`` divides training images as a training would.
+            seed: likewise.
+
+        Raises:
+            ValueError: the images have classes that the weights do not know.
+        """
+        if strange := [name for name in self.names if names and name not in names]:
+            raise ValueError(
+                f"{self.root} has classes that the weights do not know: {listed(strange)}; its "
+                f"classes: {listed(self.names)}; the classes of the weights: {listed(names)}"
+            )
+        parts = self._with_held_out(val_fraction, seed)
+        parts["all"] = Part(
+            *(
+                np.concatenate(each)
+                for each in zip(
+                    *((part.indices, part.labels) for part in self.parts.values()), strict=True
+                )
+            )
+        )
+        if not names or not self.names:
+            return parts
+        numbers = np.array([names.index(name) for name in self.names])
+        missing = listed(name for name in names if name not in self.names)
+        if missing:
+            warnings.warn(f"{self.root} has no images of the classes {missing}", stacklevel=3)
+        return {split: part._replace(labels=numbers[part.labels]) for split, part in parts.items()}
+
+    def _with_held_out(self, val_fraction: float, seed: int) -> dict[str, Part]:
+        train = self.parts.get("train")
+        if train is None or "validation" in self.parts:
+            return dict(self.parts)
+        kept, held_out = stratified_split(train.labels, val_fraction, seed)
+        if not len(held_out):
+            return dict(self.parts)
+        validation = train.take(held_out, held_out=True)
+        return self.parts | {"train": train.take(kept), "validation": validation}
+
+    def datasets(
+        self,
+        parts: dict[str, Part],
+        seed: int,
+        augment: "Augment | None",
+        options: ReadOptions,
+        *,
+        levels: bool = False,
+    ) -> Datasets:
+        """Make the data sets of the splits, of which the training images alone are augmented.
+
+        Args:
+            parts: of ``to_train`` or ``to_judge``.
+            seed: of ``augment``.
+            augment: what augments the training images; None: nothing does.
+            options: how the files are read. What is not said of their values is found by looking at
+                a few of them, with a warning that tells it.
+            levels: images must be of 8 bits, as their values are to be written.
+        """
+        first = parts.get("all") or parts["train"]
+        options, lines = settle(self.source, first.indices, options)
+        for line in lines:
+            warnings.warn(line, stacklevel=3)
+        return {
+            split: ImageDataset(
+                self.source,
+                part.indices,
+                part.labels,
+                seed,
+                augment if split == "train" else None,
+                options,
+                masks=self.masks,
+                levels=levels,
+                held_out=part.held_out,
+            )
+            for split, part in parts.items()
+        }
+
+
+def find_images(root: str, *, labelled: bool = True, known: Sequence[str] | None = None) -> Found:
+    """Find the images under ``root``.
+
+    Args:
+        root: a folder, a ``.tar`` file, or ``hfds/<name or folder>``.
+        labelled: whether images must lie in class folders. Otherwise a root in which an image lies
+            outside of them holds images without classes, at any depth.
+        known: the class names of weights that are to be judged on the images, empty where they have
+            none: splits and classes may lack. None: a training.
+
+    Raises:
+        ValueError, FileNotFoundError: one line that says what is wrong.
+    """
+    check_there(root)
+    if root.startswith("hfds/"):
+        return _open_table(root)
+    if not Path(root).is_dir() and Path(root).suffix.lower() != ".tar":
+        raise ValueError(
+            f"data root {root} is neither a folder nor a .tar file; decompress a compressed tar, "
+            "in which single images cannot be found, and name it .tar"
+        )
+    found = open_tree(root, labelled, known)
+    found.left_out.warn(root)
+    return Found.placed(root, found)
+
+
+def find_masked(root: str, classes: MaskClasses, max_pixels: int) -> Found:
+    """Find images with masks beside them under ``root``, a folder.
+
+    Args:
+        root: the folder.
+        classes: what the values of masks mean, as far as somebody has said it.
+        max_pixels: the most pixels of a mask.
+
+    Raises:
+        ValueError, FileNotFoundError: one line that says what is wrong.
+    """
+    if root.startswith(("hfds/", "wds/")) or (Path(root).exists() and not Path(root).is_dir()):
+        raise ValueError(f"data root {root} is no folder, {MASKED_LAYOUT}")
+    check_there(root, MASKED_LAYOUT)
+    found, masks = open_masked_tree(root)
+    found.left_out.warn(root)
+    files = settle_classes(MaskFiles(Files(masks), classes, max_pixels), root)
+    return Found.placed(root, found, files)
+
+
+def check_there(root: str, wanted: str = f"{LAYOUT}, a .tar file, wds/... or hfds/...") -> None:
+    """Raise FileNotFoundError where a folder or a file of images does not exist."""
+    if not root.startswith(("hfds/", "wds/")) and not Path(root).exists():
+        raise FileNotFoundError(f"data root {root} does not exist; {wanted}")
+
+
+def _open_table(root: str) -> Found:
+    """Open a Hugging Face data set with timm's reader, by the columns ``image`` and ``label``."""
+    require("readers", "datasets", what=f"data root {root}")
+    import datasets
+
+    try:
+        available = datasets.get_dataset_split_names(root.removeprefix("hfds/"))
+        splits = by_split(available, root)
+        readers = {name: create_reader(root, split=name) for name in splits.values()}
+        labels = [np.array(reader.dataset[reader.label_key]) for reader in readers.values()]
+    except OSError as error:  # a missing data set and the network are of this kind
+        raise FileNotFoundError(f"cannot open {root}: {' '.join(str(error).split())}") from error
+    names = next((tuple(reader.class_to_idx) for reader in readers.values()), ())
+    if not names:
+        raise ValueError(
+            f"{root} has no split train, val or test whose labels have names; there are: "
+            f"{listed(available)}"
+        )
+    LeftOut([name for name in available if name not in readers]).warn(root)
+    ends = np.cumsum([len(each) for each in labels])
+    indices = np.split(np.arange(ends[-1]), ends[:-1])
+    parts = {split: Part(*each) for split, *each in zip(splits, indices, labels, strict=True)}
+    return Found(root, TableRows(readers, root), parts, names)
