@@ -21,7 +21,7 @@ from visionattn.models.state_dicts import checkpoint_filter_fn
 from visionattn.models.weights import DataSpec, load_model, save_model
 from visionattn.ops.local import gated
 from visionattn.training.config import OptimConfig
-from visionattn.training.passes import StepPasses
+from visionattn.training.memory import StepPasses
 
 DIM, HEADS = 24, 3
 SMALL = dict(embed_dim=DIM, depth=2, num_heads=HEADS, num_classes=5, img_size=64)
