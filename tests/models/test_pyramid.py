@@ -36,10 +36,10 @@ def test_every_size_of_every_family_has_a_pyramid():
     assert timm.list_models("*_pyramid") == sorted(NAMES)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_full_models_say_on_the_meta_device_what_their_maps_are(name):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_full_models_say_on_the_meta_device_what_their_maps_are(family):
     with torch.device("meta"):
-        model = create_model(name, features_only=True)
+        model = create_model(f"{family}_b_pyramid", features_only=True)
         maps = model(torch.empty(1, 3, 96, 160))
     assert model.feature_info.reduction() == STRIDES
     assert model.feature_info.channels() == [256] * 4
@@ -54,7 +54,7 @@ def test_maps_are_at_four_strides_of_images_of_any_whole_number_of_patches(famil
     assert shapes(maps) == [(2, 20, 20, 28), (2, 20, 10, 14), (2, 20, 5, 7), (2, 20, 3, 4)]
 
 
-@pytest.mark.parametrize("patch", [1, 4, 8, 32, 64])
+@pytest.mark.parametrize("patch", [1, 8, 64])
 def test_strides_do_not_depend_on_the_patch(patch):
     options = SMALL | dict(patch_size=patch)
     model = create_model("scaleformer_vit_t_pyramid", features_only=True, **options)
@@ -149,8 +149,14 @@ def test_it_is_kept_moved_and_checkpointed_as_other_models():
         model.set_input_size(patch_size=8)
 
 
-@pytest.mark.parametrize("decoder", [smp.Unet, smp.FPN, smp.UPerNet])
-@pytest.mark.parametrize("name", ["scaleformer_vit_t_pyramid", "taylorshift_vit_t_pyramid"])
+@pytest.mark.parametrize(
+    "decoder, name",
+    [
+        (smp.Unet, "scaleformer_vit_t_pyramid"),
+        (smp.FPN, "taylorshift_vit_t_pyramid"),
+        (smp.UPerNet, "scaleformer_vit_t_pyramid"),
+    ],
+)
 def test_decoders_take_it_and_learn(decoder, name):
     """One step of each, on images that are not square, and every parameter moves."""
     torch.manual_seed(0)

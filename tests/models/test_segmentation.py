@@ -43,9 +43,16 @@ def by_loops(model: Segmenter, images: torch.Tensor, blocks: list[int]) -> torch
     return F.interpolate(cells[None], size, mode="bilinear", align_corners=False)
 
 
-@pytest.mark.parametrize("stride", [1, 4, 8])
-@pytest.mark.parametrize("blocks", [[2], [0, 2], [1]])
-@pytest.mark.parametrize("name", ["scaleformer_vit_t", "taylorshift_vit_t", "vit_tiny_patch16_224"])
+@pytest.mark.parametrize(
+    "name, blocks, stride",
+    [
+        ("scaleformer_vit_t", [2], 8),
+        ("scaleformer_vit_t", [0, 2], 1),
+        ("taylorshift_vit_t", [1], 4),
+        ("vit_tiny_patch16_224", [0, 2], 4),
+        ("vit_tiny_patch16_224", [2], 8),
+    ],
+)
 @torch.no_grad()
 def test_logits_are_those_of_loops(name, blocks, stride):
     more = {"dynamic_img_size": True} if name.startswith("vit") else {}
@@ -62,7 +69,7 @@ def test_blocks_above_the_last_chosen_one_are_gone_and_the_rest_learns():
     assert idle == []
 
 
-@pytest.mark.parametrize("stride", [1, 4, 8])
+@pytest.mark.parametrize("stride", [1, 8])
 @torch.no_grad()
 def test_what_an_image_does_not_fill_changes_nothing(stride):
     model = made(head_stride=stride)
@@ -80,8 +87,7 @@ def test_an_image_that_is_no_whole_number_of_patches_gets_its_own_size():
     assert model(torch.randn(1, 3, 20, 27)).shape == (1, CLASSES, 20, 27)
 
 
-@pytest.mark.parametrize("strip", [1, 2, 3, 100])
-@pytest.mark.parametrize("stride", [1, 4, 8])
+@pytest.mark.parametrize("stride, strip", [(1, 1), (1, 3), (4, 2), (8, 1), (8, 100)])
 def test_masks_in_strips_are_the_largest_logits(strip, stride):
     model = made(head_stride=stride)
     images = torch.randn(2, 3, 40, 24)

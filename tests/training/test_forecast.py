@@ -1,8 +1,12 @@
-"""The lines that a training says before its first step, and the times in them."""
+"""The lines that a training says before its first step, the times in them, and the step that is
+tried for them and leaves everything as it was.
+"""
 
 import io
 import math
+import random
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers.small_runs import (
+    batch,
     lines_of,
     quadrants,
     same,
@@ -17,13 +22,11 @@ from tests.helpers.small_runs import (
 )
 from tests.helpers.small_runs import small_trainer as trainer_of
 from visionattn.models.cost import Expected
+from visionattn.models.machine import random_state
 from visionattn.training import engine
 from visionattn.training import forecast as forecast_module
-from visionattn.training.forecast import Forecast, forecast, seconds_at
+from visionattn.training.forecast import Forecast, batch_of, forecast, step_seconds, undone
 from visionattn.training.record import BEST, LAST
-from visionattn.training.trial import (
-    Trial,
-)
 
 EVERYTHING = {"ema_decay": 0.9, "mixup": 0.4, "clip_grad": 0.5, "label_smoothing": 0.1}
 MIB = 2**20
@@ -69,75 +72,138 @@ def test_one_line_says_images_patches_memory_and_seconds(tmp_path, small):
     )  # nothing is left to train
 
 
-class Paces:
-    """Stands in for the trials of a run: a pixel takes a millisecond in a step and a tenth of it in
-    an evaluation.
-    """
+@pytest.fixture
+def tried(monkeypatch):
+    """The shapes that are tried, where a pixel takes a millisecond in a step."""
+    shapes = []
 
-    def __init__(self, monkeypatch, most=10**9):
-        self.tried, self.evaluated, self.most = [], [], most
-        monkeypatch.setattr(forecast_module, "try_steps", self.steps)
-        monkeypatch.setattr(forecast_module, "try_evaluation", self.evaluation)
+    def step_seconds(learner, shape):
+        shapes.append(shape)
+        return math.prod(shape) / 1000
 
-    def steps(self, learner, shapes):
-        self.tried.append(shapes)
-        shapes = [(min(images, self.most), *size) for images, *size in shapes]
-        return [Trial(shape, math.prod(shape) / 1000) for shape in shapes]
-
-    def evaluation(self, learner, model, shape, step):
-        self.evaluated.append((shape, step.shape))
-        return Trial((2, 16, 16), 2 * 256 / 10_000)
+    monkeypatch.setattr(forecast_module, "step_seconds", step_seconds)
+    return shapes
 
 
-def test_an_epoch_computes_its_steps_and_its_evaluation(tmp_path, monkeypatch):
+def test_an_epoch_computes_its_steps_and_its_evaluation(tmp_path, tried):
     trainer = trainer_of(small_config(tmp_path, epochs=5, optim={"accumulate": 2}), quadrants(64))
     trainer.position.epoch = 2
-    paces = Paces(monkeypatch)
     told = forecast(trainer, Expected(1, 2))
-    assert paces.tried == [[(8, 16, 16)]] and paces.evaluated == [((8, 16, 16), (8, 16, 16))]
-    assert told.images == "64 images of 16 x 16 px, 16 patches"
+    assert tried == [(8, 16, 16)] and told.images == "64 images of 16 x 16 px, 16 patches"
     assert told.seconds_per_step == pytest.approx(2 * 8 * 0.256)
-    steps, evaluation = 64 * 0.256, 23 * 0.0256
-    assert told.seconds_per_epoch == pytest.approx(steps + evaluation)
-    assert (told.epochs, told.part) == (3, "")
-    assert told.memory == Expected(1, 2)
-    Paces(monkeypatch, most=3)
+    steps, forward = 64 * 0.256, 23 * 0.256
+    assert told.seconds_per_epoch == pytest.approx(steps + forward / 3)
+    assert (told.epochs, told.memory) == (3, Expected(1, 2))
+    trainer.config.model.grad_checkpointing = True
     told = forecast(trainer, Expected(1, 2))
-    assert told.part == "3 of 8 images tried"
-    assert told.seconds_per_epoch == pytest.approx(steps + evaluation)
+    assert told.seconds_per_epoch == pytest.approx(steps + forward / 4)
 
 
-def test_between_the_shapes_that_are_tried_most_batches_lie(tmp_path, monkeypatch):
-    trainer, paces = trainer_of(small_config(tmp_path)), Paces(monkeypatch)
+def test_of_batches_of_several_shapes_the_median_is_tried(tmp_path, monkeypatch, tried):
+    trainer = trainer_of(small_config(tmp_path))
     shapes = np.array([[4, 8 * n, 8] for n in range(20, 0, -1)])
     monkeypatch.setattr(type(trainer.batches), "shapes", lambda own: shapes)
     forecast(trainer, Expected(1, 2))
-    assert paces.tried.pop() == [(4, 24, 8), (4, 152, 8)]
-    assert paces.evaluated.pop()[1] == (4, 152, 8)
-    shapes = np.array([[4, 80 + n, 8] for n in range(20)])
-    forecast(trainer, Expected(1, 2))
-    assert paces.tried.pop() == [(4, 98, 8)]  # as good as alike
     trainer.config.compile = True
-    shapes = np.array([[4, 16, 8], [4, 160, 8], [4, 320, 8]])
     forecast(trainer, Expected(1, 2))
-    assert paces.tried.pop() == [(4, 16, 8)]  # which a compiled model sees first
+    assert tried == [(4, 88, 8), (4, 160, 8)]  # a compiled model sees the first one first
     shapes = np.zeros((3, 3), np.int64)
-    assert forecast(trainer, Expected(1, 2)) is None and not paces.tried
+    assert forecast(trainer, Expected(1, 2)) is None and len(tried) == 2
 
 
-def test_seconds_lie_on_the_line_through_the_trials():
-    pixels = np.array([100, 400, 1000])
-    one = [Trial((1, 10, 40), 2.0)]
-    assert seconds_at(one, pixels).tolist() == [0.5, 2.0, 5.0]
-    two = [Trial((1, 10, 10), 1.0), Trial((1, 10, 40), 2.5)]
-    assert seconds_at(two, pixels) == pytest.approx([1.0, 2.5, 5.5])
-    falling = [Trial((1, 10, 10), 3.0), Trial((1, 10, 40), 2.0)]
-    assert seconds_at(falling, pixels).tolist() == [0.5, 2.0, 5.0]
-
-
-def test_a_line_says_what_was_tried_where_that_was_less_than_a_step():
-    told = Forecast("3 images", Expected(2 * MIB, MIB), 61.0, 7200.0, 2, "1 of 4 images tried")
+def test_a_line_says_memory_that_may_not_do(tmp_path):
+    told = Forecast("3 images", Expected(2 * MIB, MIB), 61.0, 7200.0, 2)
     assert told.line() == (
         "3 images; memory: 2 MiB expected, 1 MiB there, which may not do; computing takes 1 min "
-        "1 s per step (1 of 4 images tried), 2 h per epoch, 4 h in all"
+        "1 s per step, 2 h per epoch, 4 h in all"
     )
+
+
+@pytest.mark.parametrize("name, amp", [("adamw", "none"), ("lamb", "bf16")])
+def test_a_trial_leaves_weights_optimiser_average_and_generators_bit_for_bit(tmp_path, name, amp):
+    options = {"optim": EVERYTHING | {"name": name}, "amp": amp}
+    tried, other = (
+        trainer_of(small_config(tmp_path, **options, model={"drop_path_rate": 0.2}))
+        for _ in range(2)
+    )
+    for trainer in (tried, other):  # amid a run, where the optimiser has moments
+        trainer.model.train()
+        trainer.step([batch(8)])
+        trainer.position.step += 1
+    for seed in (torch.manual_seed, np.random.seed, random.seed):  # a step seeds them anew
+        seed(99)
+    before = random_state()
+    step_seconds(tried, (8, 16, 16))
+    same(random_state(), before)
+    same(tried.weights(), other.weights())
+    assert [group["lr"] for group in tried.optimizer.param_groups] == [
+        group["lr"] for group in other.optimizer.param_groups
+    ]
+    for trainer in (tried, other):
+        trainer.step([batch(8, start=8)])
+    same(tried.weights(), other.weights())
+    assert tried.model.training and all(p.grad is not None for p in tried.model.parameters())
+
+
+def test_a_trial_before_any_step_leaves_an_optimiser_without_moments(tmp_path):
+    trainer = trainer_of(small_config(tmp_path, optim=EVERYTHING))
+    weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    rate, shape = trainer.learning_rate(), trainer.input_shape
+    trainer.model.eval().blocks[1].train()
+    with undone(trainer):
+        trainer.model.train()
+        trainer.step([batch(5)])
+        assert any(
+            not torch.equal(value, weights[name])
+            for name, value in trainer.model.state_dict().items()
+        )
+    same(trainer.model.state_dict(), weights)
+    assert not trainer.optimizer.state and trainer.learning_rate() == rate
+    assert trainer.input_shape == shape
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
+    modes = trainer.model.training, *(block.training for block in trainer.model.blocks)
+    assert modes == (False, False, True)
+
+
+def test_a_trial_puts_buffers_and_the_scale_of_fp16_back(tmp_path, monkeypatch):
+    real = torch.amp.grad_scaler.GradScaler
+    often = lambda *given, **asked: real(*given, **asked | {"growth_interval": 1})  # noqa: E731
+    monkeypatch.setattr(torch.amp, "GradScaler", often)
+    trainer = trainer_of(small_config(tmp_path, amp="fp16"))
+    trainer.model.register_buffer("calls", torch.zeros(()))
+
+    def count(model, given):
+        model.calls += 1
+
+    trainer.model.register_forward_pre_hook(count)
+    scaler = trainer.optimizer_step.scaler
+    before = scaler.state_dict()
+    with undone(trainer):
+        for _ in range(2):
+            trainer.step([batch(5)])
+        assert trainer.model.calls == 2 and scaler.state_dict() != before
+    assert trainer.model.calls == 0 and scaler.state_dict() == before
+
+
+def test_a_step_is_tried_on_a_few_images_and_then_on_all(tmp_path, monkeypatch):
+    now, seen = [0.0], []
+
+    def step(learner, group):
+        seen.append((len(group[0].labels), learner.model.training))
+        now[0] += 1.5 * len(group[0].labels)
+
+    monkeypatch.setattr(forecast_module.Learner, "step", step)
+    trainer = trainer_of(small_config(tmp_path))
+    assert step_seconds(trainer, (9, 16, 16), lambda: now[0]) == 1.5 * 9
+    trainer.config.compile = True
+    assert step_seconds(trainer, (9, 16, 16), lambda: now[0]) == 1.5 * 9
+    assert seen == [(2, True), (6, True), (9, True)]
+
+
+def test_trials_see_every_class_and_what_pad_leaves_empty(tmp_path):
+    trainer = trainer_of(small_config(tmp_path))
+    given = batch_of(trainer, (6, 16, 24))
+    assert given.images.shape == (6, 1, 16, 24) and given.images.dtype == torch.uint8
+    assert given.labels.tolist() == [0, 1, 2, 3, 0, 1] and given.sizes is None
+    trainer.geometry = replace(trainer.geometry, fit="pad")
+    assert batch_of(trainer, (2, 16, 24)).sizes.tolist() == [[16, 24]] * 2

@@ -26,14 +26,19 @@ from visionattn.data.buckets import canvases
 from visionattn.data.geometry import Geometry
 from visionattn.models import cost
 from visionattn.models.building import ModelConfig, build_model
-from visionattn.models.cost import SHARE, WORKER_BYTES, Expected, largest_batch
+from visionattn.models.cost import SHARE, WORKER_BYTES, Expected
 from visionattn.models.machine import random_state
-from visionattn.training import engine, passes
+from visionattn.training import engine
 from visionattn.training import memory as memory_module
 from visionattn.training.config import OptimConfig
 from visionattn.training.distributed import Processes
-from visionattn.training.memory import TrainingMemory, largest_shape, share_of, way_out, with_batch
-from visionattn.training.passes import StepPasses
+from visionattn.training.memory import (
+    StepPasses,
+    TrainingMemory,
+    largest_shape,
+    share_of,
+    with_batch,
+)
 from visionattn.training.record import CONFIG, LAST, STATUS
 
 EVERYTHING = {"ema_decay": 0.9, "mixup": 0.4, "clip_grad": 0.5, "label_smoothing": 0.1}
@@ -43,7 +48,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def alone(monkeypatch):
     """What a process takes beside its tensors, which is far more than small models, is nothing."""
-    monkeypatch.setattr(memory_module, "taken_bytes", lambda device: 0)
+    monkeypatch.setattr(cost, "taken_bytes", lambda device: 0)
     monkeypatch.setattr(cost, "LIBRARIES_BYTES", 0)
 
 
@@ -69,7 +74,7 @@ def test_what_does_not_fit_is_refused_with_the_batch_that_would(
     memory = memory_of(config)
     needed = memory.bytes_of((32, 32, 32))
     there = int(0.8 * needed)
-    monkeypatch.setattr(memory_module, "memory_there_is", lambda *how: there)
+    monkeypatch.setattr(cost, "memory_there_is", lambda *how: there)
     with pytest.raises(DoesNotFit) as refused:
         lines_of(config)
     assert exit_code(refused.value) == 3
@@ -84,30 +89,14 @@ def test_what_does_not_fit_is_refused_with_the_batch_that_would(
     lines_of(replace(config, batch_size=batch_size, epochs=1, overwrite=True))
 
 
-def test_steps_on_images_too_large_to_be_counted_are_told_from_smaller_ones(tmp_path, monkeypatch):
-    config = cheap_config(tmp_path, data={"img_size": 32}, batch_size=2)
-    memory = memory_of(config)
-    shapes = [(2, 800, 640), (1, 1200, 400)]
-    counted = [memory.bytes_of(shape) for shape in shapes]
-    monkeypatch.setattr(memory_module, "COUNTED_PATCHES", 1 << 13)
-    seen, count = [], memory.passes.step_bytes
-    monkeypatch.setattr(
-        memory.passes,
-        "step_bytes",
-        lambda shape, *how, **more: (seen.append(shape), count(shape, *how, **more))[1],
-    )
-    assert [memory.bytes_of(shape) for shape in shapes] == pytest.approx(counted, rel=0.05)
-    assert memory.bytes_of((2, 100_000, 100_000), (2, 100_000, 100_000)) > 2**40
-    assert max(math.prod(shape[1:]) for shape in seen) <= (1 << 12) * 16
-
-
 class Counted(TrainingMemory):
     """A pixel takes a byte, and the first image 100 more."""
 
     def __init__(self, config, there, processes=None, **splits):
-        self.config, self.there_bytes = config, there
-        self.processes, self.patch_px = processes or Processes(), (4, 4)
-        self.splits = quadrants(img_size=config.data.img_size, **splits)
+        splits = quadrants(img_size=config.data.img_size, **splits)
+        model, _ = build_model(config.model, splits.spec)
+        super().__init__(config, model, splits, CPU, processes or Processes())
+        self.there_bytes = there
 
     def bytes_of(self, shape, evaluation=None):
         return 100 + math.prod(shape)
@@ -160,39 +149,60 @@ def test_on_a_gpu_the_optimiser_counts_and_what_loads_images_does_not(tmp_path, 
         assert memory.bytes_of((8, 16, 16)) == math.inf
 
 
-def test_where_not_one_image_fits_the_size_that_would_is_named(tmp_path):
-    config = small_config(tmp_path, data={"img_size": 48}, batch_size=1)
-    memory = Counted(config, there=int((100 + 30 * 30) / SHARE))
-    assert way_out(config, memory, (1, 48, 48)) == (
-        "one image of 28 x 28 pixels would fit: --data.img_size 28, and model.grad_checkpointing "
-        "saves memory"
-    )
-    assert "36 x 24 pixels would fit: --data.img_size 36 24," in way_out(
-        config, memory, (1, 48, 34)
-    )
-    memory.splits = replace(memory.splits, spec=replace(memory.splits.spec, fit="native"))
-    assert way_out(config, memory, (1, 48, 48)).startswith(
-        "one image of up to 49 patches would fit: --data.max_patches 49 with --data.img_size null, "
-        "or --data.img_size 28"
-    )
-    memory.there_bytes = 1
-    checkpointed = replace(config, model=replace(config.model, grad_checkpointing=True))
-    assert way_out(checkpointed, memory, (1, 48, 48)) == (
-        "not even an image of one patch would fit: a smaller model takes less"
-    )
-
-
-def test_the_batch_that_would_fit_keeps_the_step(tmp_path):
-    config = small_config(tmp_path, optim={"accumulate": 2}, batch_size=32)
-    memory = Counted(config, there=int((100 + 5 * 256) / SHARE) + 1)
-    assert way_out(config, memory, (31, 16, 16)).startswith(
-        "--batch-size 4 would fit, with --optim.accumulate 16 for as many images in a step; "
-        "--batch-size auto takes the most that fits, and model.grad_checkpointing saves memory"
-    )
-    memory.splits = replace(memory.splits, spec=replace(memory.splits.spec, fit="native"))
-    assert way_out(config, memory, (31, 16, 16)).startswith(
-        "--data.batch_patches 64 would fit, 4 such images; --batch-size auto takes"
-    )
+@pytest.mark.parametrize(
+    "fit, room, shape, asked, way_out",
+    [
+        (
+            "crop",
+            100 + 30 * 30,
+            (1, 48, 48),
+            {},
+            "one image of 28 x 28 pixels would fit: --data.img_size 28, and "
+            "model.grad_checkpointing saves memory",
+        ),
+        ("crop", 100 + 30 * 30, (1, 48, 34), {}, "one image of 36 x 24 pixels would fit: --data."),
+        (
+            "native",
+            100 + 30 * 30,
+            (1, 48, 48),
+            {},
+            "one image of up to 49 patches would fit: --data.max_patches 49 with --data.img_size "
+            "null, or --data.img_size 28, and ",
+        ),
+        (
+            "crop",
+            1,
+            (1, 48, 48),
+            {"model": {"grad_checkpointing": True}},
+            "not even an image of one patch would fit: a smaller model takes less",
+        ),
+        (
+            "crop",
+            101 + 5 * 256,
+            (31, 16, 16),
+            {"optim": {"accumulate": 2}},
+            "--batch-size 4 would fit, with --optim.accumulate 16 for as many images in a step; "
+            "--batch-size auto takes the most that fits, and model.grad_checkpointing saves memory",
+        ),
+        (
+            "native",
+            101 + 5 * 256,
+            (31, 16, 16),
+            {},
+            "--data.batch_patches 64 would fit, 4 such images; --batch-size auto takes ",
+        ),
+    ],
+)
+def test_the_way_out_names_the_batch_that_keeps_the_step_or_a_size(
+    tmp_path, fit, room, shape, asked, way_out
+):
+    checkpointing = asked.pop("model", {})
+    config = small_config(tmp_path, **asked)
+    config = replace(config, model=replace(config.model, **checkpointing))
+    memory = Counted(config, int(room / SHARE) + 1 if room > 1 else 1)
+    memory.splits = replace(memory.splits, spec=replace(memory.splits.spec, fit=fit))
+    found = memory.way_out(shape)
+    assert found.startswith(way_out) and (found == way_out or way_out[-1] in " .")
 
 
 def test_auto_takes_the_most_that_fits_and_a_resumed_run_the_same(
@@ -201,13 +211,13 @@ def test_auto_takes_the_most_that_fits_and_a_resumed_run_the_same(
     config = cheap_config(tmp_path, data={"img_size": 32}, batch_size="auto", epochs=1)
     memory = memory_of(config)
     there = int(memory.bytes_of((20, 32, 32)) / SHARE)
-    monkeypatch.setattr(memory_module, "memory_there_is", lambda *how: there)
+    monkeypatch.setattr(cost, "memory_there_is", lambda *how: there)
     assert any(
         line == "batch_size auto: 16 images fit, of 32 x 32 pixels" for line in lines_of(config)
     )
     kept = yaml.safe_load((tmp_path / "small" / CONFIG).read_text())
     assert kept["batch_size"] == 16
-    monkeypatch.setattr(memory_module, "memory_there_is", lambda *how: 100 * there)
+    monkeypatch.setattr(cost, "memory_there_is", lambda *how: 100 * there)
     lines_of(replace(config, epochs=2, resume=True))
     assert yaml.safe_load((tmp_path / "small" / CONFIG).read_text())["batch_size"] == 16
 
@@ -222,17 +232,6 @@ def test_auto_takes_no_more_images_than_there_are_nor_512(tmp_path):
         with_batch(config, quadrants(), Counted(config, None))
     named = small_config(tmp_path, batch_size=7)
     assert with_batch(named, quadrants(), Counted(named, 1)) == (named, [])
-
-
-def test_auto_takes_one_image_that_may_just_do_and_refuses_one_that_does_not(tmp_path):
-    config = small_config(tmp_path, batch_size="auto")
-    there = 100 + 256  # more than 85 % of it
-    memory = Counted(config, there)
-    assert with_batch(config, memory.splits, memory)[0].batch_size == 1
-    with pytest.raises(DoesNotFit) as refused:
-        with_batch(config, memory.splits, Counted(config, 200))
-    assert "a step on 1 image of 16 x 16 pixels would take about" in str(refused.value)
-    assert "one image of 8 x 8 pixels would fit" in str(refused.value)
 
 
 class Own(Quadrants):
@@ -256,36 +255,6 @@ def test_auto_chooses_patches_for_images_of_their_own_sizes(tmp_path):
     config.data.batch_patches = 100
     with pytest.raises(ValueError, match="chooses data.batch_patches, which is 100; leave one"):
         with_batch(config, splits, memory)
-
-
-@pytest.mark.parametrize("fit", [1, 5, 33, 400])
-def test_the_largest_batch_is_the_largest_to_an_eighth(fit):
-    asked = []
-
-    class Memory:
-        there_bytes = int((1000 + 64 * fit) / SHARE) + 1
-
-        def bytes_of(self, shape):
-            asked.append(shape[0])
-            bend = 64 * max(0, shape[0] - 20) / 8  # grows a little faster, from 20 images on
-            return 1000 + math.prod(shape) + (bend if shape[0] > fit else 0)
-
-    found = largest_batch(Memory(), (8, 8), 1000)
-    assert 0.87 * fit <= found <= fit and len(asked) == len(set(asked)) <= 8
-    assert largest_batch(Memory(), (8, 8), 3) == min(fit, 3)
-    assert largest_batch(Memory(), (8, 8), 0) == 0
-    Memory.there_bytes = 900
-    assert largest_batch(Memory(), (8, 8), 99) == 0
-
-
-def test_a_gpu_on_which_more_is_too_much_tells_no_slope():
-    class Memory:
-        there_bytes = 3000
-
-        def bytes_of(self, shape):
-            return 100 + 64 * shape[0] if shape[0] <= 33 else math.inf
-
-    assert 28 <= largest_batch(Memory(), (8, 8), 1000) <= 33
 
 
 def test_more_images_pixels_and_larger_evaluations_take_more(tmp_path):
@@ -323,15 +292,6 @@ def test_an_average_moments_sums_of_gradients_and_loading_count(tmp_path, alone)
     assert plain.passes.kept_bytes() == pytest.approx(1.2 * 2 * weights)
 
 
-def test_libraries_count_once(tmp_path, monkeypatch):
-    passes_of = memory_of(cheap_config(tmp_path)).passes
-    before = passes_of.forward_bytes((2, 16, 16))
-    monkeypatch.setattr(cost, "LIBRARIES_BYTES", cost.LIBRARIES_BYTES + 7777)
-    assert passes_of.forward_bytes((3, 16, 16)) > before
-    again = StepPasses(passes_of.model, passes_of.spec, CPU, "none")
-    assert again.forward_bytes((2, 16, 16)) == before + 7777
-
-
 def test_a_share_of_a_batch_is_the_largest_that_a_process_takes():
     assert [share_of((n, 8, 9), 4) for n in (1, 4, 5)] == [(1, 8, 9), (1, 8, 9), (2, 8, 9)]
 
@@ -344,7 +304,7 @@ def test_checkpointed_blocks_hold_less_and_leave_more_gaps(tmp_path, monkeypatch
         return given.step_bytes((8, 32, 32), OptimConfig())
 
     usual = step_bytes(True)
-    monkeypatch.setattr(passes, "SCATTERED_CHECKPOINTED", cost.SCATTERED)
+    monkeypatch.setattr(memory_module, "SCATTERED_CHECKPOINTED", cost.SCATTERED)
     assert step_bytes(True) < min(usual, step_bytes(False))
 
 

@@ -13,7 +13,6 @@ from PIL import Image
 from tests.helpers.image_files import members_of, write_classes, write_tar
 from tests.helpers.stand_in_gpu import GPU, Card, OnProcessor
 from visionattn.command import run
-from visionattn.data import outlook
 from visionattn.models import cost
 from visionattn.models.cost import SHARE, WORKER_BYTES
 from visionattn.models.weights import DataSpec, save_model
@@ -44,7 +43,7 @@ def evaluate(given, capsys, monkeypatch):
     """Runs the command, for which no evaluation is too short for a word; returns its exit code,
     what it printed and its error.
     """
-    monkeypatch.setattr(outlook, "taken_bytes", lambda device: 0)
+    monkeypatch.setattr(cost, "taken_bytes", lambda device: 0)
     monkeypatch.setattr(cost, "LIBRARIES_BYTES", 0)
     monkeypatch.setattr(validate, "FEW_PIXELS", 0)
 
@@ -62,19 +61,19 @@ def evaluate(given, capsys, monkeypatch):
 @pytest.fixture
 def there(monkeypatch):
     """Sets the memory there is."""
-    return lambda count: monkeypatch.setattr(outlook, "memory_there_is", lambda device: count)
+    return lambda count: monkeypatch.setattr(cost, "memory_there_is", lambda *how: count)
 
 
 def needed_for(monkeypatch, evaluate, *flags):
     """The bytes that a run expects."""
-    seen, real = [], outlook.ForwardMemory.check
+    seen, real = [], cost.ForwardMemory.check
 
-    def check(memory, shape, batches):
+    def check(memory, shape, needed):
         seen.append((shape, memory.bytes_of(shape)))
-        return real(memory, shape, batches)
+        return real(memory, shape, needed)
 
     with monkeypatch.context() as patch:
-        patch.setattr(outlook.ForwardMemory, "check", check)
+        patch.setattr(cost.ForwardMemory, "check", check)
         assert evaluate(*flags)[0] == 0
     return seen[0]
 
@@ -96,7 +95,7 @@ def test_a_line_says_sizes_patches_memory_and_seconds_before_the_table(evaluate)
 
 def test_what_is_done_at_once_has_no_line_and_no_trial(evaluate, monkeypatch):
     monkeypatch.setattr(validate, "FEW_PIXELS", 10**6)
-    monkeypatch.setattr(validate, "trial_seconds", lambda *given: pytest.fail("a trial"))
+    monkeypatch.setattr(cost.Passes, "forward_seconds", lambda *given: pytest.fail("a trial"))
     assert len(evaluate()[1]) == 3
 
 
@@ -104,11 +103,11 @@ def test_seconds_are_those_of_computing_all_sizes(evaluate, monkeypatch):
     """A pixel takes a millisecond."""
     tried = []
 
-    def trial(work, size, batch, patch_px, clock):
-        tried.append((size, batch, patch_px))
-        return size[0] * size[1] / 1000
+    def forward_seconds(passes, shape, patch_px):
+        tried.append((shape[1:], shape[0], patch_px))
+        return shape[1] * shape[2] / 1000
 
-    monkeypatch.setattr(validate, "trial_seconds", trial)
+    monkeypatch.setattr(cost.Passes, "forward_seconds", forward_seconds)
     seconds = 7 * (32 * 32 + 48 * 64) / 1000
     sizes = "[[32,32],[48,64]]"
     line = evaluate("--fit=stretch", f"--img-size={sizes}", "--batch-size=5")[1][1]
@@ -116,7 +115,7 @@ def test_seconds_are_those_of_computing_all_sizes(evaluate, monkeypatch):
     assert tried == [((32, 32), 5, (8, 8)), ((48, 64), 5, (8, 8))]
     own = sum(rows * columns for rows, columns in SHAPES) / 1000
     assert evaluate()[1][1].endswith(f" {own / 7:.1f} s per image, {own:.0f} s in all")
-    monkeypatch.setattr(validate, "trial_seconds", lambda *given: None)
+    monkeypatch.setattr(cost.Passes, "forward_seconds", lambda *given: None)
     assert evaluate()[1][1].endswith(" there")
 
 
@@ -161,9 +160,9 @@ def test_patches_are_named_where_images_have_sizes_of_their_own(evaluate, there,
 def test_auto_takes_the_most_that_fit(evaluate, there, monkeypatch, tmp_path):
     flags = "--fit=stretch", "--img-size=64"
     memory = []
-    real = outlook.ForwardMemory.auto
+    real = cost.ForwardMemory.auto
     monkeypatch.setattr(
-        outlook.ForwardMemory,
+        cost.ForwardMemory,
         "auto",
         lambda own, *given: (memory.append(own), real(own, *given))[1],
     )
@@ -215,10 +214,10 @@ def test_on_a_gpu_too_much_is_refused_in_the_same_words(evaluate, monkeypatch):
 def test_what_loads_images_counts_and_padding_that_a_model_leaves_out(given, monkeypatch):
     seen = []
 
-    def check(memory, shape, batches):
+    def check(memory, shape, needed):
         seen.append((memory.passes.leaves_out, memory.beside(shape)))
 
-    monkeypatch.setattr(outlook.ForwardMemory, "check", check)
+    monkeypatch.setattr(cost.ForwardMemory, "check", check)
     for fit, workers in (("pad", 0), ("stretch", 0), ("stretch", 3)):
         words = [f"--checkpoint={given / 'weights.safetensors'}", "--data.name=folder"]
         words += [f"--data.root={given / 'pages'}", f"--data.workers={workers}", "--device=cpu"]

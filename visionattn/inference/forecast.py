@@ -1,14 +1,14 @@
 """What features or predictions of images in files will take, said before the first one: memory and
 time, and what would fit where the memory is not there.
 
-``data/outlook.py`` tells both of forwards. Here are the sizes of the files.
+``models/cost.py`` tells both of forwards. Here are the sizes of the files.
 """
 
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
@@ -16,15 +16,19 @@ from visionattn.cli.ends import DoesNotFit
 from visionattn.data.buckets import canvases, cell_px
 from visionattn.data.formats import DAMAGED_IMAGE, read_size
 from visionattn.data.geometry import Size
-from visionattn.data.outlook import FEW_PIXELS, ForwardMemory, Forwards, describe, trial_seconds
 from visionattn.inference.opening import Opened
 from visionattn.inference.reading import ReadImages
-from visionattn.inference.running import Compute
-from visionattn.models.cost import WORKER_BYTES, Shape
+from visionattn.models.cost import (
+    FEW_PIXELS,
+    WORKER_BYTES,
+    Compute,
+    ForwardMemory,
+    Passes,
+    Shape,
+    describe,
+    images_that_fit,
+)
 from visionattn.models.patches import takes_sizes
-
-if TYPE_CHECKING:  # which reads the sizes of images by this module
-    from visionattn.inference.banded import Banding
 
 HEADS, HEADS_SECONDS = 2000, 5.0
 """How many images' sizes are read at most, evenly among all, and how long."""
@@ -41,7 +45,7 @@ class Outlook:
 
 
 def outlook(
-    banding: "Banding",
+    banding: Any,
     batch_size: int | str,
     *,
     start: int = 0,
@@ -51,7 +55,7 @@ def outlook(
     """Say what a run over images will take, from the sizes of some of them and a trial image.
 
     Args:
-        banding: model and images, and which of them are computed band by band.
+        banding: a ``Banding``: model and images, and which of them are computed band by band.
         batch_size: images per batch, or ``auto`` for as many as fit into memory.
         start: the image that the run begins with.
         trial: whether an image is tried; without, a batch is checked against a bound of memory
@@ -72,21 +76,21 @@ def outlook(
     total = float(areas.mean()) * count
     rows, columns = seen[areas.argmax()].tolist()
     if batch_size == "auto":
-        batch_size, line = memory.auto((rows, columns), count)
-        lines = (*lines, line)
+        batch_size = memory.auto((rows, columns), count)
+        lines = (*lines, images_that_fit(batch_size, (rows, columns)))
     number, together = int(batch_size), min(int(batch_size), count)
     says = trial and total > FEW_PIXELS
     if says or memory.bounded:
         try:
-            expected = memory.check((together, rows, columns))
+            shape = (together, rows, columns)
+            expected = memory.check(shape, memory.bytes_of(shape))
         except DoesNotFit as error:
             if banding.reason is None:
                 raise
             raise DoesNotFit(f"{error}; {banding.reason}") from error
     if not says:
         return Outlook(number, lines)
-    patch_px = opened.geometry.patch_px
-    each = trial_seconds(memory.work, (rows, columns), together, patch_px, clock)
+    each = memory.passes.forward_seconds(shape, opened.geometry.patch_px, clock)
     seconds = None if each is None else each * total / (rows * columns)
     line = describe(seen, count, cell_px(opened.geometry), expected, seconds)
     return Outlook(number, (*lines, line))
@@ -111,10 +115,15 @@ def memory_of(
         ahead = 2 * shape[0] if opened.geometry.canvas else workers
         return workers * WORKER_BYTES + (ahead + shape[0]) * image + held_bytes
 
-    leaves_out = opened.geometry.fit == "pad" and takes_sizes(opened.model)
-    work = Forwards(opened.model, opened.spec, opened.device, amp, compute)
+    geometry = opened.geometry
+    leaves_out = geometry.fit == "pad" and takes_sizes(opened.model)
     return ForwardMemory(
-        work, opened.geometry, beside, leaves_out=leaves_out, bound_bytes=bound_bytes
+        Passes(opened.model, opened.spec, opened.device, amp, compute, leaves_out=leaves_out),
+        geometry.patch_px,
+        cell_px(geometry),
+        beside,
+        native=geometry.canvas is None,
+        bound_bytes=bound_bytes,
     )
 
 

@@ -27,8 +27,9 @@ from visionattn.cli.files import check_free, first_line
 from visionattn.cli.untrusted import brief
 from visionattn.layers.changed import has_hooks
 from visionattn.models.backbone import VisionAttnTransformer
+from visionattn.models.entry_points import model_cfg, register
 from visionattn.models.mixed_blocks import places_of_blocks
-from visionattn.models.registration import is_ours, model_cfg, register
+from visionattn.models.registration import is_ours
 from visionattn.models.segmentation import Segmenter
 from visionattn.models.state_dicts import checkpoint_filter_fn, fit_position, shape, shorten
 from visionattn.models.weights import (

@@ -2,7 +2,7 @@
 Scaleformer, on a grid.
 """
 
-from visionattn.models.registration import LOCAL, PIXEL, family_cfgs, register, register_family
+from visionattn.models.entry_points import LOCAL, PIXEL, family_cfgs, register, register_family
 
 default_cfgs = family_cfgs(
     "scaleformer_vit", pixel="scaleformer_vit_pixel", paper_ids="arXiv:2006.16236"

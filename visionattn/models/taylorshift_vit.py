@@ -5,7 +5,7 @@ The published models have a learned absolute position, a class token and a tempe
 at 1. Source: Nauen, Palacio and Dengel 2024, "TaylorShift".
 """
 
-from visionattn.models.registration import LOCAL, PIXEL, family_cfgs, register, register_family
+from visionattn.models.entry_points import LOCAL, PIXEL, family_cfgs, register, register_family
 
 PAPER = "arXiv:2403.02920"
 PUBLISHED = dict(

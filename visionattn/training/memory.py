@@ -1,12 +1,11 @@
 """Whether a run fits into memory: what it takes at its largest batch, what would fit where that is
 too much, and which batch ``batch_size auto`` stands for.
 
-``passes.py`` tells the memory of one pass. Here it becomes that of a run, with its images and its
-processes.
+``models/cost.py`` counts passes and finds what fits. Here is what a step, several processes and
+loading take beside a forward.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -14,43 +13,110 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from visionattn.cli.memory import (
-    check_fits,
-    memory_there_is,
-    sensible,
-    taken_bytes,
-)
+from visionattn.cli.memory import sensible
 from visionattn.data.buckets import cell_px
 from visionattn.data.config import DataConfig
-from visionattn.data.geometry import Geometry, Size
+from visionattn.data.geometry import Geometry, Size, geometry_of
 from visionattn.data.splits import Splits, geometry_choices
 from visionattn.models.building import patch_size
 from visionattn.models.cost import (
     LARGEST_BATCH,
+    SCATTERED,
+    SCATTERED_CHECKPOINTED,
     WORKER_BYTES,
     Expected,
+    Memory,
+    Passes,
     Shape,
-    fits,
-    largest_batch,
-    largest_image,
+    images_that_fit,
+    whole_bytes,
 )
+from visionattn.models.machine import autocast
 from visionattn.models.patches import takes_sizes
 from visionattn.models.weights import DataSpec
-from visionattn.training.config import TrainConfig
+from visionattn.training.config import OptimConfig, TrainConfig
 from visionattn.training.distributed import Processes
+from visionattn.training.evaluate import objective_of
 from visionattn.training.objective import Objective
 from visionattn.training.parallel import choose_kind
-from visionattn.training.passes import StepPasses
 from visionattn.training.trainer import Trainer
 
-COUNTED_PATCHES = 1 << 14
-"""Patches of the largest image whose step is counted itself: larger ones take minutes to count."""
+MOMENTS = 2
+"""How many tensors of the size of the parameters the optimisers keep."""
 PREFETCHED = 2
-"""How many batches each of them has ready."""
+"""How many batches each process that loads images has ready."""
 
 
-class TrainingMemory:
-    """Tell what a run takes at batches of some shapes, and how much there is.
+class StepPasses(Passes):
+    """Tell the bytes that steps and forwards of a model take above what is there.
+
+    Args:
+        model, spec, device, amp, leaves_out: as for ``Passes``.
+        checkpointing: the blocks of a step are computed anew for the backward pass.
+        objective: what the model, or what is called in its place, learns; None: classes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        spec: DataSpec,
+        device: torch.device,
+        amp: str,
+        *,
+        leaves_out: bool = False,
+        checkpointing: bool = False,
+        objective: Objective | None = None,
+    ):
+        super().__init__(model, spec, device, amp, leaves_out=leaves_out)
+        self.checkpointing, self.objective = checkpointing, objective
+
+    def step_bytes(
+        self, shape: Shape, config: OptimConfig, *, kind: str | None = None, processes: int = 1
+    ) -> int | None:
+        """Return the bytes of a training step, with what the optimiser keeps.
+
+        Args:
+            shape: of the batch.
+            config: loss and optimiser.
+            kind: how several processes hold the model; ``ddp`` sums gradients in buffers of their
+                size, and ``fsdp`` divides what the optimiser keeps.
+            processes: how many they are.
+
+        Returns:
+            None where nobody can tell; on a GPU infinity stands for too much.
+        """
+        mixes, accumulates = bool(config.mixup or config.cutmix), config.accumulate > 1
+        objective = self.objective or objective_of(self.spec, replace(config, mixup=float(mixes)))
+
+        def work(model: nn.Module) -> None:
+            model.train()
+            if accumulates:  # the gradients of the batches before are there
+                for parameter in model.parameters():
+                    if parameter.requires_grad:
+                        parameter.grad = torch.zeros_like(parameter)
+            images, sizes = self.batch(shape)
+            targets = objective.targets(len(images), shape[1:]).to(self.device)
+            with autocast(self.device, self.amp):
+                logits = objective.outputs(model, self.spec.prepare(images), sizes, targets)
+            if mixes:
+                targets = torch.zeros(len(images), logits.shape[1], device=self.device)
+            objective.loss(logits.float(), targets).backward()
+
+        scattered = SCATTERED_CHECKPOINTED if self.checkpointing else SCATTERED
+        took = self.peak(work, scattered, shape, config.label_smoothing, mixes, accumulates)
+        return None if took is None else whole_bytes(took + self.kept_bytes(kind, processes))
+
+    def kept_bytes(self, kind: str | None = None, processes: int = 1) -> float:
+        """Return what the optimiser keeps between steps, and buffers for sums over processes."""
+        learnt = (x for x in self.model.parameters() if x.requires_grad)
+        weights = sum(x.numel() * x.element_size() for x in learnt)
+        kept = MOMENTS * weights / (processes if kind == "fsdp" else 1)
+        kept += weights if kind in ("ddp", "sequence") else 0
+        return kept * (1 if self.device.type == "cuda" else SCATTERED)
+
+
+class TrainingMemory(Memory):
+    """What a run takes at batches of some shapes.
 
     It is made before the average and the optimiser are there, and counts both.
 
@@ -61,10 +127,10 @@ class TrainingMemory:
         device: where to compute.
         processes: those that train together.
         objective: what the model learns; None: the classes of the images.
-
-    Attributes:
-        there_bytes: the memory there is for this process; None where nobody knows.
     """
+
+    doing = "a step on "
+    passes: StepPasses
 
     def __init__(
         self,
@@ -76,71 +142,74 @@ class TrainingMemory:
         objective: Objective | None = None,
     ):
         self.config, self.splits, self.processes = config, splits, processes
-        beside = processes.hosts.count(processes.hosts[processes.rank])
-        self.there_bytes = memory_there_is(device, beside)
-        self.base_bytes = taken_bytes(device)
-        if config.optim.ema_decay:
-            self.base_bytes += sum(x.numel() * x.element_size() for x in model.parameters())
-        self.patch_px = patch_size(model)
-        leaves_out = splits.spec.fit == "pad" and takes_sizes(model)
-        self.passes = StepPasses(
+        checkpointing, patch_px = config.model.grad_checkpointing, patch_size(model)
+        passes = StepPasses(
             objective.called(model) if objective else model,
             splits.spec,
             device,
             config.amp,
-            leaves_out=leaves_out,
-            checkpointing=config.model.grad_checkpointing,
+            leaves_out=splits.spec.fit == "pad" and takes_sizes(model),
+            checkpointing=checkpointing,
             objective=objective,
         )
+        beside = processes.hosts.count(processes.hosts[processes.rank])
+        super().__init__(passes, patch_px, cell_px(geometry_of(splits.spec, patch_px)), beside)
+        if config.optim.ema_decay:
+            self.base_bytes += sum(x.numel() * x.element_size() for x in model.parameters())
+        self.least = processes.data_size
+        self.saves = "" if checkpointing else ", and model.grad_checkpointing saves memory"
 
-    def bytes_of(self, training: Shape, evaluation: Shape | None = None) -> int | None:
+    def bytes_of(self, shape: Shape, evaluation: Shape | None = None) -> int | None:
         """Return the memory of one process and of those that load its images, at its largest batch
         of training and of evaluation; None where nobody can tell.
         """
-        size = self.processes.size
+        size, optim = self.processes.size, self.config.optim
         kind = choose_kind(replace(self.config, batch_size="auto"), size)
-        step = self._told(
-            lambda shape: self.passes.step_bytes(
-                shape, self.config.optim, kind=kind, processes=size
-            ),
-            self.own_part(training),
-        )
+
+        def step_bytes(part: Shape) -> int | None:
+            return self.passes.step_bytes(part, optim, kind=kind, processes=size)
+
+        step = self.extended(step_bytes, self.own_part(shape))
         if step is None:
             return None
         # An evaluation beside what the optimiser keeps, where its batches are the larger ones.
-        if evaluation is not None and math.prod(evaluation) > math.prod(training):
-            forward = self._told(self.passes.forward_bytes, self.own_part(evaluation)) or 0
+        if evaluation is not None and math.prod(evaluation) > math.prod(shape):
+            forward = self.extended(self.passes.forward_bytes, self.own_part(evaluation)) or 0
             step = max(step, forward + self.passes.kept_bytes(kind, size))
-        loading = loading_bytes(
-            self.config.data,
-            self.splits.train,
-            self.splits.spec,
-            share_of(training, self.processes.data_size),
-        )
-        on_gpu = self.passes.device.type == "cuda"
-        return self.base_bytes + step + (0 if on_gpu else loading)
-
-    def _told(self, count: Callable[[Shape], int | None], shape: Shape) -> int | None:
-        """Return what ``count`` says of a batch, or of images that take long to count what follows
-        from two smaller ones: memory grows at least evenly with the pixels.
-        """
-        patch = math.prod(self.patch_px)
-        patches = math.prod(shape[1:]) // patch
-        if patches <= COUNTED_PATCHES or self.passes.device.type == "cuda":
-            return count(shape)
-        sides = [math.isqrt(COUNTED_PATCHES // part) for part in (8, 2)]
-        less, more = (tuple(side * each for each in self.patch_px) for side in sides)
-        few, many = count((shape[0], *less)), count((shape[0], *more))
-        if few is None or many is None:
-            return None
-        grown = (many - few) / (sides[1] ** 2 - sides[0] ** 2)
-        return few + int(grown * (patches - sides[0] ** 2))
+        if self.passes.device.type == "cuda":
+            return self.base_bytes + step
+        part = share_of(shape, self.processes.data_size)
+        loading = loading_bytes(self.config.data, self.splits.train, self.splits.spec, part)
+        return self.base_bytes + step + loading
 
     def own_part(self, shape: Shape) -> Shape:
         """Return what one process computes of a batch: some images, or some rows of them."""
         images, height, width = share_of(shape, self.processes.data_size)
         rows = -(-height // self.patch_px[0])
         return images, -(-rows // self.processes.per_image) * self.patch_px[0], width
+
+    def batch_that_fits(self, images: int, shape: Shape) -> str:
+        """Name the options for batches of so many images, and for as many in a step."""
+        if self.splits.spec.fit == "native":
+            patches = images * (math.prod(shape[1:]) // self.cell_px)
+            return f"--data.batch_patches {patches} would fit, {images} such images"
+        raised = -(-shape[0] * self.config.optim.accumulate // images)
+        return (
+            f"--batch-size {images} would fit, with --optim.accumulate {raised} for as many images "
+            "in a step"
+        )
+
+    def image_that_fits(self, size: Size) -> str:
+        """Name the options for images of a size."""
+        rows, columns = size
+        if self.splits.spec.fit == "native":
+            patches = rows * columns // self.cell_px
+            return (
+                f"one image of up to {patches} patches would fit: --data.max_patches {patches} "
+                f"with --data.img_size null, or --data.img_size {max(size)}"
+            )
+        size_px = str(rows) if rows == columns else f"{rows} {columns}"
+        return f"one image of {rows} x {columns} pixels would fit: --data.img_size {size_px}"
 
 
 def share_of(shape: Shape, processes: int) -> Shape:
@@ -182,59 +251,14 @@ def check_memory(trainer: Trainer, memory: TrainingMemory) -> Expected:
         return Expected(None, memory.there_bytes)
     shape = largest_shape(training)
     needed = memory.bytes_of(shape, largest_shape(evaluated) if len(evaluated) else None)
-    images, height, width = shape
     # The first process decides, as the others may count a little less or more.
-    processes = trainer.processes
-    needed, there = processes.on_first(lambda: (needed, memory.there_bytes))
-    check_fits(
-        needed,
-        there,
-        f"a step on {images} images of {height} x {width} pixels",
-        lambda: way_out(trainer.config, memory, shape),
-    )
-    return Expected(needed, there)
+    needed, memory.there_bytes = trainer.processes.on_first(lambda: (needed, memory.there_bytes))
+    return memory.check(shape, needed)
 
 
 def known(shapes: np.ndarray) -> np.ndarray:
     """Return the batches whose images have a known size."""
     return shapes[shapes[:, 1:].prod(1) > 0]
-
-
-def way_out(config: TrainConfig, memory: TrainingMemory, shape: Shape) -> str:
-    """Say which batch, or if none which size of images, would fit."""
-    images, *size = shape
-    fit = largest_batch(memory, (size[0], size[1]), images - 1)
-    native = memory.splits.spec.fit == "native"
-    patch = memory.patch_px[0] * memory.patch_px[1]
-    cell = patch if patch > 1 else 256
-    saves = "" if config.model.grad_checkpointing else ", and model.grad_checkpointing saves memory"
-    if fit >= memory.processes.data_size:
-        fit = max(1, sensible(fit))
-        if native:
-            patches = fit * (size[0] * size[1] // cell)
-            return (
-                f"--data.batch_patches {patches} would fit, {fit} such images; --batch-size auto "
-                f"takes the most that fits{saves}"
-            )
-        raised = -(-images * config.optim.accumulate // fit)
-        return (
-            f"--batch-size {fit} would fit, with --optim.accumulate {raised} for as many images "
-            f"in a step; --batch-size auto takes the most that fits{saves}"
-        )
-
-    # Not one image fits: a smaller one of the same aspect ratio.
-    found = largest_image(lambda one: fits(memory, (1, *one)), (size[0], size[1]), memory.patch_px)
-    if found is None:
-        return f"not even an image of one patch would fit: a smaller model takes less{saves}"
-    rows, columns = found
-    if native:
-        return (
-            f"one image of up to {rows * columns // cell} patches would fit: --data.max_patches "
-            f"{rows * columns // cell} with --data.img_size null, or --data.img_size "
-            f"{max(rows, columns)}{saves}"
-        )
-    size_px = str(rows) if rows == columns else f"{rows} {columns}"
-    return f"one image of {rows} x {columns} pixels would fit: --data.img_size {size_px}{saves}"
 
 
 def with_batch(
@@ -245,35 +269,19 @@ def with_batch(
 
     Raises:
         ValueError: nobody can tell what fits.
-        DoesNotFit: not one image fits.
     """
     if config.batch_size != "auto":
         return config, []
     choices = geometry_choices(splits.spec, config.data, memory.patch_px)
-    most = min(LARGEST_BATCH * memory.processes.data_size, len(splits.train))
     size, mean = largest_images(splits.train, choices)
-    if memory.there_bytes is None or memory.bytes_of((1, *size)) is None:
-        raise ValueError(
-            "batch_size auto: nobody can tell the memory of this model here; name a number"
-        )
-    chosen = memory.processes.on_first(lambda: largest_batch(memory, size, most))
-    if chosen < memory.processes.data_size:  # one image each may just do, or is refused
-        chosen = memory.processes.data_size
-        check_fits(
-            memory.bytes_of((chosen, *size)),
-            memory.there_bytes,
-            f"a step on {chosen} image{'s' if chosen > 1 else ''} of {size[0]} x {size[1]} pixels",
-            lambda: way_out(config, memory, (chosen, *size)),
-        )
-    taken = sensible(chosen)
-    native = choices[0].canvas is None
-    if not native:
-        line = f"batch_size auto: {taken} images fit, of {size[0]} x {size[1]} pixels"
-        return replace(config, batch_size=taken), [line]
-    # As many patches as so many of the largest images have.
-    cell = cell_px(choices[0])
-    patches = taken * (size[0] * size[1] // cell)
-    average = max(1, min(most, sensible(max(1, int(patches * cell / mean)))))
+    count = len(splits.train)
+    taken = memory.processes.on_first(lambda: memory.auto(size, count))
+    if choices[0].canvas is not None:
+        return replace(config, batch_size=taken), [images_that_fit(taken, size)]
+    # As many patches as the largest images have that fit.
+    patches = taken * (size[0] * size[1] // memory.cell_px)
+    most = min(LARGEST_BATCH * memory.least, count)
+    average = min(most, sensible(max(1, int(patches * memory.cell_px / mean))))
     if config.data.batch_patches is not None:
         raise ValueError(
             f"batch_size auto chooses data.batch_patches, which is {config.data.batch_patches}; "

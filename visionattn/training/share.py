@@ -22,7 +22,7 @@ from visionattn.cli.interruption import undone_at_end
 from visionattn.cli.parsing import parse, with_first
 from visionattn.cli.untrusted import brief
 from visionattn.models.building import patch_size
-from visionattn.models.images_cfg import images_cfg
+from visionattn.models.entry_points import images_cfg
 from visionattn.models.weights import check_finite, described, load_model, read_metadata
 from visionattn.training.card import card_of
 from visionattn.training.facts import RunFacts, facts_beside

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,11 +24,18 @@ from visionattn.data.config import AugmentConfig, DataConfig
 from visionattn.data.drawn_images import seen_as
 from visionattn.data.geometry import Geometry, check_geometry, pixels, sides
 from visionattn.data.mask_files import check_judged
-from visionattn.data.outlook import FEW_PIXELS, ForwardMemory, Forwards, describe, trial_seconds
 from visionattn.data.splits import eval_batches, images_to_judge
 from visionattn.data.walk import listed
 from visionattn.models.building import check_geometries, patch_size
-from visionattn.models.cost import Expected, Shape
+from visionattn.models.cost import (
+    FEW_PIXELS,
+    Expected,
+    ForwardMemory,
+    Passes,
+    Shape,
+    describe,
+    images_that_fit,
+)
 from visionattn.models.machine import pick_device, precision_taken
 from visionattn.models.patches import takes_sizes
 from visionattn.models.pixel_classes import class_names
@@ -184,7 +190,6 @@ class Validation:
         self.geometries = self._find_geometries()
         check_geometries(self.model, self.geometries)
         self.split, self.dataset = self._find_images(config.data)
-        self.work = Forwards(self.model.eval(), self.spec, self.device, config.amp)
         self.notes: list[str] = []
         self.expected: Expected | None = None
         self.config = self._fitting(config)
@@ -203,11 +208,22 @@ class Validation:
             return loading_bytes(data, self.dataset, self.spec, shape)
 
         leaves_out = first.fit == "pad" and takes_sizes(self.model)
-        memory = ForwardMemory(self.work, first, beside, leaves_out=leaves_out)
+        flag = "--data.batch_patches {patches}" if first.canvas is None else "--batch-size {images}"
+        self.passes = Passes(
+            self.model.eval(), self.spec, self.device, self.config.amp, leaves_out=leaves_out
+        )
+        memory = ForwardMemory(
+            self.passes,
+            first.patch_px,
+            cell_px(first),
+            beside,
+            native=first.canvas is None,
+            batches=flag,
+        )
         if config.batch_size == "auto":
             size, _ = largest_images(self.dataset, tuple(self.geometries))
-            number, line = memory.auto(size, len(self.dataset))
-            self.notes.append(line)
+            number = memory.auto(size, len(self.dataset))
+            self.notes.append(images_that_fit(number, size))
             if first.canvas is None:
                 data = replace(data, batch_patches=number * (math.prod(size) // cell_px(first)))
             config = replace(config, batch_size=number, data=data)
@@ -221,8 +237,8 @@ class Validation:
         ]
         if not any(map(len, self.shapes)):  # no image is known that could be tried
             return config
-        flag = "--data.batch_patches {patches}" if first.canvas is None else "--batch-size {images}"
-        self.expected = memory.check(largest_shape(np.concatenate(self.shapes)), flag)
+        shape = largest_shape(np.concatenate(self.shapes))
+        self.expected = memory.check(shape, memory.bytes_of(shape))
         return config
 
     def outlook(self) -> Iterator[str]:
@@ -250,12 +266,11 @@ class Validation:
 
     def _seconds(self, geometry: Geometry, shapes: np.ndarray) -> float | None:
         """Return the seconds that all batches at one size compute; None where none can be tried."""
-        images, rows, columns = largest_shape(shapes)
-        clock, patch_px = time.perf_counter, geometry.patch_px
-        each = trial_seconds(self.work, (rows, columns), images, patch_px, clock)
+        shape = largest_shape(shapes)
+        each = self.passes.forward_seconds(shape, geometry.patch_px)
         if each is None:
             return None
-        return each * float(shapes.prod(1).sum()) / (rows * columns)
+        return each * float(shapes.prod(1).sum()) / math.prod(shape[1:])
 
     def _find_geometries(self) -> list[Geometry]:
         """Return how images are seen: as in training, as far as no flag says otherwise."""

@@ -12,8 +12,7 @@ from timm.layers import to_2tuple
 from timm.models import generate_default_cfgs
 
 from visionattn.models import scaleformer_vit, taylorshift_vit  # noqa: F401  files name those
-from visionattn.models.images_cfg import images_cfg
-from visionattn.models.registration import model_cfg, register
+from visionattn.models.entry_points import images_cfg, model_cfg, register
 from visionattn.models.weights import described, read_metadata
 
 FILES = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.safetensors"))}
