@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import visionattn
 from tests.helpers.inference_files import ARGS, COLOUR, MODEL, write_image, write_weights
 from tests.helpers.tools import load_tool
-from visionattn.inference.look import run
+from visionattn.inference import attribution_folder as run
 from visionattn.models.attribution import Attribution, find_attribution, principal, watch
 from visionattn.models.weights import load_model, save_model
 
@@ -55,12 +55,13 @@ class Case:
 
     @property
     def drawn(self):
-        """The same in a picture of what the model sees alone, which is all that is drawn of a file
-        of more pixels than ``most_drawn_px``.
+        """The same in a smaller picture, which is drawn of a file of more pixels than
+        ``most_drawn_px``.
         """
         if self.file[0] * self.file[1] <= self.most_drawn_px:
             return self
-        return replace(self, file=self.seen, each=1, first=(0, 0))
+        file, first = (tuple(px // self.each for px in pair) for pair in (self.file, self.first))
+        return replace(self, file=file, each=1, first=first)
 
 
 CROPPED = Case((201, 240), (32, 48), ("--img-size", "32", "48", "--fit", "crop"), 5, (20, 0), 2)
@@ -71,7 +72,7 @@ CASES = {
     "cropped left and right": Case(
         (144, 131), (48, 32), ("--img-size", "48", "32", "--fit", "crop"), 3, (0, 17), 3
     ),
-    "too large to draw": replace(CROPPED, times=10, most_drawn_px=201 * 240 - 1),
+    "too large to draw": replace(CROPPED, file=(200, 240), times=10, most_drawn_px=1930),
     "padded": Case(
         (40, 56), (40, 56), ("--img-size", "56", "56", "--fit", "pad"), times=9, present=(40, 56)
     ),
@@ -267,6 +268,9 @@ def test_a_row_is_drawn_where_its_keys_are_and_its_query_is_framed(seen):
     got = strength(seen.sampled(picture))
     np.testing.assert_allclose(got, of_pixels(wanted, seen.case.seen), atol=0.01)
     assert_paper_is_the_file(seen, "block-1-1-2")
+    ranked = np.sort(seen.row, axis=None)[::-1] * count
+    said = f"Colours go by rank: half of the patches above {ranked[count // 2]:.3g}"
+    assert said in (seen.folder / "index.html").read_text()
     green = (picture == GREEN).all(-1)
     assert (green == seen.frame(*ASKED)).all()
 
