@@ -159,7 +159,7 @@ def tinted(strength: np.ndarray, most: float) -> tuple[Image.Image, Image.Image]
     """Return the colours of strengths ``[h, w]`` in [-1, 1], and how much of a pixel they are, up
     to ``most``, as a mask.
     """
-    colours = np.where(strength[..., None] > 0, FOR, AGAINST).astype(np.uint8)
+    colours = np.array((AGAINST, FOR), np.uint8)[(strength > 0).astype(np.uint8)]
     share = np.rint(255 * most * np.abs(strength)).astype(np.uint8)
     return Image.fromarray(colours), Image.fromarray(share)
 
