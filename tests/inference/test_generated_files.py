@@ -144,14 +144,14 @@ def test_completions_stand_behind_their_original_with_a_line_beside_what_was_giv
 
 def test_images_are_completed_as_training_saw_them(folder):
     """A larger image is brought to the size of the training, unless a size is named."""
-    large = np.random.default_rng(1).integers(0, 256, (24, 36), np.uint8)
+    large = np.random.default_rng(1).integers(0, 256, (12, 18), np.uint8)
     Image.fromarray(large).save("large.png")
     assert generate([FILE, "--complete", "large.png", "--output", "a.npy"]) == 0
-    means = large.reshape(6, 4, 9, 4).mean((1, 3))
+    means = large.reshape(6, 2, 9, 2).mean((1, 3))
     assert np.abs(np.load("a.npy")[0, :3, :, 0] - means[:3]).max() <= 0.5
-    larger = ["--img-size", "24", "36", "--output", "b.npy"]
+    larger = ["--img-size", "12", "18", "--output", "b.npy"]
     assert generate([FILE, "--complete", "large.png", *larger]) == 0
-    assert np.array_equal(np.load("b.npy")[0, :12, :, 0], large[:12])
+    assert np.array_equal(np.load("b.npy")[0, :6, :, 0], large[:6])
 
 
 def test_images_of_their_own_size_are_completed_at_it(folder):
@@ -235,7 +235,7 @@ def test_what_cannot_be_is_one_line_and_exit_code_2_and_leaves_nothing(
 
 
 def test_outputs_are_replaced_only_when_asked(folder, capsys):
-    for output in ("grid.png", "all.npy", "out"):
+    for output in ("all.npy", "out"):
         words = [FILE, "--count", "2", "--output", output]
         assert generate(words) == 0
         before = written(folder)
