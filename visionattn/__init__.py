@@ -14,7 +14,7 @@ import visionattn.models  # noqa: F401  registers them with timm
 if TYPE_CHECKING:
     from visionattn.data.large.over_files import forward_tiled, forward_tiles
     from visionattn.inference.calls import Predictions, extract_features, look, predict, segment
-    from visionattn.inference.generate.call import Generated, generate
+    from visionattn.inference.image_generation import Generated, generate
     from visionattn.models.weights import DataSpec, load_model
     from visionattn.training.calls import train
 
@@ -36,12 +36,12 @@ __all__ = [
 
 _HOMES = {
     "DataSpec": "visionattn.models.weights",
-    "Generated": "visionattn.inference.generate.call",
+    "Generated": "visionattn.inference.image_generation",
     "Predictions": "visionattn.inference.calls",
     "extract_features": "visionattn.inference.calls",
     "forward_tiled": "visionattn.data.large.over_files",
     "forward_tiles": "visionattn.data.large.over_files",
-    "generate": "visionattn.inference.generate.call",
+    "generate": "visionattn.inference.image_generation",
     "load_model": "visionattn.models.weights",
     "look": "visionattn.inference.calls",
     "predict": "visionattn.inference.calls",

@@ -130,8 +130,8 @@ def features(argv: Words, say: Say) -> None:
 
 def look(argv: Words, say: Say) -> None:
     """Draw the attribution of a class over images in files."""
-    from visionattn.inference.look.options import parse_look
-    from visionattn.inference.look.run import Looking
+    from visionattn.inference.attribution_folder import Looking
+    from visionattn.inference.look_options import parse_look
     from visionattn.lab.report.look import look_page
 
     Looking(parse_look(argv)).run(say, look_page)
@@ -139,8 +139,8 @@ def look(argv: Words, say: Say) -> None:
 
 def generate(argv: Words, say: Say) -> None:
     """Write images with a pixel decoder, or the lower part of images in files."""
-    from visionattn.inference.generate.options import parse_generate
-    from visionattn.inference.generate.run import Generating
+    from visionattn.inference.generate_options import parse_generate
+    from visionattn.inference.generated_files import Generating
 
     Generating(parse_generate(argv)).run(say)
 

@@ -21,8 +21,8 @@ from tests.helpers.tools import read_csv, written
 from visionattn.cli import files
 from visionattn.cli.ends import OutOfMemory
 from visionattn.command import run
+from visionattn.inference import attribution_folder as look
 from visionattn.inference import banded, bands, forecast, reading
-from visionattn.inference.look import run as look
 from visionattn.inference.opening import open_model
 from visionattn.inference.options import InferenceOptions
 from visionattn.inference.work import WorkFolder
@@ -420,4 +420,4 @@ def test_look_draws_the_winners_of_one_pass_over_a_smaller_picture(
     assert found.in_bands and found.evidence.gradient is None
     assert [*found.box(*found.top)] == plain["winners"][0]["box"]
     assert run("look", [*flags, "--show", "rows", "--output", "rows"]) == 2
-    assert "band by band there are winners alone" in capsys.readouterr().err
+    assert "band by band there are only winners" in capsys.readouterr().err

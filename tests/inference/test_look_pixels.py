@@ -16,11 +16,11 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import visionattn
-from tests.helpers.inference_files import ARGS, COLOUR, MODEL, write_image, write_weights
+from tests.helpers.inference_files import ARGS, COLOUR, write_image, write_weights
 from tests.helpers.tools import load_tool
-from visionattn.inference.look import run
+from visionattn.inference import attribution_folder as run
 from visionattn.models.attribution import Attribution, find_attribution, principal, watch
-from visionattn.models.weights import load_model, save_model
+from visionattn.models.weights import load_model
 
 look = load_tool("look")
 PREFIX = 2
@@ -55,12 +55,13 @@ class Case:
 
     @property
     def drawn(self):
-        """The same in a picture of what the model sees alone, which is all that is drawn of a file
-        of more pixels than ``most_drawn_px``.
+        """The same in a smaller picture, which is drawn of a file of more pixels than
+        ``most_drawn_px``.
         """
         if self.file[0] * self.file[1] <= self.most_drawn_px:
             return self
-        return replace(self, file=self.seen, each=1, first=(0, 0))
+        file, first = (tuple(px // self.each for px in pair) for pair in (self.file, self.first))
+        return replace(self, file=file, each=1, first=first)
 
 
 CROPPED = Case((201, 240), (32, 48), ("--img-size", "32", "48", "--fit", "crop"), 5, (20, 0), 2)
@@ -71,7 +72,7 @@ CASES = {
     "cropped left and right": Case(
         (144, 131), (48, 32), ("--img-size", "48", "32", "--fit", "crop"), 3, (0, 17), 3
     ),
-    "too large to draw": replace(CROPPED, times=10, most_drawn_px=201 * 240 - 1),
+    "too large to draw": replace(CROPPED, file=(200, 240), times=10, most_drawn_px=1930),
     "padded": Case(
         (40, 56), (40, 56), ("--img-size", "56", "56", "--fit", "pad"), times=9, present=(40, 56)
     ),
@@ -226,27 +227,6 @@ def test_winners_are_drawn_where_they_are_and_the_highest_are_framed(seen):
         assert (orange[seen.frame(*place)].mean() > 0.5) == (place in highest)
 
 
-def test_winners_that_all_speak_for_the_class_are_drawn_where_they_are(tmp_path, monkeypatch):
-    """Each channel of the pooled features adds to the class, whose weights are those features."""
-    monkeypatch.chdir(tmp_path)
-    args = TINY | dict(global_pool="max")
-    model = load_model(write_weights(tmp_path / "random.safetensors", args=args))
-    own = write_image(tmp_path / "a.png", 40, 56, seed=4)
-    inputs = torch.tensor(((own / 255 - COLOUR.mean) / COLOUR.std).transpose(2, 0, 1)[None])
-    with torch.no_grad():
-        pooled = model.forward_head(model.forward_features(inputs.float()), pre_logits=True)[0]
-        model.head.weight.zero_()
-        model.head.weight[1] = pooled
-    save_model("best.safetensors", model, MODEL, args, COLOUR)
-    added = find_attribution(model, inputs.float(), target=1).patches.numpy()
-    assert added.min() == 0 < added.max()
-    given = ["best.safetensors", "a.png", "--output", "out", "--show", "winners"]
-    assert look([*given, "--target", "birch", "--img-size", "native"]) == 0
-    picture = np.asarray(Image.open("out/1-winners.png")).astype(float)
-    got = strength(picture[36 : 40 * 9 : 72, 36 : 56 * 9 : 72])
-    np.testing.assert_allclose(got, added / added.max(), atol=0.01)
-
-
 def test_the_gradient_is_drawn_where_it_is(seen):
     height, width = seen.case.seen
     gradient = seen.evidence.gradient.numpy()
@@ -267,6 +247,9 @@ def test_a_row_is_drawn_where_its_keys_are_and_its_query_is_framed(seen):
     got = strength(seen.sampled(picture))
     np.testing.assert_allclose(got, of_pixels(wanted, seen.case.seen), atol=0.01)
     assert_paper_is_the_file(seen, "block-1-1-2")
+    ranked = np.sort(seen.row, axis=None)[::-1] * count
+    said = f"Colours go by rank: half of the patches above {ranked[count // 2]:.3g}"
+    assert said in (seen.folder / "index.html").read_text()
     green = (picture == GREEN).all(-1)
     assert (green == seen.frame(*ASKED)).all()
 
@@ -353,25 +336,3 @@ def test_tables_are_drawn_with_the_offsets_where_they_are(tmp_path, monkeypatch,
         assert square.shape[:2] == tuple(cell * count for count in level.shape)
         got = 1 - square[cell // 2 :: cell, cell // 2 :: cell, 2] / 255  # orange has no blue
         np.testing.assert_allclose(got, tint, atol=0.01)
-
-
-def test_a_table_shows_the_offset_of_the_keys_that_are_seen(tmp_path, monkeypatch):
-    """Above and to the right of their query, by one patch each."""
-    monkeypatch.chdir(tmp_path)
-    model = load_model(write_weights(tmp_path / "random.safetensors", args=TINY))
-    with torch.no_grad():
-        for block in model.blocks:
-            block.attn.relative.table.fill_(-6)
-            block.attn.relative.table[:, 2 - 1, 2 + 1] = 3
-    save_model("best.safetensors", model, MODEL, TINY, COLOUR)
-    write_image(tmp_path / "a.png", 40, 56, seed=3)
-    given = ["best.safetensors", "a.png", "--output", "out", "--show", "rows", "tables"]
-    asked = ["--queries", "28,20", "--term", "place", "--img-size", "native"]
-    assert look([*given, *asked]) == 0
-    row = np.asarray(Image.open("out/1-block-1-3-2.png")).astype(float)
-    shown = [[strength(row[72 * y + 36, 72 * x + 36]) for x in range(7)] for y in range(5)]
-    assert divmod(int(np.argmax(shown)), 7) == (3 - 1, 2 + 1)
-    for square in squares(np.asarray(Image.open("out/tables.png"))):
-        cell = len(square) // 5
-        blue = square[cell // 2 :: cell, cell // 2 :: cell, 2]
-        assert divmod(int(blue.argmin()), 5) == (2 - 1, 2 + 1) and (blue == 0).sum() == 1

@@ -11,8 +11,8 @@ from tests.malformed.valid import CONVERT, DISTIL, EXPORT, FEATURES, GENERATE, L
 from visionattn.cli.parsing import field_types
 from visionattn.data.stats import StatsConfig
 from visionattn.inference.feature_options import ExtractOptions
-from visionattn.inference.generate.options import GenerateOptions
-from visionattn.inference.look.options import LookOptions
+from visionattn.inference.generate_options import GenerateOptions
+from visionattn.inference.look_options import LookOptions
 from visionattn.inference.predict import PredictOptions
 from visionattn.lab.benchmark_flags import COMMANDS, FLAGS
 from visionattn.lab.profile.config import ProfileConfig

@@ -2,7 +2,7 @@
 
 Keyword arguments are the options of the commands, whose docstrings say what they do:
 ``visionattn.inference.predict.PredictOptions``, ``feature_options.ExtractOptions`` and
-``look.options.LookOptions`` (``visionattn predict --help`` and so on). What a call may not take are
+``look_options.LookOptions`` (``visionattn predict --help`` and so on). What a call may not take are
 ``options.OF_COMMANDS``; images are read in this process unless ``workers`` says otherwise.
 """
 
@@ -19,12 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from visionattn.cli.ends import OutOfMemory
-from visionattn.inference.banded import Banding
 from visionattn.inference.forecast import outlook
 from visionattn.inference.held import Images, listing_of
+from visionattn.inference.image_attribution import ImageAttribution, Look
 from visionattn.inference.image_run import ImageRun
-from visionattn.inference.look.find import Look, asked_of, look_at
-from visionattn.inference.look.options import LookOptions, check_asked
+from visionattn.inference.look_options import LookOptions, check_asked
 from visionattn.inference.opening import Opened, description, open_model, open_module
 from visionattn.inference.options import InferenceOptions, OpenOptions, check, options_of_call
 from visionattn.inference.predict import PredictOptions, count_of_classes, most_probable
@@ -157,15 +156,13 @@ def extract_features(model: Model, images: Images, **options: Any) -> Tensor | l
 
 
 def look(model: Model, images: Images, **options: Any) -> list[Look]:
-    """Find where the evidence for a class lies, as ``visionattn look`` does, and draw nothing.
+    """Find the attribution of a class in images, as ``visionattn look`` does, and draw nothing.
 
     Args:
         model: a module of ours, a checkpoint or a name, as for ``predict``.
         images: as for ``predict``.
-        options: fields of ``LookOptions``: ``target``, ``show`` (without ``tables``), ``queries``
-            (places also as pairs of numbers), ``blocks``, ``head``, ``features_block``, and as for
-            ``predict`` ``img_size``, ``fit``, ``max_patches``, ``bands``, ``value_range``,
-            ``page``, ``device``.
+        options: fields of ``visionattn.inference.look_options.LookOptions``; ``target`` may be a
+            number, and places of ``queries`` pairs of numbers.
 
     Returns:
         A ``Look`` for each image, in their order, with tensors on the CPU.
@@ -175,23 +172,20 @@ def look(model: Model, images: Images, **options: Any) -> list[Look]:
         no such class, block, head or token.
     """
     if options.get("queries") is not None:
-        pairs = (
+        options["queries"] = [
             each if isinstance(each, str) else ",".join(map(str, each))
             for each in options["queries"]
-        )
-        options["queries"] = list(pairs)
+        ]
     if options.get("target") is not None:
         options["target"] = str(options["target"])
     asked = options_of_call(LookOptions, options)
     check_asked(asked)
     with _opened(model, asked, classifies=True) as opened:
-        wanted = asked_of(asked, opened)
         read = ReadImages(listing_of(images), opened.spec, opened.geometry)
-        banding = Banding(opened, read, call)
-        for line in banding.lines:
+        attribution = ImageAttribution(opened, read, asked)
+        for line in attribution.banding.lines:
             warnings.warn(line, stacklevel=2)
-        found = [look_at(banding, index, wanted)[0] for index in range(len(read))]
-    return found
+        return [attribution.look(index)[0] for index in range(len(read))]
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """A linear probe of patch features against masks: how well a feature map tells what lies where.
 
-This module owns which patches are fitted on, the classifier, and its figures. ``data/drawn_images.py``
-says what lies in a patch.
+This module owns which patches are fitted on, the classifier, and its figures.
+``data/drawn_images.py`` says what lies in a patch.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -54,17 +54,6 @@ class DecoderState:
         """The number of values of an image."""
         return math.prod(map(len, self.places))
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return all that cannot be made anew from the weights, as tensors by name, which
-        ``PixelDecoder.restore`` takes.
-        """
-        held = {"size": torch.tensor(self.size), "position": torch.tensor(self.position)}
-        if self.labels is not None:
-            held["labels"] = self.labels
-        for number, (state, _) in enumerate(self.blocks):
-            held |= {f"blocks.{number}.{name}": x for name, x in state.tensors().items()}
-        return held
-
 
 class PixelDecoder(nn.Module):
     """Give every value of an image its likelihood under the values before it, in raster order.
@@ -273,7 +262,7 @@ class PixelDecoder(nn.Module):
 
         Args:
             values: int64 ``[B]``; None before the first value.
-            state: of ``begin``, ``restore`` or earlier steps, of the weights as they are.
+            state: of ``begin`` or earlier steps, of the weights as they are.
 
         Raises:
             ValueError: the image is whole, or values are missing, or given where there are none.
@@ -295,35 +284,6 @@ class PixelDecoder(nn.Module):
             token = block.added(token, block.attn.step(block.norm1(token), past, table))
         state.position += 1
         return self._logits(self.head(self.norm(token[:, 0])))
-
-    @torch.no_grad()
-    def restore(self, tensors: dict[str, Tensor]) -> DecoderState:
-        """Return the state that ``DecoderState.tensors`` was called of.
-
-        Raises:
-            ValueError: the tensors are of another model, or not of a state.
-        """
-        try:
-            size = int(tensors["size"][0]), int(tensors["size"][1])
-            first = tensors["blocks.0." + ("keys" if self._is_cached else "S")]
-            state = self.begin(len(first), size, tensors.get("labels"))
-            state.position = int(tensors["position"])
-            for number, (past, _) in enumerate(state.blocks):
-                saved = {name: tensors[f"blocks.{number}.{name}"] for name in past.tensors()}
-                past.count = int(saved.pop("count"))
-                for name, value in saved.items():
-                    place = getattr(past, name)
-                    place = place[:, :, : past.count] if self._is_cached else place
-                    if place.shape != value.shape:
-                        raise ValueError(f"{name} is {list(value.shape)}")
-                    place.copy_(value)
-        except (KeyError, IndexError, ValueError) as error:
-            raise ValueError(f"the tensors are no state of this model: {error}") from error
-        return state
-
-    @property
-    def _is_cached(self) -> bool:
-        return self.attention == "softmax"
 
     def _batch(self, state: DecoderState) -> int:
         past = state.blocks[0][0]

@@ -1,9 +1,8 @@
-"""Images that a ``PixelDecoder`` writes value by value: random numbers, the choice of levels, and
-the loop over values. It knows no files of images.
+"""Images that a ``PixelDecoder`` generates value by value: random numbers, the choice of levels,
+and the loop over values.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -18,34 +17,15 @@ the generator makes of a count.
 """
 
 
-@dataclass(frozen=True)
-class Asked:
-    """Images of one size that are to be written together.
-
-    Args:
-        size: their height and width in pixels.
-        numbers: of each image its number, and that of its completion, 0 for the first.
-        labels: their classes, int64 ``[B]``; None for a model that is not conditioned.
-        given: their first values in raster order, int64 ``[B, t]``; t may be 0.
-    """
-
-    size: Size
-    numbers: tuple[tuple[int, int], ...]
-    labels: Tensor | None
-    given: Tensor
-
-
 def uniform(seed: int, image: int, copy: int, start: int, count: int) -> np.ndarray:
     """Return random numbers of an image, which depend on nothing but the arguments: float64
-    ``[count]`` in [0, 1), those of its values from number ``start`` on.
+    ``[count]`` in [0, 1), for its values from number ``start`` on, a multiple of four.
 
-    Source: Salmon et al. 2011, Philox 4x64-10, keyed by seed and image and counting values; 53 bits
-    of each number that it makes.
+    Source: Salmon et al. 2011, Philox 4x64-10, keyed by seed and image and counting values.
     """
     key = np.array([seed, image], np.uint64)
     counter = np.array([start // 4, 0, 0, copy], np.uint64)
-    raw = np.random.Philox(key=key, counter=counter).random_raw(start % 4 + count)
-    return (raw[start % 4 :] >> np.uint64(11)) * 2.0**-53
+    return np.random.Generator(np.random.Philox(key=key, counter=counter)).random(count)
 
 
 def choose(logits: Tensor, temperature: float, numbers: Tensor) -> Tensor:
@@ -53,8 +33,7 @@ def choose(logits: Tensor, temperature: float, numbers: Tensor) -> Tensor:
 
     Args:
         logits: log-probabilities up to a constant, float64 ``[B, levels]``.
-        temperature: what they are divided by; 0 takes the most probable level, the lowest of
-            several.
+        temperature: divides them; 0 takes the most probable level, the lowest of several.
         numbers: float64 ``[B]`` in [0, 1).
 
     Returns:
@@ -70,50 +49,54 @@ def choose(logits: Tensor, temperature: float, numbers: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def write_values(
+def sample_values(
     model: PixelDecoder,
-    asked: Asked,
+    size: Size,
+    numbers: Sequence[tuple[int, int]],
+    labels: Tensor | None,
+    given: Tensor,
     *,
     temperature: float,
     seed: int,
     stepped: Callable[[], object] = lambda: None,
 ) -> tuple[Tensor, Tensor]:
-    """Write images value by value.
+    """Generate images of one size together.
 
     Args:
         model: in eval mode.
-        asked: the images; tensors are on the device of the model.
+        size: height and width in pixels.
+        numbers: of each image its number and the number of its completion, for ``uniform``.
+        labels: classes, int64 ``[B]``; None for a model that is not conditioned.
+        given: the first values in raster order, int64 ``[B, t]``; t may be 0.
         temperature: see ``choose``.
         seed: see ``uniform``.
         stepped: is called after each value.
 
     Returns:
         The values in raster order, int64 ``[B, N]``; minus the log-probabilities that the model
-        gives, summed over the given values and over the written ones, whatever the temperature,
-        float64 ``[B, 2]``.
+        gives at temperature 1, summed over the given and over the generated values, float64
+        ``[B, 2]``.
 
     Raises:
         ValueError: the outputs of the model are not finite; it is raised within ``BLOCK`` values.
     """
-    count, given, device = len(asked.numbers), asked.given, asked.given.device
-    state = model.begin(count, asked.size, asked.labels)
-    values = torch.zeros(count, state.values, dtype=torch.int64, device=device)
-    nats = torch.zeros(count, 2, dtype=torch.float64, device=device)
+    device = given.device
+    state = model.begin(len(numbers), size, labels)
+    values = torch.zeros(len(numbers), state.values, dtype=torch.int64, device=device)
+    nats = torch.zeros(len(numbers), 2, dtype=torch.float64, device=device)
     chosen = None
     for place in range(state.values):
         if place % BLOCK == 0:
-            length = min(BLOCK, state.values - place)
-            rows = [uniform(seed, *each, place, length) for each in asked.numbers]
-            drawn = torch.from_numpy(np.stack(rows, 1)).to(device)
+            count = min(BLOCK, state.values - place)
+            rows = [uniform(seed, *each, place, count) for each in numbers]
+            uniforms = torch.from_numpy(np.stack(rows, 1)).to(device)
         logits = model.step(chosen, state).double()
-        is_written = place >= given.shape[1]
-        if is_written:
-            chosen = choose(logits, temperature, drawn[place % BLOCK])
-        else:
-            chosen = given[:, place]
-        nats[:, int(is_written)] -= logits.log_softmax(1).gather(1, chosen[:, None])[:, 0]
+        is_new = place >= given.shape[1]
+        drawn = uniforms[place % BLOCK]
+        chosen = choose(logits, temperature, drawn) if is_new else given[:, place]
+        nats[:, int(is_new)] -= logits.log_softmax(1).gather(1, chosen[:, None])[:, 0]
         values[:, place] = chosen
-        # To look at the sums takes as long on a GPU as a step.
+        # Looking at the sums takes as long on a GPU as a step.
         is_last = place == state.values - 1
         if (place % BLOCK == 0 or is_last) and not nats.isfinite().all():
             raise ValueError(f"the outputs of the model are not finite by value {place + 1}")

@@ -1,7 +1,7 @@
-"""The flags of ``visionattn generate``, and what they must be.
+"""Options of ``visionattn generate`` and ``visionattn.generate``, and the checks that need neither
+model nor image.
 
-This module owns the checks that need no model and no image. A docstring under each field is its
-help text.
+A docstring under each field is its help text.
 """
 
 import math
@@ -10,26 +10,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from visionattn.cli.files import check_free, check_new
+from visionattn.cli.files import check_free
 from visionattn.cli.parsing import parse, with_first
-from visionattn.cli.untrusted import LARGEST_WHOLE
 from visionattn.data.geometry import check_geometry
+from visionattn.inference.picture_folder import check_picture_folder
 
 SUMMARY = "generate.json"
 """The file by which a folder is known as one of ``visionattn generate``."""
 PICTURE, ARRAY = ".png", ".npy"
-MOST_IMAGES = 2**24
 EXAMPLE = "checkpoints/digits_generate/best.safetensors --count 40 --output checkpoints/written.png"
 
 
 @dataclass
 class GenerateOptions:
-    """Images that a pixel decoder writes."""
+    """Images that a pixel decoder generates."""
 
     checkpoint: str | None = None
     """The ``best.safetensors`` of a training with ``--data.task generate``."""
     count: int | None = None
-    """How many images are written; with ``complete`` how many for each image. None: 64, with
+    """How many images are generated; with ``complete`` how many for each image. None: 64, with
     ``complete`` 1.
     """
     img_size: int | list[int] | None = None
@@ -40,21 +39,21 @@ class GenerateOptions:
     likely.
     """
     temperature: float = 1.0
-    """What log-probabilities are divided by before a level is drawn: below 1 images become more
-    usual, 0 takes the most likely level always.
+    """Divides log-probabilities before a level is drawn: below 1 images become more usual, 0 always
+    takes the most likely level.
     """
     seed: int = 0
-    """Seed of the draws: those of an image depend on it and on the number of the image alone."""
+    """Seed of the random numbers, which depend only on it and on the number of the image."""
     complete: list[str] | None = None
-    """Images whose lower part is written: folders (searched to any depth), image files, and
-    ``.txt`` files with a path per line. They are seen as in training.
+    """Images whose lower part is generated: folders (searched to any depth), image files, and
+    ``.txt`` files with a path per line. They are read as in training.
     """
     keep: float | None = None
     """The share of the rows of an image of ``complete`` that is given, from the top, above 0 and
     below 1; None: 0.5.
     """
     batch_size: int = 64
-    """Images that are written together."""
+    """Images that are generated together."""
     device: str = "auto"
     """``auto`` takes a GPU where there is one."""
     threads: int | None = None
@@ -70,7 +69,7 @@ class GenerateOptions:
     """Replace an output that is there."""
 
     @property
-    def kind(self) -> str:
+    def suffix(self) -> str:
         """The ending of the output; empty for a folder."""
         return Path(self.output or "").suffix.lower()
 
@@ -85,8 +84,8 @@ def parse_generate(argv: Sequence[str]) -> GenerateOptions:
         GenerateOptions,
         with_first(argv, "checkpoint"),
         command="generate",
-        description="Write images with a pixel decoder, value by value, at the same cost for each "
-        "value; or the lower part of images. The checkpoint may stand first, without its flag.",
+        description="Generate images, or the lower part of images, with a pixel decoder, value by "
+        "value at the same cost. The checkpoint may stand first, without its flag.",
         example=EXAMPLE,
     )
     check(options)
@@ -94,18 +93,15 @@ def parse_generate(argv: Sequence[str]) -> GenerateOptions:
 
 
 def check(options: GenerateOptions) -> None:
-    """Check all but where the images come from and go.
+    """Check everything but where images come from and go.
 
     Raises:
-        ValueError: one line with the option, what it may be, and what it is.
+        ValueError: one line with the option, its limits and its value.
     """
-    limits = {"count": (1, MOST_IMAGES), "batch_size": (1, MOST_IMAGES)}
-    limits |= {"seed": (0, LARGEST_WHOLE - 1), "threads": (1, LARGEST_WHOLE)}
-    for key, (least, most) in limits.items():
+    for key, least in (("count", 1), ("batch_size", 1), ("seed", 0), ("threads", 1)):
         value = getattr(options, key)
-        if value is not None and not least <= value <= most:
-            limit = f"at least {least}" if value < least else f"at most {most:,}"
-            raise ValueError(f"{key} must be {limit}, got {value}")
+        if value is not None and value < least:
+            raise ValueError(f"{key} must be at least {least}, got {value}")
     if not 0 <= options.temperature < math.inf:
         raise ValueError(
             f"temperature must be 0 or above, and finite, got {options.temperature}; 0 takes the "
@@ -116,12 +112,7 @@ def check(options: GenerateOptions) -> None:
     if options.keep is not None and options.complete is None:
         raise ValueError("keep is a share of the images of --complete, which is missing")
     if options.keep is not None and not 0 < options.keep < 1:
-        what = "larger than the image" if options.keep > 1 else "no part of an image"
-        what = "the whole image" if options.keep == 1 else what
-        raise ValueError(f"keep must be above 0 and below 1, got {options.keep}, which is {what}")
-    for key in ("classes", "complete"):
-        if getattr(options, key) is not None and not len(getattr(options, key)):
-            raise ValueError(f"{key} is empty; leave it out")
+        raise ValueError(f"keep must be above 0 and below 1, got {options.keep}")
 
 
 def check_output(options: GenerateOptions) -> None:
@@ -135,18 +126,11 @@ def check_output(options: GenerateOptions) -> None:
             f"--output is missing: a {PICTURE} for all images side by side, an {ARRAY}, or a folder"
         )
     path = Path(options.output)
-    if options.kind in (PICTURE, ARRAY):
+    if options.suffix in (PICTURE, ARRAY):
         check_free(path, options.overwrite)
-        return
-    if options.kind:
+    elif options.suffix:
         raise ValueError(
             f"--output {path} must end in {PICTURE} or {ARRAY}, or be a folder without an ending"
         )
-    is_known = (path / SUMMARY).is_file()
-    if is_known and not options.overwrite:
-        raise ValueError(f"{path} exists; --overwrite replaces it")
-    if options.overwrite and path.is_dir() and not is_known:
-        raise ValueError(
-            f"{path} is no folder of visionattn generate, which --overwrite replaces; name another"
-        )
-    check_new(path, replaces=SUMMARY if options.overwrite else None)
+    else:
+        check_picture_folder(path, SUMMARY, options.overwrite)

@@ -1,0 +1,217 @@
+"""``visionattn look``: the pictures of all images, their page and their numbers, in one folder that
+appears whole or not at all.
+"""
+
+import base64
+import io
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from visionattn.cli.files import printable, whole_folder, write_text
+from visionattn.cli.progress import Progress
+from visionattn.inference import pictures
+from visionattn.inference.image_attribution import ImageAttribution, Look
+from visionattn.inference.listing import find_images
+from visionattn.inference.look_options import SUMMARY, LookOptions
+from visionattn.inference.opening import open_model
+from visionattn.inference.picture_folder import write_summary
+from visionattn.inference.reading import ReadImages
+from visionattn.models.attribution import offset_weights
+
+PAGE = "index.html"
+MOST_DRAWN_PX, REDUCED_PX = 2**27, 2**24
+"""Images of more pixels are drawn at about so many at most; the lower bound is for images that the
+model sees band by band.
+"""
+PREVIEW_PX, DETAIL_PX = 1000, 640
+"""The longest side of a picture on the page, and of the part of it that is shown pixel by pixel."""
+LISTED = 10
+"""Patches and keys whose numbers are kept."""
+COMPRESSION = 3
+"""Of PNG, from 0 to 9: noisy paper of 4,096 px takes seconds longer with the usual 6, and becomes
+hardly smaller.
+"""
+PageOf = Callable[[str, Sequence[dict[str, Any]]], str]
+"""``page(title, parts)``: the page; ``visionattn.lab.report.look`` has the one of the command."""
+
+
+class Looking:
+    """Model and images, after all checks; nothing is written before ``run``.
+
+    Args:
+        options: what ``parse_look`` returned.
+
+    Raises:
+        ValueError, FileNotFoundError: something is wrong or in the way; one line.
+    """
+
+    def __init__(self, options: LookOptions):
+        self.options, self.folder = options, Path(options.output or "")
+        self.listing = find_images(options.images or [])
+        self.opened = open_model(options, classifies=True)
+        self.images = ReadImages(
+            self.listing, self.opened.spec, self.opened.geometry, options.max_pixels
+        )
+        self.attribution = ImageAttribution(self.opened, self.images, options)
+        self.images.check_asked()
+
+    def run(self, say: Callable[[str], None], page: PageOf) -> None:
+        """Draw all images and write the folder, and say what came of it.
+
+        Raises:
+            ValueError: an image cannot be read, or a query lies outside of it; nothing is written.
+            OutOfMemory: an image does not fit into memory.
+        """
+        banding = self.attribution.banding
+        for note in (*self.opened.notes, *banding.lines):
+            say(note)
+        replaces = SUMMARY if self.options.overwrite else None
+        parts, numbers, count = [], [], len(self.listing)
+        progress = Progress(count)
+        with whole_folder(self.folder, replaces=replaces) as place, progress:
+            banding.before = progress.stop
+            for index in range(count):
+                look, canvas = self._canvas(index)
+                drawn = self._drawn(look, canvas)
+                figures = [_write(place, f"{index + 1}-", picture) for picture in drawn]
+                title = printable(look.path)
+                parts.append({"title": title, "lines": said(look), "figures": figures})
+                numbers.append(numbers_of(look, self.options.term))
+                progress.advance(1, 0)
+                progress.say(f"{title}: {said(look)[0]}", say)
+            if "tables" in self.options.show and (picture := self._tables()):
+                figures = [_write(place, "", picture)]
+                parts.append({"title": "The model", "lines": [], "figures": figures})
+            text = page(f"Attribution: {self.opened.name}", parts)
+            write_text(place / PAGE, text)
+            write_summary(place / SUMMARY, self.opened, self.options, numbers)
+        say(f"{self.folder / PAGE}: attribution in {count} image{'s' if count > 1 else ''}")
+
+    def _canvas(self, index: int) -> tuple[Look, pictures.Canvas]:
+        """Return the attribution in an image, and the image to draw it over."""
+        look, sample = self.attribution.look(index)
+        size = sample.height, sample.width
+        most = REDUCED_PX if look.in_bands else MOST_DRAWN_PX
+        is_larger = size[0] * size[1] > most
+        image = self.images.reduced(index, most) if is_larger else self.images.whole(index)
+        return look, pictures.Canvas(image, size, look)
+
+    def _drawn(self, look: Look, canvas: pictures.Canvas) -> Iterator[pictures.Picture]:
+        """Draw what was asked for of one image, as far as there is any, picture by picture."""
+        show = self.options.show
+        if "winners" in show and look.evidence.patches is not None:
+            yield pictures.winners(canvas)
+        if "gradient" in show and look.evidence.gradient is not None:
+            yield pictures.gradient(canvas)
+        for row in look.rows:
+            yield pictures.row(canvas, row, self.options.term, self.options.head)
+        if look.components is not None:
+            yield pictures.features(canvas, self.attribution.features_block)
+
+    def _tables(self) -> pictures.Picture | None:
+        """Draw the relative tables of the model, where it has any."""
+        blocks = [block.attn for block in self.opened.model.blocks]
+        found = [(number, offset_weights(each)) for number, each in enumerate(blocks)]
+        found = [(number, weights) for number, weights in found if weights is not None]
+        if not found:
+            return None
+        return pictures.tables(found, any(blocks[i].relative.signed for i, _ in found))
+
+
+def said(look: Look) -> list[str]:
+    """Say in sentences what was found in an image."""
+    evidence, box, own, seen = look.evidence, look.box(*look.top), look.view.box, look.view.content
+    lines = [
+        f"{look.class_name}, {100 * look.probability:.1f} %, {evidence.margin:.3g} above the mean "
+        "of all classes"
+    ]
+    if look.in_bands:
+        lines.append(
+            "It was computed band by band: gradients, rows of attention and features need all "
+            "patches at once, and are left out."
+        )
+    if evidence.patches is None:
+        lines.append(f"{evidence.how[0].upper()}{evidence.how[1:]}.")
+    lines.append(
+        f"The model saw {own.height} x {own.width} px at {own.top},{own.left} as "
+        f"{seen[0]} x {seen[1]} px."
+    )
+    lines.append(
+        f"The patch of the highest attribution: {box.height} x {box.width} px at "
+        f"{box.top},{box.left} (down and right)."
+    )
+    return lines
+
+
+def _write(folder: Path, prefix: str, picture: pictures.Picture) -> dict[str, Any]:
+    """Write a picture into a folder that ``whole_folder`` gave; return it as the page shows it:
+    small, with a part of it pixel by pixel.
+    """
+    name, image = f"{prefix}{picture.name}.png", picture.image
+    image.save(folder / name, format="PNG", compress_level=COMPRESSION)
+    small, details = image.copy(), []
+    small.thumbnail((PREVIEW_PX, PREVIEW_PX), Image.Resampling.BOX)
+    if picture.focus is not None and small.size != image.size:
+        details.append(address(cut(picture)))
+    return {
+        "title": picture.title,
+        "lines": [printable(line) for line in picture.lines],
+        "file": name,
+        "source": address(small),
+        "details": details,
+    }
+
+
+def cut(picture: pictures.Picture) -> Image.Image:
+    """Return the part of a picture around its focus, without the sentences below it."""
+    focus, ends = picture.focus, []
+    assert focus is not None
+    middles = focus.left + focus.width // 2, focus.top + focus.height // 2
+    for middle, length in zip(middles, picture.drawn, strict=True):
+        first = max(0, min(middle - DETAIL_PX // 2, length - DETAIL_PX))
+        ends.append((first, min(length, first + DETAIL_PX)))
+    (left, right), (top, bottom) = ends
+    return picture.image.crop((left, top, right, bottom))
+
+
+def address(image: Image.Image) -> str:
+    """Return a picture as a data address."""
+    stream = io.BytesIO()
+    image.save(stream, format="JPEG", quality=88)
+    return f"data:image/jpeg;base64,{base64.b64encode(stream.getvalue()).decode()}"
+
+
+def numbers_of(look: Look, term: str) -> dict[str, Any]:
+    """Return what was found as JSON types."""
+    evidence, found = look.evidence, {"path": look.path, "class": look.class_name}
+    found |= {"probability": look.probability, "logits": evidence.logits.tolist()}
+    found |= {"margin": evidence.margin, "rest": evidence.rest, "grid": look.grid}
+    found |= {"patch_px": look.patch_px, "view": look.view._asdict()}
+    if evidence.patches is not None:
+        found["winners"] = [
+            {"row": row, "column": column, "box": look.box(row, column)}
+            | {"added": float(evidence.patches[row, column])}
+            for row, column in pictures.highest(evidence.patches, LISTED)
+            if evidence.patches[row, column] > 0
+        ]
+    if evidence.channels is not None:
+        for each in found["winners"]:
+            each["channels"] = int(evidence.channels[each["row"], each["column"]])
+    rows: list[dict[str, Any]] = []
+    for row in look.rows:
+        weights, own = row.term(term), row._asdict()
+        own["place"] = None if row.relative is None else float(row.relative.sum())
+        own["content"] = float(row.content.sum())
+        own["highest"] = [
+            {"row": place[0], "column": place[1], "weight": float(weights[place])}
+            for place in pictures.highest(weights, LISTED)
+        ]
+        del own["relative"]
+        rows.append(own)
+    found["rows"] = rows
+    if look.shares is not None:
+        found["shares"] = look.shares.tolist()
+    return found

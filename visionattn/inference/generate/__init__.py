@@ -1,1 +1,0 @@
-"""Images that a pixel decoder writes value by value."""

@@ -1,0 +1,158 @@
+"""The work of ``visionattn generate``: a picture of all images, an array, or a folder of them,
+which appears whole or not at all.
+
+Batches that a stopped run has finished are kept next to the output, and the same command goes on
+after the last of them.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from einops import rearrange
+from PIL import Image
+from safetensors.torch import load, save
+from torch import Tensor
+
+from visionattn.cli.files import whole_folder, write_whole
+from visionattn.cli.progress import Progress
+from visionattn.data.geometry import pixels
+from visionattn.inference.generate_options import (
+    ARRAY,
+    PICTURE,
+    SUMMARY,
+    GenerateOptions,
+    check_output,
+)
+from visionattn.inference.image_generation import Batch, Generated, Generation, open_decoder
+from visionattn.inference.listing import digest_of, find_images
+from visionattn.inference.picture_folder import write_summary
+from visionattn.inference.pictures import grid, picture_of
+from visionattn.inference.work import WorkFolder, write_array, write_table
+
+FIELDS = ("file", "image", "completion", "path", "class", "given_rows", "bits_per_dim")
+FIELDS += ("given_bits_per_dim",)
+DIGITS = 4
+"""Decimals of bits."""
+MOST_COLUMNS = 24
+"""Classes of a model at most for which each has a column of the picture."""
+ELSEWHERE = {"checkpoint", "device", "threads", "overwrite", "output"}
+"""Options that say nothing of the images, or less than weights and kind of device do."""
+
+
+class Generating:
+    """Model, prompts and output, after all checks; nothing is written before ``run``.
+
+    Args:
+        options: what ``parse_generate`` returned.
+
+    Raises:
+        ValueError, FileNotFoundError: something is wrong or in the way; one line.
+    """
+
+    def __init__(self, options: GenerateOptions):
+        check_output(options)
+        self.options, self.output = options, Path(options.output or "")
+        listing = None if options.complete is None else find_images(options.complete)
+        if options.threads:
+            torch.set_num_threads(options.threads)
+        self.opened = open_decoder(options.checkpoint or "", options.device)
+        channels = self.opened.spec.in_chans
+        if channels not in (1, 3) and options.suffix != ARRAY:
+            raise ValueError(
+                f"pictures have 1 or 3 channels, and the model generates {channels}; name an "
+                f"--output that ends in {ARRAY}"
+            )
+        self.generation = Generation(self.opened, options, listing)
+        self.work = WorkFolder(self.output, self._identity, overwrite=options.overwrite)
+        self.work.check()
+        self.work.check_writable()
+
+    def _identity(self) -> dict[str, Any]:
+        """Return what decides the output, as JSON types."""
+        own, prompts = asdict(self.options), self.generation.prompts
+        own |= {"img_size": pixels(self.generation.size)}
+        if prompts is not None:
+            own["complete"] = digest_of([self.generation.paths, prompts.numpy().tobytes()])
+        own = {key: value for key, value in own.items() if key not in ELSEWHERE}
+        return self.opened.identity() | own
+
+    def run(self, say: Callable[[str], None]) -> None:
+        """Generate and write all images, and say what came of it.
+
+        Raises:
+            ValueError: outputs of the model are not finite; nothing is written.
+            OutOfMemory: a batch does not fit into memory.
+        """
+        generation = self.generation
+        images = f"{generation.images} of {pixels(generation.size)}"
+        if generation.rows:
+            images += f", of which {generation.rows} rows are given"
+        say(f"{self.opened.notes[0]}; images: {images}")
+        with self.work:
+            with Progress(generation.images * generation.values, unit="values") as progress:
+                found, given = generation.run(progress, partial(self._kept, progress))
+            arrays = rearrange(found.images, "b c h w -> b h w c").numpy()
+            if self.options.suffix == ARRAY:
+                write_array(self.output, arrays)
+            elif self.options.suffix == PICTURE:
+                picture = self._grid(arrays)
+                write_whole(self.output, lambda place: picture.save(place, format="PNG"))
+            else:
+                self._write_folder(arrays, found, given)
+        count = "1 image" if len(arrays) == 1 else f"{len(arrays)} images"
+        mean = float(found.bits_per_dim.mean())
+        say(f"{self.output}: {count}, {mean:.3f} bits per generated value")
+
+    def _kept(self, progress: Progress, number: int, make: Callable[[], Batch]) -> Batch:
+        """Return a batch that an earlier run has kept, or make and keep it."""
+        path = self.work.file(f"{number:06d}.safetensors")
+        if path.exists():
+            batch = load(path.read_bytes())
+            progress.resume(batch["values"].numel())
+            return batch
+        self.work.describe()
+        batch = make()
+        write_whole(path, lambda place: place.write_bytes(save(batch)))
+        return batch
+
+    def _grid(self, arrays: np.ndarray) -> Image.Image:
+        """Return all images on one picture that is about as wide as high. A row has whole groups:
+        a prompt with its completions, or an image of each class.
+        """
+        generation, given = self.generation, None
+        count = len(generation.classes)
+        group = count if 0 < count <= MOST_COLUMNS else 1
+        if generation.prompts is not None:
+            whole = rearrange(generation.prompts, "p c h w -> p 1 h w c").numpy()
+            completed = rearrange(arrays, "(p n) h w c -> p n h w c", n=generation.copies)
+            tiles = np.concatenate([whole, completed], 1)
+            group = tiles.shape[1]
+            arrays = rearrange(tiles, "p n h w c -> (p n) h w c")
+            given = ([0] + [generation.rows] * generation.copies) * len(whole)
+        return grid(arrays, group * max(1, round(math.sqrt(len(arrays)) / group)), given)
+
+    def _write_folder(self, arrays: np.ndarray, found: Generated, given: Tensor) -> None:
+        """Write a PNG of each image, their table, and what they depend on."""
+        digits, rows, generation = len(str(len(arrays) - 1)), [], self.generation
+        replaces = SUMMARY if self.options.overwrite else None
+        with whole_folder(self.output, replaces=replaces) as folder:
+            for number, array in enumerate(arrays):
+                name, (image, copy) = f"{number:0{digits}d}.png", divmod(number, generation.copies)
+                picture_of(array).save(folder / name, format="PNG")
+                row = {"file": name, "image": image}
+                row["bits_per_dim"] = round(float(found.bits_per_dim[number]), DIGITS)
+                if found.classes:
+                    row["class"] = found.classes[number]
+                if found.paths:
+                    row |= {"completion": copy, "given_rows": generation.rows}
+                    row |= {"path": found.paths[number]}
+                    row["given_bits_per_dim"] = round(float(given[number]), DIGITS)
+                rows.append(row)
+            write_table(folder / "index.csv", FIELDS, rows)
+            write_summary(folder / SUMMARY, self.opened, self.options, len(arrays))

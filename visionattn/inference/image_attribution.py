@@ -1,0 +1,290 @@
+"""The attribution of a class in one image of a file, with names of classes and the places of
+patches in the file. It draws nothing.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from visionattn.cli.ends import OutOfMemory, is_out_of_memory
+from visionattn.cli.untrusted import brief
+from visionattn.data.geometry import Box, Size, View, pixels
+from visionattn.inference.banded import Banding
+from visionattn.inference.look_options import CLASS, TOP, LookOptions, parse_queries
+from visionattn.inference.opening import Opened
+from visionattn.inference.reading import ReadImages, Sample
+from visionattn.layout import Grid
+from visionattn.models.attribution import (
+    Attribution,
+    block_number,
+    check_model,
+    divides,
+    find_attribution,
+    principal,
+    watch,
+)
+from visionattn.models.patches import call
+from visionattn.models.weights import DataSpec
+
+Place = tuple[int, int]
+"""Row and column of a patch."""
+
+
+class Row(NamedTuple):
+    """The weights with which one token of a block sees the patches."""
+
+    block: int
+    query: str
+    """``class``, or the patch as ``row 3, column 17``."""
+    place: Place | None
+    """The patch that asks; None: the class token."""
+    content: Tensor
+    """float32 ``[H, W]``: the share of the weight that comes of content; 0 where a patch is
+    absent.
+    """
+    relative: Tensor | None
+    """Likewise of place; None where that is no summand."""
+    prefix: float
+    """The weight of class and register tokens."""
+
+    def term(self, name: str) -> Tensor:
+        """Return the weights for ``both``, or the shares of ``content`` or ``place``."""
+        if name == "place" and self.relative is None:
+            raise ValueError(
+                f"block {self.block} has no share of place next to content; leave --term out"
+            )
+        if self.relative is None or name == "content":
+            return self.content
+        return self.relative if name == "place" else self.content + self.relative
+
+
+@dataclass(frozen=True)
+class Look:
+    """The attribution of a class in one image."""
+
+    path: str
+    class_name: str
+    """Of the class; its number where the classes have no names."""
+    probability: float
+    """Of the class, in [0, 1]."""
+    evidence: Attribution
+    grid: Grid
+    """Rows and columns of patches."""
+    patch_px: Size
+    view: View
+    """Which part of the file the model saw, and at which size."""
+    present: Tensor | None
+    """bool ``[H, W]``, the patches that are not absent; None: all."""
+    rows: list[Row] = field(default_factory=list)
+    components: Tensor | None = None
+    """The three main components of the features, float64 ``[3, H, W]``; None where they were not
+    asked for.
+    """
+    shares: Tensor | None = None
+    """The share of the variance along each of them."""
+    in_bands: bool = False
+    """Whether it was computed band by band, without gradient, rows and features."""
+
+    @property
+    def top(self) -> Place:
+        """Return the patch of the highest attribution: the one that adds most to the class, or,
+        where the pooling does not say so, has the largest sum of absolute gradient times input.
+        """
+        scores = self.evidence.patches
+        if scores is None:
+            scores = of_patches(self.evidence.gradient, self.patch_px)
+        if self.present is not None:
+            scores = scores.masked_fill(~self.present, float("-inf"))
+        row, column = divmod(int(scores.argmax()), self.grid.width)
+        return row, column
+
+    def box(self, row: int, column: int) -> Box:
+        """Return where a patch lies in the file, in pixels."""
+        first, length, seen = self._axes()
+        ends = np.array([(row, column), (row + 1, column + 1)]) * self.patch_px
+        ends = np.rint(np.minimum(ends, seen) * length / seen).astype(int)
+        return Box(*(first + ends[0]).tolist(), *(ends[1] - ends[0]).tolist())
+
+    def patch_at(self, down: int, right: int) -> Place:
+        """Return the patch that a pixel of the file lies in.
+
+        Raises:
+            ValueError: it lies outside of the image, or of what the model sees of it.
+        """
+        first, length, seen = self._axes()
+        at = np.array((down, right)) - first
+        if (at < 0).any() or (at >= length).any():
+            box = self.view.box
+            raise ValueError(
+                f"query {down},{right} is outside of what the model sees of the image, "
+                f"{box.height} x {box.width} pixels from {box.top},{box.left} on"
+            )
+        row, column = ((at + 0.5) * seen / length // self.patch_px).astype(int).tolist()
+        return row, column
+
+    def _axes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return, down and right, where the part that is seen begins in the file, how long it is
+        there, and at how many pixels it is seen.
+        """
+        return np.array(self.view.box[:2]), np.array(self.view.box[2:]), np.array(self.view.content)
+
+
+def of_patches(gradient: Tensor, patch_px: Size) -> Tensor:
+    """Return the sums of absolute values over the pixels of each patch, float64 ``[H, W]``."""
+    values = gradient.double().abs()[None]
+    return F.avg_pool2d(values, patch_px, ceil_mode=True, divisor_override=1)[0]
+
+
+def class_number(word: str, spec: DataSpec) -> int:
+    """Return the number of a class that is named, or numbered where no name is the word.
+
+    Raises:
+        ValueError: there is none; one line.
+    """
+    names = spec.class_names
+    if word in names:
+        return names.index(word)
+    if word.isdecimal() and len(word) < 10 and int(word) < spec.num_classes:
+        return int(word)
+    known = ", ".join(names[:8]) + (" ..." if len(names) > 8 else "")
+    known = known or f"0 to {spec.num_classes - 1}"
+    raise ValueError(f"there is no class {brief(word)}; the classes are {known}")
+
+
+class ImageAttribution:
+    """Finds the attribution in images, as options ask.
+
+    Args:
+        opened: the model.
+        images: the images.
+        options: checked by ``look_options.check_asked``.
+
+    Raises:
+        ValueError: the model has no classes or is none of ours, or there is no such class, block,
+            head or token; one line.
+    """
+
+    def __init__(self, opened: Opened, images: ReadImages, options: LookOptions):
+        spec, self.opened, self.images, self.options = opened.spec, opened, images, options
+        if spec.num_classes < 1:
+            raise ValueError(f"{opened.name} has no classes, so there is nothing to attribute")
+        self.model = model = check_model(opened.model)
+        self.target = None if options.target is None else class_number(options.target, spec)
+        self.blocks = [block_number(model, index) for index in options.blocks]
+        self.features_block = block_number(model, options.features_block)
+        heads = min(block.attn.num_heads for block in model.blocks)
+        if options.head is not None and not 0 <= options.head < heads:
+            raise ValueError(
+                f"there is no head {options.head}; the {heads} heads are 0 to {heads - 1}"
+            )
+        queries = parse_queries(options.queries)
+        if queries is None:
+            queries = [CLASS if model.has_class_token and model.global_pool == "token" else TOP]
+        if CLASS in queries and not model.has_class_token:
+            raise ValueError(f"{opened.name} has no class token to query; name places, or top")
+        self.queries = queries
+        self.banding = Banding(opened, images, call)
+
+    def look(self, index: int) -> tuple[Look, Sample]:
+        """Find the attribution in an image by its number; return the image as it was read, too.
+
+        Raises:
+            ValueError: it cannot be read, a query lies outside, or outputs are not finite; one line
+                that begins with the path.
+            OutOfMemory: it does not fit into memory.
+        """
+        sample, path = self.images[index], self.images.listing.name(index)
+        try:
+            if sample.banded:
+                return self._in_bands(index, sample, path), sample
+            if sample.pixels is None:
+                raise ValueError(sample.reason)
+            return self._find(sample, path), sample
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error) or sample.pixels is None:
+                raise
+            size = pixels(sample.pixels.shape[1:])
+            raise OutOfMemory(
+                f"{path}: out of memory with an image of {size}; --show winners rows takes less"
+            ) from error
+
+    def _look(self, sample: Sample, path: str, evidence: Attribution, **more: object) -> Look:
+        view = self.images.geometry.view(sample.height, sample.width)
+        names, patch_px = self.opened.spec.class_names, tuple(self.model.patch_embed.patch_size)
+        return Look(
+            path,
+            names[evidence.target] if names else str(evidence.target),
+            float(evidence.logits.softmax(0)[evidence.target]),
+            evidence,
+            Grid(view.canvas[0] // patch_px[0], view.canvas[1] // patch_px[1]),
+            patch_px,
+            view,
+            **more,
+        )
+
+    def _in_bands(self, index: int, sample: Sample, path: str) -> Look:
+        """Find it without the gradient, rows of attention and features."""
+        if "winners" not in self.options.show or not divides(self.model):
+            raise ValueError(
+                "the image does not fit into memory in one pass, and band by band there are only "
+                "winners, of models that pool by the maximum or the mean; name a smaller --img-size"
+            )
+        evidence = self.banding.evidence(index, self.target)
+        return self._look(sample, path, evidence, present=None, in_bands=True)
+
+    def _find(self, sample: Sample, path: str) -> Look:
+        model, show, sizes, present = self.model, self.options.show, None, None
+        inputs = self.opened.spec.prepare(sample.pixels[None].to(self.opened.device))
+        if sample.present != tuple(inputs.shape[2:]):
+            sizes = torch.tensor([sample.present], device=inputs.device)
+            present = model.present_patches(inputs, sizes)[0].cpu()
+        evidence = find_attribution(
+            model,
+            inputs,
+            sizes=sizes,
+            target=self.target,
+            gradient="gradient" in show or not divides(model),
+        )
+        look = self._look(sample, path, evidence, present=None)
+        if present is not None:
+            look = replace(look, present=present.unflatten(0, tuple(look.grid)))
+        prefix = model.num_prefix_tokens
+        tokens: dict[Place | None, int] = {}
+        for query in self.queries if "rows" in show else ():
+            place = None if query == CLASS else look.top if query == TOP else look.patch_at(*query)
+            tokens[place] = 0 if place is None else prefix + place[0] * look.grid.width + place[1]
+        rows, features = watch(
+            model,
+            inputs,
+            dict.fromkeys(self.blocks, list(tokens.values())) if tokens else {},
+            sizes=sizes,
+            features=self.features_block if "features" in show else None,
+        )
+        for block, found in rows.items():
+            for number, place in enumerate(tokens):
+                content = self._map(found.content, number)
+                relative = None if found.relative is None else self._map(found.relative, number)
+                whole = content if relative is None else content + relative
+                query = CLASS if place is None else f"row {place[0]}, column {place[1]}"
+                own, others = (
+                    None if each is None else each[prefix:].unflatten(0, tuple(look.grid))
+                    for each in (content, relative)
+                )
+                assert own is not None
+                rest = float(whole[:prefix].sum())
+                look.rows.append(Row(block, query, place, own, others, rest))
+        if features is None:
+            return look
+        components, shares = principal(features, look.present)
+        return replace(look, components=components, shares=shares)
+
+    def _map(self, shares: Tensor, number: int) -> Tensor:
+        """Return the weights ``[N]`` of a query in ``[1, h, Q, N]``, of one head or the mean."""
+        own, head = shares[0, :, number], self.options.head
+        return (own.mean(0) if head is None else own[head]).float().cpu()

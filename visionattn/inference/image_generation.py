@@ -1,0 +1,311 @@
+"""Images that a pixel decoder generates, or whose lower part it completes: model, prompts, classes
+and batches; and ``visionattn.generate``. It writes no files.
+"""
+
+import math
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from visionattn.cli.ends import OutOfMemory, is_out_of_memory
+from visionattn.cli.progress import Progress
+from visionattn.data.geometry import Geometry, Size, pixels, sides
+from visionattn.inference.generate_options import GenerateOptions, check
+from visionattn.inference.held import listing_of
+from visionattn.inference.image_attribution import class_number
+from visionattn.inference.listing import Listing
+from visionattn.inference.opening import Opened
+from visionattn.inference.options import options_of_call
+from visionattn.inference.reading import ReadImages
+from visionattn.inference.value_sampling import sample_values
+from visionattn.models.machine import autocast, pick_device
+from visionattn.models.patches import in_eval
+from visionattn.models.pixel_decoder import PixelDecoder
+from visionattn.models.weights import check_finite, described, load_model, read_metadata
+
+LEVELS = 256
+"""Values of a picture."""
+COUNT, KEEP = 64, 0.5
+"""Images that are generated, and the share of rows that is given, unless options say."""
+CLASSES_AT_ONCE = 16
+"""Classes under which the likelihood of a prompt is computed at once."""
+Batch = dict[str, Tensor]
+"""``values`` uint8 ``[B, N]`` and ``nats`` float64 ``[B, 2]``, as ``sample_values`` has them."""
+
+
+class Generated(NamedTuple):
+    """Generated images, in order: of each completed image all completions."""
+
+    images: Tensor
+    """uint8 ``[images, C, H, W]`` on the CPU."""
+    classes: list[str]
+    """The class of each, numbers where the model has no names for them; empty for a model without
+    classes.
+    """
+    bits_per_dim: Tensor
+    """float64 ``[images]``: minus the binary logarithm of the probability that the model gives to
+    the generated values at temperature 1, per value.
+    """
+    paths: list[str]
+    """Where the image that each completes was read, as ``predict`` has it; empty where there are
+    none.
+    """
+
+
+def generate(model: nn.Module | str | Path, count: int | None = None, **options: Any) -> Generated:
+    """Generate images with a pixel decoder, as ``visionattn generate`` does: value by value, by the
+    recurrence, at the same time and memory for each value.
+
+    Every value of an image is drawn with a random number that depends only on the seed, the number
+    of the image and the place of the value: batches, other images and devices change an image only
+    where rounding differs and the number falls that close to the border between two levels.
+
+    Args:
+        model: a ``PixelDecoder`` with ``data_spec``, as ``load_model`` returns it, which stays
+            where it is and as it is; or a checkpoint of a training with ``data.task: generate``.
+        count: see ``GenerateOptions``.
+        options: further fields of ``visionattn.inference.generate_options.GenerateOptions``;
+            ``classes`` may be numbers, and ``complete`` takes images as ``predict`` does.
+
+    Raises:
+        ValueError, FileNotFoundError: the model generates no images, or an option or an image is
+            wrong; one line.
+        TypeError: there is no such option.
+        OutOfMemory: a batch does not fit into memory; it is defined in ``visionattn.cli.ends``.
+    """
+    images, seed = options.pop("complete", None), options.pop("seed", 0)
+    if options.get("classes") is not None:
+        options["classes"] = [str(each) for each in options["classes"]]
+    complete = None if images is None else ["images"]
+    asked = options_of_call(GenerateOptions, options, count=count, seed=seed, complete=complete)
+    check(asked)
+    listing = None if images is None else listing_of(images)
+    opened = open_decoder(model, asked.device)
+    with in_eval(opened.model):
+        return Generation(opened, asked, listing).run()[0]
+
+
+def open_decoder(given: nn.Module | str | Path, device: str) -> Opened:
+    """Load the pixel decoder of a checkpoint and put it on a device, or take a module as it is and
+    where it is.
+
+    Raises:
+        ValueError, FileNotFoundError: there is none, it is no pixel decoder, its weights are not
+            finite, nothing says what its images are, or there is no such device; one line.
+    """
+    if isinstance(given, nn.Module):
+        if device != "auto":
+            raise ValueError("a module stays where it is; leave device out, or move the module")
+        model, name, args = given, type(given).__name__, {}
+        spec, place, notes = getattr(model, "data_spec", None), next(model.parameters()).device, ()
+    else:
+        place, model = pick_device(device), load_model(given)
+        name, args, spec = described(read_metadata(given), given)
+        check_finite(model.state_dict(), given)
+        notes = (f"{name} of {os.fspath(given)}",)
+    if not isinstance(model, PixelDecoder):
+        raise ValueError(
+            f"{(*notes, name)[0]} is no pixel decoder and generates no images: each of its tokens "
+            "sees all others; train one with --data.task generate"
+        )
+    if model.levels > LEVELS:
+        raise ValueError(f"{name} has values of {model.levels} levels, and images at most {LEVELS}")
+    if spec is None:
+        raise ValueError(
+            f"{name} does not say what its images are; set its data_spec to a visionattn.DataSpec"
+        )
+    geometry = Geometry(spec.fit, sides(spec.img_size), spec.max_patches)
+    return Opened(model.to(place), name, args, spec, geometry, place, notes)
+
+
+class Generation:
+    """All images of a call, after all checks.
+
+    Args:
+        opened: the model.
+        options: checked by ``generate_options.check``.
+        listing: the images of ``complete``; None: there are none.
+
+    Attributes:
+        classes: the numbers of the classes that images take in turn; none for a model without.
+        paths: where each prompt, an image whose upper rows are given, was read.
+        prompts: uint8 ``[prompts, C, H, W]``; None where there are none.
+        copies: the number of completions of each prompt; 1 where there are no prompts.
+        images: the number of images that are generated.
+        size: their height and width in pixels.
+        rows: how many rows are given, at least one, and one less than the image has at most.
+        values: the number of values of an image.
+
+    Raises:
+        ValueError: classes, sizes or prompts do not go together; one line.
+    """
+
+    def __init__(self, opened: Opened, options: GenerateOptions, listing: Listing | None):
+        assert isinstance(opened.model, PixelDecoder)
+        self.opened, self.options, self.model = opened, options, opened.model
+        self.classes = self._classes()
+        size, self.paths, self.prompts = sides(options.img_size), list[str](), None
+        self.copies, self.images, self.rows = 1, options.count or COUNT, 0
+        if listing is not None:
+            self.paths, self.prompts = read_prompts(listing, opened, size)
+            self.copies = options.count or 1
+            self.images = len(self.paths) * self.copies
+            height, width = self.prompts.shape[2:]
+            size, keep = (height, width), KEEP if options.keep is None else options.keep
+            self.rows = min(max(1, round(keep * height)), height - 1)
+        size = size or sides(opened.spec.img_size)
+        if size is None:
+            raise ValueError(
+                "img_size is missing: the model was trained on images of their own sizes"
+            )
+        self.size, self.values = size, math.prod(size) * self.model.in_chans
+
+    def _classes(self) -> list[int]:
+        spec, given = self.opened.spec, self.options.classes
+        if not self.model.conditioned:
+            if given is not None:
+                raise ValueError(f"classes do nothing: {self.opened.name} was trained without")
+            return []
+        if given is None:
+            return list(range(self.model.num_classes))
+        if not given:
+            raise ValueError("classes is empty; leave it out")
+        return [class_number(word, spec) for word in given]
+
+    def run(
+        self,
+        progress: Progress | None = None,
+        kept: Callable[[int, Callable[[], Batch]], Batch] = lambda number, make: make(),
+    ) -> tuple[Generated, Tensor]:
+        """Generate all images; also return the bits per dimension of the given values, float64
+        ``[images]``, NaN where there are none.
+
+        Args:
+            progress: counts values.
+            kept: returns a batch by its number: what an earlier run has kept, or what the function
+                that it is given makes.
+
+        Raises:
+            ValueError: outputs of the model are not finite; one line.
+            OutOfMemory: a batch does not fit into memory.
+        """
+        batches, numbers, most = [], list(range(self.images)), self.options.batch_size
+        try:
+            with torch.inference_mode(), autocast(self.opened.device, self.options.amp):
+                labels = self._labels()
+                for first in range(0, self.images, most):
+                    make = partial(self._batch, numbers[first : first + most], labels, progress)
+                    batches.append(kept(first // most, make))
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            count = min(most, self.images)
+            fewer = f"; try --batch-size {count // 2}" if count > 1 else ""
+            raise OutOfMemory(
+                f"out of memory with {count} images of {pixels(self.size)} at once{fewer}"
+            ) from error
+        values = torch.cat([batch["values"] for batch in batches])
+        nats = torch.cat([batch["nats"] for batch in batches])
+        names, given = self.opened.spec.class_names, self.rows * self.values // self.size[0]
+        found = Generated(
+            rearrange(values, "b (h w c) -> b c h w", h=self.size[0], w=self.size[1]),
+            [names[i] if names else str(i) for i in ([] if labels is None else labels.tolist())],
+            nats[:, 1] / (math.log(2) * (self.values - given)),
+            [path for path in self.paths for _ in range(self.copies)],
+        )
+        return found, nats[:, 0] / (math.log(2) * given)
+
+    def _batch(self, numbers: list[int], labels: Tensor | None, progress: Progress | None) -> Batch:
+        """Generate the images of some numbers."""
+        device, given = self.opened.device, torch.zeros(len(numbers), 0, dtype=torch.int64)
+        if self.prompts is not None:
+            parts = self.prompts[[number // self.copies for number in numbers], :, : self.rows]
+            given = rearrange(parts, "b c h w -> b (h w c)").long()
+        values, nats = sample_values(
+            self.model,
+            self.size,
+            [divmod(number, self.copies) for number in numbers],
+            None if labels is None else labels[numbers],
+            given.to(device),
+            temperature=self.options.temperature,
+            seed=self.options.seed,
+            stepped=partial(progress.advance, len(numbers)) if progress else lambda: None,
+        )
+        return {"values": values.to("cpu", torch.uint8), "nats": nats.cpu()}
+
+    def _labels(self) -> Tensor | None:
+        """Return the class of each image, int64 ``[images]``; None for a model without classes."""
+        if not self.classes:
+            return None
+        device, numbers = self.opened.device, torch.arange(self.images)
+        classes = torch.tensor(self.classes, device=device)
+        if self.prompts is None:
+            return classes[numbers % len(classes)]
+        if self.options.classes is not None:
+            return classes[numbers % self.copies % len(classes)]
+        found = [
+            likeliest_class(self.model, prompt.to(device), self.rows, classes)
+            for prompt in self.prompts
+        ]
+        return torch.stack(found).repeat_interleave(self.copies)
+
+
+def read_prompts(listing: Listing, opened: Opened, size: Size | None) -> tuple[list[str], Tensor]:
+    """Read images that are to be completed, as the training reads images.
+
+    Args:
+        listing: the images.
+        opened: the model, and how it saw images in training.
+        size: height and width in pixels; None: as in training.
+
+    Returns:
+        Their paths, and uint8 ``[images, C, H, W]``.
+
+    Raises:
+        ValueError: an image cannot be read, has values that the model does not know, or not the
+            size of the others; one line.
+    """
+    geometry = opened.geometry if size is None else Geometry(opened.geometry.fit, size)
+    images, paths, found = ReadImages(listing, opened.spec, geometry), [], []
+    for index in range(len(listing)):
+        sample, path = images[index], listing.name(index)
+        if sample.pixels is None:
+            raise ValueError(f"{path}: {sample.reason}")
+        seen, wanted = sample.pixels.shape[1:], size or (found or [sample.pixels])[0].shape[-2:]
+        if tuple(seen) != tuple(wanted):
+            raise ValueError(
+                f"{path} is seen as {pixels(seen)}, and images of {pixels(wanted)} are generated; "
+                "complete images of one size at a time, and leave img_size out"
+            )
+        largest, levels = int(sample.pixels.max()), opened.model.levels
+        if sample.pixels.dtype != torch.uint8 or largest >= levels:
+            what = f"values up to {largest}" if sample.pixels.dtype == torch.uint8 else "no bytes"
+            raise ValueError(
+                f"{path} is of another depth: it has {what}, and the model knows levels 0 to "
+                f"{levels - 1}; convert it first"
+            )
+        paths.append(path)
+        found.append(sample.pixels)
+    return paths, torch.stack(found)
+
+
+def likeliest_class(model: PixelDecoder, prompt: Tensor, rows: int, classes: Tensor) -> Tensor:
+    """Return the class, int64 ``[]``, under which the upper rows of an image are the most likely.
+
+    Args:
+        model: conditioned, in eval mode.
+        prompt: uint8 ``[C, H, W]``; what is below the rows does not count.
+        rows: how many are given.
+        classes: int64 ``[n]``, the ones to choose from; of equals the first.
+    """
+    likelihoods = [
+        model(prompt.expand(len(part), -1, -1, -1), part)[:, :, :rows].double().sum((1, 2, 3))
+        for part in classes.split(CLASSES_AT_ONCE)
+    ]
+    return classes[torch.cat(likelihoods).argmax()]

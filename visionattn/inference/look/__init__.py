@@ -1,1 +1,0 @@
-"""Where the evidence for a class lies in images of files: the work of ``visionattn look``."""

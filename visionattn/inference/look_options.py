@@ -1,0 +1,123 @@
+"""Options of ``visionattn look`` and ``visionattn.look``, and the checks that need neither model
+nor image.
+
+A docstring under each field is its help text.
+"""
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import timm
+
+from visionattn.cli.parsing import split_options
+from visionattn.cli.untrusted import brief
+from visionattn.inference.options import OpenOptions, parse_options
+from visionattn.inference.picture_folder import check_picture_folder
+from visionattn.models.registration import is_ours
+
+SUMMARY = "look.json"
+"""The file by which a folder is known as one of ``visionattn look``."""
+Shown = Literal["winners", "gradient", "rows", "features", "tables"]
+SHOWN: tuple[Shown, ...] = ("winners", "gradient", "rows", "features", "tables")
+CLASS, TOP = "class", "top"
+"""Queries by a word: the class token, and the patch of the highest attribution."""
+EXAMPLE = "scaleformer_vit_digits docs/figures --output checkpoints/look"
+
+
+@dataclass
+class LookOptions(OpenOptions):
+    """The attribution of a class, drawn over images."""
+
+    target: str | None = None
+    """The class to attribute, by its name or number; None: the most probable of each image."""
+    show: list[Shown] = field(default_factory=lambda: list(SHOWN))
+    """Pictures to draw: ``winners`` (what patches add to the class through the pooling),
+    ``gradient`` (times the input), ``rows`` (of attention), ``features`` (their three main
+    components), ``tables`` (weights of relative position).
+    """
+    queries: list[str] | None = None
+    """Tokens whose rows of attention are drawn: a place in the image, down and right in pixels as
+    ``120,88``; ``class``, the class token; ``top``, the patch that adds most to the class. None:
+    ``top``, or ``class`` where only the class token is pooled.
+    """
+    blocks: list[int] = field(default_factory=lambda: [-1])
+    """Blocks whose rows of attention are drawn, from 0, or from the end where negative."""
+    head: int | None = None
+    """The head whose rows are drawn, from 0; None: the mean of all."""
+    term: Literal["both", "content", "place"] = "both"
+    """Which part of the rows is drawn: the whole weight, or the share of ``content`` or
+    ``place``.
+    """
+    features_block: int = -1
+    """The block whose features are drawn."""
+
+
+def parse_look(argv: Sequence[str]) -> LookOptions:
+    """Read and check the flags, before which stand the checkpoint and the images.
+
+    Raises:
+        ValueError, FileNotFoundError: a flag is wrong or missing, or the folder is there; one line.
+    """
+    count = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
+    first, words = list(argv[:count]), list(argv[count:])
+    given = {flag.replace("-", "_") for flag, _ in split_options(words)}
+    if first and not given & {"checkpoint", "model"}:
+        model = first.pop(0)
+        # A file goes before the name of a model that comes with weights.
+        is_name = not os.path.exists(model) and timm.is_model(model)
+        words += ["--model", model, "--pretrained"] if is_name else ["--checkpoint", model]
+    if first and "images" in given:
+        raise ValueError("images stand first or behind --images, not both")
+    options = parse_options(
+        LookOptions,
+        ["--images", *first, *words] if first else words,
+        command="look",
+        description="Draw the attribution of a class over each image. The checkpoint, or the name "
+        "of a model that comes with weights, and the images may stand first, without their flags.",
+        example=EXAMPLE,
+    )
+    if options.model and timm.is_model(options.model) and not is_ours(options.model):
+        raise ValueError(
+            f"{options.model} is no model of visionattn, whose blocks and pooling look reads"
+        )
+    check_asked(options)
+    if not options.output:
+        raise ValueError("--output is missing: a folder for the pictures")
+    check_picture_folder(Path(options.output), SUMMARY, options.overwrite)
+    return options
+
+
+def check_asked(options: LookOptions) -> None:
+    """Check what is asked for.
+
+    Raises:
+        ValueError: queries are wrong, or an option would do nothing; one line.
+    """
+    parse_queries(options.queries)
+    for key, default in (("queries", None), ("head", None), ("term", "both")):
+        if getattr(options, key) != default and "rows" not in options.show:
+            raise ValueError(f"{key} is for rows of attention, which show leaves out")
+
+
+def parse_queries(given: Sequence[str] | None) -> list[str | tuple[int, int]] | None:
+    """Return each query as ``CLASS``, ``TOP``, or a place, down and right in pixels; None for None.
+
+    Raises:
+        ValueError: a word is none of them; one line.
+    """
+    if given is None:
+        return None
+    found: list[str | tuple[int, int]] = []
+    for word in given:
+        place = re.fullmatch(r"(\d{1,9}),(\d{1,9})", word)
+        if not place and word not in (CLASS, TOP):
+            raise ValueError(
+                "queries must be places such as 120,88, down and right in pixels, class or top, "
+                f"got {brief(word)}"
+            )
+        found.append((int(place[1]), int(place[2])) if place else word)
+    return found

@@ -1,0 +1,38 @@
+"""A folder of pictures that ``visionattn look`` or ``visionattn generate`` writes, known by a
+summary in JSON that bears the name of the command.
+"""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from visionattn.cli.files import check_new, write_text
+from visionattn.cli.provenance import provenance
+from visionattn.inference.opening import Opened
+
+
+def check_picture_folder(folder: Path, summary: str, overwrite: bool) -> None:
+    """Raise ValueError where the folder of a command cannot be made, or replaced if ``overwrite``;
+    one line.
+
+    Args:
+        folder: where it is to be.
+        summary: the name of the summary, ``look.json``.
+        overwrite: a folder with such a summary may be replaced.
+    """
+    is_known = (folder / summary).is_file()
+    if is_known and not overwrite:
+        raise ValueError(f"{folder} exists; --overwrite replaces it")
+    if overwrite and folder.is_dir() and not is_known:
+        raise ValueError(f"{folder} has no {summary}, so --overwrite keeps it; name another folder")
+    check_new(folder, replaces=summary if overwrite else None)
+
+
+def write_summary(path: Path, opened: Opened, options: Any, images: Any) -> None:
+    """Write the summary into a folder that ``whole_folder`` gave: provenance, model, options, and
+    ``images``, JSON types.
+    """
+    about = provenance(opened.device) | {"model": opened.notes, "options": asdict(options)}
+    text = json.dumps({"provenance": about, "images": images}, indent=1)
+    write_text(path, text)

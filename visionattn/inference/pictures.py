@@ -1,0 +1,375 @@
+"""Pictures that ``visionattn look`` and ``visionattn generate`` draw: attribution over an image,
+with a title, sentences and a scale below it; tables of relative position; grids of images.
+
+This module owns colours, scales and letters. It knows nothing of models or files.
+"""
+
+import math
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageOps
+from torch import Tensor
+
+from visionattn.cli.files import printable
+from visionattn.data.geometry import Box, Size
+from visionattn.data.lettering import INK, MUTED, PAPER, font_of
+from visionattn.data.lettering import printable as shown_text
+from visionattn.inference.image_attribution import Look, Place, Row
+
+FOR, AGAINST, QUERY = (213, 94, 0), (0, 114, 178), (0, 128, 80)
+"""Colours of what speaks for the class, of what speaks against it, and of the token that asks."""
+STRONGEST = 0.8
+"""How much of a pixel is the colour where the attribution is strongest."""
+LEAST_PX, MOST_TIMES = 512, 16
+"""Smaller images are enlarged by a whole number, to about so many pixels."""
+LETTER_SHARE, LEAST_LETTER = 90, 13
+"""Letters are as high as a part of the longest side, and at least so many pixels."""
+BOXED = 5
+"""How many patches of the highest attribution are boxed."""
+EXTREME_SHARE, MOST_EXTREME = 0.005, 1000
+"""How many pixels' gradient times input is as strong as can be: a part of them, at most so many."""
+CELL_PX, TABLE_PX = 7, 112
+"""The least side of an entry of a table, and the side up to which entries are enlarged."""
+TILE_PX, GAP_PX, GROUND = 64, 6, "#c8c8c8"
+"""Of a grid: images of shorter sides are enlarged by a whole number to at most ``TILE_PX``; width
+and colour of the gaps.
+"""
+MARK_PX = 2
+"""The width of the line to the left of rows that were given."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One picture of an image."""
+
+    name: str
+    """For its file: letters, digits and hyphens."""
+    title: str
+    lines: tuple[str, ...]
+    """What it shows, in sentences."""
+    image: Image.Image
+    focus: Box | None
+    """Where in it the highest attribution or weight is, in its pixels; None: nowhere."""
+    drawn: tuple[int, int]
+    """Width and height of what is drawn, from its upper left corner; sentences stand below."""
+
+
+class Canvas:
+    """The image below the attribution, in grey, pale where the model does not see it.
+
+    Args:
+        image: the file's image ``[H, W, C]``, uint8 or float32 in [0, 1], or a smaller picture of
+            all of it.
+        size: height and width of the file in pixels.
+        look: what was found.
+    """
+
+    def __init__(self, image: np.ndarray, size: Size, look: Look):
+        self.look = look
+        times = max(1, min(MOST_TIMES, LEAST_PX // max(image.shape[:2])))
+        self.scale = times / math.ceil(size[0] / len(image))
+        grey = ImageOps.scale(_grey(image), times, Image.Resampling.NEAREST)
+        self.part = self.scaled(look.view.box)
+        pale = grey.point(lambda level: 255 - 0.35 * (255 - level) + 0.5)
+        top, left, height, width = self.part
+        pale.paste(grey.crop((left, top, left + width, top + height)), (left, top))
+        self.paper = pale.convert("RGB")
+
+    def scaled(self, box: Box) -> Box:
+        """Return where a part of the file is drawn, in pixels of the picture."""
+        ends = box.top, box.left, box.top + box.height, box.left + box.width
+        top, left, bottom, right = (math.ceil(end * self.scale) for end in ends)
+        return Box(top, left, bottom - top, right - left)
+
+    def paint(self, strength: np.ndarray, per: Size) -> Image.Image:
+        """Colour the image by strengths ``[h, w]`` in [-1, 1], one for ``per`` pixels of the
+        model's input, below 0 with ``AGAINST``.
+        """
+        picture = self.paper.copy()
+        self.lay(picture, *tinted(strength, STRONGEST), per)
+        return picture
+
+    def lay(self, picture: Image.Image, colours: Image.Image, mask: Image.Image, per: Size) -> None:
+        """Lay colours where the model saw the file, one for ``per`` pixels of its input."""
+        (height, width), part = self.look.view.content, self.part
+        seen, size = (0, 0, width / per[1], height / per[0]), (part.width, part.height)
+        colours, mask = (
+            each.resize(size, Image.Resampling.NEAREST, box=seen) for each in (colours, mask)
+        )
+        picture.paste(colours, (part.left, part.top), mask)
+
+    def mark(self, picture: Image.Image, place: Place, colour: tuple[int, int, int]) -> None:
+        """Draw a frame around a patch, with a white edge."""
+        pen, line = ImageDraw.Draw(picture), max(1, round(letter(picture) / 10))
+        top, left, height, width = self.scaled(self.look.box(*place))
+        for more, tone in ((2 * line, "white"), (line, colour)):
+            edge = (left - more, top - more, left + width - 1 + more, top + height - 1 + more)
+            pen.rectangle(edge, outline=tone, width=more)
+
+    def picture(
+        self,
+        name: str,
+        title: str,
+        lines: Sequence[str],
+        picture: Image.Image,
+        ticks: tuple[str, str, str] | None = None,
+        focus: Place | None = None,
+    ) -> Picture:
+        """Put title, sentences and a scale with texts at its ends and its middle below a picture,
+        whose own pixels stay as they are. A scale with a middle has colours against the class.
+        """
+        size = letter(picture)
+        width, step = max(picture.width, 34 * size), round(1.35 * size)
+        small, written = font_of(size), []
+        heading = f"{title}: {self.look.path}"
+        for font, texts in ((font_of(size, bold=True), [heading]), (small, lines)):
+            for text in (shown_text(printable(text)) for text in texts):
+                columns = 0.95 * (width - 2 * size) * len(text) / font.getlength(text)
+                written += [(line, font) for line in textwrap.wrap(text, int(columns))]
+        bottom = picture.height + size + step * len(written)
+        sheet = Image.new("RGB", (width, bottom + (5 if ticks else 1) * size), PAPER)
+        sheet.paste(picture, (0, 0))
+        pen = ImageDraw.Draw(sheet)
+        for number, (text, font) in enumerate(written):
+            pen.text((size, picture.height + size + number * step), text, fill=INK, font=font)
+        if ticks is not None:
+            top, right = bottom + size // 2, width - size
+            strength = np.linspace(-1 if ticks[1] else 0, 1, right - size)[None].repeat(size, 0)
+            colours, mask = tinted(strength, STRONGEST)
+            sheet.paste(colours, (size, top), mask)
+            pen.rectangle((size - 1, top - 1, right, top + size), outline=MUTED)
+            for text, at, anchor in zip(
+                ticks, (size, width // 2, right), ("la", "ma", "ra"), strict=True
+            ):
+                text = text.replace("-", "\N{MINUS SIGN}")
+                pen.text((at, bottom + 2 * size), text, fill=INK, font=small, anchor=anchor)
+        at = None if focus is None else self.scaled(self.look.box(*focus))
+        return Picture(name, title, tuple(lines), sheet, at, picture.size)
+
+
+def letter(picture: Image.Image) -> int:
+    """Return the height of letters for a picture, in pixels."""
+    return max(LEAST_LETTER, round(max(picture.size) / LETTER_SHARE))
+
+
+def tinted(strength: np.ndarray, most: float) -> tuple[Image.Image, Image.Image]:
+    """Return the colours of strengths ``[h, w]`` in [-1, 1], and how much of a pixel they are, up
+    to ``most``, as a mask.
+    """
+    colours = np.array((AGAINST, FOR), np.uint8)[(strength > 0).astype(np.uint8)]
+    share = np.rint(255 * most * np.abs(strength)).astype(np.uint8)
+    return Image.fromarray(colours), Image.fromarray(share)
+
+
+def _grey(image: np.ndarray) -> Image.Image:
+    """Return an image of any bands in grey: of many the first three are taken as colours, of two
+    the first.
+    """
+    if image.dtype != np.uint8:
+        image = np.rint(np.clip(image, 0, 1) * 255).astype(np.uint8)
+    bands = image[:, :, 0] if image.shape[2] < 3 else image[:, :, :3]
+    return Image.fromarray(np.ascontiguousarray(bands)).convert("L")
+
+
+def _signed(most: float) -> tuple[str, str, str]:
+    """Return the texts of a scale from ``-most`` to ``most``."""
+    return f"-{most:.2g} against", "0", f"for {most:.2g}"
+
+
+def winners(canvas: Canvas) -> Picture:
+    """Draw what each patch adds to the class through the pooling."""
+    look, evidence = canvas.look, canvas.look.evidence
+    added = evidence.patches.numpy()
+    most = float(np.abs(added).max()) or 1.0
+    best = [place for place in highest(evidence.patches, BOXED) if added[place] > 0]
+    picture = canvas.paint(added / most, look.patch_px)
+    for place in best:
+        canvas.mark(picture, place, FOR)
+    rest = f"{'-' if evidence.rest < 0 else '+'} {abs(evidence.rest):.3g}"
+    lines = [
+        f"What patches add to the output of {look.class_name!r} less the mean of all classes: "
+        f"{evidence.margin:.3g} = {float(added.sum()):.3g} of patches {rest} of biases "
+        "and of prefix tokens that are pooled.",
+        f"{evidence.how[0].upper()}{evidence.how[1:]}. The {len(best)} highest are boxed and "
+        f"add {sum(float(added[place]) for place in best):.3g}.",
+    ]
+    focus = best[0] if best else None
+    return canvas.picture("winners", "Winning patches", lines, picture, _signed(most), focus)
+
+
+def highest(values: Tensor, count: int) -> list[Place]:
+    """Return the patches with the highest values of ``[H, W]``, the highest first."""
+    order = values.flatten().argsort(descending=True, stable=True)[:count].tolist()
+    return [divmod(place, values.shape[1]) for place in order]
+
+
+def gradient(canvas: Canvas) -> Picture:
+    """Draw the input times the gradient of the class's output, pixel by pixel."""
+    look = canvas.look
+    values = look.evidence.gradient.numpy()
+    sizes = np.sort(np.abs(values), axis=None)
+    beyond = max(1, min(MOST_EXTREME, round(EXTREME_SHARE * sizes.size)))
+    most = float(sizes[-beyond]) or 1.0
+    picture = canvas.paint(np.clip(values / most, -1, 1), (1, 1))
+    lines = [
+        f"The input times the gradient of the output of {look.class_name!r} less the mean of all "
+        f"classes, pixel by pixel; the {beyond:,} largest, up to {float(sizes[-1]):.2g}, are as "
+        "strong as the ends of the scale."
+    ]
+    title = "Gradient times input"
+    return canvas.picture("gradient", title, lines, picture, _signed(most), look.top)
+
+
+def row(canvas: Canvas, found: Row, term: str, head: int | None) -> Picture:
+    """Draw the weights with which a token sees the patches, coloured by their ranks."""
+    look = canvas.look
+    weights = found.term(term).numpy().astype(np.float64)
+    there = np.ones(weights.shape, bool) if look.present is None else look.present.numpy()
+    strength, count = np.zeros(weights.shape), int(there.sum())
+    strength[there] = by_rank(weights[there])
+    picture = canvas.paint(strength, look.patch_px)
+    if found.place is not None:
+        canvas.mark(picture, found.place, QUERY)
+    who = "class token" if found.place is None else f"patch in {found.query} (green)"
+    what = {"both": "Weights", "content": "Shares of content in the weights"}
+    heads = "the mean of all heads" if head is None else f"head {head}"
+    ranked = np.sort(weights[there] * count)[::-1]
+    above = ", ".join(
+        f"{name} of the patches above {ranked[min(count - 1, int(share * count))]:.3g}"
+        for share, name in ((0.5, "half"), (0.1, "10 %"), (0.01, "1 %"), (0.001, "0.1 %"))
+        if share * count >= 2 or share == 0.5
+    )
+    lines = [
+        f"{what.get(term, 'Shares of place in the weights')} with which the {who} sees the "
+        f"patches in block {found.block}, {heads}, in multiples of 1 / {count:,}, the weight of "
+        f"each patch if all were alike. Colours go by rank: {above}.",
+        _terms(found),
+    ]
+    place = "class" if found.place is None else f"{found.place[0]}-{found.place[1]}"
+    return canvas.picture(
+        f"block-{found.block}-{place}",
+        f"Attention of block {found.block}: {found.query}",
+        lines,
+        picture,
+        ("lowest", "", f"highest {ranked[0]:.3g}"),
+        highest(found.term(term), 1)[0],
+    )
+
+
+def _terms(found: Row) -> str:
+    """Say how a row is divided between content, place and prefix tokens."""
+    own = f"{100 * float(found.content.sum()):.1f} %"
+    said = f"Patches have {own} of the weight"
+    if found.relative is not None:
+        place = f"{100 * float(found.relative.sum()):.1f} %"
+        said = f"Of the weight {own} are for the content of patches and {place} for their place"
+    return said + (f", {100 * found.prefix:.1f} % prefix tokens." if found.prefix else ".")
+
+
+def by_rank(values: np.ndarray) -> np.ndarray:
+    """Return strengths in [0, 1] of values ``[n]``: 0 for the lowest, and as much more for each
+    tenth of the values that are left above one; equal values have the mean of their ranks.
+    """
+    from scipy.stats import rankdata
+
+    share = (rankdata(values) - 0.5) / len(values)
+    return -np.log10(1 - share) / math.log10(2 * len(values))
+
+
+def features(canvas: Canvas, block: int) -> Picture:
+    """Draw the main components of the features as red, green and blue."""
+    look, shares = canvas.look, canvas.look.shares
+    values = look.components.numpy()
+    there = np.ones(values.shape[1:], bool) if look.present is None else look.present.numpy()
+    colours = np.full((*there.shape, 3), 255, np.uint8)
+    for channel, of in enumerate(values[:3]):
+        low, high = np.quantile(of[there], (0.01, 0.99))
+        spread = (of - low) / (high - low) if high > low else np.full(of.shape, 0.5)
+        colours[..., channel] = np.rint(np.clip(spread, 0, 1) * 255)
+    picture, mask = Image.new("RGB", canvas.paper.size, "white"), 255 * there.astype(np.uint8)
+    canvas.lay(picture, Image.fromarray(colours), Image.fromarray(mask), look.patch_px)
+    told = ", ".join(
+        f"{name} {100 * share:.0f} %"
+        for name, share in zip(("red", "green", "blue"), shares.tolist(), strict=False)
+    )
+    lines = [
+        f"The three main components of the features after block {block}, of this image alone, each "
+        f"from its 1st to its 99th percentile; share of the variance: {told}."
+    ]
+    return canvas.picture("features", "Features", lines, picture)
+
+
+def tables(found: Sequence[tuple[int, Tensor]], signed: bool) -> Picture:
+    """Draw the relative tables of a model, a row for each block and a column for each head.
+
+    Args:
+        found: numbers of blocks, and of each the weights of offsets ``[h, 2R+1 or 1, 2R+1]``.
+        signed: they are lengths of entries under a softmax.
+    """
+    size, gap, indent = LEAST_LETTER, 12, 90
+    side = max(max(each.shape[1:]) for _, each in found)
+    heads, cell = max(len(each) for _, each in found), max(CELL_PX, TABLE_PX // side)
+    right, down = side * cell + gap, side * cell + gap + size
+    width, top = indent + heads * right + gap, 2 * gap + size
+    sheet = Image.new("RGB", (width, top + len(found) * down), PAPER)
+    pen, font = ImageDraw.Draw(sheet), font_of(size)
+    for head in range(heads):
+        pen.text((indent + head * right, gap), f"head {head}", fill=MUTED, font=font)
+    for number, weights in found:
+        pen.text((gap, top), f"block {number}", fill=INK, font=font)
+        for head, own in enumerate(weights.double().numpy()):
+            left, level = indent + head * right, np.log(np.maximum(own, 1e-30))
+            tint = (level - level.min()) / (np.ptp(level) or 1.0)
+            colours, mask = (
+                ImageOps.scale(each, cell, Image.Resampling.NEAREST) for each in tinted(tint, 1.0)
+            )
+            sheet.paste(colours, (left, top), mask)
+            bottom = top + mask.height
+            pen.rectangle((left - 1, top - 1, left + mask.width, bottom), outline=MUTED)
+            text = f"{own.min():.2g} to {own.max():.2g}"
+            pen.text((left, bottom + 1), text, fill=MUTED, font=font_of(10))
+        top += down
+    what = (
+        "lengths of the entries that are added to scores"
+        if signed
+        else "weights that a query of zeros gives to each offset"
+    )
+    lines = (
+        f"Relative position, block by block and head by head: {what}. The middle is the patch "
+        "itself, keys above it stand above; the outermost entries are for all offsets beyond. "
+        "Colours go by the logarithm, from the least of a head to its largest, which stand below.",
+    )
+    return Picture("tables", "Relative tables", lines, sheet, None, sheet.size)
+
+
+def grid(pictures: np.ndarray, columns: int, given: Sequence[int] | None = None) -> Image.Image:
+    """Put small pictures side by side, row by row, each pixel enlarged to a square.
+
+    Args:
+        pictures: uint8 ``[n, H, W, 1]`` or ``[n, H, W, 3]``.
+        columns: pictures in a row.
+        given: of each picture how many of its rows were given, which a line to its left marks;
+            None: there are no marks. With marks the grid is coloured.
+    """
+    count, height, width, channels = pictures.shape
+    times = max(1, TILE_PX // max(height, width))
+    down, right = height * times + GAP_PX, width * times + GAP_PX
+    size = min(columns, count) * right + GAP_PX, math.ceil(count / columns) * down + GAP_PX
+    sheet = Image.new("L" if channels == 1 and given is None else "RGB", size, GROUND)
+    pen = ImageDraw.Draw(sheet)
+    for number, array in enumerate(pictures):
+        top, left = GAP_PX + number // columns * down, GAP_PX + number % columns * right
+        large = ImageOps.scale(picture_of(array), times, Image.Resampling.NEAREST)
+        sheet.paste(large, (left, top))
+        if given is not None and given[number]:
+            line, bottom = left - 2 * MARK_PX, top + given[number] * times - 1
+            pen.rectangle((line, top, line + MARK_PX - 1, bottom), fill=FOR)
+    return sheet
+
+
+def picture_of(array: np.ndarray) -> Image.Image:
+    """Return uint8 ``[H, W, 1]`` or ``[H, W, 3]`` as a picture of Pillow."""
+    return Image.fromarray(array[..., 0] if array.shape[2] == 1 else array)
