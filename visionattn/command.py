@@ -25,9 +25,9 @@ def train(argv: Words, say: Say) -> None:
     from visionattn.cli.ends import Stopped
     from visionattn.training.distributed import joined
     from visionattn.training.engine import train
+    from visionattn.training.first_batches import show_batch
     from visionattn.training.options import parse_train
     from visionattn.training.report import how_to_resume, report
-    from visionattn.training.show import show_batch
 
     with joined() as processes:
         config = processes.together(lambda: parse_train(argv))

@@ -12,7 +12,7 @@ import yaml
 
 import visionattn  # noqa: F401  registers the models
 from visionattn.models.weights import DataSpec, save_model
-from visionattn.training.pictures import address
+from visionattn.training.mistakes import address
 
 MODEL = {"patch_size": 16, "embed_dim": 16, "depth": 1, "num_heads": 2, "img_size": 32}
 SPEC = DataSpec(1, 10, tuple(str(digit) for digit in range(10)), (0.306,), (0.324,), None, 32)
@@ -103,7 +103,7 @@ def write_classes(folder, counts, *, split="test", epoch=2, names=None, mistakes
     kept = [
         dict(label=label, said=said, of_label=own, probability=chance, name=name)
         | {"size": None if image is None else image.shape[:2]}
-        | {"picture": None if image is None else address(image, (900, 600), 150_000)}
+        | {"picture": None if image is None else address(image)}
         for label, said, own, chance, name, image in mistakes
     ]
     found = dict(version=1, split=split, epoch=epoch, images=sum(map(sum, counts)), seen="whole")

@@ -30,9 +30,9 @@ from visionattn.training import engine
 from visionattn.training.config import OptimConfig
 from visionattn.training.distributed import joined
 from visionattn.training.evaluate import evaluate
+from visionattn.training.first_batches import show_batch
 from visionattn.training.report import report
 from visionattn.training.share import ShareConfig, share
-from visionattn.training.show import show_batch
 from visionattn.training.trainer import Trainer
 from visionattn.training.writing import Writing
 

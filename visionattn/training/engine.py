@@ -142,7 +142,7 @@ def train(
     if config.show_batch is not None:
         raise ValueError(
             "with show_batch nothing is trained: use `visionattn train --show-batch`, or "
-            "visionattn.training.show.show_batch(config)"
+            "visionattn.training.first_batches.show_batch(config)"
         )
     processes.together(lambda: choose_kind(config, processes.size))
     processes.per_image = ranks_per_image(config, processes.size)

@@ -2,13 +2,13 @@
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from visionattn.models.machine import autocast
 from visionattn.models.patches import in_eval, takes_sizes
@@ -18,7 +18,6 @@ from visionattn.training.config import OptimConfig
 from visionattn.training.distributed import Processes
 from visionattn.training.objective import Objective
 from visionattn.training.segmentation import Segmenting
-from visionattn.training.tally import Tally
 from visionattn.training.writing import Writing
 
 if TYPE_CHECKING:  # where models alone are measured, no reader of images is installed
@@ -56,6 +55,39 @@ class Evaluation:
     def score(self) -> float | None:
         """Return the figure by which weights are chosen: mean IoU of pixels, accuracy of images."""
         return self.accuracy if self.mean_iou is None else self.mean_iou
+
+
+class Tally:
+    """Note what a model says of images, in the order in which a process sees them."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, labels: Tensor, said: Tensor, logits: Tensor) -> None:
+        """Note a batch.
+
+        Args:
+            labels: the classes, int64 ``[B]``.
+            said: the classes with the largest outputs, int64 ``[B]``.
+            logits: the outputs, ``[B, classes]``.
+        """
+        # All stays on the device until the end: reading each would wait for the device.
+        classes = torch.stack([labels, said], 1)
+        self._parts.append((classes, logits.log_softmax(1).gather(1, classes)))
+
+    def rows(self, numbers: Sequence[int] | None) -> np.ndarray:
+        """Return a row for each image, float64 ``[N, 5]``: class, the class that was said, the log
+        of the probability of each of the two, and the image's number in the data set.
+
+        Args:
+            numbers: in the order in which images were noted; None where they have none, which
+                becomes -1.
+        """
+        if not self._parts:
+            return np.zeros((0, 5))
+        classes, logs = (torch.cat(parts).cpu().numpy() for parts in zip(*self._parts, strict=True))
+        order = np.full(len(classes), -1) if numbers is None else np.asarray(numbers)
+        return np.column_stack([classes, logs, order]).astype(np.float64)
 
 
 def evaluate(

@@ -1,26 +1,43 @@
-"""What the best weights say of each class, and their worst mistakes with pictures: a file of a run
-for each split that they were evaluated on.
+"""What the best weights of a run say of each class, and their worst mistakes with pictures:
+``validation.json`` and ``test.json``.
 
-This module owns the file. ``tally.py`` counts, ``album.py`` makes the file's content of it, and
-what a page makes of that is the laboratory's: it reads the file where no images can be read.
+The page of the laboratory shows these files where the images cannot be read.
 """
 
+import base64
+import io
 import json
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
+
+import numpy as np
+from PIL import Image
+from torch.utils.data import Dataset
 
 from visionattn.cli.files import write_text
 from visionattn.cli.untrusted import read_json
-from visionattn.training.pictures import ADDRESS
+from visionattn.data.batches import SampleKey, Unreadable
+from visionattn.data.geometry import Geometry
+from visionattn.models.weights import DataSpec
 
 VERSION = 1
+MOST_MISTAKES, MOST_PAIRS = 12, 2000
+"""Mistakes with pictures that are kept, and pairs of a class and another that it was taken for: the
+most frequent ones, which are all pairs of 45 classes.
+"""
 MOST_PX, MOST_PX_WIDE, WIDE = (900, 600), (600, 1200), 1.5
-"""Pictures have at most so many pixels of height and width; the second pair where the width is more
-than so many times the height.
+"""The largest height and width of a picture in pixels; the second pair for images whose width is
+more than ``WIDE`` times their height.
 """
 MOST_BYTES = 150_000
-"""Pictures have at most so many bytes."""
+"""The most bytes of a picture."""
+SMALL_PX = 64
+"""Images of at most so many pixels a side are kept as they are, as PNG; others become JPEG."""
+QUALITIES = (85, 70, 50, 30)
+"""The qualities of JPEG that are tried until an image is small enough; then it is shrunk."""
+ADDRESS = re.compile(r"data:image/(png|jpeg);base64,[A-Za-z0-9+/]+={0,2}")
 
 SplitName = Literal["validation", "test"]
 
@@ -34,11 +51,11 @@ class Mistake:
     said: int
     """The number of the most probable class."""
     probability: float
-    """That of the most probable class, in [0, 1]."""
+    """The probability of the most probable class, in [0, 1]."""
     of_label: float
     """The probability of its own class, in [0, 1]."""
     name: str | None
-    """Its file, below the root of the data; None where it has none."""
+    """Its file, below the root of the data; None for images without files."""
     size: tuple[int, int] | None
     """Height and width in pixels at which the model saw it."""
     picture: str | None
@@ -46,7 +63,7 @@ class Mistake:
 
     @property
     def wide(self) -> bool:
-        """Tell whether the picture is wider than those of most images."""
+        """Tell whether the picture is wider than most."""
         return self.size is not None and is_wide(self.size) and self.size[1] > MOST_PX[1]
 
 
@@ -63,7 +80,7 @@ class ByClass:
     seen: str
     """How images came to the model, in words."""
     class_names: list[str]
-    """One for each class; none where classes have no names."""
+    """A name for each class, or none at all."""
     classes: list[tuple[int, int, int]]
     """For each class: its images, how many of them are right, and how many images of any class were
     taken for it.
@@ -71,7 +88,7 @@ class ByClass:
     confusions: list[tuple[int, int, int]]
     """The most frequent mistakes: class, the other that it was taken for, and how often."""
     mistakes: list[Mistake]
-    """The worst ones by their loss, the worst first."""
+    """The mistakes with the largest loss, the worst first."""
 
     @property
     def right(self) -> int:
@@ -84,13 +101,97 @@ class ByClass:
         return sum(count for _, _, count in self.confusions) == self.images - self.right
 
     def name(self, number: int) -> str:
-        """Return the name of a class; its number where it has none."""
+        """Return the name of a class; its number where classes have no names."""
         return self.class_names[number] if self.class_names else str(number)
+
+
+def by_class(
+    rows: np.ndarray,
+    dataset: Dataset,
+    spec: DataSpec,
+    geometry: Geometry,
+    *,
+    split: SplitName,
+    epoch: int,
+    root: str | None,
+) -> ByClass:
+    """Return what is kept of an evaluation; the images of the worst mistakes are read again.
+
+    Args:
+        rows: ``evaluate.Tally.rows`` of all processes, in any order.
+        dataset: the images, indexed by ``SampleKey``.
+        spec: what they are.
+        geometry: how they come to the model.
+        split: which of the splits they are.
+        epoch: the epoch of the weights, counted from 1.
+        root: the folder that names of files are told from; None: there is none.
+    """
+    label, said = rows[:, :2].astype(np.int64).T
+    hit = label == said
+    classes = [np.bincount(each, minlength=spec.num_classes) for each in (label, label[hit], said)]
+    pairs, counts = np.unique(np.stack([label, said], 1)[~hit], axis=0, return_counts=True)
+    frequent = np.argsort(-counts, kind="stable")[:MOST_PAIRS]
+    wrong = rows[~hit]
+    # The least probability of its own class first; of equal ones, the first image.
+    worst = wrong[np.lexsort((wrong[:, 4], wrong[:, 2]))[:MOST_MISTAKES]]
+    return ByClass(
+        VERSION,
+        split,
+        epoch,
+        len(rows),
+        geometry.describe(),
+        list(spec.class_names or ()),
+        [tuple(row) for row in np.stack(classes, 1).tolist()],
+        [(*pairs[i].tolist(), int(counts[i])) for i in frequent],
+        [mistake_of(row, dataset, geometry, root) for row in worst],
+    )
+
+
+def mistake_of(row: np.ndarray, dataset: Dataset, geometry: Geometry, root: str | None) -> Mistake:
+    """Return a row of ``Tally.rows`` as a mistake with its picture; the arguments are as for
+    ``by_class``.
+    """
+    label, said, number = row[[0, 1, 4]].astype(int).tolist()
+    of_label, probability = (float(f"{value:.6g}") for value in np.exp(row[2:4]))
+    name = size = picture = None
+    if number >= 0:
+        if hasattr(dataset, "name"):
+            name = dataset.name(number).removeprefix(f"{root}/")
+        item = dataset[SampleKey(number, 0, geometry)]
+        if not isinstance(item, Unreadable):
+            size = item.present
+            picture = address(item.pixels[: size[0], : size[1]])
+    return Mistake(label, said, probability, of_label, name, size, picture)
 
 
 def is_wide(size: tuple[int, int]) -> bool:
     """Tell whether an image of a height and width is shown in more width than height."""
     return size[1] > WIDE * size[0]
+
+
+def address(image: np.ndarray) -> str:
+    """Return an image ``[H, W, C]``, uint8 or float32 in [0, 1], as a data address; of many bands
+    the first three are shown, of two the first.
+    """
+    if image.dtype != np.uint8:
+        image = np.rint(image.clip(0, 1) * 255).astype(np.uint8)
+    picture = Image.fromarray(image[..., 0] if image.shape[2] < 3 else image[..., :3].copy())
+    if max(picture.size) <= SMALL_PX:
+        return _encoded(picture, "png", optimize=True)
+    height, width = MOST_PX_WIDE if is_wide(image.shape[:2]) else MOST_PX
+    while True:
+        picture.thumbnail((width, height), reducing_gap=3)
+        for quality in QUALITIES:
+            found = _encoded(picture, "jpeg", quality=quality)
+            if len(found) * 3 / 4 <= MOST_BYTES:
+                return found
+        height, width = height * 3 // 4, width * 3 // 4
+
+
+def _encoded(picture: Image.Image, kind: str, **options) -> str:
+    stream = io.BytesIO()
+    picture.save(stream, format=kind, **options)
+    return f"data:image/{kind};base64,{base64.b64encode(stream.getvalue()).decode()}"
 
 
 def write_by_class(path: Path, found: ByClass) -> None:
@@ -106,36 +207,29 @@ def read_by_class(path: Path) -> ByClass:
     """Read the file, whoever wrote it.
 
     Raises:
-        ValueError: it is no such file, or its numbers contradict each other; one line.
+        ValueError: it is no such file, or a number in it is out of range; one line.
         OSError: it cannot be read.
     """
     found: ByClass = read_json(ByClass, path, "the run writes it anew where it is evaluated again")
-    count = len(found.classes)
-
-    def wanted(holds: Any, what: str) -> None:
+    classes = range(len(found.classes))
+    named = [(label, said) for label, said, _ in found.confusions]
+    named += [(each.label, each.said) for each in found.mistakes]
+    pictures = [each.picture for each in found.mistakes if each.picture is not None]
+    wanted = {
+        f"its version is {found.version}, known is {VERSION}": found.version == VERSION,
+        "the images of all classes are not all images": found.images
+        == sum(own for own, _, _ in found.classes)
+        > 0,
+        "more images of a class are right than there are": all(
+            0 <= right <= own for own, right, _ in found.classes
+        ),
+        "a mistake is made less than once": all(often > 0 for _, _, often in found.confusions),
+        "it has not one name for each class": len(found.class_names) in (0, len(classes)),
+        "a class is none": all(each in classes for pair in named for each in pair),
+        "a picture is none": all(map(ADDRESS.fullmatch, pictures)),
+        "a picture is too large": all(len(each) <= 2 * MOST_BYTES for each in pictures),
+    }
+    for what, holds in wanted.items():
         if not holds:
             raise ValueError(f"{path} is damaged: {what}")
-
-    wanted(found.version == VERSION, f"its version is {found.version}, known is {VERSION}")
-    wanted(found.epoch >= 1 and found.images >= 1 and count >= 1, "it is of no images")
-    wanted(len(found.class_names) in (0, count), "it has not one name for each class")
-    wanted(
-        all(0 <= right <= min(own, taken) for own, right, taken in found.classes),
-        "more images of a class are right than there are",
-    )
-    for place, what in ((0, "images"), (2, "images taken for a class")):
-        total = sum(row[place] for row in found.classes)
-        wanted(total == found.images, f"the {what} of all classes are {total}, not {found.images}")
-    for label, said, often in found.confusions:
-        wanted(0 <= label < count and 0 <= said < count and label != said, "a class is none")
-        wanted(often >= 1, "a mistake was made less than once")
-    made = sum(often for _, _, often in found.confusions)
-    wanted(made <= found.images - found.right, "there are more mistakes than wrong images")
-    for each in found.mistakes:
-        wanted(0 <= each.label < count and 0 <= each.said < count, "a class is none")
-        wanted(0 <= each.probability <= 1 and 0 <= each.of_label <= 1, "a probability is none")
-        wanted(each.size is None or min(each.size) >= 1, "a size is none")
-        picture = each.picture
-        wanted(picture is None or ADDRESS.fullmatch(picture), "a picture is none")
-        wanted(len(picture or "") <= 2 * MOST_BYTES, "a picture is too large")
     return found

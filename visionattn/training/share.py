@@ -7,7 +7,7 @@ its images are, names of classes, and the card.
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,9 +25,9 @@ from visionattn.models.building import patch_size
 from visionattn.models.entry_points import images_cfg
 from visionattn.models.weights import check_finite, described, load_model, read_metadata
 from visionattn.training.card import card_of
-from visionattn.training.facts import RunFacts, facts_beside
 
-HUB = "hf-hub:"
+HUB = re.compile(r"hf-hub:([\w.-]+/[\w.-]+)")
+SCHEME = re.compile(r"(hf[-_]hub|local-dir|https?):")
 LICENSE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]{0,60}")
 """Identifiers of licences, such as apache-2.0."""
 ELSEWHERE = ("tag", "label_", "test_", "description", "notes", "origin_url")
@@ -67,28 +67,13 @@ def parse_share(argv: Sequence[str]) -> ShareConfig:
         raise ValueError(
             f"license must be an identifier such as apache-2.0, got {brief(config.license)}"
         )
-    if config.to.startswith(HUB):
-        check_hub_name(config.to.removeprefix(HUB))
-    elif re.match(r"(hf[-_]hub|local-dir|https?):", config.to):
+    if SCHEME.match(config.to) and not HUB.fullmatch(config.to):
         raise ValueError(
             f"to must be a folder's plain path or hf-hub:ORG/NAME, got {brief(config.to)}"
         )
-    else:
+    if not HUB.fullmatch(config.to):
         check_new(Path(config.to))
     return config
-
-
-def check_hub_name(name: str) -> None:
-    """Raise ValueError where something is not ORG/NAME of a model on the hub."""
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(name)
-    except HFValidationError as error:
-        raise ValueError(f"{HUB}{name} is no name of a model on the hub: {error}") from error
-    if "/" not in name:
-        raise ValueError(f"{HUB}{name} names no organisation or user; wanted hf-hub:ORG/NAME")
 
 
 def share(config: ShareConfig) -> list[str]:
@@ -99,80 +84,60 @@ def share(config: ShareConfig) -> list[str]:
             name is taken or none, there is no token, or the hub refuses; one line. Nothing has been
             written.
     """
-    path = Path(config.checkpoint)
+    path, to = Path(config.checkpoint), Path(config.to)
     model = load_model(path)
-    if model.data_spec.task == "segmentation":
+    kinds = {"segmentation": "gives classes of pixels", "generate": "generates images"}
+    if what := kinds.get(model.data_spec.task):
         raise ValueError(
-            f"{path} gives classes of pixels, which timm and transformers have no models for; "
-            "visionattn.load_model reads the file itself"
-        )
-    if model.data_spec.task == "generate":
-        raise ValueError(
-            f"{path} writes images value by value, which timm and transformers have no models for; "
+            f"{path} {what}, which timm and transformers have no models for; "
             "visionattn.load_model reads the file itself"
         )
     check_finite(model.state_dict(), path)
-    facts = facts_beside(path)
-    if config.to.startswith(HUB):
-        name = config.to.removeprefix(HUB)
-        write = prepared(path, model, facts, name.rpartition("/")[2], config.to, config.license)
-        return [f"uploaded to {upload(write, name)}", how_to_load(config.to)]
-    folder = Path(config.to)
-    # The card does not tell where it was written.
-    source = f"local-dir:{folder.name}"
-    write = prepared(path, model, facts, folder.name, source, config.license)
-    with whole_folder(folder) as place:
-        write(place)
-    return [f"written to {folder}", how_to_load(f"local-dir:{folder}")]
-
-
-def how_to_load(source: str) -> str:
-    """Say how what was shared is loaded."""
+    if hub := HUB.fullmatch(config.to):
+        said, source = f"uploaded to https://huggingface.co/{hub[1]}", config.to
+        card = card_of(path, model, title=to.name, source=source, license=config.license)
+        upload(path, model, card, config.license, name=hub[1])
+    else:
+        said, source = f"written to {to}", f"local-dir:{to}"
+        # The card does not tell where it was written.
+        about = dict(title=to.name, source=f"local-dir:{to.name}", license=config.license)
+        card = card_of(path, model, **about)
+        with whole_folder(to) as place:
+            write(place, path, model, card, config.license)
     call = f"timm.create_model({json.dumps(source, ensure_ascii=False)}, pretrained=True)"
-    return f"{call} loads it, after import visionattn"
+    return [said, f"{call} loads it, after import visionattn"]
 
 
-def prepared(
-    path: Path, model: nn.Module, facts: RunFacts, title: str, source: str, license: str | None
-) -> Callable[[Path], None]:
-    """Return what writes the files of a shared model into a folder: ``model.safetensors``,
-    ``config.json`` and ``README.md``.
+def write(folder: Path, path: Path, model: nn.Module, card: str, license: str | None) -> None:
+    """Write ``model.safetensors``, ``config.json`` and ``README.md``.
 
     Args:
+        folder: where; it exists.
         path: the file of the weights.
         model: as ``load_model`` gives it.
-        facts: what is known of its training.
-        title: what the card calls it.
-        source: what ``timm.create_model`` will take.
+        card: the text of ``README.md``.
         license: of the weights; None: unknown.
     """
-    name, args, spec = described(read_metadata(path), path)
+    _, args, spec = described(read_metadata(path), path)
     known = model.pretrained_cfg.items()
     kept = {key: value for key, value in known if not key.startswith(ELSEWHERE)}
     model.pretrained_cfg = kept | {"license": license or "unknown"}
     model.pretrained_cfg |= images_cfg(spec, patch_size(model))
     labels = {"label_names": list(spec.class_names)} if spec.class_names else {}
-    card = card_of(model, name, args, spec, facts, title=title, source=source, license=license)
-
-    def write(folder: Path) -> None:
-        save_for_hf(
-            model, str(folder), model_config=labels, model_args=args, safe_serialization=True
-        )
-        # transformers hands both these arguments and the number of classes to the model.
-        described_again = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        described_again["model_args"].pop("num_classes", None)
-        write_text(folder / "config.json", json.dumps(described_again, indent=2) + "\n")
-        write_text(folder / "README.md", card)
-
-    return write
+    save_for_hf(model, str(folder), model_config=labels, model_args=args, safe_serialization=True)
+    # transformers hands both these arguments and the number of classes to the model.
+    described_again = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    described_again["model_args"].pop("num_classes", None)
+    write_text(folder / "config.json", json.dumps(described_again, indent=2) + "\n")
+    write_text(folder / "README.md", card)
 
 
-def upload(write: Callable[[Path], None], name: str) -> str:
-    """Upload what is written to the hub, into a repository that is new or holds no model yet, and
-    return its address.
+def upload(path: Path, model: nn.Module, card: str, license: str | None, *, name: str) -> None:
+    """Upload the files to the hub, into the repository ``name``, which is new or holds no model
+    yet; the other arguments are as for ``write``.
 
     Raises:
-        ValueError: there is no token, or there is a model of that name.
+        ValueError: there is no token, the name is none, or there is a model of that name.
         OSError: the hub refuses or cannot be reached.
     """
     from huggingface_hub import HfApi, get_token
@@ -185,11 +150,10 @@ def upload(write: Callable[[Path], None], name: str) -> str:
     api = HfApi(library_name="visionattn")
     try:
         if api.file_exists(name, "config.json"):
-            raise ValueError(f"{HUB}{name} holds a model already; choose another name")
+            raise ValueError(f"hf-hub:{name} holds a model already; choose another name")
         with TemporaryDirectory() as folder, undone_at_end(partial(rmtree, folder)):
-            write(Path(folder))
+            write(Path(folder), path, model, card, license)
             api.create_repo(name, exist_ok=True)
             api.upload_folder(repo_id=name, folder_path=folder, commit_message="Add model")
     except tuple(bases) as error:
         raise OSError(f"the hub does not take {name}: {first_line(error)}") from error
-    return f"https://huggingface.co/{name}"

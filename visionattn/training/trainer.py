@@ -7,6 +7,7 @@ import math
 import time
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -29,12 +30,11 @@ from visionattn.models.machine import random_state, restore_random_state
 from visionattn.models.registration import complete
 from visionattn.models.sequence.share import cut_rows
 from visionattn.models.weights import load_model, save_model
-from visionattn.training.album import Album, by_class
 from visionattn.training.config import TrainConfig
 from visionattn.training.distributed import Processes
-from visionattn.training.evaluate import Evaluation, evaluate
+from visionattn.training.evaluate import Evaluation, Tally, evaluate
 from visionattn.training.learner import Learner
-from visionattn.training.mistakes import SplitName, write_by_class
+from visionattn.training.mistakes import SplitName, by_class, write_by_class
 from visionattn.training.objective import Objective
 from visionattn.training.progress import (
     Position,
@@ -54,7 +54,6 @@ from visionattn.training.states import (
     completed,
     differences,
 )
-from visionattn.training.tally import Tally, merged
 
 NON_FINITE_STEPS = 3
 """Steps in a row without a finite loss that end a run."""
@@ -346,16 +345,13 @@ class Trainer(Learner):
             tally: what this process has noted of its part of them.
             batches: this part.
         """
-        counts = merged(self.processes.gather(tally.count(batches.numbers)))
-        if not len(counts.pairs):
-            return
-        data, epoch = self.config.data, self.position.best_epoch
-        album = Album(getattr(self.splits, split), self.geometry, data.root)
-        self.processes.on_first(
-            lambda: write_by_class(
-                record.folder / BY_CLASS[split], by_class(counts, album, self.spec, split, epoch)
+        rows = np.concatenate(self.processes.gather(tally.rows(batches.numbers)))
+        if len(rows):
+            keep = partial(by_class, rows, getattr(self.splits, split), self.spec, self.geometry)
+            about = {"epoch": self.position.best_epoch, "root": self.config.data.root}
+            self.processes.on_first(
+                lambda: write_by_class(record.folder / BY_CLASS[split], keep(split=split, **about))
             )
-        )
 
     def close_epoch(
         self, model: nn.Module, result: Evaluation, tally: Tally, record: Record

@@ -13,9 +13,8 @@ from PIL import Image
 from visionattn.cli.parsing import parse
 from visionattn.lab.report.runs import Run, for_each
 from visionattn.training.config import TrainConfig, check
+from visionattn.training.first_batches import draw_sheet, first_batches
 from visionattn.training.record import CONFIG
-from visionattn.training.sheet import draw_sheet
-from visionattn.training.show import first_batches
 
 MOST_PX = 1600
 """Sheets are at most so wide and so high."""

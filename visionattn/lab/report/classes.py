@@ -10,8 +10,7 @@ from functools import partial
 from visionattn.lab.report.runs import Run
 from visionattn.lab.report.sameness import best_of, same_data
 from visionattn.lab.report.tables import Cell, Table, is_of_pixels
-from visionattn.training.mistakes import ByClass, Mistake
-from visionattn.training.pictures import SMALL_PX
+from visionattn.training.mistakes import SMALL_PX, ByClass, Mistake
 
 MOST_IN_MATRIX = 30
 """Of more classes nobody could read a matrix: their most frequent mistakes are listed."""

@@ -1,4 +1,6 @@
-"""The sheet of first batches: it shows what a training computes with, and writes nothing else."""
+"""The sheet of first batches: it shows what a training computes with, how large each picture is and
+what stands below it, and nothing else is written.
+"""
 
 import numpy as np
 import pytest
@@ -10,9 +12,12 @@ from tests.helpers.tools import assert_one_error, load_tool
 from visionattn.data.config import AugmentConfig, DataConfig
 from visionattn.models.weights import DataSpec
 from visionattn.training import engine, start
-from visionattn.training.config import check
 from visionattn.training.engine import train
-from visionattn.training.show import (
+from visionattn.training.first_batches import (
+    MOST_PX,
+    Part,
+    Picture,
+    draw_sheet,
     first_batches,
     named,
     part,
@@ -21,10 +26,8 @@ from visionattn.training.show import (
     visible,
 )
 
-
-@pytest.fixture(scope="module")
-def main():
-    return load_tool("train")
+COLOUR = (250, 3, 120)
+"""A colour that nothing else on a sheet has."""
 
 
 def seen_in_training(config, monkeypatch):
@@ -77,6 +80,9 @@ def test_labels_are_those_of_the_images_and_mixtures_say_their_shares(tmp_path, 
     assert any(name.count("%") == 2 for name in names)
     assert all("%" not in picture.captions[0] for picture in validation.pictures)
     assert "mixup 1.0" in mixed.note and "mixup" not in validation.note
+    config = small_config(tmp_path, optim={"cutmix": 0.5})
+    config.data = DataConfig(augment="documents", aug=AugmentConfig(turn=3.0))
+    assert training_changes(config) == "augment documents, turn 3.0, cutmix 0.5"
 
 
 def test_what_an_image_does_not_fill_is_said_and_marked(tmp_path):
@@ -141,13 +147,8 @@ def test_what_does_not_count_in_a_mask_is_striped(tmp_path):
     assert len(shown) == 2 and not shown & classes
 
 
-def test_the_note_names_what_changes_training_images(tmp_path):
-    config = small_config(tmp_path, optim={"cutmix": 0.5})
-    config.data = DataConfig(augment="documents", aug=AugmentConfig(turn=3.0))
-    assert training_changes(config) == "augment documents, turn 3.0, cutmix 0.5"
-
-
-def test_the_command_draws_one_file_says_one_line_and_trains_nothing(tmp_path, main, capsys):
+def test_the_command_draws_one_file_says_one_line_and_trains_nothing(tmp_path, capsys):
+    main = load_tool("train")
     flags = f"--config digits --output {tmp_path}/runs --show-batch {tmp_path}"
     assert main(f"{flags}/seen.png".split()) == 0
     said = capsys.readouterr()
@@ -155,35 +156,79 @@ def test_the_command_draws_one_file_says_one_line_and_trains_nothing(tmp_path, m
         f"{tmp_path}/seen.png: 16 training and 16 validation images as the model sees them; "
         "nothing was trained\n"
     )
-    assert [path.name for path in tmp_path.iterdir()] == ["seen.png"]
-    with Image.open(tmp_path / "seen.png") as sheet:
-        assert sheet.format == "PNG" and min(sheet.size) > 500
     before = (tmp_path / "seen.png").read_bytes()
-    assert main(f"{flags}/seen.png".split()) == 2
-    assert_one_error(capsys, "seen.png exists; --overwrite replaces it")
+    refused = {
+        f"{flags}/seen.png": "seen.png exists; --overwrite replaces it",
+        f"{flags}/x.jpg": "show_batch must be a file that ends in .png, got ",
+        f"{flags}/no/x.png": "no folder ",
+        f"{flags}/x.png --resume": "show_batch draws the first batch of the first epoch",
+        f"{flags}/x.png --data.img_size 33": "33",
+    }
+    for words, message in refused.items():
+        assert main(words.split()) == 2
+        assert_one_error(capsys, message)
+    with pytest.raises(ValueError, match="^with show_batch nothing is trained: use "):
+        train(small_config(tmp_path, show_batch=str(tmp_path / "x.png")))
+    assert [path.name for path in tmp_path.iterdir()] == ["seen.png"]
     assert main(f"{flags}/seen.png --seed 4 --overwrite".split()) == 0
     assert (tmp_path / "seen.png").read_bytes() != before
 
 
+def plain(height, width, captions=("bird", "a size")):
+    pixels = np.broadcast_to(np.array(COLOUR, np.uint8), (height, width, 3))
+    return Picture(pixels, (height, width), captions)
+
+
+def drawn(*groups, most_px=MOST_PX):
+    """The sheet of some groups of pictures as an array, and where it has ``COLOUR``."""
+    parts = [Part(f"part {number}", "a note", group) for number, group in enumerate(groups)]
+    sheet = np.asarray(draw_sheet(parts, most_px=most_px))
+    return sheet, (sheet == COLOUR).all(2)
+
+
+def extent(mask):
+    """Height and width of the part of a mask that is set."""
+    return tuple(np.ptp(np.nonzero(mask.any(axis))[0]) + 1 for axis in (1, 0))
+
+
 @pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--show-batch {}/x.jpg", "show_batch must be a file that ends in .png, got "),
-        ("--show-batch {}/no/x.png", "no folder "),
-        ("--show-batch {}/x.png --resume", "show_batch draws the first batch of the first epoch"),
-        ("--show-batch {}/x.png --data.img_size 33", "33"),
-        ("--show-batch", "--show-batch needs a value: text or null"),
-    ],
+    ("size", "shown"), [((24, 18), (96, 72)), ((100, 60), (200, 120)), ((200, 300), (200, 300))]
 )
-def test_what_cannot_be_drawn_is_said_in_one_line(tmp_path, main, capsys, flags, message):
-    given = [word.replace("{}", str(tmp_path)) for word in flags.split()]
-    assert main(["--config", "digits", *given]) == 2
-    assert_one_error(capsys, message)
-    assert list(tmp_path.iterdir()) == []
+def test_small_pictures_are_enlarged_by_a_whole_number_at_most_four_and_others_are_not(size, shown):
+    pixels = np.random.default_rng(0).integers(0, 200, (*size, 3), dtype=np.uint8)
+    pixels[0, 0] = pixels[-1, -1] = COLOUR
+    sheet, mask = drawn([Picture(pixels, size, ("x",))])
+    assert extent(mask) == shown
+    top, left = (places.min() for places in np.nonzero(mask))
+    times = shown[0] // size[0]
+    seen = sheet[top : top + shown[0], left : left + shown[1]]
+    np.testing.assert_array_equal(seen, pixels.repeat(times, 0).repeat(times, 1))
 
 
-def test_a_training_in_python_refuses_to_draw(tmp_path):
-    config = small_config(tmp_path, show_batch=str(tmp_path / "x.png"))
-    check(config)
-    with pytest.raises(ValueError, match="^with show_batch nothing is trained: use "):
-        train(config)
+@pytest.mark.parametrize(("size", "counts"), [((900, 600), (16, 16)), ((300, 1250), (3, 1))])
+def test_large_pictures_are_shrunk_as_little_as_the_sheet_allows(size, counts):
+    sheet, _ = drawn(*([plain(*size)] * count for count in counts), most_px=1000)
+    # One more column or row of pixels for each picture in a row would not fit.
+    assert 900 < max(sheet.shape[:2]) <= 1000
+
+
+def test_pictures_keep_their_aspect_ratios_and_what_is_absent_is_hatched():
+    pixels = np.zeros((320, 400, 3), np.uint8)
+    pixels[:, :240] = COLOUR
+    wide = Picture(np.full((50, 400, 3), 9, np.uint8), (50, 400), ("x",))
+    sheet, mask = drawn([Picture(pixels, (320, 240), ("x",)), wide], most_px=1200)
+    assert extent(mask) == (320, 240) and extent((sheet == 9).all(2)) == (50, 400)
+    top, left = (places.min() for places in np.nonzero(mask))
+    absent = sheet[top : top + 320, left + 240 : left + 400]
+    colours = {tuple(colour) for colour in absent.reshape(-1, 3)}
+    assert len(colours) == 2 and COLOUR not in colours
+    lines = (absent != 255).any(2)
+    assert 0.05 < lines.mean() < 0.3 and lines[0].any() and lines[:, -1].any()
+
+
+def test_names_that_are_too_long_are_cut_and_letters_that_cannot_be_printed_do_no_harm():
+    long = "a very long name of a class " * 9
+    sheet, _ = drawn([plain(40, 40, captions=(f"{long}\udcff\n", "\udcff\n"))])
+    assert sheet.shape[1] < 250
+    other, _ = drawn([plain(40, 40, captions=(f"{long}x", "\ufffd\ufffd"))])
+    np.testing.assert_array_equal(sheet, other)
