@@ -22,7 +22,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from visionattn.models.images_cfg import images_cfg
+from visionattn.models.entry_points import images_cfg
 
 import visionattn
 from tests.helpers import distilled_runs
