@@ -27,24 +27,13 @@ def reference(quick_python, tmp_path_factory):
         yield reference_of
 
 
+USUAL = [("features", 0), ("bands", 0), ("training", 0), ("sweep", 3)]
+MORE = [("features", 1), ("bands", 1), ("images", 0), ("images", 3), ("images", 4), ("parts", 0)]
+MORE += [("parts", 2), ("masks", 0), ("written", 0), ("distillation", 0)]
+
+
 @pytest.mark.parametrize(
-    ("name", "number"),
-    [
-        ("features", 0),
-        ("features", 1),
-        ("bands", 0),
-        ("bands", 1),
-        ("images", 0),
-        ("images", 3),
-        ("images", 4),
-        ("parts", 0),
-        ("parts", 2),
-        ("training", 0),
-        ("masks", 0),
-        ("written", 0),
-        ("distillation", 0),
-        ("sweep", 3),
-    ],
+    ("name", "number"), [*USUAL, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
 )
 def test_what_is_killed_goes_on_to_the_same_bytes_and_leaves_nothing(
     reference, tmp_path, name, number

@@ -171,6 +171,7 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Blocked
 
 
 @interpreted
+@pytest.mark.slow
 def test_a_rehearsal_runs_where_little_is_installed_and_writes_everything(tmp_path):
     """All phases, with one row; ``make gpu-rehearsal`` runs all."""
     (tmp_path / "site").mkdir()
