@@ -32,7 +32,6 @@ from tests.helpers.warm_python import serving
 from visionattn.cli.files import is_unfinished
 from visionattn.command import run
 from visionattn.lab.sweep.run import sweep
-from visionattn.models.tiled import snapshot
 
 ROOT = Path(__file__).parents[1]
 FORK = multiprocessing.get_context("fork")
@@ -216,8 +215,6 @@ def same_parts(left: Path, right: Path) -> None:
 
 
 def write_map(deadly: int, _: int) -> int:
-    """Write a map band by band, with a snapshot after each."""
-    snapshot.EVERY_SECONDS, snapshot.MOST_SHARE = 0.0, 1e9
     return run("features", MAP.split())
 
 

@@ -111,7 +111,7 @@ def loaded():
 import visionattn
 before = loaded()
 import visionattn.inference.predict
-unwanted = ("visionattn.training", "visionattn.models.tiled", "visionattn.data.large")
+unwanted = ("visionattn.training", "visionattn.models.large", "visionattn.data.large")
 print(len(loaded() - before), *(name for name in loaded() if name.startswith(unwanted)))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

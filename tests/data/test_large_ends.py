@@ -2,8 +2,6 @@
 becomes of a file that ends in the middle.
 """
 
-import threading
-import time
 import zlib
 
 import numpy as np
@@ -18,9 +16,7 @@ from visionattn.data.large import open_sink, open_source
 from visionattn.data.large.source import UnreadablePart
 from visionattn.inference.listing import ListedFiles
 from visionattn.inference.reading import ReadImages
-from visionattn.models.tiled import ahead as reading_ahead
-from visionattn.models.tiled import forward_tiled
-from visionattn.models.tiled.ahead import Ahead
+from visionattn.models.large.forward_bands import forward_tiled
 from visionattn.models.weights import DataSpec
 
 SIDE, TILE = 16_384, 512
@@ -88,103 +84,6 @@ def test_bands_of_a_bigtiff_of_16384_px_are_read_without_the_rest(large, monkeyp
         assert counts == [across, across, across]
         part = (slice(1020, 1030), slice(5000, 5200))
         np.testing.assert_array_equal(source.read(*part), expected(*part))
-
-
-class Slow:
-    """An image of which each band takes its time, and that knows who reads it and when."""
-
-    def __init__(self, seconds=0.0, fails=None):
-        self.height, self.width, self.channels, self.dtype = 60, 7, 1, np.dtype(np.uint8)
-        self.seconds, self.fails = seconds, fails
-        self.began, self.threads = [], set()
-
-    def read(self, rows, columns):
-        self.began.append(rows.start)
-        self.threads.add(threading.get_ident())
-        time.sleep(self.seconds)
-        if rows.start == self.fails:
-            raise UnreadablePart(f"rows {rows.start} to {rows.stop} of a file cannot be read")
-        return np.full((rows.stop - rows.start, 7, 1), rows.start, np.uint8)
-
-
-def in_tens(source, **options):
-    rows = [slice(top, top + 10) for top in range(0, source.height, 10)]
-    return Ahead(source, rows, torch.from_numpy, CPU, **options)
-
-
-def settled(condition):
-    end = time.monotonic() + 20
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.001)
-    assert condition()
-
-
-def test_one_band_is_read_ahead_in_another_thread_and_none_beyond_it():
-    source = Slow()
-    with in_tens(source) as ahead:
-        for number, band in enumerate(ahead):
-            assert band.unique().tolist() == [10 * number]
-            wanted = list(range(0, min(10 * number + 20, 60), 10))
-            settled(lambda wanted=wanted: source.began == wanted)
-            time.sleep(0.01)
-            assert source.began == wanted
-    assert len(source.threads) == 1 and threading.get_ident() not in source.threads
-
-
-class Clocked(Slow):
-    """An image whose bands take 50 ms each of a clock of its own. The caller looks at the clock as
-    it begins to wait, and again after it has waited; each look lets one band be read.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.now, self.caller = 0.0, threading.get_ident()
-        self.may_read, self.have_read = threading.Semaphore(0), threading.Semaphore(0)
-
-    def clock(self):
-        now = self.now
-        if threading.get_ident() == self.caller:
-            self.may_read.release()
-        return now
-
-    def read(self, rows, columns):
-        assert self.may_read.acquire(timeout=60)
-        self.now += 0.05
-        self.have_read.release()
-        return super().read(rows, columns)
-
-
-def test_what_is_waited_and_read_is_counted(monkeypatch):
-    """Six bands of 50 ms, while the caller computes for longer: the first is waited for, and the
-    others were read before.
-    """
-    source = Clocked()
-    monkeypatch.setattr(reading_ahead, "perf_counter", source.clock)
-    with in_tens(source) as ahead:
-        for number, _ in enumerate(ahead):
-            assert source.have_read.acquire(timeout=60)
-            if number < 5:  # until the next one is read
-                assert source.have_read.acquire(timeout=60)
-                source.have_read.release()
-    assert ahead.read_s == pytest.approx(6 * 0.05)
-    assert ahead.waited_s == pytest.approx(0.05)
-
-
-def test_what_a_band_raises_comes_up_in_its_turn():
-    source = Slow(fails=20)
-    seen = []
-    with in_tens(source) as ahead, pytest.raises(UnreadablePart, match="rows 20 to 30 of a file"):
-        for band in ahead:
-            seen.append(int(band[0, 0, 0]))
-    assert seen == [0, 10]
-
-
-def test_an_exception_of_the_caller_ends_the_thread():
-    source, before = Slow(0.01), threading.active_count()
-    with pytest.raises(KeyError), in_tens(source) as ahead:
-        for _ in ahead:
-            raise KeyError
-    assert threading.active_count() == before and len(source.began) <= 2
 
 
 def spec_of():

@@ -1,5 +1,8 @@
 """Small models and images for passes over bands of rows."""
 
+import os
+import signal
+from collections.abc import Container
 from contextlib import suppress
 
 import numpy as np
@@ -9,7 +12,8 @@ from torch import nn
 
 import visionattn  # noqa: F401
 from visionattn.layout import Grid
-from visionattn.models.tiled.plan import plan
+from visionattn.models.large.band_plan import plan
+from visionattn.models.large.token_store import PassFolder
 
 
 class Array:
@@ -69,3 +73,19 @@ def least_memory(model, height, width):
         with suppress(ValueError):
             plan(model, grid, kib * 1024, "dense", model)
             return kib * 1024
+
+
+def stop_at(monkeypatch, numbers: Container[int]) -> list[int]:
+    """Send this process Ctrl-C as passes over bands record the bands of these numbers, counted from
+    1 over all passes; return a list with an entry for each band.
+    """
+    real, bands = PassFolder.record, []
+
+    def record(self, *place):
+        real(self, *place)
+        bands.append(len(bands) + 1)
+        if bands[-1] in numbers:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(PassFolder, "record", record)
+    return bands

@@ -17,6 +17,7 @@ from tests.helpers.inference_files import (
     read_index,
     write_weights,
 )
+from tests.helpers.tiled import stop_at
 from tests.helpers.tools import read_csv, written
 from visionattn.cli import files
 from visionattn.cli.ends import OutOfMemory
@@ -28,9 +29,8 @@ from visionattn.inference.options import InferenceOptions
 from visionattn.inference.work import WorkFolder
 from visionattn.models import cost
 from visionattn.models.cost import Passes
+from visionattn.models.large import band_plan as planning
 from visionattn.models.registration import create
-from visionattn.models.tiled import forward
-from visionattn.models.tiled import plan as planning
 from visionattn.models.weights import DataSpec, save_model
 
 SHAPES = [(16, 24), (40, 120), (21, 35), (133, 64)]
@@ -230,22 +230,11 @@ def test_an_image_whose_size_nobody_looked_at_is_a_row_where_the_bound_is_below_
     assert "is below one band: " in rows[4]["reason"]
 
 
-def stopped_at(monkeypatch, call):
-    """Ask for an end at a call of ``_keep``, as Ctrl-C does at a band."""
-    calls, real = [], forward._Pass._keep
-
-    def keep(self, stop):
-        calls.append(1)
-        real(self, stop or len(calls) == call)
-
-    monkeypatch.setattr(forward._Pass, "_keep", keep)
-
-
 def test_another_bound_of_memory_goes_on_and_other_options_say_which_they_are(
     folder, capsys, monkeypatch
 ):
     with monkeypatch.context() as patch:
-        stopped_at(patch, 19)
+        stop_at(patch, {19})
         assert run("features", native("--dense", *BOUND)) == 130
     kept = written(folder)
     capsys.readouterr()
@@ -329,19 +318,14 @@ def test_what_was_stopped_goes_on_to_the_same_bytes(folder, capsys, monkeypatch,
     }[kind]
     end = ".csv" if kind == "classes" else ""
     assert run(tool, [*command, "--output", f"whole{end}"]) == 0
-    calls, begun = [], []
-    real, real_tiled = forward._Pass._keep, bands.forward_tiled
-
-    def keep(self, stop):
-        calls.append(1)
-        real(self, stop or len(calls) == 19)
+    begun, real_tiled = [], bands.forward_tiled
 
     def tiled(model, source, *more, **options):
         begun.append(source.name)
         return real_tiled(model, source, *more, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(forward._Pass, "_keep", keep)
+        stop_at(patch, {19})
         patch.setattr(bands, "forward_tiled", tiled)
         assert run(tool, [*command, "--output", f"out{end}"]) == 130
         assert capsys.readouterr().err.endswith("the same command goes on\n")

@@ -10,10 +10,11 @@ import torch
 
 import visionattn
 from tests.helpers.inference_files import COLOUR, write_weights
+from tests.helpers.tiled import stop_at
 from tests.helpers.tools import assert_one_error, written
 from visionattn.command import run
+from visionattn.models.large.token_store import PassFolder
 from visionattn.models.registration import create
-from visionattn.models.tiled import forward, snapshot
 from visionattn.models.weights import DataSpec, save_model
 
 PAINTED = DataSpec(3, 3, (), (0.5,) * 3, (0.25,) * 3, None, None, "native", task="segmentation")
@@ -119,23 +120,12 @@ def test_bad_input_ends_with_one_line_code_2_and_nothing_written(folder, capsys,
     assert sorted(path.name for path in folder.iterdir()) == sorted(before)
 
 
-def drop_calls(monkeypatch, numbers):
-    """Ask for an end at calls of ``_keep`` with these numbers, as Ctrl-C does at a band."""
-    real, calls = forward._Pass._keep, []
-
-    def keep(self, stop):
-        calls.append(1)
-        real(self, stop or len(calls) in numbers)
-
-    monkeypatch.setattr(forward._Pass, "_keep", keep)
-
-
 @pytest.mark.parametrize("output", ["map.npy", "map.zarr", "map.tif"])
 def test_what_was_stopped_at_a_band_goes_on_to_the_same_bytes(folder, capsys, monkeypatch, output):
     command = words("--dense", *BOUND, output=output)
     assert run("features", words("--dense", *BOUND, output=f"whole.{output}")) == 0
     with monkeypatch.context() as patch:
-        drop_calls(patch, {7, 11})
+        stop_at(patch, {7, 11})
         for _ in range(2):
             capsys.readouterr()
             assert run("features", command) == 130
@@ -167,7 +157,7 @@ def test_with_overwrite_the_old_map_stays_until_there_is_a_new_one(folder, capsy
     write_tiff(folder / "slide.tif", seed=3)
     again = words("--dense", "--overwrite", *BOUND, output="map.npy")
     with monkeypatch.context() as patch:
-        drop_calls(patch, {5})
+        stop_at(patch, {5})
         assert run("features", again) == 130
         assert (folder / "map.npy").read_bytes() == before
         assert run("features", again) == 0
@@ -206,13 +196,11 @@ def test_a_kill_once_the_map_has_its_name_leaves_a_whole_map(
     class Killed(BaseException):
         pass
 
-    def delete(self):
+    def finish(self):
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(snapshot, "EVERY_SECONDS", 0.0)
-        patch.setattr(snapshot, "MOST_SHARE", float("inf"))
-        patch.setattr(snapshot.Snapshots, "delete", delete)
+        patch.setattr(PassFolder, "finish", finish)
         with pytest.raises(Killed):
             run("features", words("--dense", *BOUND, *more, output=output))
     assert path.exists() and [each for each in folder.iterdir() if each.name.startswith(".")]

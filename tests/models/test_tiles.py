@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import visionattn  # noqa: F401  registers models
+from visionattn.models.large.tiles import forward_tiles, over_tiles, tiling
 from visionattn.models.patches import call, pooled
 from visionattn.models.segmentation import Segmenter
-from visionattn.models.tiles import forward_tiles, over_tiles, tiling
 
 SMALL = dict(embed_dim=24, depth=2, num_heads=3, num_classes=5)
 

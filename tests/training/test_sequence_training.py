@@ -21,7 +21,7 @@ from tests.training.test_distributed_training import (
     weights,
 )
 from visionattn.cli.ends import run_tool
-from visionattn.models.sequence import attention
+from visionattn.models.large import row_parallel
 from visionattn.training import engine
 from visionattn.training import evaluate as evaluation
 from visionattn.training.config import check
@@ -154,14 +154,14 @@ def test_options_that_contradict_each_other_are_refused(tmp_path):
 
 def test_a_process_that_dies_ends_those_that_wait_for_its_rows(tmp_path, monkeypatch):
     """They wait in the middle of a layer, in an evaluation too."""
-    real, calls = attention.with_halo, iter(range(10**6))
+    real, calls = row_parallel.rows_around, iter(range(10**6))
 
     def dying(*args, **options):
         if os.environ["RANK"] == "1" and next(calls) == 40:
             os.kill(os.getpid(), signal.SIGKILL)
         return real(*args, **options)
 
-    monkeypatch.setattr(attention, "with_halo", dying)
+    monkeypatch.setattr(row_parallel, "rows_around", dying)
     config = small_config(tmp_path, parallel="sequence", epochs=1)
 
     def work(rank):

@@ -132,7 +132,7 @@ class Banding:
         """Return why the model cannot be computed in bands; None where it can be."""
         if self.want is None:
             return None
-        from visionattn.models.tiled.forward import CUT, check_tiled
+        from visionattn.models.large.forward_bands import CUT, check_tiled
 
         try:
             check_tiled(self.opened.model, self.want)
@@ -142,7 +142,7 @@ class Banding:
         return None
 
     def _check_bound(self, canvases: Iterable[Size]) -> None:
-        from visionattn.models.tiled.plan import BelowOneBand, plan
+        from visionattn.models.large.band_plan import BelowOneBand, plan
 
         model = self.opened.model
         body = model.backbone if isinstance(model, Segmenter) else model
@@ -158,7 +158,7 @@ class Banding:
 
     def memory_bytes(self) -> int | None:
         """Return what a pass may take beside the model, as far as that is known."""
-        from visionattn.models.tiled.plan import SHARE
+        from visionattn.models.large.band_plan import SHARE
 
         if self.bound_bytes is not None or self.memory.there_bytes is None:
             return self.bound_bytes
@@ -187,7 +187,7 @@ class Banding:
             Stopped: Ctrl-C, where there is ``work``.
         """
         from visionattn.inference.bands import UnreadableImage
-        from visionattn.models.tiled.plan import BelowOneBand
+        from visionattn.models.large.band_plan import BelowOneBand
 
         self.before()
         path = self.images.listing.name(index)

@@ -1,4 +1,4 @@
-"""One image band by band of rows (``models/tiled``), with its file as a source.
+"""One image band by band of rows (``models/large``), with its file as a source.
 
 This module is imported where an image does not fit into memory, or is to become one map.
 """
@@ -10,8 +10,8 @@ from visionattn.data.large import ImageSource, open_source
 from visionattn.data.large.source import UnreadablePart
 from visionattn.inference.opening import Opened
 from visionattn.inference.reading import ReadImages
+from visionattn.models.large.forward_bands import forward_tiled
 from visionattn.models.machine import autocast
-from visionattn.models.tiled.forward import forward_tiled
 
 
 class UnreadableImage(ValueError):

@@ -3,7 +3,7 @@
 or a GeoTIFF.
 
 This module owns which options such a map takes, and what is said of it. Maps are written by
-``data/large``, and computed by ``models/tiled``.
+``data/large``, and computed by ``models/large``.
 """
 
 import os
@@ -29,9 +29,9 @@ from visionattn.inference.predict import PredictOptions
 from visionattn.inference.reading import ReadImages
 from visionattn.inference.running import masks
 from visionattn.inference.work import in_the_way
+from visionattn.models.large.forward_bands import check_tiled
 from visionattn.models.patches import last_map
 from visionattn.models.segmentation import IGNORED
-from visionattn.models.tiled.forward import check_tiled
 
 UNUSED = ("batch_size", "workers", "shard_images", "shard_mib", "shard", "engine", "probe", "data")
 UNUSED += ("tiles", "overlap", "combine", "top_k")

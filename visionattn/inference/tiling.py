@@ -1,7 +1,7 @@
 """Predictions and features over overlapping tiles of images: what ``--tiles`` changes.
 
-This module owns what its options do to a computation. ``models/tiles.py`` has the tiles; images
-still come whole into memory.
+This module owns what its options do to a computation. ``models/large/tiles.py`` has the tiles;
+images still come whole into memory.
 """
 
 from typing import Literal, NamedTuple
@@ -44,7 +44,7 @@ def work_of(
     if options.tiles is None:
         asked = options.batch_size or opened.usual_batch
         return Work(compute, asked, opened.model, ())
-    from visionattn.models.tiles import cell_of, check_tiles, over_tiles, usual_overlap
+    from visionattn.models.large.tiles import cell_of, check_tiles, over_tiles, usual_overlap
 
     patch_px = cell_of(opened.model, "dense" if compute is last_map else "logits")
     overlap = options.overlap

@@ -2,7 +2,7 @@
 value, keep how far they have come, so that the same command goes on after a kill.
 
 This module owns its name, whose work it is, and when it goes. What is in it is written by
-``models/tiled``, ``inference/banded.py`` and ``inference/generate``.
+``models/large``, ``inference/banded.py`` and ``inference/generate``.
 """
 
 import json

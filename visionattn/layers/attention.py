@@ -317,7 +317,7 @@ class Attention(nn.Module):
         options.pop("form", None)
         return ROWS[self.attention](q, k, rows, **options)
 
-    def heads(self, x: Tensor, which: Literal["q", "kv", "qkv"] = "qkv") -> list[Tensor]:
+    def heads(self, x: Tensor, which: Literal["q", "v", "kv", "qkv"] = "qkv") -> list[Tensor]:
         """Return queries, keys and values ``[B, h, N, d]`` of tokens ``[B, N, D]``, queries and
         keys normalised and keys not yet centred, or some of them; a plain projection computes
         nothing else.

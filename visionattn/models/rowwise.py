@@ -1,4 +1,4 @@
-"""Which models can be computed from some rows of tokens at a time (``tiled``, ``sequence``).
+"""Which models can be computed from some rows of tokens at a time (``large``).
 
 They do the work of blocks and attention layers in pieces, so these have to be what their classes
 say. The modules within are called with some tokens, so each token has to be alone in them.

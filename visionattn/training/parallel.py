@@ -19,9 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from visionattn.models.sequence import RowParallel, parallelize
-from visionattn.models.sequence.model import check_dropout
-from visionattn.models.sequence.model import check_model as check_divisible
+from visionattn.models.large.row_parallel import RowParallel, check_dropout, parallelize
+from visionattn.models.large.row_parallel import check_model as check_divisible
 from visionattn.training.config import TrainConfig
 
 Kind = Literal["ddp", "fsdp", "sequence"]
@@ -78,7 +77,7 @@ def check_model(model: nn.Module, name: str, size: int, kind: Kind | None = None
 
     Raises:
         ValueError: it has batch norm, whose statistics would be those of each process's part of a
-            batch; or, with ``sequence``, its tokens cannot be divided (``sequence.parallelize``).
+            batch; or, with ``sequence``, its tokens cannot be divided (``parallelize``).
     """
     if kind == "sequence":
         check_divisible(model)

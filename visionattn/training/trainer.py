@@ -26,9 +26,9 @@ from visionattn.data.images import ImageDataset
 from visionattn.data.splits import Splits, eval_batches, train_batches
 from visionattn.data.streams import StreamEvalBatches, StreamTrainBatches
 from visionattn.models.building import patch_size
+from visionattn.models.large.row_parallel import cut_rows
 from visionattn.models.machine import random_state, restore_random_state
 from visionattn.models.registration import complete
-from visionattn.models.sequence.share import cut_rows
 from visionattn.models.weights import load_model, save_model
 from visionattn.training.config import TrainConfig
 from visionattn.training.distributed import Processes

@@ -7,17 +7,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from visionattn.data.large.source import open_source
-from visionattn.models import tiled, tiles
+from visionattn.models.large import forward_bands, tiles
 
 SOURCE = ("height", "width", "channels", "read")
 """What a ``Source`` has."""
 
 
-@wraps(tiled.forward_tiled)
+@wraps(forward_bands.forward_tiled)
 def forward_tiled(model: nn.Module, source: Any, *args: Any, **options: Any) -> Any:
     """Open the image, compute, and close what was opened."""
     with _opened(source) as image:
-        return tiled.forward_tiled(model, image, *args, **options)
+        return forward_bands.forward_tiled(model, image, *args, **options)
 
 
 @wraps(tiles.forward_tiles)

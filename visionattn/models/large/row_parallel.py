@@ -1,10 +1,7 @@
-"""A model whose image is divided by rows among the processes of a group.
-
-This module owns what is done once for an image: the rows of each rank, patches and positions, and
-pooling. ``attention.py`` has what is done in each block.
-"""
+"""One image on several processes: each computes the tokens of some rows of patches."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,19 +10,177 @@ from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from visionattn.layers import Block
-from visionattn.layout import Grid
+from visionattn.layers import Attention, Block
+from visionattn.layout import Grid, TokenLayout
 from visionattn.models.backbone import VisionAttnTransformer
+from visionattn.models.large.attention_of_strips import (
+    Around,
+    StripAttention,
+    softmax_of,
+    softmax_part,
+)
+from visionattn.models.large.collectives import exchanged, largest, summed
+from visionattn.models.large.patched_image import prefix_tokens
 from visionattn.models.patches import absolute_position, wrong_size
 from visionattn.models.pyramid import PyramidTransformer
 from visionattn.models.rowwise import check_rowwise
-from visionattn.models.sequence.attention import attention_of_rows
-from visionattn.models.sequence.collectives import largest, summed
-from visionattn.models.sequence.share import Share, cut_rows
-from visionattn.ops.sums import accumulation_dtype
+from visionattn.ops.operator import without_autocast
+from visionattn.ops.position.kinds import Flat, RelativePosition
+from visionattn.ops.strips import Strip, seen_span
+from visionattn.ops.sums import accumulation_dtype, drop_values
 
 POOLS = ("max", "avg", "avgmax", "token")
 """Poolings that can be taken over the tokens of several processes."""
+
+
+def cut_rows(height: int, ranks: int) -> tuple[int, ...]:
+    """Return where the rows of each of so many ranks begin, and where the last ones end: as equal
+    as whole rows allow.
+
+    Raises:
+        ValueError: there are fewer rows than ranks.
+    """
+    if height < ranks:
+        raise ValueError(
+            f"an image of {height} row{'s' if height > 1 else ''} of patches is too low for "
+            f"{ranks} processes, each of which takes a row or more; take fewer processes for an "
+            "image, or larger images"
+        )
+    return tuple(rank * height // ranks for rank in range(ranks + 1))
+
+
+@dataclass(frozen=True)
+class Share:
+    """The rows of one rank of a group, among those of the others.
+
+    Args:
+        layout: of the whole image; every rank has the prefix tokens before its own patches.
+        cuts: where the rows of each rank begin, and where the last ones end.
+        rank: in the group.
+        group: those that have the other rows.
+    """
+
+    layout: TokenLayout
+    cuts: tuple[int, ...]
+    rank: int
+    group: ProcessGroup
+
+    @property
+    def strips(self) -> list[Strip]:
+        """The rows of each rank."""
+        ends = zip(self.cuts[:-1], self.cuts[1:], strict=True)
+        return [Strip(self.layout.grid, first, last) for first, last in ends]
+
+    @property
+    def own(self) -> Strip:
+        """The rank's own rows."""
+        return self.strips[self.rank]
+
+    def counted(self, x: Tensor) -> Tensor:
+        """Return which of the rank's tokens ``[B, h, P + n, c]`` count in sums over the group: the
+        prefix tokens on the first rank alone.
+        """
+        return x[:, :, self.layout.num_prefix :] if self.rank else x
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Return the patches of tokens ``[B, h, P + n, c]`` as ``[B, h, rows, W, c]``."""
+        return x[:, :, self.layout.num_prefix :].unflatten(2, (-1, self.layout.grid.width))
+
+
+def rows_around(
+    x: Tensor, share: Share, wanted: Sequence[Strip], relative: RelativePosition | None = None
+) -> Around:
+    """Return a rank's rows with those around them that it wants, of all ranks in one exchange.
+
+    Args:
+        x: ``[B, h, rows, W, c]``, the rank's own rows.
+        share: who has which rows.
+        wanted: the rows that each rank wants, its own among them.
+        relative: ``Joint`` or ``Flat``: sums of what lies beyond the rows that a rank sees one by
+            one are wanted too, each of them from one side.
+    """
+    me, own, ranks = share.rank, share.own, range(len(wanted))
+    places, width = (x.flatten(2, 3), own.grid.width) if isinstance(relative, Flat) else (x, 1)
+
+    def common(asked: Strip, there: Strip) -> tuple[int, int]:
+        first = max(asked.first, there.first)
+        return first, max(first, min(asked.last, there.last))
+
+    sent: list[list[Tensor]] = [[] for _ in ranks]
+    shapes: list[list[Sequence[int]]] = [[] for _ in ranks]
+    for rank, there in enumerate(share.strips):
+        if rank == me:
+            continue
+        first, last = common(wanted[rank], own)
+        sent[rank].append(x[:, :, first - own.first : last - own.first])
+        first, last = common(wanted[me], there)
+        shapes[rank].append((*x.shape[:2], last - first, *x.shape[3:]))
+        if relative is not None:
+            span, begin = seen_span(relative, there), own.first * width
+            before, behind = (max(0, end - begin) for end in (span.start, span.stop))
+            far = places[:, :, :before] if rank > me else places[:, :, behind:]
+            sent[rank].append(far.sum(2))
+            shapes[rank].append((*x.shape[:2], *places.shape[3:]))
+    found = exchanged(sent, shapes, share.group) if len(ranks) > 1 else [[]]
+    values = torch.cat([x if rank == me else found[rank][0] for rank in ranks], 2)
+    sums = [
+        torch.stack([y for _, y in part]).sum(0) if part and relative is not None else None
+        for part in (found[:me], found[me + 1 :])
+    ]
+    return Around(wanted[me], values, None, *sums)
+
+
+def attention_of_rows(attn: Attention, x: Tensor, share: Share) -> Tensor:
+    """Return what a layer gives the tokens of a rank, ``[B, P + n, D]``, as ``Attention`` gives it
+    to those of the whole image.
+    """
+    strips, own, group = StripAttention(attn, share.layout), share.own, share.group
+    prefix, wide = share.layout.num_prefix, accumulation_dtype(x)
+    q, k, v = attn.heads(x)
+    dtype = v.dtype
+    if attn.centre_keys:
+        total = share.counted(k).sum(2, keepdim=True, dtype=wide)
+        k = k - (summed([total], group)[0] / share.layout.num_tokens).to(k.dtype)
+    dropped = _dropped(v, attn.attn_drop.p if attn.training else 0.0, share)
+    of_prefix, counted = [y[:, :, :prefix] for y in (q, k, dropped)], share.counted(dropped)
+    with without_autocast(q):
+        rows = share.rows(dropped) if strips.windows else share.rows(dropped).to(wide)
+        sums = strips.sums(share.counted(k), counted, rows, own.first)
+        sums = dict(zip(sums, summed(list(sums.values()), group), strict=True))
+        if strips.windows and prefix:
+            part = softmax_part(of_prefix[0], share.counted(k), counted)
+            # A place for each rank, and one sum of all: each learns what the others have found.
+            parts = [part * (rank == share.rank) for rank in range(len(share.strips))]
+            sums["softmax"] = softmax_of(summed([torch.stack(parts)], group)[0].unbind(0))
+        around = None
+        wanted = [strips.rows_around(strip) for strip in share.strips]
+        if strips.windows:
+            both = rows_around(torch.cat([share.rows(k), rows], 4), share, wanted)
+            keys, values = both.values.split(k.shape[3], 4)
+            around = both._replace(keys=keys, values=values)
+        elif strips.sees_rows:
+            around = rows_around(rows, share, wanted, strips.relative if strips.has_far else None)
+    out = strips.of_patches(q[:, :, prefix:], own, sums, around, of_prefix).to(dtype)
+    if strips.reach:
+        if dropped is not v:
+            wanted = [strip.with_halo(strips.reach) for strip in share.strips]
+            around = rows_around(share.rows(v), share, wanted)
+        out = out + strips.convolved(own, around, dtype)
+    if prefix:
+        out = torch.cat([strips.of_prefix(of_prefix[0], sums).to(dtype), out], 2)
+    return attn.project(out.transpose(1, 2).reshape(x.shape), x)
+
+
+def _dropped(v: Tensor, value_drop: float, share: Share) -> Tensor:
+    """Drop rows of values as ``drop_values`` does: of prefix tokens the same on all ranks, whose
+    generators have to be in the same state, and of patches other ones on each.
+    """
+    if not value_drop:
+        return v
+    seed = int(torch.randint(2**62, ()))
+    own = torch.Generator(v.device).manual_seed(seed + share.rank)
+    prefix, patches = v.tensor_split([share.layout.num_prefix], 2)
+    return torch.cat([drop_values(prefix, value_drop), drop_values(patches, value_drop, own)], 2)
 
 
 class RowParallel(nn.Module):
@@ -53,6 +208,10 @@ class RowParallel(nn.Module):
         check_model(model)
         self.model, self.group = model, group
 
+    @property
+    def _ranks(self) -> int:
+        return distributed.get_world_size(self.group)
+
     def share(self, height: int, width: int, parts: Sequence[int] | None = None) -> Share:
         """Return which rows of patches this rank has of images of so many pixels.
 
@@ -74,7 +233,7 @@ class RowParallel(nn.Module):
         if not embed.dynamic_img_pad and (height % patch[0] or width % patch[1]):
             raise ValueError(wrong_size(height, width, patch))
         grid = Grid(-(-height // patch[0]), -(-width // patch[1]))
-        cuts = cut_rows(grid.height, distributed.get_world_size(self.group))
+        cuts = cut_rows(grid.height, self._ranks)
         if parts is not None:
             if min(parts) < 1 or any(part % patch[0] for part in parts[:-1]):
                 raise ValueError(
@@ -83,15 +242,14 @@ class RowParallel(nn.Module):
                     "whole number of patches for each process"
                 )
             cuts = tuple(-(-sum(parts[:i]) // patch[0]) for i in range(len(parts) + 1))
-        rank = distributed.get_rank(self.group)
-        return Share(grid, cuts, rank, self.group, self.model.num_prefix_tokens)
+        layout = TokenLayout(self.model.num_prefix_tokens, grid)
+        return Share(layout, cuts, distributed.get_rank(self.group), self.group)
 
     def own_rows(self, height: int) -> slice:
         """Return the rows of pixels that this rank needs of images of so many rows of pixels."""
-        patch = self.model.patch_embed.patch_size
-        ranks, rank = (of(self.group) for of in (distributed.get_world_size, distributed.get_rank))
-        cuts = cut_rows(-(-height // patch[0]), ranks)
-        return slice(cuts[rank] * patch[0], min(height, cuts[rank + 1] * patch[0]))
+        patch, rank = self.model.patch_embed.patch_size[0], distributed.get_rank(self.group)
+        cuts = cut_rows(-(-height // patch), self._ranks)
+        return slice(cuts[rank] * patch, min(height, cuts[rank + 1] * patch))
 
     def forward_features(self, x: Tensor, height: int | None = None) -> Tensor:
         """Return the normalised tokens of this rank, ``[B, P + rows * W, D]``; ``forward`` explains
@@ -126,7 +284,7 @@ class RowParallel(nn.Module):
         """Return the rows of pixels that this rank has of images that are divided already, and who
         has the others.
         """
-        placed, ranks = tuple(x.placements), distributed.get_world_size(self.group)
+        placed, ranks = tuple(x.placements), self._ranks
         if len(placed) != 1 or not placed[0].is_shard(2) or x.device_mesh.size() != ranks:
             raise ValueError(
                 f"images: wanted them divided by rows, Shard(2), among the {ranks} processes, got "
@@ -141,22 +299,19 @@ class RowParallel(nn.Module):
 
     def _embedded(self, x: Tensor, share: Share) -> Tensor:
         """Return the tokens of this rank's rows of pixels ``[B, C, h_px, W_px]``."""
-        model, embed, own = self.model, self.model.patch_embed, share.strip
+        model, embed, own = self.model, self.model.patch_embed, share.own
         if embed.dynamic_img_pad:
             x = nn.functional.pad(
                 x, (0, -x.shape[3] % embed.patch_size[1], 0, -x.shape[2] % embed.patch_size[0])
             )
         x = embed.norm(embed.proj(x).permute(0, 2, 3, 1)).flatten(1, 2)
-        tokens = (model.cls_token, model.reg_token)
-        prefix = [token.expand(len(x), -1, -1) for token in tokens if token is not None]
         if model.pos_embed is not None:
             lead = 0 if model.no_embed_class else model.num_prefix_tokens
-            position = absolute_position(model.pos_embed, share.grid, embed.grid_size, lead, None)
-            width = share.grid.width
+            position = absolute_position(model.pos_embed, own.grid, embed.grid_size, lead, None)
+            width = own.grid.width
             x = x + position[:, lead + own.first * width : lead + own.last * width]
-            if lead:
-                prefix = [torch.cat(prefix, 1) + position[:, :lead]]
-        return model.norm_pre(model.pos_drop(torch.cat([*prefix, x], 1)))
+        prefix = prefix_tokens(model).expand(len(x), -1, -1)
+        return model.norm_pre(model.pos_drop(torch.cat([prefix, x], 1)))
 
     def pooled(self, x: Tensor) -> Tensor:
         """Return the features of whole images, ``[B, D]``, of this rank's tokens."""

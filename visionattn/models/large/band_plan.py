@@ -1,14 +1,16 @@
-"""How many rows a band has, and whether tokens are in memory or in files, under a bound of
-memory.
+"""How many rows the bands of an image have, and whether tokens are in memory or in files, under a
+bound of memory.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 from torch import nn
 
 from visionattn.cli.memory import memory_there_is, taken_bytes
 from visionattn.cli.tables import sized
+from visionattn.layers import Attention
 from visionattn.layout import Grid
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.rowwise import weight_like
@@ -26,6 +28,20 @@ It comes on top of a bound.
 """
 SHARE = 0.8
 """The share of the memory there is that is used unless a bound is given."""
+Bands = list[tuple[int, int]]
+"""First row and the row behind the last, band by band, from the top."""
+
+
+def bands_of(height: int, rows: int, attn: Attention | None = None) -> Bands:
+    """Return bands of about ``rows`` rows, the last maybe lower; they part no window of an
+    attention.
+    """
+    window, begin = 1, 0
+    if attn is not None and attn.kind.windows:
+        window = attn.window_size
+        begin = window // 2 if attn.shifted else 0
+    step = max(1, rows // window) * window
+    return list(pairwise([0, *range(begin + step, height, step), height]))
 
 
 @dataclass(frozen=True)
@@ -52,53 +68,58 @@ def plan(
     model: nn.Module,
     *,
     rows: int | None = None,
+    in_files: bool = False,
 ) -> Plan:
-    """Return how a pass is done within ``memory`` bytes; None: within what there is. One that goes
-    on has bands of so many ``rows`` already.
+    """Return how a pass is done.
+
+    Args:
+        body: the model, or the body of a ``Segmenter``.
+        grid: patches of the image.
+        memory: bytes; None: 80 % of what there is.
+        want: as for ``forward_tiled``.
+        model: with its head.
+        rows: of the bands of a pass that goes on.
+        in_files: tokens are in files however much memory there is.
 
     Raises:
         BelowOneBand: the bound of memory allows no band.
     """
-    device, there = weight_like(body).device, None
-    if memory is None:
-        there = memory_there_is(device)
-        memory = None if there is None else int(SHARE * (there - taken_bytes(device)))
+    device, bound = weight_like(body).device, f"memory {sized(memory or 0)}"
+    if memory is None and (there := memory_there_is(device)) is not None:
+        memory, bound = int(SHARE * (there - taken_bytes(device))), "the memory there is"
     held = _held_bytes(body, grid, want, model)
     least = min(_least_rows(body), grid.height)
     usual = max(least, min(grid.height, -(-BAND_TOKENS // grid.width)))
     takes = {each: _band_bytes(body, grid, each) for each in range(least, usual + 1)}
-    if rows is not None:
-        mapped = memory is not None and held + takes.get(rows, 0) > memory
-    elif memory is None:
-        rows, mapped = usual, False
-    else:
-        mapped = held + min(takes.values()) > memory
-        room = memory - (0 if mapped else held)
-        fitting = [each for each, taken in takes.items() if taken <= room]
+    fewest = min(takes, key=takes.__getitem__)
+    wanted = takes[fewest] if rows is None else takes.get(rows, 0)
+    mapped = memory is not None and held + wanted > memory
+    if rows is None:
+        room = None if memory is None else memory - (0 if mapped else held)
+        fitting = [each for each, taken in takes.items() if room is None or taken <= room]
         if not fitting:
-            bound = "the memory there is" if there is not None else f"memory {sized(memory)}"
-            fewest = min(takes, key=takes.__getitem__)
             said = "1 row" if fewest == 1 else f"{fewest} rows"
             raise BelowOneBand(
                 f"{bound} is below one band: {sized(takes[fewest])} for {said} of {grid.width} "
                 "patches"
             )
         rows = max(fitting)
-    bands = -(-grid.height // rows)
-    where = "in files" if mapped else "in memory"
+    bands, mapped = -(-grid.height // rows), mapped or in_files
     line = (
-        f"{grid.height} x {grid.width} patches in {bands} band{'s' * (bands > 1)}, tokens {where} "
-        f"({sized(held)})"
+        f"{grid.height} x {grid.width} patches in {bands} band{'s' * (bands > 1)}, tokens in "
+        f"{'files' if mapped else 'memory'} ({sized(held)})"
     )
     return Plan(rows, mapped, line)
 
 
 def _held_bytes(body: VisionAttnTransformer, grid: Grid, want: str, model: nn.Module) -> int:
-    """Return what is held of all tokens: themselves, the values of a layer, and logits of cells."""
-    wide = 2 * body.embed_dim
-    if isinstance(model, Segmenter) and len(model.taken) > 1 and want == "masks":
+    """Return what is held of all patches: their tokens before and behind a block, and logits of
+    cells, likewise.
+    """
+    wide = body.embed_dim
+    if want == "masks" and isinstance(model, Segmenter) and len(model.taken) > 1:
         wide += model.cell_logits
-    return grid.num_patches * wide * weight_like(body).element_size()
+    return 2 * grid.num_patches * wide * weight_like(body).element_size()
 
 
 def _band_bytes(body: VisionAttnTransformer, grid: Grid, rows: int) -> int:

@@ -21,15 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.helpers.changed_modules import CALLED, REFUSED
 from tests.helpers.several_processes import run_processes
 from tests.helpers.tiled import make
-from visionattn.layout import Grid
 from visionattn.models.backbone import VisionAttnTransformer
-from visionattn.models.sequence import attention as rows_attention
-from visionattn.models.sequence import parallelize
-from visionattn.models.sequence.attention import _dropped
-from visionattn.models.sequence.model import check_dropout, check_model
-from visionattn.models.sequence.share import cut_rows
-from visionattn.models.sequence.traffic import ring_bytes, state_numbers, table, traffic_of
+from visionattn.models.large import row_parallel
+from visionattn.models.large.row_parallel import check_dropout, check_model, cut_rows, parallelize
 from visionattn.ops.kernelized import attention as kernelized
+from visionattn.ops.taylorshift.features import num_features
 
 BASE = dict(img_size=(28, 20), patch_size=4, embed_dim=12, depth=2, num_heads=2, num_classes=3)
 BASE |= dict(in_chans=1, mlp_ratio=2.0)
@@ -188,8 +184,8 @@ def recomputed() -> list[int]:
     return found
 
 
-def traffic(rank: int) -> dict[str, list]:
-    """What the block's collectives are given forward and backward, and what the formulas say."""
+def traffic() -> dict[str, list]:
+    """What the block's collectives are given forward and backward."""
     found = {}
     for name, options in TRAFFIC.items():
         model = VisionAttnTransformer(**(BASE | options | dict(depth=1)))
@@ -199,11 +195,7 @@ def traffic(rank: int) -> dict[str, list]:
             tokens = rows.forward_features(x)
             forward = list(sent.found)
             tokens.sum().backward()
-        size = distributed.get_world_size()
-        grid, layer = Grid(7, 5), model.blocks[0].attn
-        said = traffic_of(layer, grid, size, rank=rank, images=2)
-        backward = sent.found[len(forward) :]
-        found[name] = [forward, backward, said.summed_bytes, said.exchanged_bytes]
+        found[name] = [forward, sent.found[len(forward) :]]
     return found
 
 
@@ -216,8 +208,9 @@ def dropped() -> tuple[list[float], list[float]]:
     rows, images = parallelize(model.double()), torch.ones(1, 1, HEIGHT, WIDTH).double()
     torch.manual_seed(3)
     first = rows(images)
-    second, share = rows(images), replace(rows.share(HEIGHT, WIDTH), num_prefix=8)
-    left = _dropped(torch.ones(1, 1, 48, 1), 0.5, share).flatten().tolist()
+    share = rows.share(HEIGHT, WIDTH)
+    second, share = rows(images), replace(share, layout=share.layout._replace(num_prefix=8))
+    left = row_parallel._dropped(torch.ones(1, 1, 48, 1), 0.5, share).flatten().tolist()
     return torch.cat([first, second, rows.eval()(images)]).flatten().tolist(), left
 
 
@@ -267,10 +260,10 @@ def found_by(size: int, folder: Path) -> list[dict]:
         for name in CASES:
             with pytest.MonkeyPatch.context() as patch:
                 if "dropped" in name:  # not by chance, so that draws are the same
-                    for module in (kernelized, rows_attention):
+                    for module in (kernelized, row_parallel):
                         patch.setattr(module, "drop_values", lambda v, *drawn: 0.5 * v)
                 cases[name] = compared(name)
-        more = dict(traffic=traffic(rank), dropped=dropped(), refused=refusals(), halved=halved())
+        more = dict(traffic=traffic(), dropped=dropped(), refused=refusals(), halved=halved())
         more["recomputed"] = recomputed()
         print(json.dumps(more | {"cases": cases}))
         distributed.destroy_process_group()
@@ -295,24 +288,54 @@ def test_logits_and_gradients_are_those_of_one_process(size, name, folder):
         assert max(wrong.values()) < 1e-10, wrong
 
 
+def numbers(name: str, size: int, rank: int) -> tuple[int, int]:
+    """Numbers that a rank gives for a layer and an image, D = 2 x 6 and the grid 7 x 5: to sums
+    over all ranks (state, lines, keys), and to the others (rows in their halo, far sums).
+    """
+    d, dim, height, width = 6, 12, 7, 5
+    products = num_features(d) * d + 2 * d * d + 2 * d
+    summed = {
+        "taylorshift axial": 2 * products + dim * (height + width),
+        "flat": 2 * (5 * d + 5),
+        "wide halo": 2 * (d * d + d) + dim,
+    }.get(name, 2 * (d * d + d))
+    halo, far = {
+        "joint": (2, width),
+        "wide halo": (5, width),
+        "taylorshift axial": (0, 0),
+        "flat": (2, 1),  # 8 patches
+        "conv": (1, 0),
+    }[name]
+    cuts, exchanged = cut_rows(height, size), 0
+    for other in set(range(size)) - {rank}:
+        near = range(
+            max(cuts[rank], cuts[other] - halo), min(cuts[rank + 1], cuts[other + 1] + halo)
+        )
+        exchanged += dim * (width * len(near) + far) if halo else 0
+    return summed, exchanged
+
+
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", TRAFFIC)
-def test_the_bytes_that_are_sent_are_those_of_the_formula(size, name, folder):
-    for of_rank in found_by(size, folder):
-        forward, backward, summed, exchanged = of_rank["traffic"][name]
+def test_the_bytes_that_are_sent_are_states_a_halo_and_far_sums(size, name, folder):
+    everything = [each["traffic"][name] for each in found_by(size, folder)]
+    wanted = [[8 * of for of in numbers(name, size, rank)] for rank in range(size)]  # two images
+
+    def total(sent: list, kind: str) -> int:
+        return sum(size for of, size in sent if of == kind)
+
+    for (forward, backward), (summed, exchanged) in zip(everything, wanted, strict=True):
         kinds = [kind for kind, _ in forward]
-        sums = 2 if "centre_keys" in TRAFFIC[name] else 1
+        sums = 2 if name == "wide halo" else 1
         exchanges = 0 if "axial" in name else 1
         assert kinds.count("all_reduce") == sums and kinds.count("all_to_all_single") == exchanges
-        assert sum(size for kind, size in forward if kind == "all_reduce") == summed
-        assert sum(size for kind, size in forward if kind != "all_reduce") == exchanged
+        found = [total(forward, kind) for kind in ("all_reduce", "all_to_all_single")]
+        assert found == [summed, exchanged]
         # Backward what came goes back, in as many messages.
         assert sorted(kind for kind, _ in backward) == sorted(kinds)
-        assert sum(size for kind, size in backward if kind == "all_reduce") == summed
-    everything = [each["traffic"][name] for each in found_by(size, folder)]
-    assert sum(size for of in everything for kind, size in of[1] if kind != "all_reduce") == sum(
-        of[3] for of in everything
-    )
+        assert total(backward, "all_reduce") == summed
+    returned = sum(total(backward, "all_to_all_single") for _, backward in everything)
+    assert returned == sum(exchanged for _, exchanged in wanted)
 
 
 def test_checkpointed_blocks_send_again_what_they_compute_again(folder):
@@ -427,20 +450,3 @@ def test_two_images_on_two_processes_each_learn_what_one_process_does(tmp_path):
     for each in run_processes(4, work, tmp_path):
         assert each.code == 0, each.err
         assert float(each.out) < 1e-10
-
-
-def test_the_table_has_states_that_do_not_grow_and_rings_that_do():
-    model = VisionAttnTransformer(**(BASE | dict(depth=1)))
-    layer = model.blocks[0].attn
-    assert state_numbers(layer) == 2 * (6 * 6 + 6)
-    assert ring_bytes(11, 12, 4) == 2 * 11 * 12 * 4 * 3 // 4
-    small, large = table(model, [32, 128], [4])
-    assert (small["side_px"], large["ranks"]) == (32, 4)
-    assert small["summed_bytes"] == large["summed_bytes"] == 4 * state_numbers(layer)
-    # Sums and rows are as long as the image is wide; keys and values as it is large.
-    assert large["exchanged_bytes"] == 4 * 12 * 32 * (2 * 2 + 3)
-    assert large["ring_bytes"] == ring_bytes(1 + 32 * 32, 12, 4)
-    assert large["sent_bytes"] == 2 * large["summed_bytes"] * 3 // 4 + large["exchanged_bytes"]
-    windows = VisionAttnTransformer(**(BASE | dict(attention="window")))
-    with pytest.raises(ValueError, match="^attention='window' has no state"):
-        traffic_of(windows.blocks[0].attn, Grid(7, 5), 2)

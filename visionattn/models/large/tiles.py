@@ -9,18 +9,20 @@ unless each output depends on the pixels at its own place alone.
 
 import math
 from collections.abc import Callable, Iterator
-from itertools import accumulate, chain, product
+from functools import reduce
+from itertools import chain, product
 from typing import Literal, NamedTuple, get_args
 
 import torch
-import torch.nn.functional as F
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 
+from visionattn.models.large.band_outputs import classes_of
+from visionattn.models.large.patched_image import filled
+from visionattn.models.large.source_sink import MapWriter, Prepare, Sink, Source, as_fractions
 from visionattn.models.patches import call, in_eval, last_map, pooled
 from visionattn.models.segmentation import IGNORED, Segmenter
-from visionattn.models.tiled.ends import Sink, Source
-from visionattn.models.tiled.image import Prepare, as_fractions
+from visionattn.ops.chunking import chunks
 
 Want = Literal["logits", "pooled", "dense", "masks"]
 Combine = Literal["mean", "max"]
@@ -199,7 +201,9 @@ def forward_tiles(
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     if want == "dense" and isinstance(model, Segmenter):
         model = model.backbone
-    _check_gives(model, want)
+    method = {"pooled": "forward_head", "dense": "forward_intermediates"}.get(want)
+    if method and not hasattr(model, method):
+        raise ValueError(f"{type(model).__name__} gives no {want} features: it has no {method}")
     patch_px = cell_of(model, want)
     overlap = usual_overlap(tile, patch_px) if overlap is None else overlap
     run = Tiles(COMPUTES[want], tile, overlap, patch_px, combine, batch_size, want == "masks")
@@ -298,12 +302,9 @@ class Tiles(NamedTuple):
         if sink is not None:
             raise ValueError("a sink takes maps, and this is a vector of the image: leave it out")
         if self.combine == "max":
-            return list(accumulate(outputs, torch.maximum))[-1]
-        count = len(tiles.down.starts) * len(tiles.across.starts)
-        total = first.new_zeros(first.shape, dtype=torch.float64)
-        for output in outputs:
-            total += output
-        return (total / count).to(first.dtype)
+            return reduce(torch.maximum, outputs)
+        total = reduce(torch.add, outputs, first.new_zeros(first.shape, dtype=torch.float64))
+        return (total / len(list(tiles.places()))).to(first.dtype)
 
     def _outputs(
         self,
@@ -314,9 +315,9 @@ class Tiles(NamedTuple):
     ) -> Iterator[Tensor]:
         """Yield the output of each tile, in float32 at least."""
         places = list(tiles.places())
-        for first in range(0, len(places), self.batch_size):
-            parts = [read(*place) for place in places[first : first + self.batch_size]]
-            output = self.compute(model, torch.cat(parts), None)
+        for part in chunks(len(places), self.batch_size):
+            inputs = torch.cat([read(*place) for place in places[part]])
+            output = self.compute(model, inputs, None)
             wide = torch.promote_types(output.dtype, torch.float32)
             yield from output.to(home or output.device, wide)
 
@@ -334,15 +335,10 @@ class Tiles(NamedTuple):
         cell = _cell(tiles, first)
         down, across = tiles.down.in_cells(cell[0]), tiles.across.in_cells(cell[1])
         rows, columns = (-(-px // side) for px, side in zip(size, cell, strict=True))
-        channels = 1 if self.masks else len(first)
         if self.masks and len(first) > IGNORED:
             raise ValueError(f"masks have at most {IGNORED} classes, and there are {len(first)}")
         dtype = torch.uint8 if self.masks else first.dtype
-        if sink is None:
-            held = first.new_empty(channels, rows, columns, dtype=dtype)
-        else:
-            held = first.new_empty(0, dtype=dtype)
-            sink.begin((channels, rows, columns), held.cpu().numpy().dtype)
+        writer = MapWriter((1 if self.masks else len(first), rows, columns), dtype, sink)
         along = [share.to(first) for share in across.shares()]
         beside = [share.to(first)[:, None] for share in down.shares()]
         open_rows = first.new_empty(len(first), 0, across.length)
@@ -361,15 +357,11 @@ class Tiles(NamedTuple):
             last = number + 1 == len(down.starts)
             done = down.tile if last else down.starts[number + 1] - top
             ready = band[:, : min(done, rows - top), :columns]
-            ready = _classes(ready) if self.masks else ready
-            if sink is None:
-                held[:, top : top + ready.shape[1]] = ready
-            else:
-                sink.write(top, ready.cpu().numpy())
+            writer.take(top, classes_of(ready) if self.masks else ready)
+            writer.flush()
             open_rows = band[:, done:].clone()
-        if sink is not None:
-            sink.finish()
-        return held
+        found = writer.finish()
+        return first.new_empty(0) if found is None else found.to(first.device)
 
 
 def _cell(tiles: Tiling, output: Tensor) -> tuple[int, int]:
@@ -392,65 +384,41 @@ def _cell(tiles: Tiling, output: Tensor) -> tuple[int, int]:
     return found[0], found[1]
 
 
-def _classes(logits: Tensor) -> Tensor:
-    """Return the class of each pixel of ``[C, h, W]``, uint8 ``[1, h, W]``."""
-    found = logits.argmax(0).to(torch.uint8)
-    return found.masked_fill_(~logits.isfinite().all(0), IGNORED)[None]
-
-
-def _check_gives(model: nn.Module, want: Want) -> None:
-    """Raise ValueError where a model has no pooled features, or no feature maps."""
-    method = {"pooled": "forward_head", "dense": "forward_intermediates"}.get(want)
-    if method and not hasattr(model, method):
-        raise ValueError(f"{type(model).__name__} gives no {want} features: it has no {method}")
-
-
 def _reads(
     image: Tensor | Source, prepare: Prepare | None, model: nn.Module
 ) -> list[tuple[Callable[[slice, slice], Tensor], tuple[int, int]]]:
     """Return for each image what reads its parts, and its size."""
     like = next((each for each in model.parameters() if each.is_floating_point()), None)
-    device = None if like is None else like.device
     if isinstance(image, Tensor):
         if prepare is not None:
             raise ValueError("prepare is for the pixels of a source; a tensor is prepared")
         if image.ndim != 4 or not image.numel():
             raise ValueError(f"wanted images [B, C, H, W], got {list(image.shape)}")
+        device = image.device if like is None else like.device
         size = image.shape[2], image.shape[3]
-        return [(_of_tensor(one, device or image.device), size) for one in image.split(1)]
-    read = _of_source(image, prepare or as_fractions, like)
-    return [(read, (image.height, image.width))]
+        return [(_of_tensor(one, device), size) for one in image.split(1)]
+    size, prepare = (image.height, image.width), prepare or as_fractions
+
+    def read(rows: slice, columns: slice) -> Tensor:
+        inside = (
+            slice(each.start, min(each.stop, length))
+            for each, length in zip((rows, columns), size, strict=True)
+        )
+        part = _whole(prepare(image.read(*inside)), rows, columns)
+        return part if like is None else part.to(like)
+
+    return [(read, size)]
 
 
 def _of_tensor(image: Tensor, device: torch.device) -> Callable[[slice, slice], Tensor]:
     """Return what cuts parts out of ``[1, C, H, W]``."""
-
-    def read(rows: slice, columns: slice) -> Tensor:
-        return _filled(image[:, :, rows, columns].to(device), rows, columns)
-
-    return read
+    return lambda rows, columns: _whole(image[:, :, rows, columns].to(device), rows, columns)
 
 
-def _of_source(
-    source: Source, prepare: Prepare, like: Tensor | None
-) -> Callable[[slice, slice], Tensor]:
-    """Return what reads parts of a source, in the dtype of the weights."""
-
-    def read(rows: slice, columns: slice) -> Tensor:
-        inside = [
-            slice(each.start, min(each.stop, length))
-            for each, length in ((rows, source.height), (columns, source.width))
-        ]
-        part = _filled(prepare(source.read(*inside)), rows, columns)
-        return part if like is None else part.to(like)
-
-    return read
-
-
-def _filled(part: Tensor, rows: slice, columns: slice) -> Tensor:
-    """Repeat the last row and column of a part beyond which the image ends."""
+def _whole(part: Tensor, rows: slice, columns: slice) -> Tensor:
+    """Fill up a part beyond which the image ends."""
     below, right = (
         each.stop - each.start - have
         for each, have in zip((rows, columns), part.shape[2:], strict=True)
     )
-    return F.pad(part, (0, right, 0, below), mode="replicate") if below or right else part
+    return filled(part, below, right)

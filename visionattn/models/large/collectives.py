@@ -9,7 +9,7 @@ The ranks call the same functions in the same order. They are PyTorch's function
 gloo or NCCL, forward and backward; a group of one rank sends nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 import torch
@@ -18,6 +18,8 @@ from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
 from visionattn.ops.sums import accumulation_dtype
+
+Collective = Callable[[Tensor], Tensor]
 
 
 def _waited(x: Tensor) -> Tensor:
@@ -29,15 +31,17 @@ def _reduced(x: Tensor, how: str, group: ProcessGroup) -> Tensor:
     return _waited(functional.all_reduce(x.contiguous(), how, group))
 
 
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _reduced(x, "sum", group)
+class _Sent(torch.autograd.Function):
+    """A collective, and the one that its gradient takes back."""
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return _reduced(grad, "sum", ctx.group), None
+    def forward(ctx, x: Tensor, there: Collective, back: Collective) -> Tensor:
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(grad.contiguous()), None, None
 
 
 def summed(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
@@ -48,9 +52,13 @@ def summed(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
         tensors: of one dtype.
         group: the ranks.
     """
-    if distributed.get_world_size(group) == 1:
+    if distributed.get_world_size(group) == 1 or not tensors:
         return list(tensors)
-    flat = _Sum.apply(torch.cat([x.flatten() for x in tensors]), group)
+
+    def total(x: Tensor) -> Tensor:
+        return _reduced(x, "sum", group)
+
+    flat = _Sent.apply(torch.cat([x.flatten() for x in tensors]), total, total)
     parts = flat.split([x.numel() for x in tensors])
     return [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
 
@@ -84,23 +92,9 @@ def largest(x: Tensor, group: ProcessGroup) -> Tensor:
     return _Largest.apply(own, count, group)
 
 
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx, x: Tensor, received: list[int], sent: list[int], group: ProcessGroup
-    ) -> Tensor:
-        ctx.options = sent, received, group
-        return _waited(functional.all_to_all_single(x, received, sent, group))
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        back = functional.all_to_all_single(grad.contiguous(), *ctx.options)
-        return _waited(back), None, None, None
-
-
 def exchanged(
     sent: Sequence[Sequence[Tensor]],
-    shapes: Sequence[Sequence[tuple[int, ...]]],
+    shapes: Sequence[Sequence[Sequence[int]]],
     group: ProcessGroup,
 ) -> list[list[Tensor]]:
     """Return what the ranks send to this one, in one message.
@@ -113,14 +107,15 @@ def exchanged(
         shapes: of the tensors that each rank sends here.
         group: the ranks.
     """
-    flat = torch.cat([x.flatten() for parts in sent for x in parts])
-    sizes = [sum(prod(shape) for shape in each) for each in shapes]
-    out = [sum(x.numel() for x in parts) for parts in sent]
-    found = _Exchange.apply(flat, sizes, out, group).split(sizes)
+    counts = [[prod(shape) for shape in each] for each in shapes]
+    here, there = [sum(each) for each in counts], [sum(x.numel() for x in each) for each in sent]
+
+    def exchange(received: list[int], given: list[int]) -> Collective:
+        return lambda x: _waited(functional.all_to_all_single(x, received, given, group))
+
+    flat = torch.cat([x.flatten() for each in sent for x in each])
+    found = _Sent.apply(flat, exchange(here, there), exchange(there, here)).split(here)
     return [
-        [
-            part.view(shape)
-            for part, shape in zip(own.split([prod(each) for each in of]), of, strict=True)
-        ]
-        for own, of in zip(found, shapes, strict=True)
+        [part.view(*shape) for part, shape in zip(own.split(sizes), each, strict=True)]
+        for own, sizes, each in zip(found, counts, shapes, strict=True)
     ]

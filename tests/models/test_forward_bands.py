@@ -1,5 +1,7 @@
 """``forward_tiled`` against the plain forward pass, which knows nothing of bands."""
 
+import threading
+import time
 import warnings
 from functools import partial
 
@@ -15,11 +17,12 @@ from tests.helpers.oracles import peak_bytes
 from tests.helpers.tiled import Array, Rows, draw_image, least_memory, make
 from visionattn.cli.progress import Progress
 from visionattn.models.attribution import find_attribution
+from visionattn.models.large import band_plan as planning
+from visionattn.models.large.attention_of_strips import FarSums
+from visionattn.models.large.band_plan import bands_of
+from visionattn.models.large.forward_bands import check_tiled, forward_tiled
+from visionattn.models.large.patched_image import PatchedImage
 from visionattn.models.segmentation import Segmenter
-from visionattn.models.tiled import forward_tiled
-from visionattn.models.tiled import plan as planning
-from visionattn.models.tiled.bands import FarSums, window_bands
-from visionattn.models.tiled.forward import check_tiled
 
 GRIDS = [(13, 9), (1, 17), (17, 1), (4, 4), (30, 5), (9, 40)]
 MODELS = {
@@ -389,22 +392,59 @@ def test_an_image_below_a_patch_is_refused():
 
 def test_windows_are_not_parted():
     for height, rows, window, shifted in ((40, 9, 7, True), (40, 9, 7, False), (5, 9, 7, True)):
-        bands = window_bands(height, rows, window, shifted)
+        model = make(attention="window", window_size=window, depth=2)
+        bands = bands_of(height, rows, model.blocks[shifted].attn)
         assert bands[0][0] == 0 and bands[-1][1] == height
         begin = window // 2 if shifted else 0
         assert all((first - begin) % window == 0 for first, _ in bands[1:])
 
 
 def test_far_sums_are_of_all_others():
-    items = torch.randn(23, 4, dtype=torch.float64)
-    spans = [(0, 6), (3, 11), (8, 23)]
-    sums = FarSums(spans, 23, items[0])
+    items = torch.randn(1, 2, 23, 4, dtype=torch.float64)
+    spans = [slice(0, 6), slice(3, 11), slice(8, 23)]
+    sums = FarSums(spans, 23)
     for first, last in ((10, 23), (0, 5), (5, 10)):
-        sums.add(first, items[first:last])
-    for first, last in spans:
-        above, below = sums.around(first, last)
-        for found, expected in ((above, items[:first]), (below, items[last:])):
-            if len(expected):
-                torch.testing.assert_close(found, expected.sum(0))
-            else:
-                assert found is None
+        sums.add(first, items[:, :, first:last])
+    for span in spans:
+        above, below = sums.around(span)
+        torch.testing.assert_close(above, items[:, :, : span.start].sum(2))
+        torch.testing.assert_close(below, items[:, :, span.stop :].sum(2))
+
+
+class Slow:
+    """An image of which each band takes its time, and that knows who reads it and when."""
+
+    def __init__(self, fails=None):
+        self.height, self.width, self.channels, self.dtype = 24, 8, 3, np.dtype(np.uint8)
+        self.fails, self.began, self.threads = fails, [], set()
+
+    def read(self, rows, columns):
+        self.began.append(rows.start)
+        self.threads.add(threading.get_ident())
+        if rows.start == self.fails:
+            raise OSError("rows cannot be read")
+        return np.full((rows.stop - rows.start, 8, 3), rows.start, np.uint8)
+
+
+def test_one_band_is_read_ahead_in_another_thread_and_none_beyond_it():
+    source, before = Slow(fails=20), threading.active_count()
+    image = PatchedImage(make(), source, None)
+    bands = image.bands(bands_of(6, 1))
+    for number in range(5):
+        next(bands)
+        end, wanted = time.monotonic() + 20, [4 * row for row in range(number + 2)]
+        while source.began != wanted and time.monotonic() < end:
+            time.sleep(0.001)
+        time.sleep(0.005)
+        assert source.began == wanted
+    assert len(source.threads) == 1 and threading.get_ident() not in source.threads
+    with pytest.raises(OSError, match="rows cannot be read"):  # in the turn of its band
+        next(bands)
+    assert threading.active_count() == before
+
+
+def test_an_error_beside_the_source_ends_the_thread_that_reads():
+    before = threading.active_count()
+    with pytest.raises(ValueError, match="the image has 3 channels, and the model takes 1"):
+        forward_tiled(make(in_chans=1), Slow())
+    assert threading.active_count() == before

@@ -1,0 +1,399 @@
+"""``forward_tiled``: the forward pass block by block over bands of rows, for images of any size.
+
+Attention here needs of all other tokens only sums of constant size and a few near rows
+(``ops/strips.py``). So the tokens of the image are held twice, as they are before and behind one
+block, and a block goes over them band by band. While the tokens of a band leave a block, the next
+block gathers its sums of them:
+
+    read pixels, embed     tokens of band 0, 1, ...   -> sums of block 0
+    block 0 maps           tokens of band 0, 1, ...   -> sums of block 1
+    ...
+    the last block maps    tokens of band 0, 1, ...   -> output
+
+A step reads tokens from one store and writes them to the other. In files, they are all that a pass
+which was killed goes on with: the bands that are done are read once more, for the sums. Everything
+is computed as ``forward`` does it, up to the rounding of sums.
+"""
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from visionattn.cli.ends import Stopped
+from visionattn.cli.interruption import Interruption
+from visionattn.cli.progress import Progress
+from visionattn.cli.tables import lasting
+from visionattn.layers import Block
+from visionattn.layers.changed import changed
+from visionattn.layout import TokenLayout
+from visionattn.models.backbone import VisionAttnTransformer
+from visionattn.models.large.attention_of_strips import (
+    Around,
+    FarSums,
+    StripAttention,
+    StripSums,
+    softmax_of,
+    softmax_part,
+)
+from visionattn.models.large.band_outputs import Dense, Evidenced, Masked, Output, Pooled
+from visionattn.models.large.band_plan import Bands, bands_of, plan
+from visionattn.models.large.patched_image import PatchedImage
+from visionattn.models.large.source_sink import Prepare, Sink, Source
+from visionattn.models.large.token_store import PassFolder, Place, TokenStore
+from visionattn.models.patches import in_eval
+from visionattn.models.rowwise import check_rowwise, weight_like
+from visionattn.models.segmentation import Segmenter
+from visionattn.ops.position.kinds import Flat
+from visionattn.ops.strips import Strip, seen_span
+from visionattn.ops.sums import accumulation_dtype
+
+Want = Literal["logits", "pooled", "dense", "masks", "evidence"]
+CUT = "; cut the image into tiles"
+"""How the line of a model that cannot be computed in bands ends."""
+PIECE_TOKENS = 8192
+"""Tokens whose MLP is computed at once: its hidden layer is four times as wide."""
+
+
+def forward_tiled(
+    model: nn.Module,
+    source: Source,
+    sink: Sink | None = None,
+    *,
+    want: Want = "logits",
+    target: int | None = None,
+    memory: int | None = None,
+    work: str | Path | None = None,
+    identity: dict[str, Any] | None = None,
+    prepare: Prepare | None = None,
+    say: Callable[[str], object] | None = None,
+) -> Any:
+    """Compute what a model gives for an image of any size, band by band of rows.
+
+    The result is that of ``forward`` at the image's own size, up to the rounding of sums, with the
+    last row and column of pixels repeated up to whole patches. Gradients are not computed.
+
+    Args:
+        model: a ``VisionAttnTransformer`` or a ``Segmenter`` of one, in any mode; it is run in eval
+            mode, where it is and in its dtype.
+        source: the image, which is read once, from top to bottom: a ``Source``, or for
+            ``visionattn.forward_tiled`` whatever ``open_source`` opens: a path, an array, a tensor.
+        sink: where a map goes; None: it is returned.
+        want: "logits" ``[1, num_classes]``; "pooled", the features before the classifier
+            ``[1, D]``; "dense", the last feature map after the final norm ``[1, D, H, W]``;
+            "masks", of a ``Segmenter``, the class of each pixel, uint8 ``[1, H_px, W_px]``;
+            "evidence", what speaks for a class (``models/attribution.py``), without the gradient.
+        target: of "evidence", the number of the class; None: the most probable.
+        memory: bytes that the pass may take, beside the model and some 24 MiB that operations take
+            in any case (``band_plan.WORKING_BYTES``); where tokens do not fit into them,
+            they are in files in the system's folder for such files. None: 80 % of what there is.
+        work: a folder, made where there is none, in which the pass keeps its tokens and, after each
+            band, how far it has come: the same call goes on from there. None: a pass that is
+            stopped begins anew.
+        identity: JSON types that tell this work from others in the same folder, besides the weights
+            and what is wanted.
+        prepare: turns pixels ``[h, w, channels]`` as the source gives them into the model's input,
+            float ``[1, C, h, w]``. None: floating values as they are, and others scaled to [0, 1].
+        say: is told in a line what the pass will take, and what the reading of the file took.
+
+    Returns:
+        What is wanted, on the CPU; None where it went to the sink.
+
+    Raises:
+        ValueError: a model whose blocks need all tokens at once, an image smaller than a patch, a
+            bound of memory below one band, or a folder with the work of another call.
+        Stopped: Ctrl-C or SIGTERM, at the end of a band, where there is a ``work`` folder.
+        What the source, the sink and ``prepare`` raise.
+    """
+    if want not in get_args(Want):
+        raise ValueError(f"want {want!r}: wanted one of {', '.join(get_args(Want))}")
+    body = _body_of(model, want)
+    with ExitStack() as stack:
+        stack.enter_context(in_eval(model))
+        stack.enter_context(torch.inference_mode())
+        image = PatchedImage(body, source, prepare)
+        own = {"want": want, "target": target, "grid": list(image.grid)}
+        folder = None if work is None else PassFolder(Path(work), model, (identity or {}) | own)
+        run = _Pass(model, body, image, folder, stack, memory, sink, want, target)
+        return run.go(say or (lambda line: None))
+
+
+def check_tiled(model: nn.Module, want: Want = "logits") -> None:
+    """Raise ValueError, in one line, for a model that cannot be computed in bands."""
+    _body_of(model, want)
+
+
+def _body_of(model: nn.Module, want: Want) -> VisionAttnTransformer:
+    body = model.backbone if isinstance(model, Segmenter) else model
+    if not isinstance(body, VisionAttnTransformer):
+        raise ValueError(
+            f"wanted a VisionAttnTransformer, or a Segmenter of one, got {type(body).__name__}{CUT}"
+        )
+    if isinstance(model, Segmenter) != (want == "masks") and want != "dense":
+        given = "classes of pixels" if isinstance(model, Segmenter) else "no classes of pixels"
+        raise ValueError(f"want {want!r}: the model gives {given}")
+    try:
+        check_rowwise(model)
+    except ValueError as error:
+        raise ValueError(f"{error}{CUT}") from error
+    if want == "masks" and len(model.taken) > 1 and (why := changed(model.head, nn.Conv2d)):
+        raise ValueError(
+            f"head {why}, which would not run: its weights are applied block by block, of "
+            f"{len(model.taken)} head_blocks{CUT}"
+        )
+    return body
+
+
+class _Pass:
+    """One forward pass."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        body: VisionAttnTransformer,
+        image: PatchedImage,
+        folder: PassFolder | None,
+        stack: ExitStack,
+        memory: int | None,
+        sink: Sink | None,
+        want: Want,
+        target: int | None,
+    ):
+        self.body, self.image, self.folder = body, image, folder
+        self.layout = TokenLayout(body.num_prefix_tokens, image.grid)
+        files: Path | None = folder and folder.folder
+        paths: list[Path] = []
+        if folder is not None:
+            stack.callback(folder.close, paths)
+        # A pass goes on with the bands that it began with, whatever memory there is now.
+        rows = folder.rows if folder else None
+        self.plan = plan(
+            body, image.grid, memory, want, model, rows=rows, in_files=files is not None
+        )
+        if self.plan.mapped and files is None:
+            files = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+
+        def stores(name: str, layout: TokenLayout, width: int) -> list[TokenStore]:
+            own: list[Path | None] = [files and files / f"{name}.{i}" for i in (0, 1)]
+            paths.extend(path for path in own if path)
+            return [TokenStore(layout, width, weight_like(body), path) for path in own]
+
+        self.tokens = stores("tokens", self.layout, body.embed_dim)
+        self.output: Output
+        if isinstance(model, Segmenter) and want == "masks":
+            cells = None
+            if len(model.taken) > 1:
+                cells = stores("cells", TokenLayout(0, image.grid), model.cell_logits)
+            size = image.source.height, image.source.width
+            self.output = Masked(model, image.grid, size, sink, cells)
+        elif want == "dense":
+            self.output = Dense(body, image.grid, sink)
+        elif want == "evidence":
+            self.output = Evidenced(body, image.grid, target)
+        else:
+            self.output = Pooled(body, image.grid, logits=want == "logits")
+        height, rows = image.grid.height, self.plan.rows
+        self.bands = [bands_of(height, rows)]
+        self.bands += [bands_of(height, rows, block.attn) for block in body.blocks]
+        self.begun = Place(0, 0) if folder is None or folder.place is None else folder.place
+
+    def go(self, say: Callable[[str], object]) -> Any:
+        """Compute, from where an earlier pass was stopped, and return the result."""
+        step, number = self.begun
+        of = "the reading" if step == 0 else f"block {step - 1}"
+        goes_on = self.folder is not None and self.folder.place is not None
+        say(f"going on with band {number + 1} of {of}" if goes_on else self.plan.line)
+        done = sum(len(bands) for bands in self.bands[:step]) + number
+        begun = time.perf_counter()
+        with ExitStack() as stack:
+            progress = Progress(sum(map(len, self.bands)), done, unit="bands")
+            stack.enter_context(progress)
+            interruption = stack.enter_context(Interruption()) if self.folder else None
+            for place in stack.enter_context(closing(self._steps())):
+                progress.advance(1)
+                if self.folder is not None:
+                    self.folder.record(place, self.plan.rows)
+                if interruption is not None and interruption.requested:
+                    self._stop(place)
+        seconds, waited = time.perf_counter() - begun, self.image.waited_s
+        if waited:
+            share = f"{waited:.1f} s ({100 * waited / seconds:.1f} %)"
+            say(f"{lasting(seconds)}, of which {share} waited for the file")
+        result = self.output.result(lambda: self._every(self.tokens[1 - len(self.bands) % 2]))
+        if self.folder is not None:
+            self.folder.finish()
+        return result.cpu() if isinstance(result, Tensor) else result
+
+    def _stop(self, place: Place) -> None:
+        """Raise Stopped, unless nothing is left to be computed."""
+        assert self.folder is not None
+        if place != (len(self.bands) - 1, len(self.bands[-1])):
+            kept = self.folder.folder
+            raise Stopped(f"stopped; {kept} keeps the work so far, the same command goes on")
+
+    def _steps(self) -> Iterator[Place]:
+        """Do band after band of step after step; yield what is done after each."""
+        block: BandBlock | None = None
+        # The sums of a block are those of all tokens before it, which the step before has written.
+        for step in range(max(0, self.begun.step - 1), len(self.bands)):
+            following = None
+            if step < len(self.body.blocks):
+                bands = self.bands[step + 1]
+                following = BandBlock(self.body.blocks[step], self.layout, bands)
+            yield from self._step(step, block, following)
+            block = following
+
+    def _step(
+        self, step: int, block: "BandBlock | None", following: "BandBlock | None"
+    ) -> Iterator[Place]:
+        read, written = self.tokens[1 - step % 2], self.tokens[step % 2]
+        bands, done = self.bands[step], 0
+        if step <= self.begun.step:
+            done = self.begun.bands if step == self.begun.step else len(bands)
+        taps = step >= self.begun.step and step - 1 in self.output.taps
+
+        def hand_on(first: int | None, x: Tensor) -> None:
+            if taps:
+                self.output.take(step - 1, first, x)
+            if following is not None:
+                following.take(first, x)
+
+        if self.layout.num_prefix:
+            if step == 0:
+                written.prefix = self.image.prefix()
+            elif block is not None:
+                written.prefix = block.prefix(read.prefix)
+            hand_on(None, written.prefix)
+        for first, last in bands[:done]:
+            for row, x in self._pieces(first, written.read(first, last)):
+                hand_on(row, x)
+            if taps:
+                self.output.end_band()
+        with closing(self.image.bands([] if step else bands[done:])) as embedded:
+            for number, (first, last) in enumerate(bands[done:], done + 1):
+                if block is None:
+                    pieces = self._pieces(first, next(embedded))
+                else:
+                    pieces = block.band(first, last, read)
+                for row, x in pieces:
+                    written.write(row, x)
+                    hand_on(row, x.to(written.tokens.dtype))
+                if taps:
+                    self.output.end_band()
+                written.flush()
+                # The next step writes over the tokens that this one has read.
+                ends = number == len(bands) and step + 1 < len(self.bands)
+                yield Place(step + 1, 0) if ends else Place(step, number)
+        if following is not None and following.attn.centre_keys:
+            following.centre()
+            following.take(None, written.prefix)
+            for row, x in self._every(written):
+                following.take(row, x)
+
+    @property
+    def _piece_rows(self) -> int:
+        return max(1, PIECE_TOKENS // self.layout.grid.width)
+
+    def _pieces(self, first: int, x: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield rows and tokens of pieces of tokens ``[1, n, D]`` of rows from ``first`` on."""
+        width = self.layout.grid.width
+        for begin, end in bands_of(x.shape[1] // width, self._piece_rows):
+            yield first + begin, x[:, begin * width : end * width]
+
+    def _every(self, tokens: TokenStore) -> Iterator[tuple[int, Tensor]]:
+        """Yield all rows of a store, piece by piece."""
+        for first, last in bands_of(self.layout.grid.height, self._piece_rows):
+            yield first, tokens.read(first, last)
+
+
+class BandBlock:
+    """A block over bands of rows: it gathers sums as tokens come, and then maps band after band.
+
+    Args:
+        block: of a model that ``check_rowwise`` takes.
+        layout: of the tokens.
+        bands: rows, which part no window.
+    """
+
+    def __init__(self, block: Block, layout: TokenLayout, bands: Bands):
+        self.block, self.attn, self.grid = block, block.attn, layout.grid
+        self.strips = StripAttention(block.attn, layout)
+        self.sums: StripSums = {}
+        self.of_prefix: list[Tensor] = []
+        self.key_mean: Tensor | None = None
+        self.far: FarSums | None = None
+        if self.strips.has_far:
+            relative = self.strips.relative
+            spans = [seen_span(relative, Strip(self.grid, *band)) for band in bands]
+            flat = isinstance(relative, Flat)
+            self.far = FarSums(spans, self.grid.num_patches if flat else self.grid.height)
+
+    def take(self, first: int | None, x: Tensor) -> None:
+        """Take tokens ``[1, n, D]`` of rows from ``first`` on; None: the prefix tokens, which come
+        first.
+        """
+        attn, normed = self.attn, self.block.norm1(x)
+        if first is None:
+            self.of_prefix = attn.heads(normed)
+        if self.strips.windows and not self.of_prefix:
+            return
+        k, v = attn.heads(normed, "kv")
+        if attn.centre_keys:
+            if self.key_mean is None:
+                self._add({"keys": k.sum(2, keepdim=True, dtype=accumulation_dtype(k))})
+                return
+            k = k - self.key_mean.to(k.dtype)
+        if self.strips.windows:
+            parts = [softmax_part(self.of_prefix[0], k, v)]
+            parts += [self.sums["softmax"]] if "softmax" in self.sums else []
+            self.sums["softmax"] = softmax_of(parts)
+            return
+        rows = None if first is None else v.unflatten(2, (-1, self.grid.width))
+        self._add(self.strips.sums(k, v, rows, first or 0))
+        if self.far is not None and first is not None:
+            flat = isinstance(self.strips.relative, Flat)
+            self.far.add(first * self.grid.width if flat else first, v if flat else rows)
+
+    def _add(self, more: StripSums) -> None:
+        for name, x in more.items():
+            self.sums[name] = self.sums[name] + x if name in self.sums else x
+
+    def centre(self) -> None:
+        """Hear that all keys came; they come once more, for their sums without what they share."""
+        self.key_mean = self.sums.pop("keys") / self.strips.layout.num_tokens
+
+    def prefix(self, x: Tensor) -> Tensor:
+        """Map the prefix tokens ``[1, P, D]``."""
+        normed = self.block.norm1(x)
+        out = self.strips.of_prefix(self.attn.heads(normed, "q")[0], self.sums).to(normed.dtype)
+        return self.block.added(x, self.attn.project(out.transpose(1, 2).flatten(2), normed))
+
+    def band(self, first: int, last: int, tokens: TokenStore) -> Iterator[tuple[int, Tensor]]:
+        """Map the tokens of a band; yield rows and new tokens ``[1, n, D]``, piece by piece."""
+        strip, width, strips = Strip(self.grid, first, last), self.grid.width, self.strips
+        whole = strips.rows_around(strip) if strips.sees_rows else strip
+        x = tokens.read(whole.first, whole.last)
+        normed, begin = self.block.norm1(x), (first - whole.first) * width
+        x, own = (each[:, begin : begin + strip.rows * width] for each in (x, normed))
+        q = self.attn.heads(own, "q")[0]
+        around = self._around(strip, whole, normed) if strips.sees_rows else None
+        out = strips.of_patches(q, strip, self.sums, around, self.of_prefix or [q[:, :, :0]] * 3)
+        if strips.reach:
+            assert around is not None
+            out = out + strips.convolved(strip, around, out.dtype)
+        for begin, end in bands_of(strip.rows, max(1, PIECE_TOKENS // width)):
+            piece = slice(begin * width, end * width)
+            attended = self.attn.project(out[:, :, piece].transpose(1, 2).flatten(2), own[:, piece])
+            yield first + begin, self.block.added(x[:, piece], attended)
+
+    def _around(self, strip: Strip, whole: Strip, normed: Tensor) -> Around:
+        heads = self.attn.heads(normed, "kv" if self.strips.windows else "v")
+        *keys, values = (x.unflatten(2, (whole.rows, self.grid.width)) for x in heads)
+        if self.far is None:
+            return Around(whole, values, keys[0] if keys else None)
+        return Around(whole, values, None, *self.far.around(seen_span(self.strips.relative, strip)))

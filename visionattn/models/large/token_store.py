@@ -1,0 +1,156 @@
+"""Tokens of a whole image, in memory or in a file, and how far a pass has come."""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from visionattn.cli.files import forget_unfinished, reserve_bytes, write_text
+from visionattn.cli.tables import sized
+from visionattn.layout import TokenLayout
+
+STATE = "progress.json"
+
+
+class TokenStore:
+    """Prefix tokens and rows of patches of one image.
+
+    Args:
+        layout: of the tokens.
+        width: entries of a token.
+        like: the tokens' dtype, and the device they are computed on.
+        path: a file that is mapped into memory; its content stays. None: memory.
+
+    Raises:
+        OSError: the disk has no room for the file.
+    """
+
+    def __init__(self, layout: TokenLayout, width: int, like: Tensor, path: Path | None = None):
+        self.layout, self.device, self.mapped = layout, like.device, None
+        shape = layout.num_tokens, width
+        if path is None:
+            self.tokens = like.new_empty(shape)
+            return
+        size = prod(shape) * like.element_size()
+        _reserve(path, size)
+        self.mapped = np.memmap(path, np.uint8, "r+", shape=size)
+        self.tokens = torch.from_numpy(self.mapped).view(like.dtype).view(shape)
+
+    def read(self, first: int, last: int) -> Tensor:
+        """Return the tokens ``[1, n, width]`` of rows ``first`` to ``last - 1``; maybe a view."""
+        return self.tokens[self._place(first) : self._place(last)].to(self.device)[None]
+
+    def write(self, first: int, x: Tensor) -> None:
+        """Keep tokens ``[1, n, width]`` of rows from ``first`` on."""
+        self.tokens[self._place(first) :][: x.shape[1]] = x[0]
+
+    @property
+    def prefix(self) -> Tensor:
+        """The prefix tokens ``[1, P, width]``."""
+        return self.tokens[: self.layout.num_prefix].to(self.device)[None]
+
+    @prefix.setter
+    def prefix(self, x: Tensor) -> None:
+        self.tokens[: x.shape[1]] = x[0]
+
+    def flush(self) -> None:
+        """Return once all that was written is on the disk."""
+        if self.mapped is not None:
+            self.mapped.flush()
+
+    def _place(self, row: int) -> int:
+        return self.layout.num_prefix + row * self.layout.grid.width
+
+
+def _reserve(path: Path, size: int) -> None:
+    """Give a file its size on the disk: writing to a mapped file for which the disk has no room
+    would end the process without a word.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        reserve_bytes(descriptor, size)
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        text = f"no room for {sized(size)} of tokens: {reason}"
+        raise OSError(error.errno, text, str(path.parent)) from error
+    finally:
+        os.close(descriptor)
+
+
+class Place(NamedTuple):
+    """How far a pass has come: ``step`` 0 embeds, step s maps block s - 1; bands done in it."""
+
+    step: int
+    bands: int
+
+
+class PassFolder:
+    """The folder in which a pass keeps its tokens and how far it has come, for the same call to go
+    on.
+
+    Args:
+        folder: made where there is none, and deleted at the end in that case.
+        model: its weights are part of what tells the pass from others.
+        identity: JSON types that tell it from others.
+
+    Attributes:
+        place: what an earlier pass has done; None: nothing.
+        rows: of its bands; None where there is no earlier pass.
+
+    Raises:
+        ValueError: the folder keeps the work of another pass.
+    """
+
+    def __init__(self, folder: Path, model: nn.Module, identity: dict[str, Any]):
+        self.folder, self.path = folder, folder / STATE
+        known = {"weights": _digest(model)} | identity
+        self.identity = json.dumps(known, sort_keys=True, default=str)
+        found: dict[str, Any] = {"made": not folder.exists()}
+        folder.mkdir(parents=True, exist_ok=True)
+        forget_unfinished(self.path)
+        if self.path.exists():
+            found = json.loads(self.path.read_text(encoding="utf-8"))
+            if found["identity"] != self.identity:
+                raise ValueError(
+                    f"{folder} keeps the work of another image, model or options; delete it or "
+                    "name another folder"
+                )
+        self.made: bool = found["made"]
+        self.rows: int | None = found.get("rows")
+        self.place = Place(*found["place"]) if "place" in found else None
+
+    def record(self, place: Place, rows: int) -> None:
+        """Note what is done, once it is on the disk."""
+        found = dict(identity=self.identity, place=place, rows=rows, made=self.made)
+        write_text(self.path, json.dumps(found))
+
+    def finish(self) -> None:
+        """Forget a pass that is done."""
+        self.path.unlink(missing_ok=True)
+
+    def close(self, files: Sequence[Path]) -> None:
+        """Delete the files of a pass that is done, or that has done nothing yet."""
+        if self.path.exists():
+            return
+        for file in files:
+            file.unlink(missing_ok=True)
+        if self.made:
+            with suppress(OSError):  # somebody else keeps something there
+                self.folder.rmdir()
+
+
+def _digest(model: nn.Module) -> str:
+    """Return a number that tells weights from others."""
+    found = hashlib.sha256()
+    for name, value in model.state_dict().items():
+        found.update(name.encode())
+        found.update(value.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy())
+    return found.hexdigest()[:32]
