@@ -63,23 +63,6 @@ def summed(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
     return [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
 
 
-class _Largest(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, count: Tensor, group: ProcessGroup) -> Tensor:
-        found = _reduced(x, "max", group)
-        ctx.group = group
-        # A rank whose largest is not that of all has no part in the gradient.
-        ctx.save_for_backward(torch.where(x == found, count, 0))
-        return found
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        (count,) = ctx.saved_tensors
-        wide = torch.stack([grad.to(accumulation_dtype(grad)), count.to(accumulation_dtype(grad))])
-        total, holders = _reduced(wide, "sum", ctx.group)
-        return (total * (count / holders.clamp(min=1))).to(grad.dtype), None, None
-
-
 def largest(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return the largest entries of all tokens of all ranks, ``[B, D]`` of ``x [B, n, D]``.
 
@@ -88,8 +71,12 @@ def largest(x: Tensor, group: ProcessGroup) -> Tensor:
     own = x.amax(1)
     if distributed.get_world_size(group) == 1:
         return own
-    count = (x.detach() == own.detach().unsqueeze(1)).sum(1)
-    return _Largest.apply(own, count, group)
+    found, wide = _reduced(own.detach(), "max", group), accumulation_dtype(x)
+    count = torch.where(own == found, (x == own.unsqueeze(1)).sum(1), 0).to(wide)
+    (holders,) = summed([count], group)
+    # A sum of zeros, whose gradient is that of the largest.
+    part = (own - own.detach()) * (count / holders.clamp(min=1))
+    return found + summed([part], group)[0].to(x.dtype)
 
 
 def exchanged(

@@ -112,7 +112,7 @@ def forward_tiled(
     """
     if want not in get_args(Want):
         raise ValueError(f"want {want!r}: wanted one of {', '.join(get_args(Want))}")
-    body = _body_of(model, want)
+    body = check_tiled(model, want)
     with ExitStack() as stack:
         stack.enter_context(in_eval(model))
         stack.enter_context(torch.inference_mode())
@@ -123,12 +123,12 @@ def forward_tiled(
         return run.go(say or (lambda line: None))
 
 
-def check_tiled(model: nn.Module, want: Want = "logits") -> None:
-    """Raise ValueError, in one line, for a model that cannot be computed in bands."""
-    _body_of(model, want)
+def check_tiled(model: nn.Module, want: Want = "logits") -> VisionAttnTransformer:
+    """Return the body of a model that can be computed in bands.
 
-
-def _body_of(model: nn.Module, want: Want) -> VisionAttnTransformer:
+    Raises:
+        ValueError: it cannot be, in one line.
+    """
     body = model.backbone if isinstance(model, Segmenter) else model
     if not isinstance(body, VisionAttnTransformer):
         raise ValueError(
@@ -171,10 +171,8 @@ class _Pass:
         if folder is not None:
             stack.callback(folder.close, paths)
         # A pass goes on with the bands that it began with, whatever memory there is now.
-        rows = folder.rows if folder else None
-        self.plan = plan(
-            body, image.grid, memory, want, model, rows=rows, in_files=files is not None
-        )
+        known = dict(rows=folder.rows if folder else None, in_files=folder is not None)
+        self.plan = plan(body, image.grid, memory, want, model, **known)
         if self.plan.mapped and files is None:
             files = Path(stack.enter_context(tempfile.TemporaryDirectory()))
 
@@ -211,15 +209,17 @@ class _Pass:
         done = sum(len(bands) for bands in self.bands[:step]) + number
         begun = time.perf_counter()
         with ExitStack() as stack:
-            progress = Progress(sum(map(len, self.bands)), done, unit="bands")
-            stack.enter_context(progress)
-            interruption = stack.enter_context(Interruption()) if self.folder else None
+            total, interruption = sum(map(len, self.bands)), Interruption()
+            progress = stack.enter_context(Progress(total, done, unit="bands"))
+            if self.folder is not None:
+                stack.enter_context(interruption)
             for place in stack.enter_context(closing(self._steps())):
                 progress.advance(1)
                 if self.folder is not None:
                     self.folder.record(place, self.plan.rows)
-                if interruption is not None and interruption.requested:
-                    self._stop(place)
+                    if interruption.requested and progress.done < total:
+                        kept = f"{self.folder.folder} keeps the work so far"
+                        raise Stopped(f"stopped; {kept}, the same command goes on")
         seconds, waited = time.perf_counter() - begun, self.image.waited_s
         if waited:
             share = f"{waited:.1f} s ({100 * waited / seconds:.1f} %)"
@@ -228,13 +228,6 @@ class _Pass:
         if self.folder is not None:
             self.folder.finish()
         return result.cpu() if isinstance(result, Tensor) else result
-
-    def _stop(self, place: Place) -> None:
-        """Raise Stopped, unless nothing is left to be computed."""
-        assert self.folder is not None
-        if place != (len(self.bands) - 1, len(self.bands[-1])):
-            kept = self.folder.folder
-            raise Stopped(f"stopped; {kept} keeps the work so far, the same command goes on")
 
     def _steps(self) -> Iterator[Place]:
         """Do band after band of step after step; yield what is done after each."""

@@ -29,9 +29,6 @@ from visionattn.ops.position.kinds import Flat, RelativePosition
 from visionattn.ops.strips import Strip, seen_span
 from visionattn.ops.sums import accumulation_dtype, drop_values
 
-POOLS = ("max", "avg", "avgmax", "token")
-"""Poolings that can be taken over the tokens of several processes."""
-
 
 def cut_rows(height: int, ranks: int) -> tuple[int, ...]:
     """Return where the rows of each of so many ranks begin, and where the last ones end: as equal
@@ -252,33 +249,27 @@ class RowParallel(nn.Module):
         return slice(cuts[rank] * patch, min(height, cuts[rank + 1] * patch))
 
     def forward_features(self, x: Tensor, height: int | None = None) -> Tensor:
-        """Return the normalised tokens of this rank, ``[B, P + rows * W, D]``; ``forward`` explains
-        the arguments.
+        """Return the normalised tokens of this rank, ``[B, P + n, D]``; ``forward`` explains the
+        arguments.
         """
         if hasattr(x, "placements"):
             x, share = self._sharded(x)
+        elif height is None:
+            share = self.share(*x.shape[2:])
+            x = x[:, :, self.own_rows(x.shape[2])]
         else:
-            share = self._share(x, height)
-            x = x if height is not None else x[:, :, self.own_rows(x.shape[2])]
+            share, rows = self.share(height, x.shape[3]), self.own_rows(height)
+            if x.shape[2] != rows.stop - rows.start:
+                raise ValueError(
+                    f"rank {share.rank} has rows {rows.start} to {rows.stop - 1} of {height}, "
+                    f"which are {rows.stop - rows.start}, got {x.shape[2]} rows of pixels"
+                )
         x = self._embedded(x, share)
+        again = self.model.grad_checkpointing and torch.is_grad_enabled()
         for block in self.model.blocks:
-            if self.model.grad_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block_of_rows, block, x, share)
-            else:
-                x = block_of_rows(block, x, share)
+            given = block, x, share
+            x = checkpoint(block_of_rows, *given) if again else block_of_rows(*given)
         return self.model.norm(x)
-
-    def _share(self, x: Tensor, height: int | None) -> Share:
-        """Return who has which rows of images, after checking that this rank's are there."""
-        if height is None:
-            return self.share(*x.shape[2:])
-        share, rows = self.share(height, x.shape[3]), self.own_rows(height)
-        if x.shape[2] != rows.stop - rows.start:
-            raise ValueError(
-                f"rank {share.rank} has rows {rows.start} to {rows.stop - 1} of {height}, which "
-                f"are {rows.stop - rows.start}, got {x.shape[2]} rows of pixels"
-            )
-        return share
 
     def _sharded(self, x: Any) -> tuple[Tensor, Share]:
         """Return the rows of pixels that this rank has of images that are divided already, and who
@@ -400,18 +391,10 @@ def parallelize(
                 f"{mesh.mesh_dim_names or mesh.ndim}; take one of them, as mesh['sequence']"
             )
         mesh = mesh.get_group()
-    return RowParallel(model, group_apart(mesh))
-
-
-def group_apart(group: ProcessGroup | None) -> ProcessGroup:
-    """Return a group of the same processes whose messages do not meet those of others: where they
-    are all processes, DDP sums gradients among them while a backward pass exchanges rows.
-    """
-    if group is None or group is distributed.group.WORLD:
-        made = distributed.new_group()
-        assert isinstance(made, ProcessGroup)  # all processes are in it
-        return made
-    return group
+    # DDP sums gradients among all processes while a backward pass exchanges rows: these messages
+    # do not meet in groups of their own.
+    apart = mesh is None or mesh is distributed.group.WORLD
+    return RowParallel(model, distributed.new_group() if apart else mesh)
 
 
 def refused(why: str) -> ValueError:
@@ -426,8 +409,9 @@ def check_model(model: nn.Module) -> None:
             f"wanted a classification model of this package, got {type(model).__name__}; pixels "
             "and pyramids are computed on one process"
         )
-    if model.attn_pool is not None or model.global_pool not in POOLS:
-        raise refused(f"global_pool={model.global_pool!r} sees all tokens; wanted {_one_of(POOLS)}")
+    pool = model.global_pool
+    if model.attn_pool is not None or pool not in ("max", "avg", "avgmax", "token"):
+        raise refused(f"global_pool={pool!r} sees all tokens; wanted max, avg, avgmax or token")
     if not isinstance(model.patch_drop, nn.Identity):
         raise refused("patch_drop_rate leaves no whole rows; leave it out")
     try:
@@ -450,7 +434,3 @@ def check_dropout(model: nn.Module) -> None:
                 f"{name} drops single entries of tokens, and of prefix tokens other ones on each; "
                 "leave pos_drop_rate and proj_drop_rate at 0"
             )
-
-
-def _one_of(names: tuple[str, ...]) -> str:
-    return f"{', '.join(names[:-1])} or {names[-1]}"

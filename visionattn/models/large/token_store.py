@@ -74,15 +74,13 @@ def _reserve(path: Path, size: int) -> None:
     """Give a file its size on the disk: writing to a mapped file for which the disk has no room
     would end the process without a word.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        reserve_bytes(descriptor, size)
-    except OSError as error:
-        reason = os.strerror(error.errno or 0)
-        text = f"no room for {sized(size)} of tokens: {reason}"
-        raise OSError(error.errno, text, str(path.parent)) from error
-    finally:
-        os.close(descriptor)
+    with open(path, "ab") as file:
+        try:
+            reserve_bytes(file.fileno(), size)
+        except OSError as error:
+            reason = os.strerror(error.errno or 0)
+            text = f"no room for {sized(size)} of tokens: {reason}"
+            raise OSError(error.errno, text, str(path.parent)) from error
 
 
 class Place(NamedTuple):
