@@ -66,16 +66,16 @@ def summed(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
 def largest(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return the largest entries of all tokens of all ranks, ``[B, D]`` of ``x [B, n, D]``.
 
-    As in ``amax``, those that are equally large take equal parts of the gradient.
+    Ranks that hold one of equally large entries take equal parts of its gradient.
     """
     own = x.amax(1)
     if distributed.get_world_size(group) == 1:
         return own
-    found, wide = _reduced(own.detach(), "max", group), accumulation_dtype(x)
-    count = torch.where(own == found, (x == own.unsqueeze(1)).sum(1), 0).to(wide)
-    (holders,) = summed([count], group)
+    found = _reduced(own.detach(), "max", group)
+    holds = (own == found).to(accumulation_dtype(x))
+    (holders,) = summed([holds], group)
     # A sum of zeros, whose gradient is that of the largest.
-    part = (own - own.detach()) * (count / holders.clamp(min=1))
+    part = (own - own.detach()) * (holds / holders.clamp(min=1))
     return found + summed([part], group)[0].to(x.dtype)
 
 
