@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from visionattn.cli.files import forget_unfinished, reserve_bytes, write_text
+from visionattn.cli.files import added_to, forget_unfinished, reserve_bytes, write_text
 from visionattn.cli.tables import sized
 from visionattn.layout import TokenLayout
 
@@ -74,7 +74,7 @@ def _reserve(path: Path, size: int) -> None:
     """Give a file its size on the disk: writing to a mapped file for which the disk has no room
     would end the process without a word.
     """
-    with open(path, "ab") as file:
+    with added_to(path) as file:
         try:
             reserve_bytes(file.fileno(), size)
         except OSError as error:
