@@ -91,7 +91,7 @@ import sys
 for name in {heavy} + ("tensorboard", "torch.utils.tensorboard"):
     sys.modules[name] = None
 import visionattn.training.engine, visionattn.training.validate
-import visionattn.inference.features, visionattn.inference.predict
+import visionattn.inference.extraction, visionattn.inference.predict
 import visionattn.cli.ends, visionattn.cli.files, visionattn.cli.fresh_process
 import visionattn.cli.parsing, visionattn.cli.progress, visionattn.cli.provenance
 import visionattn.cli.tables

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.inference_files import write_folder, write_image, write_weights
 from tests.helpers.ray_cluster import environment, two_nodes
-from visionattn.inference.calls import extract_features
+from visionattn.inference.python_functions import extract_features
 from visionattn.integrations.ray import DECODED, Decode, Embed
 
 SHAPES = [(16, 24), (16, 24), (40, 8), (16, 24), (20, 21), (16, 16)]

@@ -20,8 +20,8 @@ from visionattn.data.embedded import Canvas, digit_splits
 from visionattn.data.formats import as_flags
 from visionattn.data.geometry import Geometry, Size
 from visionattn.data.splits import build_splits
-from visionattn.inference.listing import digest_of
-from visionattn.inference.probe import Division
+from visionattn.inference.image_listing import digest_of
+from visionattn.inference.probes import Division
 
 SPLITS = ("validation", "test")
 """Those that are drawn, in the order of their images."""
