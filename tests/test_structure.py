@@ -116,7 +116,7 @@ print(len(loaded() - before), *(name for name in loaded() if name.startswith(unw
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     count, *unwanted = result.stdout.split()
-    assert int(count) <= 40 and unwanted == []
+    assert int(count) <= 32 and unwanted == []
 
 
 def test_every_part_has_a_place_in_the_order():

@@ -318,7 +318,7 @@ BAD = {
     "--val_fraction 1.5": "val_fraction must be in (0, 1), got 1.5",
     "--probe --dense": "leave --dense out",
     "--probe --images images/0.png": "probe needs one folder of class folders",
-    "--probe": "has no class folders",
+    "--probe": "images has images outside of class folders",
     "--output full": "full holds other things (notes.txt)",
     "--output full/notes.txt": "full/notes.txt is a file, so",
     "--output foreign": "is no file of features of this visionattn",

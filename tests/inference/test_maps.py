@@ -95,7 +95,7 @@ BAD = {
     "--level 1": "wanted level 1, the image has 1, counted from 0: 133 x 104 pixels",
     "--level -1": "level must be at least 0, got -1",
     "--images small.tif": "is smaller than a patch of 8 x 8",
-    "--images cut.tif --memory_gib 0.0005": " of cut.tif cannot be read: TIFF that is cut off",
+    "--images cut.tif --memory_gib 0.0005": " of cut.tif cannot be read: ",
     "--images nowhere.tif": "no image, folder or list at nowhere.tif",
     "--output there.npy": "there.npy exists",
     "--output nowhere/map.npy": "no folder",

@@ -113,7 +113,7 @@ def test_what_cannot_be_done_is_one_line(given, tmp_path):
             {"img_size": "own"},
             "img_size must be a whole number or a list of whole numbers or one of native or null",
         ),
-        (model, [], {}, "got none in one list"),
+        (model, [], {}, "there are no images"),
         (model, [str(folder), pixels[0]], {}, "got both in one list"),
         (model, tmp_path / "torn.png", {}, "torn.png: "),
         (model, pixels[0] / 255, {}, "image 0: float64 values from 0 to 1, and nothing says which"),

@@ -111,6 +111,7 @@ for row in rows.iter_rows():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 def test_a_pipeline_that_loses_a_node_gives_every_row_once(folder):
     paths = []

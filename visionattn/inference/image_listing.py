@@ -156,7 +156,8 @@ def listing_of(images: Images) -> ListedFiles | HeldImages:
     paths = [image for image in given if isinstance(image, (str, os.PathLike))]
     if not given or 0 < len(paths) < len(given):
         raise ValueError(
-            f"wanted paths or pictures in memory, got {'both' if given else 'none'} in one list"
+            "images are either paths or pictures in memory: "
+            + ("got both in one list" if given else "there are no images")
         )
     return find_images([os.fspath(path) for path in paths]) if paths else HeldImages(given)
 
