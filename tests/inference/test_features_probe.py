@@ -13,7 +13,8 @@ from sklearn.metrics.pairwise import cosine_similarity
 from tests.helpers import inference_files
 from tests.helpers.inference_files import feature_of, read_index, write_weights
 from tests.helpers.tools import load_tool
-from visionattn.inference.probes import Division, divide_folder, fit_probes
+from visionattn.inference.drawn import Division
+from visionattn.inference.probes import divide_folder, fit_probes
 
 extract = load_tool("extract_features")
 CLASSES = {"fern": (60, 180, 70), "moss": (90, 120, 60), "sand": (190, 170, 90)}

@@ -15,13 +15,13 @@ import torch
 
 from visionattn.cli.ends import Stopped
 from visionattn.cli.files import check_folder, locked, unfinished
-from visionattn.inference.drawn import Digits, Drawn
+from visionattn.inference.drawn import Digits, Division, Drawn
 from visionattn.inference.feature_options import ExtractOptions, check
 from visionattn.inference.image_listing import Listing, find_images
 from visionattn.inference.image_reading import ReadImages
 from visionattn.inference.image_run import ImageRun, read_as_asked
 from visionattn.inference.model_opening import Opened, open_model
-from visionattn.inference.probes import Division, divide_folder, fit_probes, probe_folder
+from visionattn.inference.probes import divide_folder, fit_probes, probe_folder
 from visionattn.inference.shards import (
     INDEX,
     LOCK,

@@ -18,14 +18,13 @@ from torch import Tensor
 from visionattn.data.drawn_images import BACKGROUND, DISTRACTOR, FIRST_CLASS, patch_labels
 from visionattn.data.geometry import Size
 from visionattn.data.own_images import find_images
+from visionattn.inference.drawn import Division, Drawn
 from visionattn.inference.image_reading import ReadImages
 from visionattn.inference.shards import read_features
 from visionattn.models.pixel_classes import ious_of
 
 if TYPE_CHECKING:
     from sklearn.pipeline import Pipeline
-
-    from visionattn.inference.drawn import Drawn
 
 STEPS = 1000
 """The most steps that the linear probe's optimiser takes."""
@@ -36,18 +35,6 @@ Patches = tuple[np.ndarray, np.ndarray]
 """Features of patches of an image, float32 ``[n, D]``, and what lies in them, int64 ``[n]``."""
 Maps = Callable[[range], Iterator[tuple[int, Tensor]]]
 """``maps(numbers)`` yields number and map ``[D, H, W]`` of each of these images that has one."""
-
-
-@dataclass(frozen=True)
-class Division:
-    """Which images are fitted on, and which are judged."""
-
-    fitted: dict[str, int]
-    """Path and class of each."""
-    judged: dict[str, int]
-    judged_name: str
-    """``test``, or ``validation`` where there is no test split."""
-    class_names: tuple[str, ...]
 
 
 def divide_folder(root: str, *, val_fraction: float, seed: int) -> Division:
@@ -234,7 +221,7 @@ def fit_and_judge(
     return DenseResult(confusion, len(y), note)
 
 
-def patches_of(maps: Iterator[tuple[int, Tensor]], drawn: "Drawn") -> Iterator[Patches]:
+def patches_of(maps: Iterator[tuple[int, Tensor]], drawn: Drawn) -> Iterator[Patches]:
     """Pair the patches of maps with what lies in them; what images do not fill is left out."""
     for index, feature_map in maps:
         mask, present = drawn.mask(index)
@@ -251,7 +238,7 @@ def pixel_map(pixels: Tensor, rows: int, columns: int) -> Tensor:
     return rearrange(pixels, "c (h p) (w q) -> (c p q) h w", h=rows, w=columns)
 
 
-def probe_folder(folder: Path, images: ReadImages, drawn: "Drawn", seed: int) -> Iterator[str]:
+def probe_folder(folder: Path, images: ReadImages, drawn: Drawn, seed: int) -> Iterator[str]:
     """Fit on the maps of the validation images of a folder, judge on the maps of the test images,
     and do the same with the pixels of the patches, for comparison.
 
