@@ -13,8 +13,14 @@ import visionattn.models  # noqa: F401  registers them with timm
 
 if TYPE_CHECKING:
     from visionattn.data.large.over_files import forward_tiled, forward_tiles
-    from visionattn.inference.calls import Predictions, extract_features, look, predict, segment
     from visionattn.inference.image_generation import Generated, generate
+    from visionattn.inference.python_functions import (
+        Predictions,
+        extract_features,
+        look,
+        predict,
+        segment,
+    )
     from visionattn.models.weights import DataSpec, load_model
     from visionattn.training.calls import train
 
@@ -37,15 +43,15 @@ __all__ = [
 _HOMES = {
     "DataSpec": "visionattn.models.weights",
     "Generated": "visionattn.inference.image_generation",
-    "Predictions": "visionattn.inference.calls",
-    "extract_features": "visionattn.inference.calls",
+    "Predictions": "visionattn.inference.python_functions",
+    "extract_features": "visionattn.inference.python_functions",
     "forward_tiled": "visionattn.data.large.over_files",
     "forward_tiles": "visionattn.data.large.over_files",
     "generate": "visionattn.inference.image_generation",
     "load_model": "visionattn.models.weights",
-    "look": "visionattn.inference.calls",
-    "predict": "visionattn.inference.calls",
-    "segment": "visionattn.inference.calls",
+    "look": "visionattn.inference.python_functions",
+    "predict": "visionattn.inference.python_functions",
+    "segment": "visionattn.inference.python_functions",
     "train": "visionattn.training.calls",
 }
 

@@ -84,8 +84,8 @@ def stats(argv: Words, say: Say) -> None:
 
 def predict(argv: Words, say: Say) -> None:
     """Name the classes of images in files, or of their pixels."""
-    from visionattn.inference.maps import MapOfImage, is_map
-    from visionattn.inference.options import parse_options
+    from visionattn.inference.banding import MapOfImage, is_map
+    from visionattn.inference.inference_options import parse_options
     from visionattn.inference.predict import PredictOptions, Predictor
     from visionattn.inference.segment import MaskPredictor, gives_masks
 
@@ -103,10 +103,10 @@ def predict(argv: Words, say: Say) -> None:
 
 def features(argv: Words, say: Say) -> None:
     """Write features of images in files."""
-    from visionattn.inference.collection import merge
+    from visionattn.inference.banding import MapOfImage, is_map
+    from visionattn.inference.extraction import Extraction
     from visionattn.inference.feature_options import check, parse_extract
-    from visionattn.inference.features import Extraction
-    from visionattn.inference.maps import MapOfImage, is_map
+    from visionattn.inference.shards import merge
 
     example = "--model scaleformer_vit_t --images docs/figures --img_size 224 "
     about = dict(

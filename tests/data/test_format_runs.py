@@ -13,8 +13,8 @@ from tests.helpers.image_files import config_of, encoded
 from tests.helpers.tools import assert_one_error, load_tool, read_csv
 from visionattn.data.geometry import Geometry
 from visionattn.data.splits import SampleKey, build_splits, eval_batches, train_batches
-from visionattn.inference.listing import find_images
-from visionattn.inference.reading import ReadImages
+from visionattn.inference.image_listing import find_images
+from visionattn.inference.image_reading import ReadImages
 from visionattn.models.weights import load_model
 
 tifffile = pytest.importorskip("tifffile")

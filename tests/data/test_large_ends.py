@@ -14,8 +14,8 @@ from tests.helpers.image_formats import tiff
 from visionattn.data.geometry import Geometry
 from visionattn.data.large import open_sink, open_source
 from visionattn.data.large.source import UnreadablePart
-from visionattn.inference.listing import ListedFiles
-from visionattn.inference.reading import ReadImages
+from visionattn.inference.image_listing import ListedFiles
+from visionattn.inference.image_reading import ReadImages
 from visionattn.models.large.forward_bands import forward_tiled
 from visionattn.models.weights import DataSpec
 

@@ -13,9 +13,8 @@ from visionattn.data.formats import COLOURED, NotAsAsked, ReadOptions, options_o
 from visionattn.data.geometry import Geometry
 from visionattn.data.large import open_source
 from visionattn.data.large.source import UnreadablePart
-from visionattn.inference.held import HeldImages
-from visionattn.inference.listing import ListedFiles
-from visionattn.inference.reading import ReadImages
+from visionattn.inference.image_listing import HeldImages, ListedFiles
+from visionattn.inference.image_reading import ReadImages
 from visionattn.models.weights import DataSpec
 
 HEIGHT, WIDTH = 83, 59

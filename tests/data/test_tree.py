@@ -17,7 +17,7 @@ from tests.helpers.image_files import config_of, encoded, levels_and_labels, ref
 from visionattn.data.sources import PartOfFile
 from visionattn.data.splits import SampleKey, build_splits, images_to_judge
 from visionattn.data.walk import images_below
-from visionattn.inference.listing import find_images as list_images
+from visionattn.inference.image_listing import find_images as list_images
 
 TIES = ("01", "1", "2", "10", "DOG", "Dog", "dog", "²")
 """Names in their order, some of which are equal but for case or leading zeros."""

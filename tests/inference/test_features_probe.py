@@ -1,6 +1,5 @@
 """Probes on features: what they are fitted on, and that they are scikit-learn's."""
 
-import csv
 import re
 import shutil
 
@@ -13,9 +12,9 @@ from sklearn.metrics.pairwise import cosine_similarity
 
 from tests.helpers import inference_files
 from tests.helpers.inference_files import feature_of, read_index, write_weights
-from tests.helpers.tools import load_tool, words
-from visionattn.inference.drawn import Digits
-from visionattn.inference.probe import Division, divide_folder, fit_probes
+from tests.helpers.tools import load_tool
+from visionattn.inference.drawn import Division
+from visionattn.inference.probes import divide_folder, fit_probes
 
 extract = load_tool("extract_features")
 CLASSES = {"fern": (60, 180, 70), "moss": (90, 120, 60), "sand": (190, 170, 90)}
@@ -108,25 +107,6 @@ def test_features_that_are_there_are_not_computed_again_for_a_probe(folder, caps
     assert found[3] + found[5] == 29
 
 
-def test_digits_are_fitted_on_those_of_training_and_judged_on_the_test_digits(folder, capsys):
-    command = [
-        flag
-        for flag in flags("--data", "digits", "--img_size", "8")
-        if flag not in ("--images", "images")
-    ]
-    grey = words(
-        "--checkpoint null --model scaleformer_vit_t --args {}",
-        "{patch_size: 8, embed_dim: 48, depth: 1}",
-    )
-    assert extract([*command, *grey, "--batch_size", "200"]) == 0
-    linear, _, knn, *sizes = figures(capsys.readouterr().out)
-    assert sizes == [359, "test", 1295, 10] and linear > 80 and knn > 80
-    division = Digits(0.1, 0).divide()
-    assert set(division.fitted.values()) == set(range(10)) == set(division.judged.values())
-    with open(folder / "out" / "index.csv") as file:
-        assert [row["path"] for row in csv.DictReader(file)][1438] == "digits/test/0"
-
-
 def test_what_cannot_be_probed_is_refused_in_one_line(folder, capsys):
     write_classes(folder / "images", 2, seed=1)
     shutil.copytree(folder / "images" / "fern", folder / "alone" / "fern")
@@ -143,17 +123,3 @@ def test_what_cannot_be_probed_is_refused_in_one_line(folder, capsys):
     for division in (one_class, none_judged):
         with pytest.raises(ValueError, match="a probe wants at least 2 images"):
             fit_probes(features, division, 2)
-
-
-def test_a_probe_that_does_not_converge_says_so(monkeypatch):
-    monkeypatch.setattr("visionattn.inference.probe.STEPS", 1)
-    rng = np.random.default_rng(0)
-    features = [(str(i), torch.tensor(rng.normal(size=5))) for i in range(30)]
-    division = Division(
-        {str(i): i % 3 for i in range(25)},
-        {str(i): i % 3 for i in range(25, 30)},
-        "test",
-        ("a", "b", "c"),
-    )
-    result = fit_probes(features, division, 3)
-    assert "(not converged after 1 steps), kNN" in result.lines()[0]

@@ -10,12 +10,12 @@ from PIL import Image
 
 from visionattn.cli.ends import DoesNotFit
 from visionattn.inference import forecast
-from visionattn.inference.banded import Banding
+from visionattn.inference.banding import Banding
 from visionattn.inference.forecast import memory_of, outlook, sizes_seen
-from visionattn.inference.listing import find_images
-from visionattn.inference.opening import open_model
-from visionattn.inference.options import InferenceOptions, check
-from visionattn.inference.reading import ReadImages
+from visionattn.inference.image_listing import find_images
+from visionattn.inference.image_reading import ReadImages
+from visionattn.inference.inference_options import InferenceOptions
+from visionattn.inference.model_opening import open_model
 from visionattn.models import cost
 from visionattn.models.cost import SHARE, WORKER_BYTES, Passes
 from visionattn.models.patches import pooled
@@ -190,8 +190,3 @@ def test_sizes_of_a_few_files_tell_those_of_many_and_damaged_ones_nothing(tmp_pa
     assert told(opened, images) == forecast.Outlook(4)
     assert told(opened, images, batch_size="auto") == forecast.Outlook(1)
     assert batch_of(opened, images, "auto") == 1
-
-
-def test_a_wrong_batch_size_is_refused():
-    with pytest.raises(ValueError, match="batch_size must be at least 1, got most"):
-        check(InferenceOptions(model="taylorshift_vit_t", batch_size="most"))

@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import re
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from tests.helpers.inference_files import (
 )
 from tests.helpers.tools import assert_one_error, load_tool, read_csv, written
 from visionattn.cli.files import unfinished
-from visionattn.inference import image_run
+from visionattn.inference.image_run import ImageRun
 
 predict = load_tool("predict")
 SEEN = (
@@ -50,14 +49,6 @@ def by_hand(weights, image, spec=COLOUR) -> list[tuple[str, float]]:
     probabilities = np.exp(logits) / np.exp(logits).sum()
     names = spec.class_names or [str(i) for i in range(spec.num_classes)]
     return sorted(zip(names, probabilities, strict=True), key=lambda pair: -pair[1])
-
-
-def test_the_first_line_says_how_images_are_seen_and_the_next_what_they_cost(case, capsys):
-    folder, _ = case
-    write_image(folder / "images" / "large.png", 1100, 1100, 0)
-    assert predict(flags()) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == SEEN and re.match(r"5 images of .* expected, ", lines[1])
 
 
 def test_csv_has_a_row_per_image_with_names_and_probabilities(case, capsys):
@@ -150,36 +141,6 @@ def test_without_an_output_a_table_is_printed_and_nothing_written(case, capsys):
     assert written(folder) == before
 
 
-def test_the_table_shows_as_many_classes_as_are_asked_for(case, capsys):
-    folder, pixels = case
-    for top_k in (1, 4):
-        assert predict(flags("--top_k", str(top_k), output=None)) == 0
-        lines = capsys.readouterr().out.splitlines()
-        cells = [
-            f"{name} {100 * p:.1f} %"
-            for name, p in by_hand(folder / "best.safetensors", pixels[0])[:top_k]
-        ]
-        assert lines[1] == f"| image | {' | '.join(str(i + 1) for i in range(top_k))} |"
-        assert lines[3] == f"| images/0.png | {' | '.join(cells)} |"
-
-
-def test_file_names_do_not_break_the_table(case, capsys):
-    folder, _ = case
-    (folder / "images" / "0.png").rename(folder / "images" / "a|b\nc\rd.png")
-    assert predict(flags("--images", "images/a|b\nc\rd.png", output=None)) == 0
-    out = capsys.readouterr().out
-    assert out.count("\n") == 4 and "\r" not in out
-    assert out.split("\n")[3].startswith(r"| images/a\|b\nc\rd.png | ")
-
-
-def test_a_seed_that_does_nothing_is_refused(case, capsys):
-    assert predict(flags("--seed", "3")) == 2
-    assert (
-        capsys.readouterr().err
-        == "error: seed 3 does nothing: best.safetensors gives all weights; leave it out\n"
-    )
-
-
 def test_when_no_image_can_be_read_the_rows_stay_and_the_exit_code_says_so(case, capsys):
     folder, _ = case
     for image in (folder / "images").iterdir():
@@ -193,33 +154,24 @@ def test_when_no_image_can_be_read_the_rows_stay_and_the_exit_code_says_so(case,
     assert [row["status"] for row in read_csv("out.csv")] == ["unreadable"] * 4
 
 
-def test_an_output_that_exists_is_kept_and_replaced_where_that_is_said(case, capsys):
-    folder, _ = case
-    (folder / "out.csv").write_text("mine")
-    assert predict(flags()) == 2
-    assert capsys.readouterr().err == "error: out.csv exists; --overwrite replaces it\n"
-    assert (folder / "out.csv").read_text() == "mine"
-    assert predict(flags("--overwrite")) == 0 and len(read_csv("out.csv")) == 4
-
-
 def test_a_run_that_ends_early_leaves_what_was_there(case, capsys, monkeypatch):
     folder, _ = case
     (folder / "out.csv").write_text("mine")
     before = written(folder)
-    real = image_run.run_images
+    real = ImageRun.batches
 
     def interrupted(*args, **options):
         yield next(real(*args, **options))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(image_run, "run_images", interrupted)
+    monkeypatch.setattr(ImageRun, "batches", interrupted)
     assert predict(flags("--overwrite")) == 130
     assert capsys.readouterr().err == "interrupted\n" and written(folder) == before
 
 
 def test_rows_are_written_as_they_come(case, monkeypatch):
     folder, _ = case
-    real, seen = image_run.run_images, []
+    real, seen = ImageRun.batches, []
 
     def watched(*args, **options):
         for batch in real(*args, **options):
@@ -230,7 +182,7 @@ def test_rows_are_written_as_they_come(case, monkeypatch):
         return io.TextIOWrapper(io.FileIO(path, mode), write_through=True, **options)
 
     monkeypatch.setattr(prediction, "open", unbuffered, raising=False)
-    monkeypatch.setattr(image_run, "run_images", watched)
+    monkeypatch.setattr(ImageRun, "batches", watched)
     assert predict(flags(output="out.json")) == 0
     assert len(seen) == 4 and seen == sorted(set(seen))
 
@@ -241,12 +193,14 @@ BAD = {
     "--checkpoint null --model scaleformer_vit_t": "predictions need weights",
     "--images nowhere": "no image, folder or list at nowhere",
     "--images empty": "no images in empty",
-    "--top_k 0": "top_k must be above 0, got 0",
-    "--top_k 5": "top_k 5 of a model of 4 classes",
+    "--top_k 0": "top_k must be from 1 to the model's 4 classes, got 0",
+    "--top_k 5": "top_k must be from 1 to the model's 4 classes, got 5",
     "--img_size 20": "is not a whole number of 8-pixel patches; the nearest that fit: 16 or 24",
     "--fit crop": "img_size native is each image at its own size, which fit crop contradicts",
     "--output out.txt": "must end in .csv or .json",
     "--output no/out.csv": "no folder",
+    "--output there.csv": "there.csv exists; --overwrite replaces it",
+    "--output null --overwrite": "overwrite replaces the file of --output, which is missing",
     "--top-n 3": "unknown option --top-n",
 }
 
@@ -255,26 +209,11 @@ BAD = {
 def test_bad_input_ends_with_one_line_code_2_and_nothing_written(case, capsys, more):
     folder, _ = case
     (folder / "empty").mkdir()
+    (folder / "there.csv").write_text("mine")
     before = written(folder)
     assert predict(flags(*more.split())) == 2
     assert_one_error(capsys, BAD[more])
     assert written(folder) == before
-
-
-def test_overwrite_without_an_output_is_refused_and_so_are_no_images(case, capsys):
-    assert predict(flags("--overwrite", output=None)) == 2
-    assert "overwrite replaces the file of --output, which is missing" in capsys.readouterr().err
-    assert predict(["--checkpoint", "best.safetensors"]) == 2
-    assert "--images is missing" in capsys.readouterr().err
-
-
-def test_help_ends_with_a_command_and_explains_the_options(capsys):
-    for name, tool in (("predict", predict), ("features", load_tool("extract_features"))):
-        with pytest.raises(SystemExit) as end:
-            tool(["--help"])
-        printed = capsys.readouterr().out
-        assert end.value.code == 0 and "Processes that load images" in " ".join(printed.split())
-        assert f"visionattn {name} --" in printed.rstrip().splitlines()[-1]
 
 
 @pytest.mark.parametrize("has, precision", [(True, "bf16"), (False, "none")])

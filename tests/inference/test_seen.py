@@ -13,7 +13,7 @@ from timm.layers import PatchEmbed
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 import visionattn
-import visionattn.inference.calls as calls
+import visionattn.inference.python_functions as calls
 from tests.helpers.inference_files import (
     COLOUR,
     feature_of,
@@ -304,7 +304,7 @@ def test_a_model_of_timm_sees_what_is_padded_as_black(images):
 def test_a_picture_of_pillow_is_turned_as_its_file_would_be(tmp_path):
     from PIL import Image
 
-    from visionattn.inference.held import as_held
+    from visionattn.inference.image_listing import as_held
 
     turned, exif = Image.new("RGB", (6, 4)), Image.Exif()
     exif[0x112] = 6

@@ -1,6 +1,5 @@
 """Masks of images in files: their sizes and values, the table of them, and what is refused."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,6 @@ from PIL import Image
 import visionattn
 from tests.helpers.tools import assert_one_error, load_tool, read_csv, written
 from visionattn.inference.segment import mask_files
-from visionattn.models.pixel_classes import palette
 from visionattn.models.registration import create
 from visionattn.models.segmentation import IGNORED
 from visionattn.models.weights import DataSpec, load_model, save_model
@@ -130,19 +128,6 @@ def test_classes_without_names_or_colours_are_numbers_in_colours_of_their_own(ca
     assert "share_29" in read_csv(folder / "out" / "masks.csv")[0]
 
 
-def test_images_of_one_name_and_several_folders_keep_apart(case):
-    folder, _ = case
-    (folder / "images" / "deep").mkdir()
-    Image.open(folder / "images" / "0.png").save(folder / "images" / "0.bmp")
-    Image.open(folder / "images" / "1.png").save(folder / "images" / "deep" / "1.png")
-    (folder / "images" / "broken.png").write_text("no image")
-    assert predict([*FLAGS, "--output", "out"]) == 0
-    names = sorted(name for name in written(folder / "out") if name.endswith(".png"))
-    assert names == ["0.bmp.png", "0.png.png", "1.png", "2.png", "3.png", "deep/1.png"]
-    states = {row["path"]: row["status"] for row in read_csv(folder / "out" / "masks.csv")}
-    assert states["images/broken.png"] == "unreadable" and list(states.values()).count("ok") == 6
-
-
 def test_files_of_masks_differ_whatever_images_are_called():
     files = {
         "i/a.jpg": "m/a.jpg.png",
@@ -154,27 +139,12 @@ def test_files_of_masks_differ_whatever_images_are_called():
     assert list(map(str, mask_files(Path("m"), list(files)))) == list(files.values())
 
 
-def test_pixels_without_a_class_have_a_colour_that_no_class_has():
-    white = replace(PAINTED, colours=((255, 255, 255), (254, 254, 254), (0, 0, 0)))
-    for spec, ignored in ((PAINTED, [255] * 3), (white, [127] * 3)):
-        colours = np.array(palette(spec)).reshape(-1, 3)
-        assert colours[255].tolist() == ignored
-        assert ignored not in colours[:255].tolist()
-
-
 def test_logits_that_are_not_finite_give_no_mask(case, capsys):
     folder, _ = case
     write_weights(folder / "best.safetensors", bias=torch.inf)
     assert predict([*FLAGS, "--output", "out"]) == 2
     assert "outputs are not finite" in capsys.readouterr().err
     assert not (folder / "out").exists()
-
-
-def test_a_state_of_a_run_is_no_file_of_weights(case, capsys):
-    folder, _ = case
-    torch.save({"model": load_model(folder / "best.safetensors").state_dict()}, folder / "last.pt")
-    assert predict(["--checkpoint", "last.pt", "--images", "images", "--output", "out"]) == 2
-    assert_one_error(capsys, "last.pt does not say whose weights these are")
 
 
 def test_a_call_gives_what_the_command_writes(case):

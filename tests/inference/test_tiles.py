@@ -129,24 +129,13 @@ def test_features_go_on_with_the_same_tiles_alone(case, capsys):
         (["--tiles", "20"], "tiles of 20 pixels are no whole number of 8-pixel patches; take 16"),
         (["--tiles", "24", "--overlap", "4"], "overlap of 4 pixels are no whole number"),
         (["--tiles", "24", "--overlap", "24"], "overlap from 0 to below them"),
-        (["--tiles", "24", "--overlap", "-8"], "overlap from 0 to below them"),
         (["--tiles", "0"], "tiles must be above 0"),
         (["--tiles", "24", "--img-size", "24"], "do nothing: images are brought to 24 x 24 px"),
         (["--tiles", "24", "--img-size", "16", "32", "--fit", "pad"], "no tile should see"),
         (["--tiles", "24", "--batch-size", "auto"], "batch_size counts tiles"),
-        (["--tiles", "24", "--batch-size", "0"], "batch_size must be at least 1"),
     ],
 )
-@pytest.mark.parametrize("tool", [predict, features], ids=["predict", "features"])
-def test_what_does_nothing_or_cannot_be_is_refused(case, tool, given, text, capsys):
-    assert tool(flags(*given, output="out.csv" if tool is predict else "out")) == 2
+def test_what_does_nothing_or_cannot_be_is_refused(case, given, text, capsys):
+    assert predict(flags(*given, output="out.csv")) == 2
     assert_one_error(capsys, text)
     assert sorted(path.name for path in case[0].parent.iterdir()) == ["best.safetensors", "images"]
-
-
-def test_a_size_as_in_training_that_pads_is_refused_and_so_is_the_maximum_of_maps(case, capsys):
-    write_weights(case[0], DataSpec(3, 4, (), (0.5,) * 3, (0.2,) * 3, None, 64, "pad"))
-    assert predict(flags("--tiles", "24", "--img-size", "64", output="out.csv")) == 2
-    assert_one_error(capsys, "fit pad, as in training")
-    assert features(flags(*TILES, "--dense", "--combine", "mean")) == 2
-    assert_one_error(capsys, "dense maps are blended")

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.inference_files import write_folder, write_image, write_weights
 from tests.helpers.ray_cluster import environment, two_nodes
-from visionattn.inference.calls import extract_features
+from visionattn.inference.python_functions import extract_features
 from visionattn.integrations.ray import DECODED, Decode, Embed
 
 SHAPES = [(16, 24), (16, 24), (40, 8), (16, 24), (20, 21), (16, 16)]
@@ -111,6 +111,7 @@ for row in rows.iter_rows():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 def test_a_pipeline_that_loses_a_node_gives_every_row_once(folder):
     paths = []

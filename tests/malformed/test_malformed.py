@@ -13,7 +13,7 @@ from tests.malformed.runner import Case, Result, contents, differing
 
 SAMPLE = (
     "^(valid resume|state position.step=list|state moments of 5 x 5|state numpy's place of 10..9"
-    "|weights args.depth=null|weights validate of no heads|features True a row below 0"
+    "|weights args.depth=null|weights validate of no heads|features True version of text"
     "|sweep cell.ending.seconds=list|sweep measurement 'null'|yaml train an alias bomb"
     "|yaml sweep a mapping in itself|yaml validate epochs null|config train data.workers=null"
     "|flag profile/models=null|image deep.npy|image look wide.tif|root train is a pipe"

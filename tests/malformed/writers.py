@@ -17,7 +17,6 @@ from tests.malformed.mutations import BYTES, broken_trees, few, write
 from tests.malformed.runner import Case
 from tests.malformed.valid import GENERATE, SEGMENTED, WRITER
 from tests.malformed.weights import read_weights
-from visionattn.inference.work import WorkFolder
 
 COMPLETE = (*GENERATE, "--complete")
 ARGS = {
@@ -93,7 +92,6 @@ def cases() -> Iterator[Case]:
         yield Case(f"writer where {output} is", words, write(output, b"x"))
     yield from weight_cases()
     yield from prompt_cases()
-    yield from work_cases()
 
 
 def changed(change: Callable[[dict, dict], tuple[dict, dict]]) -> Callable[[Path], None]:
@@ -165,10 +163,3 @@ def prompt_cases() -> Iterator[Case]:
         yield Case(f"writer prompt of {np.dtype(kind)}", (*COMPLETE, "odd.npy"), put)
     for name, content in list(PICTURES.items())[::4]:
         yield Case(f"writer prompt {name}", (*COMPLETE, name), write(name, content))
-
-
-def work_cases() -> Iterator[Case]:
-    """Return cases of what another command left where this one keeps its work."""
-    place = WorkFolder(Path("out"), dict, overwrite=False).folder.name
-    for text in ('{"of": "x"}', '{"of": 7}'):
-        yield Case(f"writer work {text}", GENERATE, write(f"{place}/work.json", text))

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 import visionattn
-from visionattn.inference.opening import open_model
-from visionattn.inference.options import InferenceOptions
+from visionattn.inference.inference_options import InferenceOptions
+from visionattn.inference.model_opening import open_model
 from visionattn.models import shipped
 from visionattn.models.weights import load_model, read_metadata
 

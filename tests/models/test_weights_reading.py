@@ -10,8 +10,8 @@ from safetensors.torch import save
 from tests.helpers.small_runs import MODEL, SPEC
 from tests.helpers.tools import load_tool
 from tests.training.test_checkpoint import small_model
-from visionattn.inference.opening import open_model
-from visionattn.inference.options import InferenceOptions
+from visionattn.inference.inference_options import InferenceOptions
+from visionattn.inference.model_opening import open_model
 from visionattn.models import weights
 from visionattn.models.placement import place_weights
 from visionattn.models.weights import (

@@ -21,8 +21,8 @@ from tests.helpers.resumed_runs import (
 )
 from tests.helpers.small_runs import MODEL, SPEC, same
 from visionattn.cli.ends import Stopped
-from visionattn.inference.opening import open_model
-from visionattn.inference.options import InferenceOptions
+from visionattn.inference.inference_options import InferenceOptions
+from visionattn.inference.model_opening import open_model
 from visionattn.models.registration import DEFAULTS, FORMER, complete, is_ours
 from visionattn.models.weights import load_model, read_metadata, save_model
 from visionattn.training import states

@@ -14,11 +14,11 @@ from visionattn.cli.files import printable, whole_folder, write_text
 from visionattn.cli.progress import Progress
 from visionattn.inference import pictures
 from visionattn.inference.image_attribution import ImageAttribution, Look
-from visionattn.inference.listing import find_images
+from visionattn.inference.image_listing import find_images
+from visionattn.inference.image_reading import ReadImages
 from visionattn.inference.look_options import SUMMARY, LookOptions
-from visionattn.inference.opening import open_model
+from visionattn.inference.model_opening import open_model
 from visionattn.inference.picture_folder import write_summary
-from visionattn.inference.reading import ReadImages
 from visionattn.models.attribution import offset_weights
 
 PAGE = "index.html"
@@ -96,7 +96,7 @@ class Looking:
         size = sample.height, sample.width
         most = REDUCED_PX if look.in_bands else MOST_DRAWN_PX
         is_larger = size[0] * size[1] > most
-        image = self.images.reduced(index, most) if is_larger else self.images.whole(index)
+        image = self.images.reduced(index, most if is_larger else None)
         return look, pictures.Canvas(image, size, look)
 
     def _drawn(self, look: Look, canvas: pictures.Canvas) -> Iterator[pictures.Picture]:

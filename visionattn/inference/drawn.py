@@ -5,7 +5,7 @@ validates and tests on.
 """
 
 import io
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import BinaryIO
 
 import numpy as np
@@ -20,11 +20,22 @@ from visionattn.data.embedded import Canvas, digit_splits
 from visionattn.data.formats import as_flags
 from visionattn.data.geometry import Geometry, Size
 from visionattn.data.splits import build_splits
-from visionattn.inference.listing import digest_of
-from visionattn.inference.probe import Division
+from visionattn.inference.image_listing import digest_of
 
 SPLITS = ("validation", "test")
 """Those that are drawn, in the order of their images."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """Which images are fitted on, and which are judged."""
+
+    fitted: dict[str, int]
+    """Path and class of each."""
+    judged: dict[str, int]
+    judged_name: str
+    """``test``, or ``validation`` where there is no test split."""
+    class_names: tuple[str, ...]
 
 
 class Digits:

@@ -4,21 +4,20 @@ This module owns the flags of ``visionattn features`` and the checks that need n
 image. A docstring under each field is its help text.
 """
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from visionattn.cli.files import first_line
-from visionattn.cli.untrusted import brief
+from visionattn.cli.untrusted import brief, read_yaml
 from visionattn.data.config import DataConfig
 from visionattn.data.data_checks import DRAWN
 from visionattn.data.large.sink import SINKS
-from visionattn.inference.collection import Part
-from visionattn.inference.options import InferenceOptions, parse_options
+from visionattn.inference.inference_options import DenseOptions, parse_options
+from visionattn.inference.shards import Part
 
 EVAL_IMAGES = 500
 """Images of each split that are drawn where ``data_args`` does not say it."""
@@ -27,7 +26,7 @@ CONFIG = "config.yaml"
 
 
 @dataclass
-class ExtractOptions(InferenceOptions):
+class ExtractOptions(DenseOptions):
     """Features of images."""
 
     data: Literal["digits", "canvas", "documents"] | None = None
@@ -40,8 +39,6 @@ class ExtractOptions(InferenceOptions):
     """``canvas`` and ``documents`` alone: what ``data.args`` says in training, such as
     ``eval_images`` (here 500) or ``distractors``.
     """
-    dense: bool = False
-    """The last feature map of each image, ``[C, H, W]``, instead of one vector per image."""
     dtype: Literal["float32", "float16"] = "float32"
     """Of the features in the files."""
     shard_images: int = 4096
@@ -118,20 +115,19 @@ def of_run(options: ExtractOptions) -> dict[str, Any]:
     Raises:
         ValueError: its ``config.yaml`` is not one; one line.
     """
-    beside = Path(options.checkpoint or "").with_name(CONFIG) if options.checkpoint else None
-    if not options.drawn or beside is None or not beside.is_file():
+    beside = Path(options.checkpoint or CONFIG).with_name(CONFIG)
+    if not options.drawn or not options.checkpoint or not beside.is_file():
         return {}
+    run = read_yaml(beside)
     try:
-        run = yaml.safe_load(beside.read_text(encoding="utf-8"))
         data = run["data"]
         if data["name"] != options.data:
             return {}
-        args = {
-            key: x for key, x in (data.get("args") or {}).items() if not key.endswith("_images")
-        }
+        args = (data.get("args") or {}).items()
+        known = {"data_args": {key: x for key, x in args if not key.endswith("_images")}}
         held = {"val_fraction"} & set(data) if options.data == "canvas" else set()
-        return {"data_args": args, "seed": run.get("seed", 0)} | {key: data[key] for key in held}
-    except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError, AttributeError) as error:
+        return known | {"seed": run.get("seed", 0)} | {key: data[key] for key in held}
+    except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{beside} is no configuration of a run: {first_line(error)}") from error
 
 
@@ -143,9 +139,20 @@ def check(options: ExtractOptions) -> None:
     """
     if not options.output:
         raise ValueError("--output is missing: a folder for the features")
-    _check_parts(options)
+    usual = ExtractOptions()
+    given = [
+        each.name
+        for each in fields(options)
+        if getattr(options, each.name) != getattr(usual, each.name)
+    ]
     if options.merge:
+        more = [name for name in given if name not in ("output", "merge")]
+        if more:
+            raise ValueError(
+                f"merge takes everything from the parts in --output; leave {more[0]} out"
+            )
         return
+    _check_parts(options)
     if (options.images is None) == (options.data is None):
         raise ValueError("give either --images or --data digits, canvas or documents")
     for key in ("shard_images", "shard_mib", "neighbours"):
@@ -159,63 +166,55 @@ def check(options: ExtractOptions) -> None:
             f"{what} have no masks, which a probe of patches needs: leave --dense out, or name "
             "--data canvas or documents"
         )
-    if (
-        options.probe
-        and options.images is not None
-        and (len(options.images) != 1 or not Path(options.images[0]).is_dir())
-    ):
+    one_folder = options.images is None or [*map(os.path.isdir, options.images)] == [True]
+    if options.probe and not one_folder:
         raise ValueError("probe needs one folder of class folders as --images")
     if options.dense and options.combine is not None:
         raise ValueError("combine is of vectors; dense maps are blended: leave it out")
-    canvas = options.data == "canvas"
-    holds_out = canvas or (options.probe and not options.drawn)
+    holds_out = options.data == "canvas" or (options.probe and not options.drawn)
     for key, acts, whose in (
         ("neighbours", options.probe and not options.dense, "--probe alone, without --dense"),
         ("val_fraction", holds_out, "--probe alone, of files and digits, and for --data canvas"),
         ("data_args", options.drawn, "--data canvas and documents alone"),
+        ("address", options.engine == "ray", "--engine ray alone"),
+        ("parts", options.engine == "ray", "--engine ray alone"),
     ):
-        if not acts and getattr(options, key) != getattr(ExtractOptions(), key):
+        if key in given and not acts:
             raise ValueError(f"{key} is for {whose}; leave it out")
 
 
 def _check_parts(options: ExtractOptions) -> None:
-    """Check the options that divide a collection, and refuse those that would do nothing."""
-    usual = ExtractOptions()
-    if options.merge:
-        given = [
-            field.name
-            for field in fields(options)
-            if field.name not in ("output", "merge")
-            and getattr(options, field.name) != getattr(usual, field.name)
-        ]
-        if given:
-            raise ValueError(
-                f"merge takes everything from the parts in --output; leave {given[0]} out"
-            )
-        return
+    """Check the options that divide a collection."""
     ray = options.engine == "ray"
     if options.shard is not None:
         Part.parse(options.shard)
-        if ray:
-            raise ValueError("engine ray divides the images by itself; leave shard out")
-    if options.probe and (ray or options.shard is not None):
-        which = "engine" if ray else "shard"
-        raise ValueError(
-            f"probe wants the features of all images: call the command without {which} once they "
-            "are there"
-        )
-    for key in ("address", "parts"):
-        if not ray and getattr(options, key) is not None:
-            raise ValueError(f"{key} is for --engine ray alone; leave it out")
-    if not ray:
-        return
-    if Path(options.output or "").suffix.lower() in SINKS:
-        raise ValueError(f"engine ray writes a folder of features, and {options.output} is a map")
-    if options.overwrite:
-        raise ValueError("engine ray overwrites nothing; name an --output that does not exist")
-    if options.parts is not None and options.parts < 1:
-        raise ValueError(f"parts must be above 0, got {options.parts}")
-    check_address(options.address)
+    for wrong, text in (
+        (
+            ray and options.shard is not None,
+            "engine ray divides the images itself; leave shard out",
+        ),
+        (
+            options.probe and (ray or options.shard is not None),
+            "probe wants the features of all images: call the command without "
+            f"{'engine' if ray else 'shard'} once they are there",
+        ),
+        (
+            ray and Path(options.output or "").suffix.lower() in SINKS,
+            f"engine ray writes a folder of features, and {options.output} is a map",
+        ),
+        (
+            ray and options.overwrite,
+            "engine ray overwrites nothing; name an --output that does not exist",
+        ),
+        (
+            options.parts is not None and options.parts < 1,
+            f"parts must be above 0, got {options.parts}",
+        ),
+    ):
+        if wrong:
+            raise ValueError(text)
+    if ray:
+        check_address(options.address)
 
 
 def check_address(address: str | None) -> None:

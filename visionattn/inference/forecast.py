@@ -16,8 +16,8 @@ from visionattn.cli.ends import DoesNotFit
 from visionattn.data.buckets import canvases, cell_px
 from visionattn.data.formats import DAMAGED_IMAGE, read_size
 from visionattn.data.geometry import Size
-from visionattn.inference.opening import Opened
-from visionattn.inference.reading import ReadImages
+from visionattn.inference.image_reading import ReadImages
+from visionattn.inference.model_opening import Opened
 from visionattn.models.cost import (
     FEW_PIXELS,
     WORKER_BYTES,
@@ -66,7 +66,7 @@ def outlook(
         DoesNotFit: a batch clearly takes more memory than there is; one line, with what would fit.
         ValueError: nobody can tell the memory for ``auto``.
     """
-    opened, images, memory = banding.opened, banding.images, banding.memory
+    opened, images = banding.opened, banding.images
     seen = sizes_seen(opened, images, start, clock)
     lines = banding.lines
     if not len(seen):  # none of them can be read, which their turn will show, or all in bands
@@ -76,21 +76,21 @@ def outlook(
     total = float(areas.mean()) * count
     rows, columns = seen[areas.argmax()].tolist()
     if batch_size == "auto":
-        batch_size = memory.auto((rows, columns), count)
+        batch_size = banding.memory.auto((rows, columns), count)
         lines = (*lines, images_that_fit(batch_size, (rows, columns)))
     number, together = int(batch_size), min(int(batch_size), count)
     says = trial and total > FEW_PIXELS
-    if says or memory.bounded:
+    if says or banding.bound_bytes is not None:
         try:
             shape = (together, rows, columns)
-            expected = memory.check(shape, memory.bytes_of(shape))
+            expected = banding.memory.check(shape, banding.memory.bytes_of(shape))
         except DoesNotFit as error:
             if banding.reason is None:
                 raise
             raise DoesNotFit(f"{error}; {banding.reason}") from error
     if not says:
         return Outlook(number, lines)
-    each = memory.passes.forward_seconds(shape, opened.geometry.patch_px, clock)
+    each = banding.memory.passes.forward_seconds(shape, opened.geometry.patch_px, clock)
     seconds = None if each is None else each * total / (rows * columns)
     line = describe(seen, count, cell_px(opened.geometry), expected, seconds)
     return Outlook(number, (*lines, line))

@@ -22,6 +22,7 @@ from torch import Tensor
 from visionattn.cli.files import whole_folder, write_whole
 from visionattn.cli.progress import Progress
 from visionattn.data.geometry import pixels
+from visionattn.inference.banding import WorkFolder
 from visionattn.inference.generate_options import (
     ARRAY,
     PICTURE,
@@ -30,10 +31,10 @@ from visionattn.inference.generate_options import (
     check_output,
 )
 from visionattn.inference.image_generation import Batch, Generated, Generation, open_decoder
-from visionattn.inference.listing import digest_of, find_images
+from visionattn.inference.image_listing import digest_of, find_images
 from visionattn.inference.picture_folder import write_summary
 from visionattn.inference.pictures import grid, picture_of
-from visionattn.inference.work import WorkFolder, write_array, write_table
+from visionattn.inference.result_files import write_array, write_table
 
 FIELDS = ("file", "image", "completion", "path", "class", "given_rows", "bits_per_dim")
 FIELDS += ("given_bits_per_dim",)
@@ -70,7 +71,7 @@ class Generating:
             )
         self.generation = Generation(self.opened, options, listing)
         self.work = WorkFolder(self.output, self._identity, overwrite=options.overwrite)
-        self.work.check()
+        self.work.state()
         self.work.check_writable()
 
     def _identity(self) -> dict[str, Any]:
@@ -111,12 +112,12 @@ class Generating:
 
     def _kept(self, progress: Progress, number: int, make: Callable[[], Batch]) -> Batch:
         """Return a batch that an earlier run has kept, or make and keep it."""
-        path = self.work.file(f"{number:06d}.safetensors")
+        path = self.work.folder / f"{number:06d}.safetensors"
         if path.exists():
             batch = load(path.read_bytes())
             progress.resume(batch["values"].numel())
             return batch
-        self.work.describe()
+        self.work.note()
         batch = make()
         write_whole(path, lambda place: place.write_bytes(save(batch)))
         return batch

@@ -13,10 +13,10 @@ from torch import Tensor
 from visionattn.cli.ends import OutOfMemory, is_out_of_memory
 from visionattn.cli.untrusted import brief
 from visionattn.data.geometry import Box, Size, View, pixels
-from visionattn.inference.banded import Banding
+from visionattn.inference.banding import Banding
+from visionattn.inference.image_reading import ReadImages, Sample
 from visionattn.inference.look_options import CLASS, TOP, LookOptions, parse_queries
-from visionattn.inference.opening import Opened
-from visionattn.inference.reading import ReadImages, Sample
+from visionattn.inference.model_opening import Opened
 from visionattn.layout import Grid
 from visionattn.models.attribution import (
     Attribution,

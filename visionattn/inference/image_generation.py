@@ -17,12 +17,11 @@ from visionattn.cli.ends import OutOfMemory, is_out_of_memory
 from visionattn.cli.progress import Progress
 from visionattn.data.geometry import Geometry, Size, pixels, sides
 from visionattn.inference.generate_options import GenerateOptions, check
-from visionattn.inference.held import listing_of
 from visionattn.inference.image_attribution import class_number
-from visionattn.inference.listing import Listing
-from visionattn.inference.opening import Opened
-from visionattn.inference.options import options_of_call
-from visionattn.inference.reading import ReadImages
+from visionattn.inference.image_listing import Listing, listing_of
+from visionattn.inference.image_reading import ReadImages
+from visionattn.inference.inference_options import options_of_call
+from visionattn.inference.model_opening import Opened
 from visionattn.inference.value_sampling import sample_values
 from visionattn.models.machine import autocast, pick_device
 from visionattn.models.patches import in_eval

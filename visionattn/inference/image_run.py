@@ -1,21 +1,37 @@
 """Images through a model as the options of a command say: what predictions, masks and features have
 in common.
+
+This module brings batches, tiles and bands together; images in tiles still come whole into memory.
 """
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from torch import nn
 
+from visionattn.cli.ends import Failed
+from visionattn.cli.files import first_line
 from visionattn.cli.progress import Progress
-from visionattn.inference.banded import Banding, folder_of
+from visionattn.data.geometry import pixels
+from visionattn.inference.banding import Banding, folder_of
 from visionattn.inference.forecast import outlook
-from visionattn.inference.listing import Listing
-from visionattn.inference.opening import Opened
-from visionattn.inference.options import InferenceOptions
-from visionattn.inference.reading import ReadImages
-from visionattn.inference.running import Compute, Outcome, run_images
-from visionattn.inference.tiling import work_of
+from visionattn.inference.image_batches import (
+    Outcome,
+    batch_samples,
+    is_of_a_dead_worker,
+    read_ahead,
+    run_batch,
+)
+from visionattn.inference.image_listing import Listing
+from visionattn.inference.image_reading import ReadImages
+from visionattn.inference.inference_options import InferenceOptions
+from visionattn.inference.model_opening import Opened
+from visionattn.models.cost import Compute
+from visionattn.models.patches import last_map
+
+NATIVE_BATCH, SIZED_BATCH = 1, 16
+"""Images per batch where ``batch_size`` is left out: at their own sizes, and at one size."""
 
 
 class ImageRun:
@@ -24,87 +40,141 @@ class ImageRun:
     Args:
         options: how images come to the model.
         opened: the model.
-        listing: the images.
+        images: the images.
         compute: which outputs are wanted.
         masks: gives logits of pixels, where ``compute`` gives their classes.
+        output: images that are computed band by band keep how far they have come in a folder next
+            to it; None: nowhere.
+        held_bytes: what waits in memory to be written.
+
+    Attributes:
+        compute: ``compute``, or what it gives of tiles, put together.
+        banding: which images are computed band by band.
+        lines: what is worth saying of the tiles.
 
     Raises:
-        ValueError: tiles, or what images are read as, are wrong; one line.
+        ValueError: tiles are wrong, or other work is kept in that folder; one line.
     """
 
     def __init__(
         self,
         options: InferenceOptions,
         opened: Opened,
-        listing: Listing,
+        images: ReadImages,
         compute: Compute,
         *,
         masks: Compute | None = None,
+        output: Path | None = None,
+        held_bytes: int = 0,
     ):
-        self.options, self.opened = options, opened
-        self.images = ReadImages(
-            listing, opened.spec, opened.geometry, options.max_pixels, level=options.level
-        )
-        self.work = work_of(options, opened, compute, masks=masks)
+        self.options, self.opened, self.images = options, opened, images
+        usual = NATIVE_BATCH if opened.geometry.canvas is None else SIZED_BATCH
+        self.compute, self.lines = compute, tuple[str, ...]()
+        self.batch_size = options.batch_size or usual
+        if options.tiles is not None:
+            self.compute, line = over_tiles_of(options, opened, compute, masks)
+            self.batch_size, self.lines = 1, (line,)
+        work = None if output is None else folder_of(opened, images, options, output)
+        self.banding = Banding(opened, images, self.compute, options, work, held_bytes=held_bytes)
 
-    def choose_banded(self, output: Path | None = None, *, held_bytes: int = 0) -> None:
-        """Find which images are computed band by band.
-
-        Args:
-            output: beside what such images keep how far they have come; None: nowhere.
-            held_bytes: what waits in memory to be written.
-
-        Raises:
-            ValueError: the bound of memory is below one band, or other work is kept there.
-        """
-        folder = None
-        if output is not None:
-            folder = folder_of(self.opened, self.images, self.options, output)
-        self.banding = Banding(
-            self.opened,
-            self.images,
-            self.work.compute,
-            self.options,
-            folder,
-            held_bytes=held_bytes,
-        )
-
-    def announce(self, say: Callable[[str], None], start: int = 0) -> int:
+    def announce(self, say: Callable[[str], object], start: int = 0, *, trial: bool = True) -> int:
         """Say what the images from ``start`` on will take; return how many make a batch.
 
         Raises:
             DoesNotFit: a batch clearly takes more memory than there is.
         """
-        told = outlook(self.banding, self.work.batch_size, start=start)
+        told = outlook(self.banding, self.batch_size, start=start, trial=trial)
         for text in told.lines:
             say(text)
         return told.batch_size
 
-    def outcomes(
-        self, batch_size: int, dtype: torch.dtype = torch.float32, *, first: int = 0, done: int = 0
+    def batches(
+        self, batch_size: int, dtype: torch.dtype = torch.float32, start: int = 0
     ) -> Iterator[list[Outcome]]:
-        """Yield the outcomes of batches, and show how far the run is.
+        """Compute the outputs of the images from ``start`` on in order, of type ``dtype``, batch
+        after batch, with only a few batches in memory at a time. Where memory is too small for a
+        batch, halves of it are tried.
 
-        Args:
-            batch_size: images per batch at most.
-            dtype: of the outputs.
-            first: the image that the whole run begins with.
-            done: how many of its images are done.
+        Raises:
+            ValueError: the model does not take images of this size, or the folder of large images
+                keeps other work.
+            Stopped: Ctrl-C in a large image.
+            Failed: a process that reads ended.
         """
-        batches = run_images(
-            self.opened,
-            self.images,
-            self.work.compute,
-            start=first + done,
-            batch_size=batch_size,
-            workers=self.options.workers,
-            amp=self.options.amp,
-            dtype=dtype,
-            banded=self.banding.outcome,
+        samples = read_ahead(
+            self.images, start, batch_size=batch_size, workers=self.options.workers
         )
-        self.progress = Progress(len(self.images) - first, done)
+        number = start
+        try:
+            for batch in batch_samples(samples, batch_size):
+                first, number = number, number + len(batch)
+                if batch[0].banded:
+                    yield [self.banding.outcome(first, batch[0], dtype)]
+                    continue
+                paths = [self.images.listing.name(i) for i in range(first, number)]
+                yield run_batch(self.opened, batch, paths, self.compute, self.options.amp, dtype)
+        except RuntimeError as error:
+            if not is_of_a_dead_worker(error):
+                raise
+            raise Failed(
+                f"a process that reads images ended ({first_line(error)}); try --workers 0"
+            ) from error
+
+    def outcomes(
+        self, batch_size: int, dtype: torch.dtype = torch.float32, start: int = 0
+    ) -> Iterator[list[Outcome]]:
+        """Yield ``batches``, and show how far the run is."""
+        self.progress = Progress(len(self.images), start)
         self.banding.before = self.progress.stop
-        with self.progress as progress, progress.within(self.work.shown, batch_size):
-            for batch in batches:
+        shown = nn.Identity() if self.lines else self.opened.model  # tiles are many passes
+        with self.progress as progress, progress.within(shown, batch_size):
+            for batch in self.batches(batch_size, dtype, start):
                 yield batch
                 progress.advance(len(batch), sum(outcome.value is None for outcome in batch))
+
+
+def over_tiles_of(
+    options: InferenceOptions, opened: Opened, compute: Compute, masks: Compute | None
+) -> tuple[Compute, str]:
+    """Return what computes the outputs of overlapping tiles and puts them together, and a line
+    about the tiles; ``ImageRun`` has the arguments.
+
+    Raises:
+        ValueError: tiles are no whole patches, or no image would be larger than one; one line.
+    """
+    from visionattn.models.large.tiles import cell_of, check_tiles, over_tiles, usual_overlap
+
+    blended = masks is not None or compute is last_map
+    patch_px = cell_of(opened.model, "dense" if compute is last_map else "logits")
+    tile, overlap = options.tiles or 0, options.overlap
+    overlap = usual_overlap(tile, patch_px) if overlap is None else overlap
+    check_tiles(tile, overlap, patch_px)
+    if opened.geometry.fit == "pad":
+        raise ValueError(
+            "fit pad, as in training, adds to images what no tile should see: name another --fit, "
+            "or leave --img-size out for images at their own sizes"
+        )
+    seen, combine = opened.geometry.img_size, options.combine or "mean"
+    if seen is not None and max(seen) <= tile:
+        raise ValueError(
+            f"tiles of {tile} pixels do nothing: images are brought to {pixels(seen)} or less; "
+            "name smaller tiles, or --img-size native"
+        )
+    found = over_tiles(
+        masks or compute,
+        tile=tile,
+        overlap=overlap,
+        patch_px=patch_px,
+        combine=combine,
+        batch_size=options.batch_size or 1,
+        masks=masks is not None,
+    )
+    how = {"mean": "the mean of their outputs", "max": "the maximum of their outputs"}[combine]
+    how = "maps are blended" if blended else how
+    return found, f"images are cut into tiles of {tile} px that overlap by {overlap} px: {how}"
+
+
+def read_as_asked(options: InferenceOptions, opened: Opened, listing: Listing) -> ReadImages:
+    """Return images as a model sees them, read as the options say."""
+    limits = (options.max_pixels, options.level)
+    return ReadImages(listing, opened.spec, opened.geometry, *limits)

@@ -15,7 +15,7 @@ import timm
 
 from visionattn.cli.parsing import split_options
 from visionattn.cli.untrusted import brief
-from visionattn.inference.options import OpenOptions, parse_options
+from visionattn.inference.inference_options import OpenOptions, parse_options
 from visionattn.inference.picture_folder import check_picture_folder
 from visionattn.models.registration import is_ours
 

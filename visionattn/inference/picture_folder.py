@@ -9,7 +9,7 @@ from typing import Any
 
 from visionattn.cli.files import check_new, write_text
 from visionattn.cli.provenance import provenance
-from visionattn.inference.opening import Opened
+from visionattn.inference.model_opening import Opened
 
 
 def check_picture_folder(folder: Path, summary: str, overwrite: bool) -> None:

@@ -9,27 +9,26 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from visionattn.cli.ends import OutOfMemory
 from visionattn.cli.files import check_free, printable, write_whole
 from visionattn.cli.tables import heading, line, write_rows
-from visionattn.inference.image_run import ImageRun
-from visionattn.inference.listing import find_images
-from visionattn.inference.opening import Opened, open_model
-from visionattn.inference.options import InferenceOptions
-from visionattn.inference.running import Outcome
+from visionattn.inference.image_batches import Outcome
+from visionattn.inference.image_listing import find_images
+from visionattn.inference.image_run import ImageRun, read_as_asked
+from visionattn.inference.inference_options import InferenceOptions
+from visionattn.inference.model_opening import Opened, open_model
 from visionattn.models.patches import call
 
 FIELDS = ("path", "status", "reason", "height", "width", "input_height", "input_width")
 SUFFIXES = (".csv", ".json")
 DIGITS = 6
 """Decimals of a probability."""
-SHOWN = 3
-"""Classes per image in the table on standard output, where ``top_k`` is left out."""
+USUAL, SHOWN = 5, 3
+"""Classes per image where ``top_k`` is left out: in files, and in the table on standard output."""
 
 
 @dataclass
@@ -40,43 +39,6 @@ class PredictOptions(InferenceOptions):
     """Classes per image, the most probable first. None: 5, in a table on standard output 3, or as
     many as there are.
     """
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """The classes of one image."""
-
-    outcome: Outcome
-    classes: tuple[str, ...]
-    """The most probable first; numbers where the classes have no names. Empty where there is no
-    result.
-    """
-    probabilities: tuple[float, ...]
-
-    def flat(self, top_k: int) -> dict[str, Any]:
-        """Return a row of CSV: ``FIELDS``, then ``class_1``, ``probability_1`` and so on, with None
-        for what does not exist.
-        """
-        row = {name: getattr(self.outcome, name) for name in FIELDS}
-        for i in range(top_k):
-            found = i < len(self.classes)
-            row[f"class_{i + 1}"] = self.classes[i] if found else None
-            row[f"probability_{i + 1}"] = self.probabilities[i] if found else None
-        return row
-
-    def nested(self) -> dict[str, Any]:
-        """Return a row of JSON: ``FIELDS`` and ``classes``, a list of class and probability."""
-        pairs = zip(self.classes, self.probabilities, strict=True)
-        listed = [{"class": name, "probability": probability} for name, probability in pairs]
-        return {name: getattr(self.outcome, name) for name in FIELDS} | {"classes": listed}
-
-    def cells(self) -> list[str | None]:
-        """Return a row for people: the path, then the classes or the reason why there are none."""
-        path = printable(self.outcome.path)
-        if self.outcome.value is None:
-            return [path, printable(f"{self.outcome.status}: {self.outcome.reason}")]
-        pairs = zip(self.classes, self.probabilities, strict=True)
-        return [path, *(f"{name} {100 * probability:.1f} %" for name, probability in pairs)]
 
 
 class Predictor:
@@ -97,84 +59,97 @@ class Predictor:
             )
         if self.output is not None and self.output.suffix not in SUFFIXES:
             raise ValueError(f"--output {self.output} must end in {' or '.join(SUFFIXES)}")
-        self.listing = find_images(options.images or [])
+        listing = find_images(options.images or [])
         if self.output is not None:
             check_free(self.output, options.overwrite)
         self.opened: Opened = open_model(options, classifies=True)
-        usual = SHOWN if self.output is None else 5
+        usual = SHOWN if self.output is None else USUAL
         self.top_k = count_of_classes(self.opened, options.top_k, usual)
-        self.image_run = ImageRun(options, self.opened, self.listing, call)
-        self.image_run.choose_banded(self.output)
-        self.image_run.images.check_asked()
+        images = read_as_asked(options, self.opened, listing)
+        self.image_run = ImageRun(options, self.opened, images, call, output=self.output)
+        images.check_asked()
+        self.done, self.failed = 0, list[Outcome]()
 
     def run(self, say: Callable[[str], None]) -> None:
-        """Write a row per image to the output, or print a table, and say what came of it.
+        """Write the rows as they come, and say what came of it.
 
         Raises:
-            ValueError: none of the images gives a prediction; the rows are there nevertheless.
+            ValueError: none of the images has a result.
             OutOfMemory: none of them fits into memory.
             DoesNotFit: a batch clearly takes more memory than there is; nothing is written.
             Failed: a process that reads images ended.
         """
-        for note in (*self.opened.notes, *self.image_run.work.lines):
+        run = self.image_run
+        for note in (*self.opened.notes, *run.lines):
             say(note)
-        batch_size = self.image_run.announce(say)
-        with self.image_run.banding.at_work():
-            self._run(say, batch_size)
-
-    def _run(self, say: Callable[[str], None], batch_size: int) -> None:
-        """Do the work of ``run``."""
-        counts = {"ok": 0, "other": 0}
-        first: list[Outcome] = []
-
-        # Rows are written as they come, so they are counted on their way.
-        def counted() -> Iterator[Prediction]:
-            outcomes = chain.from_iterable(self.image_run.outcomes(batch_size))
-            for prediction in map(self._prediction, outcomes):
-                failed = prediction.outcome.value is None
-                counts["other" if failed else "ok"] += 1
-                if failed and not first:
-                    first.append(prediction.outcome)
-                yield prediction
-
-        if self.output is None:
-            say(heading(["image", *(str(i + 1) for i in range(self.top_k))]))
-            for prediction in counted():
-                self.image_run.progress.say(line(prediction.cells()), say)
-        else:
-            self.image_run.banding.say = say
-            write_whole(self.output, lambda temporary: self._write(temporary, counted()))
-            say(f"{counts['ok']} of {len(self.listing)} images have classes: {self.output}")
-        # The file is there all the same: its rows say what happened to each image.
-        if not counts["ok"]:
-            error = OutOfMemory if first[0].status == "oom" else ValueError
-            raise error(
-                f"none of the {len(self.listing)} images has a result; the first: {first[0].path}: "
-                f"{first[0].reason}"
-            )
-
-    def _prediction(self, outcome: Outcome) -> Prediction:
-        if outcome.value is None:
-            return Prediction(outcome, (), ())
-        names = self.opened.spec.class_names
-        chosen, probabilities = most_probable(outcome.value, self.top_k, names)
-        return Prediction(outcome, chosen, tuple(round(p, DIGITS) for p in probabilities.tolist()))
-
-    def _write(self, path: Path, predictions: Iterator[Prediction]) -> None:
-        with open(path, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
-            if self.output.suffix == ".json":
-                from visionattn.cli.provenance import provenance
-
-                about = provenance(self.opened.device) | {
-                    "model": self.opened.notes,
-                    "options": asdict(self.options),
-                }
-                _write_json(file, predictions, about)
+        batch_size = run.announce(say)
+        with run.banding.at_work():
+            rows = map(self._row, chain.from_iterable(run.outcomes(batch_size)))
+            if self.output is None:
+                say(heading(["image", *(str(i + 1) for i in range(self.top_k))]))
+                for row in rows:
+                    run.progress.say(line(cells(row)), say)
             else:
-                _write_csv(file, predictions, self.top_k)
+                run.banding.say = say
+                write_whole(self.output, lambda place: self._write(place, rows))
+                say(f"{self.done} of {len(run.images)} images have classes: {self.output}")
+        # The file is there all the same: its rows say what happened to each image.
+        if not self.done:
+            text = f"none of the {len(run.images)} images has a result; the first: "
+            raise self.failed[0].error(text)
+
+    def _row(self, outcome: Outcome) -> dict[str, Any]:
+        """Return a row of JSON, ``FIELDS`` and ``classes``: a list of class and probability, the
+        most probable first, empty where there is no result. Count the images with and without.
+        """
+        row = {name: getattr(outcome, name) for name in FIELDS} | {"classes": []}
+        if outcome.value is None:
+            self.failed = self.failed or [outcome]
+            return row
+        self.done += 1
+        names, shares = most_probable(outcome.value, self.top_k, self.opened.spec.class_names)
+        row["classes"] = [
+            {"class": name, "probability": round(share, DIGITS)}
+            for name, share in zip(names, shares.tolist(), strict=True)
+        ]
+        return row
+
+    def _write(self, path: Path, rows: Iterator[dict[str, Any]]) -> None:
+        assert self.output is not None
+        with open(path, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
+            if self.output.suffix == ".csv":
+                numbers = range(1, self.top_k + 1)
+                pairs = [f"{what}_{i}" for i in numbers for what in ("class", "probability")]
+                write_rows(file, [*FIELDS, *pairs], (flat(row, self.top_k) for row in rows))
+                return
+            from visionattn.cli.provenance import provenance
+
+            about = provenance(self.opened.device) | {"model": self.opened.notes}
+            about |= {"options": asdict(self.options)}
+            file.write(f'{{"provenance": {json.dumps(about)},\n"rows": [')
+            for number, row in enumerate(rows):
+                file.write((",\n" if number else "\n") + json.dumps(row))
+            file.write("\n]}\n")
 
 
-def count_of_classes(opened: Opened, top_k: int | None, usual: int) -> int:
+def flat(row: dict[str, Any], top_k: int) -> dict[str, Any]:
+    """Return a row of CSV: ``FIELDS``, then ``class_1``, ``probability_1`` and so on, with None for
+    what does not exist.
+    """
+    found = {name: row[name] for name in FIELDS}
+    for i, pair in enumerate(row["classes"] or [{"class": None, "probability": None}] * top_k, 1):
+        found |= {f"{what}_{i}": pair[what] for what in pair}
+    return found
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """Return a row for people: the path, then the classes or the reason why there are none."""
+    pairs = [f"{each['class']} {100 * each['probability']:.1f} %" for each in row["classes"]]
+    told = pairs or [f"{row['status']}: {row['reason']}"]
+    return [printable(each) for each in (row["path"], *told)]
+
+
+def count_of_classes(opened: Opened, top_k: int | None, usual: int = USUAL) -> int:
     """Return how many classes to name for an image: ``top_k``, or, where it is None, the usual
     number or as many as there are.
 
@@ -184,10 +159,8 @@ def count_of_classes(opened: Opened, top_k: int | None, usual: int) -> int:
     classes = opened.spec.num_classes
     if classes < 1:
         raise ValueError(f"{opened.name} has no classes to predict")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k must be above 0, got {top_k}")
-    if top_k is not None and top_k > classes:
-        raise ValueError(f"top_k {top_k} of a model of {classes} classes")
+    if top_k is not None and not 1 <= top_k <= classes:
+        raise ValueError(f"top_k must be from 1 to the model's {classes} classes, got {top_k}")
     return top_k or min(usual, classes)
 
 
@@ -200,22 +173,3 @@ def most_probable(
     """
     probabilities, classes = torch.softmax(outputs, 0).topk(top_k)
     return tuple(names[i] if names else str(i) for i in classes.tolist()), probabilities
-
-
-def _write_csv(file: TextIO, predictions: Iterator[Prediction], top_k: int) -> None:
-    """Write a row per image as CSV."""
-    columns = [
-        *FIELDS,
-        *(f"{what}_{i + 1}" for i in range(top_k) for what in ("class", "probability")),
-    ]
-    write_rows(file, columns, (prediction.flat(top_k) for prediction in predictions))
-
-
-def _write_json(file: TextIO, predictions: Iterator[Prediction], about: dict[str, Any]) -> None:
-    """Write ``{"provenance": ..., "rows": [...]}``, a row per line."""
-    file.write(f'{{"provenance": {json.dumps(about)},\n"rows": [')
-    separator = "\n"
-    for prediction in predictions:
-        file.write(separator + json.dumps(prediction.nested()))
-        separator = ",\n"
-    file.write("\n]}\n")

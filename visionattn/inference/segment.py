@@ -8,7 +8,7 @@ or not at all, and the table of them last.
 import os
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,14 @@ import numpy as np
 import torch
 from PIL import Image
 
-from visionattn.cli.ends import OutOfMemory
 from visionattn.cli.files import check_folder, check_free, write_whole
 from visionattn.data.geometry import Geometry
-from visionattn.inference.image_run import ImageRun
-from visionattn.inference.listing import find_images
-from visionattn.inference.opening import Opened, description, of_no_model, open_model
+from visionattn.inference.image_batches import Outcome, masks
+from visionattn.inference.image_listing import find_images
+from visionattn.inference.image_run import ImageRun, read_as_asked
+from visionattn.inference.model_opening import Opened, description, of_no_model, open_model
 from visionattn.inference.predict import FIELDS, PredictOptions
-from visionattn.inference.running import Outcome, masks
-from visionattn.inference.work import is_begun, write_array, write_table
+from visionattn.inference.result_files import write_array, write_table
 from visionattn.models.patches import call
 from visionattn.models.pixel_classes import class_names, palette
 from visionattn.models.segmentation import IGNORED
@@ -50,24 +49,6 @@ def gives_masks(options: PredictOptions) -> bool:
     return bool(metadata) and described(metadata, options.checkpoint)[2].task == "segmentation"
 
 
-@dataclass(frozen=True)
-class Masked:
-    """The mask of one image."""
-
-    outcome: Outcome
-    file: str | None
-    """Where it is; None where there is none."""
-    shares: tuple[float, ...]
-    """The share of the image's pixels that each class has; empty where there is no mask."""
-
-    def row(self, names: tuple[str, ...]) -> dict[str, Any]:
-        """Return a row of the table: ``FIELDS``, ``mask``, and ``share_`` of each class."""
-        row = {name: getattr(self.outcome, name) for name in FIELDS} | {"mask": self.file}
-        for number, name in enumerate(names):
-            row[f"share_{name}"] = round(self.shares[number], 6) if self.shares else None
-        return row
-
-
 class MaskPredictor:
     """Model and images, after all checks; nothing is written before ``run``.
 
@@ -90,43 +71,45 @@ class MaskPredictor:
                 f"that ends in {ARRAY}"
             )
         self.output = Path(options.output)
-        self.listing = find_images(options.images or [])
+        listing = find_images(options.images or [])
+        paths = [listing.name(index) for index in range(len(listing))]
         self.as_array = self.output.suffix == ARRAY
-        if self.as_array and len(self.listing) > 1:
+        if self.as_array and len(paths) > 1:
             raise ValueError(
-                f"{self.output} holds one mask, and there are {len(self.listing)} images; name a "
-                "folder"
+                f"{self.output} holds one mask, and there are {len(paths)} images; name a folder"
             )
-        paths = [self.listing.name(index) for index in range(len(self.listing))]
         self.files = [self.output] if self.as_array else mask_files(self.output, paths)
         self._check_output(paths)
         self.opened: Opened = open_model(options, classifies=True)
         self.names = class_names(self.opened.spec)
-        self.image_run = ImageRun(options, self.opened, self.listing, masks, masks=call)
-        self.image_run.choose_banded(self.output)
-        self.image_run.images.check_asked()
+        images = read_as_asked(options, self.opened, listing)
+        how = dict(masks=call, output=self.output)
+        self.image_run = ImageRun(options, self.opened, images, masks, **how)
+        there = [path for path in (*self.files, self.output / TABLE) if path.exists()]
+        # What a command that was stopped has written is replaced as it goes on.
+        begun = self.image_run.banding.work.folder.exists()
+        if there and not options.overwrite and not begun:
+            raise ValueError(f"{there[0]} exists; --overwrite replaces it")
+        images.check_asked()
 
     def _check_output(self, paths: list[str]) -> None:
         images = {os.path.realpath(path): path for path in paths}
         for file in self.files:
             if (image := images.get(os.path.realpath(file))) is not None:
                 raise ValueError(f"a mask would replace the image {image}; choose another output")
+            if file.is_dir():
+                raise ValueError(
+                    f"{file} is a folder, where a mask would go; choose another output"
+                )
         if self.as_array:
-            check_free(self.output, self.options.overwrite)
-            return
-        if self.output.suffix.lower() in (".csv", ".json", ".png"):
+            check_free(self.output, True)
+        elif self.output.suffix.lower() in (".csv", ".json", ".png"):
             raise ValueError(
                 f"--output {self.output}: this model gives masks; name a folder for them, or for "
                 f"one image a file that ends in {ARRAY}"
             )
-        check_folder(self.output, "choose another output")
-        there = [path for path in (*self.files, self.output / TABLE) if path.exists()]
-        # What a command that was stopped has written goes on, once it is known to be this one.
-        if there and not self.options.overwrite and not is_begun(self.output):
-            raise ValueError(f"{there[0]} exists; --overwrite replaces it")
-        folder = next((path for path in there if path.is_dir()), None)
-        if folder is not None:
-            raise ValueError(f"{folder} is a folder, where a mask would go; choose another output")
+        else:
+            check_folder(self.output, "choose another output")
 
     def run(self, say: Callable[[str], None]) -> None:
         """Write the masks, and the table of them, and say what came of it.
@@ -137,34 +120,31 @@ class MaskPredictor:
             DoesNotFit: a batch clearly takes more memory than there is; nothing is written.
             Failed: a process that reads images ended.
         """
-        for note in (*self.opened.notes, *self.image_run.work.lines):
+        run, files, rows = self.image_run, iter(self.files), list[dict[str, Any]]()
+        for note in (*self.opened.notes, *run.lines):
             say(note)
-        batch_size, files, rows = self.image_run.announce(say), iter(self.files), list[Masked]()
-        self.image_run.banding.say = say
-        with self.image_run.banding.at_work():
-            for batch in self.image_run.outcomes(batch_size, torch.uint8):
-                rows += [self._written(outcome, next(files)) for outcome in batch]
-            self._end(say, rows)
+        batch_size, failed = run.announce(say), list[Outcome]()
+        run.banding.say = say
+        with run.banding.at_work():
+            for batch in run.outcomes(batch_size, torch.uint8):
+                for found, file in zip(batch, files, strict=False):
+                    outcome = judged(found, self.opened.geometry)
+                    rows.append(self._written(outcome, file))
+                    failed += [outcome] if outcome.value is None else []
+            if len(failed) == len(rows):
+                raise failed[0].error(f"none of the {len(rows)} images has a mask; the first: ")
+            if not self.as_array:
+                columns = [*FIELDS, "mask", *(f"share_{name}" for name in self.names)]
+                write_table(self.output / TABLE, columns, rows)
+        say(f"{len(rows) - len(failed)} of {len(rows)} images have masks: {self.output}")
 
-    def _end(self, say: Callable[[str], None], rows: list[Masked]) -> None:
-        """Write the table of the masks."""
-        done = [row for row in rows if row.file is not None]
-        if not done:
-            first = rows[0].outcome
-            raise (OutOfMemory if first.status == "oom" else ValueError)(
-                f"none of the {len(rows)} images has a mask; the first: {first.path}: "
-                f"{first.reason}"
-            )
-        if not self.as_array:
-            columns = [*FIELDS, "mask", *(f"share_{name}" for name in self.names)]
-            write_table(self.output / TABLE, columns, (row.row(self.names) for row in rows))
-        say(f"{len(done)} of {len(rows)} images have masks: {self.output}")
-
-    def _written(self, outcome: Outcome, path: Path) -> Masked:
-        """Write the mask of an image, where there is one."""
-        outcome = judged(outcome, self.opened.geometry)
+    def _written(self, outcome: Outcome, path: Path) -> dict[str, Any]:
+        """Write the mask of an image, where there is one; return its row of the table: ``FIELDS``,
+        ``mask``, and ``share_`` of each class, its share of the pixels.
+        """
+        row = {name: getattr(outcome, name) for name in FIELDS}
         if outcome.value is None:
-            return Masked(outcome, None, ())
+            return row | dict.fromkeys(("mask", *(f"share_{name}" for name in self.names)))
         mask = outcome.value.numpy()
         path.parent.mkdir(parents=True, exist_ok=True)
         if self.as_array:
@@ -173,9 +153,9 @@ class MaskPredictor:
             picture = Image.fromarray(mask)
             picture.putpalette(palette(self.opened.spec))
             write_whole(path, lambda place: picture.save(place, format="PNG"))
-        counts = np.bincount(mask.ravel(), minlength=IGNORED + 1)[: len(self.names)]
-        shares = tuple((counts / mask.size).tolist())
-        return Masked(replace(outcome, value=None), str(path), shares)
+        shares = np.bincount(mask.ravel(), minlength=IGNORED + 1) / mask.size
+        named = zip(self.names, shares.tolist(), strict=False)
+        return row | {"mask": str(path)} | {f"share_{name}": round(x, 6) for name, x in named}
 
 
 def judged(outcome: Outcome, geometry: Geometry) -> Outcome:

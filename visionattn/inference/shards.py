@@ -1,5 +1,5 @@
 """Features on disk: safetensors files of bounded size that know which images they hold, and the
-index of all of them.
+index of all of them; and the parts of a collection, which are folders of features of their own.
 
 This module owns the format, and decides what of an earlier run can stay. Each shard appears whole
 or not at all and carries its rows, so that a folder of shards needs no other record of how far a
@@ -8,21 +8,21 @@ run has come. The module knows nothing of models.
 
 import json
 import re
-from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from visionattn.cli.ends import OutOfMemory
-from visionattn.cli.files import is_unfinished, printable, write_whole
+from visionattn.cli.files import check_folder, is_unfinished, printable, write_whole
+from visionattn.cli.tables import read_rows
 from visionattn.cli.untrusted import brief, from_json
-from visionattn.inference.running import Outcome, Status
-from visionattn.inference.work import briefly, write_table
+from visionattn.inference.image_batches import Outcome
+from visionattn.inference.result_files import difference, write_table
 
 FORMAT = "visionattn.features"
 FORMAT_VERSION = 1
@@ -31,6 +31,7 @@ NAMED_FAILURES = 5
 INDEX, LOCK = "index.csv", "features.lock"
 PARTS = "parts"
 """The folder of parts of a collection, within that of the features."""
+MOST_PARTS = 99_999
 SHARD = re.compile(r"features-(\d{5,})\.safetensors")
 HEAD_BYTES = 2**24
 """The size of a shard's head, which holds its rows, at which the shard is full. safetensors reads
@@ -57,6 +58,8 @@ class Shard:
     """Number of its first image among all images."""
     rows: list[dict[str, Any]]
     """A row of the index per image."""
+    identity: dict[str, Any]
+    """What the features are, as JSON types."""
 
 
 class Pending:
@@ -72,7 +75,7 @@ class Pending:
         """Take ``identity``, what the features are as JSON types, and ``first``, the number of the
         first image.
         """
-        self.path, self.first = shard_path(folder, number), first
+        self.path, self.number, self.first = shard_path(folder, number), number, first
         self.bytes, self.head_bytes = 0, 0
         self._identity = identity
         self.rows: list[dict[str, Any]] = []
@@ -124,213 +127,148 @@ def shard_path(folder: Path, number: int) -> Path:
 
 
 def shard_paths(folder: Path) -> list[Path]:
-    """List the files that are shards by their names, in order; in a folder of parts, those of each
-    part.
+    """List the files that are shards by their names, in order; in a folder of parts, the files of
+    each part.
     """
-    found = [path for path in folder.glob("features-*") if SHARD.fullmatch(path.name)]
-    found += [path for path in folder.glob(f"{PARTS}/*/features-*") if SHARD.fullmatch(path.name)]
-    return sorted(found, key=lambda path: (path.parent, _number(path), path.name))
+    found = [*folder.glob("features-*"), *folder.glob(f"{PARTS}/*/features-*")]
+    named = [path for path in found if SHARD.fullmatch(path.name)]
+    return sorted(named, key=lambda path: (path.parent, _number(path)))
 
 
 def _number(path: Path) -> int:
     return int(SHARD.fullmatch(path.name)[1])
 
 
-def read_shard(path: Path) -> tuple[Shard, dict[str, Any]] | None:
-    """Read the rows and the identity of a shard, without its tensors; None where it is missing or
-    cut off.
+def read_shard(path: Path) -> Shard | None:
+    """Read the rows of a shard, without its tensors; None where it is missing or cut off.
 
     Raises:
         ValueError: a whole safetensors file, but not one of features.
     """
-    if not path.is_file():
-        return None
     try:
         with safe_open(path, framework="pt") as file:
-            text = (file.metadata() or {}).get(FORMAT)
-            names = file.keys()  # the file is no mapping
-            shapes = {name: _shape_of(file, name) for name in names}
-    except SafetensorError:
+            text = (file.metadata() or {}).get(FORMAT, "{}")
+    except (FileNotFoundError, SafetensorError):
         return None
     try:
-        content = from_json(_Content, text or "{}", "its description")
-        if content["version"] != FORMAT_VERSION:
-            raise ValueError(f"it has version {brief(content['version'])}")
-        check_rows(path, content, shapes)
+        content = from_json(dict[str, Any], text, "its description")
+        if content.get("version") != FORMAT_VERSION:
+            raise ValueError(f"it has version {brief(content.get('version'))}")
     except ValueError as error:
         raise ValueError(
             f"{path} is no file of features of this visionattn ({error}); choose another --output"
         ) from error
-    return Shard(path, content["first"], content["rows"]), content["identity"]
+    return Shard(path, content["first"], content["rows"], content["identity"])
 
 
-class _Row(TypedDict):
-    """A row of the index, as a shard has it."""
+def whole_shards(
+    folder: Path, identity: dict[str, Any], names: Callable[[int], str], first: int = 0
+) -> list[Shard]:
+    """List the shards of an earlier run, without a gap.
 
-    path: str
-    status: Status
-    reason: str | None
-    height: int | None
-    width: int | None
-    input_height: int | None
-    input_width: int | None
-    shard: str | None
-    key: str | None
-    row: int | None
-
-
-class _Content(TypedDict):
-    """What a shard says of itself."""
-
-    version: int
-    identity: dict[str, Any]
-    first: int
-    rows: list[_Row]
-
-
-def _shape_of(file: Any, name: str) -> tuple[int, ...] | None:
-    """Return the shape of a tensor in a file; None for one that is not of fractions."""
-    found = file.get_slice(name)
-    return tuple(found.get_shape()) if found.get_dtype().startswith(("F", "BF")) else None
-
-
-def check_rows(path: Path, content: _Content, shapes: dict[str, tuple[int, ...] | None]) -> None:
-    """Raise ValueError unless each row of a shard points to features that the file has, and only
-    images without features to none.
-    """
-    if content["first"] < 0:
-        raise ValueError(f"its first image is {content['first']}")
-    for row in content["rows"]:
-        if unknown := row.keys() - set(COLUMNS):
-            raise ValueError(f"a row has an unknown column {brief(min(unknown))}")
-        key, number = row["key"], row["row"]
-        shard = path.name if row["status"] == "ok" else None
-        if row["status"] != "ok":
-            fits = key is None and number is None
-        elif key == POOLED:
-            shape = shapes.get(POOLED) or ()
-            fits = len(shape) == 2 and number is not None and 0 <= number < shape[0]
-        else:
-            fits = len(shapes.get(key) or ()) == 3 and number is None
-        sizes = (row["height"], row["width"], row["input_height"], row["input_width"])
-        fits = fits and all(size is None or size > 0 for size in sizes)
-        if not fits or row["shard"] != shard:
-            raise ValueError(f"the row of {brief(row['path'])} does not fit what the file holds")
-
-
-def check_images(shards: Sequence[Shard], names: Callable[[int], str], images: range) -> None:
-    """Raise ValueError unless the rows of shards are those of the images of these numbers, in
-    order.
-    """
-    rows = [row for shard in shards for row in shard.rows]
-    if len(rows) > len(images) or any(
-        row["path"] != names(i) for i, row in zip(images, rows, strict=False)
-    ):
-        raise ValueError(
-            f"{shards[0].path.parent} holds rows of other images; choose another --output, or "
-            "replace them with --overwrite"
-        )
-
-
-def check_ours(folder: Path) -> None:
-    """Check that a run would replace or delete only features in a folder, and that no other files
-    lie there.
+    Args:
+        folder: where they are.
+        identity: what the features are to be.
+        names: returns the path of an image by its number.
+        first: the number of the first image.
 
     Raises:
-        ValueError: the folder has an index or shards that are not ours, or other files and no
-            shard; one line.
+        ValueError: they are of other features or images; the line names the first difference.
     """
-    shards, index = shard_paths(folder), folder / INDEX
-    if index.exists() and not _is_index(index):
+    found, done = list[Shard](), first
+    for shard in map(read_shard, shard_paths(folder)):
+        if shard is None or shard.first != done:
+            break
+        other = difference(shard.identity, identity)
+        if other is None and [row["path"] for row in shard.rows] != [
+            names(done + place) for place in range(len(shard.rows))
+        ]:
+            other = "rows of other images"
+        if other is not None and not any(row["status"] == "ok" for row in shard.rows):
+            break  # a run with a wrong option, as nothing came of it
+        if other is not None:
+            raise ValueError(
+                f"{folder} holds other features: {other}; choose another --output, or replace them "
+                "with --overwrite"
+            )
+        found.append(shard)
+        done += len(shard.rows)
+    return found
+
+
+def check_ours(folder: Path, *known: str) -> None:
+    """Raise ValueError where a folder holds other things than features and these names."""
+    names = [] if not folder.is_dir() else [path.name for path in folder.iterdir()]
+    strange = [name for name in names if name not in (LOCK, *known) and not is_unfinished(name)]
+    if strange and not shard_paths(folder):
         raise ValueError(
-            f"{index} is no index of features; choose another --output, or replace it with "
-            "--overwrite"
-        )
-    if shards and not any(read_shard(path) for path in shards):
-        raise ValueError(
-            f"{shards[0]} is no whole file of features; choose another --output, or replace it "
+            f"{folder} holds other things ({strange[0]}); choose another --output, or add to it "
             "with --overwrite"
         )
-    ours = {INDEX, LOCK, PARTS}
-    other = next(
-        (
-            path.name
-            for path in folder.iterdir()
-            if path.name not in ours and not is_unfinished(path)  # of a run that was killed
-        ),
-        None,
-    )
-    if other and not shards:
-        raise ValueError(
-            f"{folder} holds other things ({other}); choose another --output, or add to it with "
-            "--overwrite"
-        )
-
-
-def _is_index(path: Path) -> bool:
-    head = (",".join(COLUMNS) + "\n").encode()
-    if not path.is_file():
-        return False
-    with open(path, "rb") as file:
-        return file.read(len(head)) == head
-
-
-def whole_shards(folder: Path, identity: dict[str, Any], first: int = 0) -> list[Shard]:
-    """List the shards of an earlier run, from the image of number ``first`` on without a gap.
-
-    Raises:
-        ValueError: some are of other features; the line names the first difference.
-    """
-    found, following = [], True
-    for path in shard_paths(folder):
-        read = read_shard(path)
-        if read is None:
-            following = False
-            continue
-        shard, other = read
-        for key in identity:
-            if other.get(key) != identity[key]:
-                there, here = briefly(other.get(key), identity[key])
-                raise ValueError(
-                    f"{folder} holds other features: {key} {there} there, {here} here; choose "
-                    "another --output, or replace them with --overwrite"
-                )
-        following = following and shard.first == first + sum(len(s.rows) for s in found)
-        if following:
-            found.append(shard)
-    return found
 
 
 def delete_from(folder: Path, number: int) -> None:
     """Delete the shards from ``number`` on."""
-    for path in folder.glob("features-*"):
-        if SHARD.fullmatch(path.name) and _number(path) >= number:
+    for path in shard_paths(folder):
+        if path.parent == folder and _number(path) >= number:
             path.unlink()
 
 
 def rows_of(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of all shards, in order, with one shard at a time in memory."""
     for path in shard_paths(folder):
-        read = read_shard(path)
-        if read is None:
-            raise ValueError(f"{path} is cut off; call the same command again")
-        for row in read[0].rows:
-            place = row["shard"] and str(path.relative_to(folder))
-            yield row | {"shard": place}
+        for row in _read_whole(path).rows:
+            yield row | {"shard": row["shard"] and str(path.relative_to(folder))}
 
 
-def has_features(folder: Path) -> bool:
-    """Tell whether any image of a folder gave features, as far as its files can be read."""
-    found = (read_shard(path) for path in shard_paths(folder))
-    return any(row["status"] == "ok" for each in found if each for row in each[0].rows)
+def _read_whole(path: Path) -> Shard:
+    shard = read_shard(path)
+    if shard is None:
+        raise ValueError(f"{path} is cut off; call the same command again")
+    return shard
 
 
-def write_index(folder: Path) -> Path:
-    """Write the rows of all shards to one CSV file, under ``COLUMNS``, and return its path; names
-    stand there as ``visionattn.cli.tables`` writes texts.
-    """
-    write_table(folder / INDEX, COLUMNS, rows_of(folder))
-    return folder / INDEX
+@dataclass
+class Index:
+    """The index of a folder: a row for each image under ``COLUMNS``, in one CSV file."""
+
+    folder: Path
+    images: int = 0
+    failures: int = 0
+    named: list[dict[str, Any]] = field(default_factory=list)
+    """The rows of the first images without features."""
+
+    @property
+    def path(self) -> Path:
+        """Return where it is."""
+        return self.folder / INDEX
+
+    def write(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Write rows; names stand there as ``visionattn.cli.tables`` writes texts."""
+        write_table(self.path, COLUMNS, map(self._counted, rows))
+
+    def _counted(self, row: dict[str, Any]) -> dict[str, Any]:
+        self.images += 1
+        if row["status"] != "ok":
+            self.failures += 1
+            self.named += [row] if len(self.named) < NAMED_FAILURES else []
+        return row
+
+    def report(self, say: Callable[[str], None], *, all_fail: bool = True) -> None:
+        """Say which images have no features.
+
+        Raises:
+            ValueError, OutOfMemory: none has, where ``all_fail`` is on.
+        """
+        if all_fail and self.failures == self.images:
+            first = Outcome(*(self.named[0][key] for key in FROM_OUTCOME))
+            raise first.error(f"none of the {self.images} images gives features; the first: ")
+        if self.failures:
+            say(f"{self.failures} without features:")
+        for row in self.named:
+            say(printable(f"  {row['path']}: {row['reason']}"))
+        if self.failures > len(self.named):
+            say(f"  and {self.failures - len(self.named)} more, in the index")
 
 
 def read_features(
@@ -344,10 +282,7 @@ def read_features(
         wanted: the paths of the images that are read; None: all are.
     """
     for path in shard_paths(folder):
-        read = read_shard(path)
-        if read is None:
-            raise ValueError(f"{path} is cut off; call the same command again")
-        rows = [row for row in read[0].rows if row["status"] == "ok"]
+        rows = [row for row in _read_whole(path).rows if row["status"] == "ok"]
         rows = [row for row in rows if wanted is None or row["path"] in wanted]
         if not rows:
             continue
@@ -358,32 +293,111 @@ def read_features(
                 yield row["path"], value
 
 
-def report_failures(folder: Path, say: Callable[[str], None], *, all_fail: bool = True) -> None:
-    """Say which images in a folder have no features.
+@dataclass(frozen=True)
+class Part:
+    """Part ``number`` of ``of`` of a collection, from 1."""
+
+    number: int
+    of: int
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.of}"
+
+    @staticmethod
+    def parse(text: str) -> "Part":
+        """Read ``2/4``.
+
+        Raises:
+            ValueError: it is no part; one line.
+        """
+        found = re.fullmatch(r"(\d{1,5})/(\d{1,5})", text, re.ASCII)
+        number, of = (int(found[1]), int(found[2])) if found else (0, 0)
+        if not 1 <= number <= of:
+            raise ValueError(
+                f"shard must be i/n with i from 1 to n and n at most {MOST_PARTS:,}, got "
+                f"{brief(text)}"
+            )
+        return Part(number, of)
+
+    def folder(self, output: Path) -> Path:
+        """Return where the features of the part lie."""
+        return output / PARTS / f"{self.number:05d}-of-{self.of:05d}"
+
+    def images(self, total: int) -> range:
+        """Return the numbers of its images among all.
+
+        Raises:
+            ValueError: there are more parts than images.
+        """
+        if self.of > total:
+            raise ValueError(
+                f"{self.of} parts of {total} images would leave some empty; name at most {total}"
+            )
+        return range(total * (self.number - 1) // self.of, total * self.number // self.of)
+
+    def check_division(self, output: Path) -> None:
+        """Raise ValueError unless the part may be written to a folder: it is new, or holds parts of
+        the same division.
+        """
+        check_folder(output, "choose another --output")
+        there = parts_in(output)
+        if there and there[0].of != self.of:
+            raise ValueError(
+                f"{output} holds parts of {there[0].of} ({there[0]}), and this is {self}; choose "
+                f"another --output, or delete {output / PARTS}"
+            )
+        if not there and shard_paths(output):
+            raise ValueError(f"{output} holds features of all images; choose another --output")
+        check_ours(output, PARTS)
+
+
+def parts_in(output: Path) -> list[Part]:
+    """List the parts that lie in a folder, in order."""
+    names = sorted(path.name for path in (output / PARTS).glob("*-of-*"))
+    return [Part(*map(int, name.split("-of-"))) for name in names]
+
+
+def merge(output: Path, say: Callable[[str], None], identity: dict[str, Any] | None = None) -> None:
+    """Write one index over the features of all parts in a folder, which stay where they are.
+
+    Args:
+        output: the folder.
+        say: is told what came of it.
+        identity: what the features are to be; None: as in the first part.
 
     Raises:
-        ValueError, OutOfMemory: none has, where ``all_fail`` is on.
+        ValueError: a part is missing, unfinished, or of other features; or none of the images has
+            features. One line.
     """
-    failed, total, first = 0, 0, []
-    for row in rows_of(folder):
-        total += 1
-        if row["status"] != "ok":
-            failed += 1
-            if len(first) < NAMED_FAILURES:
-                first.append(row)
-    if failed == total and all_fail:
-        raise error_of(first[0], f"none of the {failed} images gives features")
-    if failed:
-        say(f"{failed} without features:")
-        for row in first:
-            say(printable(f"  {row['path']}: {row['reason']}"))
-        if failed > len(first):
-            say(f"  and {failed - len(first)} more, in the index")
+    check_folder(output, "name the --output of the parts")
+    there = parts_in(output)
+    if not there:
+        raise ValueError(f"{output} holds no parts; --shard 1/n writes the first one")
+    parts = [Part(number, there[0].of) for number in range(1, there[0].of + 1)]
+    for part in parts:
+        folder = part.folder(output)
+        if not (folder / INDEX).is_file():
+            raise ValueError(
+                f"part {part} is missing or not finished in {output}; call --shard {part}"
+            )
+        own = _read_whole(shard_path(folder, 0)).identity
+        identity = identity or own
+        if (other := difference(own, identity)) is not None:
+            raise ValueError(
+                f"part {part} is of other features: {other}; call --shard {part} again with the "
+                "other parts' options and --overwrite"
+            )
+    index = Index(output)
+    index.write(row for part in parts for row in _indexed(part.folder(output), output))
+    say(f"{index.images} images in {len(parts)} part{'s' * (len(parts) > 1)}: {index.path}")
+    index.report(say)
 
 
-def error_of(row: dict[str, Any], text: str) -> Exception:
-    """Make an error of the text and of what happened to an image: ``OutOfMemory`` where that was
-    the reason.
-    """
-    error = OutOfMemory if row["status"] == "oom" else ValueError
-    return error(f"{text}; the first: {row['path']}: {row['reason']}")
+def _indexed(folder: Path, output: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a part's index with the places of its files within ``output``."""
+    with open(folder / INDEX, encoding="utf-8", errors="surrogateescape", newline="") as file:
+        for row in read_rows(file):
+            place = folder / row["shard"]  # the folder itself where an image has no features
+            if not place.exists():
+                raise ValueError(f"{place} is missing; call --shard of this part again")
+            yield row | {"shard": row["shard"] and str(place.relative_to(output))}

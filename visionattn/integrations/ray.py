@@ -5,21 +5,19 @@ each worker of a pool, gives it batches of rows, and starts it again elsewhere w
 An image that fails is a row with a status and a reason. This module imports no Ray.
 """
 
-import io
 import os
 import warnings
 from dataclasses import replace
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
 
-from visionattn.data.formats import Openable
-from visionattn.inference.listing import ListedFiles, digest_of
-from visionattn.inference.opening import Opened, open_model
-from visionattn.inference.options import InferenceOptions, check, options_of_call
-from visionattn.inference.reading import ReadImages, Sample
-from visionattn.inference.running import batch_samples, run_batch
+from visionattn.inference.image_batches import batch_samples, run_batch
+from visionattn.inference.image_listing import HeldImages, ListedFiles
+from visionattn.inference.image_reading import ReadImages, Sample
+from visionattn.inference.inference_options import InferenceOptions, check, options_of_call
+from visionattn.inference.model_opening import Opened, open_model
 from visionattn.models.patches import last_map, pooled
 
 Rows = dict[str, np.ndarray]
@@ -49,7 +47,7 @@ class _Reader:
             raise ValueError(f"rows have no column {self.column}; there are {', '.join(rows)}")
         given = list(rows[self.column])
         held = [isinstance(each, (bytes, bytearray, memoryview)) for each in given]
-        listing = _Held([bytes(each) for each in given]) if all(held) else ListedFiles(given)
+        listing = HeldImages([*map(bytes, given)]) if all(held) else ListedFiles(given)
         spec = self.opened.spec
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what is found in a batch holds for no other
@@ -58,29 +56,6 @@ class _Reader:
             # A range of values that this batch has, and another batch has not: such files fail.
             images.options = replace(images.options, value_range=None, found=False)
         return [images[index] for index in range(len(images))]
-
-
-class _Held:
-    """Encoded images in memory, as a listing."""
-
-    def __init__(self, contents: list[bytes]):
-        self._contents = contents
-
-    def __len__(self) -> int:
-        return len(self._contents)
-
-    def open(self, index: int) -> Openable:
-        """Return a stream of the image's bytes."""
-        stream: BinaryIO = io.BytesIO(self._contents[index])
-        return stream
-
-    def name(self, index: int) -> str:
-        """Return a name for messages."""
-        return f"image {index}"
-
-    def digest(self) -> str:
-        """Return a digest of the bytes."""
-        return digest_of(self._contents)
 
 
 class Decode(_Reader):

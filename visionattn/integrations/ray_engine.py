@@ -23,16 +23,15 @@ from visionattn.cli.ends import Failed, OutOfMemory, Stopped, exit_code, in_one_
 from visionattn.cli.files import first_line, locked
 from visionattn.cli.interruption import Interruption
 from visionattn.cli.progress import Progress
-from visionattn.inference.collection import Part, merge
+from visionattn.inference.extraction import AT_WORK, Collection, Extraction, collect
 from visionattn.inference.feature_options import ExtractOptions
-from visionattn.inference.features import AT_WORK, Extraction
-from visionattn.inference.shards import INDEX, LOCK, PARTS
-from visionattn.inference.work import briefly
+from visionattn.inference.result_files import difference
+from visionattn.inference.shards import INDEX, LOCK, PARTS, Part, merge
 
 IMAGES_OF_PART = 512
 """Images of a part where ``parts`` does not say how many parts there are."""
-CONNECT_SECONDS, ANSWER_SECONDS = 5, 30
-"""Until a port that does not open, and a cluster that does not answer, count as not there."""
+ANSWER_SECONDS = 30
+"""Until a cluster that does not answer counts as not there."""
 RETRIES = 10
 """How often Ray starts a part again whose worker or node died."""
 LOCK_SECONDS = 120
@@ -72,33 +71,36 @@ def extract(options: ExtractOptions, say: Callable[[str], None]) -> None:
         Stopped: Ctrl-C; the parts that are written stay.
         OutOfMemory, Failed: a part could not be done.
     """
-    output = Path(options.output)
+    output, address = Path(options.output or ""), options.address or ""
+    plain = replace(options, engine="here", address=None, parts=None)
     if (output / INDEX).is_file():  # an earlier call has merged all
-        Extraction(replace(options, engine="here", address=None, parts=None)).run(say)
+        Extraction(plain).run(say)
         return
     ray = import_ray()
-    if options.address != "local":
-        check_there(options.address)
-    extraction = Extraction(options)
-    total = len(extraction.listing)
+    if address != "local":
+        check_there(address)
+    collection = collect(plain)
+    total = len(collection.images)
     count = options.parts or -(-total // IMAGES_OF_PART)
-    parts = [extraction.of_part(Part(number, count)) for number in range(1, count + 1)]
-    left = {str(of.part): len(of.numbers) - of.done for of in parts if of.done < len(of.numbers)}
-    for note in extraction.opened.notes:
+    parts = [Part(number, count) for number in range(1, count + 1)]
+    parts[0].check_division(output)
+    sizes = {part: len(part.images(total)) for part in parts}
+    left = {part: sizes[part] for part in parts if not (part.folder(output) / INDEX).is_file()}
+    for note in collection.opened.notes:
         say(note)
     done = total - sum(left.values())
     say(f"{total} images in {count} part{'' if count == 1 else 's'}, {done} images are done")
     if left:
-        with connected(ray, options.address):
+        with connected(ray, address):
             check_nodes(ray, "CPU", options.threads or 1, "processors (threads)")
-            if extraction.opened.device.type == "cuda":
+            if collection.opened.device.type == "cuda":
                 check_nodes(ray, "GPU", 1, "GPU; --device cpu takes processors")
-            say(f"{describe(ray)} at {options.address}")
+            say(f"{describe(ray)} at {address}")
             (output / PARTS).mkdir(parents=True, exist_ok=True)
             taken = f"{AT_WORK} in {output}; wait for it or end it"
             with locked(output / PARTS / LOCK, taken), Progress(total, done) as progress:
-                hand_out(ray, extraction, left, progress)
-    merge(output, say)
+                hand_out(ray, plain, collection, left, progress)
+    merge(output, say, collection.identity)
 
 
 @contextmanager
@@ -132,25 +134,31 @@ def describe(ray: Any) -> str:
     return f"a cluster of {len(nodes)} node{plural} with {cpus:g} processors"
 
 
-def hand_out(ray: Any, extraction: Extraction, left: dict[str, int], progress: Progress) -> None:
+def hand_out(
+    ray: Any,
+    options: ExtractOptions,
+    collection: Collection,
+    left: dict[Part, int],
+    progress: Progress,
+) -> None:
     """Have the parts that are left extracted.
 
     Args:
         ray: the module, connected.
-        extraction: of all images.
-        left: the images that are left of each part.
+        options: of a plain run.
+        collection: all images.
+        left: the images of each part that is left.
         progress: is told of each part that is done.
 
     Raises:
         Stopped: Ctrl-C.
         OutOfMemory, Failed, ValueError: a part could not be done.
     """
-    options = extraction.options
-    cpus, gpus = options.threads or 1, int(extraction.opened.device.type == "cuda")
+    cpus, gpus = options.threads or 1, int(collection.opened.device.type == "cuda")
     task = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=RETRIES, max_calls=0)(extract_part)
-    given = ray.put((replace(options, shard=None), os.getcwd(), extraction.identity))
+    given = ray.put((options, os.getcwd(), collection.identity))
     with Interruption() as interruption:
-        open_ = {task.remote(given, part): part for part in left}
+        open_ = {task.remote(given, str(part)): part for part in left}
         while open_ and not interruption.requested:
             ready, _ = ray.wait(list(open_), timeout=LOOK_SECONDS)
             for reference in ready:
@@ -176,20 +184,14 @@ def hand_out(ray: Any, extraction: Extraction, left: dict[str, int], progress: P
 
 
 def check_there(address: str) -> None:
-    """Check within seconds that a cluster answers at an address other than ``local``.
+    """Check within ``ANSWER_SECONDS`` that a cluster answers at an address other than ``local``.
 
     Raises:
         ValueError: none does; one line.
     """
-    named = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
-    host, _, port = named.rpartition(":")
-    said = address if named in ("", address) else f"{address} (RAY_ADDRESS {named})"
+    named = os.environ.get("RAY_ADDRESS", "") if address == "auto" else ""
+    said = f"{address} (RAY_ADDRESS {named})" if named else address
     wanted = "start one with ray start --head, or use --address local"
-    if host and port.isdecimal():
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
-        except (OSError, OverflowError) as error:
-            raise ValueError(f"no Ray cluster at {said} ({first_line(error)}); {wanted}") from error
     # Ray itself waits for most of a minute for what is no cluster, and writes pages of text.
     command = [sys.executable, "-c", PROBE, address]
     try:
@@ -203,8 +205,8 @@ def check_there(address: str) -> None:
         raise ValueError(f"no Ray cluster at {said} ({lines[-1][:200]}); {wanted}")
 
 
-_known: dict[str, Extraction] = {}
-"""The extraction of this worker: one model, and one list of images."""
+_known: dict[str, Collection] = {}
+"""The collection of this worker: one model, and one list of images."""
 
 
 def extract_part(given: tuple[ExtractOptions, str, dict[str, Any]], number: str) -> tuple[int, str]:
@@ -220,15 +222,15 @@ def extract_part(given: tuple[ExtractOptions, str, dict[str, Any]], number: str)
         key = repr((options, folder))
         if key not in _known:
             _known.clear()
-            _known[key] = _open(options, folder, identity)
-        _write(_known[key], Part.parse(number))
+            _known[key] = _collected(options, folder, identity)
+        _write(replace(options, shard=number), _known[key])
     except (ValueError, OSError, OutOfMemory, Failed) as error:
         return exit_code(error), f"{in_one_line(error)} (on {socket.gethostname()})"
     return 0, ""
 
 
-def _open(options: ExtractOptions, folder: str, identity: dict[str, Any]) -> Extraction:
-    """Open model and images in a worker, and check that they are those of the caller."""
+def _collected(options: ExtractOptions, folder: str, identity: dict[str, Any]) -> Collection:
+    """Open model and images in a worker, and check that they are the caller's."""
     try:
         os.chdir(folder)
     except OSError as error:
@@ -236,21 +238,18 @@ def _open(options: ExtractOptions, folder: str, identity: dict[str, Any]) -> Ext
             f"{folder} is not there; images, weights and --output lie on a file system that all "
             "nodes share, at the same paths"
         ) from error
-    extraction = Extraction(options)
-    for key, wanted in identity.items():
-        found = extraction.identity.get(key)
-        if found != wanted:
-            here, there = briefly(found, wanted)
-            raise ValueError(f"{key} is {here} here and {there} where the command was called")
-    return extraction
+    collection = collect(options)
+    if (other := difference(collection.identity, identity)) is not None:
+        raise ValueError(f"model or images are not as where the command was called: {other}")
+    return collection
 
 
-def _write(extraction: Extraction, part: Part) -> None:
+def _write(options: ExtractOptions, collection: Collection) -> None:
     """Write a part; where a worker whose node is lost still writes it, once that has ended."""
     until = time.monotonic() + LOCK_SECONDS
     while True:
         try:
-            extraction.of_part(part).run(lambda text: None)
+            Extraction(options, collection).run(lambda text: None)
             return
         except ValueError as error:
             if not str(error).startswith(AT_WORK) or time.monotonic() > until:

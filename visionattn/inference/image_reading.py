@@ -6,6 +6,7 @@ This module turns an image that cannot be read into a sample with a reason.
 import math
 import warnings
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, replace
 
 import cv2
@@ -26,8 +27,11 @@ from visionattn.data.formats import (
 )
 from visionattn.data.geometry import Box, Geometry, Size, TooSmall, View
 from visionattn.data.images import REFUSED, fill
-from visionattn.inference.listing import Listing
+from visionattn.inference.image_listing import Listing, PartOf
 from visionattn.models.weights import DataSpec
+
+UNREADABLE = (*DAMAGED_IMAGE, MemoryError, cv2.error)
+"""What is raised for an image that cannot be read."""
 
 
 @dataclass
@@ -53,8 +57,7 @@ class ReadImages(Dataset):
     """Images read when they are asked for: a ``Sample`` per number.
 
     Attributes:
-        listing: all images, also where only a part of them is read.
-        stop: the number of images, or that of the first one that is not read.
+        listing: the images.
         most_px: images that the model sees at their own size, and of more pixels in whole patches,
             are not read but left to be computed band by band; None: there are none.
     """
@@ -65,7 +68,6 @@ class ReadImages(Dataset):
         spec: DataSpec,
         geometry: Geometry,
         max_pixels: int | None = None,
-        *,
         level: int = 0,
     ):
         """Read images as ``spec`` asks, whatever the files are: grey, coloured, or by their bands.
@@ -79,7 +81,6 @@ class ReadImages(Dataset):
         options = replace(options_of(spec, max_pixels), level=level)
         self.most_px: int | None = None
         self.listing, self.geometry = listing, geometry
-        self.stop = len(listing)
         self.one_hot = spec.encoding == "grey_one_hot"
         self.options, lines = settle(listing, range(len(listing)), options, strict=False)
         for line in lines:
@@ -87,7 +88,13 @@ class ReadImages(Dataset):
         self._checked: dict[int, Sample] = {}
 
     def __len__(self) -> int:
-        return self.stop
+        return len(self.listing)
+
+    def part(self, numbers: range) -> "ReadImages":
+        """Return the same reading of some of the images, which get numbers from 0."""
+        other = copy(self)
+        other.listing, other._checked = PartOf(self.listing, numbers), {}
+        return other
 
     def __getitem__(self, index: int) -> Sample:
         return self._checked.pop(index, None) or self._read(index)
@@ -123,48 +130,33 @@ class ReadImages(Dataset):
             if self.one_hot and image.dtype != np.uint8:
                 image = np.rint(image * 255).astype(np.uint8)
             pixels = rearrange(fill(image, view), "h w c -> c h w")
-        except (*DAMAGED_IMAGE, MemoryError, cv2.error) as error:
-            sample.reason = as_flags(" ".join(str(error).split()) or type(error).__name__)
-            sample.refused = isinstance(error, REFUSED)
+        except UNREADABLE as error:
+            sample.reason, sample.refused = reason_of(error), isinstance(error, REFUSED)
             return sample
         sample.present = view.present
         sample.pixels = torch.from_numpy(np.array(pixels, order="C"))
         return sample
 
-    def whole(self, index: int) -> np.ndarray:
-        """Read an image at its own size, ``[H, W, C]``, uint8 or float32 in [0, 1].
+    def reduced(self, index: int, most_px: int | None = None) -> np.ndarray:
+        """Read an image at its own size, or of about ``most_px`` pixels at most, a few rows at a
+        time: ``[h, w, C]``, uint8 or float32 in [0, 1].
 
         Raises:
             ValueError: it cannot be read, or is too large; one line.
         """
         try:
             with open_image(self.listing.open(index), self.options) as reader:
-                view = Geometry("native", None).view(reader.height, reader.width)
-                return read_image(reader, view, self.options)
-        except (*DAMAGED_IMAGE, MemoryError, cv2.error) as error:
-            reason = as_flags(" ".join(str(error).split()) or type(error).__name__)
-            raise ValueError(f"{self.listing.name(index)}: {reason}") from error
-
-    def reduced(self, index: int, most_px: int) -> np.ndarray:
-        """Read an image at a size of about ``most_px`` pixels at most, ``[h, w, C]``, a few rows at
-        a time.
-
-        Raises:
-            ValueError: it cannot be read; one line.
-        """
-        try:
-            with open_image(self.listing.open(index), self.options) as reader:
                 height, width = reader.height, reader.width
-                by = max(1, math.ceil(math.sqrt(height * width / most_px)))
-                columns, rows, parts = -(-width // by), by * -(-256 // by), []
+                by = max(1, math.ceil(math.sqrt(height * width / (most_px or height * width))))
+                columns, parts = -(-width // by), []
+                rows = height if most_px is None else by * -(-256 // by)
                 for top in range(0, height, rows):
                     box = Box(top, 0, min(rows, height - top), width)
                     size = -(-box.height // by), columns
                     parts.append(read_image(reader, View(box, size, size, size), self.options))
                 return np.concatenate(parts)
-        except (*DAMAGED_IMAGE, MemoryError, cv2.error) as error:
-            reason = as_flags(" ".join(str(error).split()) or type(error).__name__)
-            raise ValueError(f"{self.listing.name(index)}: {reason}") from error
+        except UNREADABLE as error:
+            raise ValueError(f"{self.listing.name(index)}: {reason_of(error)}") from error
 
     def check_asked(self) -> None:
         """Read images up to the first one that is not refused, which most often is the first of
@@ -174,7 +166,7 @@ class ReadImages(Dataset):
         Raises:
             ValueError: all are refused; one line with the first.
         """
-        first, count = None, len(self.listing)
+        first, count = None, len(self)
         for index in range(count):
             sample = self._read(index)
             if not sample.refused:
@@ -183,3 +175,8 @@ class ReadImages(Dataset):
             first = first or f"{self.listing.name(index)}: {sample.reason}"
         those = f"none of the {count} images can be read so; the first: " if count > 1 else ""
         raise ValueError(f"{those}{first}")
+
+
+def reason_of(error: BaseException) -> str:
+    """Return why an image cannot be read, in one line."""
+    return as_flags(" ".join(str(error).split()) or type(error).__name__)

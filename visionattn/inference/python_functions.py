@@ -1,36 +1,40 @@
 """``visionattn.predict``, ``segment``, ``extract_features`` and ``look``: commands as Python calls.
 
-Keyword arguments are the options of the commands, whose docstrings say what they do:
-``visionattn.inference.predict.PredictOptions``, ``feature_options.ExtractOptions`` and
-``look_options.LookOptions`` (``visionattn predict --help`` and so on). What a call may not take are
-``options.OF_COMMANDS``; images are read in this process unless ``workers`` says otherwise.
+Keyword arguments are the fields of the commands' options, whose docstrings say what they do:
+``PredictOptions``, ``InferenceOptions``, ``DenseOptions`` and ``LookOptions`` (``visionattn predict
+--help`` and so on), but for ``inference_options.OF_COMMANDS``. Images are read in this process
+unless ``workers`` says otherwise.
 """
 
 import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import timm
 import torch
 from torch import Tensor, nn
 
-from visionattn.cli.ends import OutOfMemory
-from visionattn.inference.forecast import outlook
-from visionattn.inference.held import Images, listing_of
-from visionattn.inference.image_attribution import ImageAttribution, Look
-from visionattn.inference.image_run import ImageRun
-from visionattn.inference.look_options import LookOptions, check_asked
-from visionattn.inference.opening import Opened, description, open_model, open_module
-from visionattn.inference.options import InferenceOptions, OpenOptions, check, options_of_call
+from visionattn.inference.image_batches import Outcome, masks
+from visionattn.inference.image_listing import Images, listing_of
+from visionattn.inference.image_reading import ReadImages
+from visionattn.inference.image_run import ImageRun, read_as_asked
+from visionattn.inference.inference_options import (
+    DenseOptions,
+    InferenceOptions,
+    OpenOptions,
+    check,
+    options_of_call,
+)
+from visionattn.inference.model_opening import Opened, description, open_model, open_module
 from visionattn.inference.predict import PredictOptions, count_of_classes, most_probable
-from visionattn.inference.reading import ReadImages
-from visionattn.inference.running import Compute, Outcome, masks, run_images
-from visionattn.inference.segment import judged
+from visionattn.models.cost import Compute
 from visionattn.models.patches import call, in_eval, last_map, pooled, takes_sizes
+
+if TYPE_CHECKING:
+    from visionattn.inference.image_attribution import Look
 
 Model = nn.Module | str | Path
 
@@ -46,14 +50,6 @@ class Predictions(NamedTuple):
     """Of these classes, float32 ``[images, top_k]`` on the CPU."""
     paths: list[str]
     """Where each image was read; ``image 0`` and so on for images in memory."""
-
-
-@dataclass
-class DenseOptions(InferenceOptions):
-    """Options of ``extract_features``."""
-
-    dense: bool = False
-    """The last feature map, after the final norm, instead of one vector per image."""
 
 
 def predict(model: Model, images: Images, **options: Any) -> Predictions:
@@ -86,7 +82,7 @@ def predict(model: Model, images: Images, **options: Any) -> Predictions:
     with _opened(model, asked, classifies=True) as opened:
         if opened.spec.task == "segmentation":
             raise ValueError(f"{opened.name} gives classes of pixels; use visionattn.segment")
-        count = count_of_classes(opened, asked.top_k, 5)
+        count = count_of_classes(opened, asked.top_k)
         for outcome in _outcomes(opened, images, call, asked):
             classes, shares = most_probable(outcome.value, count, opened.spec.class_names)
             found.classes.append(classes)
@@ -112,16 +108,15 @@ def segment(model: Model, images: Images, **options: Any) -> list[Tensor]:
     Raises:
         What ``predict`` raises, and ValueError for a model that gives classes of images.
     """
+    from visionattn.inference.segment import judged
+
     asked = options_of_call(InferenceOptions, {"workers": 0} | options)
     with _opened(model, asked, classifies=True) as opened:
         if opened.spec.task != "segmentation":
             raise ValueError(f"{opened.name} gives classes of images; use visionattn.predict")
         found = []
         for outcome in _outcomes(opened, images, masks, asked, dtype=torch.uint8):
-            outcome = judged(outcome, opened.geometry)
-            if outcome.value is None:
-                raise ValueError(f"{outcome.path}: {outcome.reason}")
-            found.append(outcome.value)
+            found.append(_value(judged(outcome, opened.geometry)))
     return found
 
 
@@ -155,7 +150,7 @@ def extract_features(model: Model, images: Images, **options: Any) -> Tensor | l
     return torch.stack(values)
 
 
-def look(model: Model, images: Images, **options: Any) -> list[Look]:
+def look(model: Model, images: Images, **options: Any) -> "list[Look]":
     """Find the attribution of a class in images, as ``visionattn look`` does, and draw nothing.
 
     Args:
@@ -171,6 +166,9 @@ def look(model: Model, images: Images, **options: Any) -> list[Look]:
         What ``predict`` raises, and ValueError for a model that is none of ours, or where there is
         no such class, block, head or token.
     """
+    from visionattn.inference.image_attribution import ImageAttribution
+    from visionattn.inference.look_options import LookOptions, check_asked
+
     if options.get("queries") is not None:
         options["queries"] = [
             each if isinstance(each, str) else ",".join(map(str, each))
@@ -225,24 +223,18 @@ def _outcomes(
     """Yield the outcome of each image, and raise for the first one without a result."""
     if opened.geometry.fit == "pad" and not takes_sizes(opened.model):
         warnings.warn(f"{opened.name} sees what padding adds to images as black", stacklevel=2)
-    logits = call if compute is masks else None
-    run = ImageRun(options, opened, listing_of(images), compute, masks=logits)
-    run.choose_banded()
+    read = read_as_asked(options, opened, listing_of(images))
+    run = ImageRun(options, opened, read, compute, masks=call if compute is masks else None)
     for line in run.banding.lines:
         warnings.warn(line, stacklevel=4)
-    batches = run_images(
-        opened,
-        run.images,
-        run.work.compute,
-        batch_size=outlook(run.banding, run.work.batch_size, trial=False).batch_size,
-        workers=options.workers,
-        amp=options.amp,
-        dtype=dtype,
-        banded=run.banding.outcome,
-    )
-    for batch in batches:
+    batch_size = run.announce(lambda line: None, trial=False)
+    for batch in run.batches(batch_size, dtype):
         for outcome in batch:
-            if outcome.value is None:
-                error = OutOfMemory if outcome.status == "oom" else ValueError
-                raise error(f"{outcome.path}: {outcome.reason}")
+            _value(outcome)
             yield outcome
+
+
+def _value(outcome: Outcome) -> Tensor:
+    if outcome.value is None:
+        raise outcome.error("")
+    return outcome.value

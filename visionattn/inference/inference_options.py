@@ -15,8 +15,6 @@ from visionattn.data.ranges import check_workers
 from visionattn.models.weights import Fit
 
 NATIVE = "native"
-NATIVE_BATCH, SIZED_BATCH = 1, 16
-"""Images per batch where ``batch_size`` is left out: at their own sizes, and at one size."""
 MOST_GIB = 2**20
 OF_COMMANDS = {"images", "checkpoint", "model", "args", "pretrained", "threads", "output"}
 OF_COMMANDS |= {"overwrite", "max_pixels", "seed"}
@@ -119,6 +117,16 @@ class InferenceOptions(OpenOptions):
         return None if self.memory_gib is None else int(self.memory_gib * 2**30)
 
 
+@dataclass
+class DenseOptions(InferenceOptions):
+    """Features of images in memory."""
+
+    dense: bool = False
+    """The last feature map of each image, ``[C, H, W]``, after the final norm, instead of one
+    vector per image.
+    """
+
+
 Options = TypeVar("Options", bound=OpenOptions)
 
 
@@ -170,34 +178,35 @@ def check(options: OpenOptions) -> None:
     Raises:
         ValueError: one line with the option, what it may be, and what it is.
     """
-    for key, least in (("batch_size", 1), ("threads", 1), ("workers", 0), ("seed", 0)):
-        value = getattr(options, key, None)  # what goes one by one has no batches
-        known = value is None or (key == "batch_size" and value == "auto")
-        if not known and (isinstance(value, str) or value < least):
+    for key, least in (
+        ("batch_size", 1),
+        ("threads", 1),
+        ("workers", 0),
+        ("seed", 0),
+        ("level", 0),
+    ):
+        value = getattr(options, key, None)
+        if value not in (None, "auto") and (isinstance(value, str) or value < least):
             raise ValueError(f"{key} must be at least {least}, got {value}")
-    check_workers(getattr(options, "workers", 0), "workers")
     if isinstance(options, InferenceOptions):
+        check_workers(options.workers, "workers")
+        memory_gib = options.memory_gib
+        if memory_gib is not None and not 0 < memory_gib < MOST_GIB:
+            raise ValueError(f"memory_gib must be above 0 and below {MOST_GIB:,}, got {memory_gib}")
         _check_tiles(options)
-    level, memory_gib = getattr(options, "level", 0), getattr(options, "memory_gib", None)
-    if level < 0:
-        raise ValueError(f"level must be at least 0, got {level}")
-    if memory_gib is not None and not 0 < memory_gib < MOST_GIB:
-        raise ValueError(f"memory_gib must be above 0 and below {MOST_GIB:,}, got {memory_gib}")
-    if options.img_size == NATIVE and (options.fit not in (None, NATIVE) or options.max_patches):
-        other = f"fit {options.fit}" if options.fit not in (None, NATIVE) else "max_patches"
+    fit, native = options.fit, options.img_size == NATIVE
+    if native and (fit not in (None, NATIVE) or options.max_patches):
+        other = "max_patches" if fit in (None, NATIVE) else f"fit {fit}"
         raise ValueError(
             f"img_size native is each image at its own size, which {other} contradicts; name a "
             "size, or leave one of them out"
         )
-    asked = (options.bands, options.value_range, options.page, options.max_pixels)
-    check_reading(*asked, prefix="")
-    given = None if options.img_size == NATIVE else options.img_size
-    if given is not None or options.max_patches is not None:
-        check_geometry(options.fit or NATIVE, given, options.max_patches)
+    check_reading(options.bands, options.value_range, options.page, options.max_pixels, prefix="")
+    if not native and (options.img_size is not None or options.max_patches is not None):
+        check_geometry(fit or NATIVE, options.img_size, options.max_patches)
     if options.pretrained and options.checkpoint:
         raise ValueError(
-            "pretrained fetches timm's weights and checkpoint names a file of others: give one of "
-            "them"
+            "pretrained fetches timm's weights and checkpoint names a file: give one of them"
         )
     if options.needs_model and not (options.model or options.checkpoint):
         raise ValueError(
@@ -205,24 +214,20 @@ def check(options: OpenOptions) -> None:
             "timm name"
         )
     if options.args and not options.model:
-        raise ValueError(
-            "args are those of model, which is missing; a best.safetensors brings its own"
-        )
+        raise ValueError("args belong to model, which is missing; a best.safetensors has its own")
+
+
+def _check_tiles(options: InferenceOptions) -> None:
+    """Raise ValueError where options of tiles contradict others, or do nothing."""
+    for key in ("overlap", "combine") if options.tiles is None else ():
+        if getattr(options, key) is not None:
+            raise ValueError(f"{key} is for --tiles alone; leave it out, or name their size")
+    if options.tiles is not None and options.batch_size == "auto":
+        raise ValueError("batch_size counts tiles beside --tiles: name a number instead of auto")
+    if options.tiles is not None and options.fit == "pad":
+        raise ValueError("fit pad adds to images what no tile should see; name another --fit")
 
 
 def in_tiles(options: OpenOptions) -> bool:
     """Tell whether images are cut into tiles."""
     return getattr(options, "tiles", None) is not None
-
-
-def _check_tiles(options: InferenceOptions) -> None:
-    """Raise ValueError where options of tiles are out of range, or do nothing."""
-    if options.tiles is None:
-        for key in ("overlap", "combine"):
-            if getattr(options, key) is not None:
-                raise ValueError(f"{key} is for --tiles alone; leave it out, or name their size")
-        return
-    if options.batch_size == "auto":
-        raise ValueError("batch_size counts tiles beside --tiles: name a number instead of auto")
-    if options.fit == "pad":
-        raise ValueError("fit pad adds to images what no tile should see; name another --fit")

@@ -1,18 +1,15 @@
-"""Features in files: their values, their order, how much is in memory, and how far a run says it
-is.
-"""
+"""Features in files: values, order, how much is in memory, and what of an earlier run stays."""
 
 import gc
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from filelock import FileLock
 
-import visionattn.inference.features as features
+import visionattn.inference.extraction as features
 import visionattn.inference.shards as shards
 from tests.helpers import inference_files
 from tests.helpers.inference_files import (
@@ -20,11 +17,12 @@ from tests.helpers.inference_files import (
     feature_of,
     read_index,
     write_folder,
+    write_image,
     write_weights,
 )
-from tests.helpers.tools import load_tool, written
+from tests.helpers.tools import assert_one_error, load_tool, written
 from visionattn.cli.progress import Progress
-from visionattn.inference import image_run
+from visionattn.inference.image_run import ImageRun
 
 extract = load_tool("extract_features")
 SHAPES = [(16, 24), (16, 24), (40, 8), (16, 24), (20, 21), (16, 16), (16, 16)]
@@ -75,60 +73,10 @@ def test_maps_have_the_shape_of_the_image_and_its_orientation(case):
     assert shapes == [(24, -(-height // 8), -(-width // 8)) for height, width in SHAPES]
     wanted = direct(folder / "best.safetensors", pixels[2])[1]
     assert np.abs(feature_of(folder / "out", rows[2]) - wanted).max() < 1e-5
-    distance = corner_distance(folder, flags("--dense", "--images", "corner", output="corner_out"))
-    assert distance.shape == (5, 3)
-    assert np.unravel_index(distance.argmax(), distance.shape) == (0, 2)
-
-
-def corner_distance(folder: Path, command: list[str]) -> np.ndarray:
-    """How much each place ``[H, W]`` of the map of a dark image with one bright corner, at the
-    upper right, stands out.
-    """
-    dark = np.zeros((40, 24, 3), np.uint8)
-    dark[:8, 16:] = 255
-    (folder / "corner").mkdir()
-    Image.fromarray(dark).save(folder / "corner" / "a.png")
-    assert extract(command) == 0
-    found = feature_of(folder / "corner_out", read_index(folder / "corner_out")[0])
-    return np.abs(found - np.median(found, axis=(1, 2), keepdims=True)).sum(0)
-
-
-def test_maps_that_lie_otherwise_in_memory_are_the_same_in_files(case, monkeypatch):
-    folder, _ = case
-    assert extract(flags("--dense")) == 0
-    real = features.last_map
-    monkeypatch.setattr(
-        features,
-        "last_map",
-        lambda *given: real(*given).contiguous(memory_format=torch.channels_last),
-    )
-    assert extract(flags("--dense", output="two")) == 0
-    assert written(folder / "out") == {
-        name: content.replace(b"two", b"out") for name, content in written(folder / "two").items()
-    }
-
-
-def test_a_model_without_maps_is_refused_for_maps_alone(case, capsys, monkeypatch):
-    real = features.open_model
-
-    def without(*args, **options):
-        opened = real(*args, **options)
-        return replace(opened, model=torch.nn.Identity())
-
-    monkeypatch.setattr(features, "open_model", without)
-    assert extract(flags("--dense")) == 2
-    assert "scaleformer_vit_t gives no feature maps; leave --dense out" in capsys.readouterr().err
-
-
-def test_half_precision_in_files_is_that_of_the_numbers(case):
-    folder, _ = case
-    assert extract(flags("--dense")) == 0
     assert extract(flags("--dense", "--dtype", "float16", output="half")) == 0
-    for full, half in zip(read_index(folder / "out"), read_index(folder / "half"), strict=True):
-        assert feature_of(folder / "half", half).dtype == np.float16
-        assert (
-            feature_of(folder / "half", half) == feature_of(folder / "out", full).astype(np.float16)
-        ).all()
+    for full, half in zip(rows, read_index(folder / "half"), strict=True):
+        wanted, found = feature_of(folder / "out", full), feature_of(folder / "half", half)
+        assert found.dtype == np.float16 and (found == wanted.astype(np.float16)).all()
 
 
 def test_processes_that_read_change_nothing(case):
@@ -197,14 +145,14 @@ def test_no_more_features_than_those_of_a_file_and_a_batch_are_in_memory(tmp_pat
             most = max(most, vectors_alive(24) - before)
         real(progress, images, failed)
 
-    real_run = image_run.run_images
+    real_run = ImageRun.batches
 
     def run(*args, **options):
         nonlocal before
         before = vectors_alive(24)
         return real_run(*args, **options)
 
-    monkeypatch.setattr(image_run, "run_images", run)
+    monkeypatch.setattr(ImageRun, "batches", run)
     monkeypatch.setattr(Progress, "advance", counted)
     assert extract(flags("--shard_images", "6", "--batch_size", "4")) == 0
     assert 8 <= most <= 6 + 4 + 4
@@ -243,10 +191,150 @@ def test_the_head_of_a_file_is_bounded_too(case, monkeypatch):
         )  # the rows, then what the features are
 
 
-def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(case, capsys, monkeypatch):
-    monkeypatch.setattr("visionattn.cli.progress.SECONDS_PER_LINE", 0.0)
-    monkeypatch.setattr("visionattn.cli.progress.QUIET_SECONDS", 0.0)
-    assert extract(flags("--batch_size", "7", "--img_size", "16")) == 0
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("0 of 7 images, ") and " of the next" in lines[0]
-    assert lines[-1].startswith("7 of 7 images, ")
+def test_a_second_extraction_into_a_folder_is_one_line_until_the_first_has_ended(case, capsys):
+    folder, _ = case
+    (folder / "out").mkdir()
+    with FileLock("out/features.lock"):
+        unfinished = folder / "out" / ".index.csv.0123456789abcdef.visionattn.tmp"
+        unfinished.write_text("of the first")
+        for more in ([], ["--overwrite"]):
+            assert extract(flags(*more)) == 2
+            assert_one_error(
+                capsys,
+                "another extraction of features is at work in out; wait for it or end it",
+            )
+        assert sorted(written(folder / "out")) == [unfinished.name, "features.lock"]
+    assert extract(flags()) == 0
+    assert sorted(written(folder / "out")) == ["features-00000.safetensors", "index.csv"]
+
+
+def test_ctrl_c_says_that_the_same_command_goes_on_and_it_does(case, capsys, monkeypatch):
+    folder, _ = case
+    real, stops = ImageRun.batches, [5, 3]
+    other = ("--shard_images", "2", "--batch_size", "1", "--img_size", "16")
+
+    def interrupted(*args, **options):
+        stop = stops.pop(0)
+        for number, batch in enumerate(real(*args, **options)):
+            if number == stop:
+                raise KeyboardInterrupt
+            yield batch
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ImageRun, "batches", interrupted)
+        assert extract(flags("--shard_images", "2")) == 130
+        assert (
+            capsys.readouterr().err
+            == "stopped; the files that are written stay in out, the same command goes on\n"
+        )
+        assert len(written(folder / "out")) == 2
+        assert extract(flags(*other, "--overwrite")) == 130
+        assert "the same command without --overwrite goes on" in capsys.readouterr().err
+    assert len(written(folder / "out")) == 1
+    assert extract(flags(*other)) == 0
+    resumed = written(folder / "out")
+    assert extract(flags(*other, "--overwrite")) == 0
+    assert written(folder / "out") == resumed
+
+
+def test_files_that_are_cut_off_or_missing_are_written_again_and_finished_ones_left_alone(
+    case, capsys
+):
+    folder, _ = case
+    command = flags("--shard_images", "2")
+    assert extract(command) == 0
+    whole = written(folder / "out")
+    (folder / "out" / "features-00001.safetensors").write_bytes(
+        whole["features-00001.safetensors"][:-5]
+    )
+    assert extract(command) == 0 and written(folder / "out") == whole
+    (folder / "out" / "features-00000.safetensors").unlink()
+    assert extract(command) == 0 and written(folder / "out") == whole
+    (folder / "out" / "index.csv").unlink()
+    times = [path.stat().st_mtime_ns for path in sorted((folder / "out").iterdir())]
+    capsys.readouterr()
+    assert extract(command) == 0 and written(folder / "out") == whole
+    assert [path.stat().st_mtime_ns for path in sorted((folder / "out").iterdir())][:-1] == times
+    assert "7 of 7 images are done" in capsys.readouterr().out
+
+
+def test_other_features_are_not_mixed_nor_overwritten_unless_that_is_said(case, capsys):
+    folder, _ = case
+    assert extract(flags()) == 0
+    before = written(folder / "out")
+    write_weights(folder / "other.safetensors", seed=6)
+    others = (
+        (["--checkpoint", "other.safetensors"], "weights "),
+        (["--img_size", "24"], "img_size native there, 24 x 24 px here"),
+        (
+            ["--img_size", "null", "--fit", "native", "--max_patches", "5"],
+            "max_patches null there, 5",
+        ),
+        (["--dense"], "kind pooled there, dense here"),
+        (["--dtype", "float16"], "dtype float32 there, float16 here"),
+        (["--amp", "bf16"], "amp none there, bf16 here"),
+        (["--shard_images", "5"], "shard_images 4096 there, 5 here"),
+        (["--images", "images/0.png", "images/1.png"], "images 7 there, 2 here"),
+    )
+    capsys.readouterr()
+    for more, part in others:
+        assert extract(flags(*more)) == 2
+        assert_one_error(capsys, f"out holds other features: {part}")
+    write_image(folder / "images" / "1.png", 24, 24, 77)
+    assert extract(flags()) == 2 and "list_of_images" in capsys.readouterr().err
+    assert written(folder / "out") == before
+    assert extract(flags("--img_size", "24", "--overwrite", "--shard_images", "2")) == 0
+    assert extract(flags("--overwrite")) == 0 and len(written(folder / "out")) == 2
+
+
+def test_files_of_others_are_neither_deleted_nor_replaced(case, capsys):
+    folder, _ = case
+    assert extract(flags(output="done")) == 0
+    others = {
+        "index": {"index.csv": b"mine"},
+        "year": {"features-2024.safetensors": b"mine"},
+    }
+    for name, files in others.items():
+        (folder / name).mkdir()
+        for file, content in files.items():
+            (folder / name / file).write_bytes(content)
+        capsys.readouterr()
+        assert extract(flags(output=name)) == 2, name
+        assert_one_error(capsys, "choose another --output")
+        assert written(folder / name) == files
+    (folder / "done" / "features-2024.safetensors").write_bytes(b"mine")
+    assert extract(flags("--overwrite", "--dense", output="done")) == 0
+    assert (folder / "done" / "features-2024.safetensors").read_bytes() == b"mine"
+    assert {row["status"] for row in read_index(folder / "done")} == {"ok"}
+
+
+BAD = {
+    "--output null": "--output is missing",
+    "--images nowhere": "no image, folder or list at nowhere",
+    "--data digits": "give either --images or --data digits",
+    "--img_size 20": "is not a whole number of 8-pixel patches; the nearest that fit: 16 or 24",
+    "--shard_mib 0": "shard_mib must be above 0, got 0",
+    "--neighbours 3": "neighbours is for --probe alone",
+    "--val_fraction 1.5": "val_fraction must be in (0, 1), got 1.5",
+    "--probe --dense": "leave --dense out",
+    "--probe --images images/0.png": "probe needs one folder of class folders",
+    "--probe": "images has images outside of class folders",
+    "--output full": "full holds other things (notes.txt)",
+    "--output full/notes.txt": "full/notes.txt is a file, so",
+    "--output foreign": "is no file of features of this visionattn",
+}
+
+
+@pytest.mark.parametrize("more", BAD)
+def test_bad_input_ends_with_one_line_code_2_and_nothing_written(case, capsys, more):
+    folder, _ = case
+    (folder / "full").mkdir()
+    (folder / "full" / "notes.txt").write_text("mine")
+    (folder / "foreign").mkdir()
+    (folder / "foreign" / "features-00000.safetensors").write_bytes(
+        (folder / "best.safetensors").read_bytes()
+    )
+    before = written(folder)
+    assert extract(flags(*more.split())) == 2
+    assert_one_error(capsys, BAD[more])
+    assert written(folder) == before and not (folder / "out").exists()

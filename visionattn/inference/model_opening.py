@@ -6,7 +6,6 @@ of files of images.
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -18,11 +17,9 @@ from torch import Tensor, nn
 from visionattn.cli.files import first_line
 from visionattn.cli.untrusted import brief
 from visionattn.data.geometry import Geometry, Size, check_geometry, pixels, sides
-from visionattn.inference.listing import digest_of
-from visionattn.inference.options import (
+from visionattn.inference.image_listing import digest_of
+from visionattn.inference.inference_options import (
     NATIVE,
-    NATIVE_BATCH,
-    SIZED_BATCH,
     InferenceOptions,
     OpenOptions,
     in_tiles,
@@ -78,11 +75,6 @@ class Opened:
     body_alone: bool = False
     """It is the body of a segmentation, which has feature maps and no vector of an image."""
 
-    @property
-    def usual_batch(self) -> int:
-        """Return how many images make a batch where nobody says so."""
-        return NATIVE_BATCH if self.geometry.canvas is None else SIZED_BATCH
-
     def check_pooled(self) -> None:
         """Raise ValueError where there are no features of a whole image."""
         if self.body_alone:
@@ -129,7 +121,6 @@ def open_model(options: OpenOptions, *, classifies: bool) -> Opened:
     if options.threads:
         torch.set_num_threads(options.threads)
     device = pick_device(options.device)
-    _settle_precision(options, device)
     # A file of ours says which model it is for; any other weights need --model.
     metadata = description(options.checkpoint) if options.checkpoint else None
     if metadata:
@@ -152,18 +143,17 @@ def open_model(options: OpenOptions, *, classifies: bool) -> Opened:
             )
         model, args, spec, notes = _by_name(options, classifies)
         name, said = options.model, args
-    body_alone = isinstance(model, Segmenter) and not classifies
+    model, spec, body_alone = _body_of(model, spec, classifies)
     if body_alone:
-        model, spec = _body_of(model, spec)
         args = {key: value for key, value in args.items() if key not in HEAD_ARGS}
     spec = _with_files(spec, options)
     geometry = _geometry(options, spec, patch_size(model))
-    seen = None if in_tiles(options) else geometry.canvas
-    model = _free_size(model, name, args, spec, seen)
-    check_geometries(model, [geometry])
-    notes = _with_geometry(notes, name, model, geometry)
+    model = _free_size(model, name, args, spec, None if in_tiles(options) else geometry.canvas)
+    notes[0] += f"; images are seen {geometry.describe()}"
+    if geometry.fit == "pad" and not takes_sizes(model):
+        notes[0] += f"; {name} sees the rest as black"
     model = model.to(device).eval()
-    return Opened(model, name, said, spec, geometry, device, notes, body_alone)
+    return _opened(options, model, name, said, spec, geometry, device, tuple(notes), body_alone)
 
 
 def open_module(model: nn.Module, options: OpenOptions, *, classifies: bool) -> Opened:
@@ -189,11 +179,8 @@ def open_module(model: nn.Module, options: OpenOptions, *, classifies: bool) -> 
         kept = PretrainedCfg(**{key: value for key, value in kept.items() if key in known})
         spec = _spec_of(kept, model.state_dict())
         spec = replace(spec, num_classes=getattr(model, "num_classes", spec.num_classes))
-    body_alone = isinstance(model, Segmenter) and not classifies
-    if body_alone:
-        model, spec = _body_of(model, spec)
-    spec = _with_files(spec, options)
-    fixed = fixed_size(model)
+    model, spec, body_alone = _body_of(model, spec, classifies)
+    spec, fixed = _with_files(spec, options), fixed_size(model)
     if fixed is not None and spec.fit != NATIVE:
         spec = replace(spec, img_size=fixed)
     geometry = _geometry(options, spec, patch_size(model))
@@ -202,22 +189,30 @@ def open_module(model: nn.Module, options: OpenOptions, *, classifies: bool) -> 
             f"{name} takes images of {fixed[0]} x {fixed[1]} pixels alone; build it with "
             f"dynamic_img_size=True"
         )
-    check_geometries(model, [geometry])
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-    _settle_precision(options, device)
-    return Opened(model, name, {}, spec, geometry, device, (), body_alone)
+    return _opened(options, model, name, {}, spec, geometry, device, (), body_alone)
 
 
-def _settle_precision(options: OpenOptions, device: torch.device) -> None:
-    """Write in place of ``amp auto`` what the device takes, so that results name it."""
+def _opened(options: OpenOptions, model: nn.Module, *found: Any) -> Opened:
+    """Return a model with what was found of it, and write in place of ``amp auto`` what its device
+    takes, so that results name it.
+    """
+    opened = Opened(model, *found)
+    check_geometries(model, [opened.geometry])
     if isinstance(options, InferenceOptions):
-        options.amp = precision_taken(options.amp, device)
+        options.amp = precision_taken(options.amp, opened.device)
+    return opened
 
 
-def _body_of(model: nn.Module, spec: DataSpec) -> tuple[nn.Module, DataSpec]:
-    """Return the body of a segmentation, and what it expects."""
-    assert isinstance(model, Segmenter)
-    return model.backbone, replace(spec, task="classification", num_classes=0)
+def _body_of(
+    model: nn.Module, spec: DataSpec, classifies: bool
+) -> tuple[nn.Module, DataSpec, bool]:
+    """Return the body of a segmentation whose outputs are not wanted, what it expects, and whether
+    it is one.
+    """
+    if classifies or not isinstance(model, Segmenter):
+        return model, spec, False
+    return model.backbone, replace(spec, task="classification", num_classes=0), True
 
 
 def _with_files(spec: DataSpec, options: OpenOptions) -> DataSpec:
@@ -251,16 +246,6 @@ def _geometry(options: OpenOptions, spec: DataSpec, patch_px: Size) -> Geometry:
         img_size = spec.img_size
     check_geometry(fit, img_size, max_patches)
     return Geometry(fit, sides(img_size), max_patches, patch_px)
-
-
-def _with_geometry(
-    notes: Sequence[str], name: str, model: nn.Module, geometry: Geometry
-) -> tuple[str, ...]:
-    """Add to the first of some lines how images are seen."""
-    seen = f"images are seen {geometry.describe()}"
-    if geometry.fit == "pad" and not takes_sizes(model):
-        seen += f"; {name} sees the rest as black"
-    return (f"{notes[0]}; {seen}", *notes[1:])
 
 
 def description(path: str) -> dict[str, str] | None:
@@ -311,7 +296,7 @@ def _free_size(
 
 def _by_name(
     options: OpenOptions, classifies: bool
-) -> tuple[nn.Module, dict[str, Any], DataSpec, Sequence[str]]:
+) -> tuple[nn.Module, dict[str, Any], DataSpec, list[str]]:
     """Build a model by name, with weights from a file, from timm, or at random."""
     if not options.model:
         raise of_no_model(options.checkpoint)
@@ -333,12 +318,8 @@ def _by_name(
         spec = getattr(model, "data_spec", spec)  # of weights of ours, which say more
         return model, args, spec, [f"{name}, its pretrained weights"]
     if not options.checkpoint:
-        return (
-            model,
-            args,
-            spec,
-            [f"{name} with random weights (seed {options.seed}): no --checkpoint is given"],
-        )
+        note = f"{name} with random weights (seed {options.seed}): no --checkpoint is given"
+        return model, args, spec, [note]
     from visionattn.models.placement import place_weights
 
     placement = place_weights(model, name, options.checkpoint)

@@ -12,24 +12,23 @@ from PIL import Image
 
 import visionattn
 from tests.helpers.inference_files import (
-    feature_of,
     flags,
     read_index,
     write_weights,
 )
 from tests.helpers.tiled import stop_at
 from tests.helpers.tools import read_csv, written
-from visionattn.cli import files
 from visionattn.cli.ends import OutOfMemory
 from visionattn.command import run
 from visionattn.inference import attribution_folder as look
-from visionattn.inference import banded, bands, forecast, reading
-from visionattn.inference.opening import open_model
-from visionattn.inference.options import InferenceOptions
-from visionattn.inference.work import WorkFolder
+from visionattn.inference import banding, forecast, image_reading
+from visionattn.inference.banding import WorkFolder
+from visionattn.inference.inference_options import InferenceOptions
+from visionattn.inference.model_opening import open_model
 from visionattn.models import cost
 from visionattn.models.cost import Passes
 from visionattn.models.large import band_plan as planning
+from visionattn.models.large import forward_bands
 from visionattn.models.registration import create
 from visionattn.models.weights import DataSpec, save_model
 
@@ -60,49 +59,12 @@ def native(*more: str, output: str | None = "out") -> list[str]:
     return flags("--img_size", "native", *more, output=output)
 
 
-def test_classes_are_those_of_one_pass(folder, capsys):
-    assert run("predict", native("--top_k", "4", output="plain.csv")) == 0
-    capsys.readouterr()
-    assert run("predict", native("--top_k", "4", *BOUND, output="bands.csv")) == 0
-    said = capsys.readouterr().out
-    assert "4 images of up to 133 x 64 px would take up to " in said
-    assert "memory_gib is 0.0005: they are computed band by band, with the same results" in said
-    plain, bands = read_csv(folder / "plain.csv"), read_csv(folder / "bands.csv")
-    for one, other in zip(plain, bands, strict=True):
-        for key in one:
-            if key.startswith("probability"):
-                assert float(one[key]) == pytest.approx(float(other[key]), abs=2e-5)
-            else:
-                assert one[key] == other[key]
-    assert sorted(written(folder)) == sorted(
-        ["best.safetensors", "plain.csv", "bands.csv", *(f"images/{i}.tif" for i in range(4))]
-    )
-
-
-@pytest.mark.parametrize("kind", [[], ["--dense"]])
-def test_features_are_those_of_one_pass(folder, kind):
-    assert run("features", native(*kind, output="plain")) == 0
-    assert run("features", native(*kind, *BOUND, output="bands")) == 0
-    plain, bands = read_index(folder / "plain"), read_index(folder / "bands")
-    assert plain == bands
-    for row in plain:
-        one, other = feature_of(folder / "plain", row), feature_of(folder / "bands", row)
-        assert one.shape == other.shape and np.abs(one - other).max() < 1e-5 * np.abs(one).max()
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "bands",
-        "best.safetensors",
-        "images",
-        "plain",
-    ]
-
-
 def test_calls_are_those_of_one_pass_and_say_so(folder):
     paths = [f"images/{i}.tif" for i in range(4)]
-    arrays = [tifffile.imread(path) for path in paths]
-    for given in (paths, arrays):
+    for given in (paths[:1], [tifffile.imread(path) for path in paths]):
         options = dict(img_size="native", memory_gib=0.0005)
         plain = visionattn.predict("best.safetensors", given, img_size="native")
-        with pytest.warns(UserWarning, match=r"4 images of up to 133 x 64 px .* band by band"):
+        with pytest.warns(UserWarning, match="images, .* band by band"):
             bands = visionattn.predict("best.safetensors", given, **options)
         assert plain.classes == bands.classes and plain.paths == bands.paths
         assert torch.allclose(plain.probabilities, bands.probabilities, atol=1e-5)
@@ -122,10 +84,10 @@ def test_calls_are_those_of_one_pass_and_say_so(folder):
 def there(monkeypatch):
     """Sets the memory there is, of which a process takes nothing before its first pass."""
     monkeypatch.setattr(cost, "taken_bytes", lambda device: 0)
-    monkeypatch.setattr(banded, "taken_bytes", lambda device: 0)
+    monkeypatch.setattr(banding, "taken_bytes", lambda device: 0)
     monkeypatch.setattr(cost, "LIBRARIES_BYTES", 0)
     monkeypatch.setattr(forecast, "FEW_PIXELS", 0)
-    monkeypatch.setattr(banded, "FEW_PIXELS", 0)
+    monkeypatch.setattr(banding, "FEW_PIXELS", 0)
     return lambda count: monkeypatch.setattr(cost, "memory_there_is", lambda *how: count)
 
 
@@ -144,17 +106,20 @@ def test_only_images_that_clearly_do_not_fit_are_computed_so_and_never_read(
     there(int(sums[0] / 1.19))
     assert sums[1] > sums[0] * 1.01
     read = []
-    real = reading.read_image
+    real = image_reading.read_image
 
     def noted(reader, view, options):
         read.append((reader.height, reader.width))
         return real(reader, view, options)
 
-    monkeypatch.setattr(reading, "read_image", noted)
+    monkeypatch.setattr(image_reading, "read_image", noted)
     assert run("predict", native(output="some.csv")) == 0
     said = capsys.readouterr().out
-    assert re.search(r"1 image of 133 x 64 px would take \d+ MiB in one pass, and there are", said)
-    assert "it is computed band by band, with the same result up to rounding" in said
+    assert re.search(
+        r"1 of 2 images, of up to 133 x 64 px, do not fit .* MiB\), as there",
+        said,
+    )
+    assert "band by band, with the same results up to rounding" in said
     assert "images/3.tif: 17 x 8 patches in " in said and set(read) == {(40, 120)}
     there(1 << 40)
     assert run("predict", native(output="plain.csv")) == 0
@@ -181,11 +146,6 @@ def test_a_model_that_cannot_be_computed_so_says_why(folder, capsys):
         visionattn.predict("softmax.safetensors", "images", img_size="native", memory_gib=0.0005)
 
 
-def test_images_at_another_size_than_their_own_are_not_computed_so(folder, capsys):
-    assert run("predict", flags("--img_size", "64", *BOUND, output="out.csv")) == 3
-    assert "memory_gib is 0.0005" in capsys.readouterr().err
-
-
 def test_one_that_cannot_be_read_to_its_end_is_told_of_beside_the_others(folder, capsys):
     pixels = np.zeros((133, 64, 3), np.uint8)
     tifffile.imwrite(folder / "images" / "3.tif", pixels, tile=(16, 16), compression="zlib")
@@ -204,26 +164,9 @@ def test_one_that_cannot_be_read_to_its_end_is_told_of_beside_the_others(folder,
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
 
 
-def test_a_bound_below_one_band_of_any_image_is_told_before_the_first(folder, capsys):
+def test_an_image_of_which_one_band_is_above_the_bound_is_a_row(folder):
     # A wide image takes more for a band than one that has more pixels.
     write_tiff(folder / "images" / "4.tif", 24, 320, 4)
-    before = written(folder)
-    assert run("features", native(*BOUND)) == 2
-    error = capsys.readouterr().err
-    assert re.fullmatch(
-        r"error: memory \d+ \S+ is below one band: \d+ \S+ for 1 row of 40 patches of an image of "
-        r"24 x 320 px\n",
-        error,
-    ), error
-    assert written(folder) == before and not (folder / "out").exists()
-
-
-def test_an_image_whose_size_nobody_looked_at_is_a_row_where_the_bound_is_below_its_bands(
-    folder, monkeypatch
-):
-    write_tiff(folder / "images" / "4.tif", 24, 320, 4)
-    monkeypatch.setattr(forecast, "HEADS", 4)
-    monkeypatch.setattr(banded, "sizes_read", lambda *_: SHAPES)
     assert run("features", native(*BOUND)) == 0
     rows = read_index(folder / "out")
     assert [row["status"] for row in rows] == ["ok"] * 4 + ["oom"]
@@ -240,7 +183,7 @@ def test_another_bound_of_memory_goes_on_and_other_options_say_which_they_are(
     capsys.readouterr()
     assert run("features", native("--dense", *BOUND, "--dtype", "float16")) == 2
     error = capsys.readouterr().err
-    assert 'that was to become out: dtype "float32" there, "float16" here; delete it' in error
+    assert "that was to become out: dtype float32 there, float16 here; delete it" in error
     assert error.count("\n") == 1 and written(folder) == kept
     assert run("features", native("--dense", "--memory_gib", "0.0007")) == 0
     assert "going on with band" in capsys.readouterr().out
@@ -267,20 +210,6 @@ def test_the_memory_of_the_first_pass_stays_unless_another_bound_is_asked_for(tm
     assert list(tmp_path.iterdir()) == []
 
 
-def test_where_the_work_cannot_be_kept_beside_the_output_a_line_says_so_at_once(
-    folder, capsys, monkeypatch
-):
-    (folder / "there").mkdir()
-    real = files.os.access
-    monkeypatch.setattr(files.os, "access", lambda path, how: path != folder and real(path, how))
-    assert run("features", native(*BOUND, output="there")) == 2
-    error = capsys.readouterr().err
-    assert error == (
-        f"error: no permission to write to {folder}; the work on there is kept there meanwhile; "
-        "choose another --output\n"
-    )
-
-
 def test_features_of_no_image_keep_nobody_from_another_try(folder, capsys):
     for path in (folder / "images").iterdir():
         path.unlink()
@@ -295,21 +224,12 @@ def test_features_of_no_image_keep_nobody_from_another_try(folder, capsys):
     assert "out holds other features" in capsys.readouterr().err
 
 
-def test_what_does_not_fit_and_is_not_computed_in_bands_leaves_no_folder(folder, capsys):
-    args = dict(patch_size=8, embed_dim=24, depth=1, num_heads=3, attention="softmax")
-    write_weights(folder / "softmax.safetensors", args=args | {"relative": "none"})
-    assert run("features", [*native(*BOUND), "--checkpoint", "softmax.safetensors"]) == 3
-    assert "cut the image" not in capsys.readouterr().err
-    assert not (folder / "out").exists()
-
-
-@pytest.mark.parametrize("kind", ["classes", "features", "maps", "masks"])
+@pytest.mark.parametrize("kind", ["classes", "maps", "masks"])
 def test_what_was_stopped_goes_on_to_the_same_bytes(folder, capsys, monkeypatch, kind):
     """Of several images, those that are done are not computed again."""
     write_segmenter(folder / "painter.safetensors")
     tool, command = {
         "classes": ("predict", native(*BOUND, output=None)),
-        "features": ("features", native(*BOUND, output=None)),
         "maps": ("features", native("--dense", *BOUND, output=None)),
         "masks": (
             "predict",
@@ -318,7 +238,7 @@ def test_what_was_stopped_goes_on_to_the_same_bytes(folder, capsys, monkeypatch,
     }[kind]
     end = ".csv" if kind == "classes" else ""
     assert run(tool, [*command, "--output", f"whole{end}"]) == 0
-    begun, real_tiled = [], bands.forward_tiled
+    begun, real_tiled = [], forward_bands.forward_tiled
 
     def tiled(model, source, *more, **options):
         begun.append(source.name)
@@ -326,7 +246,7 @@ def test_what_was_stopped_goes_on_to_the_same_bytes(folder, capsys, monkeypatch,
 
     with monkeypatch.context() as patch:
         stop_at(patch, {19})
-        patch.setattr(bands, "forward_tiled", tiled)
+        patch.setattr(forward_bands, "forward_tiled", tiled)
         assert run(tool, [*command, "--output", f"out{end}"]) == 130
         assert capsys.readouterr().err.endswith("the same command goes on\n")
         first = begun[:]
@@ -360,7 +280,7 @@ def test_masks_are_those_of_one_pass(folder, capsys):
     assert run("predict", [*command, "--output", "plain"]) == 0
     assert "band by band" not in capsys.readouterr().out
     assert run("predict", [*command, *BOUND, "--output", "bands"]) == 0
-    assert "4 images of up to 133 x 64 px" in capsys.readouterr().out
+    assert "4 of 4 images, of up to 133 x 64 px" in capsys.readouterr().out
     for number in range(4):
         one, other = (
             np.asarray(Image.open(folder / each / f"{number}.png")) for each in ("plain", "bands")
@@ -385,7 +305,7 @@ def test_look_draws_the_winners_of_one_pass_over_a_smaller_picture(
     capsys.readouterr()
     assert run("look", [*flags, "--output", "bands"]) == 0
     said = capsys.readouterr().out
-    assert "1 image of 133 x 64 px would take" in said and "images/3.tif: " in said
+    assert "1 of 1 images, of up to 133 x 64 px" in said and "images/3.tif: " in said
     plain, bands = (
         json.loads((folder / each / "look.json").read_text())["images"][0]
         for each in ("plain", "bands")

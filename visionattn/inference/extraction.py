@@ -1,0 +1,261 @@
+"""Features of many images in a folder of shards: the work of ``visionattn features``.
+
+This module owns what a run writes, how it goes on after it was killed, and what it says. A part of
+a collection is such a run with a folder of its own.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from visionattn.cli.ends import Stopped
+from visionattn.cli.files import check_folder, locked, unfinished
+from visionattn.inference.drawn import Digits, Division, Drawn
+from visionattn.inference.feature_options import ExtractOptions, check
+from visionattn.inference.image_listing import Listing, find_images
+from visionattn.inference.image_reading import ReadImages
+from visionattn.inference.image_run import ImageRun, read_as_asked
+from visionattn.inference.model_opening import Opened, open_model
+from visionattn.inference.probes import divide_folder, fit_probes, probe_folder
+from visionattn.inference.shards import (
+    INDEX,
+    LOCK,
+    PARTS,
+    Index,
+    Part,
+    Pending,
+    Shard,
+    check_ours,
+    delete_from,
+    read_features,
+    rows_of,
+    shard_paths,
+    whole_shards,
+)
+from visionattn.models.patches import last_map, pooled
+
+AT_WORK = "another extraction of features is at work"
+MIB = 2**20
+DECIDING = ("dtype", "amp", "shard_images", "shard_mib", "tiles", "overlap", "combine")
+"""Options that decide what is in the files, besides the model and the images."""
+
+
+@dataclass(frozen=True)
+class Collection:
+    """All images of a command, and the model that sees them."""
+
+    images: ReadImages
+    opened: Opened
+    division: Division | None
+    """For a probe of pooled features."""
+    identity: dict[str, Any]
+    """What decides the features, as JSON types."""
+
+    @property
+    def listing(self) -> Listing:
+        """Return the images that are listed."""
+        return self.images.listing
+
+
+def collect(options: ExtractOptions) -> Collection:
+    """Open the model and list the images.
+
+    Raises:
+        ValueError, FileNotFoundError: something is wrong; one line.
+    """
+    listing: Any = None
+    if not options.drawn:
+        listing = find_images(options.images) if options.images else None
+        listing = listing or Digits(options.val_fraction, options.seed)
+    opened = open_model(options, classifies=False)
+    if not options.dense:
+        opened.check_pooled()
+    elif not hasattr(opened.model, "forward_intermediates"):
+        raise ValueError(f"{opened.name} gives no feature maps; leave --dense out")
+    if options.drawn:  # at the size that the model says
+        listing = Drawn(options.drawing(), options.seed, opened.geometry)
+    division = _divide(options, listing) if options.probe and not options.dense else None
+    kind = "dense" if options.dense else "pooled"
+    identity = opened.identity() | {"kind": kind, "images": len(listing)}
+    identity |= {key: getattr(options, key) for key in DECIDING}
+    identity |= {"level": options.level} if options.level else {}  # as earlier versions wrote it
+    identity |= {"list_of_images": listing.digest()}
+    return Collection(read_as_asked(options, opened, listing), opened, division, identity)
+
+
+def _divide(options: ExtractOptions, listing: Listing) -> Division:
+    """Divide the images for a probe of pooled features."""
+    if isinstance(listing, (Digits, Drawn)):
+        division = listing.divide()
+    else:
+        how = dict(val_fraction=options.val_fraction, seed=options.seed)
+        division = divide_folder(options.images[0], **how)
+    if len(division.class_names) < 2:
+        raise ValueError(
+            f"probe needs two classes or more; {options.images[0]} has {division.class_names[0]} "
+            "alone"
+        )
+    if options.neighbours > len(division.fitted):
+        raise ValueError(
+            f"neighbours {options.neighbours} of {len(division.fitted)} images to fit on; name "
+            "fewer"
+        )
+    return division
+
+
+class Extraction:
+    """Model, images and folder, after all checks; nothing is written before ``run``.
+
+    Args:
+        options: what ``parse_options`` returned.
+        collection: all images, of which the options may name a part; None: what the options say.
+
+    Raises:
+        ValueError, FileNotFoundError: something is wrong or in the way; one line.
+    """
+
+    def __init__(self, options: ExtractOptions, collection: Collection | None = None):
+        check(options)
+        self.options, output = options, Path(options.output or "")
+        self.part = Part.parse(options.shard) if options.shard else None
+        self.folder, beside = output, output
+        if self.part is not None:
+            self.part.check_division(output)
+            self.folder = self.part.folder(output)
+            beside = Path(f"{output}.{self.part.number}-of-{self.part.of}")
+        self._check_folder()
+        self.collection = collection or collect(options)
+        self.opened, images = self.collection.opened, self.collection.images
+        self.numbers = range(len(images))
+        if self.part is not None:
+            self.numbers = self.part.images(len(images))
+            images = images.part(self.numbers)
+        compute, held_bytes = (last_map, options.shard_mib * MIB) if options.dense else (pooled, 0)
+        how = dict(output=beside, held_bytes=held_bytes)
+        self.image_run = ImageRun(options, self.opened, images, compute, **how)
+        self.kept = self._whole_shards()
+        if not self.kept:
+            images.check_asked()
+
+    def _check_folder(self) -> None:
+        """Raise ValueError where features cannot be written, or would lie among other files."""
+        folder, overwrite = self.folder, self.options.overwrite
+        check_folder(folder, "choose another --output")
+        if (folder / PARTS).exists() and (overwrite or not (folder / INDEX).exists()):
+            raise ValueError(
+                f"{folder} holds parts, not merged; --merge, or choose another --output"
+            )
+        if not overwrite:
+            check_ours(folder)
+
+    @property
+    def done(self) -> int:
+        """Return how many images are done."""
+        return sum(len(shard.rows) for shard in self.kept)
+
+    def _whole_shards(self) -> list[Shard]:
+        if self.options.overwrite:
+            return []
+        names, first = self.collection.listing.name, self.numbers.start
+        return whole_shards(self.folder, self.collection.identity, names, first)
+
+    def run(self, say: Callable[[str], None]) -> None:
+        """Write the features that are missing and the index, and say what came of it.
+
+        Raises:
+            Stopped: Ctrl-C; the files that are written stay.
+            ValueError: another extraction is at work in the folder; none of the images gives
+                features.
+            OutOfMemory: none of them fits into memory.
+            Failed: a process that reads images ended.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            taken = f"{AT_WORK} in {self.folder}; wait for it or end it"
+            with locked(self.folder / LOCK, taken):
+                for path in unfinished(self.folder):  # of a run that was killed as it wrote
+                    path.unlink()
+                self.kept = self._whole_shards()  # another run may have written since the check
+                self._run(say)
+        finally:
+            with suppress(OSError):  # something is in it
+                self.folder.rmdir()
+
+    def _run(self, say: Callable[[str], None]) -> None:
+        """Do the work of ``run`` in a folder that is locked."""
+        for note in (*self.opened.notes, *self.image_run.lines):
+            say(note)
+        if isinstance(self.collection.listing, Drawn):
+            say(self.collection.listing.describe())
+        done, total, batch_size = self.done, len(self.numbers), 1
+        if self.part is not None:
+            first, whole = self.numbers.start + 1, len(self.collection.listing)
+            say(f"part {self.part}: images {first} to {self.numbers.stop} of {whole}")
+        if done:
+            say(f"{done} of {total} images are done: going on after {_files(len(self.kept))}")
+        start = time.perf_counter()
+        if done < total:
+            batch_size = self.image_run.announce(say, done)
+        if self.options.overwrite:
+            (self.folder / INDEX).unlink(missing_ok=True)
+            delete_from(self.folder, 0)
+        try:
+            self.image_run.banding.say = say
+            with self.image_run.banding.at_work():
+                self._write_shards(done, batch_size)
+        except KeyboardInterrupt as error:
+            again = f"the same command{' without --overwrite' * self.options.overwrite}"
+            raise Stopped(
+                f"stopped; the files that are written stay in {self.folder}, {again} goes on"
+            ) from error
+        index = Index(self.folder)
+        index.write(rows_of(self.folder))
+        seconds = time.perf_counter() - start
+        speed = f" in {seconds:.1f} s, {(total - done) / seconds:.3g} images/s"
+        files = _files(len(shard_paths(self.folder)))
+        say(f"{total} images{speed if done < total else ''}: {files} and {index.path}")
+        index.report(say, all_fail=self.part is None)
+        for text in self._probe():
+            say(text)
+
+    def _probe(self) -> Iterator[str]:
+        """Fit and judge the probes that are asked for, and say what came of them."""
+        listing, division = self.collection.listing, self.collection.division
+        if division is not None:
+            yield from fit_probes(read_features(self.folder), division, self.options.neighbours)
+        elif self.options.probe and isinstance(listing, Drawn):
+            yield from probe_folder(self.folder, self.image_run.images, listing, self.options.seed)
+
+    def _write_shards(self, done: int, batch_size: int) -> None:
+        """Write the shards from image ``done`` on, and delete those behind the last one, which are
+        of an earlier, longer run.
+        """
+        options, number = self.options, len(self.kept)
+        first = self.numbers.start + done
+        pending = Pending(self.folder, number, first, self.collection.identity)
+        dtype = getattr(torch, options.dtype)
+        outcomes = self.image_run.outcomes(batch_size, dtype, done)
+        # Batches fill a shard, which is written as soon as it is full: a kill loses one shard at
+        # most.
+        for batch in outcomes if done < len(self.numbers) else ():
+            pending.add(batch)
+            if pending.is_full(options.shard_images, options.shard_mib * MIB):
+                pending = self._written(pending)
+        if len(pending):
+            pending = self._written(pending)
+        delete_from(self.folder, pending.number)
+
+    def _written(self, pending: Pending) -> Pending:
+        """Write a shard, and return the next one."""
+        pending.write()
+        following = pending.first + len(pending)
+        return Pending(self.folder, pending.number + 1, following, self.collection.identity)
+
+
+def _files(count: int) -> str:
+    return f"{count} file{'' if count == 1 else 's'} of features"

@@ -1,0 +1,186 @@
+"""Images through a model in batches of one size: the output of each, in order, or why there is
+none.
+
+This module owns batching, reading ahead within bounds, and what happens where memory is short or
+numbers are not finite. It knows nothing of what becomes of the outputs.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from visionattn.cli.ends import OutOfMemory, is_out_of_memory
+from visionattn.cli.files import first_line
+from visionattn.inference.image_reading import ReadImages, Sample
+from visionattn.inference.model_opening import Opened
+from visionattn.models.cost import Compute
+from visionattn.models.machine import autocast
+from visionattn.models.patches import takes_sizes
+from visionattn.models.segmentation import Segmenter
+
+Status = Literal["ok", "unreadable", "oom", "nan"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The output of one image, or why there is none."""
+
+    path: str
+    status: Status
+    """``oom``: too little memory for it alone. ``nan``: the output is not finite."""
+    reason: str | None = None
+    """Why there is no output, in one line; None where there is one."""
+    height: int | None = None
+    """Height of the image in its file, in pixels; None where it cannot be read."""
+    width: int | None = None
+    input_height: int | None = None
+    """Height of what the model saw."""
+    input_width: int | None = None
+    value: Tensor | None = None
+    """The output, on the CPU."""
+
+    def error(self, text: str) -> Exception:
+        """Return an error with the reason why there is no output: ``OutOfMemory`` for ``oom``."""
+        kind = OutOfMemory if self.status == "oom" else ValueError
+        return kind(f"{text}{self.path}: {self.reason}")
+
+
+def masks(model: nn.Module, inputs: Tensor, sizes: Tensor | None) -> Tensor:
+    """Return the class of each pixel, uint8 ``[B, H, W]``, for inputs ``[B, C, H, W]``."""
+    assert isinstance(model, Segmenter)
+    return model.masks(inputs, sizes)
+
+
+def batch_samples(samples: Iterator[Sample], batch_size: int) -> Iterator[list[Sample]]:
+    """Divide samples, in order, into batches of at most ``batch_size`` whose images have one size
+    and one type. An unreadable image goes with any; one for bands is a batch of its own.
+    """
+    batch, kind = list[Sample](), None
+    for sample in samples:
+        own = None if sample.pixels is None else (sample.pixels.shape, sample.pixels.dtype)
+        other = own is not None and kind is not None and own != kind
+        if batch and (other or len(batch) == batch_size or sample.banded or batch[0].banded):
+            yield batch
+            batch, kind = [], None
+        batch.append(sample)
+        kind = kind or own
+    if batch:
+        yield batch
+
+
+def read_ahead(
+    images: ReadImages, start: int, *, batch_size: int, workers: int
+) -> Iterator[Sample]:
+    """Yield samples from number ``start`` on, in order, read by processes that stay a bounded
+    number of images ahead: two batches at one size, else one image for each process.
+
+    Raises:
+        RuntimeError: a process ended (``is_of_a_dead_worker``).
+    """
+    from visionattn.data.batches import start_worker
+
+    ahead = 1 if images.geometry.canvas is None else math.ceil(2 * batch_size / max(workers, 1))
+    yield from DataLoader(
+        images,
+        batch_size=None,
+        sampler=range(start, len(images)),
+        num_workers=workers,
+        collate_fn=_as_it_is,
+        worker_init_fn=start_worker,
+        prefetch_factor=ahead if workers else None,
+        generator=torch.Generator(),  # leaves torch's own generator alone
+    )
+
+
+def is_of_a_dead_worker(error: BaseException) -> bool:
+    """Tell whether torch's signal handler raised the error, which can come up at any place."""
+    return isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker")
+
+
+def _as_it_is(sample: Sample) -> Sample:
+    return sample
+
+
+def run_batch(
+    opened: Opened,
+    batch: list[Sample],
+    paths: list[str],
+    compute: Compute,
+    amp: str = "none",
+    dtype: torch.dtype = torch.float32,
+) -> list[Outcome]:
+    """Compute the outputs of images of one size, named by ``paths``; ``ImageRun`` explains the
+    other arguments. The pixels of the samples are given up.
+    """
+    readable = [sample for sample in batch if sample.pixels is not None]
+    values, size = iter(()), (None, None)
+    if readable:
+        stacked = torch.stack([sample.pixels for sample in readable])
+        size = tuple(stacked.shape[2:])
+        for sample in readable:
+            sample.pixels = None  # the stack holds them: their own memory is free
+        sizes = None
+        # Only a model that leaves out what images do not fill is told of it.
+        if any(sample.present != size for sample in readable) and takes_sizes(opened.model):
+            sizes = torch.tensor([sample.present for sample in readable])
+        values = iter(_outputs(opened, stacked, sizes, compute, amp, dtype))
+    outcomes = []
+    for path, sample in zip(paths, batch, strict=True):
+        own = (sample.height, sample.width)
+        if sample.reason is not None:
+            outcomes.append(Outcome(path, "unreadable", sample.reason, *own))
+            continue
+        outcome = Outcome(path, "ok", None, *own, *size, next(values))
+        if outcome.value is None:
+            reason = f"out of memory with one image of {size[0]} x {size[1]} pixels"
+            outcome = replace(outcome, status="oom", reason=reason)
+        outcomes.append(finished(outcome, dtype))
+    return outcomes
+
+
+def finished(outcome: Outcome, dtype: torch.dtype) -> Outcome:
+    """Return an outcome as it is, or without its output where that is not finite."""
+    if outcome.value is None or outcome.value.isfinite().all():
+        return outcome
+    hint = "; float32 may hold them" if dtype == torch.float16 else ""
+    return replace(outcome, status="nan", reason=f"outputs are not finite{hint}", value=None)
+
+
+def _outputs(
+    opened: Opened,
+    images: Tensor,
+    sizes: Tensor | None,
+    compute: Compute,
+    amp: str,
+    dtype: torch.dtype,
+) -> list[Tensor | None]:
+    """Return one output per image of uint8 ``[B, C, H, W]``, on the CPU; None where memory is too
+    small for it alone.
+    """
+    try:
+        with torch.inference_mode(), autocast(opened.device, amp):
+            inputs = opened.spec.prepare(images.to(opened.device))
+            given = None if sizes is None else sizes.to(opened.device)
+            return list(compute(opened.model, inputs, given).to("cpu", dtype))
+    except (RuntimeError, AssertionError, MemoryError) as error:
+        if is_of_a_dead_worker(error):
+            raise
+        if not is_out_of_memory(error):
+            height, width = images.shape[2:]
+            raise ValueError(
+                f"{opened.name} does not take images of {height} x {width} pixels: "
+                f"{first_line(error)}"
+            ) from error
+    if len(images) == 1:
+        return [None]
+    half = len(images) // 2
+    found: list[Any] = []
+    for part in (slice(half), slice(half, None)):
+        given = None if sizes is None else sizes[part]
+        found += _outputs(opened, images[part], given, compute, amp, dtype)
+    return found

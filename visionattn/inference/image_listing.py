@@ -1,0 +1,239 @@
+"""Which images are meant: folders, single files, lists of paths, and pictures in memory.
+
+This module owns the order of the images, and which types and shapes of pictures are taken. A
+listing is a ``Source`` with a length. It opens no image.
+"""
+
+import hashlib
+import io
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import numpy as np
+from einops import rearrange
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from visionattn.data.formats import check_file, extensions, is_folder_format
+from visionattn.data.sources import Files, Source
+from visionattn.data.walk import TEXTS, LeftOut, images_below, suffix_of
+
+Picture = Image.Image | np.ndarray | Tensor
+Images = str | Path | Picture | Sequence[str | Path] | Sequence[Picture]
+WANTED = (
+    "numbers, [H, W], [H, W, C] or [B, H, W, C] as an array, [C, H, W] or [B, C, H, W] as a tensor"
+)
+
+
+class Listing(Source, Protocol):
+    """Encoded images by number, in order."""
+
+    def __len__(self) -> int: ...
+
+    def digest(self) -> str:
+        """Return a text that differs where the images are others."""
+        ...
+
+
+class ListedFiles(Files):
+    """Images that are files."""
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def digest(self) -> str:
+        """Return a digest of names, sizes in bytes and times of change, without reading a file."""
+        return digest_of((path, *_state_of(path)) for path in self.paths)
+
+
+class PartOf:
+    """Images of a listing that follow each other. The digest is that of the whole listing."""
+
+    def __init__(self, listing: Listing, numbers: range):
+        self.listing, self.numbers = listing, numbers
+        self.digest = listing.digest
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def open(self, index: int):
+        """Open an image of the part."""
+        return self.listing.open(self.numbers[index])
+
+    def name(self, index: int) -> str:
+        """Return its path."""
+        return self.listing.name(self.numbers[index])
+
+
+class HeldImages:
+    """Pictures, or bytes of files, in memory; their names are their numbers, ``image 0``."""
+
+    def __init__(self, pictures: Sequence[Picture | bytes]):
+        """Take pictures; raise ValueError for the first that is none."""
+        self.pictures = [as_held(picture, i) for i, picture in enumerate(pictures)]
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def open(self, index: int) -> BinaryIO:
+        """Return the picture as an uncompressed file in memory, so that it is read as files are."""
+        picture = self.pictures[index]
+        if isinstance(picture, bytes):
+            return io.BytesIO(picture)
+        stream = io.BytesIO()
+        if isinstance(picture, np.ndarray):
+            np.save(stream, picture)
+        else:
+            picture.save(stream, "tiff", compression="raw")
+        stream.seek(0)
+        return stream
+
+    def array(self, index: int) -> np.ndarray | None:
+        """Return the picture as the array that it is read as; None where its file says more."""
+        picture = self.pictures[index]
+        if isinstance(picture, Image.Image) and picture.mode in ("L", "RGB"):
+            return np.asarray(picture)
+        return picture if isinstance(picture, np.ndarray) else None
+
+    def name(self, index: int) -> str:
+        """Return the picture's number as a name, ``image 0``."""
+        return f"image {index}"
+
+    def digest(self) -> str:
+        """Return a digest of the content."""
+        return digest_of(self.open(index).read() for index in range(len(self)))
+
+
+def as_held(picture: Picture | bytes, index: int = 0) -> Image.Image | np.ndarray | bytes:
+    """Return a picture of Pillow as it is to be seen, an array or a tensor of grey levels or
+    colours as one, and one of other bands or values as the array ``[H, W, C]``.
+
+    Raises:
+        ValueError: it is neither, holds no numbers, or its shape is not that of a picture.
+    """
+    if isinstance(picture, bytes):
+        return picture
+    if isinstance(picture, Image.Image):
+        return ImageOps.exif_transpose(picture)
+    if not isinstance(picture, (np.ndarray, Tensor)):
+        raise ValueError(
+            f"image {index}: wanted a path, a picture of Pillow, an array or a tensor, got "
+            f"{type(picture).__name__}"
+        )
+    array, what = picture, f"{picture.dtype} {list(picture.shape)}"
+    if isinstance(array, Tensor):
+        array = array.detach().cpu()
+        array = (rearrange(array, "c h w -> h w c") if array.ndim == 3 else array).numpy()
+    if array.ndim == 3 and array.shape[2] == 1:
+        array = array[:, :, 0]
+    if array.dtype.kind not in "buif" or array.ndim not in (2, 3) or not array.size:
+        raise ValueError(
+            f"image {index}: wanted {WANTED}, got {what}; normalised inputs go to the model itself"
+        )
+    array = np.ascontiguousarray(array)
+    if array.dtype == np.uint8 and (array.ndim == 2 or array.shape[2] in (3, 4)):
+        return Image.fromarray(array)
+    return array
+
+
+def listing_of(images: Images) -> ListedFiles | HeldImages:
+    """Return the images that a caller means, as a listing.
+
+    Args:
+        images: a path, or several, as ``find_images`` takes them; a picture, a batch or several
+            pictures.
+
+    Raises:
+        ValueError, FileNotFoundError: there are none, they are of both kinds, or one is no picture.
+    """
+    if isinstance(images, (np.ndarray, Tensor)) and images.ndim == 4:
+        images = list(images)
+    if isinstance(images, (str, os.PathLike, Image.Image, np.ndarray, Tensor)):
+        images = [images]
+    given = list(images)
+    paths = [image for image in given if isinstance(image, (str, os.PathLike))]
+    if not given or 0 < len(paths) < len(given):
+        raise ValueError(
+            "images are either paths or pictures in memory: "
+            + ("got both in one list" if given else "there are no images")
+        )
+    return find_images([os.fspath(path) for path in paths]) if paths else HeldImages(given)
+
+
+def find_images(given: Sequence[str]) -> ListedFiles:
+    """List the images that paths name: what lies in a folder in natural order, the rest in the
+    order given.
+
+    An image that a list names and that does not exist is listed too: its turn will show that it
+    cannot be read.
+
+    Raises:
+        ValueError, FileNotFoundError: nothing is given, a path does not exist, or there are no
+            images; one line.
+    """
+    if not given:
+        raise ValueError(
+            "--images is missing: a folder, image files, or a .txt file with a path per line"
+        )
+    paths: list[str] = []
+    for path in given:
+        if not os.path.exists(path):
+            raise FileNotFoundError(f"no image, folder or list at {path}")
+        check_file(path)
+        if os.path.isdir(path) and not is_folder_format(path):
+            paths += _in_folder(path)
+        elif suffix_of(path) == ".txt":
+            paths += _in_list(path)
+        elif suffix_of(path) in TEXTS:
+            raise ValueError(
+                f"{path} is no image; a list of images is a .txt file with a path per line, "
+                "relative to the current folder"
+            )
+        else:
+            paths.append(path)
+    return ListedFiles(paths)
+
+
+def _in_folder(folder: str) -> list[str]:
+    left_out = LeftOut()
+    paths = images_below(Path(folder), others=left_out.suffixes)
+    if not paths:
+        wanted = ", ".join(sorted(extensions()))
+        raise ValueError(
+            f"no images in {folder}{left_out.files_there()}; wanted files that end in {wanted}"
+        )
+    left_out.warn(folder)
+    return paths
+
+
+def _in_list(path: str) -> list[str]:
+    """Return the paths in a list file, one for each line that is not empty; they are relative to
+    the current folder.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text file in UTF-8 with a path per line") from error
+    paths = [line.strip() for line in lines if line.strip()]
+    if not paths:
+        raise ValueError(f"{path} names no images; wanted a path per line")
+    return paths
+
+
+def _state_of(path: str) -> tuple[int, ...]:
+    """Return the size of a file and the time of its last change; nothing where there is no file."""
+    try:
+        state = os.stat(path)
+    except OSError:
+        return ()
+    return state.st_size, state.st_mtime_ns
+
+
+def digest_of(parts: Iterable[object]) -> str:
+    """Return the SHA-256 of parts: bytes as they are and other things as ``repr`` writes them."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part if isinstance(part, bytes) else repr(part).encode() + b"\n")
+    return digest.hexdigest()

@@ -1,0 +1,280 @@
+"""Probes: how much of the classes pooled features hold (a linear probe and kNN), and how well a
+feature map tells what lies where (a linear probe of patches against masks).
+
+This module owns what is fitted on and judged, the classifiers, and their figures. It knows features
+only by the paths of their images; ``data/drawn_images.py`` says what lies in a patch.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from einops import rearrange
+from torch import Tensor
+
+from visionattn.data.drawn_images import BACKGROUND, DISTRACTOR, FIRST_CLASS, patch_labels
+from visionattn.data.geometry import Size
+from visionattn.data.own_images import find_images
+from visionattn.inference.drawn import Division, Drawn
+from visionattn.inference.image_reading import ReadImages
+from visionattn.inference.shards import read_features
+from visionattn.models.pixel_classes import ious_of
+
+if TYPE_CHECKING:
+    from sklearn.pipeline import Pipeline
+
+STEPS = 1000
+"""The most steps that the linear probe's optimiser takes."""
+MOST_OF_IMAGE = 50
+"""The most patches of background, and of distractors, of one image that are fitted on."""
+
+Patches = tuple[np.ndarray, np.ndarray]
+"""Features of patches of an image, float32 ``[n, D]``, and what lies in them, int64 ``[n]``."""
+Maps = Callable[[range], Iterator[tuple[int, Tensor]]]
+"""``maps(numbers)`` yields number and map ``[D, H, W]`` of each of these images that has one."""
+
+
+def divide_folder(root: str, *, val_fraction: float, seed: int) -> Division:
+    """Divide a folder of class folders, or of ``train/``, ``val/`` and ``test/`` with those, as
+    training does.
+
+    Raises:
+        ValueError, FileNotFoundError: there are no classes, or too few images; one line.
+    """
+    found = find_images(root)
+    parts = found.to_train(val_fraction, seed)
+    judged_name = "test" if "test" in parts else "validation"
+
+    def labels(name: str) -> dict[str, int]:
+        pairs = zip(parts[name].indices, parts[name].labels, strict=True)
+        return {found.source.name(index): int(label) for index, label in pairs}
+
+    return Division(labels("train"), labels(judged_name), judged_name, found.names)
+
+
+def fit_linear(
+    x: np.ndarray, y: np.ndarray, weights: np.ndarray | None = None
+) -> tuple["Pipeline", str]:
+    """Fit a logistic regression on standardised features.
+
+    Args:
+        x: features ``[n, D]``.
+        y: classes, ``[n]``.
+        weights: how much each row counts, ``[n]``; None: all the same.
+
+    Returns:
+        The classifier, and a note on an optimiser that has not converged, else an empty text.
+    """
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    linear = make_pipeline(StandardScaler(), LogisticRegression(max_iter=STEPS))
+    given = {f"{name}__sample_weight": weights for name in linear.named_steps}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ConvergenceWarning)
+        linear.fit(x, y, **given)
+    converged = not any(issubclass(entry.category, ConvergenceWarning) for entry in caught)
+    return linear, "" if converged else f" (not converged after {STEPS} steps)"
+
+
+def without_features(lost: int) -> list[str]:
+    """Say how many images have no features, in a line or none."""
+    return [f"labelled images without features, which count nowhere: {lost}"] if lost else []
+
+
+def fit_probes(
+    features: Iterable[tuple[str, Tensor]], division: Division, neighbours: int
+) -> list[str]:
+    """Fit a logistic regression on standardised features, and kNN by cosine, and judge both.
+
+    Args:
+        features: path and features ``[D]`` of images; those that the division does not name are
+            ignored.
+        division: which images are fitted on and judged.
+        neighbours: k of kNN.
+
+    Returns:
+        Lines with both accuracies.
+
+    Raises:
+        ValueError: too few images, neighbours or classes are left to fit or to judge.
+    """
+    from sklearn.neighbors import KNeighborsClassifier
+
+    sides = [(labels, [], []) for labels in (division.fitted, division.judged)]
+    for path, vector in features:
+        for labels, vectors, known in sides:
+            if path in labels:
+                vectors.append(vector.float().numpy())
+                known.append(labels[path])
+    (x, y), (x_judged, y_judged) = ((np.array(a), np.array(b)) for _, a, b in sides)
+    if len(x) < neighbours or len(np.unique(y)) < 2 or not len(x_judged):
+        raise ValueError(
+            f"a probe wants at least {neighbours} images (neighbours) of two classes to fit and "
+            f"one to judge; got features of {len(x)} of {len(np.unique(y))} and of {len(x_judged)}"
+        )
+    linear, note = fit_linear(x, y)
+    knn = KNeighborsClassifier(neighbours, metric="cosine").fit(x, y)
+    right = [100 * (found.predict(x_judged) == y_judged).mean() for found in (linear, knn)]
+    line = (
+        f"linear probe {right[0]:.2f} %{note}, kNN (k = {neighbours}) {right[1]:.2f} % of "
+        f"{len(x_judged)} {division.judged_name} images, fitted on {len(x)} images of "
+        f"{len(division.class_names)} classes"
+    )
+    lost = len(division.fitted) + len(division.judged) - len(x) - len(x_judged)
+    return [line, *without_features(lost)]
+
+
+@dataclass(frozen=True)
+class DenseResult:
+    """What a probe makes of the judged patches."""
+
+    confusion: np.ndarray
+    """How many patches of each value of the masks, by row, the probe gives which, by column: int64
+    ``[values, values]``.
+    """
+    fitted: int
+    """Patches that it is fitted on."""
+    note: str
+    """What to say of the fit; empty where it has converged."""
+
+    def line(self, name: str) -> str:
+        """Put intersections over unions, of classes their mean, and the accuracy into a line. A
+        value that no judged patch has does not count.
+        """
+        ious = ious_of(self.confusion)
+        there = np.flatnonzero(~np.isnan(ious))
+        classes = there[there >= FIRST_CLASS]
+        groups = [("background", [BACKGROUND]), ("distractors", [DISTRACTOR])]
+        groups += [(f"{len(classes)} classes", classes)]
+        parts = [
+            f"{what} {percent(ious[values].mean())}"
+            for what, values in groups
+            if len(values) and np.isin(values, there).all()
+        ]
+        accuracy = float(np.diag(self.confusion).sum() / self.confusion.sum())
+        return (
+            f"{name}{self.note}: mean IoU {percent(np.nanmean(ious))} ({', '.join(parts)}), "
+            f"accuracy {percent(accuracy)}"
+        )
+
+
+def percent(share: float) -> str:
+    """Write a share for people."""
+    return f"{100 * share:.2f} %"
+
+
+def sampled(patches: Patches, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+    """Choose the patches of an image that are fitted on: all of classes, and at most
+    ``MOST_OF_IMAGE`` of background and of distractors each, drawn at random.
+
+    Returns:
+        Features, values, and weights float32 ``[n]``: how many patches of the image each stands
+        for, so that the fit is one to all of them.
+    """
+    features, values = patches
+    chosen, weights = [], []
+    for value in np.unique(values):
+        places = np.flatnonzero(values == value)
+        kept = places
+        if value < FIRST_CLASS and len(places) > MOST_OF_IMAGE:
+            kept = rng.choice(places, MOST_OF_IMAGE, replace=False)
+        chosen.append(kept)
+        weights.append(np.full(len(kept), len(places) / len(kept), np.float32))
+    order = np.concatenate(chosen)
+    return features[order], values[order], np.concatenate(weights)
+
+
+def fit_and_judge(
+    fitted: Iterable[Patches], judged: Iterable[Patches], values: int, seed: int
+) -> DenseResult:
+    """Fit a logistic regression on standardised features of patches, and judge it on others.
+
+    Args:
+        fitted, judged: the patches, image by image; those of one image at a time are in memory,
+            besides those that ``sampled`` chooses.
+        values: how many values masks may have.
+        seed: of that choice.
+
+    Raises:
+        ValueError: fewer than two values to fit, or nothing to judge.
+    """
+    rng = np.random.default_rng(seed)
+    chosen = [sampled(patches, rng) for patches in fitted]
+    if len(np.unique(np.concatenate([[], *(known for _, known, _ in chosen)]))) < 2:
+        raise ValueError(
+            "a dense probe wants patches of two kinds to fit on, and the masks show fewer; draw "
+            "more images: --eval-images"
+        )
+    x, y, weights = (np.concatenate(parts) for parts in zip(*chosen, strict=True))
+    probe, note = fit_linear(x, y, weights)
+    confusion = np.zeros((values, values), np.int64)
+    for features, known in judged:
+        np.add.at(confusion, (known, probe.predict(features)), 1)
+    if not confusion.any():
+        raise ValueError("none of the images to judge has features")
+    return DenseResult(confusion, len(y), note)
+
+
+def patches_of(maps: Iterator[tuple[int, Tensor]], drawn: Drawn) -> Iterator[Patches]:
+    """Pair the patches of maps with what lies in them; what images do not fill is left out."""
+    for index, feature_map in maps:
+        mask, present = drawn.mask(index)
+        rows, columns = feature_map.shape[1:]
+        known = patch_labels(mask, (rows, columns), len(drawn.value_names))
+        # A patch that is filled in part counts, as it does to models that leave the others out.
+        filled = (-(-present[0] * rows // mask.shape[0]), -(-present[1] * columns // mask.shape[1]))
+        part = feature_map[:, : filled[0], : filled[1]].float().numpy()
+        yield rearrange(part, "d h w -> (h w) d"), known[: filled[0], : filled[1]].ravel()
+
+
+def pixel_map(pixels: Tensor, rows: int, columns: int) -> Tensor:
+    """Return the pixels ``[C, H, W]`` of each patch as its features ``[D, rows, columns]``."""
+    return rearrange(pixels, "c (h p) (w q) -> (c p q) h w", h=rows, w=columns)
+
+
+def probe_folder(folder: Path, images: ReadImages, drawn: Drawn, seed: int) -> Iterator[str]:
+    """Fit on the maps of the validation images of a folder, judge on the maps of the test images,
+    and do the same with the pixels of the patches, for comparison.
+
+    Args:
+        folder: where the shards are.
+        images, drawn: the images that the maps are of.
+        seed: of the choice of patches.
+
+    Yields:
+        Lines for people, that of the maps last.
+    """
+    numbers = {drawn.name(number): number for number in range(len(drawn))}
+    grids: dict[int, Size] = {}
+
+    def maps(wanted: range) -> Iterator[tuple[int, Tensor]]:
+        for path, feature_map in read_features(folder, {drawn.name(number) for number in wanted}):
+            grids[numbers[path]] = feature_map.shape[1:]
+            yield numbers[path], feature_map
+
+    def of_pixels(wanted: range) -> Iterator[tuple[int, Tensor]]:
+        for number in wanted:
+            if number in grids:
+                yield number, pixel_map(images[number].pixels, *grids[number])
+
+    def probe(maps: Maps) -> DenseResult:
+        fitted, judged = (
+            patches_of(maps(drawn.numbers(split)), drawn) for split in ("validation", "test")
+        )
+        return fit_and_judge(fitted, judged, len(drawn.value_names), seed)
+
+    found = probe(maps)
+    each, judged = len(drawn.numbers("test")), found.confusion.sum()
+    yield from without_features(len(drawn) - len(grids))
+    yield (
+        f"linear probes are fitted on {found.fitted:,} patches of {each} validation images and "
+        f"judged on {judged:,} of {each} test images"
+    )
+    yield probe(of_pixels).line("pixels")
+    yield found.line("dense probe")

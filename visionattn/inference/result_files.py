@@ -1,0 +1,39 @@
+"""Arrays and tables that appear whole or not at all, and how two descriptions of work differ."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from visionattn.cli.files import write_whole
+from visionattn.cli.tables import write_rows
+from visionattn.cli.untrusted import brief
+
+
+def write_array(path: Path, array: np.ndarray) -> None:
+    """Write an ``.npy``, whole or not at all."""
+
+    def write(place: Path) -> None:
+        with open(place, "wb") as file:
+            np.save(file, array)
+
+    write_whole(path, write)
+
+
+def write_table(path: Path, columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> None:
+    """Write rows as CSV, whole or not at all; names of files may be in any encoding."""
+
+    def write(place: Path) -> None:
+        with open(place, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
+            write_rows(file, columns, rows)
+
+    write_whole(path, write)
+
+
+def difference(there: dict[str, Any], here: dict[str, Any]) -> str | None:
+    """Return the first key of ``here`` whose value differs, with both values; None for none."""
+    for key, value in here.items():
+        if there.get(key) != value:
+            return f"{key} {brief(there.get(key))} there, {brief(value)} here"
+    return None
