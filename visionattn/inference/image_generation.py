@@ -300,7 +300,7 @@ def likeliest_class(model: PixelDecoder, prompt: Tensor, rows: int, classes: Ten
 
     Args:
         model: conditioned, in eval mode.
-        prompt: uint8 ``[C, H, W]``; what is below the rows does not count.
+        prompt: uint8 ``[C, H, W]``; pixels below the rows do not count.
         rows: how many are given.
         classes: int64 ``[n]``, the ones to choose from; of equals the first.
     """
