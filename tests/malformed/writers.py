@@ -65,8 +65,6 @@ WORDS = {
     "keep of nothing": ("--complete", "images/val", "--keep", "0"),
     "keep of all": ("--complete", "images/val", "--keep", "1"),
     "keep of more": ("--complete", "images/val", "--keep", "7"),
-    "keep of no row": ("--complete", "images/val", "--keep", "0.01"),
-    "a prompt that is larger": ("--complete", "images/val", "--img_size", "8"),
     "no images": ("--complete", "nowhere"),
     "no list": ("--complete", "train.yaml"),
     "device": ("--device", "wrong"),
