@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import save_file
 
 from tests.malformed.images import PICTURES, WRONG_BYTES, encoded
-from tests.malformed.masks import png
 from tests.malformed.mutations import BYTES, broken_trees, few, write
 from tests.malformed.runner import Case
 from tests.malformed.valid import GENERATE, SEGMENTED, WRITER
@@ -150,10 +149,6 @@ def prompt_cases() -> Iterator[Case]:
     for kind in WRONG_BYTES:
         change = write("odd.png", BYTES[kind](encoded("png")))
         yield Case(f"writer prompt {kind}", (*COMPLETE, "odd.png"), change)
-    depths = {"grey": (16, 16), "grey and alpha": (16, 16, 2)}
-    for name, shape in depths.items():
-        change = write("odd.png", png(np.zeros(shape, np.uint8)))
-        yield Case(f"writer prompt of {name}", (*COMPLETE, "odd.png"), change)
     for kind in (np.uint16, np.float32, np.int64):
         pixels = np.zeros((16, 16, 3), kind)
 

@@ -4,6 +4,7 @@ and batches; and ``visionattn.generate``. It writes no files.
 
 import math
 import os
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -279,7 +280,10 @@ def read_prompts(listing: Listing, opened: Opened, size: Size | None) -> tuple[l
             size of the others; one line.
     """
     geometry = opened.geometry if size is None else Geometry(opened.geometry.fit, size)
-    images, paths, found = ReadImages(listing, opened.spec, geometry), [], []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # values of more than 8 bits are an error below
+        images = ReadImages(listing, opened.spec, geometry)
+    paths, found = [], []
     for index in range(len(listing)):
         sample, path = images[index], listing.name(index)
         if sample.pixels is None:
