@@ -170,6 +170,10 @@ def change_bias(model):
 
 
 REFUSED = {
+    "too many": (
+        [FILE, "--count", "10001", "--output", "a.png"],
+        "a .png has at most 10,000 images side by side, got count 10,001",
+    ),
     "no weights": ([], "name the weights first"),
     "no output": ([FILE], "--output is missing: a .png"),
     "no such weights": (["nowhere.safetensors", "--output", "a.png"], "no checkpoint at nowhere"),

@@ -109,7 +109,7 @@ def test_places_the_top_and_the_class_token_are_queried(folder):
     assert look(["token.safetensors", "a.png", "--output", "token", *NATIVE]) == 0
     (found,) = summary(folder / "token")
     assert [row["query"] for row in found["rows"]] == ["class"] and "winners" not in found
-    assert "The class token alone is pooled" in (folder / "token" / "index.html").read_text()
+    assert "Only the class token is pooled" in (folder / "token" / "index.html").read_text()
     assert "1-winners.png" not in os.listdir(folder / "token")
 
 

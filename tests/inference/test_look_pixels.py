@@ -72,7 +72,7 @@ CASES = {
     "cropped left and right": Case(
         (144, 131), (48, 32), ("--img-size", "48", "32", "--fit", "crop"), 3, (0, 17), 3
     ),
-    "too large to draw": replace(CROPPED, file=(200, 240), times=10, most_drawn_px=1930),
+    "too large to draw": Case((280, 336), (32, 48), CROPPED.flags, 7, (28, 0), 10, None, 1921),
     "padded": Case(
         (40, 56), (40, 56), ("--img-size", "56", "56", "--fit", "pad"), times=9, present=(40, 56)
     ),

@@ -255,7 +255,7 @@ def test_the_model_is_left_as_it_is_and_inference_mode_does_not_matter():
 def test_poolings_that_divide_nothing_say_so():
     token = find_attribution(build(class_token=True, global_pool="token"), image())
     assert token.patches is None and token.channels is None and token.rest is None
-    assert token.how.startswith("the class token alone is pooled")
+    assert token.how.startswith("only the class token is pooled")
     assert token.gradient.shape == (20, 28)
     pooled = find_attribution(build(global_pool="map"), image())
     assert pooled.patches is None and "pooling 'map', norm and head do not divide" in pooled.how

@@ -369,7 +369,7 @@ REFUSED = [
     ),
     (
         ["scaleformer_vit_t", "--args", "{dynamic_img_size: false}", "--output", "a.onnx"],
-        "takes images of 224 x 224 px alone",
+        "takes images of 224 x 224 px only",
     ),
 ]
 

@@ -23,8 +23,8 @@ from visionattn.models.attribution import offset_weights
 
 PAGE = "index.html"
 MOST_DRAWN_PX, REDUCED_PX = 2**27, 2**24
-"""Images of more pixels are drawn at about so many at most; the lower bound is for images that the
-model sees band by band.
+"""The most pixels of a picture: larger files are drawn reduced. The second limit is for images that
+are computed band by band.
 """
 PREVIEW_PX, DETAIL_PX = 1000, 640
 """The longest side of a picture on the page, and of the part of it that is shown pixel by pixel."""
@@ -35,7 +35,7 @@ COMPRESSION = 3
 hardly smaller.
 """
 PageOf = Callable[[str, Sequence[dict[str, Any]]], str]
-"""``page(title, parts)``: the page; ``visionattn.lab.report.look`` has the one of the command."""
+"""``page(title, parts)`` returns the page; the command passes ``visionattn.lab.report.look``."""
 
 
 class Looking:

@@ -18,6 +18,8 @@ from visionattn.inference.picture_folder import check_picture_folder
 SUMMARY = "generate.json"
 """The file by which a folder is known as one of ``visionattn generate``."""
 PICTURE, ARRAY = ".png", ".npy"
+MOST_IN_PICTURE = 10_000
+"""Images side by side in one picture."""
 EXAMPLE = "checkpoints/digits_generate/best.safetensors --count 40 --output checkpoints/written.png"
 
 
@@ -126,6 +128,11 @@ def check_output(options: GenerateOptions) -> None:
             f"--output is missing: a {PICTURE} for all images side by side, an {ARRAY}, or a folder"
         )
     path = Path(options.output)
+    if options.suffix == PICTURE and (options.count or 0) > MOST_IN_PICTURE:
+        raise ValueError(
+            f"a {PICTURE} has at most {MOST_IN_PICTURE:,} images side by side, got count "
+            f"{options.count:,}; name an {ARRAY} or a folder as --output"
+        )
     if options.suffix in (PICTURE, ARRAY):
         check_free(path, options.overwrite)
     elif options.suffix:

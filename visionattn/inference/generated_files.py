@@ -93,7 +93,7 @@ class Generating:
         generation = self.generation
         images = f"{generation.images} of {pixels(generation.size)}"
         if generation.rows:
-            images += f", of which {generation.rows} rows are given"
+            images += f", {generation.rows} rows of each are given"
         say(f"{self.opened.notes[0]}; images: {images}")
         with self.work:
             with Progress(generation.images * generation.values, unit="values") as progress:

@@ -91,8 +91,8 @@ class Look:
 
     @property
     def top(self) -> Place:
-        """Return the patch of the highest attribution: the one that adds most to the class, or,
-        where the pooling does not say so, has the largest sum of absolute gradient times input.
+        """Return the patch that adds most to the class or, where the pooling does not say so, has
+        the largest sum of absolute gradient times input.
         """
         scores = self.evidence.patches
         if scores is None:

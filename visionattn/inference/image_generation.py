@@ -4,6 +4,7 @@ and batches; and ``visionattn.generate``. It writes no files.
 
 import math
 import os
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,8 @@ LEVELS = 256
 """Values of a picture."""
 COUNT, KEEP = 64, 0.5
 """Images that are generated, and the share of rows that is given, unless options say."""
+MOST = 2**24
+"""Images of a call, and values of an image."""
 CLASSES_AT_ONCE = 16
 """Classes under which the likelihood of a prompt is computed at once."""
 Batch = dict[str, Tensor]
@@ -164,6 +167,11 @@ class Generation:
                 "img_size is missing: the model was trained on images of their own sizes"
             )
         self.size, self.values = size, math.prod(size) * self.model.in_chans
+        if max(self.values, self.images) > MOST:
+            raise ValueError(
+                f"expected at most {MOST:,} images of at most {MOST:,} values, got {self.images:,} "
+                f"of {pixels(size)}; lower count or img_size"
+            )
 
     def _classes(self) -> list[int]:
         spec, given = self.opened.spec, self.options.classes
@@ -194,7 +202,7 @@ class Generation:
             ValueError: outputs of the model are not finite; one line.
             OutOfMemory: a batch does not fit into memory.
         """
-        batches, numbers, most = [], list(range(self.images)), self.options.batch_size
+        batches, numbers, most = [], range(self.images), self.options.batch_size
         try:
             with torch.inference_mode(), autocast(self.opened.device, self.options.amp):
                 labels = self._labels()
@@ -220,7 +228,7 @@ class Generation:
         )
         return found, nats[:, 0] / (math.log(2) * given)
 
-    def _batch(self, numbers: list[int], labels: Tensor | None, progress: Progress | None) -> Batch:
+    def _batch(self, numbers: range, labels: Tensor | None, progress: Progress | None) -> Batch:
         """Generate the images of some numbers."""
         device, given = self.opened.device, torch.zeros(len(numbers), 0, dtype=torch.int64)
         if self.prompts is not None:
@@ -230,7 +238,7 @@ class Generation:
             self.model,
             self.size,
             [divmod(number, self.copies) for number in numbers],
-            None if labels is None else labels[numbers],
+            None if labels is None else labels[numbers.start : numbers.stop],
             given.to(device),
             temperature=self.options.temperature,
             seed=self.options.seed,
@@ -271,7 +279,10 @@ def read_prompts(listing: Listing, opened: Opened, size: Size | None) -> tuple[l
             size of the others; one line.
     """
     geometry = opened.geometry if size is None else Geometry(opened.geometry.fit, size)
-    images, paths, found = ReadImages(listing, opened.spec, geometry), [], []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # values of more than 8 bits are an error below
+        images = ReadImages(listing, opened.spec, geometry)
+    paths, found = [], []
     for index in range(len(listing)):
         sample, path = images[index], listing.name(index)
         if sample.pixels is None:
@@ -299,7 +310,7 @@ def likeliest_class(model: PixelDecoder, prompt: Tensor, rows: int, classes: Ten
 
     Args:
         model: conditioned, in eval mode.
-        prompt: uint8 ``[C, H, W]``; what is below the rows does not count.
+        prompt: uint8 ``[C, H, W]``; pixels below the rows do not count.
         rows: how many are given.
         classes: int64 ``[n]``, the ones to choose from; of equals the first.
     """

@@ -92,7 +92,7 @@ def parse_look(argv: Sequence[str]) -> LookOptions:
 
 
 def check_asked(options: LookOptions) -> None:
-    """Check what is asked for.
+    """Check the options of the pictures.
 
     Raises:
         ValueError: queries are wrong, or an option would do nothing; one line.

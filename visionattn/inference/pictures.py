@@ -24,13 +24,13 @@ FOR, AGAINST, QUERY = (213, 94, 0), (0, 114, 178), (0, 128, 80)
 STRONGEST = 0.8
 """How much of a pixel is the colour where the attribution is strongest."""
 LEAST_PX, MOST_TIMES = 512, 16
-"""Smaller images are enlarged by a whole number, to about so many pixels."""
+"""Images are enlarged by a whole number up to ``LEAST_PX`` pixels."""
 LETTER_SHARE, LEAST_LETTER = 90, 13
-"""Letters are as high as a part of the longest side, and at least so many pixels."""
+"""Letters have the height of a part of the longest side, and ``LEAST_LETTER`` pixels at least."""
 BOXED = 5
 """How many patches of the highest attribution are boxed."""
 EXTREME_SHARE, MOST_EXTREME = 0.005, 1000
-"""How many pixels' gradient times input is as strong as can be: a part of them, at most so many."""
+"""The share of pixels, and the most pixels, that have the strongest color of the gradient."""
 CELL_PX, TABLE_PX = 7, 112
 """The least side of an entry of a table, and the side up to which entries are enlarged."""
 TILE_PX, GAP_PX, GROUND = 64, 6, "#c8c8c8"
@@ -54,7 +54,7 @@ class Picture:
     focus: Box | None
     """Where in it the highest attribution or weight is, in its pixels; None: nowhere."""
     drawn: tuple[int, int]
-    """Width and height of what is drawn, from its upper left corner; sentences stand below."""
+    """Width and height of the drawn image at the upper left; sentences stand below."""
 
 
 class Canvas:
@@ -296,7 +296,7 @@ def features(canvas: Canvas, block: int) -> Picture:
         for name, share in zip(("red", "green", "blue"), shares.tolist(), strict=False)
     )
     lines = [
-        f"The three main components of the features after block {block}, of this image alone, each "
+        f"The three main components of the features after block {block} in this image, each "
         f"from its 1st to its 99th percentile; share of the variance: {told}."
     ]
     return canvas.picture("features", "Features", lines, picture)

@@ -2,8 +2,8 @@
 output answers to each pixel, with which weights tokens see each other, and what the last features
 have in common.
 
-This module owns what is computed, of one image at a time, in time and memory linear in its patches.
-It knows nothing of files and draws nothing.
+Everything takes one image at a time, and time and memory linear in its patches. The module knows
+nothing of files and draws nothing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from visionattn.models.segmentation import Segmenter
 from visionattn.ops.rows import Rows
 
 POOLED = {
-    "max": "each channel of the pooled features is that of the patch where it is largest, which "
+    "max": "each channel of the pooled features comes from the patch where it is largest, which "
     "wins it",
     "avg": "the pooled features are the mean of all patches",
     "avgmax": "half of the pooled features is the mean of all patches, and half is of those that "
@@ -38,8 +38,8 @@ NORMS = (nn.Identity, nn.LayerNorm, nn.RMSNorm, RmsNorm)
 class Attribution:
     """What speaks for a class in one image.
 
-    The margin of a class is its output less the mean of the outputs of all classes; where there is
-    one class alone, its output.
+    The margin of a class is its output less the mean of the outputs of all classes; with a single
+    class, its output.
     """
 
     logits: Tensor
@@ -116,15 +116,15 @@ def find_attribution(
         model: in eval mode; it is left as it is.
         inputs: one image as the model takes it, ``[1, C, H_px, W_px]``.
         sizes: what the image holds, int64 ``[1, 2]``, as the model takes it.
-        target: number of the class; None: that of the largest output.
+        target: number of the class; None: the class of the largest output.
         gradient: make the gradient too, with the blocks computed once more backwards, so that
-            memory is that of one block and of the tokens between them.
+            memory holds one block and the tokens between blocks.
 
     Raises:
         ValueError: the outputs are not finite, or there is no class of that number.
     """
     with torch.inference_mode(False), _frozen(model), torch.set_grad_enabled(gradient):
-        inputs = inputs.clone().requires_grad_(gradient)  # also of one made for inference alone
+        inputs = inputs.clone().requires_grad_(gradient)  # also of an inference tensor
         tokens = model.forward_features(inputs, sizes=sizes)
         present = model.present_patches(inputs, sizes)
         logits = model.forward_head(tokens, present=present)[0]
@@ -290,7 +290,7 @@ def described(model: VisionAttnTransformer) -> str:
         return POOLED[model.global_pool]
     if model.attn_pool is None and model.global_pool == "token":
         return (
-            "the class token alone is pooled, so that no patch adds to the output by itself: its "
+            "only the class token is pooled, so that no patch adds to the output by itself: its "
             "row of attention is shown instead"
         )
     return (
@@ -309,9 +309,8 @@ def _divided(
     """Return what each patch adds to the margin, float64 ``[H*W]``, and the channels that each
     wins; None where the pooling does not say so.
 
-    The pooled features m become ``scale * (m - centre) + bias`` in the norm, whose numbers are
-    those of this image, so that the margin is a sum over channels; each goes to the patch that it
-    is of.
+    The pooled features m become ``scale * (m - centre) + bias`` in the norm, with the mean and the
+    spread of this image, so that the margin is a sum over channels; each goes to its patch.
     """
     if not divides(model):
         return None, None
@@ -382,9 +381,7 @@ def _affine(norm: nn.Module, pooled: Tensor) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _frozen(model: VisionAttnTransformer) -> Iterator[None]:
-    """Let a backward pass make gradients of no parameter and keep what is within a block for no
-    other; afterwards the model is as it was.
-    """
+    """Make gradients of no parameter and checkpoint the blocks; restore the model at the end."""
     trained = [each for each in model.parameters() if each.requires_grad]
     before = model.grad_checkpointing
     try:

@@ -32,7 +32,7 @@ from visionattn.models.weights import DataSpec, check_finite, load_model
 Format = Literal["onnx", "torch", "compiled"]
 SUFFIXES: dict[str, str] = {"onnx": ".onnx", "torch": ".pt2", "compiled": ".pt2"}
 NEEDS = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch": (), "compiled": ()}
-"""Packages that a format is written and checked with, besides torch."""
+"""Packages that write and check a format, in addition to torch."""
 SHAPE = "[B, C, H, W] of whole patches, two or more along each side"
 EXAMPLE = "checkpoints/digits/best.safetensors --format torch --output digits.pt2 --overwrite"
 INPUT, DESCRIPTION = "images", "visionattn.json"
@@ -55,7 +55,7 @@ UNEXPORTABLE += (NotImplementedError, ArithmeticError, ImportError)
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of the exported file beside the model."""
+    """One comparison of the exported file with the model."""
 
     batch: int
     height: int
@@ -89,7 +89,7 @@ def check_exportable(model: nn.Module) -> None:
     if inner.patch_embed.strict_img_size:
         raise ValueError(
             f"{name_of(model)} takes images of {' x '.join(map(str, inner.patch_embed.img_size))} "
-            "px alone (dynamic_img_size=False), and an exported file takes any size; build it "
+            "px only (dynamic_img_size=False), and an exported file takes any size; build it "
             "without"
         )
 
@@ -319,7 +319,7 @@ class ExportOptions:
     timm name of ours; it may stand first, without ``--model``.
     """
     pretrained: bool = False
-    """Take the weights that come with the name. Without, those of a name are random."""
+    """Take the weights that come with the name; without, a name has random weights."""
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of a model by name, e.g. ``{num_classes: 10}``."""
     format: Format = "onnx"

@@ -1,7 +1,7 @@
-"""A model that writes images value by value: causal attention along the raster, no encoder.
+"""A model that generates images value by value: causal attention along the raster, no encoder.
 
 The parallel form gives the likelihoods of all values of given images at once, for training; the
-recurrence gives those of the next value, for writing. They are the same function.
+recurrence gives the likelihoods of the next value, for generation. Both are the same function.
 """
 
 import math
@@ -58,7 +58,7 @@ class DecoderState:
 class PixelDecoder(nn.Module):
     """Give every value of an image its likelihood under the values before it, in raster order.
 
-    Tokens are values, row by row from the top left, the channels of a pixel beside each other:
+    Tokens are values, row by row from the top left, the channels of a pixel next to each other:
     images ``[B, C, H, W]`` are sequences ``[B, N]`` with ``N = H * W * C``. Token i holds value
     i - 1 and where value i is, and tells value i. Any height and width; what a width trained on
     knows of another one is a matter of training.
@@ -72,13 +72,13 @@ class PixelDecoder(nn.Module):
         mlp_ratio: hidden width of the MLPs over D.
         levels: values are whole numbers from 0 to ``levels - 1``.
         attention: "kernelized", whose steps take constant time and memory, or "softmax", the
-            quadratic twin, whose steps read a cache of keys and values.
+            quadratic baseline, whose steps read a cache of keys and values.
         feature_map: of kernelized attention: "elu1", "relu" or "random"; None: "elu1".
         relative: "flat", see ``RasterTables``, or "none".
         rows, reach: of the relative position; see ``RasterTables``. None: 2 and 3.
         normalization: "mean" or "sum"; None: "mean".
         output: "categorical": a probability for each level; "mixture": a mixture of logistic
-            distributions, each of which is summed over the width of a level.
+            distributions, each summed over the width of a level.
         mixtures: how many; None: 10.
         conditioned: whether images are written of a class: every call takes labels then.
         init_values: start of LayerScale; None: none.
@@ -197,7 +197,7 @@ class PixelDecoder(nn.Module):
 
         Args:
             images: whole numbers ``[B, C, H, W]``, uint8 or int64.
-            labels: int64 ``[B]``, for a conditioned model alone.
+            labels: int64 ``[B]``, only for a conditioned model.
 
         Returns:
             ``[B, C, H, W]``, float32 (float64 of a model in float64).
@@ -213,7 +213,7 @@ class PixelDecoder(nn.Module):
 
     def logits(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
         """Return log-probabilities of all levels at every value, up to a constant for each value:
-        ``[B, levels, C, H, W]``, as ``F.cross_entropy`` takes it; arguments are those of
+        ``[B, levels, C, H, W]``, as ``F.cross_entropy`` takes it; arguments as in
         ``forward``.
         """
         values, size = self._values(images)
@@ -227,7 +227,7 @@ class PixelDecoder(nn.Module):
         Args:
             values: the first t values of images, int64 ``[B, t]``, fewer than the images have.
             size: height and width of the images in pixels.
-            labels: int64 ``[B]``, for a conditioned model alone.
+            labels: int64 ``[B]``, only for a conditioned model.
 
         Returns:
             ``[B, t + 1, levels]``.
@@ -241,7 +241,7 @@ class PixelDecoder(nn.Module):
         Args:
             batch: B.
             size: height and width in pixels.
-            labels: int64 ``[B]``, for a conditioned model alone.
+            labels: int64 ``[B]``, only for a conditioned model.
 
         Raises:
             ValueError: a block or its attention, whose work ``step`` does in parts, is replaced or
@@ -334,7 +334,7 @@ class PixelDecoder(nn.Module):
 
     @property
     def _like(self) -> Tensor:
-        """Return a parameter, whose device and dtype are those of the tokens."""
+        """Return a parameter with the device and dtype of the tokens."""
         return next(self.value_embed.parameters())
 
     def _features(self, values: Tensor, size: Size, labels: Tensor | None) -> Tensor:
@@ -375,9 +375,9 @@ register_writer(__name__, "pixel_decoder", PixelDecoder)
 def log_mixture(out: Tensor, values: Tensor, levels: int) -> Tensor:
     """Return the log-probability of levels under mixtures of logistic distributions over levels.
 
-    The probability of a level is that of the interval of its width around it, on a scale from -1 to
-    1; the outermost levels have all that lies beyond. Of an interval (a, b) in units of the scale
-    it is ``sigmoid(b) sigmoid(-a) (1 - exp(a - b))``, which keeps its digits in the tails.
+    The probability of a level is the mass of the interval of its width around it, on a scale from
+    -1 to 1; the outermost levels have all that lies beyond. An interval (a, b) in units of the
+    scale has ``sigmoid(b) sigmoid(-a) (1 - exp(a - b))``, which keeps its digits in the tails.
 
     Args:
         out: ``[..., 3 K]``: logits, means, logarithms of scales; those below -7 count as -7.
