@@ -55,14 +55,6 @@ def test_seed_split_epoch_and_index_decide_a_sequence():
     assert told(split="validation", seed=4) != told(split="validation")
 
 
-def test_splits_share_no_sequence():
-    drawn = [
-        {item(split, index, seed=20).pixels.tobytes() for index in range(200)}
-        for split in ("train", "validation", "test")
-    ]
-    assert [len(each) for each in drawn] == [200] * 3 and len(set.union(*drawn)) == 600
-
-
 def test_batches_have_one_row_of_levels_and_the_mask_of_those_that_count():
     config = DataConfig(**TASK, args={"train_images": 5, "eval_images": 3})
     splits = build_splits(config, seed=1)

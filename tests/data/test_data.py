@@ -45,12 +45,6 @@ def test_no_digit_is_in_two_splits_and_all_are_in_one():
     assert not train & validation and not train & test and not validation & test
 
 
-def test_test_digits_do_not_depend_on_the_seed_but_validation_digits_do():
-    first, second = build_splits(DIGITS, seed=1), build_splits(DIGITS, seed=2)
-    np.testing.assert_array_equal(first.test.images, second.test.images)
-    assert not np.array_equal(first.validation.images, second.validation.images)
-
-
 def test_pixels_of_digits_are_the_digits_with_each_grey_level_a_channel():
     grey, pixel = (
         build_splits(DataConfig(name=name, img_size=32), seed=3)
