@@ -27,6 +27,7 @@ from visionattn.data.formats import (
     read_size,
     resize,
 )
+from visionattn.data.formats.reader import one_line
 from visionattn.data.geometry import Geometry, Size, TooSmall, View
 from visionattn.data.sources import Source, known_part
 from visionattn.models.segmentation import IGNORED
@@ -269,5 +270,4 @@ class ImageDataset(Dataset):
 
 def unreadable(name: str, error: BaseException) -> Unreadable:
     """Say in one line why an image cannot be read."""
-    reason = " ".join(str(error).split()) or type(error).__name__
-    return Unreadable(name, reason, isinstance(error, REFUSED))
+    return Unreadable(name, one_line(error), isinstance(error, REFUSED))
