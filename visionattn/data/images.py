@@ -22,6 +22,7 @@ from visionattn.data.formats import (
     DAMAGED_IMAGE,
     NotAsAsked,
     ReadOptions,
+    Source,
     open_image,
     read_image,
     read_size,
@@ -29,7 +30,7 @@ from visionattn.data.formats import (
 )
 from visionattn.data.formats.reader import one_line
 from visionattn.data.geometry import Geometry, Size, TooSmall, View
-from visionattn.data.sources import Source, known_part
+from visionattn.data.sources import known_part
 from visionattn.models.segmentation import IGNORED
 
 if TYPE_CHECKING:

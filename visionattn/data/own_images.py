@@ -14,12 +14,12 @@ import numpy as np
 from timm.data.readers import create_reader
 
 from visionattn.data.embedded import stratified_split
-from visionattn.data.formats import ReadOptions, settle
+from visionattn.data.formats import ReadOptions, Source, settle
 from visionattn.data.formats.reader import require
 from visionattn.data.images import ImageDataset
 from visionattn.data.mask_files import MaskFiles, settle_classes
 from visionattn.data.mask_values import MaskClasses
-from visionattn.data.sources import Files, Source, TableRows
+from visionattn.data.sources import Files, TableRows
 from visionattn.data.tree import LAYOUT, MASKED_LAYOUT, Placed, open_masked_tree, open_tree
 from visionattn.data.walk import SPLIT_NAMES, LeftOut, by_split, composed, in_order, listed
 

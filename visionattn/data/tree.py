@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from visionattn.data.formats.known_formats import TABLE
-from visionattn.data.sources import Files, Member, Source, TarMembers
+from visionattn.data.formats.known_formats import TABLE, Source
+from visionattn.data.sources import Files, Member, TarMembers
 from visionattn.data.walk import (
     LeftOut,
     below,

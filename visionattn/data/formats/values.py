@@ -6,18 +6,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import cv2
 import numpy as np
 
-from visionattn.data.formats.known_formats import open_image
+from visionattn.data.formats.known_formats import Source, open_image
 from visionattn.data.formats.read_options import ReadOptions
 from visionattn.data.formats.reader import DAMAGED_IMAGE, NotAsAsked, Reader
 from visionattn.data.geometry import Box, View
-
-if TYPE_CHECKING:
-    from visionattn.data.sources import Source
 
 GREY = np.array([0.299, 0.587, 0.114], np.float32)
 """The weights of red, green and blue in grey, as Pillow has them (ITU-R 601-2)."""
@@ -223,7 +220,7 @@ class _Seen(NamedTuple):
 
 
 def settle(
-    source: "Source", indices: Sequence[int], options: ReadOptions, *, strict: bool = True
+    source: Source, indices: Sequence[int], options: ReadOptions, *, strict: bool = True
 ) -> tuple[ReadOptions, list[str]]:
     """Look at a few files of a data set, evenly spread, for what is decided once for all of them.
 
@@ -272,7 +269,7 @@ def settle_one(reader: Reader, name: str, options: ReadOptions) -> tuple[ReadOpt
 
 
 def _first_of_pages(
-    source: "Source", indices: Sequence[int], options: ReadOptions
+    source: Source, indices: Sequence[int], options: ReadOptions
 ) -> Iterator[_Seen]:
     """Yield the first file of several pages among the first whose names tell formats that have
     some; their heads alone are read.
