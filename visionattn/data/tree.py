@@ -225,8 +225,8 @@ def _places(
     empty = [] if flat else _without_images(folders, visited, splits)
     if empty and labelled and known is None:
         raise ValueError(
-            f"class folder {os.path.join(root, *around, *empty[0])} holds no images; add some or delete the "
-            "folder"
+            f"class folder {os.path.join(root, *around, *empty[0])} holds no images; add some or "
+            "delete the folder"
         )
     left_out.folders += [each[-1] for each in empty if each[-1] not in (known or ())]
     return places
