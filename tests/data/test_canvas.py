@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.geometry import square
-from visionattn.data.config import DataConfig
+from visionattn.data.data_config import DataConfig
 from visionattn.data.embedded import (
     CanvasArgs,
     CanvasDataset,

@@ -11,7 +11,7 @@ import torch
 from torchvision.datasets import CIFAR10
 
 from tests.helpers.geometry import square
-from visionattn.data.config import DataConfig
+from visionattn.data.data_config import DataConfig
 from visionattn.data.splits import build_splits, eval_batches
 
 CLASSES = ["plane", "car", "fowl", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]

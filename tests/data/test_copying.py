@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from visionattn.data.config import DataConfig
+from visionattn.data.data_config import DataConfig
 from visionattn.data.drawn_images import CopyingDataset, draw_sequence
 from visionattn.data.geometry import Geometry
 from visionattn.data.splits import SampleKey, build_splits, eval_batches, train_batches

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from tests.helpers.geometry import square
 from visionattn.data.batches import start_worker
-from visionattn.data.config import DataConfig
+from visionattn.data.data_config import DataConfig
 from visionattn.data.splits import SampleKey, build_splits, eval_batches, train_batches
 
 DIGITS = DataConfig(name="digits", img_size=24, augment="light", workers=0)

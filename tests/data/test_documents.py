@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from visionattn.data import drawn_images
-from visionattn.data.config import DataConfig
+from visionattn.data.data_config import DataConfig
 from visionattn.data.documents import (
     CLASS_NAMES,
     DocumentsDataset,

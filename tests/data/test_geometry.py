@@ -9,8 +9,8 @@ from PIL import Image
 
 from tests.helpers.tools import load_tool
 from visionattn.data.batches import SampleKey
-from visionattn.data.config import DataConfig
 from visionattn.data.data_checks import resolved
+from visionattn.data.data_config import DataConfig
 from visionattn.data.geometry import Geometry
 from visionattn.data.splits import build_splits, eval_batches, train_batches
 

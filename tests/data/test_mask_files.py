@@ -15,7 +15,7 @@ from PIL import Image
 
 from visionattn.data.augment import Augment
 from visionattn.data.batches import Unreadable
-from visionattn.data.config import AugmentConfig, DataConfig
+from visionattn.data.data_config import AugmentConfig, DataConfig
 from visionattn.data.geometry import Geometry
 from visionattn.data.mask_files import MaskFiles, check_trained
 from visionattn.data.splits import SampleKey, build_splits

@@ -17,7 +17,7 @@ os.environ.setdefault(
 )  # it asks the network for a newer version otherwise
 import albumentations as A
 
-from visionattn.data.config import AugmentConfig
+from visionattn.data.data_config import AugmentConfig
 from visionattn.data.geometry import Box, Size
 from visionattn.data.presets import whole_parts
 from visionattn.models.segmentation import IGNORED

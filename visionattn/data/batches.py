@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from visionattn.cli.files import first_line
 from visionattn.data.buckets import Buckets
-from visionattn.data.config import DataConfig
+from visionattn.data.data_config import DataConfig
 from visionattn.data.geometry import Geometry, Size
 
 Key = TypeVar("Key")

@@ -6,7 +6,7 @@
 from dataclasses import asdict, replace
 
 from visionattn.cli.untrusted import checked
-from visionattn.data.config import DataConfig
+from visionattn.data.data_config import DataConfig
 from visionattn.data.documents import LARGEST_PIECE_PX, SMALLEST_SIZE_PX
 from visionattn.data.drawn_images import SHORTEST, DrawnArgs
 from visionattn.data.embedded import CanvasArgs

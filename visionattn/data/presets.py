@@ -1,13 +1,13 @@
 """What the named augmentations are made of, and which values their parts may have.
 
-``config.py`` has the parts as options, ``augment.py`` applies them. This module imports neither
-albumentations nor pixels, so that what is wrong is said before anything is read.
+``data_config.py`` has the parts as options, ``augment.py`` applies them. This module imports
+neither albumentations nor pixels, so that what is wrong is said before anything is read.
 """
 
 from dataclasses import asdict, replace
 from math import isfinite
 
-from visionattn.data.config import AugmentConfig
+from visionattn.data.data_config import AugmentConfig
 
 NOTHING = AugmentConfig(
     crop_scale=[1.0, 1.0],

@@ -16,7 +16,6 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch.utils.data import Dataset
 
 from visionattn.data.batches import EvalBatches, SampleKey, TrainBatches
-from visionattn.data.config import AugmentConfig, DataConfig
 from visionattn.data.data_checks import (
     allow_augment,
     args_of,
@@ -24,6 +23,7 @@ from visionattn.data.data_checks import (
     check_size,
     resolved,
 )
+from visionattn.data.data_config import AugmentConfig, DataConfig
 from visionattn.data.documents import CLASS_NAMES, DocumentsDataset, PagePieces
 from visionattn.data.drawn_images import CopyingDataset, DrawnDataset, Split, value_names
 from visionattn.data.embedded import (

@@ -14,8 +14,8 @@ import yaml
 
 from visionattn.cli.files import first_line
 from visionattn.cli.untrusted import brief
-from visionattn.data.config import DataConfig
 from visionattn.data.data_checks import DRAWN
+from visionattn.data.data_config import DataConfig
 from visionattn.data.large.sink import SINKS
 from visionattn.inference.collection import Part
 from visionattn.inference.options import InferenceOptions, parse_options
