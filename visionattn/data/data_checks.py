@@ -1,6 +1,6 @@
 """What the user asked of a data set, checked and made whole by the data set's name.
 
-``ranges.py`` checks what values alone can be wrong, and ``presets.py`` those of augmentation.
+``ranges.py`` checks ranges of numbers, and ``presets.py`` augmentation.
 """
 
 from dataclasses import asdict, replace

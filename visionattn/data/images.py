@@ -169,9 +169,9 @@ class ImageDataset(Dataset):
         held_out: bool = False,
     ):
         """Take the numbers of this data set's images in ``source``, ``indices [n]``, and their
-        classes, ``labels [n]``, or ``masks`` with those of their pixels; ``options`` say how the
-        files are read. With ``levels`` images of more than 8 bits are ``Unreadable``. ``held_out``
-        tells that chance took the images from the training images.
+        classes, ``labels [n]``, or ``masks`` with the classes of their pixels; ``options`` say how
+        the files are read. With ``levels`` images of more than 8 bits are ``Unreadable``.
+        ``held_out`` tells that chance took the images from the training images.
         """
         self.options, self.masks = options, masks
         self.levels, self.held_out = levels, held_out

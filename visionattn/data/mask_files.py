@@ -197,7 +197,7 @@ def _numbers(files: MaskFiles, kinds: dict[Pairs, int], root: str) -> tuple[str,
     found = {value for pairs in kinds for value, _ in pairs}
     for pairs, index in kinds.items():
         if not {value for value, _ in pairs} - {ignored} <= set(range(IGNORED)):
-            files.read(index)  # raises what is wrong with it
+            files.read(index)  # raises the reason
     counted = found - {ignored}
     count = max(2, max(counted, default=0) + 1)
     empty = count - len(counted)

@@ -194,7 +194,7 @@ def find_images(root: str, *, labelled: bool = True, known: Sequence[str] | None
             none: splits and classes may lack. None: a training.
 
     Raises:
-        ValueError, FileNotFoundError: one line that says what is wrong.
+        ValueError, FileNotFoundError: one line with the reason.
     """
     check_there(root)
     if root.startswith("hfds/"):
@@ -218,7 +218,7 @@ def find_masked(root: str, classes: MaskClasses, max_pixels: int) -> Found:
         max_pixels: the most pixels of a mask.
 
     Raises:
-        ValueError, FileNotFoundError: one line that says what is wrong.
+        ValueError, FileNotFoundError: one line with the reason.
     """
     if root.startswith(("hfds/", "wds/")) or (Path(root).exists() and not Path(root).is_dir()):
         raise ValueError(f"data root {root} is no folder, {MASKED_LAYOUT}")

@@ -1,6 +1,6 @@
 """Where encoded images are: files, members of a tar, rows of a Hugging Face table.
 
-This module owns finding and opening one image by its number. It knows nothing of what is in it.
+This module owns finding and opening one image by its number. It decodes none.
 """
 
 import io

@@ -100,8 +100,7 @@ def build_splits(config: DataConfig, seed: int, *, labelled: bool = True) -> Spl
         labelled: whether a folder of one's own must have class folders; see ``open_images``.
 
     Raises:
-        ValueError, FileNotFoundError: one line that says what is wrong with the data and what to do
-            about it.
+        ValueError, FileNotFoundError: one line with the reason and the way out.
     """
     config = resolved(config)
     check_data(config)
@@ -127,8 +126,8 @@ def images_to_judge(
         ``all`` of them where they are files of one's own; and what they are.
 
     Raises:
-        ValueError, FileNotFoundError: one line that says what is wrong with the data, or which
-            classes the weights do not know.
+        ValueError, FileNotFoundError: one line with the reason, or with the classes that the
+            weights do not know.
     """
     if config.name == "folder":
         config = resolved(config)
@@ -144,7 +143,7 @@ def train_batches(
 ) -> TrainBatches | StreamTrainBatches:
     """Load ``splits.train``: shuffled, augmented, the last incomplete batches included.
 
-    Each batch has images of one size: that of ``splits.spec``, with one of
+    Each batch has images of one size, by ``splits.spec``, with one of
     ``config.img_size_choices`` drawn by seed, epoch and batch number. ``config.workers`` processes
     load them and stay from epoch to epoch; with 0 the main process does.
 

@@ -190,7 +190,7 @@ def _places(
         folders: of each image.
         visited: all folders, also those without images; empty for a tar.
         labelled, known, root: as ``open_tree`` takes them.
-        left_out: what is left out is added.
+        left_out: files and folders that are left out are added.
     """
     around = _around(folders, visited, known or ())
     folders = [each[len(around) :] for each in folders]

@@ -226,7 +226,7 @@ def settle(
 
     Args:
         source: the files.
-        indices: numbers of those of the data set.
+        indices: numbers of the files of the data set.
         options: how they are read.
         strict: raise where values have no range; otherwise such a file is an error when its turn
             comes.
@@ -309,7 +309,7 @@ def _settled(
     seen: Sequence[_Seen], options: ReadOptions, strict: bool
 ) -> tuple[ReadOptions, list[str]]:
     """Return the options with the range of integers whose files do not state it, and lines that
-    tell what is known of values.
+    tell people of values.
     """
     lines, whole = [], []
     ranged = options.value_range is not None and not options.found

@@ -1,7 +1,7 @@
 """Images of which parts are read: arrays, memory-maps, zarr, and files in every format.
 
-This module owns what a part of an image is, how a band of rows becomes a model's input, and what is
-told of a part that cannot be read. Formats are those of ``visionattn.data.formats``.
+This module owns parts of images, how a band of rows becomes a model's input, and the errors of
+parts that cannot be read. ``visionattn.data.formats`` reads the files.
 """
 
 import hashlib
