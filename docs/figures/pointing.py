@@ -19,7 +19,7 @@ from visionattn.cli.files import write_text
 from visionattn.cli.provenance import provenance_of
 from visionattn.cli.tables import csv_text
 from visionattn.data.batches import SampleKey
-from visionattn.data.config import DataConfig
+from visionattn.data.data_config import DataConfig
 from visionattn.data.geometry import Box, Geometry
 from visionattn.data.images import fill
 from visionattn.data.splits import build_splits

@@ -14,7 +14,7 @@ from PIL import Image
 from tests.helpers.tools import load_tool, read_csv
 from visionattn.cli.ends import run_tool
 from visionattn.cli.parsing import parse, yaml_text
-from visionattn.data.config import DataConfig
+from visionattn.data.data_config import DataConfig
 
 LATIN = os.fsdecode(b"caf\xe9")
 """A name in Latin-1, as Python has it."""

@@ -9,7 +9,7 @@ import pytest
 
 from visionattn.cli.parsing import parse
 from visionattn.data.augment import Augment
-from visionattn.data.config import AugmentConfig, DataConfig
+from visionattn.data.data_config import AugmentConfig, DataConfig
 from visionattn.data.presets import PRESETS, whole_parts
 from visionattn.data.splits import build_splits
 from visionattn.training.config import TrainConfig

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.geometry import square
-from visionattn.data.config import DataConfig
+from visionattn.data.data_config import DataConfig
 from visionattn.data.embedded import (
     CanvasArgs,
     CanvasDataset,
@@ -99,21 +99,6 @@ def test_training_draws_new_canvases_each_epoch_and_evaluation_goes_through_its_
     assert labels == [*test_labels, *test_labels[: 400 - len(test_labels)]]
 
 
-def test_the_canvases_of_validation_and_test_are_drawn_from_streams_of_their_own():
-    digits = digit_splits(0.1, 5)["train"]
-    images = [
-        CanvasDataset(digits, name, 50, seed=5)[SampleKey(3, 0, square(96))][0]
-        for name in ("validation", "test")
-    ]
-    assert not np.array_equal(*images)
-    splits = build_splits(DataConfig(name="canvas", img_size=96), seed=5)
-    assert [part.split for part in (splits.train, splits.validation, splits.test)] == [
-        "train",
-        "validation",
-        "test",
-    ]
-
-
 def test_the_splits_of_canvases_are_drawn_from_disjoint_digits():
     splits = build_splits(
         DataConfig(name="canvas", img_size=96, args={"train_images": 11, "eval_images": 7}), seed=5
@@ -137,16 +122,6 @@ def test_a_number_of_distractors_holds_on_canvases_of_any_size(count):
         canvas = data.canvas(index, 0, 48, 48)
         assert len(canvas.distractors) <= count
         assert all(overlap(canvas.digit, box) == 0 for box in canvas.distractors)
-
-
-def test_smaller_digits_are_of_the_sides_asked_for_on_canvases_that_may_be_smaller():
-    task = CanvasArgs(digit_px=(12, 20))
-    assert (task.smallest_px, CanvasArgs().smallest_px) == (24, 48)
-    data = CanvasDataset(digit_splits(0.1, 5)["test"], "test", 200, 5, task=task)
-    drawn = [data.canvas(index, 0, 128, 128) for index in range(200)]
-    assert {canvas.digit.height for canvas in drawn} == set(range(12, 21))
-    assert max(max(sides(box)) for canvas in drawn for box in canvas.distractors) == 20
-    assert data.canvas(0, 0, 24, 24).image.shape == (24, 24, 1)
 
 
 def test_of_two_whole_digits_the_larger_counts():

@@ -11,8 +11,8 @@ import torch
 from torchvision.datasets import CIFAR10
 
 from tests.helpers.geometry import square
-from visionattn.data.config import DataConfig
-from visionattn.data.splits import SampleKey, build_splits, eval_batches, train_batches
+from visionattn.data.data_config import DataConfig
+from visionattn.data.splits import build_splits, eval_batches
 
 CLASSES = ["plane", "car", "fowl", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 
@@ -98,23 +98,6 @@ def test_pixel_images_are_grey_and_become_one_hot(root):
     assert prepared.shape == (6, 256, 32, 32)
     torch.testing.assert_close(prepared.argmax(1), images[:, 0].long())
     torch.testing.assert_close(prepared.sum(1), torch.ones(6, 32, 32))
-
-
-def test_augmentation_takes_training_images_alone_and_keeps_the_key(root):
-    config = config_of(root, augment="three")
-    splits = build_splits(config, 3)
-    first = next(iter(train_batches(splits, config, batch_size=9, seed=3).epoch(1)))[0]
-    again = next(
-        iter(train_batches(build_splits(config, 3), config, batch_size=9, seed=3).epoch(1))
-    )[0]
-    assert torch.equal(first, again)
-    stored = {image.tobytes() for image in splits.train.images}
-    assert not any(
-        image.permute(1, 2, 0).contiguous().numpy().tobytes() in stored for image in first
-    )
-    np.testing.assert_array_equal(
-        splits.test[SampleKey(2, 1, square(32))][0], splits.test.images[2]
-    )
 
 
 @pytest.mark.parametrize("damage", ["missing", "changed"])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from visionattn.data import drawn_images
-from visionattn.data.config import DataConfig
+from visionattn.data.data_config import DataConfig
 from visionattn.data.documents import (
     CLASS_NAMES,
     DocumentsDataset,
@@ -16,7 +16,6 @@ from visionattn.data.documents import (
 )
 from visionattn.data.geometry import Geometry
 from visionattn.data.splits import SampleKey, build_splits, eval_batches, train_batches
-from visionattn.data.typesetting import strips
 
 SHAPES = [(40, 40), (64, 41), (103, 512), (300, 97), (211, 389)]
 
@@ -107,16 +106,6 @@ def test_the_shape_of_a_page_depends_on_the_index_and_its_content_on_the_epoch_t
         assert not np.array_equal(pages[0].image, pages[1].image)
     longer = DocumentsDataset("train", 90, seed=5).shapes(128)
     assert len(longer) == 90 and len(np.unique(longer, axis=0)) > 50
-
-
-def test_a_page_is_the_same_whatever_was_drawn_before():
-    data = DocumentsDataset("train", 50, seed=5)
-    first = data.page(7, 2, 200)
-    strips.cache_clear()
-    DocumentsDataset("train", 50, seed=5).page(8, 2, 200)
-    again = DocumentsDataset("train", 50, seed=5).page(7, 2, 200)
-    np.testing.assert_array_equal(first.image, again.image)
-    assert (first.label, first.mark) == (again.label, again.mark)
 
 
 def test_splits_share_no_page_and_the_test_pages_are_those_of_every_seed():

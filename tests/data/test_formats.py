@@ -16,6 +16,7 @@ from tests.helpers.image_formats import HEIGHT, WIDTH, pattern, saved, seen, tif
 from visionattn.data.formats import (
     DAMAGED_IMAGE,
     MissingPackage,
+    NotAsAsked,
     ReadOptions,
     open_image,
     read_image,
@@ -23,6 +24,8 @@ from visionattn.data.formats import (
 )
 from visionattn.data.geometry import Box, Geometry
 
+NODATA = (42113, 2, 0, "7", False)
+"""GDAL's tag of the value that stands for no data."""
 STORED = {
     1: lambda picture: picture,
     2: np.fliplr,
@@ -429,23 +432,32 @@ def without(monkeypatch):
 
 
 def test_a_missing_package_is_one_line_that_installs_it(tmp_path, without):
-    five = tiff(pattern(5)).getvalue()
-    twelve = tiff(pattern(3, np.uint16, 4095), photometric="rgb").getvalue()
-    without("tifffile", "rasterio", "zarr")
+    five, holes = tiff(pattern(5)).getvalue(), tiff(pattern(), extratags=[NODATA]).getvalue()
     (tmp_path / "a.zarr").mkdir()
     for name in ("a.svs", "a.vrt"):
         (tmp_path / name).write_bytes(five)
-    for source, extra in (
-        (io.BytesIO(five), "tiff"),
-        (io.BytesIO(twelve), "tiff"),
-        (str(tmp_path / "a.svs"), "tiff"),
-        (str(tmp_path / "a.vrt"), "raster"),
-        (str(tmp_path / "a.zarr"), "arrays"),
+    for source, extra, package in (
+        (io.BytesIO(holes), "raster", "rasterio"),
+        (str(tmp_path / "a.vrt"), "raster", "rasterio"),
+        (str(tmp_path / "a.zarr"), "arrays", "zarr"),
+        (str(tmp_path / "a.svs"), "tiff", "tifffile"),
+        (io.BytesIO(five), "tiff", "tifffile"),
     ):
+        without(package)
         with pytest.raises(MissingPackage) as caught:
             seen(source)
-        assert str(caught.value).endswith(f": pip install 'visionattn[{extra}]'")
+        assert str(caught.value).endswith(f" needs {package}: pip install 'visionattn[{extra}]'")
         assert "\n" not in str(caught.value)
+
+
+def test_pages_that_say_what_holds_nothing_are_refused():
+    tifffile = pytest.importorskip("tifffile")
+    stream = io.BytesIO()
+    with tifffile.TiffWriter(stream) as file:
+        for _ in range(2):
+            file.write(pattern(), photometric="rgb", extratags=[NODATA])
+    with pytest.raises(NotAsAsked, match="nodata, scale, offset or a mask and 2 pages; write each"):
+        open_image(stream)
 
 
 def test_garbled_tiffs_are_damaged_images():

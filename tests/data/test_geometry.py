@@ -9,8 +9,8 @@ from PIL import Image
 
 from tests.helpers.tools import load_tool
 from visionattn.data.batches import SampleKey
-from visionattn.data.config import DataConfig
 from visionattn.data.data_checks import resolved
+from visionattn.data.data_config import DataConfig
 from visionattn.data.geometry import Geometry
 from visionattn.data.splits import build_splits, eval_batches, train_batches
 
@@ -203,16 +203,8 @@ def test_native_repeats_the_last_row_and_column_up_to_whole_patches(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (["--data.max_patches", "64", "--data.img_size", "64"], "both limit the size of an image"),
-        (["--data.max_patches", "0"], "data.max_patches must be above 0, got 0"),
         (["--data.img_size", "15"], "img_size 15 x 15 is smaller than a patch of 16 x 16 pixels"),
-        (["--data.fit", "pad"], "data.fit pad needs data.img_size"),
-        (
-            ["--data.fit", "crop", "--data.img_size", "32", "--data.batch_patches", "9"],
-            "for fit native",
-        ),
         (["--data.fit", "pad", "--data.img_size", "32", "--optim.mixup", "0.5"], "optim.mixup"),
-        (["--data.max_patches", "9", "--data.img_size_choices", "32"], "data.img_size_choices are"),
         (["--model.name", "vit_tiny_patch16_224"], "but the model takes 224 x 224 alone"),
     ],
 )

@@ -180,19 +180,6 @@ def test_each_tile_and_strip_is_decoded_once_wherever_bands_end(
     assert len(counted) == len(set(counted)) == len(page.dataoffsets)
 
 
-def test_what_is_kept_of_a_band_is_a_row_of_tiles_and_no_more():
-    pixels = pixels_of()
-    with open_source(tiff(pixels, tile=(32, 16))) as source:
-        assert source.held_bytes == 32 * WIDTH * 3
-        for top, stop in ((0, 5), (5, 70), (70, 83)):
-            source.read(slice(top, stop), slice(0, WIDTH))
-            kept = 0 if source._kept is None else source._kept[2].nbytes
-            assert kept <= source.held_bytes
-            assert source._kept is None or source._kept[2].base is None or kept > 32 * WIDTH
-    with open_source(pixels) as source:
-        assert source.held_bytes == 0
-
-
 def test_what_has_no_parts_is_decoded_once_and_a_line_says_how_many_bytes_that_takes(tmp_path):
     pixels = pixels_of()
     Image.fromarray(pixels).save(tmp_path / "a.png")

@@ -6,7 +6,7 @@ import pytest
 
 from tests.helpers.image_files import config_of, refused, write_classes
 from visionattn.data.augment import Augment
-from visionattn.data.config import AugmentConfig, DataConfig
+from visionattn.data.data_config import AugmentConfig, DataConfig
 from visionattn.data.splits import build_splits
 
 FOLDER = dict(name="folder", root="pictures")

@@ -6,7 +6,6 @@ import yaml
 from PIL import Image
 
 from tests.helpers.tools import assert_one_error, load_tool, words
-from visionattn.data.formats import values
 from visionattn.training.options import parse_train
 
 measure = load_tool("stats")
@@ -49,16 +48,6 @@ def test_mean_and_spread_are_those_of_all_training_pixels(pictures, tmp_path, th
     assert rows[0] == "| band | mean | std | smallest | largest | images | pixels |"
     assert [row.split(" | ")[0] for row in rows[2:]] == ["| red", "| green", "| blue"]
     assert rows[2].endswith(f"| 0 | 200 | 6 | {len(pixels):,} |")
-
-
-def test_parts_of_large_images_add_up(pictures, tmp_path, monkeypatch):
-    root, _ = pictures
-    whole, parts = tmp_path / "whole.yaml", tmp_path / "parts.yaml"
-    assert measure(words("--data.root {} --output {}", root, whole)) == 0
-    monkeypatch.setattr(values, "BLOCK_PX", 100)
-    assert measure(words("--data.root {} --output {}", root, parts)) == 0
-    for name in ("mean", "std"):
-        np.testing.assert_allclose(written(parts)[name], written(whole)[name], rtol=2e-9)
 
 
 def test_bands_of_16_bits_are_measured_in_the_range_that_is_found_and_written(tmp_path, capsys):

@@ -7,6 +7,7 @@ import socket
 import tarfile
 import unicodedata
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -127,7 +128,7 @@ def test_roots_that_are_no_folder_of_images_are_one_line(tmp_path):
     assert line.startswith(f"{tmp_path}/a/x has images outside of class folders; wanted train/<")
     line = refused(FileNotFoundError, config_of(tmp_path / "gone"))
     assert line.startswith(f"data root {tmp_path / 'gone'} does not exist; wanted train/<class>/*")
-    plain = open(write(tmp_path / "b", "x:2", "tar"), "rb").read()  # noqa: SIM115
+    plain = Path(write(tmp_path / "b", "x:2", "tar")).read_bytes()
     for name, content in (("a.zip", plain), ("a.tar.gz", gzip.compress(plain)), ("a.txt", b"")):
         (tmp_path / name).write_bytes(content)
         line = refused(ValueError, config_of(tmp_path / name))

@@ -11,7 +11,7 @@ import timm
 import torch
 
 from tests.helpers.small_runs import SPEC, quadrants
-from visionattn.data.config import DataConfig
+from visionattn.data.data_config import DataConfig
 from visionattn.models import from_softmax
 from visionattn.models.weights import save_model
 from visionattn.training import engine

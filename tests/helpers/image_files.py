@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from tests.helpers.geometry import square
-from visionattn.data.config import DataConfig
+from visionattn.data.data_config import DataConfig
 from visionattn.data.splits import build_splits, eval_batches
 
 LEVELS = {"bird": 40, "cat": 120, "dog 2": 180, "dog 10": 220}

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from tests.helpers.geometry import square
 from visionattn.data.batches import Batch, Item, collate
-from visionattn.data.config import DataConfig
+from visionattn.data.data_config import DataConfig
 from visionattn.data.splits import SampleKey, Splits
 from visionattn.models.building import ModelConfig, build_model
 from visionattn.models.weights import DataSpec

@@ -13,7 +13,7 @@ import visionattn.inference.extraction as features
 from tests.helpers.inference_files import GREY, feature_of, read_index, write_weights
 from tests.helpers.tools import assert_one_error, load_tool, written
 from visionattn.cli.parsing import yaml_text
-from visionattn.data.config import DataConfig
+from visionattn.data.data_config import DataConfig
 from visionattn.data.drawn_images import patch_labels
 from visionattn.data.embedded import CanvasDataset, digit_splits
 from visionattn.data.geometry import Geometry

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from tests.helpers.image_files import encoded, write_classes
 from tests.helpers.tools import assert_one_error, load_tool, words
 from visionattn.data.batches import Item
-from visionattn.data.config import DataConfig
+from visionattn.data.data_config import DataConfig
 from visionattn.data.splits import Splits
 from visionattn.lab.loader import (
     LoaderCase,

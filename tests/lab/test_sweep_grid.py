@@ -12,7 +12,7 @@ import timm
 from tests.helpers.tools import words
 from visionattn.cli.ends import Failed
 from visionattn.cli.fresh_process import OUT_OF_MEMORY
-from visionattn.data.config import DataConfig
+from visionattn.data.data_config import DataConfig
 from visionattn.lab.sweep import meter
 from visionattn.lab.sweep.config import SweepConfig
 from visionattn.lab.sweep.folder import comparable

@@ -120,7 +120,7 @@ def test_another_file_in_its_place_is_loaded_and_none_is_an_error(tmp_path):
 
 def test_it_reads_digits_that_it_was_not_trained_on():
     """Test digits of scikit-learn, by name and not by position; the run got 98.9 % of them."""
-    from visionattn.data.config import DataConfig
+    from visionattn.data.data_config import DataConfig
     from visionattn.data.splits import build_splits
 
     test = build_splits(DataConfig(name="digits", img_size=32), 0).test

@@ -9,7 +9,7 @@ import yaml
 
 from visionattn.cli.ends import run_tool
 from visionattn.cli.parsing import field_types, parse, way_out
-from visionattn.data.config import DataConfig
+from visionattn.data.data_config import DataConfig
 from visionattn.training.config import OptimConfig, TrainConfig, check
 from visionattn.training.distil.config import parse_distil
 

@@ -28,7 +28,7 @@ from tests.helpers.resumed_runs import FORK, assert_same_end, best_of, states_wr
 from tests.helpers.several_processes import run_processes
 from tests.helpers.small_runs import SPEC, lines, quadrants, same
 from visionattn.cli.ends import run_tool
-from visionattn.data.config import DataConfig
+from visionattn.data.data_config import DataConfig
 from visionattn.models.weights import load_model, save_model
 from visionattn.training.distil import run as running
 from visionattn.training.distil.config import (

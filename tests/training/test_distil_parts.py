@@ -19,7 +19,7 @@ from tests.helpers.distilled_runs import (
 )
 from tests.helpers.small_runs import SPEC
 from visionattn.data.batches import Batch
-from visionattn.data.config import DataConfig
+from visionattn.data.data_config import DataConfig
 from visionattn.models import from_softmax
 from visionattn.training.config import OptimConfig
 from visionattn.training.distil.config import StageConfig, stage_data, stage_run

@@ -28,7 +28,7 @@ from tests.helpers.tools import words
 from visionattn.cli.ends import NonFinite, Stopped
 from visionattn.cli.parsing import parse
 from visionattn.data.batches import Batch, Unreadable
-from visionattn.data.config import DataConfig
+from visionattn.data.data_config import DataConfig
 from visionattn.data.splits import SampleKey, Splits
 from visionattn.models.building import ModelConfig, build_model, check_img_size
 from visionattn.models.weights import load_model

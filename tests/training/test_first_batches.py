@@ -9,7 +9,7 @@ from PIL import Image
 
 from tests.helpers.small_runs import SPEC, quadrants_for, small_config, small_trainer
 from tests.helpers.tools import assert_one_error, load_tool
-from visionattn.data.config import AugmentConfig, DataConfig
+from visionattn.data.data_config import AugmentConfig, DataConfig
 from visionattn.models.weights import DataSpec
 from visionattn.training import engine, start
 from visionattn.training.engine import train

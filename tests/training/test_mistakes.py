@@ -25,7 +25,7 @@ from tests.helpers.small_runs import (
     small_trainer,
 )
 from visionattn.data.batches import EvalBatches, Item, SampleKey, Unreadable
-from visionattn.data.config import DataConfig
+from visionattn.data.data_config import DataConfig
 from visionattn.data.geometry import Geometry
 from visionattn.models.weights import load_model
 from visionattn.training import engine

@@ -29,7 +29,7 @@ from tests.helpers.resumed_runs import (
 from tests.helpers.small_runs import quadrants, same
 from visionattn.cli import files
 from visionattn.cli.ends import Stopped, run_tool
-from visionattn.data.config import DataConfig
+from visionattn.data.data_config import DataConfig
 from visionattn.training import engine, record, states, trainer
 from visionattn.training.checkpoint import save_state
 from visionattn.training.config import TrainConfig

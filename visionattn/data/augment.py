@@ -17,7 +17,7 @@ os.environ.setdefault(
 )  # it asks the network for a newer version otherwise
 import albumentations as A
 
-from visionattn.data.config import AugmentConfig
+from visionattn.data.data_config import AugmentConfig
 from visionattn.data.geometry import Box, Size
 from visionattn.data.presets import whole_parts
 from visionattn.models.segmentation import IGNORED
@@ -56,7 +56,7 @@ class Augment:
 
         Args:
             name: a key of ``presets.PRESETS``.
-            given: parts that replace those of the preset.
+            given: parts that replace the preset's.
             bands: channels of the images.
             smallest_crop: the lowest ``crop_scale`` of presets that crop, instead of their own.
             border: what lies beyond the edge of a moved image: black, the image mirrored, or its

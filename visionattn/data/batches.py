@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from visionattn.cli.files import first_line
 from visionattn.data.buckets import Buckets
-from visionattn.data.config import DataConfig
+from visionattn.data.data_config import DataConfig
 from visionattn.data.geometry import Geometry, Size
 
 Key = TypeVar("Key")
@@ -125,7 +125,7 @@ def share(keys: Sequence[Key], rank: int, size: int, *, pairs: bool) -> list[Key
     together are the batch.
 
     Args:
-        keys: those of the batch, in its order.
+        keys: of the batch, in its order.
         rank: the number of the process.
         size: how many processes there are; where there are more of them than keys, some parts are
             empty.
@@ -213,7 +213,7 @@ class _BatchKeys:
     Args:
         length: how many images there are.
         batch_size: images per batch, where all have one size.
-        choices: the geometries of which each batch has one.
+        choices: geometries; each batch has one.
         seed: of the order; None: the data set's own.
         sizes: height and width of each image in pixels, ``[length, 2]``, where images differ in
             size; None: they do not.

@@ -1,12 +1,12 @@
 """What the user asked of a data set, checked and made whole by the data set's name.
 
-``ranges.py`` checks what values alone can be wrong, and ``presets.py`` those of augmentation.
+``ranges.py`` checks ranges of numbers, and ``presets.py`` augmentation.
 """
 
 from dataclasses import asdict, replace
 
 from visionattn.cli.untrusted import checked
-from visionattn.data.config import DataConfig
+from visionattn.data.data_config import DataConfig
 from visionattn.data.documents import LARGEST_PIECE_PX, SMALLEST_SIZE_PX
 from visionattn.data.drawn_images import SHORTEST, DrawnArgs
 from visionattn.data.embedded import CanvasArgs

@@ -48,9 +48,9 @@ class DrawnDataset(Dataset):
     every seed.
 
     Args:
-        split: which samples; those of different splits share no draw.
+        split: which samples; different splits share no draw.
         length: how many there are.
-        seed: of all draws but those of the test split.
+        seed: of all draws of training and validation.
         masked: each pixel has a class, not the image.
     """
 
@@ -113,7 +113,7 @@ def paint(
 
 def see_mask(mask: np.ndarray, view: View) -> np.ndarray:
     """Bring a mask to the size at which a model sees the image, as ``images.fill`` brings the
-    image: each pixel takes the nearest value, and what is absent is background.
+    image: each pixel takes the nearest value, and absent pixels are background.
     """
     return fill(cut_mask(mask, view)[:, :, None], view)[:, :, 0]
 
@@ -155,8 +155,8 @@ def draw_sequence(rng: np.random.Generator, length: int) -> tuple[np.ndarray, np
     symbols from 1 on, whose length is drawn too. Only the values of the second w can be known
     beforehand, and only they count.
 
-    Source: Katharopoulos et al. 2020, section 4.1.1, after Kitaev et al. 2020. The shortest words
-    are those of the authors' code, a quarter of a sequence.
+    Source: Katharopoulos et al. 2020, section 4.1.1, after Kitaev et al. 2020. The shortest words,
+    a quarter of a sequence, are as in the authors' code.
 
     Args:
         rng: the source of all randomness.

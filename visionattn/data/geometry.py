@@ -55,8 +55,8 @@ class Geometry:
     Args:
         fit: ``native`` keeps the size of an image, and shrinks one that is above ``img_size`` or
             ``max_patches``. ``pad`` scales it to fit into ``img_size`` and leaves the rest of the
-            input empty. ``stretch`` changes its aspect ratio to that of ``img_size``. ``crop``
-            covers ``img_size`` and cuts off what is outside of its centre.
+            input empty. ``stretch`` gives an image the aspect ratio of ``img_size``.
+            ``crop`` covers ``img_size`` and cuts off the rest around the centre.
         img_size: height and width in pixels, both for ``pad``, ``stretch`` and ``crop``; the most
             for ``native``, where None stands for no limit.
         max_patches: the most patches of an image; for ``native`` alone.
@@ -157,8 +157,8 @@ class Geometry:
             return down, max(1, min(across, self.max_patches // down))
 
         def worth(grid: Size) -> tuple[float, float]:
-            # Patches count less the more the aspect ratio changes; of equals, the one that changes
-            # least.
+            # Patches count less the more the aspect ratio changes; of equals, the grid
+            # that changes it least wins.
             change = grid[0] * columns / (grid[1] * rows)
             kept = min(change, 1 / change)
             return round(grid[0] * grid[1] * kept, 6), kept

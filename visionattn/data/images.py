@@ -22,13 +22,15 @@ from visionattn.data.formats import (
     DAMAGED_IMAGE,
     NotAsAsked,
     ReadOptions,
+    Source,
     open_image,
     read_image,
     read_size,
     resize,
 )
+from visionattn.data.formats.reader import one_line
 from visionattn.data.geometry import Geometry, Size, TooSmall, View
-from visionattn.data.sources import Source, known_part
+from visionattn.data.sources import known_part
 from visionattn.models.segmentation import IGNORED
 
 if TYPE_CHECKING:
@@ -167,9 +169,9 @@ class ImageDataset(Dataset):
         held_out: bool = False,
     ):
         """Take the numbers of this data set's images in ``source``, ``indices [n]``, and their
-        classes, ``labels [n]``, or ``masks`` with those of their pixels; ``options`` say how the
-        files are read. With ``levels`` images of more than 8 bits are ``Unreadable``. ``held_out``
-        tells that chance took the images from the training images.
+        classes, ``labels [n]``, or ``masks`` with the classes of their pixels; ``options`` say how
+        the files are read. With ``levels`` images of more than 8 bits are ``Unreadable``.
+        ``held_out`` tells that chance took the images from the training images.
         """
         self.options, self.masks = options, masks
         self.levels, self.held_out = levels, held_out
@@ -269,5 +271,4 @@ class ImageDataset(Dataset):
 
 def unreadable(name: str, error: BaseException) -> Unreadable:
     """Say in one line why an image cannot be read."""
-    reason = " ".join(str(error).split()) or type(error).__name__
-    return Unreadable(name, reason, isinstance(error, REFUSED))
+    return Unreadable(name, one_line(error), isinstance(error, REFUSED))

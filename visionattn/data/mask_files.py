@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -31,9 +31,6 @@ from visionattn.data.mask_values import (
 from visionattn.data.sources import Files
 from visionattn.models.segmentation import IGNORED
 from visionattn.models.weights import DataSpec
-
-if TYPE_CHECKING:
-    from visionattn.data.splits import Splits
 
 READ_THREADS, READ_AHEAD = 4, 64
 """Threads that read masks, and how many masks they read before somebody looks at the first."""
@@ -200,7 +197,7 @@ def _numbers(files: MaskFiles, kinds: dict[Pairs, int], root: str) -> tuple[str,
     found = {value for pairs in kinds for value, _ in pairs}
     for pairs, index in kinds.items():
         if not {value for value, _ in pairs} - {ignored} <= set(range(IGNORED)):
-            files.read(index)  # raises what is wrong with it
+            files.read(index)  # raises the reason
     counted = found - {ignored}
     count = max(2, max(counted, default=0) + 1)
     empty = count - len(counted)
@@ -226,11 +223,11 @@ def _numbers(files: MaskFiles, kinds: dict[Pairs, int], root: str) -> tuple[str,
     return tuple(map(str, range(count)))
 
 
-def check_trained(splits: "Splits", *, named: bool) -> None:
+def check_trained(splits: Any, *, named: bool) -> None:
     """Check the masks of a training and of what judges it.
 
     Args:
-        splits: the images.
+        splits: the images, a ``Splits``.
         named: the user has named the classes; a warning tells which classes without names have no
             pixel to learn from.
 

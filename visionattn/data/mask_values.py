@@ -11,7 +11,7 @@ import cv2
 import numpy as np
 from PIL import Image
 
-from visionattn.data.config import DataConfig
+from visionattn.data.data_config import DataConfig
 from visionattn.data.formats.reader import NotAsAsked
 from visionattn.data.formats.tiff_pages import MIN_IS_WHITE, PHOTOMETRIC
 from visionattn.models.segmentation import IGNORED

@@ -14,12 +14,12 @@ import numpy as np
 from timm.data.readers import create_reader
 
 from visionattn.data.embedded import stratified_split
-from visionattn.data.formats import ReadOptions, settle
+from visionattn.data.formats import ReadOptions, Source, settle
 from visionattn.data.formats.reader import require
 from visionattn.data.images import ImageDataset
 from visionattn.data.mask_files import MaskFiles, settle_classes
 from visionattn.data.mask_values import MaskClasses
-from visionattn.data.sources import Files, Source, TableRows
+from visionattn.data.sources import Files, TableRows
 from visionattn.data.tree import LAYOUT, MASKED_LAYOUT, Placed, open_masked_tree, open_tree
 from visionattn.data.walk import SPLIT_NAMES, LeftOut, by_split, composed, in_order, listed
 
@@ -194,7 +194,7 @@ def find_images(root: str, *, labelled: bool = True, known: Sequence[str] | None
             none: splits and classes may lack. None: a training.
 
     Raises:
-        ValueError, FileNotFoundError: one line that says what is wrong.
+        ValueError, FileNotFoundError: one line with the reason.
     """
     check_there(root)
     if root.startswith("hfds/"):
@@ -218,7 +218,7 @@ def find_masked(root: str, classes: MaskClasses, max_pixels: int) -> Found:
         max_pixels: the most pixels of a mask.
 
     Raises:
-        ValueError, FileNotFoundError: one line that says what is wrong.
+        ValueError, FileNotFoundError: one line with the reason.
     """
     if root.startswith(("hfds/", "wds/")) or (Path(root).exists() and not Path(root).is_dir()):
         raise ValueError(f"data root {root} is no folder, {MASKED_LAYOUT}")

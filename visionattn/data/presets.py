@@ -1,13 +1,13 @@
 """What the named augmentations are made of, and which values their parts may have.
 
-``config.py`` has the parts as options, ``augment.py`` applies them. This module imports neither
-albumentations nor pixels, so that what is wrong is said before anything is read.
+``data_config.py`` has the parts as options, ``augment.py`` applies them. This module imports
+neither albumentations nor pixels, so that errors come before anything is read.
 """
 
 from dataclasses import asdict, replace
 from math import isfinite
 
-from visionattn.data.config import AugmentConfig
+from visionattn.data.data_config import AugmentConfig
 
 NOTHING = AugmentConfig(
     crop_scale=[1.0, 1.0],
@@ -99,7 +99,7 @@ def whole_parts(
 
     Args:
         name: a key of ``PRESETS``.
-        given: parts; None stands for that of the preset.
+        given: parts; None stands for the preset's part.
         bands: channels of the images.
         smallest_crop: the lowest ``crop_scale`` of a preset that crops, instead of its own.
 

@@ -5,7 +5,7 @@ as configurations are checked where none is installed.
 import os
 from math import isfinite
 
-from visionattn.data.config import DataConfig
+from visionattn.data.data_config import DataConfig
 
 LARGEST = 1e9
 """No rate, weight or bound of a training is above it: such a number is a slip."""

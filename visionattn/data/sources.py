@@ -1,30 +1,16 @@
 """Where encoded images are: files, members of a tar, rows of a Hugging Face table.
 
-This module owns finding and opening one image by its number. It knows nothing of what is in it.
+This module owns finding and opening one image by its number. It decodes none.
 """
 
 import io
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, BinaryIO, NamedTuple, Protocol, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 from PIL.ContainerIO import ContainerIO
 
-from visionattn.data.formats import Openable, check_file, is_folder_format
-
-
-class Source(Protocol):
-    """Encoded images by number."""
-
-    def open(self, index: int) -> Openable:
-        """Return what ``open_image`` takes, which closes it; raises one of ``DAMAGED_IMAGE`` where
-        there is no image.
-        """
-        ...
-
-    def name(self, index: int) -> str:
-        """Return what messages call the image: its path, or its file and the place within it."""
-        ...
+from visionattn.data.formats import Openable, Source, check_file, is_folder_format
 
 
 class Files:

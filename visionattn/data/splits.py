@@ -16,7 +16,6 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch.utils.data import Dataset
 
 from visionattn.data.batches import EvalBatches, SampleKey, TrainBatches
-from visionattn.data.config import AugmentConfig, DataConfig
 from visionattn.data.data_checks import (
     allow_augment,
     args_of,
@@ -24,6 +23,7 @@ from visionattn.data.data_checks import (
     check_size,
     resolved,
 )
+from visionattn.data.data_config import AugmentConfig, DataConfig
 from visionattn.data.documents import CLASS_NAMES, DocumentsDataset, PagePieces
 from visionattn.data.drawn_images import CopyingDataset, DrawnDataset, Split, value_names
 from visionattn.data.embedded import (
@@ -56,6 +56,7 @@ __all__ = [
     "train_batches",
 ]
 
+DIGIT_NAMES = tuple("0123456789")
 CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
@@ -99,8 +100,7 @@ def build_splits(config: DataConfig, seed: int, *, labelled: bool = True) -> Spl
         labelled: whether a folder of one's own must have class folders; see ``open_images``.
 
     Raises:
-        ValueError, FileNotFoundError: one line that says what is wrong with the data and what to do
-            about it.
+        ValueError, FileNotFoundError: one line with the reason and the way out.
     """
     config = resolved(config)
     check_data(config)
@@ -126,8 +126,8 @@ def images_to_judge(
         ``all`` of them where they are files of one's own; and what they are.
 
     Raises:
-        ValueError, FileNotFoundError: one line that says what is wrong with the data, or which
-            classes the weights do not know.
+        ValueError, FileNotFoundError: one line with the reason, or with the classes that the
+            weights do not know.
     """
     if config.name == "folder":
         config = resolved(config)
@@ -143,7 +143,7 @@ def train_batches(
 ) -> TrainBatches | StreamTrainBatches:
     """Load ``splits.train``: shuffled, augmented, the last incomplete batches included.
 
-    Each batch has images of one size: that of ``splits.spec``, with one of
+    Each batch has images of one size, by ``splits.spec``, with one of
     ``config.img_size_choices`` drawn by seed, epoch and batch number. ``config.workers`` processes
     load them and stay from epoch to epoch; with 0 the main process does.
 
@@ -203,68 +203,60 @@ def _augment(config: DataConfig, *allowed: str, **options) -> "Augment | None":
     return Augment(config.augment, config.aug, **options)
 
 
-def _digit_spec(config: DataConfig, mean: float, std: float) -> DataSpec:
-    names = tuple(str(digit) for digit in range(10))
-    return DataSpec(1, 10, names, (mean,), (std,), None, *_seen_as(config))
-
-
-def _one_hot_spec(config: DataConfig, names: tuple[str, ...]) -> DataSpec:
-    return DataSpec(256, len(names), names, (), (), "grey_one_hot", *_seen_as(config))
+def _spec(
+    config: DataConfig,
+    channels: int,
+    names: tuple[str, ...],
+    mean: tuple[float, ...] = (),
+    std: tuple[float, ...] = (),
+) -> DataSpec:
+    """Return what images of classes are, one-hot, with classes of pixels, or to be written where
+    that is asked for.
+    """
+    if config.task == "segmentation":
+        names = value_names(names)
+    one_hot = config.name.endswith("_pixel")
+    plain = one_hot or config.task == "generate"
+    return DataSpec(
+        256 if one_hot else channels,
+        len(names),
+        names,
+        () if plain else mean,
+        () if plain else std,
+        "grey_one_hot" if one_hot else None,
+        *_seen_as(config),
+        task=config.task,
+    )
 
 
 def _seen_as(config: DataConfig) -> tuple:
-    """Return how images come to the model, as the last fields of ``DataSpec``."""
+    """Return how images come to the model, as the fields of ``DataSpec`` behind its encoding."""
     size = tuple(config.img_size) if isinstance(config.img_size, list) else config.img_size
     return size, config.fit, config.max_patches
 
 
 def _build_digits(config: DataConfig, seed: int) -> Splits:
     augment = _augment(config, "light", border="black", bands=1)
-    parts = digit_splits(config.val_fraction, seed)
     train, validation, test = (
-        ArrayDataset(
-            parts[name].images[..., None],
-            parts[name].labels,
-            seed,
-            augment if name == "train" else None,
-        )
-        for name in ("train", "validation", "test")
+        ArrayDataset(part.images[..., None], part.labels, seed, augment if i == 0 else None)
+        for i, part in enumerate(digit_splits(config.val_fraction, seed).values())
     )
-    spec = _digit_spec(config, 0.306, 0.324)
-    one_hot = "pixel" in config.name
-    return Splits(
-        train,
-        validation,
-        test,
-        _one_hot_spec(config, spec.class_names) if one_hot else _of_task(config, spec),
-    )
-
-
-def _of_task(config: DataConfig, spec: DataSpec) -> DataSpec:
-    """Return what images are whose pixels have classes, or whose values are written, if that is
-    asked for.
-    """
-    if config.task == "classification":
-        return spec
-    if config.task == "generate":
-        return replace(spec, task=config.task, mean=(), std=())
-    names = value_names(spec.class_names)
-    return replace(spec, task=config.task, num_classes=len(names), class_names=names)
+    return Splits(train, validation, test, _spec(config, 1, DIGIT_NAMES, (0.306,), (0.324,)))
 
 
 def _build_drawn(config: DataConfig, seed: int) -> Splits:
     canvas, masked = config.name == "canvas", config.task == "segmentation"
     allow_augment(config, *(["light"] if canvas else []))
     args = args_of(config)
-    spec = DataSpec(1, 0, (), (), (), None, *_seen_as(config))
     make: Callable[..., DrawnDataset] = CopyingDataset
+    spec = _spec(config, 1, ())
     if canvas:
-        digits, spec = digit_splits(config.val_fraction, seed), _digit_spec(config, 0.25, 0.10)
+        digits = digit_splits(config.val_fraction, seed)
+        spec = _spec(config, 1, DIGIT_NAMES, (0.25,), (0.10,))
     elif config.name == "documents" and config.task == "generate":
         make = PagePieces
     elif config.name == "documents":
-        make, spec = DocumentsDataset, replace(spec, num_classes=len(CLASS_NAMES))
-        spec = replace(spec, class_names=CLASS_NAMES, mean=(0.8,), std=(0.2,))
+        make, spec = DocumentsDataset, _spec(config, 1, CLASS_NAMES, (0.8,), (0.2,))
 
     def dataset(split: Split) -> DrawnDataset:
         length = args.train_images if split == "train" else args.eval_images
@@ -274,33 +266,25 @@ def _build_drawn(config: DataConfig, seed: int) -> Splits:
         how = dict(vary=vary, task=args, masked=masked)
         return CanvasDataset(digits[split], split, length, seed, **how)
 
-    parts = dataset("train"), dataset("validation"), dataset("test")
-    return Splits(*parts, _of_task(config, spec))
+    return Splits(dataset("train"), dataset("validation"), dataset("test"), spec)
 
 
 def _build_cifar10(config: DataConfig, seed: int) -> Splits:
     grey = config.name == "cifar10_pixel"
-    augment = (
-        _augment(config, "light", bands=1)
-        if grey
-        else _augment(config, "light", "three", "rand", smallest_crop=0.4)
-    )
+    allowed = ("light",) if grey else ("light", "three", "rand")
+    augment = _augment(config, *allowed, bands=1 if grey else 3, smallest_crop=0.4)
     train, test = _read_cifar10(config, train=True), _read_cifar10(config, train=False)
-    spec = DataSpec(3, 10, tuple(train.classes), CIFAR10_MEAN, CIFAR10_STD, None, *_seen_as(config))
-    spec = _one_hot_spec(config, spec.class_names) if grey else _of_task(config, spec)
 
     def dataset(part: "CIFAR10", chosen: np.ndarray | slice, augment=None) -> ArrayDataset:
         images = part.data[chosen]
         if grey:
-            images = np.stack([cv2.cvtColor(image, cv2.COLOR_RGB2GRAY) for image in images])[
-                ..., None
-            ]
+            images = np.stack([cv2.cvtColor(image, cv2.COLOR_RGB2GRAY) for image in images])
+            images = images[..., None]
         return ArrayDataset(images, np.array(part.targets)[chosen], seed, augment)
 
     kept, held_out = stratified_split(np.array(train.targets), config.val_fraction, seed)
-    return Splits(
-        dataset(train, kept, augment), dataset(train, held_out), dataset(test, slice(None)), spec
-    )
+    parts = dataset(train, kept, augment), dataset(train, held_out), dataset(test, slice(None))
+    return Splits(*parts, _spec(config, 3, tuple(train.classes), CIFAR10_MEAN, CIFAR10_STD))
 
 
 def _read_cifar10(config: DataConfig, *, train: bool) -> "CIFAR10":

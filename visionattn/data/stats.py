@@ -24,7 +24,7 @@ from visionattn.cli.parsing import parse
 from visionattn.cli.progress import Progress
 from visionattn.cli.tables import heading, line
 from visionattn.data.batches import Unreadable
-from visionattn.data.config import DataConfig
+from visionattn.data.data_config import DataConfig
 from visionattn.data.formats import (
     DAMAGED_IMAGE,
     ReadOptions,

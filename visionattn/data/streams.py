@@ -90,7 +90,7 @@ def open_shards(
         judged: weights are to be judged on the images, so that splits may lack.
 
     Raises:
-        ValueError, FileNotFoundError: one line that says what is wrong.
+        ValueError, FileNotFoundError: one line with the reason.
     """
     require("readers", "webdataset", what=f"data root {root}")
     if num_classes is None:

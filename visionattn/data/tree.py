@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from visionattn.data.formats.known_formats import TABLE
-from visionattn.data.sources import Files, Member, Source, TarMembers
+from visionattn.data.formats.known_formats import TABLE, Source
+from visionattn.data.sources import Files, Member, TarMembers
 from visionattn.data.walk import (
     LeftOut,
     below,
@@ -190,19 +190,13 @@ def _places(
         folders: of each image.
         visited: all folders, also those without images; empty for a tar.
         labelled, known, root: as ``open_tree`` takes them.
-        left_out: what is left out is added.
+        left_out: files and folders that are left out are added.
     """
-    known_names = known or ()
-    around: Folders = ()
-    while len(tops := _tops(folders)) == 1 and any(len(each) > 1 for each in folders):
-        inner = any(split_of(each[1]) for each in folders if len(each) > 1)
-        if split_of(tops[0]) or tops[0] in known_names or (visited and not inner):
-            break
-        around = (*around, tops[0])
-        folders = [each[1:] for each in folders]
-        visited = [each[1:] for each in visited if len(each) > 1]
-    direct = {each[0] for each in folders if len(each) == 1 and each[0] in known_names}
-    named = [name for name in tops if split_of(name) and name not in direct]
+    around = _around(folders, visited, known or ())
+    folders = [each[len(around) :] for each in folders]
+    visited = [each[len(around) :] for each in visited]
+    direct = {each[0] for each in folders if len(each) == 1 and each[0] in (known or ())}
+    named = [name for name in _tops(folders) if split_of(name) and name not in direct]
     splits = {}
     if _are_splits(named, folders, labelled, root):
         splits = {name: split for split, name in by_split(named, root).items()}
@@ -228,23 +222,43 @@ def _places(
             f"data folder {root} has the folders images and masks: --data.task segmentation "
             "learns masks; rename the folders if they are classes of images"
         )
-    depth = 2 if splits else 1
-    held = {each[:depth] for each in folders}
-    empty = [
-        each
-        for each in visited
-        if len(each) == depth
-        and each not in held
-        and (not splits or each[0] in splits)
-        and not flat
-    ]
+    empty = [] if flat else _without_images(folders, visited, splits)
     if empty and labelled and known is None:
         raise ValueError(
             f"class folder {os.path.join(root, *around, *empty[0])} holds no images; add some or "
             "delete the folder"
         )
-    left_out.folders += [each[-1] for each in empty if each[-1] not in known_names]
+    left_out.folders += [each[-1] for each in empty if each[-1] not in (known or ())]
     return places
+
+
+def _around(
+    folders: Sequence[Folders], visited: Sequence[Folders], known: Sequence[str]
+) -> Folders:
+    """Return the folders around everything, which say nothing: of a folder those alone in which
+    splits lie, as the only class may be a folder too.
+    """
+    around: Folders = ()
+    while len(tops := _tops(folders)) == 1 and any(len(each) > 1 for each in folders):
+        inner = any(split_of(each[1]) for each in folders if len(each) > 1)
+        if split_of(tops[0]) or tops[0] in known or (visited and not inner):
+            break
+        around = (*around, tops[0])
+        folders = [each[1:] for each in folders]
+    return around
+
+
+def _without_images(
+    folders: Sequence[Folders], visited: Sequence[Folders], splits: dict[str, str]
+) -> list[Folders]:
+    """Return the class folders that hold no images."""
+    depth = 2 if splits else 1
+    held = {each[:depth] for each in folders}
+    return [
+        each
+        for each in visited
+        if len(each) == depth and each not in held and (not splits or each[0] in splits)
+    ]
 
 
 def _are_splits(

@@ -1,5 +1,5 @@
 """The files below a folder: which of them are images, which folders are splits, in which order
-names stand, and the line that tells what is left out.
+names stand, and the line that tells which files are left out.
 
 This module leaves out hidden files, pipes, sockets and devices, and opens no image.
 """
@@ -50,8 +50,8 @@ def below(
 ) -> Iterator[tuple[str, bool]]:
     """Yield the path of everything below a folder, and whether it is a folder.
 
-    A link is followed, once: a folder that can be reached by two paths counts under the one without
-    a link. A link to nothing counts as a file, which then cannot be read.
+    A link is followed, once: a folder that can be reached by two paths counts under its path
+    without a link. A link to nothing counts as a file, which then cannot be read.
 
     Args:
         root: where to look.

@@ -12,8 +12,8 @@ import numpy as np
 from PIL import Image
 
 from visionattn.data.batches import SampleKey
-from visionattn.data.config import DataConfig
 from visionattn.data.data_checks import args_of
+from visionattn.data.data_config import DataConfig
 from visionattn.data.documents import Page
 from visionattn.data.drawn_images import see_mask, value_names
 from visionattn.data.embedded import Canvas, digit_splits

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from visionattn.cli.files import first_line
 from visionattn.cli.untrusted import brief, read_yaml
-from visionattn.data.config import DataConfig
 from visionattn.data.data_checks import DRAWN
+from visionattn.data.data_config import DataConfig
 from visionattn.data.large.sink import SINKS
 from visionattn.inference.inference_options import DenseOptions, parse_options
 from visionattn.inference.shards import Part

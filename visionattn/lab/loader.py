@@ -19,8 +19,8 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from visionattn.cli.parsing import field_types, parse
-from visionattn.data.config import DataConfig
 from visionattn.data.data_checks import resolved
+from visionattn.data.data_config import DataConfig
 from visionattn.data.geometry import Geometry
 from visionattn.data.images import ImageDataset
 from visionattn.data.splits import SampleKey, Splits, build_splits, train_batches

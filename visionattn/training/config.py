@@ -8,7 +8,7 @@ field is its help text. ``options.py`` reads the flags.
 from dataclasses import dataclass, field
 from typing import Literal
 
-from visionattn.data.config import DataConfig
+from visionattn.data.data_config import DataConfig
 from visionattn.data.ranges import check_ranges, check_signs
 from visionattn.models.building import ModelConfig
 from visionattn.models.weights import Fit

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from visionattn.cli.memory import sensible
 from visionattn.data.buckets import cell_px
-from visionattn.data.config import DataConfig
+from visionattn.data.data_config import DataConfig
 from visionattn.data.geometry import Geometry, Size, geometry_of
 from visionattn.data.splits import Splits, geometry_choices
 from visionattn.models.building import patch_size

@@ -20,7 +20,7 @@ from visionattn.cli.parsing import field_types, parse, spell_out
 from visionattn.cli.progress import Progress
 from visionattn.cli.provenance import provenance
 from visionattn.data.buckets import cell_px
-from visionattn.data.config import AugmentConfig, DataConfig
+from visionattn.data.data_config import AugmentConfig, DataConfig
 from visionattn.data.drawn_images import seen_as
 from visionattn.data.geometry import Geometry, check_geometry, pixels, sides
 from visionattn.data.mask_files import check_judged

@@ -2,6 +2,7 @@
 
 from visionattn.data.formats.known_formats import (
     Openable,
+    Source,
     check_file,
     extensions,
     is_folder_format,
@@ -45,6 +46,7 @@ __all__ = [
     "Openable",
     "ReadOptions",
     "Reader",
+    "Source",
     "as_flags",
     "bands_of",
     "channels_of",

@@ -158,7 +158,7 @@ class Raster(Reader):
                     resampling=Resampling.average if average else Resampling.nearest,
                 )
             except RasterioError as error:  # whose text may only tell of its cause
-                said = one_line(error.__cause__ or error)
+                said = one_line(error.__cause__ or error)[:200]
                 raise ValueError(f"raster that cannot be read: {said}") from error
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ import os
 import stat
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from timm.data.readers.img_extensions import get_img_extensions
 
@@ -17,6 +17,20 @@ from visionattn.data.formats.reader import DAMAGED_IMAGE, Reader, require
 
 Openable = str | os.PathLike | BinaryIO
 """A path, or what reads the bytes of an image and may be sought in."""
+
+
+class Source(Protocol):
+    """Encoded images by number."""
+
+    def open(self, index: int) -> Openable:
+        """Return what ``open_image`` takes, which closes it; raises one of ``DAMAGED_IMAGE`` where
+        there is no image.
+        """
+        ...
+
+    def name(self, index: int) -> str:
+        """Return what messages call the image: its path, or its file and the place within it."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -65,8 +65,8 @@ BROKEN = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError)
 
 
 def one_line(error: BaseException) -> str:
-    """Return the text of an error in one line, at most 200 characters of it."""
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    """Return the text of an error in one line."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 @contextmanager
@@ -84,7 +84,7 @@ def damage(what: str, *kinds: type[Exception]) -> Iterator[None]:
     except DAMAGED_IMAGE:
         raise
     except (*kinds, *BROKEN) as error:
-        raise ValueError(f"{what} that cannot be read: {one_line(error)}") from error
+        raise ValueError(f"{what} that cannot be read: {one_line(error)[:200]}") from error
 
 
 @dataclass(frozen=True)

@@ -6,18 +6,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import cv2
 import numpy as np
 
-from visionattn.data.formats.known_formats import open_image
+from visionattn.data.formats.known_formats import Source, open_image
 from visionattn.data.formats.read_options import ReadOptions
 from visionattn.data.formats.reader import DAMAGED_IMAGE, NotAsAsked, Reader
 from visionattn.data.geometry import Box, View
-
-if TYPE_CHECKING:
-    from visionattn.data.sources import Source
 
 GREY = np.array([0.299, 0.587, 0.114], np.float32)
 """The weights of red, green and blue in grey, as Pillow has them (ITU-R 601-2)."""
@@ -223,13 +220,13 @@ class _Seen(NamedTuple):
 
 
 def settle(
-    source: "Source", indices: Sequence[int], options: ReadOptions, *, strict: bool = True
+    source: Source, indices: Sequence[int], options: ReadOptions, *, strict: bool = True
 ) -> tuple[ReadOptions, list[str]]:
     """Look at a few files of a data set, evenly spread, for what is decided once for all of them.
 
     Args:
         source: the files.
-        indices: numbers of those of the data set.
+        indices: numbers of the files of the data set.
         options: how they are read.
         strict: raise where values have no range; otherwise such a file is an error when its turn
             comes.
@@ -272,7 +269,7 @@ def settle_one(reader: Reader, name: str, options: ReadOptions) -> tuple[ReadOpt
 
 
 def _first_of_pages(
-    source: "Source", indices: Sequence[int], options: ReadOptions
+    source: Source, indices: Sequence[int], options: ReadOptions
 ) -> Iterator[_Seen]:
     """Yield the first file of several pages among the first whose names tell formats that have
     some; their heads alone are read.
@@ -312,7 +309,7 @@ def _settled(
     seen: Sequence[_Seen], options: ReadOptions, strict: bool
 ) -> tuple[ReadOptions, list[str]]:
     """Return the options with the range of integers whose files do not state it, and lines that
-    tell what is known of values.
+    tell people of values.
     """
     lines, whole = [], []
     ranged = options.value_range is not None and not options.found

@@ -49,8 +49,8 @@ class MapSink(Closing):
     it.
 
     Attributes:
-        rows: bands of a multiple of so many rows, which begin at such a multiple, are written the
-            fastest; known once the map is begun.
+        rows: bands whose length and first row are multiples of it are written the fastest; known
+            once the map is begun.
     """
 
     rows: int = 1

@@ -1,7 +1,7 @@
 """Images of which parts are read: arrays, memory-maps, zarr, and files in every format.
 
-This module owns what a part of an image is, how a band of rows becomes a model's input, and what is
-told of a part that cannot be read. Formats are those of ``visionattn.data.formats``.
+This module owns parts of images, how a band of rows becomes a model's input, and the errors of
+parts that cannot be read. ``visionattn.data.formats`` reads the files.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ from visionattn.data.formats import (
 from visionattn.data.formats.arrays import ArrayImage, with_axes
 from visionattn.data.formats.meaning import join
 from visionattn.data.formats.pillow import PillowImage
-from visionattn.data.formats.reader import Closing, pick
+from visionattn.data.formats.reader import Closing, one_line, pick
 from visionattn.data.geometry import Box
 from visionattn.data.images import KNOWN_BYTES
 from visionattn.data.sources import ends_of
@@ -117,7 +117,8 @@ class ImageSource(Closing):
         except DAMAGED_IMAGE as error:
             columns_too = "" if columns == slice(0, self.width) else f", {_said(columns)} across,"
             raise UnreadablePart(
-                f"rows {_said(rows)}{columns_too} of {self.name} cannot be read: {_line(error)}"
+                f"rows {_said(rows)}{columns_too} of {self.name} cannot be read: "
+                f"{as_flags(one_line(error))}"
             ) from error
 
     def _read(self, rows: slice, columns: slice) -> np.ndarray:
@@ -296,14 +297,9 @@ def _said(part: slice) -> str:
     return f"{part.start:,} to {part.stop:,}"
 
 
-def _line(error: BaseException) -> str:
-    """Return the text of an error as one line."""
-    return as_flags(" ".join(str(error).split())) or type(error).__name__
-
-
 def _renamed(name: str, error: BaseException) -> Exception:
     """Return an error with the name of the image in its line."""
     if isinstance(error, OSError) and error.filename:
         return error
     kind = type(error) if isinstance(error, NotAsAsked) else ValueError
-    return kind(f"{name}: {_line(error)}")
+    return kind(f"{name}: {as_flags(one_line(error))}")

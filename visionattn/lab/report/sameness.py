@@ -7,8 +7,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import asdict, fields
 
 from visionattn.cli.untrusted import checked
-from visionattn.data.config import DataConfig
 from visionattn.data.data_checks import resolved
+from visionattn.data.data_config import DataConfig
 from visionattn.lab.report.runs import Run, Values, flatten, number
 
 OF_TRAINING = ("augment", "aug", "img_size_choices", "batch_patches", "args.train_images")

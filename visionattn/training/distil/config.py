@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from visionattn.cli.parsing import config_files, parse
-from visionattn.data.config import DataConfig
+from visionattn.data.data_config import DataConfig
 from visionattn.models.building import ModelConfig
 from visionattn.models.conversion import NAME, OF_ATTENTION, RATES, StudentOptions
 from visionattn.models.weights import DataSpec

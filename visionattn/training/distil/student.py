@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from visionattn.data.config import DataConfig
 from visionattn.data.data_checks import check_data, resolved
+from visionattn.data.data_config import DataConfig
 from visionattn.data.geometry import geometry_of, sides
 from visionattn.data.splits import Splits, build_splits, geometry_choices
 from visionattn.models import VisionAttnTransformer
