@@ -235,6 +235,7 @@ def test_half_precision_stays_close_to_float64(name, dtype):
     assert (mixed.double() - exact).norm() <= 16 * torch.finfo(dtype).eps * exact.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MAPS[2:])
 def test_one_graph_and_one_export_serve_all_sizes(name):
     model, sizes = make(name).eval(), [draw_image(), draw_image(3, 64, 96)]

@@ -87,6 +87,7 @@ def test_dropped_patches_are_holes_in_the_convolution():
     assert model.blocks[0].attn.value_conv.weight.grad.abs().max() > 0
 
 
+@pytest.mark.slow
 def test_one_graph_and_one_export_serve_all_sizes():
     model = small(dtype=torch.float32, depth=1, **BOTH).eval()
     images = [torch.randn(2, 3, *size) for size in ((64, 64), (96, 48))]
