@@ -54,8 +54,8 @@ LIBRARIES_BYTES = 50 * 2**20
 WORKER_BYTES = 45 * 2**20
 """What a process that loads images takes of its own, without images."""
 SCATTERED, SCATTERED_CHECKPOINTED = 1.2, 3.5
-"""How much more a process takes from the system than its small tensors hold: what is freed leaves
-gaps, most where a checkpointed block is computed anew between what is kept. Measured with glibc.
+"""How much more a process takes from the system than its small tensors hold: freed tensors leave
+gaps, most where checkpointed blocks are computed anew. Measured with glibc.
 """
 LARGEST_BATCH = 512
 """The most images that ``batch_size auto`` takes."""
@@ -177,7 +177,7 @@ def counting() -> Iterator[tuple[Footprint, Callable[[Model], Model]]]:
 
 
 class Passes:
-    """Tell what forwards of a model take: bytes above what is there, and seconds.
+    """Tell what forwards of a model take: bytes above the present level, and seconds.
 
     Args:
         model: on its device; it stays as it is.
@@ -358,7 +358,7 @@ class Memory:
         patch_px: height and width of its patches.
         cell_px: how many pixels count as one patch.
         processes: how many like this one share the machine.
-        bound_bytes: what a pass may take beside the model; None: what there is.
+        bound_bytes: most bytes of a pass above the model; None: all free memory.
 
     Attributes:
         there_bytes: the memory there is for this process, or the bound; None where nobody knows.
@@ -395,7 +395,7 @@ class Memory:
         raise NotImplementedError
 
     def batch_that_fits(self, images: int, shape: Shape) -> str:
-        """Name the option for batches of so many ``images`` in place of ``shape``."""
+        """Name the option for batches of ``images`` images in place of ``shape``."""
         raise NotImplementedError
 
     def image_that_fits(self, size: Size) -> str:
@@ -504,8 +504,8 @@ class ForwardMemory(Memory):
 
     Args:
         passes, patch_px, cell_px, bound_bytes: as for ``Memory``.
-        beside: returns the bytes on a processor beside a forward at batches of a shape: what loads
-            images, and what waits to be written.
+        beside: returns further bytes on a processor at batches of a shape: of processes that load
+            images, and of results that wait to be written.
         native: images keep their sizes.
         batches: the flag that makes batches smaller, for as many ``images`` or ``patches``.
     """

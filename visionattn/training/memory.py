@@ -1,8 +1,8 @@
 """Whether a run fits into memory: what it takes at its largest batch, what would fit where that is
 too much, and which batch ``batch_size auto`` stands for.
 
-``models/cost.py`` counts passes and finds what fits. Here is what a step, several processes and
-loading take beside a forward.
+``models/cost.py`` counts passes and finds what fits. Here are steps, several processes
+and the loading of images.
 """
 
 import math
@@ -48,7 +48,7 @@ PREFETCHED = 2
 
 
 class StepPasses(Passes):
-    """Tell the bytes that steps and forwards of a model take above what is there.
+    """Tell the bytes that steps and forwards of a model take above the present level.
 
     Args:
         model, spec, device, amp, leaves_out: as for ``Passes``.
@@ -172,7 +172,7 @@ class TrainingMemory(Memory):
         step = self.extended(step_bytes, self.own_part(shape))
         if step is None:
             return None
-        # An evaluation beside what the optimiser keeps, where its batches are the larger ones.
+        # An evaluation, with the moments of the optimiser, where its batches are larger.
         if evaluation is not None and math.prod(evaluation) > math.prod(shape):
             forward = self.extended(self.passes.forward_bytes, self.own_part(evaluation)) or 0
             step = max(step, forward + self.passes.kept_bytes(kind, size))
@@ -189,7 +189,7 @@ class TrainingMemory(Memory):
         return images, -(-rows // self.processes.per_image) * self.patch_px[0], width
 
     def batch_that_fits(self, images: int, shape: Shape) -> str:
-        """Name the options for batches of so many images, and for as many in a step."""
+        """Name the options for batches of ``images`` images that keep the images of a step."""
         if self.splits.spec.fit == "native":
             patches = images * (math.prod(shape[1:]) // self.cell_px)
             return f"--data.batch_patches {patches} would fit, {images} such images"
