@@ -67,19 +67,19 @@ def test_a_tensor_counts_until_nobody_holds_it_and_small_ones_apart():
 
 
 @pytest.mark.parametrize(
-    "name, checkpointing",
+    "name, checkpointing, options",
     [
-        ("scaleformer_vit_t", False),
-        ("scaleformer_vit_t", True),
-        ("taylorshift_vit_t", True),
-        ("taylorshift_abs_vit_t", False),
-        ("vit_tiny_patch16_224", False),
+        ("scaleformer_vit_t", False, {}),
+        ("scaleformer_vit_t", True, {}),
+        ("scaleformer_vit_t", False, {"attention": "window"}),
+        ("taylorshift_vit_t", True, {}),
+        ("taylorshift_abs_vit_t", False, {"img_size": 160}),
+        ("vit_tiny_patch16_224", False, {"img_size": 160}),
     ],
 )
-def test_a_step_is_counted_as_the_allocator_gives_memory_out(name, checkpointing):
+def test_a_step_is_counted_as_the_allocator_gives_memory_out(name, checkpointing, options):
     torch.manual_seed(0)
-    size = {"img_size": 160} if "abs" in name or name.startswith("vit") else {}
-    model = timm.create_model(name, num_classes=5, depth=2, **size)
+    model = timm.create_model(name, num_classes=5, depth=2, **options)
     model.set_grad_checkpointing(checkpointing)
 
     def step(model):

@@ -232,20 +232,6 @@ def test_half_precision_survives_65536_tokens_with_activations_sixteen_times_too
         ), name
 
 
-@pytest.mark.parametrize("attention", ["kernelized", "taylorshift"])
-def test_forms_of_a_layer_agree(attention):
-    torch.manual_seed(0)
-    direct, efficient, auto = (
-        Attention(24, 3, attention=attention, relative="none", form=form).double()
-        for form in ("direct", "efficient", "auto")
-    )
-    for other in (efficient, auto):
-        other.load_state_dict(direct.state_dict())
-    x = torch.randn(2, 77, 24, dtype=torch.float64)
-    assert torch.allclose(direct(x), efficient(x), rtol=1e-12, atol=1e-12)
-    assert torch.allclose(direct(x), auto(x), rtol=1e-12, atol=1e-12)
-
-
 def test_a_form_that_is_none_or_does_nothing_is_refused():
     with pytest.raises(ValueError, match="form 'linear': wanted one of auto, direct, efficient"):
         Attention(24, 3, form="linear")

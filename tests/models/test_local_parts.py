@@ -101,16 +101,6 @@ def test_one_graph_and_one_export_serve_all_sizes():
                 close(other(image), model(image), 1e-5)
 
 
-def test_mixed_precision_is_close_to_the_exact_result():
-    dtype = torch.float16
-    model = small(dtype=torch.float32, **BOTH).eval()
-    image = torch.randn(1, 3, 64, 64)
-    with torch.no_grad(), torch.autocast("cpu", dtype):
-        mixed = model(image).double()
-    exact = model.double()(image.double())
-    assert (mixed - exact).norm() <= 16 * torch.finfo(dtype).eps * exact.norm()
-
-
 @pytest.mark.parametrize(
     ("options", "line"),
     [
