@@ -161,6 +161,7 @@ def test_converted_models_are_exported_with_open_sizes_and_traced():
     assert traced(x)["blocks.1"].shape == (2, model.num_prefix_tokens + 21, 24)
 
 
+@pytest.mark.slow
 def test_one_graph_serves_converted_models_at_all_sizes():
     model, graphs = mixed_of("vit_small_patch14_reg4_dinov2").model.eval(), []
 

@@ -113,12 +113,8 @@ def test_a_model_computes_the_formulas_of_its_map(name, relative, form):
         torch.testing.assert_close(actual[key], value, rtol=1e-9, atol=1e-11, msg=key)
 
 
-def test_maps_differ_and_none_is_elu1():
-    outs = [make(name).eval()(draw_image()) for name in (*MAPS, None)]
-    assert torch.equal(outs[0], outs[4])
-    for i in range(4):
-        for j in range(i):
-            assert not torch.allclose(outs[i], outs[j], rtol=1e-3)
+def test_no_map_is_elu1():
+    assert torch.equal(make("elu1").eval()(draw_image()), make(None).eval()(draw_image()))
 
 
 @pytest.mark.parametrize("name", MAPS[1:])
@@ -235,6 +231,7 @@ def test_half_precision_stays_close_to_float64(name, dtype):
     assert (mixed.double() - exact).norm() <= 16 * torch.finfo(dtype).eps * exact.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MAPS[2:])
 def test_one_graph_and_one_export_serve_all_sizes(name):
     model, sizes = make(name).eval(), [draw_image(), draw_image(3, 64, 96)]

@@ -101,18 +101,6 @@ def test_full_sizes_build_on_the_meta_device(family, letter, parameters):
     assert heads == model.embed_dim // 64
 
 
-def test_small_model_takes_an_image_of_320_by_208_pixels_and_gives_its_maps():
-    model = create_model("scaleformer_vit_s").eval()
-    with torch.inference_mode():
-        assert model(torch.randn(1, 3, 320, 208)).shape == (1, 1000)
-    features = create_model("scaleformer_vit_s", features_only=True).eval()
-    with torch.inference_mode():
-        maps = features(torch.randn(1, 3, 320, 208))
-    assert [tuple(m.shape) for m in maps] == [(1, 384, 20, 13)] * 3
-    assert features.feature_info.channels() == [384] * 3
-    assert features.feature_info.reduction() == [16] * 3
-
-
 def test_published_model_differs_from_ours_in_position_pooling_and_temperature():
     ours, published = small("taylorshift_vit_t"), small("taylorshift_abs_vit_t")
     assert ours.pos_embed is None and ours.blocks[0].attn.relative.kind == "joint"
@@ -120,24 +108,6 @@ def test_published_model_differs_from_ours_in_position_pooling_and_temperature()
     assert published.global_pool == "token"
     assert published.blocks[0].attn.temperature.tolist() == [1.0] * 3
     assert ours.blocks[1].attn.temperature.tolist() == [4.0] * 3
-
-
-@pytest.mark.parametrize(
-    "attention, relative",
-    [
-        ("kernelized", "axial"),
-        ("kernelized", "none"),
-        ("taylorshift", "flat"),
-        ("softmax", "joint"),
-    ],
-)
-def test_attention_and_relative_position_combine(attention, relative):
-    horizon = {} if relative == "none" else dict(horizon=2)
-    model = small(
-        "scaleformer_vit_t", attention=attention, relative=relative, num_classes=3, **horizon
-    )
-    model(image("", height=64, width=32)).sum().backward()
-    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
 
 
 def test_shifted_image_shifts_the_maps_and_keeps_the_pooled_features():
@@ -240,26 +210,6 @@ def test_masks_of_pairs_and_causality_are_refused():
 
 
 @pytest.mark.parametrize(
-    "options", [{"relative": "flat"}, {"relative": "none"}, {"attention": "softmax"}]
-)
-def test_a_causal_model_does_not_look_ahead(options):
-    torch.manual_seed(0)
-    model = (
-        small("scaleformer_vit_t", class_token=False, global_pool="avg", value_conv=0, **options)
-        .double()
-        .eval()
-    )
-    tokens = (
-        model.blocks[0]
-        .norm1(torch.randn(1, 15, model.embed_dim, dtype=torch.float64))
-        .requires_grad_()
-    )
-    out = model.blocks[0].attn(tokens, TokenLayout(0, Grid(5, 3)), is_causal=True)
-    (gradient,) = torch.autograd.grad(out[0, 6].sum(), tokens)
-    assert gradient[0, 7:].eq(0).all() and gradient[0, :7].ne(0).any(1).all()
-
-
-@pytest.mark.parametrize(
     "name, relative",
     [
         ("scaleformer_vit_t", "joint"),
@@ -286,12 +236,6 @@ def test_dropped_patches_keep_their_places(name, relative):
     assert torch.allclose(got[:, 0], wanted[:, 0], atol=1e-12)
     index = (layout.kept + 1).unsqueeze(-1).expand(-1, -1, 24)
     assert torch.allclose(got[:, 1:], wanted.gather(1, index), atol=1e-12)
-
-
-def test_maps_of_a_model_that_drops_patches_are_zero_where_nothing_is():
-    model = small("scaleformer_vit_t", patch_drop_rate=0.4).train()
-    maps = model.forward_intermediates(image(""), intermediates_only=True)[-1]
-    assert ((maps == 0).all(1).sum((1, 2)) == 15 - 9).all()
 
 
 def test_padding_on_request_adds_patches_at_the_bottom_and_the_right():
@@ -390,20 +334,6 @@ def test_pretrained_weights_that_do_not_exist_are_named_as_such():
             create_model(name, pretrained=True, **args)
 
 
-def test_weights_from_a_file_are_loaded(tmp_path):
-    torch.manual_seed(0)
-    source = small("scaleformer_vit_t", horizon=3)
-    path = tmp_path / "weights.pth"
-    torch.save(source.state_dict(), path)
-    model = small(
-        "scaleformer_vit_t",
-        pretrained=True,
-        pretrained_cfg_overlay=dict(file=str(path), num_classes=11),
-    )
-    assert torch.equal(model.blocks[0].attn.relative.table, source.blocks[0].attn.relative.table)
-    assert torch.equal(model.head.weight, source.head.weight)
-
-
 @pytest.mark.parametrize("name", ["scaleformer_vit_t", "taylorshift_abs_vit_t"])
 def test_one_graph_serves_several_image_sizes(name):
     """fullgraph, five sizes, at most two graphs (the first, and the one with symbolic sizes)."""
@@ -421,17 +351,6 @@ def test_one_graph_serves_several_image_sizes(name):
         with torch.no_grad():
             assert torch.allclose(compiled(x), model(x), atol=1e-5)
     assert len(graphs) <= 2
-
-
-def test_model_exports_with_symbolic_height_and_width():
-    model = small("scaleformer_vit_t").eval()
-    height = torch.export.Dim("height", min=2, max=64)
-    width = torch.export.Dim("width", min=2, max=64)
-    program = torch.export.export(
-        model, (image("", 1, 80, 48),), dynamic_shapes=({2: 16 * height, 3: 16 * width},)
-    )
-    x = image("", 1, 48, 112)
-    assert torch.allclose(program.module()(x), model(x), atol=1e-5)
 
 
 def test_wrong_arguments_get_one_line():

@@ -160,6 +160,7 @@ def wheel(tmp_path_factory):
     return next(place.glob("*.whl"))
 
 
+@pytest.mark.slow
 def test_a_wheel_has_the_weights_and_loads_them_where_it_is_installed(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as file:
         file.extractall(tmp_path)
@@ -176,6 +177,7 @@ def test_a_wheel_has_the_weights_and_loads_them_where_it_is_installed(wheel, tmp
     assert done.stdout.splitlines() == [f"{name} {total}" for name, total in sums.items()]
 
 
+@pytest.mark.slow
 def test_a_wheel_has_every_file_that_the_package_has_here(wheel):
     with zipfile.ZipFile(wheel) as file:
         packed = {name for name in file.namelist() if name.startswith("visionattn/")}

@@ -5,6 +5,7 @@ import math
 import random
 import re
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,10 +31,8 @@ from visionattn.models.cost import SHARE, WORKER_BYTES, Expected
 from visionattn.models.machine import random_state
 from visionattn.training import engine
 from visionattn.training import memory as memory_module
-from visionattn.training.config import OptimConfig
 from visionattn.training.distributed import Processes
 from visionattn.training.memory import (
-    StepPasses,
     TrainingMemory,
     largest_shape,
     share_of,
@@ -262,34 +261,31 @@ def test_more_images_pixels_and_larger_evaluations_take_more(tmp_path):
     taken = memory.bytes_of((8, 32, 32))
     assert memory.bytes_of((9, 32, 32)) > taken < memory.bytes_of((8, 32, 36))
     assert memory.bytes_of((8, 32, 32), (8, 32, 32)) == taken
-    passes, kept = memory.passes, memory.passes.kept_bytes()
     evaluated = 400, 32, 32
-    forward = int(passes.forward_bytes(evaluated) + kept) - passes.step_bytes(
-        (8, 32, 32), memory.config.optim
-    )
+    forward = int(memory.passes.forward_bytes(evaluated) + memory.kept_bytes())
+    forward -= memory.step_bytes((8, 32, 32))
     assert forward > 0 and abs(memory.bytes_of((8, 32, 32), evaluated) - taken - forward) <= 1
 
 
 def test_an_average_moments_sums_of_gradients_and_loading_count(tmp_path, alone):
     config = cheap_config(tmp_path)
     plain, averaged = memory_of(config), memory_of(cheap_config(tmp_path, optim=EVERYTHING))
-    model, shape, optim = plain.passes.model, (8, 32, 32), config.optim
+    model, shape = plain.passes.model, (8, 32, 32)
     weights = sum(p.numel() * 4 for p in model.parameters())
     assert plain.base_bytes == 0 and averaged.base_bytes == sum(
         p.numel() * 4 for p in averaged.passes.model.parameters()
     )
     loaded = replace(config, data=replace(config.data, workers=2))
     batch = 8 * 32 * 32
-    assert plain.bytes_of(shape) == plain.passes.step_bytes(shape, optim) + batch
+    assert plain.bytes_of(shape) == plain.step_bytes(shape) + batch
     more = memory_of(loaded).bytes_of(shape) - plain.bytes_of(shape)
     assert more == 2 * (WORKER_BYTES + 2 * batch) - batch
-    step = plain.passes.step_bytes
-    assert step(shape, replace(optim, accumulate=2)) > step(shape, optim)
-    ddp = step(shape, optim, kind="ddp", processes=2) - step(shape, optim)
-    assert ddp == pytest.approx(1.2 * weights, abs=2)
-    fsdp = step(shape, optim, kind="fsdp", processes=2) - step(shape, optim)
-    assert fsdp == pytest.approx(-1.2 * weights, abs=2)
-    assert plain.passes.kept_bytes() == pytest.approx(1.2 * 2 * weights)
+    assert plain.kept_bytes() == pytest.approx(1.2 * 2 * weights)
+    step = plain.step_bytes(shape)
+    assert memory_of(cheap_config(tmp_path, optim={"accumulate": 2})).step_bytes(shape) > step
+    plain.processes = SimpleNamespace(size=2)
+    for plain.kind, more in (("ddp", 1.2), ("fsdp", -1.2)):
+        assert plain.step_bytes(shape) - step == pytest.approx(more * weights, abs=2)
 
 
 def test_a_share_of_a_batch_is_the_largest_that_a_process_takes():
@@ -298,10 +294,9 @@ def test_a_share_of_a_batch_is_the_largest_that_a_process_takes():
 
 def test_checkpointed_blocks_hold_less_and_leave_more_gaps(tmp_path, monkeypatch):
     def step_bytes(checkpointing):
-        model, _ = build_model(cheap_config(tmp_path, depth=4).model, quadrants().spec)
-        model.set_grad_checkpointing(checkpointing)
-        given = StepPasses(model, quadrants().spec, CPU, "none", checkpointing=checkpointing)
-        return given.step_bytes((8, 32, 32), OptimConfig())
+        config = cheap_config(tmp_path, depth=4)
+        config.model.grad_checkpointing = checkpointing
+        return memory_of(config).step_bytes((8, 32, 32))
 
     usual = step_bytes(True)
     monkeypatch.setattr(memory_module, "SCATTERED_CHECKPOINTED", cost.SCATTERED)
@@ -313,8 +308,9 @@ def test_a_model_that_looks_at_values_has_no_expected_memory(tmp_path):
         def forward(self, images):
             return super().forward(images.flatten(1)) * float(images.sum())
 
-    memory = StepPasses(Looks(256, 4), quadrants().spec, CPU, "none")
-    assert memory.step_bytes((2, 16, 16), small_config(tmp_path).optim) is None
+    config = small_config(tmp_path)
+    memory = TrainingMemory(config, Looks(256, 4), quadrants(), CPU, Processes())
+    assert memory.step_bytes((2, 16, 16)) is None
     assert str(Expected(None, 5)) == "memory: not known beforehand for this model"
 
 

@@ -10,6 +10,7 @@ import copy
 import math
 import time
 import weakref
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +30,6 @@ from visionattn.cli.memory import (
     clearly_above,
     largest_fit,
     memory_there_is,
-    sensible,
     taken_bytes,
 )
 from visionattn.cli.tables import lasting, sized
@@ -54,8 +54,8 @@ LIBRARIES_BYTES = 50 * 2**20
 WORKER_BYTES = 45 * 2**20
 """What a process that loads images takes of its own, without images."""
 SCATTERED, SCATTERED_CHECKPOINTED = 1.2, 3.5
-"""How much more a process takes from the system than its small tensors hold: what is freed leaves
-gaps, most where a checkpointed block is computed anew between what is kept. Measured with glibc.
+"""How much more a process takes from the system than its small tensors hold: freed tensors leave
+gaps, most where checkpointed blocks are computed anew. Measured with glibc.
 """
 LARGEST_BATCH = 512
 """The most images that ``batch_size auto`` takes."""
@@ -177,7 +177,7 @@ def counting() -> Iterator[tuple[Footprint, Callable[[Model], Model]]]:
 
 
 class Passes:
-    """Tell what forwards of a model take: bytes above what is there, and seconds.
+    """Tell what forwards of a model take: bytes above the present level, and seconds.
 
     Args:
         model: on its device; it stays as it is.
@@ -358,7 +358,7 @@ class Memory:
         patch_px: height and width of its patches.
         cell_px: how many pixels count as one patch.
         processes: how many like this one share the machine.
-        bound_bytes: what a pass may take beside the model; None: what there is.
+        bound_bytes: most bytes of a pass above the model; None: all free memory.
 
     Attributes:
         there_bytes: the memory there is for this process, or the bound; None where nobody knows.
@@ -395,7 +395,7 @@ class Memory:
         raise NotImplementedError
 
     def batch_that_fits(self, images: int, shape: Shape) -> str:
-        """Name the option for batches of so many ``images`` in place of ``shape``."""
+        """Name the option for batches of ``images`` images in place of ``shape``."""
         raise NotImplementedError
 
     def image_that_fits(self, size: Size) -> str:
@@ -431,31 +431,16 @@ class Memory:
 
     def fits(self, shape: Shape) -> bool:
         """Tell whether a batch leaves some of the memory there is."""
-        needed = self.bytes_of(shape)
-        return needed is not None and needed <= SHARE * (self.there_bytes or math.inf)
+        needed, there = self.bytes_of(shape), self.there_bytes
+        return needed is not None and there is not None and needed <= SHARE * there
 
     def largest_batch(self, size: Size, most: int) -> int:
-        """Return how many images of a size fit at once, ``most`` at most; 0 where not one does."""
-        if most < 1 or self.there_bytes is None:
-            return 0
-        room, taken = SHARE * self.there_bytes, {}
-        low, high, guess = 0, most + 1, 1
-        # Memory grows about evenly with the images: the line through what was counted leads to the
-        # limit, and an eighth below it is near enough.
-        while high - low > max(1, low // 8):
-            needed = taken[guess] = self.bytes_of((guess, *size))
-            if needed is None:
-                return 0
-            low, high = (guess, high) if needed <= room else (low, guess)
-            if not low:
-                return 0
-            slope = 0.0
-            if len(taken) > 1:
-                first, last = sorted(taken)[0], guess if guess > 1 else max(taken)
-                slope = (taken[last] - taken[first]) / (last - first)
-            further = int((room - taken[low]) / slope) if 0 < slope < math.inf else low
-            guess = min(max(low + 1, low + further), high - 1)
-        return low
+        """Return how many images of a size fit at once, ``most`` at most: a power of two, or above
+        8 a multiple of 8; 0 where not one does.
+        """
+        batches = [n for n in (1, 2, 4, *range(8, most + 1, 8)) if n <= most]
+        found = bisect_left(batches, True, key=lambda n: not self.fits((n, *size)))
+        return (0, *batches)[found]
 
     def largest_image(self, size: Size) -> Size | None:
         """Return the largest image of about the same aspect ratio, below ``size`` and in whole
@@ -482,7 +467,7 @@ class Memory:
                 "batch_size auto: nobody can tell the memory of this model here; name a number"
             )
         most = min(count, LARGEST_BATCH * self.least)
-        return sensible(max(self.least, self.largest_batch(size, most)))
+        return max(self.least, self.largest_batch(size, most))
 
     def check(self, shape: Shape, needed: int | None) -> Expected:
         """Return the memory that a run takes whose largest batch takes ``needed`` bytes.
@@ -503,7 +488,7 @@ class Memory:
         size = sides[0], sides[1]
         fit = self.largest_batch(size, images - 1)
         if fit >= self.least:
-            option = self.batch_that_fits(sensible(fit), shape)
+            option = self.batch_that_fits(fit, shape)
             return f"{option}; --batch-size auto takes the most that fits{self.saves}"
         if self.fixed:
             return "the model takes this size alone; a smaller model takes less"
@@ -519,8 +504,8 @@ class ForwardMemory(Memory):
 
     Args:
         passes, patch_px, cell_px, bound_bytes: as for ``Memory``.
-        beside: returns the bytes on a processor beside a forward at batches of a shape: what loads
-            images, and what waits to be written.
+        beside: returns further bytes on a processor at batches of a shape: of processes that load
+            images, and of results that wait to be written.
         native: images keep their sizes.
         batches: the flag that makes batches smaller, for as many ``images`` or ``patches``.
     """

@@ -1,8 +1,8 @@
 """Whether a run fits into memory: what it takes at its largest batch, what would fit where that is
 too much, and which batch ``batch_size auto`` stands for.
 
-``models/cost.py`` counts passes and finds what fits. Here is what a step, several processes and
-loading take beside a forward.
+``models/cost.py`` counts passes and finds what fits. Here are steps, several processes
+and the loading of images.
 """
 
 import math
@@ -34,7 +34,7 @@ from visionattn.models.cost import (
 from visionattn.models.machine import autocast
 from visionattn.models.patches import takes_sizes
 from visionattn.models.weights import DataSpec
-from visionattn.training.config import OptimConfig, TrainConfig
+from visionattn.training.config import TrainConfig
 from visionattn.training.distributed import Processes
 from visionattn.training.evaluate import objective_of
 from visionattn.training.objective import Objective
@@ -45,74 +45,6 @@ MOMENTS = 2
 """How many tensors of the size of the parameters the optimisers keep."""
 PREFETCHED = 2
 """How many batches each process that loads images has ready."""
-
-
-class StepPasses(Passes):
-    """Tell the bytes that steps and forwards of a model take above what is there.
-
-    Args:
-        model, spec, device, amp, leaves_out: as for ``Passes``.
-        checkpointing: the blocks of a step are computed anew for the backward pass.
-        objective: what the model, or what is called in its place, learns; None: classes.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        spec: DataSpec,
-        device: torch.device,
-        amp: str,
-        *,
-        leaves_out: bool = False,
-        checkpointing: bool = False,
-        objective: Objective | None = None,
-    ):
-        super().__init__(model, spec, device, amp, leaves_out=leaves_out)
-        self.checkpointing, self.objective = checkpointing, objective
-
-    def step_bytes(
-        self, shape: Shape, config: OptimConfig, *, kind: str | None = None, processes: int = 1
-    ) -> int | None:
-        """Return the bytes of a training step, with what the optimiser keeps.
-
-        Args:
-            shape: of the batch.
-            config: loss and optimiser.
-            kind: how several processes hold the model; ``ddp`` sums gradients in buffers of their
-                size, and ``fsdp`` divides what the optimiser keeps.
-            processes: how many they are.
-
-        Returns:
-            None where nobody can tell; on a GPU infinity stands for too much.
-        """
-        mixes, accumulates = bool(config.mixup or config.cutmix), config.accumulate > 1
-        objective = self.objective or objective_of(self.spec, replace(config, mixup=float(mixes)))
-
-        def work(model: nn.Module) -> None:
-            model.train()
-            if accumulates:  # the gradients of the batches before are there
-                for parameter in model.parameters():
-                    if parameter.requires_grad:
-                        parameter.grad = torch.zeros_like(parameter)
-            images, sizes = self.batch(shape)
-            targets = objective.targets(len(images), shape[1:]).to(self.device)
-            with autocast(self.device, self.amp):
-                logits = objective.outputs(model, self.spec.prepare(images), sizes, targets)
-            if mixes:
-                targets = torch.zeros(len(images), logits.shape[1], device=self.device)
-            objective.loss(logits.float(), targets).backward()
-
-        scattered = SCATTERED_CHECKPOINTED if self.checkpointing else SCATTERED
-        took = self.peak(work, scattered, shape, config.label_smoothing, mixes, accumulates)
-        return None if took is None else whole_bytes(took + self.kept_bytes(kind, processes))
-
-    def kept_bytes(self, kind: str | None = None, processes: int = 1) -> float:
-        """Return what the optimiser keeps between steps, and buffers for sums over processes."""
-        learnt = (x for x in self.model.parameters() if x.requires_grad)
-        weights = sum(x.numel() * x.element_size() for x in learnt)
-        kept = MOMENTS * weights / (processes if kind == "fsdp" else 1)
-        kept += weights if kind in ("ddp", "sequence") else 0
-        return kept * (1 if self.device.type == "cuda" else SCATTERED)
 
 
 class TrainingMemory(Memory):
@@ -130,7 +62,6 @@ class TrainingMemory(Memory):
     """
 
     doing = "a step on "
-    passes: StepPasses
 
     def __init__(
         self,
@@ -143,14 +74,14 @@ class TrainingMemory(Memory):
     ):
         self.config, self.splits, self.processes = config, splits, processes
         checkpointing, patch_px = config.model.grad_checkpointing, patch_size(model)
-        passes = StepPasses(
+        self.objective = objective or objective_of(splits.spec, config.optim)
+        self.kind = choose_kind(replace(config, batch_size="auto"), processes.size)
+        passes = Passes(
             objective.called(model) if objective else model,
             splits.spec,
             device,
             config.amp,
             leaves_out=splits.spec.fit == "pad" and takes_sizes(model),
-            checkpointing=checkpointing,
-            objective=objective,
         )
         beside = processes.hosts.count(processes.hosts[processes.rank])
         super().__init__(passes, patch_px, cell_px(geometry_of(splits.spec, patch_px)), beside)
@@ -163,24 +94,53 @@ class TrainingMemory(Memory):
         """Return the memory of one process and of those that load its images, at its largest batch
         of training and of evaluation; None where nobody can tell.
         """
-        size, optim = self.processes.size, self.config.optim
-        kind = choose_kind(replace(self.config, batch_size="auto"), size)
-
-        def step_bytes(part: Shape) -> int | None:
-            return self.passes.step_bytes(part, optim, kind=kind, processes=size)
-
-        step = self.extended(step_bytes, self.own_part(shape))
+        step = self.extended(self.step_bytes, self.own_part(shape))
         if step is None:
             return None
-        # An evaluation beside what the optimiser keeps, where its batches are the larger ones.
+        # An evaluation, with the moments of the optimiser, where its batches are larger.
         if evaluation is not None and math.prod(evaluation) > math.prod(shape):
             forward = self.extended(self.passes.forward_bytes, self.own_part(evaluation)) or 0
-            step = max(step, forward + self.passes.kept_bytes(kind, size))
+            step = max(step, forward + self.kept_bytes())
         if self.passes.device.type == "cuda":
             return self.base_bytes + step
         part = share_of(shape, self.processes.data_size)
         loading = loading_bytes(self.config.data, self.splits.train, self.splits.spec, part)
         return self.base_bytes + step + loading
+
+    def step_bytes(self, shape: Shape) -> int | None:
+        """Return the bytes of a step of one process, with what the optimiser keeps; None where
+        nobody can tell, on a GPU infinity where it is too much.
+        """
+        passes, optim = self.passes, self.config.optim
+
+        def work(model: nn.Module) -> None:
+            model.train()
+            if optim.accumulate > 1:  # the gradients of the batches before are there
+                for parameter in model.parameters():
+                    if parameter.requires_grad:
+                        parameter.grad = torch.zeros_like(parameter)
+            images, sizes = passes.batch(shape)
+            targets = self.objective.targets(len(images), shape[1:]).to(passes.device)
+            with autocast(passes.device, passes.amp):
+                logits = self.objective.outputs(model, passes.spec.prepare(images), sizes, targets)
+            if optim.mixup or optim.cutmix:
+                targets = torch.zeros(len(images), logits.shape[1], device=passes.device)
+            self.objective.loss(logits.float(), targets).backward()
+
+        checkpointing = self.config.model.grad_checkpointing
+        scattered = SCATTERED_CHECKPOINTED if checkpointing else SCATTERED
+        took = passes.peak(work, scattered, "step", shape)
+        return None if took is None else whole_bytes(took + self.kept_bytes())
+
+    def kept_bytes(self) -> float:
+        """Return what the optimiser keeps between steps, and buffers for sums over processes:
+        ``ddp`` sums gradients in buffers of their size, and ``fsdp`` divides the moments.
+        """
+        learnt = (x for x in self.passes.model.parameters() if x.requires_grad)
+        weights = sum(x.numel() * x.element_size() for x in learnt)
+        kept = MOMENTS * weights / (self.processes.size if self.kind == "fsdp" else 1)
+        kept += weights if self.kind in ("ddp", "sequence") else 0
+        return kept * (1 if self.passes.device.type == "cuda" else SCATTERED)
 
     def own_part(self, shape: Shape) -> Shape:
         """Return what one process computes of a batch: some images, or some rows of them."""
@@ -189,7 +149,7 @@ class TrainingMemory(Memory):
         return images, -(-rows // self.processes.per_image) * self.patch_px[0], width
 
     def batch_that_fits(self, images: int, shape: Shape) -> str:
-        """Name the options for batches of so many images, and for as many in a step."""
+        """Name the options for batches of ``images`` images that keep the images of a step."""
         if self.splits.spec.fit == "native":
             patches = images * (math.prod(shape[1:]) // self.cell_px)
             return f"--data.batch_patches {patches} would fit, {images} such images"
