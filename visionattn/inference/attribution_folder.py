@@ -35,7 +35,7 @@ COMPRESSION = 3
 hardly smaller.
 """
 PageOf = Callable[[str, Sequence[dict[str, Any]]], str]
-"""``page(title, parts)``: the page; ``visionattn.lab.report.look`` has the one of the command."""
+"""``page(title, parts)``: the page; ``visionattn.lab.report.templates`` has the page of ``look``."""
 
 
 class Looking:
