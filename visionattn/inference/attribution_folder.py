@@ -35,7 +35,7 @@ COMPRESSION = 3
 hardly smaller.
 """
 PageOf = Callable[[str, Sequence[dict[str, Any]]], str]
-"""``page(title, parts)``: the page; ``visionattn.lab.report.templates`` has the page of ``look``."""
+"""``page(title, parts)``: the page, as ``visionattn.lab.report.templates`` makes it."""
 
 
 class Looking:
