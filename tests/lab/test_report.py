@@ -59,7 +59,7 @@ def test_the_page_of_a_run_says_what_its_files_say(tmp_path):
     run = write_run(tmp_path / "mine")
     count = write_weights(run, 7)
     page = page_of(run, output=tmp_path / "page.html")
-    row = ["finished", "56.25 %", "62.50 %", "359", "2", f"{count:,}", "2 h 1 min", "1,234"]
+    row = ["finished", "56.25 %", "62.50 %", "359", "2", "2 h 1 min", "1,234", f"{count:,}"]
     assert page.row("mine") == [*row, "scaleformer_vit_t"]
     titles = {"Training loss", "Validation loss", "Validation accuracy", "Learning rate"}
     assert titles | {"Speed of training", "Waiting for data"} <= set(page.texts)
@@ -133,14 +133,14 @@ def test_a_curve_has_the_source_with_the_most_values(tmp_path):
         chart.title: chart for chart in curves_of([read_run(x, x.name) for x in (long, short)])
     }
     steps, epochs = charts["Training loss"].series
-    assert (len(steps.y), steps.x[:4]) == (12, (0.25, 0.5, 0.75, 1.0))
-    assert (epochs.x, epochs.y) == ((1, 2, 3), [1.0] * 3)
+    assert (len(steps.y), steps.x[:4]) == (12, [0.25, 0.5, 0.75, 1.0])
+    assert (epochs.x, epochs.y) == ([1, 2, 3], [1.0] * 3)
     assert charts["Speed of training"].series[1].y == [912.0]
     assert charts["Validation accuracy"].series[0].y == [50.0, 62.5, 62.5]
     write_lines(short, kept[:1] + [line for line in lines_of(long) if line["kind"] == "train"])
     (short / "metrics.jsonl").write_text(json.dumps(lines_of(long)[0]))
     (chart, *_) = curves_of([read_run(short, "short")])
-    assert (chart.x_name, chart.series[0].x) == ("optimiser step", (1,))
+    assert (chart.x_name, chart.series[0].x) == ("optimiser step", [1])
 
 
 def test_only_settings_that_differ_are_listed_a_column_per_run(tmp_path):

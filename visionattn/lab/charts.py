@@ -205,18 +205,39 @@ def _style(colours: Mapping[str, str], salt: str | None = None):
     import matplotlib
 
     muted, grid = colours["muted"], colours["grid"]
-    axes = {"labelsize": 9.5, "labelcolor": muted, "edgecolor": muted, "linewidth": 0.7}
-    axes |= {"titlesize": 11, "titleweight": "bold", "titlelocation": "left"}
-    axes |= {f"spines.{side}": False for side in ("left", "right", "top")}
-    axes |= {"grid": True, "grid.axis": "y", "axisbelow": True}
-    axes |= {"formatter.useoffset": False, "formatter.limits": (-4, 7)}
-    ticks = {"labelsize": 9, "labelcolor": muted, "color": grid, "major.size": 3}
-    settings = {f"axes.{key}": value for key, value in axes.items()}
-    settings |= {f"{axis}tick.{key}": value for axis in "xy" for key, value in ticks.items()}
-    settings |= {"font.size": 9.5, "text.color": colours["ink"], "text.parse_math": False}
-    settings |= {"grid.color": grid, "grid.linewidth": 0.6, "ytick.major.size": 0}
-    settings |= {"legend.frameon": False, "legend.fontsize": 8.5, "legend.handlelength": 2.6}
-    return matplotlib.rc_context(settings | {"svg.fonttype": "none", "svg.hashsalt": salt})
+    settings = {
+        "axes.axisbelow": True,
+        "axes.edgecolor": muted,
+        "axes.formatter.limits": (-4, 7),
+        "axes.formatter.useoffset": False,
+        "axes.grid": True,
+        "axes.grid.axis": "y",
+        "axes.labelcolor": muted,
+        "axes.labelsize": 9.5,
+        "axes.linewidth": 0.7,
+        "axes.spines.left": False,
+        "axes.spines.right": False,
+        "axes.spines.top": False,
+        "axes.titlelocation": "left",
+        "axes.titlesize": 11,
+        "axes.titleweight": "bold",
+        "font.size": 9.5,
+        "grid.color": grid,
+        "grid.linewidth": 0.6,
+        "legend.fontsize": 8.5,
+        "legend.frameon": False,
+        "legend.handlelength": 2.6,
+        "svg.fonttype": "none",
+        "svg.hashsalt": salt,
+        "text.color": colours["ink"],
+        "text.parse_math": False,
+        "xtick.color": grid,
+        "xtick.labelcolor": muted,
+        "xtick.major.size": 3,
+        "ytick.labelcolor": muted,
+        "ytick.major.size": 0,
+    }
+    return matplotlib.rc_context(settings)
 
 
 def _draw(ax, chart: Chart, colours: Mapping[str, str], *, legend: bool) -> None:

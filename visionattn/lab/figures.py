@@ -279,7 +279,8 @@ def size_chart(
         if not differ and any(" " in row["case"] for row in rows):
             look = Look(Look.of(bases.index((base,))).colour if len(bases) > 1 else shape, shape)
         name = ", ".join([names(values[0]), *map(str, values[1:])])
-        line = over(chosen(rows, ("case", *differ), values), "size", value, name, look)
+        own = chosen(rows, ("case", *differ), values)
+        line = over(own, "size", lambda row: value(row) or None, name, look)  # 0: too little
         if axis["log_x"]:
             name += power("N" if rows[0].get("width") else "px", slope_of(line.x, line.y))
         series.append(replace(line, name=name))

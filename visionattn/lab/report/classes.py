@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from visionattn.lab.figures import number
 from visionattn.lab.report.runs import Run
 from visionattn.lab.report.tables import Cell, Table, numeric, percent
@@ -58,15 +60,12 @@ def classes_of(runs: Sequence[Run], images: int) -> list[RunClasses]:
 
 def matrix_of(found: ByClass) -> list[list[int]] | None:
     """Return the confusion matrix of at most ``MOST_IN_MATRIX`` classes."""
-    count = len(found.classes)
-    if count > MOST_IN_MATRIX or not found.complete:
+    if len(found.classes) > MOST_IN_MATRIX or not found.complete:
         return None
-    matrix = [[0] * count for _ in range(count)]
+    matrix = np.diag([right for _, right, _ in found.classes])
     for label, said, often in found.confusions:
-        matrix[label][said] = often
-    for i, (_, right, _) in enumerate(found.classes):
-        matrix[i][i] = right
-    return matrix
+        matrix[label, said] = often
+    return matrix.tolist()
 
 
 def pairs_of(found: ByClass) -> Table:

@@ -104,10 +104,8 @@ def add(found: dict[tuple, Gallery], run: Run, count: int) -> None:
     validation, items = drawn(run, count)
     spec, labels = validation.spec, [np.asarray(item.label) for item in items]
     said = [judged(validation, item, run.name) for item in items]
-    arrays = [
-        array for pair in zip(items, labels, strict=True) for array in (pair[0].pixels, pair[1])
-    ]
-    key = (validation.split, spec.class_names, *((x.shape, x.tobytes()) for x in arrays))
+    images = [item.pixels.tobytes() for item in items]
+    key = (validation.split, spec.class_names, *images, *(label.tobytes() for label in labels))
     if key not in found:
         values = np.unique(np.concatenate([label.ravel() for label in labels]))
         names = [*enumerate(class_names(spec)), (IGNORED, "does not count")]

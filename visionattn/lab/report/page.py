@@ -191,9 +191,7 @@ def measured(kind: str, path: Path, rows: Sequence[Row]) -> dict[str, Any]:
         found["command"] = f"visionattn report {runs}/*/ --output {output}"
     return found | {
         "shared": tables.shared_words(rows),
-        "figures": {
-            words: [one for one in each if not one.empty] for words, each in figures.items()
-        },
+        "figures": figures,
         "table": tables.rows_table(kind, rows),
         "sources": tables.sources(kind, rows),
     }

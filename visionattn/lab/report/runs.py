@@ -7,7 +7,6 @@ missing is missing in the page, and what cannot be read is listed in ``problems`
 
 import math
 import os.path
-import statistics
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -38,9 +37,25 @@ WORDS = {
     "unknown": "unknown",
 }
 """How a page says each status."""
-OF_TRAINING = {"augment", "aug", "img_size_choices", "batch_patches", "mean", "std", "workers"}
-OF_TRAINING |= {"download", "args.train_images"}
+OF_TRAINING = {
+    *("augment", "aug", "img_size_choices", "batch_patches", "args.train_images"),
+    *("mean", "std", "workers", "download"),
+}
 """Options of data that change neither which images are evaluated nor at which size."""
+
+CURVES: tuple[tuple, ...] = (
+    ("Training loss", "", 1, "loss", "train_loss"),
+    ("Validation loss", "", 1, "val_loss"),
+    ("Validation accuracy", "%", 100, "val_accuracy"),
+    ("Validation mean IoU", "%", 100, "val_mean_iou"),
+    ("Learning rate", "per step", 1, "lr"),
+    ("Speed of training", "images per second", 1, "images_per_second"),
+    ("Waiting for data", "% of the time", 100, "wait_share"),
+)
+"""Titles of the charts of runs, unit, the factor to it, and the keys of lines; losses have no fixed
+unit.
+"""
+FROM_ZERO = ("Speed of training", "Waiting for data")
 
 
 class Status(TypedDict, total=False):
@@ -131,7 +146,7 @@ def read_run(folder: Path, name: str) -> Run:
     run.steps = [line for line in lines if line.get("kind") == "train"]
     run.epochs = [line for line in lines if line.get("kind") == "epoch"]
     tests = [line for line in lines if line.get("kind") == "test"]
-    run.result = result_of(run.epochs, run.steps, tests)
+    run.result = result_of(run.epochs, tests)
     run.status = "finished" if tests else "unknown"
     if (folder / STATUS).exists():
         told = run.read(STATUS, lambda path: untrusted.read_json(Status, path, "")) or {}
@@ -168,7 +183,7 @@ def read_lines(path: Path, problems: list[str]) -> list[Values]:
     return found
 
 
-def result_of(epochs: list[Values], steps: list[Values], tests: list[Values]) -> Values:
+def result_of(epochs: list[Values], tests: list[Values]) -> Values:
     """Return what the lines say of the result, in the words of ``status.json``."""
     found: Values = {}
     known = [line for line in epochs if number(line.get("val_loss")) is not None]
@@ -178,9 +193,6 @@ def result_of(epochs: list[Values], steps: list[Values], tests: list[Values]) ->
         found |= {f"validation_{key[4:]}": best[key] for key in best if key.startswith("val_")}
         found["best_epoch"] = best.get("epoch")
         found["train_seconds"] = sum(number(line.get("seconds")) or 0.0 for line in epochs)
-    speeds = [speed for line in steps if (speed := number(line.get("images_per_second")))]
-    if speeds:
-        found["images_per_second"] = statistics.median(speeds)
     for line in tests:
         found |= {f"test_{key}": value for key, value in line.items()}
     return found
@@ -247,46 +259,36 @@ def curves_of(runs: Sequence[Run]) -> list[Chart]:
     over steps where a run has not finished an epoch.
     """
     by_epoch = all(run.epochs or not run.steps for run in runs)
-    x_name = "epoch" if by_epoch else "optimiser step"
-
-    def chart(title: str, unit: str, *keys: str, factor: float = 1, from_zero=False) -> Chart:
-        series = []
-        for i, run in enumerate(runs):
-            # A run of short epochs may have few lines about steps, or none.
-            sources = [curve(run, lines, keys, by_epoch) for lines in (run.steps, run.epochs)]
-            points = max(sources, key=len)
-            if points:
-                x, y = zip(*points, strict=True)
-                y = [None if value is None else factor * value for value in y]
-                series.append(Series(run.name, Look.of(i), x, y))
-        return Chart(title, x_name, unit, series, from_zero=from_zero)
-
     tasks = {run.task for run in runs}
     units = ["nats per image"] * (tasks != {"generate"})
-    loss = ", or ".join(units + ["bits per dimension"] * ("generate" in tasks))
-    charts = [
-        chart("Training loss", loss, "loss", "train_loss"),
-        chart("Validation loss", loss, "val_loss"),
-        chart("Validation accuracy", "%", "val_accuracy", factor=100),
-        chart("Validation mean IoU", "%", "val_mean_iou", factor=100),
-        chart("Learning rate", "per step", "lr"),
-        chart("Speed of training", "images per second", "images_per_second", from_zero=True),
-        chart("Waiting for data", "% of the time", "wait_share", factor=100, from_zero=True),
-    ]
+    units += ["bits per dimension"] * ("generate" in tasks)
+    charts = []
+    for title, unit, factor, *keys in CURVES:
+        series = [
+            Series(run.name, Look.of(i), *curve(run, keys, factor, by_epoch))
+            for i, run in enumerate(runs)
+        ]
+        x_name = "epoch" if by_epoch else "optimiser step"
+        zero = title in FROM_ZERO
+        charts.append(Chart(title, x_name, unit or ", or ".join(units), series, from_zero=zero))
     return [chart for chart in charts if not chart.empty]
 
 
 def curve(
-    run: Run, lines: Sequence[Values], keys: Sequence[str], by_epoch: bool
-) -> list[tuple[float, float | None]]:
-    """Return places and values, under the first key that a line has, of lines that have one; a
-    value that is no number is a gap.
+    run: Run, keys: Sequence[str], factor: float, by_epoch: bool
+) -> tuple[list[float], list[float]]:
+    """Return places and values under the first key that a line has; NaN is a gap. Of lines about
+    steps and about epochs, those with more values: a run of short epochs may have few about steps.
     """
     ends = [line for line in run.epochs if number(line.get("step")) and number(line.get("epoch"))]
     steps_per_epoch = ends[-1]["step"] / ends[-1]["epoch"] if ends and by_epoch else 1
-    found = []
-    for line in lines:
-        values = [number(line[key]) for key in keys if key in line]
-        if values and (step := number(line.get("step"))) is not None:
-            found.append((step / steps_per_epoch, values[0]))
-    return found
+    sources: list[tuple[list[float], list[float]]] = []
+    for lines in (run.steps, run.epochs):
+        x, y = [], []
+        for line in lines:
+            values = [number(line[key]) for key in keys if key in line]
+            if values and (step := number(line.get("step"))) is not None:
+                x.append(step / steps_per_epoch)
+                y.append(math.nan if values[0] is None else factor * values[0])
+        sources.append((x, y))
+    return max(sources, key=lambda source: len(source[0]))

@@ -27,6 +27,13 @@ PLACE = ("run", "output", "resume", "overwrite")
 """Settings that say where a run is kept, and not what it is."""
 SCORES = {"accuracy": "accuracy", "mean_iou": "mean IoU", "loss": "bits/dim"}
 """Figures of the results and their names."""
+RESULTS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "test_images": ("test images", "{:,.0f}".format),
+    "best_epoch": ("best epoch", "{:.0f}".format),
+    "train_seconds": ("time", lasting),
+    "images_per_second": ("images/s", "{:,.0f}".format),
+}
+"""Other results: their names and how they are written."""
 COUNTS = {"segmentation": "mean_iou", "generate": "loss"}
 """The figure that counts for a task; for others the accuracy."""
 NEEDED = {
@@ -37,9 +44,11 @@ NEEDED = {
 """Columns by which a file of rows is known: a sweep, a memory profile, a search for the largest
 images.
 """
-CONDITIONS = ("pass", "precision", "form", "checkpointing", "batch", "depth", "trained_form")
-CONDITIONS += ("measure_batch", "measure_amp", "measure_device", "measure_threads")
-CONDITIONS += ("measure_rounds", "budget_bytes")
+CONDITIONS = (
+    *("pass", "precision", "form", "checkpointing", "batch", "depth", "trained_form"),
+    *("measure_batch", "measure_amp", "measure_device", "measure_threads", "measure_rounds"),
+    "budget_bytes",
+)
 """Columns that stand above the rows where all have the same."""
 COLUMNS: dict[str, tuple[str, float | None]] = {
     "attention": ("attention", None),
@@ -151,15 +160,9 @@ def results(runs: Sequence[Run]) -> Table:
     for split in ("test", "validation"):
         for key, name in SCORES.items():
             columns[f"{split} {name}"] = scores(runs, split, key)
-
-    def add(name: str, key: str, write: Callable[[Any], str]) -> None:
+    for key, (name, write) in RESULTS.items():
         columns[name] = [numeric(number(run.result.get(key)), write) for run in runs]
-
-    add("test images", "test_images", "{:,.0f}".format)
-    add("best epoch", "best_epoch", "{:.0f}".format)
     columns["parameters"] = [numeric(run.parameters) for run in runs]
-    add("time", "train_seconds", lasting)
-    add("images/s", "images_per_second", "{:,.0f}".format)
     columns["model"] = [Cell(str(run.setting("model", "name") or "")) for run in runs]
     rows = [list(row) for row in zip(*columns.values(), strict=True)]
     return Table(list(columns), rows).without_empty_columns()
@@ -206,10 +209,9 @@ def settings(runs: Sequence[Run]) -> Table:
 
 def say(value: Any) -> str:
     """Return a setting in words."""
-    words = {"True": "yes", "False": "no", "None": "none"}
-    return (
-        ", ".join(map(str, value)) if isinstance(value, list) else words.get(str(value), str(value))
-    )
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return {"True": "yes", "False": "no", "None": "none"}.get(str(value), str(value))
 
 
 def provenance(runs: Sequence[Run]) -> Table:
