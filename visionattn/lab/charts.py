@@ -315,8 +315,6 @@ def _set_axes(ax, chart: Chart) -> None:
 
 def short(value: float) -> str:
     """Write a number as people do: four digits, thousands divided."""
-    if value and (abs(value) >= 1e7 or abs(value) < 1e-4):
-        text = f"{value:.3g}"
-    else:
-        text = f"{value:,.0f}" if abs(value) >= 1000 else f"{float(f'{value:.4g}'):g}"
+    few = f"{value:.3g}" if abs(value) >= 1e7 else f"{float(f'{value:.4g}'):g}"
+    text = f"{value:,.0f}" if 1000 <= abs(value) < 1e7 else few
     return text.replace("-", "\N{MINUS SIGN}")
