@@ -132,7 +132,7 @@ def look(argv: Words, say: Say) -> None:
     """Draw the attribution of a class over images in files."""
     from visionattn.inference.attribution_folder import Looking
     from visionattn.inference.look_options import parse_look
-    from visionattn.lab.report.look import look_page
+    from visionattn.lab.report.templates import look_page
 
     Looking(parse_look(argv)).run(say, look_page)
 

@@ -19,8 +19,7 @@ from visionattn.cli.files import write_whole
 from visionattn.cli.tables import csv_text, json_text
 from visionattn.command import main
 from visionattn.inference.shards import Pending
-from visionattn.lab.charts import Chart
-from visionattn.lab.drawing import png
+from visionattn.lab.charts import Chart, png
 from visionattn.models.weights import save_model
 
 ROOM = 2000

@@ -1,10 +1,9 @@
-"""Tables, targets and plots: arithmetic on known numbers, and small runs. No test looks at a
+"""Tables and targets: arithmetic on known numbers, and small runs. No test looks at a
 time.
 """
 
 import csv
 import json
-import math
 from dataclasses import replace
 
 import pytest
@@ -24,17 +23,7 @@ from visionattn.cli.tables import (
 from visionattn.lab import target_table
 from visionattn.lab.cases import Case
 from visionattn.lab.compare import Plan, Quartiles, Row, cells_of, record_of
-from visionattn.lab.drawing import png
-from visionattn.lab.figures import sizes_of, slope_of
 from visionattn.lab.memory import build
-from visionattn.lab.papers import (
-    FIGURES,
-    SIZE_MODELS,
-    crossing,
-    crossings,
-    heads_table,
-    size_table,
-)
 from visionattn.lab.targets import measure_targets
 
 PLAN = Plan(rounds=2, max_rounds=2, seconds=0)
@@ -48,28 +37,6 @@ def row_of(name="sdpa", tokens=77, seconds=0.002, form="auto", width=8, **more):
         samples=[seconds] * 3,
         **more,
     )
-
-
-def test_slopes_are_those_of_the_larger_half_of_the_sizes():
-    sizes = [32, 64, 128, 256, 512]
-    assert slope_of(sizes, [7.0, 7.0, *(1e-6 * n**2 for n in sizes[2:])]) == pytest.approx(2)
-    assert slope_of(sizes[::-1], [3e-6 * n for n in sizes[::-1]]) == pytest.approx(1)
-    assert slope_of([32, 64], [1.0, math.sqrt(2)]) == pytest.approx(0.5)
-    assert slope_of([32], [1.0]) is None and slope_of([32, 32], [1.0, 2.0]) is None
-
-
-def test_crossings_lie_where_two_power_laws_meet():
-    sizes = [32, 64, 128, 256, 512]
-    quadratic, linear = [n**2 / 100 for n in sizes], [float(n) for n in sizes]
-    assert crossing(sizes, quadratic, linear) == pytest.approx(100)
-    assert crossing(sizes[:2], quadratic[:2], linear[:2]) is None
-    assert crossing(sizes[2:], quadratic[2:], linear[2:]) is None
-    noisy = [
-        0.5 * 16,
-        20.0 * 32,
-        *quadratic[1:],
-    ]  # above at 32 tokens alone, and for good from 100 on
-    assert crossing([16, *sizes], noisy, [16.0, *linear]) == pytest.approx(100)
 
 
 def test_rows_as_cells_values_csv_and_json_say_the_same():
@@ -264,80 +231,6 @@ def test_memory_is_related_to_the_inputs_after_the_output_is_taken_off(monkeypat
     assert targets.memory_over_inputs(case) == 2.0
 
 
-def test_crossings_stand_beside_the_published_ones():
-    rows = []
-    for n in (64, 128, 256, 512):
-        rows.append(row_of("taylorshift", n, n**2 * 1e-6, form="direct", peak_bytes=n << 14))
-        rows.append(row_of("taylorshift", n, 100 * n * 1e-6, form="efficient", peak_bytes=n << 15))
-    rows.append(row_of("taylorshift", 1024, None, form="direct"))
-    (record,) = crossings([record_of(row) for row in rows])
-    assert record == {
-        "d": 8,
-        "N0 published": 73,
-        "N0 measured (time)": "100",
-        "N1 published": 47,
-        "N1 measured (memory)": "none up to 512",
-    }
-
-
-def test_head_counts_stand_beside_the_published_ones():
-    cases = [
-        Case("model", "taylorshift_vit_pixel+heads=16", 32, form=form, batch=16)
-        for form in ("direct", "efficient")
-    ]
-    rows = [
-        Row(cases[0], seconds=Quartiles(1, 2, 3), peak_bytes=5 << 20),
-        Row(cases[1], status="out of memory"),
-    ]
-    (record,) = heads_table([record_of(row) for row in rows])
-    assert record["d"] == 16 and record["direct images/s"] == "8" and record["direct MiB"] == "5"
-    assert record["efficient images/s"] is None and record["published efficient images/s"] == 9713
-
-
-def test_the_picture_of_sizes_says_how_many_times_as_fast_as_timm_at_the_largest():
-    rows = [
-        Row(
-            Case("model", name, size),
-            seconds=Quartiles(*[seconds] * 3),
-            ratio=Quartiles(*[seconds / 8] * 3),
-            peak_bytes=size << 20,
-        )
-        for size in (512, 1024)
-        for name, seconds in zip(SIZE_MODELS, (8.0, 4.0, 2.0), strict=True)
-    ]
-    records = [record_of(row) for row in rows]
-    speed, memory = FIGURES["image-size"].charts(records)
-    names = [series.name.replace("\N{NO-BREAK SPACE}", " ") for series in speed.series]
-    assert names == [
-        "timm's ViT-S with SDPA",
-        "taylorshift_vit_s, 12 heads: 2 × timm",
-        "scaleformer_vit_s, 12 heads: 4 × timm",
-    ]
-    assert list(speed.series[2].y) == [0.5, 0.5] and list(memory.series[0].y) == [512, 1024]
-    assert memory.from_zero
-    assert size_table(records)[1]["scaleformer_vit_s+heads=12 images/s"] == "0.5"
-
-
-def test_plots_are_written_and_hold_the_slopes(tmp_path):
-    rows = [
-        row_of(name, n, n**2 * 1e-6, peak_bytes=n << 12)
-        for name in ("sdpa", "eager")
-        for n in (64, 128, 256)
-    ]
-    rows.append(Row(rows[0].case, status="out of memory"))
-    records = [record_of(row) for row in rows]
-    time, space = sizes_of(records)
-    assert [series.name.replace("\N{NO-BREAK SPACE}", " ") for series in time.series] == [
-        "sdpa ∝ N²·⁰⁰",
-        "eager ∝ N²·⁰⁰",
-    ]
-    assert list(time.series[0].x) == [64, 128, 256] and time.series[0].y[0] == pytest.approx(4.096)
-    assert slope_of(space.series[1].x, space.series[1].y) == pytest.approx(1)
-    png(tmp_path / "a.png", [time, space], notes=["here"])
-    png(tmp_path / "b.png", sizes_of(records[-1:]))
-    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("a.png", "b.png"))
-
-
 def test_every_linear_form_is_asked_how_its_memory_for_the_backward_pass_grows():
     kept = [target for target in target_table.choose("bytes kept")]
     named = {target.case.name for target in kept}
@@ -353,24 +246,6 @@ def test_every_linear_form_is_asked_how_its_memory_for_the_backward_pass_grows()
     assert named >= positions | set(
         words("kernelized+causal+flat kernelized+softmax kernelized+favor kernelized+relu")
     )
-
-
-def test_the_chosen_form_is_drawn_beside_the_efficient_one_at_every_length():
-    drawn = {}
-    for case in (case for group in FIGURES["scaleformer-6"].cases(False) for case in group):
-        drawn.setdefault(case.label, []).append(case.size)
-    sizes = [2**power for power in range(7, 15)]
-    for name in ("kernelized", "kernelized+flat+sum"):
-        assert drawn[name] == drawn[f"{name} efficient"] == sizes
-    assert drawn["sdpa"] == drawn["eager"] == sizes[:-1]
-
-
-@pytest.mark.parametrize("figure", FIGURES)
-def test_cases_of_a_figure_can_be_compared(figure):
-    for quick in (False, True):
-        groups = list(FIGURES[figure].cases(quick))
-        assert all(len({case.place for case in group}) == 1 and len(group) > 1 for group in groups)
-        assert len({case.label for group in groups for case in group}) < 13
 
 
 RISKY = ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", "\n=1", "＝1", "'=1", "''-1", "-", "="]

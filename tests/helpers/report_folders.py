@@ -125,37 +125,19 @@ def sweep_rows():
     """Two head counts and two forms with two seeds each; one training without an end, one
     measurement without memory.
     """
-    rows = []
-    for form, speed in (("direct", 100.0), ("efficient", 250.0)):
-        for heads in (4, 8):
-            for seed, accuracy in ((0, 0.81), (1, 0.85)):
-                row = {
-                    "attention": "taylorshift",
-                    "heads": heads,
-                    "head_dim": 256 // heads,
-                    "form": form,
-                    "img_size": 32,
-                }
-                row |= dict(
-                    tokens=1024, seed=seed, status="finished", reason="", test_accuracy=accuracy
-                )
-                row |= dict(
-                    parameters=123_456, flops=2.5e9, inference_status="ok", training_status="ok"
-                )
-                row |= {
-                    "inference_images_per_second": speed * heads,
-                    "inference_peak_bytes": heads * 2**20,
-                }
-                row |= {
-                    "training_images_per_second": speed,
-                    "training_peak_bytes": 3 * heads * 2**20,
-                }
-                row |= {
-                    "inference_backend": f"taylorshift {form}",
-                    "training_backend": f"taylorshift {form}",
-                    "device": "cpu",
-                }
-                rows.append(row)
+    same = {"attention": "taylorshift", "img_size": 32, "tokens": 1024, "status": "finished"}
+    same |= {"reason": "", "parameters": 123_456, "flops": 2.5e9, "device": "cpu"}
+    same |= {"inference_status": "ok", "training_status": "ok"}
+    rows = [
+        same
+        | {"form": form, "heads": heads, "head_dim": 256 // heads, "seed": seed}
+        | {"test_accuracy": accuracy, "inference_images_per_second": speed * heads}
+        | {"inference_peak_bytes": heads * 2**20, "training_images_per_second": speed}
+        | {"training_peak_bytes": 3 * heads * 2**20, "inference_backend": f"taylorshift {form}"}
+        for form, speed in (("direct", 100.0), ("efficient", 250.0))
+        for heads in (4, 8)
+        for seed, accuracy in ((0, 0.81), (1, 0.85))
+    ]
     rows[3] |= {"status": "nan", "reason": "the loss was not finite", "test_accuracy": ""}
     for row in rows[2:4]:
         row |= dict(training_status="oom", training_images_per_second="", training_peak_bytes="")
@@ -164,31 +146,16 @@ def sweep_rows():
 
 def memory_rows():
     """Two models at two sizes; the larger one of the second does not fit."""
-    rows = []
-    for model, exponent in (("scaleformer_vit_t", 1.0), ("vit_tiny_patch16_224+eager", 1.97)):
-        for px, tokens in ((512, 1024), (1024, 4096)):
-            row = {
-                "model": model,
-                "pass": "inference",
-                "precision": "float32",
-                "form": "auto",
-                "checkpointing": "no",
-                "px": px,
-            }
-            row |= {
-                "tokens": tokens,
-                "batch": 1,
-                "depth": "",
-                "peak_bytes": (tokens + 300) * 2**20,
-                "reserved_bytes": "",
-            }
-            row |= {
-                "above_bytes": tokens * 2**20,
-                "parameters_bytes": 22 * 2**20,
-                "growth_exponent": exponent,
-                "status": "ok",
-            }
-            rows.append(row)
+    same = {"pass": "inference", "precision": "float32", "form": "auto", "checkpointing": "no"}
+    same |= {"batch": 1, "depth": "", "reserved_bytes": "", "parameters_bytes": 22 * 2**20}
+    rows = [
+        {"model": model, "px": px, "tokens": tokens}
+        | same
+        | {"peak_bytes": (tokens + 300) * 2**20, "above_bytes": tokens * 2**20}
+        | {"growth_exponent": exponent, "status": "ok"}
+        for model, exponent in (("scaleformer_vit_t", 1.0), ("vit_tiny_patch16_224+eager", 1.97))
+        for px, tokens in ((512, 1024), (1024, 4096))
+    ]
     rows[3] |= dict(peak_bytes="", above_bytes="", parameters_bytes="", status="out of memory")
     return rows
 
@@ -204,7 +171,6 @@ class Page(HTMLParser):
         self.attributes = []
         self.tags = []
         self.texts = []
-        self.titles = []
         self._inside = []
         self.feed(text)
         self.text = " ".join(" ".join(self.texts).split())
@@ -224,9 +190,6 @@ class Page(HTMLParser):
 
     def handle_data(self, data):
         if "style" in self._inside or not data.strip():
-            return
-        if "title" in self._inside and "svg" in self._inside:
-            self.titles.append(data)
             return
         self.texts.append(data)
         if {"td", "th"} & set(self._inside):

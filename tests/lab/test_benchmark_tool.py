@@ -9,7 +9,6 @@ import torch
 import visionattn.lab.compare as compare
 import visionattn.lab.targets as targets
 from tests.helpers.tools import assert_one_error, load_tool, read_csv, words
-from visionattn.lab import papers
 from visionattn.lab.papers import FIGURES
 
 ROOT = Path(__file__).parents[2]
@@ -86,10 +85,8 @@ def test_some_of_the_figures_to_reach_are_printed(main, tmp_path, capsys):
 
 @pytest.mark.parametrize("figure", FIGURES)
 def test_figures_are_drawn_and_their_rows_written(
-    main, tmp_path, capsys, figure, without_processes, monkeypatch
+    main, tmp_path, capsys, figure, without_processes
 ):
-    tiny = {"vit_tiny_patch16_224": "timm's", "scaleformer_vit_t": "ours", "taylorshift_vit_t": "t"}
-    monkeypatch.setattr(papers, "SIZE_MODELS", tiny)
     assert main(["papers", figure, "--quick", "--output", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{figure}.csv", f"{figure}.png"]

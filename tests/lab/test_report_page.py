@@ -1,5 +1,5 @@
-"""The page of ``tools/report.py`` in a browser: it shows what it should, fits a telephone, runs and
-fetches nothing.
+"""The page of ``visionattn report`` in a browser: it shows what it should, fits a telephone, and
+runs and fetches nothing.
 """
 
 import os
@@ -27,6 +27,7 @@ FLAGS += [
 ]
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(
         BROWSER is None,
         reason=f"no {' and no '.join(NAMES)} here; .ci/chromium installs one where apt-get is",
@@ -92,18 +93,11 @@ def test_a_browser_shows_the_rows_and_has_nothing_to_complain_of(page, tmp_path)
     assert "script" not in shown.tags
     assert not any(key.startswith("on") for _, key, _ in shown.attributes)
     cells = [cell for row in shown.rows for cell in row]
-    wanted = {
-        "56.25 % of 359 images",
-        "finished",
-        "2 h 1 min",
-        "83.0 ± 2.8",
-        "1,324",
-        "out of memory",
-    }
-    assert wanted <= set(cells) and cells.count("<img src=x onerror=document.title=1>") >= 2
+    assert {"56.25 %", "finished", "2 h 1 min", "83 ± 2.8", "1,324", "out of memory"} <= set(cells)
+    assert cells.count("<img src=x onerror=document.title=1>") >= 2
     assert document.count('<svg class="chart"') == 6 + 6 + 2
-    assert document.count('src="data:image/png;base64,') == 5 + 1
-    assert document.count("</section>") == 8
+    assert document.count('src="data:image/png;base64,') == 5
+    assert document.count("</section>") == 7
 
 
 def test_a_page_that_breaks_its_own_rules_would_be_noticed(page, tmp_path):

@@ -16,7 +16,7 @@ from visionattn.inference.look_options import LookOptions
 from visionattn.inference.predict import PredictOptions
 from visionattn.lab.benchmark_flags import COMMANDS, FLAGS
 from visionattn.lab.profile.config import ProfileConfig
-from visionattn.lab.report.options import ReportConfig
+from visionattn.lab.report.page import ReportConfig
 from visionattn.lab.sweep.config import SweepConfig
 from visionattn.models.conversion import ConvertOptions
 from visionattn.models.export import ExportOptions

@@ -35,7 +35,7 @@ COMPRESSION = 3
 hardly smaller.
 """
 PageOf = Callable[[str, Sequence[dict[str, Any]]], str]
-"""``page(title, parts)`` returns the page; the command passes ``visionattn.lab.report.look``."""
+"""``page(title, parts)`` returns the page; the command passes that of ``lab.report.templates``."""
 
 
 class Looking:

@@ -45,11 +45,11 @@ def benchmark(argv: Sequence[str], show: Print) -> None:
 
 def run_papers(options: Options, provenance: Record, show: Print) -> list[Record]:
     """Redraw a figure of the papers, which writes its own rows."""
-    from visionattn.lab.papers import redraw
+    from visionattn.lab.papers import FIGURES, redraw
 
     flags = options.flags
     ways = {"quick": flags.quick, "processor_time": flags.processor_time}
-    redraw(flags.names, Path(flags.output), provenance, show, **ways)
+    redraw(FIGURES[flags.names], Path(flags.output), flags.names, provenance, show, **ways)
     return []
 
 
@@ -101,7 +101,7 @@ def run_sweep(options: Options, provenance: Record, show: Print) -> list[Record]
             records.append(record_of(row))
             show(line(list(cells_of(row).values())))
     if options.flags.plot:
-        from visionattn.lab.drawing import png
+        from visionattn.lab.charts import png
         from visionattn.lab.figures import sizes_of
 
         charts, notes = sizes_of(records), [summary(provenance), provenance["command"]]

@@ -1,16 +1,21 @@
-"""What a chart is: its axes, lines and marks, and what follows from them without drawing: which
-lines hide others, where labels stand, how numbers are written.
+"""Charts: what one holds, and how matplotlib draws it, as PNG or as SVG for a page that may be
+light or dark.
 
-This module owns the colours and shapes of everything that the laboratory draws; ``drawing.py``
-draws it. It knows nothing of runs and rows.
+This module owns the colours and shapes of everything that the laboratory draws. It knows nothing of
+runs and rows. matplotlib is imported when something is drawn.
 """
 
+import html
+import io
 import math
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-Point = tuple[float, float | None, float | None]
+import numpy as np
+
 SERIES_COLOURS = {
     "light": ("#1d56b8", "#b84e0c", "#0a4a38", "#8c2f78", "#5b6470", "#6f63cc"),
     "dark": ("#6f9ff0", "#f0975a", "#a8f0c6", "#f2b6e2", "#b4bcc8", "#ab96d8"),
@@ -22,24 +27,17 @@ NEUTRAL_COLOURS = {
     "light": {"ink": "#16191d", "muted": "#515a66", "grid": "#d5dae1", "panel": "#f6f7f9"},
     "dark": {"ink": "#eceff3", "muted": "#a7b0bc", "grid": "#39414c", "panel": "#1d2127"},
 }
-DASHES = ("none", "6 3", "1.5 2.5", "8 3 1.5 3")
+DASHES = ((), (6, 3), (1.5, 2.5), (8, 3, 1.5, 3))
+"""Dash and gap lengths of the shapes of lines; the first is solid."""
 MARKERS = ("o", "s", "^", "D")
 MOST_POINTS = 300
-"""Longer curves are shown by means of neighbours, with a shade between the least and the largest of
-them.
+"""Longer curves are drawn as means of neighbours, with a shade from their least to their largest
+value.
 """
 MOST_MARKED = 40
-"""Curves with at most so many points have each marked, with its values for the mouse; longer ones
-have a few.
-"""
+"""Curves of at most this many points have a marker at each."""
 LABEL_WIDTH = 24
-"""Characters of a line of a label."""
-MOST_LABELS = 8
-"""Series of a chart on a page that have their names at their ends; more have a legend above."""
-LINE_POINTS = 11.5
-"""Height of a line of a label, in points."""
-COINCIDE = 0.012
-"""A share of the height of a chart: closer lines are one to the eye."""
+"""Characters of a line of a legend."""
 
 
 @dataclass(frozen=True)
@@ -57,21 +55,11 @@ class Look:
 
     def swatch(self) -> str:
         """Return a short line of this look, as SVG for a legend."""
-        stroke, marker = f"stroke:var(--series-{self.colour})", MARKERS[self.shape]
-        fill = f'style="fill:var(--{"panel" if self.shape else f"series-{self.colour}"});{stroke}"'
-        mark = {
-            "o": f'<circle cx="16" cy="6" r="3.2" {fill}/>',
-            "s": f'<rect x="13" y="3" width="6" height="6" {fill}/>',
-            "^": f'<path d="M16 2l3.8 7h-7.6z" {fill}/>',
-            "D": f'<path d="M16 2l4 4-4 4-4-4z" {fill}/>',
-        }[marker]
-        line = (
-            f'<path d="M1 6h30" '
-            f'style="{stroke};stroke-width:2;fill:none;stroke-dasharray:{DASHES[self.shape]}"/>'
-        )
+        dashes = " ".join(map(str, DASHES[self.shape])) or "none"
+        style = f"stroke:var(--series-{self.colour});stroke-width:3;stroke-dasharray:{dashes}"
         return (
-            f'<svg class="swatch" viewBox="0 0 32 12" width="32" height="12" '
-            f'aria-hidden="true">{line}{mark}</svg>'
+            '<svg class="swatch" viewBox="0 0 32 12" width="32" height="12" aria-hidden="true">'
+            f'<path d="M1 6h30" style="{style}"/></svg>'
         )
 
 
@@ -85,22 +73,18 @@ class Series:
     y: Sequence[float | None]
     """None is a gap."""
     spread: Sequence[float] | None = None
-    """Half the height of the bar at each point."""
+    """Half the height of the shade at each point."""
     failed: Mapping[float, str] = field(default_factory=dict)
     """Why there is no value, by place: "out of memory"."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that a chart points at: a place where x and y are given, else a line across it at
-    the one of them that is.
-    """
+    """A thin line across a chart, at ``x`` or at ``y``."""
 
     text: str
     x: float | None = None
     y: float | None = None
-    colour: int | None = None
-    """The colour of a series; None: a quiet one."""
 
 
 @dataclass(frozen=True)
@@ -117,190 +101,220 @@ class Chart:
     log_y: int | None = None
     from_zero: bool = False
     """Whether the vertical axis begins at 0, as where ratios are read off it."""
-    bounds: tuple[float, float] | None = None
-    """Between which values all must lie: the vertical axis has no ticks beyond."""
     x_ticks: Sequence[float] | None = None
     """Where the ticks are; None: where matplotlib puts them."""
     x_texts: Sequence[str] | None = None
     """What stands at ``x_ticks``; None: the numbers."""
-    nothing: str = "nothing was measured"
-    """What is said in place of an empty chart."""
     failed_below: bool = False
-    """Whether what failed is marked at the lower edge, where a speed would be none."""
-
-    @property
-    def measured(self) -> bool:
-        """Whether there is a point to draw."""
-        return any(y is not None for series in self.series for _, y, _ in self.points(series))
+    """Whether failures are marked at the lower edge, where a speed would be none."""
 
     @property
     def empty(self) -> bool:
         """Whether there is neither a point nor a failure to draw."""
-        return not self.measured and not any(series.failed for series in self.series)
+        return not any(
+            series.failed or np.isfinite(self.heights(series)).any() for series in self.series
+        )
 
-    @property
-    def labelled(self) -> bool:
-        """Whether the names fit beside the lines of a chart on a page; else it needs a legend."""
-        shown = [series for series in self.series if self.points(series) or series.failed]
-        lines = [line for series in shown for line in wrapped(series.name).splitlines()]
-        return len(shown) <= MOST_LABELS and all(len(line) <= LABEL_WIDTH for line in lines)
-
-    def points(self, series: Series) -> list[Point]:
-        """Return place, height (None: a gap) and spread of what the axes can show of a series: on a
-        logarithmic one, what is above 0.
+    def heights(self, series: Series) -> np.ndarray:
+        """Return the values that the axis can show, NaN for others: on a logarithmic axis, values
+        above 0.
         """
-        spreads = series.spread or [None] * len(series.x)
-        return [
-            (x, None if y is not None and self.log_y and y <= 0 else y, spread)
-            for x, y, spread in zip(series.x, series.y, spreads, strict=True)
-            if not self.log_x or x > 0
-        ]
+        y = np.array(series.y, dtype=float)
+        return np.where(y > 0, y, math.nan) if self.log_y else y
 
 
 def page_colours() -> str:
     """Return the colours as variables of a page, light and dark."""
 
     def variables(theme: str) -> str:
-        named = NEUTRAL_COLOURS[theme] | {
-            f"series-{i}": colour for i, colour in enumerate(SERIES_COLOURS[theme])
-        }
+        named = NEUTRAL_COLOURS[theme] | series_variables(theme)
         return ":root { " + " ".join(f"--{name}: {value};" for name, value in named.items()) + " }"
 
     return f"{variables('light')}\n@media (prefers-color-scheme: dark) {{ {variables('dark')} }}\n"
 
 
-def hidden_under(chart: Chart) -> list[int]:
-    """Count for each series by how many of the later ones it is hidden, three at most; those of the
-    same look, as the seeds of a model, hide nothing.
-    """
-
-    def height(y: float) -> float:
-        return math.log(y) if chart.log_y else y
-
-    points = [
-        {x: height(y) for x, y, _ in chart.points(series) if y is not None}
-        for series in chart.series
-    ]
-    every = [y for series in points for y in series.values()]
-    reach = max(every, default=0.0) - min(every, default=0.0)
-
-    def coincide(one: dict[float, float], other: dict[float, float]) -> bool:
-        # Curves coincide where they share two places (or all of a shorter curve) and lie near each
-        # other at half of them.
-        shared = one.keys() & other.keys()
-        near = [x for x in shared if abs(one[x] - other[x]) <= COINCIDE * reach]
-        enough = min(len(one), len(other), 2)
-        return 0 < enough <= len(shared) <= 2 * len(near)
-
-    return [
-        min(
-            3,
-            sum(
-                coincide(points[i], points[later])
-                for later in range(i + 1, len(points))
-                if chart.series[later].look != series.look
-            ),
-        )
-        for i, series in enumerate(chart.series)
-    ]
+def series_variables(theme: str) -> dict[str, str]:
+    """Return the colours of series by the names that a page has for them."""
+    return {f"series-{i}": colour for i, colour in enumerate(SERIES_COLOURS[theme])}
 
 
-def thin(x: Sequence[float], y: Sequence[float | None]) -> tuple[list[float], list[float | None]]:
-    """Return a curve of at most ``MOST_POINTS`` points: means of neighbours without gaps."""
-    thinned = [
-        (sum(places) / len(places), sum(values) / len(values) if values else None)
-        for places, values in _groups(x, y)
-    ]
-    return [place for place, _ in thinned], [value for _, value in thinned]
-
-
-def reach(
-    x: Sequence[float], y: Sequence[float | None]
-) -> tuple[list[float], list[float], list[float]] | None:
-    """Return what means of ``thin`` leave out: their places with the least and the largest value
-    there; None where nothing is left out.
-    """
-    if len(x) <= MOST_POINTS:
-        return None
-    known = [(places, values) for places, values in _groups(x, y) if values]
-    middles = [sum(places) / len(places) for places, _ in known]
-    return middles, [min(values) for _, values in known], [max(values) for _, values in known]
-
-
-def _groups(
-    x: Sequence[float], y: Sequence[float | None]
-) -> list[tuple[Sequence[float], list[float]]]:
-    """Return the places of neighbours that become one point, and the values there."""
-    step = max(1, math.ceil(len(x) / MOST_POINTS))
-    return [
-        (x[i : i + step], [value for value in y[i : i + step] if value is not None])
-        for i in range(0, len(x), step)
-    ]
-
-
-def wrapped(name: str) -> str:
-    """Return a name as it stands beside a line, in several lines where it is long."""
-    parts = textwrap.wrap(name.replace("+", " +"), LABEL_WIDTH, break_long_words=False)
-    return "\n".join(part.replace(" +", "+") for part in parts)
-
-
-def spread_out(heights: Sequence[float], sizes: Sequence[float]) -> list[float]:
-    """Return heights of labels that do not overlap, as near to the wanted ones as their order
-    allows.
+def png(path: Path, charts: Sequence[Chart], *, title: str = "", notes: Sequence[str] = ()) -> None:
+    """Write charts as one PNG on white, two side by side.
 
     Args:
-        heights: wanted, of the middle of each label.
-        sizes: of the labels.
+        path: the file.
+        charts: in the order of reading; an empty one says that it is.
+        title: what all of them show; names the data set.
+        notes: text below them.
     """
-    groups: list[list[int]] = []
+    from matplotlib.figure import Figure
 
-    def start(group: Sequence[int]) -> float:
-        """Return where the lower edge of a pile of labels lies best."""
-        below = [sum(sizes[j] for j in group[:k]) for k in range(len(group))]
-        wanted = [heights[i] - sizes[i] / 2 - gap for i, gap in zip(group, below, strict=True)]
-        return sum(wanted) / len(wanted)
-
-    # From below: a label that would overlap the pile under it joins that pile, which moves.
-    for i in sorted(range(len(heights)), key=lambda i: heights[i]):
-        groups.append([i])
-        while len(groups) > 1 and start(groups[-1]) < start(groups[-2]) + sum(
-            sizes[j] for j in groups[-2]
-        ):
-            groups[-2:] = [groups[-2] + groups[-1]]
-    found = [0.0] * len(heights)
-    for group in groups:
-        edge = start(group)
-        for i in group:
-            found[i] = edge + sizes[i] / 2
-            edge += sizes[i]
-    return found
+    colours = NEUTRAL_COLOURS["light"] | series_variables("light")
+    columns = min(2, len(charts))
+    rows = math.ceil(len(charts) / columns)
+    width = 6.0 * columns if columns > 1 else 7.2
+    with _style(colours):
+        figure = Figure(figsize=(width, 3.5 * rows + 0.6), layout="constrained")
+        figure.get_layout_engine().set(w_pad=0.1, h_pad=0.09)  # type: ignore[call-arg]
+        axes = figure.subplots(rows, columns, squeeze=False).flat
+        for chart, ax in zip(charts, axes, strict=False):
+            ax.set_title(chart.title, pad=24)
+            _draw(ax, chart, colours, legend=True)
+        for ax in list(axes)[len(charts) :]:
+            ax.set_axis_off()
+        figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
+        lines = [line for note in notes for line in textwrap.wrap(note, int(16.5 * width))]
+        figure.supxlabel("\n".join(lines), x=0.012, ha="left", fontsize=7.5, color=colours["muted"])
+        figure.savefig(path, dpi=160, format="png", facecolor="white")
 
 
-def tick_text(value: float, gap: float) -> str:
-    """Write a tick's number with as many digits as tell it from its neighbours, as many behind the
-    point as they have.
+def svg(chart: Chart, name: str, *, legend: bool = True) -> str:
+    """Return the chart as an SVG element of a page, without its title.
 
     Args:
-        value: of the tick.
-        gap: the distance of the ticks of the axis; 0 where they lie as powers do, or there is one
-            alone.
+        chart: what to draw; not empty.
+        name: a word that no other chart of the page has, from which its identifiers are made.
+        legend: whether the names of the series stand beside the axes.
     """
-    if not gap:
-        return short(value)
-    if abs(value) < gap / 2:
-        return "0"
-    # As many decimals as the gap has: one more where its second digit is not 0 (0.25).
-    decimals = -int(f"{gap:.0e}".partition("e")[2]) + (float(f"{gap:.1e}") != float(f"{gap:.0e}"))
-    if gap >= 1e-5 and abs(value) < 1e7:
-        return f"{value:,.{max(decimals, 0)}f}".replace("-", "\N{MINUS SIGN}")
-    digits = math.floor(math.log10(abs(value))) + decimals + 1
-    return f"{value:.{max(digits, 1)}g}".replace("-", "\N{MINUS SIGN}")
+    from matplotlib.figure import Figure
+
+    # matplotlib takes no CSS variables: each gets a colour of its own, which is replaced in the
+    # text below.
+    variables = [*NEUTRAL_COLOURS["light"], *series_variables("light")]
+    stand_ins = {variable: f"#1e00{i:02x}" for i, variable in enumerate(variables)}
+    stream = io.StringIO()
+    with _style(stand_ins, name):
+        figure = Figure(figsize=(4.7, 3.1), layout="constrained")
+        _draw(figure.add_subplot(), chart, stand_ins, legend=legend)
+        figure.savefig(stream, format="svg", transparent=True)
+    text = stream.getvalue()
+    for variable, colour in stand_ins.items():
+        text = text.replace(colour, f"var(--{variable})")
+    # The page has its own fonts and styles, and several charts.
+    heading = f'<svg class="chart" role="img" aria-label="{html.escape(chart.title)}" '
+    heading += re.search(r'viewBox="[^"]*"', text)[0]
+    text = heading + text[text.index(">", text.index("<svg")) :]
+    text = re.sub(r"<(metadata|style)\b.*?</\1>\s*", "", text, flags=re.DOTALL)
+    text = re.sub(r"font-family: [^;\"]*;?", "", text)
+    text = re.sub(r"font: ([\d.]+px) [^;\"]*;", r"font-size: \1;", text)
+    return re.sub(r'<g id="[^"]*"', "<g", text)
+
+
+def _style(colours: Mapping[str, str], salt: str | None = None):
+    """Return the settings of matplotlib while a chart is drawn: quiet axes, text as it stands."""
+    import matplotlib
+
+    muted, grid = colours["muted"], colours["grid"]
+    settings = {
+        "axes.axisbelow": True,
+        "axes.edgecolor": muted,
+        "axes.formatter.limits": (-4, 7),
+        "axes.formatter.useoffset": False,
+        "axes.grid": True,
+        "axes.grid.axis": "y",
+        "axes.labelcolor": muted,
+        "axes.labelsize": 9.5,
+        "axes.linewidth": 0.7,
+        "axes.spines.left": False,
+        "axes.spines.right": False,
+        "axes.spines.top": False,
+        "axes.titlelocation": "left",
+        "axes.titlesize": 11,
+        "axes.titleweight": "bold",
+        "font.size": 9.5,
+        "grid.color": grid,
+        "grid.linewidth": 0.6,
+        "legend.fontsize": 8.5,
+        "legend.frameon": False,
+        "legend.handlelength": 2.6,
+        "svg.fonttype": "none",
+        "svg.hashsalt": salt,
+        "text.color": colours["ink"],
+        "text.parse_math": False,
+        "xtick.color": grid,
+        "xtick.labelcolor": muted,
+        "xtick.major.size": 3,
+        "ytick.labelcolor": muted,
+        "ytick.major.size": 0,
+    }
+    return matplotlib.rc_context(settings)
+
+
+def _draw(ax, chart: Chart, colours: Mapping[str, str], *, legend: bool) -> None:
+    """Draw one chart, without its title."""
+    if chart.empty:
+        ax.text(0.5, 0.5, "nothing was measured", ha="center", color=colours["muted"])
+        ax.set_axis_off()
+        return
+    ax.set_xlabel(chart.x_name)
+    ax.annotate(chart.y_name, (0, 1), (0, 9), xycoords="axes fraction",
+                textcoords="offset points", color=colours["muted"])  # fmt: skip
+    for series in chart.series:
+        colour, shape = colours[f"series-{series.look.colour}"], series.look.shape
+        x, y, low, high = thinned(series.x, chart.heights(series), series.spread)
+        marker = MARKERS[shape] if len(x) <= MOST_MARKED else ""
+        style = {"color": colour, "linewidth": 1.7, "marker": marker, "markersize": 4.2}
+        dashes = tuple(part / 1.7 for part in DASHES[shape])
+        label = "\n".join(textwrap.wrap(series.name, LABEL_WIDTH, break_long_words=False))
+        ax.plot(x, y, linestyle=(0, dashes or None), label=label or None, **style)
+        if (high > low).any():
+            ax.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
+    for i, series in enumerate(one for one in chart.series if one.failed):
+        height = 0.05 + 0.08 * i if chart.failed_below else 0.95 - 0.08 * i
+        ax.plot(list(series.failed), [height] * len(series.failed), "x", markeredgewidth=1.8,
+                color=colours[f"series-{series.look.colour}"], label=min(series.failed.values()),
+                transform=ax.get_xaxis_transform(), clip_on=False)  # fmt: skip
+    for i, mark in enumerate(chart.marks):
+        line = {"color": colours["muted"], "linestyle": ("--", ":")[i % 2], "linewidth": 0.9}
+        draw = ax.axhline if mark.x is None else ax.axvline
+        draw(mark.y if mark.x is None else mark.x, label=mark.text, **line)
+    _set_axes(ax, chart)
+    if legend and ax.get_legend_handles_labels()[0]:
+        ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def thinned(
+    x: Sequence[float], y: np.ndarray, spread: Sequence[float] | None
+) -> tuple[np.ndarray, ...]:
+    """Return places and heights of a curve of at most ``MOST_POINTS``, and lower and upper edge of
+    its shade: the spread, or the extent of the neighbours that became one point.
+    """
+    places, half = np.array(x, dtype=float), np.array(spread if spread else 0.0)
+    if len(places) <= MOST_POINTS:
+        return places, y, y - half, y + half
+    groups = np.array_split(np.flatnonzero(np.isfinite(y)), MOST_POINTS)
+    groups = [group for group in groups if len(group)]
+    pairs = ((places, np.mean), (y, np.mean), (y, np.min), (y, np.max))
+    return tuple(np.array([reduce(of[group]) for group in groups]) for of, reduce in pairs)
+
+
+def _set_axes(ax, chart: Chart) -> None:
+    """Set scales, limits and ticks: few, round and as plain numbers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+    ax.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
+    ax.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+    for axis, base, scale in (
+        (ax.xaxis, chart.log_x, ax.set_xscale),
+        (ax.yaxis, chart.log_y, ax.set_yscale),
+    ):
+        if base:
+            scale("log", base=base)
+            low, high = axis.get_view_interval()
+            # With several ticks per power, matplotlib falls back to a linear axis's where it must.
+            few = math.log(high / low, base) < 2
+            within = (1, 2, 5) if base == 10 else (1, 1.5)
+            axis.set_major_locator(LogLocator(base, within if few else (1,), numticks=9))
+            axis.set_minor_locator(NullLocator())
+            axis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    if chart.x_ticks is not None:
+        ax.set_xticks(chart.x_ticks, chart.x_texts or [short(tick) for tick in chart.x_ticks])
+    if chart.from_zero:
+        ax.set_ylim(0, 1.05 * ax.dataLim.y1 or 1)
 
 
 def short(value: float) -> str:
     """Write a number as people do: four digits, thousands divided."""
-    if value and (abs(value) >= 1e7 or abs(value) < 1e-4):
-        text = f"{value:.3g}"
-    else:
-        text = f"{value:,.0f}" if abs(value) >= 1000 else f"{float(f'{value:.4g}'):g}"
+    few = f"{value:.3g}" if abs(value) >= 1e7 else f"{float(f'{value:.4g}'):g}"
+    text = f"{value:,.0f}" if 1000 <= abs(value) < 1e7 else few
     return text.replace("-", "\N{MINUS SIGN}")

@@ -1,5 +1,5 @@
 """Which charts a table of rows becomes: head counts of a sweep, memory of a profile, cost over
-sizes of a benchmark, accuracy over sizes of trained models.
+sizes of a benchmark.
 
 Rows are those that commands write as CSV, read again or still in memory, so that one description
 serves a command's PNG and the page of ``visionattn report``. It measures and draws nothing.
@@ -12,12 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 from visionattn.lab.charts import Chart, Look, Mark, Series
-from visionattn.lab.report.origin import in_words, shared_training, values_of
-from visionattn.lab.report.rows import chosen, distinct, trained_itself, value_of
-from visionattn.lab.report.runs import WORDS
 
 Row = Mapping[str, Any]
 MIB = 2**20
+MOST = 1e38
+"""Larger numbers of a file count as missing: float32 ends there, and sums of them overflow."""
 SHAPES = {"efficient": 0, "direct": 1, "auto": 2}
 """Shapes of the lines of the forms, in every chart: the linear one is solid, the quadratic one
 dashed.
@@ -25,16 +24,46 @@ dashed.
 SUPERSCRIPTS = str.maketrans("0123456789.-", "⁰¹²³⁴⁵⁶⁷⁸⁹·⁻")
 SERIES_KEYS = ("model", "precision", "form", "checkpointing", "batch", "depth")
 """What a line of a memory profile is about, besides its pass."""
-PASSES = {"inference": "inference", "training": "training step"}
+
+
+def number(value: Any) -> float | None:
+    """Return a number or the number that a text says; None for anything else and for what is
+    beyond ``MOST``.
+    """
+    try:
+        found = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return found if abs(found) <= MOST else None  # False for NaN
+
+
+def value_of(row: Row, column: str) -> float | None:
+    """Return a number of a row; None where there is none."""
+    return number(row.get(column))
+
+
+def distinct(rows: Sequence[Row], *columns: str) -> list[tuple]:
+    """Return the values that the columns have together, in order of appearance."""
+    return list(dict.fromkeys(tuple(row.get(column, "") for column in columns) for row in rows))
+
+
+def chosen(rows: Sequence[Row], columns: Sequence[str], values: Sequence[Any]) -> list[Row]:
+    """Return the rows that have these values in these columns."""
+    return [row for row in rows if distinct([row], *columns) == [tuple(values)]]
+
+
+def trained_itself(row: Row) -> bool:
+    """Tell whether the accuracy of a sweep's row is of its own form; else the form was measured
+    without training, and another form trained.
+    """
+    return row.get("trained_form", row["form"]) == row["form"]
 
 
 def power(base: str, exponent: float | None) -> str:
     """Write how a quantity grows, " ∝ N¹·⁹⁷"; nothing where that is not known."""
-    return (
-        ""
-        if exponent is None
-        else f" ∝\N{NO-BREAK SPACE}{base}{f'{exponent:.2f}'.translate(SUPERSCRIPTS)}"
-    )
+    if exponent is None:
+        return ""
+    return f" ∝\N{NO-BREAK SPACE}{base}{f'{exponent:.2f}'.translate(SUPERSCRIPTS)}"
 
 
 def slope(pairs: Sequence[tuple[float, float]]) -> float | None:
@@ -58,58 +87,57 @@ def slope_of(x: Sequence[float], y: Sequence[float]) -> float | None:
 def over(
     rows: Sequence[Row],
     x_column: str,
-    y_column: str,
-    factor: float,
+    value: Callable[[Row], float | None],
     name: str,
     look: Look,
     *,
     spread: bool = False,
     status: str = "status",
 ) -> Series:
-    """Return the mean of a column over another one; rows that have neither count for nothing.
+    """Return the mean of a value over a column; rows that lack either count for nothing.
 
     Args:
         rows: of one series.
-        x_column, y_column: names of the columns.
-        factor: to the unit of the chart.
+        x_column: name of the column.
+        value: of a row, in the unit of the chart.
         name, look: of the series.
         spread: whether the standard deviation is shown, where there are several values.
-        status: column that says why there is no value; places of which it says so are failures.
+        status: column that says why there is no value; out of memory counts as a failure.
     """
     groups: dict[float, list[float]] = {}
     failed: dict[float, str] = {}
     for row in rows:
-        x, y, why = value_of(row, x_column), value_of(row, y_column), row.get(status)
+        x, y = value_of(row, x_column), value(row)
         if x is not None and y is not None:
-            groups.setdefault(x, []).append(factor * y)
-        elif x is not None and why in ("oom", "out of memory"):
-            failed[x] = WORDS["oom"]
-    x = sorted(groups)
-    deviations = [deviation(groups[key]) or 0.0 for key in x]
-    shown = deviations if spread and any(deviations) else None
-    failed = {key: why for key, why in failed.items() if key not in groups}
-    return Series(name, look, x, [statistics.mean(groups[key]) for key in x], shown, failed)
+            groups.setdefault(x, []).append(y)
+        elif x is not None and row.get(status) in ("oom", "out of memory"):
+            failed[x] = "out of memory"
+    groups = dict(sorted(groups.items()))
+    deviations = [statistics.stdev(each) if len(each) > 1 else 0.0 for each in groups.values()]
+    means = [statistics.mean(each) for each in groups.values()]
+    failed = {x: why for x, why in failed.items() if x not in groups}
+    return Series(name, look, list(groups), means, deviations if spread else None, failed)
 
 
-def deviation(values: Sequence[float]) -> float | None:
-    """Return the standard deviation; None for fewer than two values."""
-    return statistics.stdev(values) if len(values) > 1 else None
+def scaled(column: str, factor: float) -> Callable[[Row], float | None]:
+    """Return what takes a column of a row, times a factor."""
+
+    def value(row: Row) -> float | None:
+        found = value_of(row, column)
+        return None if found is None else factor * found
+
+    return value
 
 
 # Head counts
 
 
 def accuracy_column(rows: Sequence[Row]) -> str:
-    """Return the column of the accuracy that counts: on the test images, or on those of validation
-    where there are none.
+    """Return the column of the accuracy that counts: on the test images, or on the validation
+    images where there are none.
     """
     tested = any(value_of(row, "test_accuracy") is not None for row in rows)
     return "test_accuracy" if tested else "validation_accuracy"
-
-
-def name_of(pair: Sequence[str | None]) -> str:
-    """Name an attention and its form."""
-    return " ".join(filter(None, pair))
 
 
 def looks_of(rows: Sequence[Row]) -> dict[tuple, Look]:
@@ -128,82 +156,42 @@ def heads_of(rows: Sequence[Row], size: str | int) -> list[Chart]:
     of a sweep.
     """
     here = [row for row in rows if row.get("img_size") == size]
-    looks, form = looks_of(rows), shared_training(rows)
     ticks = sorted({heads for row in here if (heads := value_of(row, "heads"))})
-    batches = values_of(rows, "measure_batch")
+    batches = [batch for (batch,) in distinct(here, "measure_batch") if batch]
     batch = f", batch {batches[0]}" if len(batches) == 1 else ""
 
     def chart(title: str, unit: str, column: str, factor: float, status: str = "") -> Chart:
         accuracy = column.endswith("accuracy")
-        # Only a network that was trained has an accuracy; a form that was measured alone has none.
-        chosen_rows = [row for row in here if trained_itself(row)] if accuracy else here
-        names = {
-            pair: pair[0] if accuracy and form else name_of(pair)
-            for pair in looks
-            if chosen(chosen_rows, ("attention", "form"), pair)
-        }
+        # Only a network that was trained has an accuracy; a form that was only measured has none.
+        own = [row for row in here if trained_itself(row)] if accuracy else here
         series = [
-            over(
-                chosen(chosen_rows, ("attention", "form"), pair),
-                *("heads", column, factor, name, looks[pair]),
-                spread=accuracy,
-                status=status,
-            )
-            for pair, name in names.items()
-        ]
+            over(chosen(own, ("attention", "form"), pair), "heads", scaled(column, factor),
+                 " ".join(filter(None, pair)), look, spread=accuracy, status=status)
+            for pair, look in looks_of(rows).items() if pair in distinct(own, "attention", "form")
+        ]  # fmt: skip
         # Times, memory and operations begin at 0; accuracies may lie close together.
         axes = {"log_x": 2, "x_ticks": ticks, "from_zero": not accuracy}
         return Chart(title, "heads", unit, series, failed_below=unit.startswith("images"), **axes)
 
     column, seeds = accuracy_column(rows), len(distinct(here, "seed"))
-    spread = f"mean and standard deviation of {seeds} seeds" if seeds > 1 else "one seed"
-    images = "test" if column == "test_accuracy" else "validation"
-    trained = f" (trained in the {form} form)" if form else ""
-    charts = [
-        chart(f"Accuracy{trained}", f"% of the {images} images, {spread}", column, 100),
+    spread = f", mean and deviation of {seeds} seeds" if seeds > 1 else ", one seed"
+    images = column.partition("_")[0]
+    speed, memory = f"images per second{batch}", f"peak MiB{batch}"
+    return [
+        chart("Accuracy", f"% of {images} images{spread}", column, 100),
         chart("Operations of a forward", "GFLOP, one image", "flops", 1e-9),
-    ]
-    for what, unit, end, factor in (
-        ("Speed", f"images per second{batch}", "images_per_second", 1),
-        ("Memory", f"peak MiB{batch}", "peak_bytes", 1 / MIB),
-    ):
-        for key, words in PASSES.items():
-            charts.append(
-                chart(f"{what} of {words}", unit, f"{key}_{end}", factor, f"{key}_status")
+        *(
+            chart(f"{what} of {words}", unit, f"{key}_{end}", factor, f"{key}_status")
+            for what, unit, end, factor in (
+                ("Speed", speed, "images_per_second", 1),
+                ("Memory", memory, "peak_bytes", 1 / MIB),
             )
-    return charts
+            for key, words in (("inference", "inference"), ("training", "training step"))
+        ),
+    ]
 
 
 # Memory over image sizes
-
-
-def series_name(keys: Sequence[str], values: Sequence[str], differ: Sequence[int]) -> str:
-    """Name the model, and what of the rest is not the same in all series."""
-    rest = [
-        in_words(keys[i], str(values[i]))
-        for i in differ
-        if values[i] and (keys[i], values[i]) != ("checkpointing", "no")
-    ]
-    words = (text.removeprefix("form ").replace(" ", "\N{NO-BREAK SPACE}") for text in rest)
-    return ", ".join([values[0], *words])
-
-
-def memory_series(rows: Sequence[Row]) -> dict[tuple, tuple[Look, str]]:
-    """Look and name of each series of a memory profile: a model has its colour."""
-    found = distinct(rows, *SERIES_KEYS)
-    differ = [
-        i
-        for i in range(1, len(SERIES_KEYS))
-        if len({values[i] for values in found if values[i]}) > 1
-    ]
-    models = list(dict.fromkeys(values[0] for values in found))
-    seen: dict[str, int] = {}
-    series = {}
-    for values in found:
-        shape = seen[values[0]] = seen.get(values[0], -1) + 1
-        look = Look(Look.of(models.index(values[0])).colour, shape % 4)
-        series[values] = look, series_name(SERIES_KEYS, values, differ)
-    return series
 
 
 def memory_of(
@@ -225,17 +213,21 @@ def memory_of(
     x_name = "image side in pixels" + (", and tokens" if few else "")
     marks = [Mark(text, px) for px, text in n1.items()]
     units = {"above_bytes": "MiB above the level before", "peak_bytes": "peak MiB"}
+    differ = [key for key in SERIES_KEYS[1:] if len({*distinct(rows, key)} - {("",)}) > 1]
+    models = distinct(rows, "model")
     charts = []
     for column in columns:
         for (work,) in distinct(rows, "pass"):
             series = []
-            for values, (look, name) in memory_series(rows).items():
+            for count, values in enumerate(distinct(rows, *SERIES_KEYS)):
                 own = chosen(rows, ("pass", *SERIES_KEYS), (work, *values))
-                growths = [value_of(row, "growth_exponent") for row in own]
                 if own:
-                    line = over(own, "px", column, 1 / MIB, name, look)
-                    grows = power("tokens", next(filter(None, growths), None))
-                    series.append(replace(line, name=name + grows if len(line.x) > 1 else name))
+                    words = [f"{key} {own[0][key]}" for key in differ if own[0].get(key)]
+                    growths = [value_of(row, "growth_exponent") for row in own]
+                    name = ", ".join([own[0]["model"], *words])
+                    name += power("tokens", next(filter(None, growths), None))
+                    look = Look(Look.of(models.index(values[:1])).colour, count % 4)
+                    series.append(over(own, "px", scaled(column, 1 / MIB), name, look))
             title = work.replace("_", " ").capitalize()
             charts.append(Chart(title, x_name, units[column], series, marks, **axis))
     return charts
@@ -248,26 +240,21 @@ def sizes_of(rows: Sequence[Row]) -> list[Chart]:
     """Time and, where it was measured, peak memory over the sizes of a benchmark, with how they
     grow.
     """
-    values = {
-        "Time": ("ms", lambda row, end="median": value_of(row, f"seconds_{end}"), 1e3),
-        "Peak memory above the inputs": ("MiB", lambda row: value_of(row, "peak_bytes"), 1 / MIB),
-    }
     work = rows[0]["pass"].replace("+", " and ")
-    return [
-        size_chart(f"{title} of {work}" if unit == "ms" else title, unit, rows, value, factor)
-        for title, (unit, value, factor) in values.items()
-        if unit == "ms" or any(value(row) for row in rows)
-    ]
+    charts = [size_chart(f"Time of {work}", "ms", rows, scaled("seconds_median", 1e3))]
+    if any(value_of(row, "peak_bytes") for row in rows):
+        memory = scaled("peak_bytes", 1 / MIB)
+        charts.append(size_chart("Peak memory above the inputs", "MiB", rows, memory))
+    return charts
 
 
 def size_chart(
     title: str,
     unit: str,
     rows: Sequence[Row],
-    value: Callable[..., float | None],
-    factor: float,
+    value: Callable[[Row], float | None],
     *,
-    names: Callable[[str], str] | None = None,
+    names: Callable[[str], str] = str,
     **options: Any,
 ) -> Chart:
     """Draw up a chart of a value over sizes, a line for each case.
@@ -275,83 +262,35 @@ def size_chart(
     Args:
         title, unit: of the chart.
         rows: with the columns of ``visionattn benchmark``.
-        value: of a row, in the unit of the CSV; None where it was not measured.
-        factor: to the unit of the chart.
-        names: of cases, in words; None: their own. Behind them stands how the value grows, where
-            sizes are on a logarithmic axis.
+        value: of a row, in the unit of the chart; None where it was not measured.
+        names: of cases, in words. Behind them stands how the value grows, where sizes are on a
+            logarithmic axis.
         options: of the chart.
     """
     axis = {"log_x": 2, "log_y": 10} | options
-    tokens = any(row.get("width") for row in rows)
-    cases = [values[0] for values in distinct(rows, "case")]
-    bases = list(dict.fromkeys(case.split()[0] for case in cases))
+    bases = distinct([{"base": row["case"].split()[0]} for row in rows], "base")
     differ = [key for key in ("width", "dtype") if len(distinct(rows, key)) > 1]
     series = []
-    for number, values in enumerate(distinct(rows, "case", *differ)):
-        case, *more = values
-        base, _, form = case.partition(" ")
+    for count, values in enumerate(distinct(rows, "case", *differ)):
+        base, _, form = values[0].partition(" ")
+        several = any(row["case"].startswith(f"{base} ") for row in rows)
+        look, shape = Look.of(count), SHAPES.get(form or "auto" * several, 0)
+        # A name has its colour and a form its dash; forms of one name differ in both.
+        if not differ and any(" " in row["case"] for row in rows):
+            look = Look(Look.of(bases.index((base,))).colour if len(bases) > 1 else shape, shape)
+        name = ", ".join([names(values[0]), *map(str, values[1:])])
         own = chosen(rows, ("case", *differ), values)
-        points = sorted((value_of(row, "size"), value(row)) for row in own if value(row))
-        x, y = ([point[i] for point in points] for i in (0, 1))
-        failed = {value_of(r, "size"): r["status"] for r in own if r["status"] == "out of memory"}
-        look = Look.of(number)
-        if not differ:
-            shape = SHAPES.get(form or ("auto" if f"{base} efficient" in cases else ""), 0)
-            look = Look(Look.of(bases.index(base)).colour if len(bases) > 1 else shape, shape)
-        name = ", ".join([names(case) if names else case_name(case, cases), *map(str, more)])
-        if axis["log_x"] and x:
-            name += power("N" if tokens else "px", slope_of(x, y))
-        series.append(Series(name, look, x, [factor * one for one in y], None, failed))
-    if tokens:
-        ticks = sorted({value_of(row, "size") for row in rows})
-        ticks = ticks if len(ticks) < 6 else [n for n in ticks if math.sqrt(n).is_integer()]
-        sides = {n: f"\n{16 * math.sqrt(n):,.0f} px" for n in ticks if math.sqrt(n).is_integer()}
-        axis |= {"x_ticks": ticks, "x_texts": [f"{n:,.0f}{sides.get(n, '')}" for n in ticks]}
-        named = "tokens N" + (", and the side of an image in patches of 16" if sides else "")
+        line = over(own, "size", lambda row: value(row) or None, name, look)  # 0: too little
+        if axis["log_x"]:
+            name += power("N" if rows[0].get("width") else "px", slope_of(line.x, line.y))
+        series.append(replace(line, name=name))
+    sizes = sorted({value_of(row, "size") for row in rows})
+    if rows[0].get("width"):
+        # Powers of 4 have whole sides in patches of 16 px.
+        few = sizes if len(sizes) < 6 else [n for n in sizes if math.sqrt(n).is_integer()]
+        sides = {n: f"\n{16 * math.sqrt(n):,.0f} px" for n in few if math.sqrt(n).is_integer()}
+        axis |= {"x_ticks": few, "x_texts": [f"{n:,.0f}{sides.get(n, '')}" for n in few]}
+        x_name = "tokens N, and the side of an image in patches of 16"
     else:
-        ticks, named = sorted({value_of(row, "size") for row in rows}), "image side in pixels"
-        axis["x_ticks"] = ticks if len(ticks) < 8 else None
-    return Chart(title, named, unit, series, **axis)
-
-
-def case_name(case: str, cases: Sequence[str]) -> str:
-    """Name a case in words; a form that was chosen by size is named beside one that is fixed."""
-    base, _, form = case.partition(" ")
-    fixed = any(other.startswith(f"{base} ") for other in cases)
-    return f"{base} {form or ('chosen' if fixed else '')}".strip()
-
-
-# Accuracy over test sizes
-
-CONTROLS = {
-    "area": "Fragments by area, 4 per 128 x 128 px",
-    "four": "4 fragments on every canvas",
-}
-"""Titles of the controls of ``canvas``, as the column ``control`` has them."""
-
-
-def quality_of(rows: Sequence[Row]) -> list[Chart]:
-    """Draw up accuracy over the side of the test images, one chart per control and one line per
-    model: means over seeds, with standard deviations.
-    """
-    models = [model for (model,) in distinct(rows, "model")]
-    sizes = sorted({float(row["img_size"]) for row in rows})
-
-    def line_of(number: int, control: str) -> Series:
-        own = chosen(rows, ("model", "control"), (models[number], control))
-        name, look = models[number], Look.of(number)
-        return over(own, "img_size", "accuracy", 100.0, name, look, spread=True)
-
-    return [
-        Chart(
-            CONTROLS[control],
-            "side of the test images in px",
-            "test accuracy in %",
-            [line_of(number, control) for number in range(len(models))],
-            log_x=2,
-            bounds=(0.0, 100.0),
-            x_ticks=sizes,
-            x_texts=[f"{size:g}" for size in sizes],
-        )
-        for (control,) in distinct(rows, "control")
-    ]
+        x_name, axis["x_ticks"] = "image side in pixels", sizes if len(sizes) < 8 else None
+    return Chart(title, x_name, unit, series, **axis)

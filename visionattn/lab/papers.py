@@ -1,28 +1,19 @@
-"""The figures of the documentation, the papers' among them, measured on this machine: each writes
-a PNG and a CSV, and prints its table.
-
-``python -m visionattn.lab.papers docs/figures`` draws the figures of a folder again from their CSV
-files, without measuring anything.
+"""The figures of the papers, measured on this machine: each writes a PNG and a CSV, and prints its
+table. ``docs/figures/redraw.py`` draws them from their CSV files.
 """
 
-import argparse
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 from visionattn.cli.files import write_text, write_whole
 from visionattn.cli.provenance import summary
-from visionattn.cli.tables import Record, csv_text, heading, line, markdown, read_rows
+from visionattn.cli.tables import Record, csv_text, heading, line, markdown
 from visionattn.lab.cases import Case
-from visionattn.lab.charts import Chart, Look, Mark, Series
+from visionattn.lab.charts import Chart, Look, Mark, Series, png
 from visionattn.lab.compare import COLUMNS, Plan, cells_of, measure_together, record_of
-from visionattn.lab.drawing import png
-from visionattn.lab.figures import MIB, SHAPES, heads_of, memory_of, quality_of, size_chart
-from visionattn.lab.profile.shape import Shape
-from visionattn.lab.report.rows import value_of
+from visionattn.lab.figures import MIB, SHAPES, chosen, distinct, scaled, size_chart, value_of
 
 Print = Callable[[str], None]
 PLAN = Plan(rounds=5, seconds=0.5, max_rounds=15)
@@ -44,7 +35,7 @@ one, for width 256 and 1024 tokens at batch 16 on the authors' GPU.
 
 @dataclass(frozen=True)
 class Figure:
-    """What a figure measures and how it is drawn."""
+    """What a figure measures and how it is figure."""
 
     title: str
     cases: Callable[[bool], Iterator[list[Case]]]
@@ -58,43 +49,45 @@ class Figure:
 
 
 def redraw(
-    figure: str,
+    figure: Figure,
     folder: Path,
+    name: str,
     provenance: Record,
     show: Print,
     *,
     quick: bool = False,
     processor_time: bool = False,
 ) -> None:
-    """Measure and draw a figure; ``<figure>.png`` and ``<figure>.csv`` in ``folder``, its table to
+    """Measure and draw a figure; ``<name>.png`` and ``<name>.csv`` in ``folder``, its table to
     ``show``.
 
     The CSV is written after each size, so that a run that is stopped keeps what it measured.
 
     Args:
-        figure: a name of ``FIGURES``.
+        figure: what to measure.
         folder: exists.
+        name: of the files.
         provenance: what the CSV and the PNG say of the machine.
         show: gets the table line by line.
         quick: few small sizes.
         processor_time: as ``Plan`` has it; the CSV and the PNG say so.
     """
-    chosen, records = FIGURES[figure], []
+    records: list[Record] = []
     if processor_time:
         provenance = provenance | {"device": f"{provenance['device']}, {PROCESSOR_TIME}"}
     show(heading(COLUMNS))
-    for group in chosen.cases(quick):
-        compared = chosen.table is not None
-        plan = QUICK if quick else chosen.plan(group[0].size)
+    for group in figure.cases(quick):
+        compared = figure.table is not None
+        plan = QUICK if quick else figure.plan(group[0].size)
         plan = replace(plan, memory=compared, processor_time=processor_time)
         for row in measure_together(group, plan, group[0].label if compared else None):
             records.append(record_of(row))
             show(line(list(cells_of(row).values())))
-        write_text(folder / f"{figure}.csv", csv_text(records, provenance))
-    if chosen.table is not None:
-        show("\n" + markdown(chosen.table(records)))
-    draw(folder / f"{figure}.png", chosen.title, chosen.charts(records), provenance)
-    show(f"\n{folder / figure}.png and .csv are written")
+        write_text(folder / f"{name}.csv", csv_text(records, provenance))
+    if figure.table is not None:
+        show("\n" + markdown(figure.table(records)))
+    draw(folder / f"{name}.png", figure.title, figure.charts(records), provenance)
+    show(f"\n{folder / name}.png and .csv are written")
 
 
 def draw(path: Path, title: str, charts: Sequence[Chart], provenance: Record) -> None:
@@ -103,10 +96,7 @@ def draw(path: Path, title: str, charts: Sequence[Chart], provenance: Record) ->
     write_whole(path, lambda place: png(place, charts, title=title, notes=[note]))
 
 
-def milliseconds_of(row: Record) -> float | None:
-    """Return the median time in ms, where the row has one."""
-    seconds = value_of(row, "seconds_median")
-    return seconds and 1e3 * seconds
+milliseconds_of = scaled("seconds_median", 1e3)
 
 
 def mebibytes_of(row: Record) -> float | None:
@@ -123,8 +113,7 @@ def images_per_second(row: Record) -> float | None:
     return float(row["batch"]) / seconds if seconds else None
 
 
-# crossover: from how many tokens on the efficient form of TaylorShift is the faster, and the
-# smaller, one
+# crossover: from how many tokens on the efficient form of TaylorShift is faster, and smaller
 
 
 def crossover_cases(quick: bool) -> Iterator[list[Case]]:
@@ -133,51 +122,29 @@ def crossover_cases(quick: bool) -> Iterator[list[Case]]:
 
     for width in (8, 16) if quick else (8, 16, 32, 64):
         middle = round(math.log2(N0(width)))
-        sizes = (
-            (128, 256)
-            if quick
-            else [2**power for power in range(max(5, middle - 4), min(15, middle + 5))]
-        )
-        for size in sizes:
+        powers = (7, 8) if quick else range(max(5, middle - 4), min(15, middle + 5))
+        for size in (2**power for power in powers):
             yield [
                 Case("operation", "taylorshift", size, width, form=form, heads=4) for form in FORMS
             ]
 
 
-def crossing(x: Sequence[float], rising: Sequence[float], flat: Sequence[float]) -> float | None:
-    """Find where ``rising`` overtakes ``flat`` for good, by log-log interpolation between sizes;
-    None where it never does.
-
-    Args:
-        x: sizes in order.
-        rising, flat: two curves over them.
+def crossing(rows: Sequence[Record], value: Callable[[Record], float | None]) -> float | str:
+    """Find from which size on the direct form has the larger value for good, by log-log
+    interpolation between sizes; where there is none among the sizes, say so.
     """
-    above = [math.log(a / b) for a, b in zip(rising, flat, strict=True)]
-    for i in range(len(above) - 2, -1, -1):
-        if above[-1] > 0 >= above[i]:
-            return between(x[i], x[i + 1], -above[i] / (above[i + 1] - above[i]))
-    return None
-
-
-def between(low: float, high: float, part: float) -> float:
-    """Return the value so far on the way from one to another, on a logarithmic axis."""
-    return low * (high / low) ** part
-
-
-def by_form(rows: Sequence[Record], width: int, value: Callable) -> tuple[list, list, list]:
-    """Return the sizes that have a value in both forms, and the values of each."""
-    of = {
-        (int(row["size"]), row["case"].split()[-1]): value(row)
-        for row in rows
-        if int(row["width"]) == width and value(row)
-    }
-    sizes = sorted(size for size, form in of if form == "direct" and (size, "efficient") in of)
-    return sizes, [of[size, "direct"] for size in sizes], [of[size, "efficient"] for size in sizes]
-
-
-def widths_of(rows: Sequence[Record]) -> list[int]:
-    """Return the widths of a head, in order."""
-    return sorted({int(row["width"]) for row in rows})
+    found = {(int(row["size"]), row["case"].split()[-1]): value(row) for row in rows}
+    sizes = sorted({n for n, _ in found if all(found.get((n, form)) for form in FORMS)})
+    above = [math.log(found[n, "direct"] / found[n, "efficient"]) for n in sizes]
+    if not sizes:
+        return "-"
+    if above[-1] <= 0:
+        return f"none up to {sizes[-1]}"
+    last = max((i for i, each in enumerate(above) if each <= 0), default=None)
+    if last is None:
+        return f"below {sizes[0]}"
+    part = -above[last] / (above[last + 1] - above[last])
+    return sizes[last] * (sizes[last + 1] / sizes[last]) ** part
 
 
 def crossings(rows: Sequence[Record]) -> list[Record]:
@@ -187,50 +154,37 @@ def crossings(rows: Sequence[Record]) -> list[Record]:
     from visionattn.ops.published import N0, N1
 
     table = []
-    for width in widths_of(rows):
-        found = []
-        for value in (milliseconds_of, mebibytes_of):
-            sizes, direct, efficient = by_form(rows, width, value)
-            at = crossing(sizes, direct, efficient) if sizes else None
-            found.append(f"{at:.0f}" if at else _no_crossing(sizes, direct, efficient))
-        record = {"d": width, "N0 published": N0(width), "N0 measured (time)": found[0]}
-        table.append(record | {"N1 published": N1(width), "N1 measured (memory)": found[1]})
+    for (width,) in distinct(rows, "width"):
+        record, own = {"d": width}, chosen(rows, ["width"], [width])
+        for name, what, value, published in (
+            ("N0", "time", milliseconds_of, N0),
+            ("N1", "memory", mebibytes_of, N1),
+        ):
+            at = crossing(own, value)
+            record[f"{name} published"] = published(int(width))
+            record[f"{name} measured ({what})"] = at if isinstance(at, str) else f"{at:.0f}"
+        table.append(record)
     return table
 
 
-def _no_crossing(sizes: Sequence[int], direct: Sequence[float], efficient: Sequence[float]) -> str:
-    """Say why there is no crossing among the sizes."""
-    if not sizes:
-        return "-"
-    return f"below {sizes[0]}" if direct[-1] > efficient[-1] else f"none up to {sizes[-1]}"
-
-
 def crossover_charts(rows: Sequence[Record]) -> list[Chart]:
-    """Time and memory of both forms, a row for each width; a ring where they cross, a line where
-    the paper's count says.
+    """Time and memory of both forms, a row for each width; lines where they cross, and where the
+    paper's count says.
     """
     from visionattn.ops.published import N0, N1
 
     charts = []
-    for width in widths_of(rows):
-        own = [row for row in rows if int(row["width"]) == width]
+    for (width,) in distinct(rows, "width"):
+        own = chosen(rows, ["width"], [width])
         for what, unit, value, published, name in (
             ("time", "ms", milliseconds_of, N0, "N0"),
             ("peak memory above the inputs", "MiB", mebibytes_of, N1, "N1"),
         ):
-            sizes, direct, efficient = by_form(rows, width, value)
-            marks = [Mark(f"published {name} {published(width):,}", published(width))]
-            if at := crossing(sizes, direct, efficient) if sizes else None:
-                height = next(
-                    between(low[1], high[1], math.log(at / low[0]) / math.log(high[0] / low[0]))
-                    for low, high in pairwise(zip(sizes, direct, strict=True))
-                    if at <= high[0]
-                )
-                marks.append(Mark(f"measured {at:,.0f}", at, height))
-            chart = size_chart(f"d = {width}: {what}", unit, own, value, 1, marks=marks,
-                               names=lambda case: case.split()[-1],
-                               nothing="too little to be measured")  # fmt: skip
-            charts.append(chart if len(sizes) > 1 else replace(chart, series=()))
+            at, paper = crossing(own, value), published(int(width))
+            marks = [Mark(f"{name} published {paper:,}", paper)]
+            marks += [] if isinstance(at, str) else [Mark(f"{name} measured {at:,.0f}", at)]
+            charts.append(size_chart(f"d = {width}: {what}", unit, own, value, marks=marks,
+                                     names=lambda case: case.split()[-1]))  # fmt: skip
     return charts
 
 
@@ -259,13 +213,13 @@ def scaleformer(
             ]
 
     def charts(rows: Sequence[Record]) -> list[Chart]:
-        return [size_chart("Time of a forward", "ms", rows, milliseconds_of, 1)]
+        return [size_chart("Time of a forward", "ms", rows, milliseconds_of)]
 
     return Figure(title, cases, charts)
 
 
 CHOSEN = ("efficient", "auto")
-"""The efficient form beside the one that is chosen by size, as in the paper."""
+"""The efficient form beside the form that is chosen by size, as in the paper."""
 
 
 # taylorshift-heads: more heads make the efficient form faster and smaller, and the direct one
@@ -281,111 +235,43 @@ def heads_cases(quick: bool) -> Iterator[list[Case]]:
         yield [Case("model", name, 32, form=form, batch=1 if quick else 16) for form in FORMS]
 
 
-def by_heads(rows: Sequence[Record]) -> dict[tuple[int, str], Record]:
-    """Return the rows by number of heads and form."""
-    found = [(row["case"].partition("heads=")[2].split(), row) for row in rows]
-    return {(int(heads), form): row for (heads, form), row in found}
-
-
 HEADS_VALUES = {"images/s": images_per_second, "MiB": mebibytes_of}
 
 
 def heads_table(rows: Sequence[Record]) -> list[Record]:
-    """Make the table of measured and published figures, by number of heads."""
-    found, table = by_heads(rows), []
-    for heads in sorted({heads for heads, _ in found}):
-        published, record = iter(PUBLISHED_HEADS[heads]), {"h": heads, "d": 256 // heads}
-        for form in FORMS:
-            for unit, value in HEADS_VALUES.items():
-                measured = value(found[heads, form])
-                record[f"{form} {unit}"] = None if measured is None else f"{measured:.3g}"
-                record[f"published {form} {unit}"] = next(published)
-        table.append(record)
-    return table
+    """Make the table of measured and published figures, by number of heads; None where nothing was
+    measured.
+    """
+    table: dict[int, Record] = {}
+    for row in rows:
+        heads, form = row["case"].partition("heads=")[2].split()
+        record = table.setdefault(int(heads), {"h": int(heads), "d": 256 // int(heads)})
+        for i, (unit, value) in enumerate(HEADS_VALUES.items()):
+            measured = value(row)
+            record[f"{form} {unit}"] = None if measured is None else f"{measured:.3g}"
+            published = PUBLISHED_HEADS[int(heads)][2 * FORMS.index(form) + i]
+            record[f"published {form} {unit}"] = published
+    return [table[heads] for heads in sorted(table)]
 
 
 def heads_charts(rows: Sequence[Record]) -> list[Chart]:
     """Draw up charts of throughput and memory over the number of heads: measured here, and
     published.
     """
-    found = by_heads(rows)
-    heads = sorted({count for count, _ in found})
+    table = heads_table(rows)
+    heads = [record["h"] for record in table]
+    axis = {"log_x": 2, "x_ticks": heads, "from_zero": True}
+    axis["x_texts"] = [f"{record['h']}\nd = {record['d']}" for record in table]
     charts = []
-    for j, (unit, value) in enumerate(HEADS_VALUES.items()):
-        title = "Speed" if unit == "images/s" else "Peak memory"
-        measured, published = [], []
-        for i, form in enumerate(FORMS):
-            look = Look(SHAPES[form], SHAPES[form])
-            y = [value(found[h, form]) if (h, form) in found else None for h in heads]
-            measured.append(Series(form, look, heads, y))
-            y = [PUBLISHED_HEADS[h][2 * i + j] for h in heads]
-            published.append(Series(form, look, heads, y))
-        axis = {"log_x": 2, "x_ticks": heads, "from_zero": True}
-        axis["x_texts"] = [f"{h}\nd = {256 // h}" for h in heads]
-        charts.append(Chart(f"{title} here", "heads", unit, measured, **axis))
-        charts.append(
-            Chart(f"{title} as published, on the authors' GPU", "heads", unit, published, **axis)
-        )
+    for unit, title in zip(HEADS_VALUES, ("Speed", "Peak memory"), strict=True):
+        for source, where in (("", "here"), ("published ", "as published, on the authors' GPU")):
+            series = [
+                Series(form, Look(SHAPES[form], SHAPES[form]), heads,
+                       [record[f"{source}{form} {unit}"] for record in table])
+                for form in FORMS
+            ]  # fmt: skip
+            charts.append(Chart(f"{title} {where}", "heads", unit, series, **axis))
     return charts
-
-
-# image-size: whole models over the size of an image, for the README
-
-SIZE_MODELS = {
-    "vit_small_patch16_224": "timm's ViT-S with SDPA",
-    "taylorshift_vit_s+heads=12": "taylorshift_vit_s, 12\N{NO-BREAK SPACE}heads",
-    "scaleformer_vit_s+heads=12": "scaleformer_vit_s, 12\N{NO-BREAK SPACE}heads",
-}
-
-
-def size_cases(quick: bool) -> Iterator[list[Case]]:
-    """Yield the cases of small models on one image."""
-    for size in (32, 64) if quick else (512, 1024, 1536, 2048, 3072, 4096):
-        yield [Case("model", name, size) for name in SIZE_MODELS]
-
-
-def size_plan(size: int) -> Plan:
-    """Plan fewer rounds where a forward takes longer; timm's takes many minutes above 2,048 px."""
-    rounds = 5 if size <= 1024 else 3 if size < 2048 else 2
-    return Plan(rounds=rounds, seconds=0.0, first_call=size > 2048)
-
-
-def size_table(rows: Sequence[Record]) -> list[Record]:
-    """Make the table of speed and memory by size, and how many times as fast as timm's."""
-    table: dict[int, Record] = {}
-    for row in rows:
-        speed = images_per_second(row)
-        peak = mebibytes_of(row)
-        ratio = value_of(row, "ratio_median")
-        record, name = table.setdefault(int(row["size"]), {"px": int(row["size"])}), row["case"]
-        record[f"{name} images/s"] = speed and f"{speed:.3g}"
-        record[f"{name} MiB"] = peak and f"{peak:,.0f}"
-        record[f"{name} / timm's speed"] = ratio and f"{1 / ratio:.3g}"
-    return list(table.values())
-
-
-def size_charts(rows: Sequence[Record]) -> list[Chart]:
-    """Draw up charts of images per second and peak memory over the side of an image; beside the
-    names how many times as fast as timm's model the others are at the largest size.
-    """
-    largest = max(int(row["size"]) for row in rows)
-    ratios = {
-        row["case"]: f": {1 / ratio:.2g} × timm"
-        for row in rows
-        if int(row["size"]) == largest and (ratio := value_of(row, "ratio_median"))
-    }
-    ratios[next(iter(SIZE_MODELS))] = ""
-
-    def fast(case: str) -> str:
-        return SIZE_MODELS[case] + ratios.get(case, "")
-
-    unit = "peak MiB above weights and image"
-    return [
-        size_chart("Speed", "images per second", rows, images_per_second, 1, names=fast,
-                   log_x=None, failed_below=True),
-        size_chart("Memory", unit, rows, mebibytes_of, 1, names=SIZE_MODELS.__getitem__,
-                   log_x=None, log_y=None, from_zero=True),
-    ]  # fmt: skip
 
 
 FIGURES = {
@@ -421,50 +307,4 @@ FIGURES = {
         heads_charts,
         heads_table,
     ),
-    "image-size": Figure(
-        "One image through a small vision transformer, float32, on a processor",
-        size_cases,
-        size_charts,
-        size_table,
-        size_plan,
-    ),
 }
-
-
-def profile_charts(rows: Sequence[Record]) -> list[Chart]:
-    """Draw up the memory profile of the documentation, whose TaylorShift has heads of width 64."""
-    from visionattn.lab.profile.run import n1_of
-
-    return memory_of(rows, n1=n1_of({"taylorshift_vit_s": Shape(16, 256, 1, 64)}))
-
-
-OTHERS = {
-    "heads-digits": (
-        "Head counts of a pixel model on digits, images of 32 px",
-        partial(heads_of, size="32"),
-    ),
-    "quality": (
-        "canvas: small models trained at 48 to 80 px, 4 epochs; deviations are of seeds",
-        quality_of,
-    ),
-    "memory": ("Memory of one block of small models, one image, float32", profile_charts),
-}
-"""Pictures of the documentation that other tools measure: title and charts."""
-
-
-def draw_again(folder: Path) -> list[str]:
-    """Draw the figures that lie in a folder as CSV; returns their names."""
-    known = {name: (figure.title, figure.charts) for name, figure in FIGURES.items()} | OTHERS
-    drawn = [path.stem for path in sorted(folder.glob("*.csv")) if path.stem in known]
-    for name in drawn:
-        with open(folder / f"{name}.csv", encoding="utf-8", newline="") as file:
-            rows = list(read_rows(file))
-        title, charts = known[name]
-        draw(folder / f"{name}.png", title, charts(rows), rows[0])
-    return drawn
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser("python -m visionattn.lab.papers", description=__doc__)
-    parser.add_argument("folder", type=Path, help="holds NAME.csv, gets NAME.png")
-    print("\n".join(draw_again(parser.parse_args().folder)))

@@ -169,16 +169,17 @@ def is_wide(size: tuple[int, int]) -> bool:
     return size[1] > WIDE * size[0]
 
 
-def address(image: np.ndarray) -> str:
+def address(image: np.ndarray, most_px: tuple[int, int] | None = None) -> str:
     """Return an image ``[H, W, C]``, uint8 or float32 in [0, 1], as a data address; of many bands
-    the first three are shown, of two the first.
+    the first three are shown, of two the first. ``most_px`` is the largest height and width in
+    pixels; None: as mistakes have it.
     """
     if image.dtype != np.uint8:
         image = np.rint(image.clip(0, 1) * 255).astype(np.uint8)
     picture = Image.fromarray(image[..., 0] if image.shape[2] < 3 else image[..., :3].copy())
     if max(picture.size) <= SMALL_PX:
         return _encoded(picture, "png", optimize=True)
-    height, width = MOST_PX_WIDE if is_wide(image.shape[:2]) else MOST_PX
+    height, width = most_px or (MOST_PX_WIDE if is_wide(image.shape[:2]) else MOST_PX)
     while True:
         picture.thumbnail((width, height), reducing_gap=3)
         for quality in QUALITIES:

@@ -16,7 +16,7 @@ from visionattn.cli.progress import Progress
 from visionattn.cli.provenance import provenance_of, summary
 from visionattn.cli.tables import Record, csv_text, heading, lasting, line
 from visionattn.lab.cases import Case, check_sizes
-from visionattn.lab.drawing import png
+from visionattn.lab.charts import png
 from visionattn.lab.figures import memory_of
 from visionattn.lab.profile.config import ProfileConfig, check
 from visionattn.lab.profile.expected import expected_seconds

@@ -15,29 +15,32 @@ from einops import rearrange
 from PIL import Image
 
 from visionattn.data.batches import Item, SampleKey, Unreadable
-from visionattn.data.geometry import Size
 from visionattn.data.streams import Shards
 from visionattn.lab.report.runs import Run, for_each
-from visionattn.lab.report.tables import is_of_pixels
 from visionattn.models.patches import call, takes_sizes
+from visionattn.models.pixel_classes import class_names, ious_of, painted, palette
+from visionattn.models.segmentation import IGNORED
+from visionattn.models.weights import DataSpec
+from visionattn.training.mistakes import SMALL_PX, address
+from visionattn.training.segmentation import confusion_of
 from visionattn.training.validate import Validation, parse_validate
 
-LARGEST_PX, SMALL_PX = 224, 64
-"""Images are shown with at most so many pixels a side; up to the second, each pixel is shown as a
-square.
-"""
+LARGEST_PX, MASK_PX = 224, 448
+"""The longest sides of images, and of masks with their images."""
 
 
 @dataclass(frozen=True)
-class Prediction:
+class Said:
     """What a run says of an image."""
 
     run: str
-    label: str
-    """Name of the most probable class."""
-    probability: float
-    """The probability of the class, in [0, 1]."""
+    text: str
+    """The most probable class; empty for masks."""
+    share: float
+    """The probability of the class, or the mean IoU over the classes of the known mask."""
     right: bool
+    mask: str | None = None
+    """The mask in colours, as a data address."""
 
 
 @dataclass
@@ -45,10 +48,12 @@ class Example:
     """An image."""
 
     source: str
-    """It, as a data address."""
+    """Its data address."""
     label: str
-    """Name of its class."""
-    predictions: list[Prediction] = field(default_factory=list)
+    """The name of its class; of a mask nothing."""
+    mask: str | None = None
+    """The known mask in colours, as a data address."""
+    said: list[Said] = field(default_factory=list)
 
 
 @dataclass
@@ -56,10 +61,12 @@ class Gallery:
     """Images that some runs share."""
 
     split: str
-    """``test`` or ``validation``."""
     total: int
     """Images of the split."""
     size_px: int
+    """The longest side of the images in pixels."""
+    legend: list[tuple[str, str]]
+    """Colour and name of each class of pixels that lies in the images."""
     examples: list[Example]
     runs: list[str] = field(default_factory=list)
 
@@ -70,24 +77,20 @@ class Gallery:
 
     def wrong(self, run: str) -> int:
         """Return how many of the images shown a run gets wrong."""
-        return sum(
-            not said.right
-            for example in self.examples
-            for said in example.predictions
-            if said.run == run
-        )
+        said = [said for example in self.examples for said in example.said if said.run == run]
+        return sum(not each.right for each in said)
 
 
 def galleries(runs: Sequence[Run], count: int) -> tuple[list[Gallery], dict[str, str]]:
-    """Show up to ``count`` images of each run, drawn at random, the same for every run with the
-    same data.
+    """Show up to ``count`` images of each run that tells classes, drawn at random, the same for
+    every run with the same data.
 
     Returns:
         The galleries, and for the runs that are in none the reason, a line each.
     """
     found: dict[tuple, Gallery] = {}
-    named = [run for run in runs if not is_of_pixels(run)]
-    skipped = for_each(named, lambda run: add(found, run, count))
+    telling = [run for run in runs if run.task != "generate"]
+    skipped = for_each(telling, lambda run: add(found, run, count))
     return list(found.values()), skipped
 
 
@@ -99,29 +102,33 @@ def add(found: dict[tuple, Gallery], run: Run, count: int) -> None:
             line.
     """
     validation, items = drawn(run, count)
-    images, filled = [item.pixels for item in items], [item.present for item in items]
-    labels = tuple(int(item.label) for item in items)
-    longest = max(max(image.shape[:2]) for image in images)
-    # Runs share a gallery where split, names, labels and every byte of the images agree.
-    key = (
-        validation.split,
-        validation.spec.class_names,
-        labels,
-        tuple((image.shape, image.tobytes()) for image in images),
-    )
-    names = validation.spec.class_names or tuple(map(str, range(validation.spec.num_classes)))
+    spec, labels = validation.spec, [np.asarray(item.label) for item in items]
+    said = [judged(validation, item, run.name) for item in items]
+    images = [item.pixels.tobytes() for item in items]
+    key = (validation.split, spec.class_names, *images, *(label.tobytes() for label in labels))
     if key not in found:
-        examples = [
-            Example(address(image), names[label])
-            for image, label in zip(images, labels, strict=True)
+        values = np.unique(np.concatenate([label.ravel() for label in labels]))
+        names = [*enumerate(class_names(spec)), (IGNORED, "does not count")]
+        masked = spec.task == "segmentation"
+        legend = [
+            ("#{:02x}{:02x}{:02x}".format(*painted(np.array([[value]]), spec)[0, 0]), name)
+            for value, name in names
+            if masked and value in values
         ]
-        found[key] = Gallery(validation.split, len(validation.dataset), longest, examples)
+        px = MASK_PX if masked else LARGEST_PX
+        examples = [
+            Example(address(item.pixels, (px, px)),
+                    "" if masked else names[int(label)][1],
+                    mask_address(label, spec) if masked else None)
+            for item, label in zip(items, labels, strict=True)
+        ]  # fmt: skip
+        longest = max(max(item.pixels.shape[:2]) for item in items)
+        total = len(validation.dataset)
+        found[key] = Gallery(validation.split, total, longest, legend, examples)
     gallery = found[key]
     gallery.runs.append(run.name)
-    shown = zip(gallery.examples, images, labels, filled, strict=True)
-    for example, image, label, size in shown:
-        probability, best = predict(validation, image, size)
-        example.predictions.append(Prediction(run.name, names[best], probability, best == label))
+    for example, one in zip(gallery.examples, said, strict=True):
+        example.said.append(one)
 
 
 def drawn(run: Run, count: int) -> tuple[Validation, list[Item]]:
@@ -141,52 +148,50 @@ def drawn(run: Run, count: int) -> tuple[Validation, list[Item]]:
     dataset = validation.dataset
     if isinstance(dataset, Shards):
         raise ValueError("the images come as a stream, of which none can be picked")
-    order = np.random.default_rng(0).permutation(len(dataset))
-    found: list[tuple[int, Item]] = []
-    for index in order.tolist():
-        if len(found) == count:
-            break
+    found: dict[int, Item] = {}
+    for index in np.random.default_rng(0).permutation(len(dataset)).tolist():
         sample = dataset[SampleKey(index, 0, validation.geometries[0])]
         if not isinstance(sample, Unreadable):
-            found.append((index, sample))
+            found[index] = sample
+        if len(found) == count:
+            break
     if not found:
         raise ValueError("none of the images can be read")
-    found.sort(key=lambda entry: entry[0])
-    return validation, [item for _, item in found]
+    return validation, [found[index] for index in sorted(found)]
 
 
 @torch.inference_mode()
-def predict(validation: Validation, image: np.ndarray, filled: Size) -> tuple[float, int]:
-    """Return probability and number of the most probable class of an image ``[H, W, C]`` that
-    fills so many pixels from the top left.
+def judged(validation: Validation, item: Item, run: str) -> Said:
+    """Return what the weights of a run say of an image.
 
     Raises:
-        ValueError: the weights give numbers that are not finite.
+        ValueError: the classes of pixels are not finite.
     """
-    pixels = rearrange(torch.from_numpy(np.array(image, order="C")), "h w c -> 1 c h w")
-    sizes = torch.tensor([filled]) if filled != image.shape[:2] else None
-    model = validation.model
-    if not takes_sizes(model):
-        sizes = None
-    outputs = call(model, validation.spec.prepare(pixels), sizes).float()[0]
-    if not outputs.isfinite().all():
-        raise ValueError("the best weights give numbers that are not finite")
-    probability, best = outputs.softmax(0).max(0)
-    return probability.item(), int(best)
+    spec, model = validation.spec, validation.model
+    pixels = rearrange(torch.from_numpy(np.array(item.pixels, order="C")), "h w c -> 1 c h w")
+    partly = item.present != item.pixels.shape[:2] and takes_sizes(model)
+    sizes = torch.tensor([item.present]) if partly else None
+    if spec.task != "segmentation":
+        outputs = call(model, spec.prepare(pixels), sizes).float()[0]
+        chance, best = outputs.softmax(0).max(0)
+        names = class_names(spec)
+        return Said(run, names[int(best)], chance.item(), int(best) == int(item.label))
+    found, known = model.masks(spec.prepare(pixels), sizes)[0].numpy(), np.asarray(item.label)
+    rows, columns = item.present
+    found[rows:], found[:, columns:] = IGNORED, IGNORED
+    if (found[known != IGNORED] == IGNORED).any():
+        raise ValueError("the outputs of its weights are not finite")
+    table = confusion_of(torch.from_numpy(known), torch.from_numpy(found), spec.num_classes)
+    ious = ious_of(table.numpy())
+    mean = float(np.mean(ious[np.isfinite(ious)])) if np.isfinite(ious).any() else float("nan")
+    return Said(run, "", mean, True, mask_address(found, spec))
 
 
-def address(image: np.ndarray, most_px: int = LARGEST_PX) -> str:
-    """Return an image ``[H, W, C]`` as a data address: PNG where it is small, else JPEG of at most
-    ``most_px`` a side. Of many bands the first three are shown, of two the first.
-    """
-    if image.dtype != np.uint8:
-        image = np.rint(image * 255).astype(np.uint8)
-    picture = Image.fromarray(image[..., 0] if image.shape[2] < 3 else image[..., :3].copy())
-    small, stream = max(picture.size) <= SMALL_PX, io.BytesIO()
-    picture.thumbnail((most_px, most_px))
-    picture.save(
-        stream,
-        **({"format": "PNG", "optimize": True} if small else {"format": "JPEG", "quality": 85}),
-    )
-    kind = "png" if small else "jpeg"
-    return f"data:image/{kind};base64,{base64.b64encode(stream.getvalue()).decode()}"
+def mask_address(mask: np.ndarray, spec: DataSpec) -> str:
+    """Return a mask ``[H, W]`` in its colours as a data address, of at most ``MASK_PX`` a side."""
+    picture = Image.fromarray(mask)
+    picture.putpalette(palette(spec))
+    picture.thumbnail((MASK_PX, MASK_PX), Image.Resampling.NEAREST)
+    stream = io.BytesIO()
+    picture.save(stream, "PNG", optimize=True)
+    return f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"

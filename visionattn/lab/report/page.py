@@ -1,59 +1,53 @@
-"""The page: what ``visionattn report`` writes. This module owns its sections, and that
-nothing in it comes from anywhere else.
+"""The page: what ``visionattn report`` writes. This module owns its flags and its sections, and
+that nothing in it comes from anywhere else.
 
 Whatever stands in files (names, classes, reasons) reaches the page through Jinja's escaping, and
 the page forbids scripts and any request by itself.
 """
 
+import itertools
 import shlex
-import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 
-import visionattn
-from visionattn.cli.files import printable, write_text
-from visionattn.lab.charts import MOST_POINTS, Chart, Look, page_colours
-from visionattn.lab.drawing import svg
-from visionattn.lab.figures import heads_of, memory_of
-from visionattn.lab.profile.config import FILES
-from visionattn.lab.report import origin, tables
-from visionattn.lab.report.batches import batches_of
-from visionattn.lab.report.classes import classes_of
+from visionattn.cli.files import check_free, printable, write_text
+from visionattn.cli.parsing import parse, with_first
+from visionattn.cli.untrusted import read_csv
+from visionattn.lab.charts import Chart, Look, svg
+from visionattn.lab.figures import Row, distinct, heads_of, memory_of
+from visionattn.lab.report import tables
+from visionattn.lab.report.classes import class_tables, classes_of, iou_table
 from visionattn.lab.report.examples import galleries
-from visionattn.lab.report.figures import Figure, curves_of
-from visionattn.lab.report.masks import class_table, mask_galleries
-from visionattn.lab.report.options import Wanted, parse_report, trainings_in
-from visionattn.lab.report.rows import Rows, distinct
-from visionattn.lab.report.runs import Run, read_run
-from visionattn.lab.sweep.folder import ROWS
+from visionattn.lab.report.runs import curves_of, is_run, read_run
+from visionattn.lab.report.templates import render
 
+MOST_IMAGES = 100
 KINDS = {"sweep": "Head counts", "memory": "Memory", "largest": "Largest images"}
 """Headings of the files of rows."""
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A sweep or a memory profile, ready for the page."""
+@dataclass
+class ReportConfig:
+    """A page about runs, sweeps and memory profiles."""
 
-    title: str
-    path: str
-    shared: str
-    """What all rows share."""
-    figures: Sequence[Figure]
-    table: tables.Table
-    sources: Sequence[tuple[str, str]]
-    trainings: int
-    """Run folders of a sweep that lie beside its file."""
-    command: str
-    """Shows them."""
+    runs: list[str] | None = None
+    """Folders of runs, sweeps and memory profiles, or CSV files of the latter two; they may stand
+    first, without ``--runs``.
+    """
+    output: str | None = None
+    """The page; None: ``report.html`` in the first folder."""
+    title: str | None = None
+    """Heading of the page; None: the names of what it shows."""
+    images: int = 12
+    """Images shown with the predictions of each run's best weights, 0 to 100; with 0 the page has
+    no images at all.
+    """
+    overwrite: bool = False
+    """Replace a page that exists."""
 
 
 def report(argv: Sequence[str]) -> str:
@@ -63,140 +57,141 @@ def report(argv: Sequence[str]) -> str:
         ValueError, OSError: a flag is wrong, there is nothing to show, or the page cannot be
             written.
     """
-    wanted = parse_report(argv)
-    now = time.time()
-    runs = [read_run(folder, name, now=now) for name, folder in wanted.runs.items()]
-    text = page(wanted, runs, now=now)
-    text = printable(text)
-    write_text(wanted.output, text)
-    kinds = [rows.kind for rows in wanted.tables]
-    parts = {
-        "run": len(runs),
-        "sweep": kinds.count("sweep"),
-        "memory profile": kinds.count("memory"),
-    }
-    what = [origin.counted(count, words) for words, count in parts.items() if count]
-    what += (
-        [f"{origin.counted(count, 'table')} of largest images"]
-        if (count := kinds.count("largest"))
-        else []
+    config = parse(
+        ReportConfig,
+        with_first(argv, "runs"),
+        command="report",
+        description="Write one page of HTML about runs, sweeps and memory profiles; it needs no "
+        "network.",
+        example="checkpoints/digits --overwrite",
     )
-    return f"{wanted.output}: {', '.join(what)}; {len(text.encode()) / 1e6:.2g} MB"
+    if not config.runs:
+        raise ValueError("name what to show: folders of runs or sweeps, e.g. checkpoints/digits")
+    if not 0 <= config.images <= MOST_IMAGES:
+        raise ValueError(f"images must be from 0 to {MOST_IMAGES}, got {config.images}")
+    paths = list(dict.fromkeys(map(Path, config.runs)))
+    folders, found = find(paths)
+    place = paths[0] if paths[0].is_dir() else paths[0].absolute().parent
+    output = Path(config.output) if config.output else place / "report.html"
+    check_free(output, config.overwrite)
+    if output.suffix.lower() not in (".html", ".htm"):
+        raise ValueError(f"output {output}: a page is HTML; end its name in .html")
+    names = [path.absolute().name for path in paths]
+    title = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    text = printable(page(config.title or title, folders, found, config.images))
+    write_text(output, text)
+    size = len(text.encode()) / 1e6
+    return f"{output}: runs {len(folders)}, sweeps and profiles {len(found)}; {size:.2g} MB"
 
 
-def page(wanted: Wanted, runs: Sequence[Run], *, now: float) -> str:
+def find(paths: Sequence[Path]) -> tuple[dict[str, Path], list[tuple[str, Path, Sequence[Row]]]]:
+    """Find runs by name, and kind, path and rows of sweeps and memory profiles.
+
+    Raises:
+        FileNotFoundError, ValueError: a path does not exist, or holds nothing of these.
+    """
+    runs: dict[str, Path] = {}
+    found: list[tuple[str, Path, Sequence[Row]]] = []
+    for path in paths:
+        if not path.exists():
+            raise FileNotFoundError(f"no run and no sweep at {path}")
+        tables_here = []
+        for file in sorted(path.glob("*.csv")) if path.is_dir() else [path]:
+            try:
+                columns, rows = read_csv(file)
+            except (ValueError, OSError):
+                continue
+            if (kind := tables.kind_of(columns)) and rows:
+                tables_here.append((kind, file, rows))
+        if path.is_dir() and is_run(path):
+            name = path.absolute().name
+            runs[str(path) if name in runs else name] = path
+        elif not tables_here:
+            raise ValueError(nothing_in(path))
+        found += tables_here
+    return runs, found
+
+
+def nothing_in(path: Path) -> str:
+    """Say why a path cannot be shown, and what to name instead."""
+    if not path.is_dir():
+        return (
+            f"{path} has neither the columns of a sweep nor those of a memory profile; name a "
+            f"run folder or such a CSV file"
+        )
+    said = f"{path} holds no run, no sweep and no memory profile"
+    if (path / "sweep.json").is_file():
+        said = f"the sweep in {path} has written no cells.csv yet; it does so at its end"
+    within = runs_in(path) + runs_in(path / "runs")
+    return said + (
+        f"; name the runs within it, e.g. {within[0]}"
+        if within
+        else "; a run has config.yaml, a sweep cells.csv"
+    )
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """Return the runs that lie in a folder."""
+    return [path for path in sorted(folder.glob("*")) if path.is_dir() and is_run(path)]
+
+
+def page(
+    title: str,
+    folders: dict[str, Path],
+    found: Sequence[tuple[str, Path, Sequence[Row]]],
+    images: int,
+) -> str:
     """Return the page as text.
 
     Args:
-        wanted: the options.
-        runs: what was read of the runs.
-        now: seconds since 1970.
+        title: its heading.
+        folders: of runs, by name.
+        found: kind, path and rows of sweeps and memory profiles.
+        images: how many images are shown of each run.
     """
-    shown, skipped = galleries(runs, wanted.images) if wanted.images else ([], {})
-    masked, unmasked = mask_galleries(runs, wanted.images) if wanted.images else ([], {})
-    seen, unseen = batches_of(runs) if wanted.images else ([], {})
-    charts = Charts()
-    environment = jinja2.Environment(
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-        loader=jinja2.FunctionLoader(resource),
-    )
-    return environment.get_template("page.html").render(
-        title=wanted.title,
-        written=f"{datetime.fromtimestamp(now, UTC):%Y-%m-%d %H:%M} UTC",
-        version=visionattn.__version__,
-        style=Markup(page_colours() + resource("page.css")),
-        draw=charts.draw,
-        problems=wanted.problems,
+    runs = [read_run(folder, name) for name, folder in folders.items()]
+    shown, skipped = galleries(runs, images) if images else ([], {})
+    names = (f"chart{i}" for i in itertools.count())
+    classes = classes_of(runs, images)
+    return render(
+        "page.html",
+        title=title,
+        draw=lambda chart, legend=True: Markup(svg(chart, next(names), legend=legend)),
         runs=runs,
         looks={run.name: Look.of(i) for i, run in enumerate(runs)},
-        results=tables.results(runs),
+        results=tables.results(runs) if runs else None,
         curves=curves_of(runs),
-        most_points=MOST_POINTS,
-        classes=classes_of(runs, wanted.images),
+        classes=classes,
+        class_tables=class_tables(classes),
+        ious=iou_table(runs),
         galleries=shown,
-        masked=masked,
-        pixel_classes=class_table(runs),
-        skipped=skipped | unmasked,
-        batches=seen,
-        unseen={name: why for name, why in unseen.items() if skipped.get(name) != why},
+        skipped=skipped,
         settings=tables.settings(runs) if runs else None,
-        provenance=tables.provenance(runs),
-        measured=[measured(rows) for kind in KINDS for rows in wanted.tables if rows.kind == kind],
+        provenance=tables.provenance(runs) if runs else None,
+        measured=[measured(*each) for kind in KINDS for each in found if each[0] == kind],
     )
 
 
-def measured(found: Rows) -> Measured:
-    """Return the figures and the table of a file of rows."""
-    rows, path = found.rows, found.path
-    figures, table = {
-        "sweep": lambda: (
-            [
-                shown(heads_of(rows, px), f"Images of {px} px")
-                for (px,) in distinct(rows, "img_size")
-            ],
-            tables.sweep(rows),
-        ),
-        "memory": lambda: (
-            [shown(memory_of(rows, ("above_bytes", "peak_bytes")))],
-            tables.memory(rows),
-        ),
-        "largest": lambda: ([], tables.largest(rows)),
-    }[found.kind]()
+def measured(kind: str, path: Path, rows: Sequence[Row]) -> dict[str, Any]:
+    """Return what the page shows of a file of rows: charts by caption, a table, and where the
+    numbers come from.
+    """
+    figures: dict[str, Sequence[Chart]] = {}
+    if kind == "sweep":
+        sizes = [px for (px,) in distinct(rows, "img_size")]
+        figures = {f"Images of {px} px": heads_of(rows, px) for px in sizes}
+    if kind == "memory":
+        figures = {"": memory_of(rows, ("above_bytes", "peak_bytes"))}
+    folder = path.absolute().parent
     # A file of the usual name says nothing: its folder names it.
-    name = path.absolute().parent.name if path.name in (ROWS, FILES["csv"]) else path.stem
-    about, sources = origin.shared(found.kind, rows), origin.sources(found.kind, rows)
-    trainings = len(trainings_in(path.parent)) if found.kind == "sweep" else 0
-    command = (
-        f"visionattn report {quoted(path.parent / 'runs')}/*/ --output "
-        f"{quoted(path.parent / 'trainings.html')}"
-    )
-    return Measured(
-        f"{KINDS[found.kind]}: {name}",
-        str(path),
-        about,
-        figures,
-        table,
-        sources,
-        trainings,
-        command,
-    )
-
-
-def shown(charts: Sequence[Chart], caption: str = "") -> Figure:
-    """Return those of the charts that show something."""
-    return Figure([chart for chart in charts if not chart.empty], caption)
-
-
-def quoted(path: Path) -> str:
-    """Return a path as a shell takes it."""
-    return shlex.quote(str(path))
-
-
-def resource(name: str) -> str:
-    """Return a file that lies beside this one."""
-    return files("visionattn.lab.report").joinpath(name).read_text(encoding="utf-8")
-
-
-class Charts:
-    """Draws the charts of one page, each under a name of its own."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def draw(self, chart: Any) -> Markup:
-        """Return a chart as an element of the page; where numbers make that impossible, a line that
-        says so.
-        """
-        self._count += 1
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "error", RuntimeWarning
-                )  # so matplotlib says that numbers overflow
-                return Markup(svg(chart, f"chart{self._count}"))
-        except (ArithmeticError, ValueError, RuntimeWarning) as error:
-            reason = " ".join(str(error).split())
-            return Markup('<p class="problem">This chart cannot be drawn: {}.</p>').format(reason)
+    name = folder.name if path.name in ("cells.csv", "memory.csv") else path.stem
+    found = {"title": f"{KINDS[kind]}: {name}", "path": path, "command": ""}
+    if kind == "sweep" and runs_in(folder / "runs"):
+        runs, output = (shlex.quote(str(folder / each)) for each in ("runs", "trainings.html"))
+        found["command"] = f"visionattn report {runs}/*/ --output {output}"
+    return found | {
+        "shared": tables.shared_words(rows),
+        "figures": figures,
+        "table": tables.rows_table(kind, rows),
+        "sources": tables.sources(kind, rows),
+    }

@@ -6,26 +6,25 @@ missing is missing in the page, and what cannot be read is listed in ``problems`
 """
 
 import math
-from collections.abc import Callable, Sequence
+import os.path
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from safetensors import SafetensorError, safe_open
 
 from visionattn.cli import untrusted
 from visionattn.cli.ends import is_out_of_memory
+from visionattn.data.data_config import DataConfig
+from visionattn.lab.charts import Chart, Look, Series
+from visionattn.lab.figures import number
 from visionattn.training.mistakes import ByClass, read_by_class
 from visionattn.training.record import BEST, BY_CLASS, CONFIG, METRICS, STATUS
 
 Values = dict[str, Any]
-RUN_FILES = (CONFIG, METRICS, STATUS)
-MOST = 1e38
-"""Larger numbers of a file are none: no measurement gives them (float32 ends there), and sums of
-them overflow.
-"""
 NO_PARAMETERS = ("running_mean", "running_var", "num_batches_tracked")
 """Last parts of the names of tensors that batch norm keeps and nobody trains."""
 WORDS = {
@@ -38,6 +37,34 @@ WORDS = {
     "unknown": "unknown",
 }
 """How a page says each status."""
+OF_TRAINING = {
+    *("augment", "aug", "img_size_choices", "batch_patches", "args.train_images"),
+    *("mean", "std", "workers", "download"),
+}
+"""Options of data that change neither which images are evaluated nor at which size."""
+
+CURVES: tuple[tuple, ...] = (
+    ("Training loss", "", 1, "loss", "train_loss"),
+    ("Validation loss", "", 1, "val_loss"),
+    ("Validation accuracy", "%", 100, "val_accuracy"),
+    ("Validation mean IoU", "%", 100, "val_mean_iou"),
+    ("Learning rate", "per step", 1, "lr"),
+    ("Speed of training", "images per second", 1, "images_per_second"),
+    ("Waiting for data", "% of the time", 100, "wait_share"),
+)
+"""Titles of the charts of runs, unit, the factor to it, and the keys of lines; losses have no fixed
+unit.
+"""
+FROM_ZERO = ("Speed of training", "Waiting for data")
+
+
+class Status(TypedDict, total=False):
+    """``status.json``."""
+
+    status: str
+    reason: str | None
+    provenance: Values
+    result: Values | None
 
 
 @dataclass
@@ -52,13 +79,13 @@ class Run:
     steps: list[Values] = field(default_factory=list)
     """Lines of ``metrics.jsonl`` about steps."""
     epochs: list[Values] = field(default_factory=list)
-    """Those about epochs."""
+    """Its lines about epochs."""
     status: str = "unknown"
     """A key of ``WORDS``."""
     reason: str | None = None
     """Why it ended as it did, or what is known of it."""
     result: Values = field(default_factory=dict)
-    """``test_accuracy``, ``best_epoch`` and the like, as far as they are known."""
+    """``test_accuracy``, ``validation_loss``, ``best_epoch`` and the like, as far as known."""
     provenance: Values = field(default_factory=dict)
     parameters: int | None = None
     """Numbers that the best weights consist of."""
@@ -74,6 +101,11 @@ class Run:
         """The path of the best weights; they need not exist."""
         return self.folder / BEST
 
+    @property
+    def task(self) -> str | None:
+        """What its model does: ``classification``, ``segmentation``, ``generate``."""
+        return self.setting("data", "task")
+
     def setting(self, *keys: str) -> Any:
         """Return an entry of the configuration; None where there is none."""
         value: Any = self.config
@@ -81,211 +113,101 @@ class Run:
             value = value.get(key) if isinstance(value, dict) else None
         return value
 
+    def read(self, name: str, reader: Callable[[Path], Any]) -> Any:
+        """Return what a reader makes of a file of the run; None, and a problem, where the file is
+        missing or damaged.
+        """
+        try:
+            return reader(self.folder / name)
+        except FileNotFoundError:
+            self.problems.append(f"there is no {name}")
+        except (ValueError, OSError, SafetensorError) as error:
+            said = " ".join(str(error).split()).removeprefix(f"{self.folder / name} ")
+            self.problems.append(f"{name} cannot be read: {said[:160]}")
+        return None
+
 
 def is_run(folder: Path) -> bool:
     """Tell whether a folder has a file that only runs have."""
-    return any((folder / name).is_file() for name in RUN_FILES)
+    return any((folder / name).is_file() for name in (CONFIG, METRICS, STATUS))
 
 
-def read_run(folder: Path, name: str, *, now: float) -> Run:
+def read_run(folder: Path, name: str) -> Run:
     """Read a run.
 
     Args:
-        folder: one for which ``is_run`` holds.
+        folder: a folder for which ``is_run`` holds.
         name: what to call it.
-        now: seconds since 1970; how long ago a run that does not say how it ended wrote its last
-            line is counted from it.
     """
     run = Run(folder, name)
-    run.config = read_yaml(folder / CONFIG, run.problems)
-    lines = read_lines(folder / METRICS, run.problems)
-    beyond = sum(is_beyond(value) for line in lines for value in line.values())
-    if beyond:
-        run.problems.append(
-            f"{beyond} value{'s' * (beyond > 1)} of {METRICS} beyond {MOST:g} left out"
-        )
+    config = run.read(CONFIG, untrusted.read_yaml)
+    run.config = config if isinstance(config, dict) else {}
+    lines = run.read(METRICS, lambda path: read_lines(path, run.problems)) or []
     run.steps = [line for line in lines if line.get("kind") == "train"]
     run.epochs = [line for line in lines if line.get("kind") == "epoch"]
-    test = next((line for line in reversed(lines) if line.get("kind") == "test"), None)
-    run.result = result_of(run.epochs, run.steps, test)
-    add_status(run, read_json(folder / STATUS, run.problems), tested=test is not None)
-    if run.status in ("running", "unknown"):
-        run.reason = last_sign(folder / METRICS, now)
+    tests = [line for line in lines if line.get("kind") == "test"]
+    run.result = result_of(run.epochs, tests)
+    run.status = "finished" if tests else "unknown"
+    if (folder / STATUS).exists():
+        told = run.read(STATUS, lambda path: untrusted.read_json(Status, path, "")) or {}
+        run.status = told.get("status") if told.get("status") in WORDS else "unknown"
+        run.reason, run.provenance = told.get("reason"), told.get("provenance", {})
+        result = told.get("result") or {}
+        run.result |= {key: value for key, value in result.items() if value is not None}
+    if run.status in ("running", "unknown") and (folder / METRICS).is_file():
+        written = datetime.fromtimestamp((folder / METRICS).stat().st_mtime, UTC)
+        run.reason = f"last line {written:%Y-%m-%d %H:%M} UTC"
     if run.weights.is_file():
-        run.parameters = count_parameters(run.weights, run.problems)
-    run.by_class = find_by_class(run)
+        run.parameters = run.read(BEST, count_parameters)
+    for split in ("validation", "test"):
+        found = None
+        if (folder / BY_CLASS[split]).exists():
+            found = run.read(BY_CLASS[split], read_by_class)
+        # A run that went on has not come to its test yet: the file is of other weights.
+        if found and run.result.get("best_epoch") in (None, found.epoch):
+            run.by_class = found
     return run
 
 
-def find_by_class(run: Run) -> ByClass | None:
-    """Return what the best weights say of each class; a problem for a file that cannot be read. A
-    file of other weights counts as none: a run that went on has not come to its test yet.
-    """
-    best = number(run.result.get("best_epoch"))
-    for split in ("test", "validation"):
-        path = run.folder / BY_CLASS[split]
-        if not path.exists():
-            continue
-        try:
-            found = read_by_class(path)
-        except (ValueError, OSError) as error:
-            said = " ".join(str(error).split()).removeprefix(f"{path} ")
-            run.problems.append(f"{path.name} cannot be read: {said[:160]}")
-            continue
-        if found.split == split and best in (None, found.epoch):
-            return found
-    return None
-
-
-def add_status(run: Run, told: Values | None, *, tested: bool) -> None:
-    """Take over what ``status.json`` says; without one, a run that tested its weights has
-    finished.
-    """
-    if told is None:
-        run.status = "finished" if tested else "unknown"
-        return
-    status = told.get("status")
-    run.status = status if isinstance(status, str) and status in WORDS else "unknown"
-    run.reason = text_or_none(told.get("reason"))
-    run.provenance = told["provenance"] if isinstance(told.get("provenance"), dict) else {}
-    if isinstance(told.get("result"), dict):
-        run.result |= {key: value for key, value in told["result"].items() if value is not None}
-
-
-def result_of(epochs: list[Values], steps: list[Values], test: Values | None) -> Values:
-    """Return what the lines alone say of the result, in the words of ``status.json``."""
-    found: Values = {}
-    figure = "mean_iou" if any("val_mean_iou" in line for line in epochs) else "accuracy"
-    key = f"val_{figure}"
-    scored = [line for line in epochs if number(line.get(key)) is not None]
-    if scored:
-        # As in training, the smaller loss counts among equal scores, and the earlier epoch
-        # among equal losses.
-        best = max(scored, key=lambda line: (line[key], -(number(line.get("val_loss")) or 0.0)))
-        found |= {"best_epoch": best.get("epoch"), f"validation_{figure}": best[key]}
-        found |= {"ious": best.get("val_ious"), "ious_of": "validation"}
-    judged = [line for line in epochs if number(line.get("val_loss")) is not None]
-    if judged and not scored:  # weights are chosen by their loss
-        best = min(judged, key=lambda line: line["val_loss"])
-        found |= {"best_epoch": best.get("epoch"), "validation_loss": best["val_loss"]}
-    if judged:
-        found["train_seconds"] = sum(number(line.get("seconds")) or 0.0 for line in epochs)
-    speeds = [
-        speed for line in steps if (speed := number(line.get("images_per_second"))) is not None
-    ]
-    if speeds:
-        found["images_per_second"] = sorted(speeds)[len(speeds) // 2]
-    if test is not None:
-        found |= {
-            f"test_{figure}": test.get(figure),
-            "test_loss": test.get("loss"),
-            "test_images": test.get("images"),
-        }
-        if test.get("ious") is not None:
-            found |= {"ious": test["ious"], "ious_of": "test"}
-    return found
-
-
 def read_lines(path: Path, problems: list[str]) -> list[Values]:
-    """Return the lines of ``metrics.jsonl`` that can be read; a problem for each that cannot."""
-    if not path.is_file():
-        problems.append(f"there is no {path.name}")
-        return []
-    found = []
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        problems.append(f"{path.name} cannot be read: {error.strerror}")
-        return []
-    lines = text.split("\n")
-    for position, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    """Return the lines of ``metrics.jsonl`` that can be read; a problem where some cannot."""
+    texts = [
+        line for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if line
+    ]
+    found: list[Values] = []
+    for text in texts:
         with suppress(ValueError):
-            found.append(untrusted.from_json(dict[str, object], line, "a line"))
-            continue
-        if position == len(lines):
-            problems.append(f"the last line of {path.name} is cut off and left out")
-        else:
-            problems.append(f"line {position} of {path.name} cannot be read and is left out")
+            found.append(untrusted.from_json(Values, text, "a line"))
+    if lost := len(texts) - len(found):
+        problems.append(f"{lost} of {len(texts)} lines of {path.name} cannot be read")
     return found
 
 
-def read_yaml(path: Path, problems: list[str]) -> Values:
-    """Return a YAML file of names and values; a problem where it is none."""
-    try:
-        values = untrusted.read_yaml(path)
-    except FileNotFoundError:
-        problems.append(f"there is no {path.name}")
-        return {}
-    except (ValueError, OSError):
-        values = None
-    if not isinstance(values, dict):
-        problems.append(f"{path.name} cannot be read")
-        return {}
-    return values
+def result_of(epochs: list[Values], tests: list[Values]) -> Values:
+    """Return what the lines say of the result, in the words of ``status.json``."""
+    found: Values = {}
+    known = [line for line in epochs if number(line.get("val_loss")) is not None]
+    if known:
+        # As in training: the best score, where there is one, then the smallest loss.
+        best = max(known, key=lambda line: (score_of(line), -line["val_loss"]))
+        found |= {f"validation_{key[4:]}": best[key] for key in best if key.startswith("val_")}
+        found["best_epoch"] = best.get("epoch")
+        found["train_seconds"] = sum(number(line.get("seconds")) or 0.0 for line in epochs)
+    for line in tests:
+        found |= {f"test_{key}": value for key, value in line.items()}
+    return found
 
 
-def read_json(path: Path, problems: list[str]) -> Values | None:
-    """Return a JSON file of names and values; None where there is none, with a problem where it
-    cannot be read.
-    """
-    if not path.is_file():
-        return None
-    try:
-        return untrusted.read_json(Values, path, "")
-    except (ValueError, OSError):
-        problems.append(f"{path.name} cannot be read")
-        return None
+def score_of(line: Values) -> float:
+    """Return the score by which the best epoch is chosen; 0 where models have none."""
+    return number(line.get("val_mean_iou")) or number(line.get("val_accuracy")) or 0.0
 
 
-def count_parameters(path: Path, problems: list[str]) -> int | None:
-    """Count the numbers in a file of weights, read off its heading; a problem where it has none."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = [name for name in file.keys() if not name.endswith(NO_PARAMETERS)]  # noqa: SIM118  no mapping
-            return sum(math.prod(file.get_slice(name).get_shape()) for name in names)
-    except (SafetensorError, OSError) as error:
-        problems.append(f"{path.name} cannot be read: {' '.join(str(error).split())[:120]}")
-        return None
-
-
-def last_sign(path: Path, now: float) -> str:
-    """Return when a run that does not say how it ended wrote its last line."""
-    if not path.is_file():
-        return "it has written no metrics yet"
-    written = path.stat().st_mtime
-    minutes = max(0, round((now - written) / 60))
-    ago = (
-        f"{minutes} min"
-        if minutes < 120
-        else f"{minutes // 60} h"
-        if minutes < 2880
-        else f"{minutes // 1440} days"
-    )
-    return (
-        f"last line {datetime.fromtimestamp(written, UTC):%Y-%m-%d %H:%M} UTC, {ago} before "
-        f"this page"
-    )
-
-
-def number(value: Any) -> float | None:
-    """Return a number of at most ``MOST`` either way; None for anything else that a
-    file may hold.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    return value if abs(value) <= MOST else None  # False for NaN
-
-
-def is_beyond(value: Any) -> bool:
-    """Tell whether a value is a number that is left out for its size."""
-    return isinstance(value, (int, float)) and abs(value) > MOST
-
-
-def text_or_none(value: Any) -> str | None:
-    """Return text in one line; None for nothing."""
-    return None if value is None else " ".join(str(value).split())
+def count_parameters(path: Path) -> int:
+    """Count the numbers in a file of weights, read off its heading."""
+    with safe_open(path, framework="pt") as file:
+        names = [name for name in file.keys() if not name.endswith(NO_PARAMETERS)]  # noqa: SIM118  no mapping
+        return sum(math.prod(file.get_slice(name).get_shape()) for name in names)
 
 
 def flatten(config: Values, prefix: str = "") -> Values:
@@ -299,6 +221,23 @@ def flatten(config: Values, prefix: str = "") -> Values:
     return flat
 
 
+def same_data(run: Run) -> Hashable | None:
+    """Return what is equal for runs that were evaluated on the same images at the same size: the
+    options of data with their defaults, the seed, which divides them, and the number of test
+    images. None where the run does not say which data it has.
+    """
+    if not isinstance(run.setting("data"), dict):
+        return None
+    options = flatten(asdict(DataConfig())) | flatten(run.config["data"])
+    options["root"] = options["root"] and os.path.normpath(str(options["root"]))
+    kept = [
+        (key, repr(value))
+        for key, value in sorted(options.items())
+        if not {key, key.partition(".")[0]} & OF_TRAINING
+    ]
+    return *kept, run.config.get("seed", 0), run.result.get("test_images")
+
+
 def for_each(runs: Sequence[Run], work: Callable[[Run], None]) -> dict[str, str]:
     """Do something for each run; return, for the runs where it cannot be done, the reason in a
     line.
@@ -307,10 +246,49 @@ def for_each(runs: Sequence[Run], work: Callable[[Run], None]) -> dict[str, str]
     for run in runs:
         try:
             work(run)
-        except (ValueError, OSError) as error:
-            skipped[run.name] = " ".join(str(error).split())
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
+        except (ValueError, OSError, RuntimeError, MemoryError) as error:
+            full = is_out_of_memory(error)
+            if isinstance(error, RuntimeError) and not full:
                 raise
-            skipped[run.name] = "out of memory"
+            skipped[run.name] = "out of memory" if full else " ".join(str(error).split())
     return skipped
+
+
+def curves_of(runs: Sequence[Run]) -> list[Chart]:
+    """Draw up charts of loss, accuracy, learning rate, speed and waiting of runs over their epochs;
+    over steps where a run has not finished an epoch.
+    """
+    by_epoch = all(run.epochs or not run.steps for run in runs)
+    tasks = {run.task for run in runs}
+    units = ["nats per image"] * (tasks != {"generate"})
+    units += ["bits per dimension"] * ("generate" in tasks)
+    charts = []
+    for title, unit, factor, *keys in CURVES:
+        series = [
+            Series(run.name, Look.of(i), *curve(run, keys, factor, by_epoch))
+            for i, run in enumerate(runs)
+        ]
+        x_name = "epoch" if by_epoch else "optimiser step"
+        zero = title in FROM_ZERO
+        charts.append(Chart(title, x_name, unit or ", or ".join(units), series, from_zero=zero))
+    return [chart for chart in charts if not chart.empty]
+
+
+def curve(
+    run: Run, keys: Sequence[str], factor: float, by_epoch: bool
+) -> tuple[list[float], list[float]]:
+    """Return places and values under the first key that a line has; NaN is a gap. Of lines about
+    steps and about epochs, those with more values: a run of short epochs may have few about steps.
+    """
+    ends = [line for line in run.epochs if number(line.get("step")) and number(line.get("epoch"))]
+    steps_per_epoch = ends[-1]["step"] / ends[-1]["epoch"] if ends and by_epoch else 1
+    sources: list[tuple[list[float], list[float]]] = []
+    for lines in (run.steps, run.epochs):
+        x, y = [], []
+        for line in lines:
+            values = [number(line[key]) for key in keys if key in line]
+            if values and (step := number(line.get("step"))) is not None:
+                x.append(step / steps_per_epoch)
+                y.append(math.nan if values[0] is None else factor * values[0])
+        sources.append((x, y))
+    return max(sources, key=lambda source: len(source[0]))

@@ -3,21 +3,112 @@ page escapes them.
 """
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from visionattn.cli.tables import lasting
 from visionattn.lab.charts import Look
-from visionattn.lab.figures import MIB, accuracy_column, deviation, looks_of, name_of
-from visionattn.lab.report.origin import NAMES, gibibytes, values_of, varied
-from visionattn.lab.report.rows import Row, chosen, distinct, trained_itself, value_of
-from visionattn.lab.report.runs import WORDS, Run, flatten, number
-from visionattn.lab.report.sameness import best_of, data_words, same_data
+from visionattn.lab.figures import (
+    MIB,
+    Row,
+    accuracy_column,
+    chosen,
+    distinct,
+    looks_of,
+    number,
+    trained_itself,
+    value_of,
+)
+from visionattn.lab.report.runs import WORDS, Run, flatten, same_data
 from visionattn.training.config import TrainConfig
 
 PLACE = ("run", "output", "resume", "overwrite")
 """Settings that say where a run is kept, and not what it is."""
+SCORES = {"accuracy": "accuracy", "mean_iou": "mean IoU", "loss": "bits/dim"}
+"""Figures of the results and their names."""
+RESULTS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "test_images": ("test images", "{:,.0f}".format),
+    "best_epoch": ("best epoch", "{:.0f}".format),
+    "train_seconds": ("time", lasting),
+    "images_per_second": ("images/s", "{:,.0f}".format),
+}
+"""Other results: their names and how they are written."""
+COUNTS = {"segmentation": "mean_iou", "generate": "loss"}
+"""The figure that counts for a task; for others the accuracy."""
+NEEDED = {
+    "sweep": {"attention", "heads", "form", "img_size", "seed", "status", "parameters"},
+    "memory": {"model", "pass", "px", "tokens", "peak_bytes", "above_bytes", "status"},
+    "largest": {"model", "pass", "largest_px", "too_large_px", "tokens", "peak_bytes", "status"},
+}
+"""Columns by which a file of rows is known: a sweep, a memory profile, a search for the largest
+images.
+"""
+CONDITIONS = (
+    *("pass", "precision", "form", "checkpointing", "batch", "depth", "trained_form"),
+    *("measure_batch", "measure_amp", "measure_device", "measure_threads", "measure_rounds"),
+    "budget_bytes",
+)
+"""Columns that stand above the rows where all have the same."""
+COLUMNS: dict[str, tuple[str, float | None]] = {
+    "attention": ("attention", None),
+    "model": ("model", None),
+    "form": ("form", None),
+    "trained_form": ("trained form", None),
+    "img_size": ("px", 1),
+    "px": ("px", 1),
+    "heads": ("heads", 1),
+    "head_dim": ("head width", 1),
+    "largest_px": ("largest px", 1),
+    "tokens": ("tokens", 1),
+    "pass": ("pass", None),
+    "precision": ("precision", None),
+    "checkpointing": ("checkpointing", None),
+    "batch": ("batch", 1),
+    "depth": ("blocks", 1),
+    "budget_bytes": ("budget, GiB", 2**-30),
+    "measure_batch": ("batch", 1),
+    "measure_amp": ("mixed precision", None),
+    "measure_device": ("device", None),
+    "measure_threads": ("threads", 1),
+    "measure_rounds": ("rounds", 1),
+    "test_accuracy": ("test accuracy in %", 100),
+    "validation_accuracy": ("validation accuracy in %", 100),
+    "parameters": ("parameters", 1),
+    "flops": ("GFLOP", 1e-9),
+    "inference_images_per_second": ("inference, images/s", 1),
+    "inference_peak_bytes": ("inference, MiB", 1 / MIB),
+    "training_images_per_second": ("training step, images/s", 1),
+    "training_peak_bytes": ("training step, MiB", 1 / MIB),
+    "inference_backend": ("attention that ran", None),
+    "peak_bytes": ("peak, MiB", 1 / MIB),
+    "reserved_bytes": ("reserved, MiB", 1 / MIB),
+    "above_bytes": ("above before, MiB", 1 / MIB),
+    "parameters_bytes": ("parameters, MiB", 1 / MIB),
+    "gradients_bytes": ("gradients, MiB", 1 / MIB),
+    "optimizer_bytes": ("optimiser, MiB", 1 / MIB),
+    "activations_bytes": ("activations, MiB", 1 / MIB),
+    "too_large_px": ("too large px", 1),
+    "growth_exponent": ("growth", 1),
+    "status": ("status", None),
+    "reason": ("reason", None),
+}
+"""Columns of files of rows, in the order of the page: their headings and, for numbers, the factor
+to the unit.
+"""
+SOURCES = {
+    "measure_processor": "measured on",
+    "measure_torch": "measured with torch",
+    "measure_commit": "measured at commit",
+    "measured": "measured at",
+    "train_commit": "trained at commit",
+}
+OF_PROFILE = ("processor", "device", "threads", "torch", "commit", "load")
+"""Sources of a profile; in a sweep's rows they are of the last call, which may have measured
+nothing.
+"""
+MOST_VALUES = 3
+"""How many values of a source are shown."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +121,9 @@ class Cell:
     status: str = ""
     """A key of ``WORDS``, whose mark the cell shows."""
     note: str = ""
-    """What stands small below the text."""
+    """Small text below."""
     look: Look | None = None
     """The look of the run or series whose name this is."""
-    wide: bool = False
-    """Whether the text may be long: it is wrapped."""
 
 
 @dataclass
@@ -46,322 +135,158 @@ class Table:
 
     def without_empty_columns(self) -> "Table":
         """Return the table without the columns in which no row says anything."""
-        used = [
-            i
-            for i in range(len(self.columns))
-            if any(row[i].text or row[i].note for row in self.rows)
-        ]
+        used = [i for i in range(len(self.columns)) if any(row[i] != Cell() for row in self.rows)]
         return Table([self.columns[i] for i in used], [[row[i] for i in used] for row in self.rows])
 
 
+def numeric(value: Any, write: Callable[[Any], str] = "{:,}".format) -> Cell:
+    """Return a cell of a number; an empty one for None."""
+    return Cell() if value is None else Cell(write(value), True)
+
+
+def percent(value: float) -> str:
+    """Write a share."""
+    return f"{100 * value:.2f} %"
+
+
 def results(runs: Sequence[Run]) -> Table:
-    """Return the results of each run; the best figure of several on the same images is strong.
-    Where runs have different data, a column says which.
-    """
-    # Columns of a figure that no run has are left out; that of images stands where none has any.
-    figures = {"accuracy": "accuracy", "mean IoU": "mean_iou"}
-    scores = {
-        f"{split} {name}": [number(run.result.get(f"{split}_{key}")) for run in runs]
-        for name, key in figures.items()
-        for split in ("test", "validation")
-        if not all(map(writes, runs))
-        and (
-            (key == "mean_iou") == any(map(is_of_pixels, runs))
-            or any(f"{each}_{key}" in run.result for run in runs for each in ("test", "validation"))
-        )
+    """Return the results of each run; the best figure of several on the same images is strong."""
+    columns: dict[str, list[Cell]] = {
+        "run": [Cell(run.name, look=Look.of(i)) for i, run in enumerate(runs)],
+        "status": [
+            Cell(WORDS[run.status], status=run.status, note=run.reason or "") for run in runs
+        ],
     }
-    strongest = {
-        name: best_of(values, [same_data(run, test=name.startswith("test")) for run in runs])
-        for name, values in scores.items()
-    }
-    bits = {f"{split} bits/dim": bits_of(runs, split) for split in ("test", "validation")}
-    bits = bits if any(map(writes, runs)) else {}
-    words = data_words(runs)
-    columns = [
-        "run",
-        "status",
-        *scores,
-        *bits,
-        "best epoch",
-        "parameters",
-        "time",
-        "images/s",
-        "model",
-        *(["data"] if any(words) else []),
-    ]
-    table = Table(columns)
-    for i, run in enumerate(runs):
-        epochs, result = run.setting("epochs"), run.result
-        best = number(result.get("best_epoch"))
-        seconds = number(result.get("train_seconds"))
-        speed = number(result.get("images_per_second"))
-        table.rows.append(
-            [
-                Cell(run.name, look=Look.of(i)),
-                Cell(WORDS[run.status], status=run.status, note=run.reason or ""),
-                *(
-                    accuracy_cell(
-                        values[i],
-                        strongest[name][i],
-                        share_of(result, "test_images") if name.startswith("test") else "",
-                    )
-                    for name, values in scores.items()
-                ),
-                *(cells[i] for cells in bits.values()),
-                Cell(f"{best:.0f}" + (f" of {epochs}" if epochs else "") if best else "", True),
-                Cell(f"{run.parameters:,}" if run.parameters is not None else "", True),
-                Cell(lasting(seconds) if seconds is not None else "", True),
-                Cell(f"{speed:,.0f}" if speed is not None else "", True),
-                Cell(str(run.setting("model", "name") or "")),
-                *([Cell(words[i], wide=True)] if any(words) else []),
-            ]
-        )
-    return table
+    for split in ("test", "validation"):
+        for key, name in SCORES.items():
+            columns[f"{split} {name}"] = scores(runs, split, key)
+    for key, (name, write) in RESULTS.items():
+        columns[name] = [numeric(number(run.result.get(key)), write) for run in runs]
+    columns["parameters"] = [numeric(run.parameters) for run in runs]
+    columns["model"] = [Cell(str(run.setting("model", "name") or "")) for run in runs]
+    rows = [list(row) for row in zip(*columns.values(), strict=True)]
+    return Table(list(columns), rows).without_empty_columns()
 
 
-def bits_of(runs: Sequence[Run], split: str) -> list[Cell]:
-    """Return the bits per dimension of the runs that write images; the least of several on the same
-    images is strong.
+def scores(runs: Sequence[Run], split: str, key: str) -> list[Cell]:
+    """Return the cells of a figure for the runs that it counts for, the best of several runs on the
+    same images strong.
     """
-    found = [number(run.result.get(f"{split}_loss")) if writes(run) else None for run in runs]
-    lower = [None if value is None else -value for value in found]
-    strong = best_of(lower, [same_data(run, test=split == "test") for run in runs])
-    return [
-        Cell("" if value is None else f"{value:.4f}", True, best)
-        for value, best in zip(found, strong, strict=True)
+    values: list[float | None] = [
+        number(run.result.get(f"{split}_{key}"))
+        if COUNTS.get(run.task, "accuracy") == key
+        else None
+        for run in runs
     ]
-
-
-def writes(run: Run) -> bool:
-    """Tell whether a run learns to write images."""
-    return run.setting("data", "task") == "generate"
-
-
-def is_of_pixels(run: Run) -> bool:
-    """Tell whether a run gives classes of pixels."""
-    return run.setting("data", "task") == "segmentation"
-
-
-def accuracy_cell(value: float | None, best: bool = False, note: str = "") -> Cell:
-    """Return a figure in %, strong where it is the best, and a note; empty where it is unknown."""
-    return Cell("", True) if value is None else Cell(f"{100 * value:.2f} %", True, best, note=note)
-
-
-def share_of(result: dict[str, Any], key: str) -> str:
-    """Say of how many images an accuracy is."""
-    images = number(result.get(key))
-    return "" if images is None else f"of {images:,.0f} images"
+    data = [same_data(run) for run in runs]
+    cells = []
+    for value, own in zip(values, data, strict=True):
+        others = [x for x, of in zip(values, data, strict=True) if x is not None and of == own]
+        best = others and (min if key == "loss" else max)(others)
+        cell = numeric(value, "{:.4f}".format if key == "loss" else percent)
+        strong = own is not None and len(others) > 1 and value == best
+        cells.append(replace(cell, strong=strong))
+    return cells
 
 
 def settings(runs: Sequence[Run]) -> Table:
     """Return the settings in which runs differ, a column per run; of a single run those that are
     not the defaults.
     """
-    flat = [
-        {key: value for key, value in flatten(run.config).items() if key not in PLACE}
-        for run in runs
-    ]
-    names = list(dict.fromkeys(key for settings in flat for key in settings))
-    groups = list(dict.fromkeys(key.partition(".")[0] for key in names))
-    names.sort(key=lambda key: groups.index(key.partition(".")[0]))
+    flat = [flatten(run.config) for run in runs]
+    columns = ["setting", *(run.name for run in runs)]
     if len(runs) == 1:
         usual = flatten(asdict(TrainConfig()))
-        differ = [key for key in names if flat[0][key] != usual.get(key)]
-        rows = [[Cell(key), Cell(say(flat[0], key)), Cell(say(usual, key))] for key in differ]
-        return Table(["setting", "here", "default"], rows)
-    differ = [key for key in names if len({say(settings, key) for settings in flat}) > 1]
-    table = Table(["setting", *(run.name for run in runs)])
-    table.rows = [[Cell(key), *(Cell(say(settings, key)) for settings in flat)] for key in differ]
-    return table
+        flat.append({key: usual.get(key) for key in flat[0]})
+        columns = ["setting", "here", "default"]
+    names = list(dict.fromkeys(key for settings in flat for key in settings if key not in PLACE))
+    groups = list(dict.fromkeys(key.partition(".")[0] for key in names))
+    names.sort(key=lambda key: groups.index(key.partition(".")[0]))
+    rows = [[say(settings.get(key, "-")) for settings in flat] for key in names]
+    pairs = zip(names, rows, strict=True)
+    return Table(columns, [[Cell(key), *map(Cell, row)] for key, row in pairs if len({*row}) > 1])
 
 
-def say(settings: dict[str, Any], key: str) -> str:
+def say(value: Any) -> str:
     """Return a setting in words."""
-    if key not in settings:
-        return "-"
-    value = settings[key]
-    if isinstance(value, bool) or value is None:
-        return {True: "yes", False: "no", None: "none"}[value]
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return {"True": "yes", "False": "no", "None": "none"}.get(str(value), str(value))
 
 
 def provenance(runs: Sequence[Run]) -> Table:
     """Return what the numbers of each run depend on besides its settings."""
-    keys = ["device", "torch", "visionattn", "commit"]
-    keys += [key for run in runs for key in run.provenance if key not in keys]
-    used = [
-        key
-        for key in dict.fromkeys(keys)
-        if any(run.provenance.get(key) is not None for run in runs)
-    ]
+    keys = dict.fromkeys(["device", "torch", "visionattn", "commit"])
+    keys = list(keys | dict.fromkeys(key for run in runs for key in run.provenance))
     rows = [
-        [Cell(run.name), *(Cell(say(run.provenance, key)) for key in used), Cell(str(run.folder))]
+        [Cell(run.name), *(Cell(say(run.provenance.get(key, ""))) for key in keys),
+         Cell(str(run.folder))]
         for run in runs
-    ]
-    return Table(["run", *used, "folder"], rows)
+    ]  # fmt: skip
+    return Table(["run", *keys, "folder"], rows).without_empty_columns()
 
 
-def sweep(rows: Sequence[Row]) -> Table:
-    """Return a row per network of a sweep: means over seeds.
+def kind_of(columns: Sequence[str]) -> str | None:
+    """Return which kind of file of rows has these columns, a key of ``NEEDED``."""
+    return next((kind for kind, needed in NEEDED.items() if needed <= set(columns)), None)
 
-    A network whose form was measured alone has no accuracy and no status of its own.
-    """
-    keys = ("attention", "form", "img_size", "heads")
-    accuracy = accuracy_column(rows)
-    columns = [
-        "attention",
-        "px",
-        "heads",
-        "head width",
-        f"{accuracy.replace('_', ' ')} in %",
-        "seeds",
-        "parameters",
-        "GFLOP",
-    ]
-    passes = {"inference": "inference", "training": "training step"}
-    differ = varied("sweep", rows)
-    columns += [NAMES[key] for key in differ]
-    columns += [f"{words}, {unit}" for words in passes.values() for unit in ("images/s", "MiB")]
-    table = Table([*columns, "attention that ran", "status"])
-    looks = looks_of(rows)
-    for values in distinct(rows, *keys):
-        here = chosen(rows, keys, values)
-        trained = [row for row in here if trained_itself(row)]
-        cells = [
-            Cell(name_of(values[:2]), look=looks[values[:2]]),
-            Cell(values[2], True),
-            Cell(values[3], True),
-        ]
-        cells += [Cell(here[0].get("head_dim", ""), True)]
-        # A form that was measured alone shows, in place of an accuracy, which form was trained.
-        another = Cell(numeric=True, note="trained " + here[0].get("trained_form", ""))
-        cells += seeds_cells(trained, accuracy) or [another, Cell(numeric=True)]
-        cells += [mean_cell(here, "parameters"), mean_cell(here, "flops", 1e-9)]
-        cells += [Cell(", ".join(values_of(here, key)), True) for key in differ]
-        for name in passes:
-            cells.append(mean_cell(here, f"{name}_images_per_second", status=f"{name}_status"))
-            cells.append(mean_cell(here, f"{name}_peak_bytes", 1 / MIB, status=f"{name}_status"))
-        ran = dict.fromkeys(row.get(f"{name}_backend", "") for row in here for name in passes)
-        table.rows.append([*cells, Cell(", ".join(filter(None, ran))), statuses(trained)])
+
+def shared(rows: Sequence[Row]) -> list[str]:
+    """Return the columns of conditions that are the same in all rows."""
+    return [key for key in CONDITIONS if rows[0].get(key) and len(distinct(rows, key)) == 1]
+
+
+def shared_words(rows: Sequence[Row]) -> str:
+    """Return the conditions that all rows share, in a line."""
+    return ", ".join(f"{COLUMNS[key][0]} {cell_of(rows[:1], key).text}" for key in shared(rows))
+
+
+def sources(kind: str, rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Return names and values of where the numbers come from."""
+    named = SOURCES if kind == "sweep" else {key: key for key in OF_PROFILE}
+    found = []
+    for key, name in (named | {"date": "last call", "command": "its command"}).items():
+        values = [value for (value,) in distinct(rows, key) if value]
+        more = f" and {len(values) - MOST_VALUES} more" if len(values) > MOST_VALUES else ""
+        if values:
+            found.append((name, "; ".join(values[:MOST_VALUES]) + more))
+    return found
+
+
+def rows_table(kind: str, rows: Sequence[Row]) -> Table:
+    """Return the rows of a file, those of a sweep as means over seeds."""
+    unused = {*shared(rows), "test_accuracy", "validation_accuracy"} - {accuracy_column(rows)}
+    used = [key for key in COLUMNS if key in rows[0] and key not in unused]
+    groups = [[row] for row in rows]
+    if kind == "sweep":
+        keys = ("attention", "form", "img_size", "heads")
+        groups = [chosen(rows, keys, values) for values in distinct(rows, *keys)]
+    table = Table([COLUMNS[key][0] for key in used])
+    table.rows = [[cell_of(group, key) for key in used] for group in groups]
+    if kind == "sweep":
+        looks = looks_of(rows)
+        for group, row in zip(groups, table.rows, strict=True):
+            row[0] = replace(row[0], look=looks[group[0]["attention"], group[0]["form"]])
     return table.without_empty_columns()
 
 
-def seeds_cells(rows: Sequence[Row], accuracy: str) -> list[Cell]:
-    """Return the mean accuracy over the seeds of a network, and their number; nothing where none
-    was trained.
+def cell_of(rows: Sequence[Row], column: str) -> Cell:
+    """Return the mean of a column, and its deviation where there is one; the status of a
+    measurement that has no value; other texts, each once.
     """
-    scores = [100 * score for row in rows if (score := value_of(row, accuracy)) is not None]
-    finished = f"{len(scores)}" if len(scores) == len(rows) else f"{len(scores)} of {len(rows)}"
-    spread = deviation(scores)
-    score = (
-        f"{statistics.mean(scores):.1f}" + (f" ± {spread:.1f}" if spread is not None else "")
-        if scores
-        else ""
-    )
-    return [Cell(score, True), Cell(finished, True)] if rows else []
-
-
-def statuses(rows: Sequence[Row]) -> Cell:
-    """Return how the trainings of one network ended; the first reason of those that did
-    not finish.
-    """
-    counts: dict[str, int] = {}
-    for row in rows:
-        counts[row["status"] or "not trained"] = counts.get(row["status"] or "not trained", 0) + 1
-    text = ", ".join(
-        WORDS.get(status, status) + (f" ({count})" if len(counts) > 1 else "")
-        for status, count in counts.items()
-    )
-    worst = next(
-        (status for status in counts if status != "finished"), "finished" if counts else ""
-    )
-    reason = next(
-        (row["reason"] for row in rows if row["status"] != "finished" and row.get("reason")), ""
-    )
-    return Cell(text, status=worst if worst in WORDS else "unknown" if worst else "", note=reason)
-
-
-def mean_cell(
-    rows: Sequence[Row], column: str, factor: float = 1.0, *, status: str | None = None
-) -> Cell:
-    """Return the mean of a column, or where there is none the status that says why."""
+    if column.endswith("accuracy"):  # a form that was not trained has none of its own
+        rows = [row for row in rows if trained_itself(row)]
+    factor = COLUMNS[column][1]
+    if factor is None:
+        texts = [text for (text,) in distinct(rows, column) if text]
+        return Cell(", ".join(WORDS.get(text, text) for text in texts))
     values = [factor * value for row in rows if (value := value_of(row, column)) is not None]
-    if values:
-        mean = statistics.mean(values)
-        return Cell(f"{mean:,.0f}" if mean >= 1000 else f"{mean:.4g}", True)
-    why = next(
-        (row[status] for row in rows if status and row.get(status) not in (None, "", "ok")), ""
-    )
-    return Cell(WORDS.get(why, why), True)
-
-
-def memory(rows: Sequence[Row]) -> Table:
-    """Return a row per cell of a memory profile; conditions that are the same in all of them are
-    left out.
-    """
-    differ = varied("memory", rows)
-    parts = {
-        "peak_bytes": "peak",
-        "reserved_bytes": "reserved",
-        "above_bytes": "above before",
-        "parameters_bytes": "parameters",
-    }
-    parts |= {
-        "gradients_bytes": "gradients",
-        "optimizer_bytes": "optimiser",
-        "activations_bytes": "activations",
-    }
-    used = [key for key in parts if any(value_of(row, key) is not None for row in rows)]
-    table = Table(
-        [
-            "model",
-            "px",
-            "tokens",
-            *(NAMES.get(key, key) for key in differ),
-            *(f"{parts[key]}, MiB" for key in used),
-        ]
-    )
-    table.columns = [*table.columns, "growth", "status"]
-    for row in rows:
-        cells = [Cell(row["model"]), Cell(row["px"], True), Cell(row["tokens"], True)]
-        cells += conditions(row, differ)
-        cells += [mean_cell([row], key, 1 / MIB) for key in used]
-        exponent = value_of(row, "growth_exponent")
-        cells.append(Cell("" if exponent is None else f"{exponent:.2f}", True))
-        table.rows.append([*cells, Cell(row["status"], status=status_of(row["status"]))])
-    return table
-
-
-def largest(rows: Sequence[Row]) -> Table:
-    """Return a row per series of a search for the largest image that fits; conditions that are the
-    same in all are left out.
-    """
-    differ = varied("largest", rows)
-    columns = ("largest px", "tokens", "peak, MiB", "too large px", "status")
-    table = Table(["model", *(NAMES.get(key, key) for key in differ), *columns])
-    for row in rows:
-        cells = [
-            Cell(row["model"]),
-            *conditions(row, differ),
-            mean_cell([row], "largest_px"),
-            mean_cell([row], "tokens"),
-        ]
-        cells += [mean_cell([row], "peak_bytes", 1 / MIB), mean_cell([row], "too_large_px")]
-        table.rows.append([*cells, Cell(row["status"], status=status_of(row["status"]))])
-    return table
-
-
-def conditions(row: Row, columns: Sequence[str]) -> list[Cell]:
-    """Return the cells of conditions in which rows differ."""
-    words = {"depth": lambda value: value or "all", "budget_bytes": gibibytes}
-    return [
-        Cell(
-            words.get(key, str)(row.get(key, "")), numeric=key in ("batch", "depth", "budget_bytes")
-        )
-        for key in columns
-    ]
-
-
-def status_of(text: str) -> str:
-    """Return the mark of a memory profile's status."""
-    return {"ok": "finished", "out of memory": "oom", "nothing fits": "oom"}.get(text, "failed")
+    if not values:
+        status = f"{column.partition('_')[0]}_status"
+        why = [text for (text,) in distinct(rows, status) if text not in ("", "ok")]
+        return Cell(WORDS.get(why[0], why[0])) if why else Cell()
+    mean = statistics.mean(values)
+    text = f"{mean:,.0f}" if mean >= 1000 else f"{mean:.4g}"
+    text += f" ± {statistics.stdev(values):.2g}" if len({*values}) > 1 else ""
+    text += f" ({len(values)} of {len(rows)})" if len(values) < len(rows) else ""
+    return Cell(text, True)

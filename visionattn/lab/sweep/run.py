@@ -15,7 +15,7 @@ from visionattn.cli.provenance import provenance_of, summary
 from visionattn.cli.tables import csv_text
 from visionattn.cli.untrusted import read_csv
 from visionattn.data.splits import check_root
-from visionattn.lab.drawing import png
+from visionattn.lab.charts import png
 from visionattn.lab.figures import heads_of
 from visionattn.lab.sweep.cells import to_train, train_cells
 from visionattn.lab.sweep.config import SweepConfig, folder_of, parse_sweep, read_base

@@ -1,0 +1,153 @@
+"""Charts as SVG and PNG, and which charts rows of a benchmark, sweep or profile become."""
+
+import re
+
+import pytest
+
+from tests.helpers.report_folders import memory_rows, sweep_rows
+from visionattn.lab.charts import MOST_POINTS, Chart, Look, Mark, Series, png, short, svg
+from visionattn.lab.figures import heads_of, memory_of, sizes_of, slope_of
+
+
+def line(x, y, **options):
+    return [Series("a", Look(0), x, y, **options)]
+
+
+def ticks_of(chart):
+    """Numbers beside the vertical axis."""
+    texts = re.findall(r">([^<>]*)</text>", svg(chart, "c"))
+    return [float(text.replace(",", "").replace("\N{MINUS SIGN}", "-")) for text in texts
+            if re.fullmatch(r"[\d.,\N{MINUS SIGN}]+", text)]  # fmt: skip
+
+
+def paths(text):
+    """The number of points of each path."""
+    return [found.count("L") + 1 for found in re.findall(r'd="(M[^"]*)"', text)]
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "shown"),
+    [
+        ([2.3061, 2.3069], {}, {2.3062, 2.3068}),
+        ([110.0, 160.0], {"log_y": 10}, {120.0, 140.0}),
+        ([0.09, 110.0], {"log_y": 10}, {0.1, 1.0, 10.0, 100.0}),
+        ([150.0, 151.0], {"from_zero": True}, {0.0, 50.0, 100.0, 150.0}),
+        ([1e6, 4e6], {}, {2000000.0}),
+    ],
+)
+def test_an_axis_has_a_few_plain_and_round_ticks(values, options, shown):
+    chart = Chart("T", "x", "y", line([2, 4], values), x_ticks=[2, 4], **options)
+    found = ticks_of(chart)[2:]
+    assert shown <= set(found) and len(set(found)) == len(found) <= 8
+
+
+def test_epochs_have_whole_ticks_and_parts_of_one_have_ticks_too():
+    assert set(ticks_of(Chart("T", "epoch", "%", line([1, 2, 3], [5.5] * 3)))) >= {1, 2, 3}
+    assert ticks_of(Chart("T", "epoch", "%", line([1], [5.5])))[0] == 1
+    assert 0.3 in ticks_of(Chart("T", "epoch", "%", line([0.1, 0.5, 0.9], [5.5] * 3)))
+
+
+@pytest.mark.filterwarnings("error")
+def test_values_that_a_logarithmic_axis_cannot_show_are_left_out_without_a_warning():
+    curves = [*line([4, 16], [0.0, -3.0]), Series("b", Look(1), [4, 16], [None, 70.0])]
+    chart = Chart("T", "tokens", "MiB", curves, log_x=2, log_y=10)
+    assert not chart.empty and ">b</text>" in svg(chart, "c")
+    assert Chart("T", "tokens", "MiB", curves[:1], log_y=10).empty
+    assert not Chart("T", "tokens", "MiB", curves[:1]).empty
+
+
+def test_long_curves_are_means_of_neighbours_with_a_shade_of_their_reach():
+    x, y = range(9000), [float(i % 30) for i in range(9000)]
+    text = svg(Chart("T", "step", "nats", line(x, [None, *y[1:]])), "c")
+    assert text.count("fill-opacity: 0.18") == 1 and max(paths(text)) < 2 * MOST_POINTS + 10
+    short_curve = svg(Chart("T", "step", "nats", line(x[:200], y[:200])), "c")
+    assert "fill-opacity" not in short_curve
+    spread = svg(Chart("T", "step", "nats", line([1, 2], [3.0, 4.0], spread=[0.5, 0.0])), "c")
+    assert spread.count("fill-opacity: 0.18") == 1
+
+
+def test_the_first_24_series_look_different():
+    looks = [Look.of(i) for i in range(24)]
+    assert len(set(looks)) == len({look.swatch() for look in looks}) == 24
+
+
+def test_names_failures_and_marks_stand_in_the_legend():
+    long, failed = "an_unbroken_name_of_many_letters", {16: "out of memory"}
+    lost = Series(long, Look(1), [4], [7.0], failed=failed)
+    marks = [Mark("published 73", x=73), Mark("0.1 nats", y=0.1)]
+    chart = Chart("T", "px", "MiB", [*line([4, 8], [1.0, 2.0]), lost], marks)
+    for name in ("a", long, "out of memory", "published 73"):
+        assert f">{name}</text>" in svg(chart, "c")
+        assert f">{name}</text>" not in svg(chart, "c", legend=False)
+    alone = Chart("T", "px", "MiB", [Series("b", Look(1), [], [], failed=failed)])
+    assert not alone.empty and ">out of memory</text>" in svg(alone, "c")
+
+
+def test_an_svg_has_the_colours_of_the_page_and_no_style_of_its_own():
+    text = svg(Chart("T", "x", "y", line([1, 2], [3.0, 4.0])), "c")
+    assert "var(--series-0)" in text and "var(--ink)" in text and "#1e00" not in text
+    assert "<style" not in text and "<metadata" not in text and "font-family" not in text
+    other = svg(Chart("T", "x", "y", line([1, 2], [3.0, 4.0])), "d")
+    names, others = (set(re.findall(r' id="([^"]+)"', each)) for each in (text, other))
+    used = set(re.findall(r'href="#([^"]+)"|url\(#([^)]+)\)', text))
+    assert names and not names & others and {"".join(each) for each in used} <= names
+
+
+def test_numbers_are_written_with_four_digits():
+    values = [0, 0.25, 12345.678, 0.00001, 3e9, -2.5]
+    texts = ["0", "0.25", "12,346", "1e−05", "3e+09", "−2.5"]
+    assert [short(value) for value in values] == texts
+
+
+def test_slopes_are_of_the_larger_half_of_the_sizes():
+    sizes = [32, 64, 128, 256, 512]
+    assert slope_of(sizes, [7.0, 7.0, *(1e-6 * n**2 for n in sizes[2:])]) == pytest.approx(2)
+    assert slope_of(sizes[::-1], [3e-6 * n for n in sizes[::-1]]) == pytest.approx(1)
+    assert slope_of([32], [1.0]) is None and slope_of([32, 32], [1.0, 2.0]) is None
+
+
+def test_rows_of_a_benchmark_become_lines_with_their_growth(tmp_path):
+    row = {"pass": "forward", "dtype": "float32", "width": 8, "status": "ok"}
+    rows = [
+        row | {"case": case, "size": n, "seconds_median": n**2 * 1e-6, "peak_bytes": n << 20}
+        for case in ("sdpa", "kernelized", "kernelized efficient")
+        for n in (64, 128, 256)
+    ]
+    rows[2] |= {"seconds_median": None, "peak_bytes": None, "status": "out of memory"}
+    rows[3] |= {"peak_bytes": 0}  # too little to be measured
+    time, memory = sizes_of(rows)
+    assert [series.name.replace("\N{NO-BREAK SPACE}", " ") for series in time.series] == [
+        "sdpa ∝ N²·⁰⁰",
+        "kernelized ∝ N²·⁰⁰",
+        "kernelized efficient ∝ N²·⁰⁰",
+    ]
+    assert time.series[0].failed == {256: "out of memory"} and time.series[1].x == [64, 128, 256]
+    assert time.series[1].y[0] == pytest.approx(4.096) and memory.series[1].y == [128, 256]
+    sdpa, chosen, efficient = (series.look for series in time.series)
+    assert sdpa.colour != chosen.colour == efficient.colour and chosen.shape != efficient.shape
+    png(tmp_path / "a.png", [time, memory, Chart("none", "x", "y")], title="T", notes=["here"])
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_rows_of_a_sweep_become_means_over_seeds():
+    rows = [row | {"trained_form": "efficient"} for row in sweep_rows()]
+    charts = {chart.title: chart for chart in heads_of([*rows, rows[0] | {"heads": ""}], 32)}
+    (accuracy,) = charts["Accuracy"].series
+    assert accuracy.name == "taylorshift efficient" and accuracy.x == [4, 8]
+    assert accuracy.y == pytest.approx([83, 83])
+    assert accuracy.spread == pytest.approx([2.828] * 2, abs=1e-3)
+    direct, efficient = charts["Speed of training step"].series
+    assert (direct.y, direct.failed) == ([100], {8: "out of memory"}) and efficient.y == [250, 250]
+    assert direct.look.shape != efficient.look.shape
+    assert len(charts) == 6 and not heads_of(rows, 64)[1].series
+
+
+def test_rows_of_a_profile_become_lines_of_models_and_ways_to_run_them():
+    rows = memory_rows()
+    rows += [row | {"form": "direct"} for row in rows[:2]]
+    above, peak = memory_of(rows, ("above_bytes", "peak_bytes"))
+    names = [series.name.replace("\N{NO-BREAK SPACE}", " ") for series in above.series]
+    assert names[0] == "scaleformer_vit_t, form auto ∝ tokens¹·⁰⁰"
+    assert names[2] == "scaleformer_vit_t, form direct ∝ tokens¹·⁰⁰" and "+eager" in names[1]
+    assert above.series[0].y == [1024, 4096] and above.series[1].failed == {1024: "out of memory"}
+    assert peak.series[0].y == [1324, 4396] and above.x_texts == ["512\n1,024", "1,024\n4,096"]

@@ -1,0 +1,86 @@
+"""Figures of the papers: crossings and tables of known numbers, and which cases are measured."""
+
+import pytest
+
+from visionattn.lab.cases import Case
+from visionattn.lab.compare import Quartiles, Row, record_of
+from visionattn.lab.papers import FIGURES, crossing, crossings, heads_table, milliseconds_of
+
+
+def rows_of(sizes, direct, efficient):
+    """Records of both forms of TaylorShift."""
+    return [
+        record_of(Row(Case("operation", "taylorshift", n, 8, form=form, heads=3),
+                      seconds=Quartiles(y / 2, y, y * 2), samples=[y], peak_bytes=peak))
+        for n, *values in zip(sizes, direct, efficient, strict=True)
+        for form, y, peak in zip(("direct", "efficient"), values, (n << 14, n << 15), strict=True)
+    ]  # fmt: skip
+
+
+SIZES = [16, 32, 64, 128, 256, 512]
+
+
+@pytest.mark.parametrize(
+    ("places", "direct", "expected"),
+    [
+        (slice(1, None), lambda n: n**2 / 100, 100),
+        # Above at 32 tokens only, and for good from 100 on.
+        (slice(None), lambda n: {16: 8, 32: 640}.get(n, n**2 / 100), 100),
+        (slice(1, 3), lambda n: n**2 / 100, "none up to 64"),
+        (slice(3, None), lambda n: n**2 / 100, "below 128"),
+        (slice(0), float, "-"),
+    ],
+)
+def test_a_crossing_lies_where_two_power_laws_meet(places, direct, expected):
+    sizes = SIZES[places]
+    found = crossing(rows_of(sizes, map(direct, sizes), map(float, sizes)), milliseconds_of)
+    assert found == expected if isinstance(expected, str) else found == pytest.approx(expected)
+
+
+def test_crossings_stand_beside_the_published_ones_and_are_marked():
+    sizes = [64, 128, 256, 512]
+    rows = rows_of(sizes, [n**2 for n in sizes], [100 * n for n in sizes])
+    lost = Row(Case("operation", "taylorshift", 1024, 8, form="direct"), status="out of memory")
+    (record,) = crossings([*rows, record_of(lost)])
+    assert record == {
+        "d": 8,
+        "N0 published": 73,
+        "N0 measured (time)": "100",
+        "N1 published": 47,
+        "N1 measured (memory)": "none up to 512",
+    }
+    time, memory = FIGURES["crossover"].charts(rows)
+    assert [mark.text for mark in time.marks] == ["N0 published 73", "N0 measured 100"]
+    assert [mark.text for mark in memory.marks] == ["N1 published 47"]
+
+
+def test_head_counts_stand_beside_the_published_ones():
+    cases = [
+        Case("model", "taylorshift_vit_pixel+heads=16", 32, form=form, batch=16)
+        for form in ("direct", "efficient")
+    ]
+    rows = [
+        Row(cases[0], seconds=Quartiles(1, 2, 3), peak_bytes=5 << 20),
+        Row(cases[1], status="out of memory"),
+    ]
+    (record,) = heads_table([record_of(row) for row in rows])
+    assert record["d"] == 16 and record["direct images/s"] == "8" and record["direct MiB"] == "5"
+    assert record["efficient images/s"] is None and record["published efficient images/s"] == 9713
+
+
+def test_the_chosen_form_is_drawn_beside_the_efficient_one_at_every_length():
+    drawn = {}
+    for case in (case for group in FIGURES["scaleformer-6"].cases(False) for case in group):
+        drawn.setdefault(case.label, []).append(case.size)
+    sizes = [2**power for power in range(7, 15)]
+    for name in ("kernelized", "kernelized+flat+sum"):
+        assert drawn[name] == drawn[f"{name} efficient"] == sizes
+    assert drawn["sdpa"] == drawn["eager"] == sizes[:-1]
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+def test_cases_of_a_figure_can_be_compared(figure):
+    for quick in (False, True):
+        groups = list(FIGURES[figure].cases(quick))
+        assert all(len({case.place for case in group}) == 1 and len(group) > 1 for group in groups)
+        assert len({case.label for group in groups for case in group}) < 13

@@ -1,0 +1,49 @@
+"""Pages of HTML out of the templates of this folder: the page of ``visionattn look`` and the style
+of all pages. It knows nothing of models and runs.
+"""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.resources import files
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+import visionattn
+from visionattn.lab.charts import page_colours
+
+
+def look_page(title: str, parts: Sequence[dict[str, Any]]) -> str:
+    """Return the page of ``visionattn look`` as text: images with what was drawn over them, each
+    shown small and leading to its whole picture, a file beside the page.
+
+    Args:
+        title: its heading.
+        parts: one for each image: ``title``, ``lines`` of text, and ``figures``, each of which has
+            ``title``, ``lines``, ``file`` (beside the page), ``source`` and ``details`` (data
+            addresses).
+    """
+    return render("look.html", title=title, parts=parts)
+
+
+def render(template: str, **values: Any) -> str:
+    """Return a page; whatever stands in ``values`` is escaped, but for ``Markup``."""
+    environment = jinja2.Environment(
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+        loader=jinja2.FunctionLoader(resource),
+    )
+    return environment.get_template(template).render(
+        written=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        version=visionattn.__version__,
+        style=Markup(page_colours() + resource("page.css")),
+        **values,
+    )
+
+
+def resource(name: str) -> str:
+    """Return a file of this folder."""
+    return files("visionattn.lab.report").joinpath(name).read_text(encoding="utf-8")
