@@ -139,6 +139,7 @@ def train(
     processes = processes or Processes()
     # Checks, from the cheapest to those that read data; each raises on all processes or on none.
     processes.together(lambda: check(config))
+    processes.set_timeout(config.dist_timeout)
     if config.show_batch is not None:
         raise ValueError(
             "with show_batch nothing is trained: use `visionattn train --show-batch`, or "
@@ -156,7 +157,7 @@ def train(
         )
     device = processes.together(lambda: processes.device(config.device))
     about = provenance(device, threads=config.threads) | {"processes": processes.size}
-    status = Status(folder, about, lambda: processes.speaks)
+    status = Status(folder, about, writes=processes.first)
     # Nothing has been written so far; a folder that this run makes, it may delete again.
     fresh = not folder.exists()
     with setting_up(status, processes, replaces=not (fresh or resumed)):
@@ -194,15 +195,8 @@ def setting_up(status: Status, processes: Processes, *, replaces: bool) -> Itera
         replaces: the folder holds an earlier run, which this one overwrites.
     """
 
-    def keep(error: BaseException) -> None:
-        if isinstance(error, (OutOfMemory, Failed)) and processes.speaks:
-            status.folder.mkdir(parents=True, exist_ok=True)
-            if replaces:
-                clear(status.folder)
-            status.end(error)
-
     try:
-        with processes.guard(lambda verdict: keep(verdict.exception())):
+        with processes.guard():
             try:
                 yield
             except DoesNotFit:
@@ -215,7 +209,11 @@ def setting_up(status: Status, processes: Processes, *, replaces: bool) -> Itera
                     "less, and so does one without optim.ema_decay"
                 ) from error
     except (OutOfMemory, Failed) as error:
-        keep(error)
+        if processes.first:
+            status.folder.mkdir(parents=True, exist_ok=True)
+            if replaces:
+                clear(status.folder)
+            status.end(error)
         raise
 
 
@@ -307,7 +305,7 @@ def run(
     aside = Aside(trainer, states, status, again)
     with (
         Interruption(aside.end if trainer.processes.size == 1 else None) as interruption,
-        trainer.processes.guard(lambda verdict: status.end(verdict.exception())),
+        trainer.processes.guard(),
         early_ends(trainer, states),
         (
             Record(states.folder, trainer.config, since=since, stream=stream)

@@ -6,6 +6,7 @@ knows neither epochs nor files.
 
 import math
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -87,7 +88,12 @@ class Learner:
                 "parallel sequence is for a model that learns classes of images alone; take ddp"
             )
         self.spread = Spread(
-            kind, self.called, average, compiled=config.compile, per_image=processes.per_image
+            kind,
+            self.called,
+            average,
+            compiled=config.compile,
+            per_image=processes.per_image,
+            timeout=timedelta(seconds=config.dist_timeout),
         )
         self.optimizer_step = OptimizerStep(
             model, config.optim, device, config.amp, loss=self.objective.loss
