@@ -163,7 +163,7 @@ def test_a_process_that_dies_ends_those_that_wait_for_its_rows(tmp_path, monkeyp
     real, calls = attention.with_halo, iter(range(10**6))
 
     def dying(*args, **options):
-        if os.environ["RANK"] == "1" and next(calls) == 40:
+        if os.environ["RANK"] == "1" and next(calls) == 20:
             os.kill(os.getpid(), signal.SIGKILL)
         return real(*args, **options)
 

@@ -22,7 +22,6 @@ from huggingface_hub.errors import HfHubHTTPError
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from visionattn.models.entry_points import images_cfg
 
 import visionattn
 from tests.helpers import distilled_runs
@@ -31,6 +30,7 @@ from tests.helpers.small_runs import small_config
 from tests.helpers.tools import assert_one_error, words, written
 from visionattn.command import main
 from visionattn.models import from_softmax, registration
+from visionattn.models.entry_points import images_cfg
 from visionattn.models.weights import DataSpec, load_model, read_metadata, read_safetensors
 from visionattn.training import engine
 from visionattn.training.card import _distilled, command_of

@@ -49,7 +49,7 @@ START_SECONDS = 120
 ANSWER_SECONDS = 600
 """How long a process waits for the others afterwards, unless the run says otherwise."""
 FIRST_SECONDS = 3
-"""How long the others let the first process say that one has died."""
+"""How long the others leave it to the first process to say that one has died."""
 LEAVE_SECONDS = 20
 """How long a process waits for the store, and at the end for others that do not end."""
 SHARED = (ValueError, OSError, RuntimeError, OutOfMemory, Failed, Interrupted)
@@ -226,10 +226,11 @@ class Processes:
         return error
 
     def agreed(self, error: BaseException) -> bool:
-        """Tell whether all processes raise this error at the same place, so that they can still do
-        something together.
+        """Tell whether all processes raise this error, or the one that it says in other words, at
+        the same place, so that they can still do something together.
         """
-        return self.size == 1 or error is self._agreed
+        agreed = self._agreed is not None and self._agreed in (error, error.__cause__)
+        return self.size == 1 or agreed
 
     def _portable(self, error: BaseException | None) -> BaseException | None:
         """Make a copy of an error that can be sent, and name this process in its text, unless it is
@@ -262,7 +263,7 @@ class Processes:
             raise
         except BaseException as error:
             after_help = isinstance(error, SystemExit) and not error.code
-            if self.store is None or after_help or error is self._agreed:
+            if self.store is None or after_help or self.agreed(error):
                 raise
             end = self.agree(self._end_of(error))
             if end is error:
@@ -289,8 +290,9 @@ class Processes:
         found = [own := json.dumps([kind, f"{said} ({self.name})"])]
 
         def tell() -> None:
-            if lost and not self.first:  # the first process tells it, unless it is the dead one
-                time.sleep(FIRST_SECONDS)
+            # What several meet, the first process tells, unless that is the dead one.
+            if not self.first:
+                time.sleep(FIRST_SECONDS if lost else 1)
             with suppress(RuntimeError):  # the store has ended too
                 found[0] = self.store.compare_set("failure", "", own).decode()
 
