@@ -242,6 +242,7 @@ def test_what_is_there_is_kept_unless_overwritten(whole, teacher, tmp_path):
     assert not (tmp_path / "small" / "b" / "best.safetensors").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["a", "b"])
 def test_two_processes_learn_what_one_does(teacher, tmp_path, stage):
     for size in (1, 2):

@@ -35,6 +35,7 @@ def small_model() -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "count"), [(2, 23), (3, 23), (5, 3)])
 def test_every_image_counts_once_on_any_number_of_processes(tmp_path, size, count):
     """Five processes leave two of them without one of three images."""
@@ -64,6 +65,7 @@ def test_every_image_counts_once_on_any_number_of_processes(tmp_path, size, coun
         assert mean == pytest.approx(loss, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_what_one_process_meets_during_an_evaluation_ends_that_of_all(tmp_path):
     def work(rank):
         def broken(model, inputs):

@@ -96,6 +96,7 @@ def assert_alike(one: Path, several: Path) -> None:
         torch.testing.assert_close(value, best[name], rtol=1e-3, atol=2e-5, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "size"), [("ddp", 3), ("fsdp", 2)])
 def test_several_processes_train_as_one_does_with_accumulation_mixing_and_an_incomplete_last_batch(
     tmp_path, kind, size
@@ -107,6 +108,7 @@ def test_several_processes_train_as_one_does_with_accumulation_mixing_and_an_inc
     assert_alike(tmp_path / "one" / "small", tmp_path / "more" / "small")
 
 
+@pytest.mark.slow
 def test_lamb_takes_the_norms_of_whole_tensors_also_where_they_are_cut(tmp_path):
     options = {"optim": {"name": "lamb"}, "epochs": 1}
     run_on(1, tmp_path / "one", **options)
@@ -126,6 +128,7 @@ def stop_after(monkeypatch, step: int, rank: int) -> None:
     monkeypatch.setattr(Trainer, "step", stopped)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_processes_and_another_way_to_spread_the_model(
     tmp_path, monkeypatch
 ):
@@ -142,6 +145,7 @@ def test_a_run_goes_on_with_another_number_of_processes_and_another_way_to_sprea
     assert_alike(tmp_path / "whole" / "small", tmp_path / "parts" / "small")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_a_run_that_goes_on_with_as_many_processes_ends_in_the_same_bits(
     tmp_path, monkeypatch, kind
@@ -163,6 +167,7 @@ def status(output: Path) -> dict:
     return json.loads((output / "small" / "status.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_on_one_process_ends_all_as_that(tmp_path, monkeypatch):
     real = Trainer.inputs
 
@@ -184,6 +189,7 @@ def test_a_loss_that_is_not_finite_on_one_process_ends_all_as_that(tmp_path, mon
     ) == ("nan", line, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_too_little_memory_on_one_process_ends_all_as_that(tmp_path, monkeypatch, kind):
     real, calls = Trainer.inputs, iter(range(100))
@@ -215,6 +221,7 @@ def no_memory(*args, **options):
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
+@pytest.mark.slow
 def test_too_little_memory_before_the_first_step_of_one_process_ends_all_as_that(
     tmp_path, monkeypatch
 ):
@@ -226,6 +233,7 @@ def test_too_little_memory_before_the_first_step_of_one_process_ends_all_as_that
     assert status(tmp_path)["status"] == "oom"
 
 
+@pytest.mark.slow
 def test_too_little_memory_in_an_evaluation_names_the_process_and_its_batches(
     tmp_path, monkeypatch
 ):
@@ -245,6 +253,7 @@ class Killed(Quadrants):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_killed_loader_of_one_process_is_told_with_its_name(tmp_path, monkeypatch):
     kinds = on_second(Quadrants, Killed)
@@ -258,6 +267,7 @@ def test_a_killed_loader_of_one_process_is_told_with_its_name(tmp_path, monkeypa
     assert ended[0].err.count("\n") == ended[0].err.count(HOST) == 1
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_is_not_finite_on_one_process_ends_all_as_that(tmp_path, monkeypatch):
     monkeypatch.setattr(
         evaluation,
@@ -271,6 +281,7 @@ def test_an_evaluation_that_is_not_finite_on_one_process_ends_all_as_that(tmp_pa
     assert not (tmp_path / "small" / "best.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_batch_norm_is_for_one_process(tmp_path):
     config = replace(small_config(tmp_path, epochs=1), model=ModelConfig("resnet10t"))
 
@@ -288,6 +299,7 @@ def test_batch_norm_is_for_one_process(tmp_path):
     assert ended[0].err.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "code"), [("ddp", 2), ("fsdp", 0)])
 def test_a_parameter_that_takes_no_part_in_the_loss_is_told_where_it_would_stop_the_run(
     tmp_path, monkeypatch, kind, code
@@ -321,6 +333,7 @@ class Damaged(Quadrants):
         )
 
 
+@pytest.mark.slow
 def test_an_image_that_one_process_cannot_read_ends_all_with_one_line_or_is_left_out(
     tmp_path, monkeypatch
 ):
@@ -349,6 +362,7 @@ def test_an_image_that_one_process_cannot_read_ends_all_with_one_line_or_is_left
     assert figures(tmp_path / "skip" / "small", "epoch", "left_out") == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "options", "line"),
     [

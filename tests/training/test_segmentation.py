@@ -181,6 +181,7 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(run, tmp_path):
         same(whole[key], parts[key], key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_processes_learn_what_one_does(tmp_path, parallel):
     """Nine images in batches of four: the last one leaves a process without any."""

@@ -12,7 +12,6 @@ import torch
 
 from tests.helpers.several_processes import run_processes
 from tests.helpers.small_runs import quadrants, small_config, small_trainer
-from tests.training.test_distributed_processes import QUICK
 from tests.training.test_distributed_training import (
     EVERYTHING,
     assert_alike,
@@ -47,6 +46,7 @@ def one(tmp_path_factory):
     return folder / "small"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "ranks"), [(3, None), (4, 2)])
 def test_processes_that_share_images_train_as_one_does(tmp_path, one, size, ranks):
     """Of four, two have half of each batch, and of the last batch one pair has nothing."""
@@ -61,6 +61,7 @@ def test_processes_that_share_images_train_as_one_does(tmp_path, one, size, rank
         assert several["classes"] == alone["classes"]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_images_shared_and_not(tmp_path, one, monkeypatch):
     for number, (size, kind) in enumerate(((2, "sequence"), (2, "ddp"), (3, "sequence"))):
         options = {"optim": EVERYTHING, "parallel": kind, "resume": number > 0}
@@ -71,6 +72,7 @@ def test_a_run_goes_on_with_images_shared_and_not(tmp_path, one, monkeypatch):
     assert_alike(one, tmp_path / "small")
 
 
+@pytest.mark.slow
 def test_all_that_share_an_image_draw_alike_and_a_resumed_run_ends_in_the_same_bits(
     tmp_path, monkeypatch
 ):
@@ -85,6 +87,7 @@ def test_all_that_share_an_image_draw_alike_and_a_resumed_run_ends_in_the_same_b
     assert [name for name in whole if not torch.equal(whole[name], parts[name])] == []
 
 
+@pytest.mark.slow
 def test_stochastic_depth_of_one_pair_is_that_of_one_process(tmp_path):
     options = {"model": {"drop_path_rate": 0.3, "drop_rate": 0.2}, "epochs": 1}
     run_on(1, tmp_path / "one", **options)
@@ -92,6 +95,7 @@ def test_stochastic_depth_of_one_pair_is_that_of_one_process(tmp_path):
     assert_alike(tmp_path / "one" / "small", tmp_path / "two" / "small")
 
 
+@pytest.mark.slow
 def test_evaluation_shares_images_too(tmp_path, monkeypatch):
     real = evaluation._sums
 
@@ -115,6 +119,7 @@ def test_images_that_are_too_low_are_found_before_the_first_step(tmp_path):
         trainer.check_rows()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "options", "line"),
     [
@@ -152,6 +157,7 @@ def test_options_that_contradict_each_other_are_refused(tmp_path):
     assert ranks_per_image(replace(config, parallel="ddp"), 6) == 1
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_ends_those_that_wait_for_its_rows(tmp_path, monkeypatch):
     """They wait in the middle of a layer, in an evaluation too."""
     real, calls = row_parallel.rows_around, iter(range(10**6))
@@ -166,7 +172,7 @@ def test_a_process_that_dies_ends_those_that_wait_for_its_rows(tmp_path, monkeyp
 
     def work(rank):
         def tool():
-            with joined(QUICK) as processes:
+            with joined() as processes:
                 train(config, processes=processes)
 
         return run_tool(tool, several=True)

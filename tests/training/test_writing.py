@@ -155,6 +155,7 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path, monkeypatch):
         same(whole[key], parts[key], key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_processes_learn_what_one_does(tmp_path, monkeypatch, parallel):
     """57 images in batches of 8: the last one leaves a process without any."""

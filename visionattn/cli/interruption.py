@@ -2,8 +2,8 @@
 
 Python runs its handlers of signals between two of its own instructions, and one operation on a
 large image, or a backward pass, takes minutes. So a thread hears of a signal from the system at
-once, and ends the process where it has not ended by itself after ``GRACE``. This module owns that
-thread and what is undone before it ends the process. It knows nothing of states.
+once, and ends the process where it has not begun to end by itself within ``GRACE``. This module
+owns that thread and what is undone before it ends the process.
 """
 
 import multiprocessing
@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TypeVar
 
 Item = TypeVar("Item")
-GRACE = 0.5
+GRACE = 2.0
 """Seconds from a signal until a process is ended that has not begun to end by itself."""
 STOPPED = 130
 """The exit code of what Ctrl-C or SIGTERM ended."""
@@ -47,10 +47,8 @@ class _Listener(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(name="signals", daemon=True)
-        self.changing = threading.RLock()
-        """Held by whoever changes what ``last_resort`` saves."""
-        self.last_resort: Callable[[], int] | None = None
-        """Saves and says what there is to save and say, and returns the exit code."""
+        self.last_words: Callable[[], int] | None = None
+        """Says why the process ends, and returns the exit code."""
         self.ending, self.left = False, threading.Event()
         self._own, self._system = socket.socketpair()
         self._system.setblocking(False)
@@ -78,11 +76,8 @@ class _Listener(threading.Thread):
         while not (heard := self._own.recv(1)) or heard[0] not in SIGNALS:
             if self.left.is_set():
                 return
-        if self.left.wait(GRACE):
-            return
-        with self.changing:
-            if not (self.ending or self.left.is_set()):
-                _leave(self.last_resort or _say_interrupted)
+        if not self.left.wait(GRACE) and not self.ending:
+            _leave(self.last_words or _say_interrupted)
 
 
 def _leave(last: Callable[[], int]) -> None:
@@ -144,22 +139,22 @@ class Interruption:
     often it comes.
 
     Args:
-        last_resort: called from another thread where a tool's process does not come to an end by
-            itself, as one operation takes longer than ``GRACE``: it saves and says what there is
-            to save and say, and returns the exit code. None: the process is left to itself.
+        last_words: called from another thread where a tool's process does not come to an end by
+            itself, as one operation takes longer than ``GRACE``: it says why the process ends, and
+            returns the exit code. None: the process is left to itself.
     """
 
-    def __init__(self, last_resort: Callable[[], int] | None = None) -> None:
+    def __init__(self, last_words: Callable[[], int] | None = None) -> None:
         self.requested = False
-        self._last_resort = last_resort
+        self._last_words = last_words
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> "Interruption":
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._note) for number in SIGNALS}
         for listener in _active:
-            listener.last_resort = self._last_resort
-            listener.ending = self._last_resort is None
+            listener.last_words = self._last_words
+            listener.ending = self._last_words is None
         return self
 
     def __exit__(
@@ -168,40 +163,31 @@ class Interruption:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         for listener in _active:
-            listener.last_resort, listener.ending = None, self.requested
+            listener.last_words, listener.ending = None, self.requested
 
     def _note(self, signum: int, frame: object) -> None:
         if self.requested and signum == signal.SIGINT:
             raise KeyboardInterrupt
         self.requested = True
 
-    @contextmanager
-    def changing(self) -> Iterator[None]:
-        """Keep the last resort away while what it saves is changed."""
-        with _active[0].changing if _active else nullcontext():
-            yield
-
-    def ends(self) -> None:
-        """Say that the process now ends by itself, within ``changing``."""
-        for listener in _active:
-            listener.ending = True
-
     def watch(self, items: Iterable[Item]) -> Iterator[Item]:
         """Pass items on, and raise ``Interrupted`` before the next one once a signal was noted.
+        From then on the process is left to itself.
 
         A signal reaches the loader's processes too: the loader's error about their end then counts
         as the interruption.
         """
         iterator = iter(items)
-        while True:
-            if self.requested:
-                raise Interrupted
+        while not self.requested:
             try:
                 item = next(iterator)
             except StopIteration:
                 return
-            except RuntimeError as error:
+            except RuntimeError:
                 if self.requested:
-                    raise Interrupted from error
+                    break
                 raise
             yield item
+        for listener in _active:
+            listener.ending = True
+        raise Interrupted

@@ -30,6 +30,7 @@ from visionattn.training.states import best_figures
 MOST_CLASSES = 40
 """So many classes are listed; ``config.json`` has them all."""
 UNTOLD = ("output", "resume", "overwrite", "show_batch", "parallel", "sequence_ranks")
+UNTOLD += ("dist_timeout",)
 """Options of a run that decide nothing of its weights, or that are for several processes."""
 TOLD = ("model.name", "data.name")
 """Options that a card tells even where they are as usual."""

@@ -119,6 +119,10 @@ class TrainConfig:
     """With ``parallel`` sequence: how many processes share an image, which divides the number of
     processes; None: all.
     """
+    dist_timeout: float = 600.0
+    """Under ``torchrun`` alone: seconds that a process waits for an answer of the others before the
+    run ends. What one process does alone, such as saving or downloading, must take less.
+    """
 
 
 @dataclass
@@ -175,6 +179,7 @@ def check(config: TrainConfig) -> None:
         "log_every": config.log_every,
         "save_every": config.save_every,
         "sequence_ranks": config.sequence_ranks,
+        "dist_timeout": config.dist_timeout,
         "optim.accumulate": optim.accumulate,
         "optim.lr": optim.lr,
         "optim.clip_grad": optim.clip_grad,

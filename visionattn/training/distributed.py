@@ -3,16 +3,21 @@ end together.
 
 Here are the process group, sums over all processes, and agreement on errors. With one process there
 is no group, and everything here returns at once. The module knows nothing of models and steps:
-``parallel.py`` spreads a model over the processes. ``torchrun`` starts the processes and ends those
-that are left when one has died; ``watchdog.py`` says why it stands beside that.
+``parallel.py`` spreads a model over the processes.
+
+``torchrun`` ends all processes when one has died or failed, and the time-out of the process group
+ends those that wait for one that is stopped. What is left to do is to say why: the first process
+that fails writes its reason to the store, from which the others take it.
 """
 
 import atexit
 import hashlib
+import json
 import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -35,19 +40,24 @@ from visionattn.cli.ends import (
 from visionattn.cli.files import first_line
 from visionattn.cli.interruption import Interrupted
 from visionattn.models.machine import pick_device
-from visionattn.training.watchdog import Verdict, Waits, Watchdog
 
 Item = TypeVar("Item")
 Outcome = TypeVar("Outcome")
 
-WAITS = Waits()
-"""How long a process waits for the others."""
-RETRY_SECONDS = 0.5
-"""Between two attempts to reach a server."""
+START_SECONDS = 120
+"""How long a process waits for the others to join."""
+ANSWER_SECONDS = 600
+"""How long a process waits for the others afterwards, unless the run says otherwise."""
+FIRST_SECONDS = 3
+"""How long the others leave it to the first process to say that one has died."""
+LEAVE_SECONDS = 20
+"""How long a process waits for the store, and at the end for others that do not end."""
 SHARED = (ValueError, OSError, RuntimeError, OutOfMemory, Failed, Interrupted)
 """Errors of one process that ``together`` and ``on_first`` raise on all."""
 SPOKEN = (ValueError, OSError, NonFinite, OutOfMemory, Failed, Stopped, KeyboardInterrupt)
 """Errors that a command tells in one line, for which one process is enough."""
+KINDS = {"input": ValueError, "oom": OutOfMemory, "failed": Failed}
+"""What the failure of one process is raised as on the others."""
 
 
 class Processes:
@@ -69,7 +79,11 @@ class Processes:
         """How many processes share each image: those of neighbouring numbers, whose batches are the
         same.
         """
-        self.watchdog: Watchdog | None = None
+        self.store: distributed.Store | None = None
+        self.speaks = rank == 0
+        """Whether this is the process that says how the run ended."""
+        self.failing = False
+        """Whether the run ends because one process alone has failed."""
         self._agreed: BaseException | None = None
 
     @property
@@ -212,10 +226,11 @@ class Processes:
         return error
 
     def agreed(self, error: BaseException) -> bool:
-        """Tell whether all processes raise this error at the same place, so that they can still do
-        something together.
+        """Tell whether all processes raise this error, or the one that it says in other words, at
+        the same place, so that they can still do something together.
         """
-        return self.size == 1 or error is self._agreed
+        agreed = self._agreed is not None and self._agreed in (error, error.__cause__)
+        return self.size == 1 or agreed
 
     def _portable(self, error: BaseException | None) -> BaseException | None:
         """Make a copy of an error that can be sent, and name this process in its text, unless it is
@@ -234,81 +249,79 @@ class Processes:
         made.place = place  # type: ignore[attr-defined]
         return made
 
-    @contextmanager
-    def guard(self, keep: Callable[[Verdict], None] = lambda verdict: None) -> Iterator[None]:
-        """End all processes for the same reason when one of them alone meets an error in here.
+    def set_timeout(self, seconds: float) -> None:
+        """Set how long a process waits for an answer of the others."""
+        if self.size > 1:
+            distributed.group.WORLD.set_timeout(timedelta(seconds=seconds))
 
-        Args:
-            keep: writes the reason to the run's folder. It is called on one process, and only where
-                that process waits for another one and cannot raise the reason itself.
-        """
-        watchdog = self.watchdog
-        if watchdog is None:
-            yield
-            return
-        before = watchdog.keep
-        watchdog.keep = keep
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """End all processes for the same reason when one of them alone meets an error in here."""
         try:
             yield
         except (Stopped, NonFinite, Interrupted):  # the same on all
             raise
         except BaseException as error:
             after_help = isinstance(error, SystemExit) and not error.code
-            if after_help or error is self._agreed:
+            if self.store is None or after_help or self.agreed(error):
                 raise
-            verdict, own = self._judge(error, watchdog)
-            if own:
+            end = self.agree(self._end_of(error))
+            if end is error:
                 raise
-            raise self.agree(verdict.exception()) from error
-        finally:
-            watchdog.keep = before
+            raise end from error
 
-    def _judge(self, error: BaseException, watchdog: Watchdog) -> tuple[Verdict, bool]:
-        """Agree with the others why the run ends; the flag says whether by this error."""
-        watchdog.hold()
-        memory = isinstance(error, OutOfMemory) or is_out_of_memory(error)
-        # Perhaps of a message whose partner is gone, or torchrun's SIGTERM after another one's end.
-        if isinstance(error, (RuntimeError, SystemExit)) and not memory:
-            watchdog.doubt()
+    def _end_of(self, error: BaseException) -> BaseException:
+        """Return what this process ends with after an error that it has met alone: the error, or
+        the failure of another process that was first to tell the store.
+        """
+        self.failing, lost = True, False
         kind = "input" if isinstance(error, (ValueError, OSError)) else "failed"
-        if memory:
-            kind = "oom"
         said = " ".join(str(error).split()) or "interrupted"
-        if not isinstance(error, SPOKEN):
+        if isinstance(error, OutOfMemory) or is_out_of_memory(error):
+            kind = "oom"
+        elif isinstance(error, SystemExit):  # torchrun's SIGTERM, after the end of another one
+            lost, said = True, "ended by SIGTERM, as torchrun does when a process has died"
+        elif isinstance(error, distributed.DistError) or "gloo" in str(error):
+            # Without gloo's line of code at the beginning and its advice at the end.
+            said = said.split("] ", 1)[-1].partition(". This is")[0]
+            lost, said = True, f"another process has died or does not answer: {said}"
+        elif not isinstance(error, SPOKEN):
             said = f"{type(error).__name__}: {said}"
-        if not self.first:  # what all of them meet is told in the words of the first one
-            watchdog.wait_a_beat()
-        reason = f"{said} ({self.name})"
-        verdict = watchdog.publish(Verdict(kind, reason))
-        return verdict, verdict.reason == reason
+        found = [own := json.dumps([kind, f"{said} ({self.name})"])]
 
-    @property
-    def speaks(self) -> bool:
-        """Tell whether this is the process that says how the run ended."""
-        verdict = self.watchdog.verdict if self.watchdog else None
-        return self.rank == (verdict.speaker if verdict else 0)
+        def tell() -> None:
+            # What several meet, the first process tells, unless that is the dead one.
+            if not self.first:
+                time.sleep(FIRST_SECONDS if lost else 1)
+            with suppress(RuntimeError):  # the store has ended too
+                found[0] = self.store.compare_set("failure", "", own).decode()
+
+        # A store on a machine that is cut off does not answer at all.
+        asking = threading.Thread(target=tell, daemon=True)
+        asking.start()
+        asking.join(LEAVE_SECONDS)
+        kind, said = json.loads(found[0])
+        self.speaks = self.first or (lost and found[0] == own)
+        return error if found[0] == own and not lost else KINDS[kind](said)
 
     def terminate(self, signum: int, frame: object) -> None:
-        """End on SIGTERM, unless this process is about to say why the run ends."""
-        if self.watchdog is None or not self.watchdog.held:
+        """End on SIGTERM, unless this process is about to end anyway."""
+        if not self.failing:
             raise SystemExit(128 + signum)
 
 
 @contextmanager
-def joined(waits: Waits = WAITS) -> Iterator[Processes]:
+def joined() -> Iterator[Processes]:
     """Join the other processes that ``torchrun`` has started, and at the end wait for them.
 
-    A single process joins nothing. At the end the first process alone leaves its line on standard
-    error. ``torchrun`` sends SIGTERM to the others as soon as one has ended; they ignore it from
-    here on, so that each ends with the same exit code.
-
-    Args:
-        waits: how long to wait for others.
+    A single process joins nothing. At the end one process alone leaves its line on standard error.
+    ``torchrun`` sends SIGTERM to the others as soon as one has failed; they ignore it from here on,
+    so that each ends with the same exit code.
 
     Raises:
         ValueError: the environment says that there are several processes, but not which one this
-            is; or torchrun or the first process does not answer within ``waits.start``.
-        Failed: a process does not come within ``waits.start``.
+            is; or torchrun or the first process does not answer within ``START_SECONDS``.
+        Failed: a process does not come within ``START_SECONDS``.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Processes()
@@ -318,18 +331,11 @@ def joined(waits: Waits = WAITS) -> Iterator[Processes]:
         raise ValueError(
             f"WORLD_SIZE is set but not {', '.join(missing)}; start several processes with torchrun"
         )
-    processes = Processes(
-        rank=int(os.environ["RANK"]),
-        size=int(os.environ["WORLD_SIZE"]),
-        local_rank=int(os.environ["LOCAL_RANK"]),
-    )
-    # Signs of life begin before the process group, which may never come about.
-    store = reach_store(processes, waits)
-    watchdog = Watchdog(processes.rank, processes.size, store.clone(), waits)
-    processes.watchdog = watchdog
+    processes = Processes(*(int(os.environ[name]) for name in names[:3]))
+    processes.store = reach_store(processes)
     try:
         with processes.guard():
-            join_group(processes, store)
+            join_group(processes)
             # From here on: it would not end a process that waits for others to join.
             signal.signal(signal.SIGTERM, processes.terminate)
             yield processes
@@ -339,84 +345,54 @@ def joined(waits: Waits = WAITS) -> Iterator[Processes]:
         raise
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        part(watchdog, store)
+        part(processes)
 
 
-def reach_store(processes: Processes, waits: Waits) -> distributed.Store:
+def reach_store(processes: Processes) -> distributed.Store:
     """Connect to the store with which the processes find each other.
 
     Raises:
         ValueError: the store does not answer; one process of each machine says so.
     """
-    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     try:
-        # Where torchrun serves no store, the first process does. PyTorch would tell each attempt of
-        # the others on standard error.
-        if processes.rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            wait_for_server(host, int(port), waits.start)
+        timeout = timedelta(seconds=START_SECONDS)
         store, *_ = next(
-            distributed.rendezvous(
-                "env://",
-                processes.rank,
-                processes.size,
-                timeout=timedelta(seconds=waits.start),
-            )
+            distributed.rendezvous("env://", processes.rank, processes.size, timeout=timeout)
         )
     except (distributed.DistError, OSError) as error:
         if processes.local_rank:
             _be_quiet()
-        place = f"{host}:{port}"
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise ValueError(
             f"torchrun or the first process does not answer at {place}: {first_line(error)}; start "
             "torchrun on each machine with the same reachable --rdzv-endpoint"
         ) from error
-    store.set_timeout(distributed.default_pg_timeout)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return distributed.PrefixStore(f"visionattn/{attempt}", store)
 
 
-def wait_for_server(host: str, port: int, seconds: float) -> None:
-    """Wait until somebody takes connections at an address.
-
-    Raises:
-        OSError: nobody does within so many seconds; what was wrong last.
-    """
-    until = time.monotonic() + seconds
-    while True:
-        left = until - time.monotonic()
-        try:
-            socket.create_connection((host, port), timeout=max(0.1, left)).close()
-            return
-        except OSError:
-            if left < RETRY_SECONDS:
-                raise
-            time.sleep(RETRY_SECONDS)
-
-
-def join_group(processes: Processes, store: distributed.Store) -> None:
+def join_group(processes: Processes) -> None:
     """Make the process group, and learn the machines of all processes."""
     on_gpus = torch.cuda.is_available() and distributed.is_nccl_available()
     distributed.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpus else "gloo",
-        store=store,
+        store=processes.store,
         rank=processes.rank,
         world_size=processes.size,
+        timeout=timedelta(seconds=START_SECONDS),
     )
     processes.hosts = processes.gather(socket.gethostname())
+    processes.set_timeout(ANSWER_SECONDS)
 
 
-def part(watchdog: Watchdog, store: distributed.Store) -> None:
-    """Leave the others: once all of them have come here, or at once where the run ends early."""
-    watchdog.hold()
-    if watchdog.verdict is None:
-        with suppress(RuntimeError):  # a process is dead, or alive and stuck
-            barrier(store, len(watchdog.hosts), "ended", watchdog.waits.leave)
-    watchdog.leave()
-    if watchdog.verdict is None:
-        distributed.destroy_process_group()
-    else:  # a message that is on its way to a dead process would hold up the usual end
-        own = sys.exception()
-        atexit.register(_end_at_once, exit_code(own) if own else watchdog.verdict.exit_code)
+def part(processes: Processes) -> None:
+    """Leave the others: once all of them have come here, or at once where the run has failed."""
+    if processes.failing:  # a message that is on its way to a dead process would hold up the end
+        atexit.register(_end_at_once, exit_code(processes._agreed))
+        return
+    with suppress(RuntimeError):  # a process is dead, or alive and stuck
+        barrier(processes.store, processes.size, "ended", LEAVE_SECONDS)
+    distributed.destroy_process_group()
 
 
 def place_of(error: BaseException) -> str:

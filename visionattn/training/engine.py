@@ -27,7 +27,7 @@ from visionattn.cli.ends import (
     tell,
 )
 from visionattn.cli.files import first_line
-from visionattn.cli.interruption import Interrupted, Interruption
+from visionattn.cli.interruption import GRACE, Interrupted, Interruption
 from visionattn.cli.provenance import provenance
 from visionattn.data.geometry import geometry_of
 from visionattn.data.mask_files import check_trained
@@ -139,6 +139,7 @@ def train(
     processes = processes or Processes()
     # Checks, from the cheapest to those that read data; each raises on all processes or on none.
     processes.together(lambda: check(config))
+    processes.set_timeout(config.dist_timeout)
     if config.show_batch is not None:
         raise ValueError(
             "with show_batch nothing is trained: use `visionattn train --show-batch`, or "
@@ -156,7 +157,7 @@ def train(
         )
     device = processes.together(lambda: processes.device(config.device))
     about = provenance(device, threads=config.threads) | {"processes": processes.size}
-    status = Status(folder, about, lambda: processes.speaks)
+    status = Status(folder, about, writes=processes.first)
     # Nothing has been written so far; a folder that this run makes, it may delete again.
     fresh = not folder.exists()
     with setting_up(status, processes, replaces=not (fresh or resumed)):
@@ -194,15 +195,8 @@ def setting_up(status: Status, processes: Processes, *, replaces: bool) -> Itera
         replaces: the folder holds an earlier run, which this one overwrites.
     """
 
-    def keep(error: BaseException) -> None:
-        if isinstance(error, (OutOfMemory, Failed)) and processes.speaks:
-            status.folder.mkdir(parents=True, exist_ok=True)
-            if replaces:
-                clear(status.folder)
-            status.end(error)
-
     try:
-        with processes.guard(lambda verdict: keep(verdict.exception())):
+        with processes.guard():
             try:
                 yield
             except DoesNotFit:
@@ -215,7 +209,11 @@ def setting_up(status: Status, processes: Processes, *, replaces: bool) -> Itera
                     "less, and so does one without optim.ema_decay"
                 ) from error
     except (OutOfMemory, Failed) as error:
-        keep(error)
+        if processes.first:
+            status.folder.mkdir(parents=True, exist_ok=True)
+            if replaces:
+                clear(status.folder)
+            status.end(error)
         raise
 
 
@@ -304,10 +302,17 @@ def run(
     """Train and test, with a record; an early end says what is kept of the run."""
     position = trainer.position
     since = (position.step, position.epoch)
-    aside = Aside(trainer, states, status, again)
+
+    def give_up() -> int:
+        """Say that the current step takes too long to end it, from another thread."""
+        kept, command = states.kept(), again(trainer.config)
+        ended = Stopped(f"stopped amid an operation of over {GRACE:.0f} s; {kept}: {command}")
+        status.end(ended)
+        return tell(ended)
+
     with (
-        Interruption(aside.end if trainer.processes.size == 1 else None) as interruption,
-        trainer.processes.guard(lambda verdict: status.end(verdict.exception())),
+        Interruption(give_up if trainer.processes.size == 1 else None) as interruption,
+        trainer.processes.guard(),
         early_ends(trainer, states),
         (
             Record(states.folder, trainer.config, since=since, stream=stream)
@@ -320,61 +325,20 @@ def run(
         left = position.epoch < trainer.config.epochs
         if left and (expected := forecast(trainer, memory)):
             record.say(expected.line())
-        # From here on a state holds what is learnt; during the trial it would hold that of a trial.
-        aside.record = record
         try:
             trainer.fit(record, interruption)
             return trainer.finish(record, interruption)
         except Interrupted as error:
-            with interruption.changing():
-                interruption.ends()
-                trainer.save(record)
-            raise Stopped(stopped(trainer, states)) from error
+            trainer.save(record)
+            where = f"stopped after step {trainer.position.step} ({trainer.where()})"
+            raise Stopped(f"{where}; the state is in {states.folder / LAST}") from error
         except ValueError as error:  # an image that cannot be read, say
             if not position.step:
                 raise
             if not trainer.processes.agreed(error):  # the others are elsewhere
                 raise ValueError(f"{error}; {states.kept()}") from error
-            with interruption.changing():
-                trainer.save(record)
+            trainer.save(record)
             raise trainer.processes.agree(ValueError(f"{error}; {states.kept()}")) from error
-
-
-def stopped(trainer: Trainer, states: States) -> str:
-    """Say where a run has stopped, and where its state is."""
-    where = f"stopped after step {trainer.position.step} ({trainer.where()})"
-    return f"{where}; the state is in {states.folder / LAST}"
-
-
-@dataclass
-class Aside:
-    """End a run of one process from another thread, while one operation keeps the first one busy:
-    it has changed nothing yet that a state holds.
-    """
-
-    trainer: Trainer
-    states: States
-    status: Status
-    again: Callable[[TrainConfig], str]
-    record: Record | None = None
-    """What the run writes; None before it has begun to."""
-
-    def end(self) -> int:
-        """Save the state, say so, and return the exit code."""
-        ended: Exception = Stopped("stopped before the first step")
-        if self.record is None and self.states.step is not None:
-            step = self.states.step + 1
-            ended = Stopped(f"stopped as step {step} was tried; {self.states.kept()}")
-        if self.record is not None:
-            try:
-                self.trainer.save(self.record)
-                again = self.again(self.trainer.config)
-                ended = Stopped(f"{stopped(self.trainer, self.states)}; to go on: {again}")
-            except OSError as error:
-                ended = self.states.explain(error)
-            self.record.__exit__(Stopped)
-        self.status.end(ended)
-        return tell(ended)
 
 
 @contextmanager

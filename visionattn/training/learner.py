@@ -5,7 +5,7 @@ knows neither epochs nor files.
 """
 
 import math
-from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -87,7 +87,12 @@ class Learner:
                 "parallel sequence is for a model that learns classes of images alone; take ddp"
             )
         self.spread = Spread(
-            kind, self.called, average, compiled=config.compile, per_image=processes.per_image
+            kind,
+            self.called,
+            average,
+            compiled=config.compile,
+            per_image=processes.per_image,
+            timeout=timedelta(seconds=config.dist_timeout),
         )
         self.optimizer_step = OptimizerStep(
             model, config.optim, device, config.amp, loss=self.objective.loss
@@ -122,9 +127,7 @@ class Learner:
         size = self.geometry.canvas or self.geometry.view(*(self.geometry.img_size or SOME)).canvas
         return (images, self.spec.in_chans, *size)
 
-    def step(
-        self, group: list[Batch], before_update: Callable[[], object] = lambda: None
-    ) -> tuple[float, float, bool]:
+    def step(self, group: list[Batch]) -> tuple[float, float, bool]:
         """Do one optimiser step on the images of some batches.
 
         Each loss is divided by the images of the whole group, so the gradient is that of their
@@ -133,7 +136,6 @@ class Learner:
         Args:
             group: batches; a process without images of one of them runs the model on an image that
                 does not count, as the others wait for it.
-            before_update: called once the gradients are there, before anything else changes.
 
         Returns:
             The mean loss, the norm of its gradient before clipping, and whether the weights were
@@ -172,7 +174,6 @@ class Learner:
         norm = whole_tensor(self.optimizer_step.unscale())
         loss = self.spread.total(torch.stack(losses).sum())
         loss_value, norm_value = torch.stack([loss, norm]).tolist()
-        before_update()
         applied = math.isfinite(loss_value) and math.isfinite(norm_value)
         if applied:
             self.optimizer_step.apply(norm)

@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -107,6 +108,7 @@ class Spread:
         compiled: compile what is called; with ``fsdp`` each stage by itself, as parameters are
             gathered between stages.
         per_image: with ``sequence``, how many processes share an image.
+        timeout: how long these wait for each other.
 
     Attributes:
         called: what to call in training.
@@ -120,12 +122,15 @@ class Spread:
         *,
         compiled: bool = False,
         per_image: int = 1,
+        timeout: timedelta = distributed.default_pg_timeout,
     ):
         self.kind, self._module = kind, model
         self._whole = None
         self._group: distributed.ProcessGroup | None = None
         if kind:
             self._spread(model, average, compiled, per_image)
+            if self._group:
+                self._group.set_timeout(timeout)
         self.called = torch.compile(self._module) if compiled and kind != "fsdp" else self._module
 
     def _spread(

@@ -43,6 +43,7 @@ QUIET = frozenset(
         "init_model",
         "parallel",
         "sequence_ranks",
+        "dist_timeout",
     }
 )
 """Options that say where and how often to write."""

@@ -6,7 +6,6 @@ This module has the words for the ways in which a run ends. The exit codes are t
 
 import json
 import os
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -43,13 +42,10 @@ class Status:
     Args:
         folder: the run's folder; it is made where it does not exist.
         provenance: what the numbers depend on besides the configuration.
-        writes: tells whether this is the process that writes; it is asked each time, as another one
-            writes if the first one dies.
+        writes: whether this is the process that writes.
     """
 
-    def __init__(
-        self, folder: Path, provenance: dict[str, Any], writes: Callable[[], bool] = lambda: True
-    ):
+    def __init__(self, folder: Path, provenance: dict[str, Any], *, writes: bool = True):
         self.folder, self.provenance = folder, provenance
         self.writes = writes
         self.result: Result | None = None
@@ -57,7 +53,7 @@ class Status:
 
     def __enter__(self) -> "Status":
         with ExitStack() as lock:
-            if self.writes():
+            if self.writes:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 lock.enter_context(held(self.folder))
             self._write("running", None, None)
@@ -85,7 +81,7 @@ class Status:
                 continue
 
     def _write(self, status: str, why: str | None, code: int | None) -> None:
-        if not self.writes():
+        if not self.writes:
             return
         content = {
             "status": status,

@@ -5,7 +5,6 @@ The loop is here. The step, data, evaluation, files and interruption have module
 
 import math
 import time
-from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
@@ -182,16 +181,14 @@ class Trainer(Learner):
             )
         self.clock = time.perf_counter()
         if self.states and self.states.step is None:
-            with interruption.changing():
-                self.save(record)
+            self.save(record)
         while self.position.epoch < self.config.epochs:
             self.train_epoch(record, interruption)
             model, tally = self.spread.whole(self.evaluated), Tally()
             result = self.evaluate(
                 model, self.validation, interruption, record, "validation images", tally
             )
-            with interruption.changing():
-                self.close_epoch(model, result, tally, record)
+            self.close_epoch(model, result, tally, record)
             del model, result, tally
         self.clock = None
         if self.position.step and self.position.skipped == self.position.step:
@@ -229,21 +226,15 @@ class Trainer(Learner):
         while group := self.processes.together(
             lambda: list(islice(batches, self.config.optim.accumulate))
         ):
-            # From the update on until all is counted, a state would be of no step.
-            with ExitStack() as update:
-
-                def begin(update=update) -> None:
-                    update.enter_context(interruption.changing())
-
-                if images := self.images_of(group):
-                    waited = time.perf_counter() - start
-                    with self.progress.within(self.watched, len(group)):
-                        outcome = self.step(group, begin)
-                    position.step += 1
-                    self.count(group, images, *outcome, waited, time.perf_counter() - start, record)
-                position.batch += len(group)
-                if self.states and every and position.step % every == 0:
-                    self.save(record)
+            if images := self.images_of(group):
+                waited = time.perf_counter() - start
+                with self.progress.within(self.watched, len(group)):
+                    outcome = self.step(group)
+                position.step += 1
+                self.count(group, images, *outcome, waited, time.perf_counter() - start, record)
+            position.batch += len(group)
+            if self.states and every and position.step % every == 0:
+                self.save(record)
             start = time.perf_counter()
 
     def count(
