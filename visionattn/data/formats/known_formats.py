@@ -63,7 +63,6 @@ TABLE = (
         "tiff",
         (".tif", ".tiff", ".btf", ".tf8", ".svs", ".ndpi", ".scn", ".bif", ".qptiff"),
         (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"),
-        needs=("tiff", "tifffile", "TIFF"),
     ),
     Format(
         "pillow",
