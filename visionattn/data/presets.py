@@ -1,7 +1,7 @@
 """What the named augmentations are made of, and which values their parts may have.
 
 ``data_config.py`` has the parts as options, ``augment.py`` applies them. This module imports
-neither albumentations nor pixels, so that errors come before anything is read.
+neither albumentations nor pixels, so that what is wrong is said before anything is read.
 """
 
 from dataclasses import asdict, replace
