@@ -81,14 +81,17 @@ def test_masks_are_the_known_ones_and_what_the_weights_give(masked, tmp_path):
     [gallery], skipped = galleries([run], 8)
     assert (skipped, gallery.split, gallery.total) == ({}, "test", 4)
     files = sorted((masked.parent / "data/test/masks").iterdir())
+    pairs = []
     for shown, path in zip(gallery.examples, files, strict=True):
         known, [said] = np.asarray(Image.open(path)), shown.said
         assert np.array_equal(picture(shown.mask), known)
         found, counted = picture(said.mask), known != 255
-        pair = known[counted], found[counted]
-        wanted = jaccard_score(*pair, average=None, labels=np.unique(pair[0]))
+        pairs.append((known[counted], found[counted]))
+        wanted = jaccard_score(*pairs[-1], average=None, labels=np.unique(pairs[-1][0]))
         assert said.share == pytest.approx(wanted.mean())
         assert picture(shown.source).shape == (16, 16, 3)
+    every = map(np.concatenate, zip(*pairs, strict=True))
+    assert jaccard_score(*every, average=None) == pytest.approx(run.result["test_ious"])
     page = page_of(masked, output=tmp_path / "page.html")
     legend = [name for _, name in gallery.legend]
     assert legend == [*CLASSES, "does not count"] and set(legend) <= set(page.texts)
