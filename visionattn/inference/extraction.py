@@ -128,8 +128,8 @@ class Extraction:
             self.part.check_division(output)
             self.folder = self.part.folder(output)
             beside = Path(f"{output}.{self.part.number}-of-{self.part.of}")
-        self._check_folder()
         self.collection = collection or collect(options)
+        self._check_folder()
         self.opened, images = self.collection.opened, self.collection.images
         self.numbers = range(len(images))
         if self.part is not None:
