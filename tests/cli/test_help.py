@@ -75,7 +75,14 @@ def tracked_files():
     )
 
 
-@pytest.mark.parametrize("name", SUBCOMMANDS)
+QUICK = ("predict", "stats")
+"""Run by default; the others take a training or an export each."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in SUBCOMMANDS],
+)
 def test_help_ends_with_a_command_that_works_as_pasted(
     name, folder, trained, started_quickly, capsys
 ):

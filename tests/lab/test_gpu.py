@@ -193,6 +193,7 @@ def test_a_rehearsal_runs_where_little_is_installed_and_writes_everything(tmp_pa
 
 
 @interpreted
+@pytest.mark.slow
 def test_other_rows_of_each_kernel_are_checked_and_timed(monkeypatch):
     bench = Bench.on(torch.device("cpu"))
     monkeypatch.setattr(tune, "trials", lambda row: [row, row | {"BLOCK_N": 24}])
