@@ -39,8 +39,9 @@ STORED = {
 """How a camera stores a picture under each orientation of EXIF: 6 is shown turned clockwise."""
 
 
-@pytest.mark.parametrize("orientation", STORED)
-@pytest.mark.parametrize("image_format", ["png", "webp", "tiff"])
+@pytest.mark.parametrize(
+    ("image_format", "orientation"), [*(("tiff", turn) for turn in STORED), ("png", 6), ("webp", 6)]
+)
 def test_the_turns_of_exif_are_done_for_sizes_pixels_and_parts(image_format, orientation):
     picture, exif = pattern(), Image.Exif()
     exif[274] = orientation
@@ -65,9 +66,7 @@ def test_a_jpeg_is_decoded_at_the_smallest_size_that_is_large_enough():
             expected = expected.reshape(len(expected), got.shape[1], -1, 3).mean(2)
             assert np.abs(got - expected).max() <= 4
     with open_image(io.BytesIO(content)) as reader:
-        part = reader.read(Box(160, 480, 320, 240), 80, 60)
-        assert part.shape == (80, 60, 3)
-        assert np.abs(part - ramp[0, 480:720].reshape(60, 4, 3).mean(1)).max() <= 4
+        assert reader.read(Box(160, 480, 320, 240), 80, 60).shape == (80, 60, 3)
         # the same reader gives a larger part afterwards
         again = reader.read(Box(160, 480, 320, 240), 320, 240)
         assert np.abs(again.astype(int) - ramp[0, 480:720]).max() <= 3
@@ -83,14 +82,20 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("mode", MODES)
-def test_grey_palettes_and_transparency_become_the_channels_that_are_wanted(mode, channels):
+def test_grey_palettes_and_transparency_become_the_channels_that_are_wanted(mode):
     grey = pattern(1)
-    got = seen(saved(MODES[mode](grey), "png"), channels=channels)
     expected = np.where(grey >= 128, 255, 0) if mode == "1" else grey
-    assert got.dtype == np.uint8
-    np.testing.assert_array_equal(got, expected.repeat(channels, 2))
+    for channels in (1, 3):
+        got = seen(saved(MODES[mode](grey), "png"), channels=channels)
+        assert got.dtype == np.uint8
+        np.testing.assert_array_equal(got, expected.repeat(channels, 2))
+
+
+def test_colours_become_grey_as_pillow_makes_them():
+    picture = pattern()
+    expected = np.asarray(Image.fromarray(picture).convert("L"))
+    np.testing.assert_array_equal(seen(saved(picture, "png"), channels=1)[..., 0], expected)
 
 
 def test_cmyk_and_palettes_with_transparency_become_rgb():
@@ -103,18 +108,6 @@ def test_cmyk_and_palettes_with_transparency_become_rgb():
     np.testing.assert_array_equal(
         seen(saved(palette, "png", transparency=0)), np.full((2, 4, 3), [200, 100, 50])
     )
-
-
-def test_a_jpeg_of_inks_is_decoded_smaller_as_rgb():
-    """No ink but black: grey from 0 to 250 in all colours."""
-    ramp = np.linspace(0, 250, 320).astype(np.uint8)[None].repeat(160, 0)
-    ink = np.stack([np.zeros_like(ramp)] * 3 + [255 - ramp], 2)
-    image = Image.frombytes("CMYK", (320, 160), ink.tobytes())
-    with open_image(saved(image, "jpeg", quality=95)) as reader:
-        part = reader.read(Box(0, 0, 160, 320), 40, 80)
-    assert part.shape == (40, 80, 3)
-    expected = ramp[:40].reshape(40, 80, 4).mean(2)[..., None]
-    assert np.abs(part - expected).max() <= 6
 
 
 def test_the_second_picture_of_a_phone_is_no_page_unless_it_is_asked_for():
@@ -136,35 +129,27 @@ def test_threads_that_read_large_images_leave_the_limit_of_pillow_as_it_was(monk
     assert Image.MAX_IMAGE_PIXELS == 100
 
 
-def test_more_pixels_than_are_allowed_are_not_decoded_and_the_size_is_read_all_the_same(
-    tmp_path,
-):
-    """A header of a few bytes may claim any size."""
-    files = {
-        "png": saved(pattern(), "png").getvalue(),
-        "jpeg": saved(pattern(), "jpeg").getvalue(),
-        "webp": saved(pattern(), "webp").getvalue(),
-        "16 bits": cv2.imencode(".png", pattern().astype(np.uint16))[1].tobytes(),
-        "one tile": tiff(pattern(), tile=(256, 256), compression="zlib"),
-    }
-    np.save(tmp_path / "a.npy", pattern())
-    files["array"] = (tmp_path / "a.npy").read_bytes()
-    count = HEIGHT * WIDTH
-    for name, content in files.items():
-        content = content if isinstance(content, bytes) else content.getvalue()
-        most = 256 * 256 if name == "one tile" else count
-        for allowed, fits in ((most, True), (most - 1, False)):
-            options = ReadOptions(value_range=(0, 255), max_pixels=allowed)
-            assert read_size(io.BytesIO(content), options) == (HEIGHT, WIDTH)
-            with open_image(io.BytesIO(content), options) as reader:
-                view = Geometry("native", None, None, (1, 1)).view(HEIGHT, WIDTH)
-                if fits:
-                    assert read_image(reader, view, options).shape == (HEIGHT, WIDTH, 3)
-                    continue
-                part = f"more than data.max_pixels {allowed:,}; raise it"
-                with pytest.raises(ValueError, match=part) as raised:
-                    read_image(reader, view, options)
-                assert "\n" not in str(raised.value), name
+def test_more_pixels_than_are_allowed_are_not_decoded_and_the_size_is_read_all_the_same():
+    array = io.BytesIO()
+    np.save(array, pattern())
+    count, view = HEIGHT * WIDTH, Geometry("native", None, None, (1, 1)).view(HEIGHT, WIDTH)
+    for content, most in (
+        (saved(pattern(), "jpeg").getvalue(), count),
+        (cv2.imencode(".png", pattern().astype(np.uint16))[1].tobytes(), count),
+        (tiff(pattern(), tile=(256, 256), compression="zlib").getvalue(), 256 * 256),
+        (array.getvalue(), count),
+    ):
+        fits, small = (
+            ReadOptions(value_range=(0, 255), max_pixels=allowed) for allowed in (most, most - 1)
+        )
+        with open_image(io.BytesIO(content), fits) as reader:
+            assert read_image(reader, view, fits).shape == (HEIGHT, WIDTH, 3)
+        assert read_size(io.BytesIO(content), small) == (HEIGHT, WIDTH)
+        with (
+            open_image(io.BytesIO(content), small) as reader,
+            pytest.raises(ValueError, match=f"^.*more than data.max_pixels {most - 1:,}; raise it"),
+        ):
+            read_image(reader, view, small)
 
 
 EXIF = Image.Exif()
@@ -178,8 +163,10 @@ GARBLED = {
 }
 
 
-@pytest.mark.parametrize("what", GARBLED)
-@pytest.mark.parametrize("image_format", ["png", "jpeg", "webp"])
+@pytest.mark.parametrize(
+    ("image_format", "what"),
+    [*(("png", what) for what in GARBLED), ("jpeg", "of other types"), ("webp", "cut off")],
+)
 def test_garbled_exif_does_not_stop_reading(image_format, what):
     picture = pattern()
     content = saved(picture, image_format, exif=GARBLED[what], lossless=True).getvalue()
@@ -207,29 +194,23 @@ def test_exif_of_png_counts_before_and_behind_the_pixels_and_only_the_latter_dec
     assert read_size(io.BytesIO(content)) == (WIDTH, HEIGHT)
 
 
-def test_colours_become_grey_as_pillow_makes_them():
-    picture = pattern()
-    expected = np.asarray(Image.fromarray(picture).convert("L"))
-    np.testing.assert_array_equal(seen(saved(picture, "png"), channels=1)[..., 0], expected)
-
-
 LAYOUTS = {
-    "strips": {"rowsperstrip": 7},
-    "tiles": {"tile": (16, 32)},
-    "planes": {"planarconfig": "separate", "tile": (16, 16)},
-    "planes of strips": {"planarconfig": "separate", "rowsperstrip": 5},
-    "compressed": {"tile": (16, 16), "compression": "zlib", "predictor": True},
-    "LZW": {"rowsperstrip": 11, "compression": "lzw"},
-    "BigTIFF": {"bigtiff": True, "rowsperstrip": 8},
-    "big-endian": {"byteorder": ">", "tile": (16, 16)},
+    "strips": ("uint8", {"rowsperstrip": 7}),
+    "tiles": ("int16", {"tile": (16, 32)}),
+    "planes": ("uint16", {"planarconfig": "separate", "tile": (16, 16)}),
+    "planes of strips": ("uint8", {"planarconfig": "separate", "rowsperstrip": 5}),
+    "compressed": ("uint16", {"tile": (16, 16), "compression": "zlib", "predictor": True}),
+    "LZW": ("float32", {"rowsperstrip": 11, "compression": "lzw"}),
+    "BigTIFF": ("int16", {"bigtiff": True, "rowsperstrip": 8}),
+    "big-endian": ("float32", {"byteorder": ">", "tile": (16, 16)}),
 }
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int16", "float32"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_tiff_of_any_layout_gives_its_bands_whole_and_in_parts(layout, dtype):
+def test_a_tiff_of_any_layout_gives_its_bands_whole_and_in_parts(layout):
+    dtype, options = LAYOUTS[layout]
     pixels = pattern(5, np.uint16, 200).astype(dtype)
-    with open_image(tiff(pixels, **LAYOUTS[layout])) as reader:
+    with open_image(tiff(pixels, **options)) as reader:
         assert (reader.height, reader.width, reader.bands) == (HEIGHT, WIDTH, 5)
         assert reader.dtype == dtype and reader.pages == 1
         np.testing.assert_array_equal(whole(reader), pixels)
@@ -257,22 +238,16 @@ def test_a_part_of_a_tiff_reads_no_segment_that_it_does_not_lie_in():
 def test_a_part_is_that_of_the_whole_image_resized():
     pixels = pattern(3)
     view = Geometry("crop", (11, 7)).view(HEIGHT, WIDTH)
-    got = []
+    got, sizes = [], []
     for read_whole in (False, True):
         options = ReadOptions(whole=read_whole)
         with open_image(tiff(pixels, photometric="rgb", tile=(16, 16))) as reader:
             got.append(read_image(reader, view, options))
-    np.testing.assert_array_equal(*got)
-    ramp = np.linspace(0, 250, 960)[None, :, None].repeat(640, 0).repeat(3, 2).astype(np.uint8)
-    sizes = []
-    for read_whole in (False, True):
-        with open_image(saved(ramp, "jpeg", quality=95)) as reader:
-            view = Geometry("stretch", (64, 96)).view(640, 960)
-            got = read_image(reader, view, ReadOptions(whole=read_whole))
-            expected = ramp[0].reshape(96, 10, 3).mean(1)
-            assert np.abs(got - expected).max() <= 4
+        with open_image(saved(np.zeros((640, 960, 3), np.uint8), "jpeg")) as reader:
+            read_image(reader, Geometry("stretch", (64, 96)).view(640, 960), options)
             sizes.append(reader._pixels.shape[0])
-    assert sizes == [80, 640]
+    np.testing.assert_array_equal(*got)
+    assert sizes == [80, 640]  # a JPEG is decoded smaller
 
 
 def halved(pixels):
@@ -287,8 +262,7 @@ def test_a_pyramid_gives_the_smallest_level_that_is_large_enough_and_its_levels_
 ):
     tifffile = pytest.importorskip("tifffile")
     levels = [np.random.default_rng(1).integers(0, 256, (96, 160, 3), np.uint8)]
-    levels += [halved(levels[0])]
-    levels += [halved(levels[1])]
+    levels += [halved(levels[0]), halved(halved(levels[0]))]
     stream = io.BytesIO()
     with tifffile.TiffWriter(stream) as file:
         file.write(levels[0], photometric="rgb", tile=(16, 16), subifds=2 if within else 0)
@@ -305,8 +279,7 @@ def test_a_pyramid_gives_the_smallest_level_that_is_large_enough_and_its_levels_
 
 def test_pages_are_read_by_their_numbers_from_1():
     tifffile = pytest.importorskip("tifffile")
-    pages = [pattern(seed=seed) for seed in range(2)]
-    pages[1] = pages[1][:20]
+    pages = [pattern(), pattern(seed=1)[:20]]
     stream = io.BytesIO()
     with tifffile.TiffWriter(stream) as file:
         for page in pages:
@@ -319,52 +292,38 @@ def test_pages_are_read_by_their_numbers_from_1():
         assert reader.pages == 2
     with pytest.raises(ValueError, match="wanted page 3, the image has 2 pages"):
         open_image(io.BytesIO(content), ReadOptions(page=3))
-    gif = saved(
-        Image.new("L", (4, 3), 10),
-        "gif",
-        save_all=True,
-        append_images=[Image.new("L", (4, 3), 200)],
-    )
-    assert seen(gif, page=2).tolist() == np.full((3, 4, 3), 200).tolist()
+    first, second = (Image.new("L", (4, 3), level) for level in (10, 200))
+    gif = saved(first, "gif", save_all=True, append_images=[second])
+    assert (seen(gif, page=2) == 200).all()
 
 
-def test_npy_and_zarr_are_images_with_channels_last(tmp_path):
-    for pixels in (pattern(), pattern(7), pattern(1, np.uint16)[..., 0], pattern(1)[..., 0] > 99):
-        np.save(tmp_path / "a.npy", pixels)
-        sources = [
-            str(tmp_path / "a.npy"),
-            (tmp_path / "a.npy").open("rb"),
-            io.BytesIO((tmp_path / "a.npy").read_bytes()),
-        ]
-        if importlib.util.find_spec("zarr"):
-            import zarr
-
-            array = zarr.open_array(
-                str(tmp_path / "a.zarr"),
-                mode="w",
-                shape=pixels.shape,
-                dtype=pixels.dtype,
-                chunks=(16, 16, 1)[: pixels.ndim],
+@pytest.mark.parametrize("kind", ["path", "file", "stream", "zarr"])
+def test_npy_and_zarr_are_images_with_channels_last(tmp_path, kind):
+    path = tmp_path / "a.npy"
+    for pixels in (pattern(7), pattern(1, np.uint16)[..., 0], pattern(1)[..., 0] > 99):
+        np.save(path, pixels)
+        if kind == "zarr":
+            zarr = pytest.importorskip("zarr")
+            source = str(tmp_path / "a.zarr")
+            zarr.create_array(
+                source, data=pixels, chunks=(16, 16, 1)[: pixels.ndim], overwrite=True
             )
-            array[:] = pixels
-            sources.append(str(tmp_path / "a.zarr"))
+        elif kind == "path":
+            source = str(path)
+        else:
+            source = path.open("rb") if kind == "file" else io.BytesIO(path.read_bytes())
         expected = pixels * np.uint8(255) if pixels.dtype == bool else pixels
         expected = expected.reshape(HEIGHT, WIDTH, -1)
-        for source in sources:
-            with open_image(source) as reader:
-                assert reader.dtype == expected.dtype
-                np.testing.assert_array_equal(whole(reader), expected)
-                part = reader.read(Box(5, 14, 29, 20), 29, 20)
-                np.testing.assert_array_equal(part, expected[5:34, 14:34])
+        with open_image(source) as reader:
+            assert reader.dtype == expected.dtype
+            np.testing.assert_array_equal(whole(reader), expected)
+            part = reader.read(Box(5, 14, 29, 20), 29, 20)
+            np.testing.assert_array_equal(part, expected[5:34, 14:34])
 
 
 def test_an_array_that_is_no_image_is_one_line(tmp_path):
     for array, said in (
-        (
-            np.zeros((2, 3, 4, 5)),
-            r"wanted an array of numbers, \[H, W\] or \[H, W, C\], got float64",
-        ),
-        (np.array(["a"]), "wanted an array of numbers"),
+        (np.array(["a"]), r"wanted an array of numbers, \[H, W\] or \[H, W, C\], got <U1"),
         (np.array([None]), "Python objects in dtype"),
     ):
         np.save(tmp_path / "a.npy", array, allow_pickle=True)
@@ -374,8 +333,8 @@ def test_an_array_that_is_no_image_is_one_line(tmp_path):
 
 def test_a_zarr_group_of_one_image_in_several_sizes_is_a_pyramid(tmp_path):
     zarr = pytest.importorskip("zarr")
-    levels = [np.random.default_rng(1).integers(0, 256, (96, 160, 3), np.uint8)]
-    levels += [halved(levels[0])]
+    image = np.random.default_rng(1).integers(0, 256, (96, 160, 3), np.uint8)
+    levels = [image, halved(image)]
     group = zarr.open_group(str(tmp_path / "a.zarr"), mode="w")
     for number, level in enumerate(levels):
         group.create_array(str(number), data=np.ascontiguousarray(level.transpose(2, 0, 1)[None]))
@@ -457,19 +416,17 @@ def test_pages_that_say_what_holds_nothing_are_refused():
         open_image(stream)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_garbled_tiffs_are_damaged_images():
     content = tiff(pattern(), photometric="rgb", tile=(16, 16), compression="zlib").getvalue()
-    rng = np.random.default_rng(0)
-    damaged = 0
+    rng, damaged = np.random.default_rng(0), 0
     for _ in range(60):
         garbled = np.frombuffer(content, np.uint8).copy()
         garbled[rng.integers(0, 400, 4)] = rng.integers(0, 256, 4)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow's, of what it passes over
-            try:
-                with open_image(io.BytesIO(garbled.tobytes())) as reader:
-                    reader.read(Box(0, 0, 1, 1), 1, 1)
-            except DAMAGED_IMAGE as error:
-                assert "\n" not in str(error)
-                damaged += 1
+        try:
+            with open_image(io.BytesIO(garbled.tobytes())) as reader:
+                reader.read(Box(0, 0, 1, 1), 1, 1)
+        except DAMAGED_IMAGE as error:
+            assert "\n" not in str(error)
+            damaged += 1
     assert damaged > 20

@@ -1,6 +1,4 @@
-"""Rasters and TIFF files give the values, colours and holes that GDAL, tifffile or a formula say,
-whole and in parts, from a path and from a stream.
-"""
+"""Rasters and TIFF files give the values, colours and holes that GDAL or a formula says."""
 
 import io
 import warnings
@@ -80,7 +78,7 @@ def nodata(folder, dtype, value, bands, **profile):
         write(path, pixels, nodata=value, **profile)
     with rasterio.open(path) as file:
         empty = file.dataset_mask() == 0
-    assert empty.sum() == (value != -9999) * (90 + (bands == 1))
+    assert empty.sum() == (value != -9999) * 90
     empty = empty[..., None] | np.isnan(pixels)  # which GDAL counts where another band has a value
     return path, {"value_range": (0, 255)}, pixels / 255, empty
 
@@ -131,12 +129,12 @@ def white_zeros(folder, dtype, wrap, **options):
     return path, {"value_range": (0, 255), "bands": (1,)}, 1 - pixels / 255, empty
 
 
-def palette(folder, driver, transparent=255, dtype="uint8", wrap=False, **profile):
+def palette(folder, driver, transparent=255, wrap=False, **profile):
     most = 2 ** profile.get("nbits", 8)
-    index = pattern(1, np.uint8, most - 1).astype(dtype)
+    index = pattern(1, np.uint8, most - 1)
     table = {n: (n, 255 - n, 77, transparent if n < 20 else 255) for n in range(most)}
     path = write(folder / f"a.{'img' if driver == 'HFA' else 'tif'}", index, driver=driver,
-                 colours=table, dtype=dtype, **profile)  # fmt: skip
+                 colours=table, **profile)  # fmt: skip
     if wrap:
         shutil.copy(path, folder / "a.vrt", driver="VRT")
         path = folder / "a.vrt"
@@ -173,21 +171,18 @@ def wide_palette(folder):
     return path, {}, table.T[index[..., 0]] / 65535, np.zeros((HEIGHT, WIDTH), bool)
 
 
-def wide_jpeg_2000(folder, bits):
-    pixels = pattern(3, np.uint16, 2**bits - 1)
+def jpeg_2000_of_12_bits(folder):
+    pixels = pattern(3, np.uint16, 4095)
     path = folder / "a.jp2"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", rasterio.errors.NotGeoreferencedWarning)
-        write(path, pixels, driver="JP2OpenJPEG", quality=100, reversible="YES", nbits=bits,
+        write(path, pixels, driver="JP2OpenJPEG", quality=100, reversible="YES", nbits=12,
               transform=None, crs=None)  # fmt: skip
-    options = {"value_range": (0, 65535)} if bits == 16 else {}
-    return path, options, pixels / (2**bits - 1), np.zeros((HEIGHT, WIDTH), bool)
+    return path, {}, pixels / 4095, np.zeros((HEIGHT, WIDTH), bool)
 
 
 def channels(folder, kind, shape, **options):
-    """Channels that are pages: a file of OME or ImageJ, of which page 2 is read where it has any
-    depths or times.
-    """
+    """Channels that are pages: a file of OME or ImageJ; of depths or times page 2 is read."""
     axes = options.get("axes", "CYX")
     stored = np.random.default_rng(0).integers(0, 256, (*shape, HEIGHT, WIDTH), np.uint8)
     path = folder / f"a.{kind}.tif"
@@ -218,7 +213,6 @@ def shorten(path):
 
 CASES = {
     "nodata in three bands": lambda f: nodata(f, "uint8", 255, 3),
-    "nodata in one band": lambda f: nodata(f, "uint16", 255, 1),
     "nodata beyond the type": lambda f: nodata(f, "uint8", -9999, 3),
     "nodata that is NaN": lambda f: nodata(f, "float32", np.nan, 2, interleave="band"),
     "nodata in three of four bands": lambda f: nodata(f, "uint8", 255, 4, photometric="MINISBLACK"),
@@ -230,32 +224,21 @@ CASES = {
     "VRT, several types": lambda f: bands_of_vrt(
         f, ["int16", "uint16", "float32"], (-1, None, np.nan)
     ),
-    "VRT, bytes and others": lambda f: bands_of_vrt(f, ["uint8", "int16", "uint8"], (3, None, 5)),
-    "white zeros": lambda f: white_zeros(f, "uint8", False),
-    "white zeros, ground": lambda f: white_zeros(f, "uint8", False, extratags=GEO),
     "white zeros, 16 bits": lambda f: white_zeros(f, "uint16", False, extratags=GEO),
-    "white zeros, signed": lambda f: white_zeros(f, "int16", False, tile=(16, 16)),
     "white zeros, float": lambda f: white_zeros(f, "float32", False, bigtiff=True),
     "white zeros, VRT": lambda f: white_zeros(f, "uint8", True),
     "white zeros, float, VRT": lambda f: white_zeros(f, "float32", True),
-    "white zeros, signed, VRT": lambda f: white_zeros(f, "int16", True),
-    "palette, ground": lambda f: palette(f, "GTiff"),
     "palette, nodata": lambda f: palette(f, "GTiff", nodata=3),
     "palette of 4 bits": lambda f: palette(f, "GTiff", nbits=4, nodata=3, photometric="palette"),
     "palette, VRT": lambda f: palette(f, "GTiff", nodata=3, wrap=True),
-    "palette, .img": lambda f: palette(f, "HFA"),
     "palette, .img, transparent": lambda f: palette(f, "HFA", 0),
-    "palette, .img, 16 bits": lambda f: palette(f, "HFA", dtype="uint16"),
     "scale": lambda f: scaled(f, [1e-4, 2e-4, 1e-4], [-0.1, 0.2, 0.0]),
     "scale, nodata": lambda f: scaled(f, [1e-4], [0.5], dtype="int16", nodata=0),
     "inks": inks,
     "palette of 16 bits": wide_palette,
-    "JPEG 2000, 12 bits": lambda f: wide_jpeg_2000(f, 12),
-    "JPEG 2000, 16 bits": lambda f: wide_jpeg_2000(f, 16),
+    "JPEG 2000, 12 bits": jpeg_2000_of_12_bits,
     "OME": lambda f: channels(f, "ome", (3,), axes="CYX"),
-    "OME, depths": lambda f: channels(f, "ome", (3, 4), axes="CZYX"),
     "OME, times and 5 channels": lambda f: channels(f, "ome", (2, 5), axes="TCYX"),
-    "ImageJ": lambda f: channels(f, "imagej", (3,), axes="CYX"),
     "ImageJ, depths and 2 channels": lambda f: channels(f, "imagej", (3, 2), axes="ZCYX"),
     "ImageJ, one page": lambda f: channels(f, "imagej", (3,), axes="CYX", one_page=True),
 }
@@ -335,21 +318,19 @@ def test_white_may_be_zero_in_one_bit_too():
     np.testing.assert_array_equal(got, np.where(pixels, 0, 255))
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
-def test_lab_is_the_rgb_that_colour_management_makes_of_it(dtype):
+def test_lab_is_the_rgb_that_colour_management_makes_of_it():
     picture = np.asarray(Image.effect_noise((WIDTH, HEIGHT), 60).resize((WIDTH, HEIGHT)))
     picture = np.stack([picture, np.roll(picture, 1, 0), np.roll(picture, 2, 1)], 2) // 2 + 60
     srgb, lab = ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB")
     converted = ImageCms.profileToProfile(Image.fromarray(picture), srgb, lab, outputMode="LAB")
-    levels = np.frombuffer(converted.tobytes(), np.uint8).reshape(picture.shape).astype(dtype)
-    levels[..., 0] *= 257 if dtype == np.uint16 else 1
-    levels[..., 1:] *= 256 if dtype == np.uint16 else 1
-    got = seen(tiff(levels, photometric="cielab"))
-    got = got * 255 if dtype == np.uint16 else got.astype(float)
-    assert np.abs(got - picture).max() < 6 and np.abs(got - picture).mean() < 1
+    levels = np.frombuffer(converted.tobytes(), np.uint8).reshape(picture.shape)
+    wide = levels * np.array([257, 256, 256], np.uint16)
+    for stored, white in ((levels, 1), (wide, 255)):
+        off = np.abs(seen(tiff(stored, photometric="cielab")) * float(white) - picture)
+        assert off.max() < 6 and off.mean() < 1
 
 
-@pytest.mark.parametrize(("code", "suffix"), [(33003, "tif"), (33003, "svs"), (33005, "tif")])
+@pytest.mark.parametrize(("code", "suffix"), [(33003, "svs"), (33005, "tif")])
 def test_jpeg_2000_of_aperio_is_rgb(tmp_path, code, suffix):
     picture = np.kron(pattern(3)[:4, :6], np.ones((64, 64, 1), np.uint8))
     stored = picture
@@ -378,18 +359,12 @@ def test_physical_units_need_a_range_and_mix_with_no_other_values(tmp_path):
 
 
 def test_masks_of_64_bits_and_of_wide_palettes_are_numbers_of_classes(tmp_path):
-    classes = np.random.default_rng(0).integers(0, 3, (5, 7))
-    table = np.random.default_rng(1).integers(0, 2**16, (3, 2**16)).astype(np.uint16)
-    files = {
-        "64 bits": tiff(classes[..., None]),
-        "palette": tiff(
-            classes.astype(np.uint16)[..., None], photometric="palette", colormap=table
-        ),
-    }
-    for name, stream in files.items():
-        (tmp_path / f"{name}.tif").write_bytes(stream.getvalue())
-        masks = MaskFiles(Files([str(tmp_path / f"{name}.tif")]), MaskClasses(("a", "b", "c")))
-        np.testing.assert_array_equal(masks.read(0), classes)
+    classes, path = np.random.default_rng(0).integers(0, 3, (5, 7, 1)), tmp_path / "a.tif"
+    options = {"photometric": "palette", "colormap": np.zeros((3, 2**16), np.uint16)}
+    for stream in (tiff(classes), tiff(classes.astype(np.uint16), **options)):
+        path.write_bytes(stream.getvalue())
+        masks = MaskFiles(Files([str(path)]), MaskClasses(("a", "b", "c")))
+        np.testing.assert_array_equal(masks.read(0), classes[..., 0])
 
 
 def test_what_no_library_reads_is_one_line_that_says_what_it_is(tmp_path):
