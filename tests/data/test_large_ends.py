@@ -1,8 +1,7 @@
-"""Bands of files and of maps through whole passes: a file of 16,384 px, reading ahead, and what
-becomes of a file that ends in the middle.
-"""
+"""Bands of files and of maps through whole passes, and of a file of 16,384 px."""
 
 import zlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,16 +10,15 @@ import torch
 
 import visionattn  # noqa: F401  registers the models
 from tests.helpers.image_formats import tiff
+from visionattn.cli import files
 from visionattn.data.geometry import Geometry
 from visionattn.data.large import open_sink, open_source
-from visionattn.data.large.source import UnreadablePart
 from visionattn.inference.image_listing import ListedFiles
 from visionattn.inference.image_reading import ReadImages
 from visionattn.models.large.forward_bands import forward_tiled
 from visionattn.models.weights import DataSpec
 
 SIDE, TILE = 16_384, 512
-CPU = torch.device("cpu")
 
 
 def level(rows, columns):
@@ -45,15 +43,9 @@ def large(tmp_path_factory):
                     encoded[value] = zlib.compress(tile.tobytes())
                 yield encoded[value]
 
+    options = dict(tile=(TILE, TILE), compression="zlib", photometric="minisblack")
     with tifffile.TiffWriter(path, bigtiff=True) as file:
-        file.write(
-            tiles(),
-            shape=(SIDE, SIDE),
-            dtype=np.uint8,
-            tile=(TILE, TILE),
-            compression="zlib",
-            photometric="minisblack",
-        )
+        file.write(tiles(), shape=(SIDE, SIDE), dtype=np.uint8, **options)
     return path
 
 
@@ -104,8 +96,6 @@ def pixels_of(height=85, width=51):
 
 @pytest.mark.parametrize("suffix", [".npy", ".zarr", ".tif"])
 def test_features_of_a_file_by_bands_are_those_of_the_usual_reading(tmp_path, model, suffix):
-    for package in {".zarr": ["zarr"], ".tif": ["rasterio", "tifffile"]}.get(suffix, []):
-        pytest.importorskip(package)
     path = tmp_path / "image.tif"
     path.write_bytes(tiff(pixels_of(), photometric="rgb", tile=(16, 16)).getvalue())
     images = ReadImages(ListedFiles([str(path)]), spec_of(), Geometry("native", None, None, (8, 8)))
@@ -119,20 +109,6 @@ def test_features_of_a_file_by_bands_are_those_of_the_usual_reading(tmp_path, mo
     if suffix != ".npy":  # whose axes have no names
         rows = rows.transpose(2, 0, 1)
     np.testing.assert_allclose(rows, usual[-1][0].numpy(), atol=1e-5)
-
-
-def test_a_pass_over_a_file_that_ends_in_the_middle_names_its_rows(tmp_path, model):
-    path = tmp_path / "image.tif"
-    content = tiff(pixels_of(120), photometric="rgb", rowsperstrip=8).getvalue()
-    path.write_bytes(content[: len(content) * 3 // 4])
-    said = rf"^rows [\d,]+ to [\d,]+ of {path} cannot be read: [^\n]+$"
-    with (
-        open_source(path) as source,
-        open_sink(tmp_path / "map.npy") as sink,
-        pytest.raises(UnreadablePart, match=said),
-    ):
-        forward_tiled(model, source, sink, want="dense", prepare=source.prepare(spec_of()))
-    assert not (tmp_path / "map.npy").exists()
 
 
 def test_passes_open_what_can_be_opened(tmp_path, model):
@@ -153,10 +129,6 @@ def test_passes_open_what_can_be_opened(tmp_path, model):
 
 
 def test_a_sink_without_room_ends_a_pass_before_it_reads_a_row(tmp_path, model, monkeypatch):
-    from types import SimpleNamespace
-
-    from visionattn.cli import files
-
     monkeypatch.setattr(files.shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
     source = open_source(pixels_of())
     monkeypatch.setattr(source, "read", lambda *given: pytest.fail("a row is read"))

@@ -3,11 +3,14 @@
 import os
 import sys
 import threading
-import warnings
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import rasterio
+import tifffile
+import zarr
+from rasterio.control import GroundControlPoint
 
 from visionattn.cli import files
 from visionattn.cli.tables import sized
@@ -15,11 +18,20 @@ from visionattn.data.large import open_sink, open_source
 from visionattn.data.large.sink import shards_of
 
 SHAPE = (5, 83, 59)
-SUFFIXES = (".zarr", ".npy", ".tif")
+every_format = pytest.mark.parametrize("suffix", [".zarr", ".npy", ".tif"])
 
 
 def map_of(dtype=np.float32, shape=SHAPE):
     return (np.random.default_rng(0).normal(size=shape) * 20).astype(dtype)
+
+
+def written(path, values, **options):
+    """Write a whole map; its path."""
+    with open_sink(path, **options) as sink:
+        sink.begin(values.shape, values.dtype)
+        write_bands(sink, values)
+        sink.finish()
+    return path
 
 
 def write_bands(sink, values, rows=16, first=0):
@@ -32,14 +44,8 @@ def read(path):
     if path.suffix == ".npy":
         return np.load(path)
     if path.suffix == ".zarr":
-        return pytest.importorskip("zarr").open_array(path, mode="r")[:]
-    return pytest.importorskip("tifffile").imread(path).reshape(-1, *SHAPE[1:])
-
-
-def needs(suffix):
-    package = {".zarr": "zarr", ".tif": "rasterio"}.get(suffix)
-    if package:
-        pytest.importorskip(package)
+        return zarr.open_array(path, mode="r")[:]
+    return tifffile.imread(path).reshape(-1, *SHAPE[1:])
 
 
 def content(path):
@@ -51,37 +57,33 @@ def content(path):
     }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "uint8", "int32"])
-@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "uint8"])
+@every_format
 def test_a_map_appears_whole_when_it_is_finished_and_holds_its_bands(tmp_path, suffix, dtype):
-    needs(suffix)
     path, values = tmp_path / f"map{suffix}", map_of(dtype)
     with open_sink(path) as sink:
         sink.begin(SHAPE, values.dtype)
         write_bands(sink, values)
         assert not path.exists()
         sink.finish()
-    assert [each.name for each in tmp_path.iterdir()] == [path.name]
-    got = read(path)
-    assert got.dtype == dtype
-    np.testing.assert_array_equal(got, values)
+    assert list(tmp_path.iterdir()) == [path]
+    assert read(path).dtype == dtype
+    np.testing.assert_array_equal(read(path), values)
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
+@every_format
 def test_floats_are_written_as_float16_where_that_is_asked_and_holds_them(tmp_path, suffix):
-    needs(suffix)
     path, values = tmp_path / f"map{suffix}", map_of()
     with open_sink(path, dtype="float16") as sink:
         sink.begin(SHAPE, values.dtype)
         write_bands(sink, values)
         beyond = values[:, :16].copy()
         beyond[1, 2, 3] = -70_000
-        with pytest.raises(ValueError) as raised:
-            sink.write(0, beyond)
-        assert str(raised.value) == (
-            f"{path}: rows 0 to 16 have values up to 70,000, and float16 holds 65,504 at most; "
-            "take float32"
+        said = (
+            "rows 0 to 16 have values up to 70,000, and float16 holds 65,504 at most; take float32"
         )
+        with pytest.raises(ValueError, match=f"^{path}: {said}$"):
+            sink.write(0, beyond)
         sink.finish()
     assert read(path).dtype == np.float16
     np.testing.assert_array_equal(read(path), values.astype(np.float16))
@@ -90,47 +92,37 @@ def test_floats_are_written_as_float16_where_that_is_asked_and_holds_them(tmp_pa
         assert sink.dtype == np.uint8
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
+@every_format
 def test_what_is_unfinished_is_gone_on_with_and_ends_with_the_same_bytes(tmp_path, suffix):
-    needs(suffix)
-    values, paths = map_of(), [tmp_path / side / f"map{suffix}" for side in "ab"]
-    for path in paths:
-        path.parent.mkdir()
-    with open_sink(paths[0]) as sink:
-        sink.begin(SHAPE, values.dtype)
-        write_bands(sink, values)
-        sink.finish()
-    with open_sink(paths[1]) as sink:
+    values, path = map_of(), tmp_path / f"map{suffix}"
+    with open_sink(path) as sink:
         sink.begin(SHAPE, values.dtype)
         write_bands(sink, values[:, :48])
         sink.write(32, np.zeros_like(values[:, :9]))  # as of a kill in the middle of a band
-    assert not paths[1].exists() and len(list(paths[1].parent.iterdir())) == 1
-    (left,) = paths[1].parent.iterdir()
+    (left,) = tmp_path.iterdir()
     if suffix == ".zarr":  # what zarr leaves of a shard when it is killed as it writes it
         next(left.rglob("c/*/*")).joinpath(".0123.partial").write_bytes(b"a part")
-    with open_sink(paths[1]) as sink:
+    with open_sink(path) as sink:
         sink.begin(SHAPE, values.dtype)
         write_bands(sink, values, first=32)
         sink.finish()
-    assert content(paths[1]) == content(paths[0])
-    assert [each.name for each in paths[1].parent.iterdir()] == [paths[1].name]
+    assert list(tmp_path.iterdir()) == [path]
+    assert content(path) == content(written(tmp_path / f"whole{suffix}", values))
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
+@every_format
 def test_an_unfinished_map_of_another_kind_is_begun_anew(tmp_path, suffix):
-    needs(suffix)
     path, values = tmp_path / f"map{suffix}", map_of(np.uint8)
-    for shape, dtype in (((5, 83, 60), np.uint8), (SHAPE, np.float32), (SHAPE, np.int8)):
+    for shape, dtype in (((5, 83, 60), np.uint8), (SHAPE, np.int8)):
         with open_sink(path) as sink:
             sink.begin(shape, dtype)
-            sink.write(0, np.full((5, 83, shape[2]), 99, dtype))
+            sink.write(0, np.full(shape, 99, dtype))
     with open_sink(path) as sink:
         sink.begin(SHAPE, values.dtype)
         sink.write(0, values[:, :32])
         sink.finish()
-    expected = values.copy()
-    expected[:, 32:] = 0
-    np.testing.assert_array_equal(read(path), expected)
+    np.testing.assert_array_equal(read(path)[:, :32], values[:, :32])
+    assert not read(path)[:, 32:].any()
 
 
 PLACES = {"_write", "_write_all", "_begin", "empty", "_write_tiff", "forget", "reserve_bytes"}
@@ -154,20 +146,16 @@ def write_in_a_fork(path, values, at=0):
     try:
         threading.setprofile(count)
         sys.setprofile(count)
-        with open_sink(path) as sink:
-            sink.begin(values.shape, values.dtype)
-            write_bands(sink, values)
-            sink.finish()
+        written(path, values)
         os._exit(0)
     finally:
         os._exit(1)
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-@pytest.mark.parametrize("suffix", SUFFIXES)
+@every_format
 def test_killed_at_any_call_the_same_writes_end_with_the_same_bytes(tmp_path, suffix):
     """``EVERY_KILL=1`` tries all calls."""
-    needs(suffix)
     values, step = map_of(shape=(3, 40, 30)), int(os.environ.get("EVERY_KILL", "13"))
     whole = tmp_path / f"whole{suffix}"
     assert write_in_a_fork(whole, values) == 0
@@ -192,12 +180,9 @@ def test_killed_at_any_call_the_same_writes_end_with_the_same_bytes(tmp_path, su
 def test_only_whole_shards_are_written_by_bands_and_there_are_a_few_hundred_files():
     for shape, itemsize in (
         ((384, 1024, 1024), 4),
-        ((384, 1024, 1024), 2),
         ((768, 1171, 939), 4),
         ((1, 16384, 16384), 1),
-        ((1, 16384, 16384), 4),
         ((1, 100_000, 90_000), 1),
-        ((5, 83, 59), 4),
         ((4096, 3, 5), 4),
         ((1, 1, 1), 1),
     ):
@@ -215,7 +200,6 @@ def test_only_whole_shards_are_written_by_bands_and_there_are_a_few_hundred_file
 
 
 def test_a_zarr_has_its_shards_and_bands_that_fit_decode_none_of_them(tmp_path, monkeypatch):
-    zarr = pytest.importorskip("zarr")
     values, decoded = map_of(np.float32, (48, 256, 256)), []
     decode = zarr.codecs.ZstdCodec._decode_single
 
@@ -243,7 +227,6 @@ def test_a_zarr_has_its_shards_and_bands_that_fit_decode_none_of_them(tmp_path, 
 
 
 def georeferenced(folder, **place):
-    rasterio = pytest.importorskip("rasterio")
     path = folder / "image.tif"
     profile = dict(driver="GTiff", height=830, width=590, count=1, dtype="uint8")
     with rasterio.open(path, "w", **profile, **place) as file:
@@ -252,17 +235,11 @@ def georeferenced(folder, **place):
 
 
 def test_a_geotiff_lies_where_its_image_does_with_the_size_of_a_patch(tmp_path):
-    rasterio = pytest.importorskip("rasterio")
     transform = rasterio.Affine(0.5, 0.1, 4e5, -0.1, -0.5, 5e6)
     path = georeferenced(tmp_path, transform=transform, crs="EPSG:32632")
     values = map_of()
-    with (
-        open_source(path) as source,
-        open_sink(tmp_path / "map.tif", source=source, scale=(10, 14)) as sink,
-    ):
-        sink.begin(SHAPE, values.dtype)
-        write_bands(sink, values)
-        sink.finish()
+    with open_source(path) as source:
+        written(tmp_path / "map.tif", values, source=source, scale=(10, 14))
     with rasterio.open(tmp_path / "map.tif") as file, rasterio.open(path) as image:
         assert file.crs.to_epsg() == 32632
         assert file.profile["tiled"] and file.profile["compress"] == "deflate"
@@ -272,45 +249,19 @@ def test_a_geotiff_lies_where_its_image_does_with_the_size_of_a_patch(tmp_path):
 
 
 def test_a_geotiff_has_the_ground_control_points_of_its_image(tmp_path):
-    rasterio = pytest.importorskip("rasterio")
-    from rasterio.control import GroundControlPoint
-
-    points = [GroundControlPoint(0, 0, 1, 2), GroundControlPoint(400, 280, 8, 5)]
-    path = georeferenced(tmp_path, gcps=[*points, GroundControlPoint(100, 0, 1, 5)], crs=4326)
-    with (
-        open_source(path) as source,
-        open_sink(tmp_path / "map.tif", source=source, scale=(10, 14)) as sink,
-    ):
-        sink.begin(SHAPE, np.float32)
-        sink.finish()
+    places = (0, 0, 1, 2), (400, 280, 8, 5), (100, 0, 1, 5)
+    path = georeferenced(tmp_path, gcps=[GroundControlPoint(*p) for p in places], crs=4326)
+    with open_source(path) as source:
+        written(tmp_path / "map.tif", map_of(), source=source, scale=(10, 14))
     with rasterio.open(tmp_path / "map.tif") as file:
         found, crs = file.gcps
         assert crs.to_epsg() == 4326
-        assert [(p.row, p.col, p.x, p.y) for p in found] == [
-            (0, 0, 1, 2),
-            (40, 20, 8, 5),
-            (10, 0, 1, 5),
-        ]
+        told = [(p.row * 10, p.col * 14, p.x, p.y) for p in found]
+        assert told == list(places)
 
 
-def test_without_a_place_on_the_earth_a_tiff_is_a_plain_one(tmp_path):
-    tifffile = pytest.importorskip("tifffile")
-    pytest.importorskip("rasterio")
-    with warnings.catch_warnings(), open_sink(tmp_path / "map.tif", source=None) as sink:
-        warnings.simplefilter("error")
-        sink.begin(SHAPE, np.float32)
-        sink.finish()
-    with tifffile.TiffFile(tmp_path / "map.tif") as file:
-        assert not file.is_geotiff and file.pages[0].is_tiled
-
-
-def leftovers(folder):
-    return sorted(each.name for each in folder.iterdir())
-
-
-@pytest.mark.parametrize("suffix", SUFFIXES)
+@every_format
 def test_what_is_in_the_way_is_refused_and_stays_unless_it_is_to_be_replaced(tmp_path, suffix):
-    needs(suffix)
     path, values = tmp_path / f"map{suffix}", map_of()
     for dtype in (np.uint8, np.float32):
         with open_sink(path, overwrite=dtype is np.float32) as sink:
@@ -332,20 +283,8 @@ def test_what_is_in_the_way_is_refused_and_stays_unless_it_is_to_be_replaced(tmp
     assert content(tmp_path / f"other{suffix}") == before
 
 
-def test_a_folder_that_is_no_zarr_is_not_replaced(tmp_path):
-    pytest.importorskip("zarr")
-    (tmp_path / "map.zarr").mkdir()
-    (tmp_path / "map.zarr" / "mine").write_text("kept")
-    with pytest.raises(ValueError, match="map.zarr exists; name a folder that does not"):
-        open_sink(tmp_path / "map.zarr", overwrite=True)
-    (tmp_path / "map.npy").mkdir()
-    with pytest.raises(ValueError, match="map.npy cannot be written: it is a folder"):
-        open_sink(tmp_path / "map.npy", overwrite=True)
-
-
-@pytest.mark.parametrize("suffix", SUFFIXES)
+@every_format
 def test_a_disk_without_room_is_told_before_anything_is_written(tmp_path, suffix, monkeypatch):
-    needs(suffix)
     usage = SimpleNamespace(free=2**30)
     monkeypatch.setattr(files.shutil, "disk_usage", lambda path: usage)
     shape = (384, 1024, 1024)
@@ -353,11 +292,8 @@ def test_a_disk_without_room_is_told_before_anything_is_written(tmp_path, suffix
         with pytest.raises(ValueError) as raised:
             sink.begin(shape, np.float32)
         needed = sized(3 * 2**30 if suffix == ".tif" else 3 * 2**29)
-        assert str(raised.value) == (
-            f"{tmp_path / f'map{suffix}'} needs up to {needed} on its disk, and {sized(2**30)} are "
-            "free"
-        )
-    assert leftovers(tmp_path) == []
+        assert f" needs up to {needed} on its disk, and {sized(2**30)} " in str(raised.value)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_what_is_written_already_needs_no_room_again(tmp_path, monkeypatch):
@@ -370,39 +306,40 @@ def test_what_is_written_already_needs_no_room_again(tmp_path, monkeypatch):
     assert np.load(tmp_path / "map.npy").shape == SHAPE
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
+@every_format
 def test_two_processes_do_not_write_one_map(tmp_path, suffix):
-    needs(suffix)
     path = tmp_path / f"map{suffix}"
     with open_sink(path) as sink, open_sink(path) as second:
         sink.begin(SHAPE, np.float32)
-        with pytest.raises(ValueError) as raised:
+        with pytest.raises(ValueError, match=f"^{path} is being written by another process$"):
             second.begin(SHAPE, np.float32)
-        assert str(raised.value) == f"{path} is being written by another process"
     with open_sink(path) as third:
         third.begin(SHAPE, np.float32)
 
 
 def test_names_shapes_and_types_that_no_map_has_are_one_line(tmp_path):
+    for folder in ("there.zarr", "there.npy"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine").write_text("kept")
     for name, options, said in (
         ("map.png", {}, "map.png ends in none of .zarr, .npy, .tif, .tiff, so nothing says"),
-        ("map", {}, "map ends in none of"),
         ("gone/map.npy", {}, "no folder"),
         ("gone/map.zarr", {}, "no folder"),
         ("map.npy", {"dtype": "uint8"}, "map.npy: wanted a type of floats, got uint8"),
+        ("there.zarr", {"overwrite": True}, "there.zarr exists; name a folder that does not"),
+        ("there.npy", {"overwrite": True}, "there.npy cannot be written: it is a folder"),
     ):
-        with pytest.raises(ValueError) as raised:
+        with pytest.raises(ValueError, match=f"^[^\\n]*{said}[^\\n]*$"):
             open_sink(tmp_path / name, **options)
-        assert said in str(raised.value) and "\n" not in str(raised.value)
-    for shape, dtype in (((0, 3, 4), np.float32), (SHAPE, np.complex64)):
-        with open_sink(tmp_path / "map.npy") as sink, pytest.raises(ValueError, match="wanted a"):
+    for name, shape, dtype, said in (
+        ("map.npy", (0, 3, 4), np.float32, "wanted a map of numbers"),
+        ("map.npy", SHAPE, np.complex64, "wanted a map of numbers"),
+        ("map.tif", SHAPE, np.int64, "a TIFF is not written of int64"),
+    ):
+        with open_sink(tmp_path / name) as sink, pytest.raises(ValueError, match=said):
             sink.begin(shape, dtype)
     with open_sink(tmp_path / "map.npy") as sink:
         sink.begin(SHAPE, np.float32)
         for first, shape in ((80, (5, 4, 59)), (0, (5, 4, 58)), (0, (4, 4, 59)), (-1, (5, 4, 59))):
             with pytest.raises(ValueError, match="is none of a map"):
                 sink.write(first, np.zeros(shape, np.float32))
-    if "rasterio" in sys.modules:
-        with open_sink(tmp_path / "map.tif") as sink, pytest.raises(ValueError, match="int64"):
-            sink.begin(SHAPE, np.int64)
-    assert [name for name in leftovers(tmp_path) if not name.endswith(".part")] == []
