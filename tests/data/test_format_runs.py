@@ -1,6 +1,4 @@
-"""Folders of files in other formats than 8-bit colours are trained on, and the weights know how
-such files are read.
-"""
+"""Files of other formats than 8-bit colours are trained on; the weights know how to read them."""
 
 import json
 import warnings
@@ -9,10 +7,10 @@ import numpy as np
 import pytest
 
 from tests.helpers.geometry import square
-from tests.helpers.image_files import config_of, encoded
+from tests.helpers.image_files import config_of, encoded, levels_and_labels
 from tests.helpers.tools import assert_one_error, load_tool, read_csv
 from visionattn.data.geometry import Geometry
-from visionattn.data.splits import SampleKey, build_splits, eval_batches, train_batches
+from visionattn.data.splits import SampleKey, build_splits
 from visionattn.inference.image_listing import find_images
 from visionattn.inference.image_reading import ReadImages
 from visionattn.models.weights import load_model
@@ -69,12 +67,8 @@ def test_bands_and_range_reach_the_model_as_fractions(tmp_path):
     stored = tifffile.imread(path)[:, 4:28, [4, 0]].astype(float)
     np.testing.assert_allclose(image, ((stored - 100) / 2000).clip(0, 1), atol=1e-6)
     assert image.dtype == np.float32 and label == splits.train.labels[0]
-    mean, std = splits.spec.mean[0], splits.spec.std[0]
-    assert (mean, std) == pytest.approx(((0.485 + 0.456 + 0.406) / 3, (0.229 + 0.224 + 0.225) / 3))
-    prepared = splits.spec.prepare(
-        next(iter(train_batches(splits, config, batch_size=2, seed=3).epoch(0)))[0]
-    )
-    assert prepared.shape == (2, 2, 24, 24) and prepared.min() >= -mean / std - 1e-5
+    assert splits.spec.mean == pytest.approx([(0.485 + 0.456 + 0.406) / 3] * 2)
+    assert splits.spec.std == pytest.approx([(0.229 + 0.224 + 0.225) / 3] * 2)
 
 
 def test_a_run_on_files_that_are_not_as_asked_ends_with_one_line_before_it_writes(tmp_path, capsys):
@@ -84,19 +78,9 @@ def test_a_run_on_files_that_are_not_as_asked_ends_with_one_line_before_it_write
     assert load_tool("train")(flags) == 2
     assert_one_error(capsys, "and nothing says which of them are black and white; give --data.val")
     assert not (tmp_path / "runs").exists()
-    for changes, part in (
-        (["--data.value_range", "5", "1"], "data.value_range must be two finite numbers, the low"),
-        (["--data.bands", "6"], "wanted band 6, the image has 5 bands"),
-        (["--data.bands", "null"], "the image has 5 bands; name those to read, in their order"),
-        (["--data.page", "2"], "wanted page 2, the image has 1 page"),
-    ):
-        assert load_tool("train")([*flags, *changes]) == 2
-        assert_one_error(capsys, part)
-    assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_zarr_folders_are_images_in_several_processes(tmp_path, workers):
+def test_zarr_folders_are_images_in_several_processes(tmp_path):
     zarr = pytest.importorskip("zarr")
     levels = {}
     for name in ("bird", "cat"):
@@ -107,12 +91,9 @@ def test_zarr_folders_are_images_in_several_processes(tmp_path, workers):
             pixels = np.full((20, 28, 3), level, np.uint8)
             zarr.save_array(str(tmp_path / name / f"{index}.zarr"), pixels)
         (tmp_path / name / "3.png").write_bytes(encoded(7))
-    config = config_of(tmp_path, val_fraction=0.25, workers=workers)
+    config = config_of(tmp_path, val_fraction=0.25, workers=2)
     splits = build_splits(config, 3)
-    seen = []
-    for split in (splits.train, splits.validation):
-        for images, labels, _ in eval_batches(split, config, batch_size=2, geometry=square(16)):
-            seen += zip(images[:, 0, 0, 0].tolist(), labels.tolist(), strict=True)
+    seen = levels_and_labels(splits.train, config) + levels_and_labels(splits.validation, config)
     expected = [(level, ["bird", "cat"].index(name)) for level, name in levels.items()]
     assert sorted(seen) == sorted([*expected, (7, 0), (7, 1)])
 
@@ -125,17 +106,14 @@ def test_a_range_that_was_found_is_read_by_all_tools_as_in_training(tmp_path):
         for number in range(3):
             levels = draw.integers(0, 4096, (32, 32)).astype(np.uint16)
             tifffile.imwrite(tmp_path / name / f"{number}.tif", levels)
-    stated = draw.integers(0, 2**14, (32, 32)).astype(np.uint16)
-    path = tmp_path / "a" / "stated.tif"
-    tags = [(281, "H", 1, 2**14 - 1, True)]
-    tifffile.imwrite(path, stated, extratags=tags)
+    stated, path = draw.integers(0, 2**14, (32, 32)).astype(np.uint16), tmp_path / "a" / "9.tif"
+    tifffile.imwrite(path, stated, extratags=[(281, "H", 1, 2**14 - 1, True)])
     with pytest.warns(UserWarning, match="read as 12 bits"):
         splits = build_splits(config_of(tmp_path, val_fraction=0.3, img_size=32), 3)
     assert splits.spec.value_range == (0, 4095) and splits.spec.range_found
     geometry = Geometry("crop", (32, 32), None, (8, 8))
     reader = ReadImages(find_images([str(path)]), splits.spec, geometry)
     np.testing.assert_allclose(reader[0].pixels[0], stated / (2**14 - 1), atol=1e-6)
-    above = np.full((32, 32), 9000, np.uint16)
-    tifffile.imwrite(tmp_path / "above.tif", above)
+    tifffile.imwrite(tmp_path / "above.tif", np.full((32, 32), 9000, np.uint16))
     reader = ReadImages(find_images([str(tmp_path / "above.tif")]), splits.spec, geometry)
     assert reader[0].pixels is None and "give --value_range LOW HIGH" in reader[0].reason

@@ -18,6 +18,7 @@ from visionattn.inference.image_reading import ReadImages
 from visionattn.models.large.forward_bands import forward_tiled
 from visionattn.models.weights import DataSpec
 
+tifffile = pytest.importorskip("tifffile")
 SIDE, TILE = 16_384, 512
 
 
@@ -29,7 +30,6 @@ def level(rows, columns):
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
     """A BigTIFF of 16,384 px in tiles, all of one value each but for a corner."""
-    tifffile = pytest.importorskip("tifffile")
     path = tmp_path_factory.mktemp("large") / "large.tif"
     encoded = {}
 
@@ -57,7 +57,6 @@ def expected(rows, columns):
 
 
 def test_bands_of_a_bigtiff_of_16384_px_are_read_without_the_rest(large, monkeypatch):
-    tifffile = pytest.importorskip("tifffile")
     assert large.stat().st_size < 2e6 and large.read_bytes()[:4] == b"II+\0"
     with open_source(large) as source:
         assert (source.height, source.width, source.channels) == (SIDE, SIDE, 1)

@@ -7,16 +7,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import rasterio
-import tifffile
-import zarr
-from rasterio.control import GroundControlPoint
 
 from visionattn.cli import files
 from visionattn.cli.tables import sized
 from visionattn.data.large import open_sink, open_source
 from visionattn.data.large.sink import shards_of
 
+rasterio, tifffile, zarr = map(pytest.importorskip, ("rasterio", "tifffile", "zarr"))
 SHAPE = (5, 83, 59)
 every_format = pytest.mark.parametrize("suffix", [".zarr", ".npy", ".tif"])
 
@@ -250,7 +247,9 @@ def test_a_geotiff_lies_where_its_image_does_with_the_size_of_a_patch(tmp_path):
 
 def test_a_geotiff_has_the_ground_control_points_of_its_image(tmp_path):
     places = (0, 0, 1, 2), (400, 280, 8, 5), (100, 0, 1, 5)
-    path = georeferenced(tmp_path, gcps=[GroundControlPoint(*p) for p in places], crs=4326)
+    path = georeferenced(
+        tmp_path, gcps=[rasterio.control.GroundControlPoint(*p) for p in places], crs=4326
+    )
     with open_source(path) as source:
         written(tmp_path / "map.tif", map_of(), source=source, scale=(10, 14))
     with rasterio.open(tmp_path / "map.tif") as file:

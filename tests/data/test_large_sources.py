@@ -5,10 +5,7 @@ import warnings
 
 import numpy as np
 import pytest
-import rasterio
-import tifffile
 import torch
-import zarr
 from PIL import Image
 
 from tests.helpers.image_formats import tiff
@@ -20,6 +17,7 @@ from visionattn.inference.image_listing import HeldImages, ListedFiles
 from visionattn.inference.image_reading import ReadImages
 from visionattn.models.weights import DataSpec
 
+rasterio, tifffile, zarr = map(pytest.importorskip, ("rasterio", "tifffile", "zarr"))
 HEIGHT, WIDTH = 83, 59
 PLACE = {"transform": rasterio.Affine(10, 0, 100, 0, -10, 500), "crs": "EPSG:3857"}
 
