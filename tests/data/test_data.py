@@ -18,11 +18,6 @@ from visionattn.data.splits import SampleKey, build_splits, eval_batches, train_
 DIGITS = DataConfig(name="digits", img_size=24, augment="light", workers=0)
 
 
-def epoch_of(config, epoch, batch_size=100, seed=3):
-    splits = build_splits(config, seed)
-    return list(train_batches(splits, config, batch_size=batch_size, seed=seed).epoch(epoch))
-
-
 def assert_same_batches(first, second):
     assert len(first) == len(second)
     for (images, labels, _), (other_images, other_labels, _) in zip(first, second, strict=True):
@@ -46,56 +41,40 @@ def test_no_digit_is_in_two_splits_and_all_are_in_one():
 
 
 def test_pixels_of_digits_are_the_digits_with_each_grey_level_a_channel():
-    grey, pixel = (
-        build_splits(DataConfig(name=name, img_size=32), seed=3)
-        for name in ("digits", "digits_pixel")
-    )
+    configs = [DataConfig(name=name, img_size=32) for name in ("digits", "digits_pixel")]
+    grey, pixel = (build_splits(config, seed=3) for config in configs)
     np.testing.assert_array_equal(grey.test.images, pixel.test.images)
     np.testing.assert_array_equal(grey.train.labels, pixel.train.labels)
-    (image,), *_ = next(
-        iter(
-            eval_batches(
-                pixel.test,
-                DataConfig(name="digits_pixel", img_size=32),
-                batch_size=1,
-                geometry=square(32),
-            )
-        )
-    )
-    hot = pixel.spec.prepare(image[None])
+    batch = next(iter(eval_batches(pixel.test, configs[1], batch_size=1, geometry=square(32))))
+    hot = pixel.spec.prepare(batch.images)
     assert hot.shape == (1, 256, 32, 32) and pixel.spec.in_chans == 256
-    assert torch.equal(hot.argmax(1), image.long()) and bool((hot.sum(1) == 1).all())
+    assert torch.equal(hot.argmax(1), batch.images[:, 0].long()) and bool((hot.sum(1) == 1).all())
 
 
-@pytest.mark.parametrize("name", ["digits", "canvas"])
-def test_batches_are_the_same_for_any_number_of_workers_and_over_persistent_epochs(name):
-    size = 24 if name == "digits" else 64
+@pytest.mark.parametrize(
+    ("name", "size", "more"), [("digits", 24, {}), ("canvas", 64, {"args": {"train_images": 330}})]
+)
+def test_batches_are_the_same_with_workers_and_over_persistent_epochs(name, size, more):
     runs = []
-    for workers in (0, 1, 2):
-        config = DataConfig(
-            name=name,
-            img_size=size,
-            img_size_choices=[size, size + 8],
-            augment="light",
-            workers=workers,
-            **({"args": {"train_images": 330}} if name == "canvas" else {}),
-        )
+    for workers in (0, 2):
+        sizes = dict(img_size=size, img_size_choices=[size, size + 8])
+        config = DataConfig(name=name, augment="light", workers=workers, **sizes, **more)
         splits = build_splits(config, seed=3)
         batches = train_batches(splits, config, batch_size=100, seed=3)
         runs.append([batch for epoch in (0, 1) for batch in batches.epoch(epoch)])
         assert len(runs[-1]) == 2 * len(batches)
-    assert_same_batches(runs[0], runs[1])
-    assert_same_batches(runs[0], runs[2])
+    assert_same_batches(*runs)
 
 
 def test_an_epoch_given_up_half_way_leaves_the_next_one_whole():
-    config = DataConfig(name="digits", img_size=8, workers=2)
-    batches = train_batches(build_splits(config, 3), config, batch_size=100, seed=3)
+    config, plain = (DataConfig(name="digits", img_size=8, workers=count) for count in (2, 0))
+    splits = build_splits(config, 3)
+    batches, others = (
+        train_batches(splits, each, batch_size=100, seed=3) for each in (config, plain)
+    )
     iterator = batches.epoch(0)
     next(iterator)
-    assert_same_batches(
-        list(batches.epoch(1)), epoch_of(DataConfig(name="digits", img_size=8, workers=0), 1)
-    )
+    assert_same_batches(list(batches.epoch(1)), list(others.epoch(1)))
 
 
 @pytest.mark.parametrize("changed", ["seed", "epoch", "index"])
@@ -115,18 +94,14 @@ def test_each_epoch_has_every_training_image_once_in_another_order():
     config = DataConfig(name="digits", img_size=8, workers=0)
     splits = build_splits(config, 3)
     batches = train_batches(splits, config, batch_size=77, seed=3)
+    pairs = zip(splits.train.images, splits.train.labels, strict=True)
+    known = {image.tobytes(): label for image, label in pairs}
     orders = []
     for epoch in (0, 1):
-        images, labels = (
-            torch.cat(parts) for parts in list(zip(*batches.epoch(epoch), strict=True))[:2]
-        )
-        orders.append([image.numpy().tobytes() for image in images])
+        images, labels, _ = zip(*batches.epoch(epoch), strict=True)
+        orders.append([image.numpy().tobytes() for image in torch.cat(images)])
         assert sorted(orders[-1]) == sorted(image.tobytes() for image in splits.train.images)
-        by_bytes = {
-            image.tobytes(): label
-            for image, label in zip(splits.train.images, splits.train.labels, strict=True)
-        }
-        assert [by_bytes[image] for image in orders[-1]] == labels.tolist()
+        assert [known[image] for image in orders[-1]] == torch.cat(labels).tolist()
     assert orders[0] != orders[1]
     sizes = [len(labels) for _, labels, *_ in batches.epoch(0)]
     assert len(sizes) == len(batches) and sizes[:-1] == [77] * (len(batches) - 1)
@@ -150,9 +125,8 @@ def test_a_training_batch_has_one_size_and_all_sizes_are_drawn_about_equally():
     batches = train_batches(splits, config, batch_size=10, seed=3)
     drawn = [[images.shape[-2:] for images, _, *_ in batches.epoch(epoch)] for epoch in (0, 1)]
     assert drawn[0] != drawn[1]
-    counts = [
-        sum(size == (side, side) for epoch in drawn for size in epoch) for side in (8, 11, 17)
-    ]
+    both = drawn[0] + drawn[1]
+    counts = [both.count((side, side)) for side in (8, 11, 17)]
     assert sum(counts) == 2 * len(batches)
     assert min(counts) > 2 * len(batches) / 5
 
@@ -168,16 +142,11 @@ def test_loading_does_not_touch_the_random_numbers_of_torch():
 
 
 def test_workers_end_by_themselves_when_their_batches_fall_to_the_garbage_collector(monkeypatch):
-    """Those that do not are ended by torch after some seconds; here after a minute, so that a busy
-    machine is no reason.
-    """
+    """torch ends the others after some seconds; here after a minute, as the machine may be busy."""
     ended = []
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 60.0)
-    monkeypatch.setattr(
-        multiprocessing.process.BaseProcess,
-        "terminate",
-        lambda process: ended.append(process) or process.kill(),
-    )
+    process = multiprocessing.process.BaseProcess
+    monkeypatch.setattr(process, "terminate", lambda self: ended.append(self) or self.kill())
     config = DataConfig(name="digits", img_size=8, workers=2)
     batches = train_batches(build_splits(config, 3), config, batch_size=100, seed=3)
     epoch = batches.epoch(0)

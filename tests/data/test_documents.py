@@ -17,27 +17,17 @@ from visionattn.data.documents import (
 from visionattn.data.geometry import Geometry
 from visionattn.data.splits import SampleKey, build_splits, eval_batches, train_batches
 
-SHAPES = [(40, 40), (64, 41), (103, 512), (300, 97), (211, 389)]
+SHAPES = [(40, 40), (103, 512), (300, 97)]
 
 
 def generator(seed):
     return np.random.default_rng(seed)
 
 
-def difference(first, second):
-    """Where two pages differ."""
-    return first.image[:, :, 0] != second.image[:, :, 0]
-
-
 def inside(box, shape):
     area = np.zeros(shape, bool)
     area[box.top : box.top + box.height, box.left : box.left + box.width] = True
     return area
-
-
-def part(page):
-    top, left, height, width = page.mark
-    return page.image[top : top + height, left : left + width, 0].astype(float)
 
 
 @pytest.mark.parametrize(("height", "width"), SHAPES)
@@ -47,7 +37,7 @@ def test_a_page_differs_from_the_one_without_its_mark_in_the_box_of_the_mark_alo
         page = draw_page(generator(seed), height, width, seed % 4)
         assert page.image.shape == (height, width, 1) and page.image.dtype == np.uint8
         assert page.label == seed % 4 and without.label is None and page.mark == without.mark
-        changed = difference(page, without)
+        changed = page.image[:, :, 0] != without.image[:, :, 0]
         assert not changed[~inside(page.mark, (height, width))].any()
         # The ring touches each side of its box.
         rows, columns = np.flatnonzero(changed.any(1)), np.flatnonzero(changed.any(0))
@@ -56,27 +46,14 @@ def test_a_page_differs_from_the_one_without_its_mark_in_the_box_of_the_mark_alo
         assert page.mark.left + page.mark.width - 1 - columns[-1] <= 2
 
 
-def test_classes_differ_in_the_symbol_of_the_mark_and_in_nothing_else():
-    for seed in range(12):
-        pages = [draw_page(generator(seed), 150, 221, label) for label in range(4)]
-        for first in range(4):
-            for second in range(first):
-                changed = difference(pages[first], pages[second])
-                assert changed.sum() > 15
-                # What is inside of the ring, whose inner edge is at four tenths of its side.
-                top, left, side, _ = pages[0].mark
-                rows, columns = np.nonzero(changed)
-                middle = np.array([[top + (side - 1) / 2], [left + (side - 1) / 2]])
-                assert np.hypot(*(np.stack([rows, columns]) - middle)).max() < 0.38 * side + 0.5
-
-
 def test_the_symbols_are_what_the_names_of_the_classes_say():
     """Read off the page: how dark the mark is at its middle, beside it, above it and aslant."""
     right = 0
     for seed in range(100):
         label = seed % 4
-        cut = part(draw_page(generator(seed), 120, 160, label))
-        side = len(cut)
+        page = draw_page(generator(seed), 120, 160, label)
+        top, left, side, _ = page.mark
+        cut = page.image[top : top + side, left : left + side, 0].astype(float)
         middle, reach = (side - 1) / 2, 0.21 * side
 
         def dark(down, across, cut=cut, middle=middle, reach=reach):
@@ -109,28 +86,26 @@ def test_the_shape_of_a_page_depends_on_the_index_and_its_content_on_the_epoch_t
 
 
 def test_splits_share_no_page_and_the_test_pages_are_those_of_every_seed():
-    pages = {
-        (split, seed): [DocumentsDataset(split, 8, seed).page(i, 0, 100) for i in range(8)]
-        for split in ("train", "validation", "test")
-        for seed in (5, 6, drawn_images.TEST_SEED)
-    }
-    tests = [[page.image.tobytes() for page in pages["test", seed]] for seed in (5, 6)]
-    assert tests[0] == tests[1]
-    pages = {key: drawn for key, drawn in pages.items() if key[0] != "test"} | {
-        "test": pages["test", 5]
-    }
-    images = [page.image.tobytes() for drawn in pages.values() for page in drawn]
-    assert len(set(images)) == len(images) == 7 * 8
-    places = [page.mark for drawn in pages.values() for page in drawn]
-    assert len(set(places)) == len(places)
+    def pages(split, seed):
+        data = DocumentsDataset(split, 8, seed)
+        return [data.page(index, 0, 100).image.tobytes() for index in range(8)]
+
+    assert pages("test", 5) == pages("test", 6)
+    seeds = (5, 6, drawn_images.TEST_SEED)
+    drawn = [
+        page for split in ("train", "validation") for seed in seeds for page in pages(split, seed)
+    ]
+    drawn += pages("test", 5)
+    assert len(set(drawn)) == len(drawn) == 7 * 8
 
 
 def seen_as(fit, size_px):
     return Geometry(fit, (size_px, size_px), None, (16, 16))
 
 
-@pytest.mark.parametrize("fit", ["native", "pad", "stretch", "crop"])
-@pytest.mark.parametrize("size_px", [64, 192])
+@pytest.mark.parametrize(
+    ("fit", "size_px"), [("native", 192), ("pad", 64), ("stretch", 64), ("crop", 64)]
+)
 def test_a_page_is_drawn_for_the_size_asked_and_seen_as_a_file_of_its_size_would_be(fit, size_px):
     data = DocumentsDataset("train", 20, seed=5)
     geometry = seen_as(fit, size_px)
@@ -147,30 +122,20 @@ def test_a_page_is_drawn_for_the_size_asked_and_seen_as_a_file_of_its_size_would
 
 
 def test_batches_of_native_pages_have_one_size_each_and_as_many_patches_at_most_as_asked():
-    config = DataConfig(
-        name="documents",
-        img_size=192,
-        img_size_choices=[64, 192],
-        batch_patches=160,
-        args={"train_images": 90, "eval_images": 40},
-        workers=0,
-    )
+    sizes = dict(img_size=192, img_size_choices=[64, 192], batch_patches=160, workers=0)
+    config = DataConfig(name="documents", args={"train_images": 90, "eval_images": 40}, **sizes)
     splits = build_splits(config, seed=5)
     assert (splits.spec.fit, splits.spec.class_names) == ("native", CLASS_NAMES)
     batches = train_batches(splits, config, batch_size=4, seed=5, patch_px=(16, 16))
-    for epoch in (0, 1):
-        found = list(batches.epoch(epoch))
-        assert len(found) == len(batches) and sum(len(batch.labels) for batch in found) == 90
-        shapes = {tuple(batch.images.shape[2:]) for batch in found}
-        assert len(shapes) > 8 and max(max(shape) for shape in shapes) == 192
-        assert min(max(shape) for shape in shapes) <= 64
-        assert all(batch.sizes is None for batch in found)
-        for batch in found:
-            assert len(batch.labels) * np.prod(batch.images.shape[2:]) <= 160 * 256
+    found = list(batches.epoch(1))
+    assert len(found) == len(batches) and sum(len(batch.labels) for batch in found) == 90
+    shapes = {tuple(batch.images.shape[2:]) for batch in found}
+    assert len(shapes) > 8 and min(map(max, shapes)) <= 64 and max(map(max, shapes)) == 192
+    for batch in found:
+        assert batch.sizes is None
+        assert len(batch.labels) * np.prod(batch.images.shape[2:]) <= 160 * 256
     test = eval_batches(splits.test, config, batch_size=4, geometry=seen_as("native", 256))
-    found = list(test)
-    assert sum(len(batch.labels) for batch in found) == 40
-    assert max(max(batch.images.shape[2:]) for batch in found) == 256
+    assert sum(len(batch.labels) for batch in test) == 40
 
 
 def test_pages_are_those_that_were_drawn_before():
