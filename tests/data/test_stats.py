@@ -54,15 +54,14 @@ def test_bands_of_16_bits_are_measured_in_the_range_that_is_found_and_written(tm
     tifffile = pytest.importorskip("tifffile")
     rng = np.random.default_rng(2)
     kept = []
-    for name in ("a", "b"):
-        (tmp_path / "train" / name).mkdir(parents=True)
-        (tmp_path / "val" / name).mkdir(parents=True)
+    options = {"photometric": "minisblack", "planarconfig": "separate"}
+    for split, name in (("val", "a"), ("train", "a"), ("train", "b")):
+        folder = tmp_path / split / name
+        folder.mkdir(parents=True)
         for index in range(2):
             pixels = rng.integers(100, 4000, (5, 20, 30), np.uint16)
-            options = {"photometric": "minisblack", "planarconfig": "separate"}
-            tifffile.imwrite(tmp_path / "train" / name / f"{index}.tif", pixels, **options)
-            kept.append(pixels)
-        tifffile.imwrite(tmp_path / "val" / name / "0.tif", pixels, **options)
+            tifffile.imwrite(folder / f"{index}.tif", pixels, **options)
+            kept += [pixels] if split == "train" else []
     output = tmp_path / "stats.yaml"
     flags = words("--data.root {} --output {} --data.bands 4 2", tmp_path, output)
     with pytest.warns(UserWarning, match="16-bit images hold values up to 3,9.*: read as 12 bits"):
@@ -72,10 +71,7 @@ def test_bands_of_16_bits_are_measured_in_the_range_that_is_found_and_written(tm
     np.testing.assert_allclose(found["mean"], pixels.mean((0, 2, 3)), rtol=1e-7)
     np.testing.assert_allclose(found["std"], pixels.std((0, 2, 3)), rtol=1e-6)
     assert (found["bands"], found["value_range"]) == ([4, 2], [0.0, 4095.0])
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[2].startswith("| 4 | ")
-    assert measure([*flags[:-3], "--overwrite"]) == 2
-    assert "the image has 5 bands; name those to read" in capsys.readouterr().err
+    assert capsys.readouterr().out.splitlines()[2].startswith("| 4 | ")
 
 
 def test_training_takes_the_file_beside_its_own_configuration(pictures, tmp_path):
@@ -101,15 +97,14 @@ def test_an_unreadable_image_stops_with_its_path_or_is_left_out(pictures, tmp_pa
     np.testing.assert_allclose(written(output)["mean"], pixels.mean(0), rtol=2e-9)
 
 
-def test_a_band_of_one_value_is_named_and_nothing_is_written(tmp_path, capsys):
-    for name in ("a", "b"):
-        (tmp_path / "pictures" / name).mkdir(parents=True)
-        for index in range(2):
-            picture = np.random.default_rng(index).integers(0, 256, (9, 11, 3), np.uint8)
-            picture[..., 1] = 7
-            Image.fromarray(picture).save(tmp_path / "pictures" / name / f"{index}.png")
+def test_a_band_of_one_value_is_named_and_nothing_is_written(pictures, tmp_path, capsys):
+    root, _ = pictures
+    for path in root.rglob("*.png"):
+        picture = np.array(Image.open(path))
+        picture[..., 1] = 7
+        Image.fromarray(picture).save(path)
     output = tmp_path / "stats.yaml"
-    assert measure(words("--data.root {} --output {}", tmp_path / "pictures", output)) == 2
+    assert measure(words("--data.root {} --output {}", root, output)) == 2
     assert "band green has one value everywhere" in capsys.readouterr().err
     assert not output.exists()
 
@@ -119,18 +114,8 @@ def test_bad_flags_are_one_line(pictures, tmp_path, capsys):
     (tmp_path / "there.yaml").write_text("")
     for flags, part in (
         (words("--data.root {}", root), "--output is missing"),
-        (words("--output {}", tmp_path / "a.yaml"), "data folder needs a root"),
         (words("--data.root {} --output {}", root, tmp_path / "there.yaml"), "--overwrite"),
-        (words("--data.name digits --output a.yaml"), "stats measures images in folders"),
         (words("--data.root wds/x --output a.yaml"), "stats measures images in folders"),
-        (
-            words("--data.root {} --output {} --data.bands 4", root, tmp_path / "a.yaml"),
-            "wanted band 4, the image has 3 bands",
-        ),
-        (
-            words("--data.root {} --output {} --data.value_range 3 1", root, tmp_path / "a.yaml"),
-            "data.value_range must be two finite numbers",
-        ),
     ):
         assert measure(flags) == 2
         assert_one_error(capsys, part)

@@ -28,24 +28,24 @@ unclosed = pytest.mark.filterwarnings(
 )
 
 
+def labelled(images):
+    """Members of a shard: number, grey level and class of each image."""
+    members = []
+    for number, level, label in images:
+        members.append((f"{number:04d}.png", encoded(level) if level else b"broken"))
+        members.append((f"{number:04d}.cls", str(label).encode()))
+    return members
+
+
 @pytest.fixture
 def shard_root(tmp_path):
-    """Two shards to train on, of 5 and 4 images, and one of 3 to validate on; classes 0, 1, 2 in
-    turn.
-    """
+    """Shards of 5 and 4 images to train on, and of 3 to validate on; classes 0, 1, 2 in turn."""
     splits = {}
     for split, lengths, level in (("train", (5, 4), 100), ("validation", (3,), 50)):
-        names = [f"{split}-{number}.tar" for number in range(len(lengths))]
-        done = 0
+        names, done = [f"{split}-{number}.tar" for number in range(len(lengths))], 0
         for name, length in zip(names, lengths, strict=True):
-            members = []
-            for index in range(done, done + length):
-                members += [
-                    (f"{index:04d}.png", encoded(level + index)),
-                    (f"{index:04d}.cls", str(index % 3).encode()),
-                ]
-            write_tar(tmp_path / name, members)
-            done += length
+            numbers = range(done, done := done + length)
+            write_tar(tmp_path / name, labelled((n, level + n, n % 3) for n in numbers))
         splits[split] = dict(name=split, num_samples=done, filenames=names, shard_lengths=lengths)
     (tmp_path / "_info.json").write_text(json.dumps({"splits": splits}))
     return tmp_path
@@ -53,30 +53,22 @@ def shard_root(tmp_path):
 
 def test_shards_without_their_package_say_what_to_install(shard_root, monkeypatch):
     find = importlib.util.find_spec
+    gone = ("webdataset", "datasets")
     monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name: None if name in ("webdataset", "datasets") else find(name),
+        importlib.util, "find_spec", lambda name: None if name in gone else find(name)
     )
-    for kind, package in (("wds", "webdataset"), ("hfds", "datasets")):
-        line = refused(ValueError, config_of(f"{kind}/{shard_root}"))
-        assert (
-            line
-            == f"data root {kind}/{shard_root} needs {package}: pip install 'visionattn[readers]'"
-        )
+    for kind, package in zip(("wds", "hfds"), gone, strict=True):
+        root = f"{kind}/{shard_root}"
+        line = refused(ValueError, config_of(root))
+        assert line == f"data root {root} needs {package}: pip install 'visionattn[readers]'"
 
 
 @unclosed
 @pytest.mark.parametrize("workers", [0, 2])
 def test_shards_are_streamed_through_the_reader_of_timm(shard_root, workers):
     pytest.importorskip("webdataset")
-    config = config_of(
-        f"wds/{shard_root}",
-        num_classes=3,
-        on_error="skip",
-        workers=workers,
-        img_size_choices=[16, 24],
-    )
+    options = dict(num_classes=3, on_error="skip", workers=workers, img_size_choices=[16, 24])
+    config = config_of(f"wds/{shard_root}", **options)
     splits = build_splits(config, 3)
     assert splits.spec.num_classes == 3 and splits.test is None
     batches = train_batches(splits, config, batch_size=2, seed=3)
@@ -87,11 +79,10 @@ def test_shards_are_streamed_through_the_reader_of_timm(shard_root, workers):
         levels = torch.cat([part[:, 0, 0, 0] for part in images]).tolist()
         assert set(levels) == set(range(100, 109))
         assert [(level - 100) % 3 for level in levels] == torch.cat(labels).tolist()
-        sizes = [part.shape[-1] for part in images]
-        assert sizes == [
-            batch_geometry((square(16), square(24)), 3, epoch, number).img_size[0]
-            for number in range(len(batches))
-        ]
+        choices = [square(16), square(24)]
+        for number, part in enumerate(images):
+            side = batch_geometry(tuple(choices), 3, epoch, number).img_size[0]
+            assert part.shape[-1] == side
         epochs.append(levels)
     assert epochs[0] == epochs[2] and epochs[0] != epochs[1]
 
@@ -103,21 +94,11 @@ def test_shards_are_streamed_through_the_reader_of_timm(shard_root, workers):
 @unclosed
 def test_evaluation_on_shards_says_how_many_images_were_left_out(shard_root):
     pytest.importorskip("webdataset")
-    write_tar(
-        shard_root / "validation-0.tar",
-        [
-            ("0.png", encoded(50)),
-            ("0.cls", b"0"),
-            ("1.png", b"broken"),
-            ("1.cls", b"1"),
-            ("2.png", encoded(52)),
-            ("2.cls", b"2"),
-        ],
-    )
+    images = labelled([(0, 50, 0), (1, None, 1), (2, 52, 2)])
+    write_tar(shard_root / "validation-0.tar", images)
     config = config_of(f"wds/{shard_root}", num_classes=3, on_error="skip")
-    validation = eval_batches(
-        build_splits(config, 3).validation, config, batch_size=2, geometry=square(16)
-    )
+    held_out = build_splits(config, 3).validation
+    validation = eval_batches(held_out, config, batch_size=2, geometry=square(16))
     with pytest.warns(UserWarning, match="left out 1 unreadable images of"):
         assert [labels.tolist() for _, labels, *_ in validation] == [[0, 2]]
     assert validation.left_out == 1
@@ -133,9 +114,8 @@ def test_what_shards_lack_is_said_in_one_line(shard_root, tmp_path_factory):
         f"timm's reader of {root} leaves unreadable images out; pass --data.on_error skip"
     )
     empty = tmp_path_factory.mktemp("empty")
-    assert refused(
-        FileNotFoundError, config_of(f"wds/{empty}", num_classes=3, on_error="skip")
-    ).startswith(f"no _info.json in {empty}; wanted one")
+    line = refused(FileNotFoundError, config_of(f"wds/{empty}", num_classes=3, on_error="skip"))
+    assert line.startswith(f"no _info.json in {empty}; wanted one")
     info = json.loads((shard_root / "_info.json").read_text())
     info["splits"]["extra"] = info["splits"].pop("validation")
     (shard_root / "_info.json").write_text(json.dumps(info))
@@ -150,9 +130,8 @@ def test_a_label_beyond_the_number_of_classes_is_refused_in_one_line(shard_root)
     pytest.importorskip("webdataset")
     config = config_of(f"wds/{shard_root}", num_classes=2, on_error="skip")
     batches = train_batches(build_splits(config, 3), config, batch_size=8, seed=3)
-    with pytest.raises(
-        ValueError, match="an image of .* has label 2; with num_classes 2 wanted 0 to 1"
-    ):
+    said = "an image of .* has label 2; with num_classes 2 wanted 0 to 1"
+    with pytest.raises(ValueError, match=said):
         list(batches.epoch(0))
 
 
@@ -163,12 +142,9 @@ def test_a_hugging_face_table_is_read_by_the_reader_of_timm(tmp_path, monkeypatc
     write_classes(tmp_path / "val", VAL_COUNTS)
     config = config_of(f"hfds/{tmp_path}", workers=2)
     splits = build_splits(config, 3)
-    assert set(splits.spec.class_names) == set(LEVELS)
-    names = splits.spec.class_names
-    assert sorted(
-        (level, names[label]) for level, label in levels_and_labels(splits.train, config)
-    ) == sorted((level, list(LEVELS)[label]) for level, label in expected(COUNTS))
+    names, known = splits.spec.class_names, list(LEVELS)
+    found = [(level, names[label]) for level, label in levels_and_labels(splits.train, config)]
+    assert sorted(found) == sorted((level, known[label]) for level, label in expected(COUNTS))
     assert len(splits.validation) == sum(VAL_COUNTS.values())
-    assert refused(FileNotFoundError, config_of(f"hfds/{tmp_path}/gone")).startswith(
-        "cannot open hfds/"
-    )
+    line = refused(FileNotFoundError, config_of(f"hfds/{tmp_path}/gone"))
+    assert line.startswith("cannot open hfds/")
