@@ -118,7 +118,7 @@ def bands_of_vrt(folder, kinds, values):
     return path, {"value_range": (0, 255)}, pixels / 255, empty
 
 
-def white_zeros(folder, dtype, wrap, **options):
+def white_zeros(folder, dtype, wrap=False, **options):
     pixels = pattern(1, np.uint16, 200).astype(dtype)
     path = folder / "a.tif"
     path.write_bytes(tiff(pixels, photometric="miniswhite", **options).getvalue())

@@ -13,7 +13,6 @@ FOLDER = dict(name="folder", root="pictures")
 MASKED = FOLDER | dict(task="segmentation")
 COPY = dict(name="copy", task="generate")
 THREE = [[0, 0, 0], [200, 30, 30], [0, 90, 255]]
-ALONE = "acts on a {} alone, and augment {} has none here; give data.aug.{}, too, or leave it out"
 PAIR = "must be two numbers {}, the lower one first, got {}"
 
 CASES = [
@@ -28,9 +27,6 @@ CASES = [
     (dict(name="canvas", aug=AugmentConfig(turn=3.0)), "data.aug is for images that are read, and"),
     (dict(name="documents", max_patches=9), "data.max_patches is for images that are read, and"),
     (dict(name="digits", augment="three"), "augment three is not made for digits; choose none, l"),
-    (dict(name="canvas", augment="rand"), "augment rand is not made for canvas; choose none, ligh"),
-    (dict(name="documents", augment="light"), "augment light is not made for documents; choose no"),
-    (dict(name="cifar10_pixel", root="x", augment="three"), "augment three is not made for cifar1"),
     # Missing roots.
     (dict(name="folder"), "data folder needs a root; wanted train/<class>/* and val/<class>/*, or"),
     (dict(name="cifar10"), "cifar10 needs a root: the folder that holds, or is to hold, cifar-10-"),
@@ -41,7 +37,6 @@ CASES = [
     (dict(img_size_choices=[8, 0]), "data.img_size_choices[1] must be above 0, got 0"),
     # Sizes.
     (dict(img_size=[64]), "data.img_size must be one number of pixels, or height and width, got ["),
-    (dict(img_size=[64, -1]), "data.img_size must be above 0, got -1"),
     (dict(img_size=2**21), "data.img_size must be at most 1,048,576, got 2,097,152"),
     (dict(batch_patches=4), "data.batch_patches is for fit native; with fit crop images have one"),
     (dict(max_patches=4), "data.max_patches is for fit native, under which images differ in size"),
@@ -50,39 +45,28 @@ CASES = [
     (FOLDER | dict(max_patches=9, img_size_choices=[9]), "data.img_size_choices are sizes in pixe"),
     (FOLDER | dict(fit="pad"), "data.fit pad needs data.img_size, the size to bring images to"),
     (dict(name="canvas", img_size=40), "canvas of 40 pixels is too small for its digits; wanted 4"),
-    (dict(name="canvas", img_size_choices=[64, 40]), "canvas of 40 pixels is too small for its di"),
     (dict(name="documents", img_size=32), "documents of 32 pixels are too small for their marks; "),
     # Sequences and other values that are written one after the other.
     (dict(name="copy"), "copy has no classes, only values to write; wanted data.task generate"),
-    (COPY | dict(img_size=128), "copy has sequences of one row and 4 values at least; wanted an i"),
     (COPY | dict(img_size=[1, 3]), "copy has sequences of one row and 4 values at least; wanted a"),
-    (COPY | dict(img_size_choices=[16]), "copy has sequences of one row"),
     (dict(name="digits_pixel", task="generate"), "the grey levels of digits_pixel are one-hot, fo"),
     (dict(name="documents", task="generate", img_size=300), "pieces of documents of 300 pixels ar"),
     (dict(name="documents", task="generate", fit="pad"), "data.task generate takes pieces of docu"),
     (FOLDER | dict(task="generate", mean=[0.5] * 3), "data.mean is for other tasks than generate;"),
     # Drawn data.
-    (dict(name="canvas", args={"train_images": 0}), "data.args.train_images must be above 0, got "),
     (dict(name="canvas", args={"distractors": -1}), "data.args.distractors must be at least 0, go"),
     (dict(name="canvas", args={"whole_digits": 3}), "data.args.whole_digits must be 1 or 2, got 3"),
-    (dict(name="canvas", args={"digit_px": [16]}), "data.args.digit_px must have 2 values, got 1"),
     (dict(name="canvas", args={"digit_px": [4, 12]}), "data.args.digit_px wants the smallest and "),
-    (dict(name="canvas", args={"digit_px": [20, 12]}), "data.args.digit_px wants the smallest and"),
     (dict(name="canvas", args={"digit_px": [16, 200]}), "canvas of 128 pixels is too small for it"),
     (dict(name="canvas", args={"fragments": 4}), "data.args has an unknown key fragments"),
-    (dict(name="documents", args={"whole_digits": 2}), "data.args has an unknown key whole_digits"),
     (
         dict(name="canvas", args={"digit_px": [20, 24], "whole_digits": 2}),
         "data.args.digit_px 20 24: of two whole digits the larger is 1.25 times as large or more",
     ),
     # How files are read.
-    (FOLDER | dict(bands=[]), "data.bands must be numbers from 1, got []"),
     (FOLDER | dict(bands=[0, 2]), "data.bands must be numbers from 1, got [0, 2]"),
     (FOLDER | dict(page=0), "data.page must be at least 1, got 0"),
-    (FOLDER | dict(max_pixels=0), "data.max_pixels must be at least 1, got 0"),
-    (FOLDER | dict(value_range=[3, 3]), "data.value_range must be two finite numbers, the lower o"),
     (FOLDER | dict(value_range=[0, math.inf]), "data.value_range must be two finite numbers, the "),
-    (FOLDER | dict(value_range=[1]), "data.value_range must be two finite numbers, the lower one"),
     (FOLDER | dict(range_found=True), "data.range_found is said of data.value_range, which is mis"),
     (FOLDER | dict(root="wds/x", bands=[1]), "timm's reader of wds/x gives the colours of the fir"),
     # Masks.
@@ -92,7 +76,6 @@ CASES = [
     (MASKED | dict(mask_colours=[[0, 0], [1, 1]]), "data.mask_colours wants red, green and blue o"),
     (MASKED | dict(mask_colours=[[0] * 3] * 2), "data.mask_colours has a colour twice; each class"),
     (MASKED | dict(mask_colours=THREE, mask_classes=["a", "b"]), "data.mask_classes names 2 class"),
-    (MASKED | dict(mask_ignored=[0, 0, 0]), "data.mask_ignored must be one value from 0 to 65535"),
     (MASKED | dict(mask_ignored=[-1]), "data.mask_ignored must be one value from 0 to 65535, got "),
     (MASKED | dict(mask_colours=THREE, mask_ignored=[255]), "data.mask_ignored must be red, green"),
     (MASKED | dict(mask_colours=THREE, mask_ignored=THREE[1]), "data.mask_ignored [200, 30, 30] i"),
@@ -100,26 +83,15 @@ CASES = [
 ]
 AUGMENTATIONS = [
     ("none", dict(crop_scale=[0.5, 1.1]), 3, "crop_scale " + PAIR.format("in (0, 1]", "0.5 1.1")),
-    ("none", dict(crop_scale=[0.0, 1.0]), 3, "crop_scale " + PAIR.format("in (0, 1]", "0.0 1.0")),
-    ("none", dict(crop_scale=[0.5]), 3, "crop_scale " + PAIR.format("in (0, 1]", "0.5")),
     ("none", dict(scale=[0.9, 0.5]), 3, "scale " + PAIR.format("above 0", "0.9 0.5")),
-    ("none", dict(crop_ratio=[-1.0, 1.0]), 3, "crop_ratio " + PAIR.format("above 0", "-1.0 1.0")),
-    ("none", dict(scale=[1.0, math.inf]), 3, "scale " + PAIR.format("above 0", "1.0 inf")),
     ("none", dict(blur_sigma=[math.nan, 1]), 3, "blur_sigma " + PAIR.format("above 0", "nan 1")),
     ("none", dict(turn=181.0), 3, "turn must be in [0, 180], got 181.0"),
-    ("none", dict(shift=-0.1), 3, "shift must be in [0, 1], got -0.1"),
     ("none", dict(noise=math.nan), 3, "noise must be in [0, 1], got nan"),
-    (
-        "light",
-        dict(crop_ratio=[0.5, 2]),
-        3,
-        "crop_ratio " + ALONE.format("crop", "light", "crop_scale"),
-    ),
     (
         "aerial",
         dict(blur_sigma=[1.0, 2]),
         3,
-        "blur_sigma " + ALONE.format("blur", "aerial", "blur"),
+        "blur_sigma acts on a blur alone, and augment aerial h",
     ),
     ("three", dict(blur=0.5), 3, "an image gets one of data.aug.grey, data.aug.solarise and data."),
     ("three", {}, 1, "images of one band are grey already, which augment three would make them; u"),

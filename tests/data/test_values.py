@@ -46,16 +46,14 @@ def png_with_bits(pixels, bits):
 def test_a_jpeg_2000_states_its_bits_and_is_decoded_smaller():
     imagecodecs = pytest.importorskip("imagecodecs")
     ramp = np.linspace(0, 4000, 64 * 96).reshape(64, 96).astype(np.uint16)
-    content = imagecodecs.jpeg2k_encode(
-        ramp, bitspersample=12, level=0, reversible=True, resolutions=5
-    )
+    options = dict(bitspersample=12, level=0, reversible=True, resolutions=5)
+    content = imagecodecs.jpeg2k_encode(ramp, **options)
     with open_image(io.BytesIO(content)) as reader:
         assert (reader.bits, reader.dtype) == (12, np.uint16)
         assert reader.read(Box(0, 0, 64, 96), 16, 24).shape == (16, 24, 1)
         np.testing.assert_array_equal(whole(reader)[..., 0], ramp)
-    np.testing.assert_allclose(
-        seen(io.BytesIO(content), channels=1)[..., 0], ramp / 4095, atol=1e-6
-    )
+    got = seen(io.BytesIO(content), channels=1)[..., 0]
+    np.testing.assert_allclose(got, ramp / 4095, atol=1e-6)
 
 
 def test_colours_of_16_bits_in_a_png_keep_all_their_bits(capfd):
@@ -80,13 +78,9 @@ def test_values_become_fractions_of_the_range_and_are_clipped_to_it():
 
 @pytest.mark.parametrize("dtype", ["float32", "uint16"])
 def test_values_without_a_range_are_one_line_with_the_smallest_and_the_largest(dtype):
-    pixels = pattern(1, np.uint16, 900).astype(dtype)
-    with pytest.raises(ValueError) as caught:
-        seen(tiff(pixels))
-    assert str(caught.value) == (
-        f"{dtype} values from 0 to 900, and nothing says which of them are black and white; give "
-        "--data.value_range LOW HIGH"
-    )
+    said = f"^{dtype} values from 0 to 900, and nothing says which .*; give --data.value_range LOW"
+    with pytest.raises(NotAsAsked, match=said):
+        seen(tiff(pattern(1, np.uint16, 900).astype(dtype)))
 
 
 def test_bands_are_picked_in_the_order_given():
@@ -102,12 +96,14 @@ def test_bands_that_do_not_exist_or_are_not_named_are_one_line():
         (1, (1, 2), "wanted band 2, the image has 1 band"),
         (2, None, "the image has 2 bands; name those to read, in their order, as in --data.bands"),
     ):
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises(NotAsAsked, match=f"^{line}[^\n]*$"):
             seen(tiff(pattern(bands)), bands=wanted)
-        assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
     # of four bands the first three are the colours, the fourth is transparency or infrared
     four = pattern(4)
     np.testing.assert_array_equal(seen(tiff(four)), four[..., :3])
+
+
+VIEW = Geometry("native", None).view(HEIGHT, WIDTH)
 
 
 class Listed:
@@ -134,37 +130,35 @@ def test_the_range_of_16_bits_is_found_once_by_the_largest_value_of_a_few_files(
         "--data.value_range LOW HIGH says otherwise"
     ]
     with open_image(source.open(0)) as reader:
-        got = read_image(reader, Geometry("native", None).view(HEIGHT, WIDTH), options)
+        got = read_image(reader, VIEW, options)
     np.testing.assert_allclose(got, pixels[0] / (2**bits - 1), atol=1e-6)
 
 
 def test_values_above_the_range_that_was_found_are_an_error_and_what_a_file_states_comes_first():
     options = settle(Listed(tiff(pattern(1, np.uint16, 4000))), [0], ReadOptions(1))[0]
-    view = Geometry("native", None).view(HEIGHT, WIDTH)
     with (
         open_image(tiff(pattern(1, np.uint16, 5000))) as reader,
         pytest.raises(ValueError, match="values up to 5,000, where those of the other images end"),
     ):
-        read_image(reader, view, options)
+        read_image(reader, VIEW, options)
     twelve = pattern(1, np.uint16, 16383)
     with open_image(tiff(twelve, extratags=[(281, 3, 1, 16383, True)])) as reader:
-        np.testing.assert_allclose(read_image(reader, view, options), twelve / 16383, atol=1e-6)
+        np.testing.assert_allclose(read_image(reader, VIEW, options), twelve / 16383, atol=1e-6)
 
 
 def test_the_range_that_was_found_for_integers_is_not_that_of_floats_nor_of_values_below_0():
     options = settle(Listed(tiff(pattern(1, np.uint16, 4000))), [0], ReadOptions(1))[0]
     assert options.value_range == (0, 4095)
-    view = Geometry("native", None).view(HEIGHT, WIDTH)
     below = pattern(1, np.uint8, 90).astype(np.int16) - 7
     for pixels, said in (
         (pattern(1, np.uint8, 3).astype(np.float32) / 4, "^float32 values from 0 to 0.75, and not"),
         (below, "^values from -7, where those of the other images begin at 0; give"),
     ):
         with open_image(tiff(pixels)) as reader, pytest.raises(NotAsAsked, match=said):
-            read_image(reader, view, options)
+            read_image(reader, VIEW, options)
         given = ReadOptions(1, value_range=(-7, 83))
         with open_image(tiff(pixels)) as reader:
-            found = read_image(reader, view, given)
+            found = read_image(reader, VIEW, given)
         np.testing.assert_allclose(found, (pixels.astype(np.float32) + 7) / 90, atol=1e-6)
 
 
