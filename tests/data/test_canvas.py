@@ -10,9 +10,7 @@ from visionattn.data.data_config import DataConfig
 from visionattn.data.embedded import (
     CanvasArgs,
     CanvasDataset,
-    Digits,
     digit_splits,
-    draw_canvas,
 )
 from visionattn.data.splits import SampleKey, build_splits
 
@@ -79,39 +77,6 @@ def test_the_splits_of_canvases_are_drawn_from_disjoint_digits():
     assert [len(part) for part in parts] == [11, 7, 7]
     digits = [{image.tobytes() for image in part.digits.images} for part in parts]
     assert not digits[0] & digits[1] and not digits[0] & digits[2] and not digits[1] & digits[2]
-
-
-@pytest.mark.parametrize("count", [0, 16])
-def test_a_number_of_distractors_holds_on_canvases_of_any_size(count):
-    task = CanvasArgs(distractors=count)
-    data = CanvasDataset(digit_splits(0.1, 5)["test"], "test", 40, 5, task=task)
-    for size in (128, 256):
-        found = {len(data.canvas(index, 0, size, size).distractors) for index in range(20)}
-        assert found == {count}
-    # On a small canvas the digit stays free, and fragments overlap or are left out.
-    for index in range(20):
-        canvas = data.canvas(index, 0, 48, 48)
-        assert len(canvas.distractors) <= count
-        assert all(overlap(canvas.digit, box) == 0 for box in canvas.distractors)
-
-
-def test_of_two_whole_digits_the_larger_counts():
-    """Digits of one grey level each: the brightness of a box tells which digit is in it."""
-    images = np.zeros((3, 8, 8), np.uint8)
-    images[:, 1:7, 1:7] = np.array([90, 90, 255])[:, None, None]
-    digits, task = Digits(images, np.array([4, 4, 9])), CanvasArgs(distractors=0, whole_digits=2)
-    seen = set()
-    for seed in range(60):
-        rng = np.random.default_rng(seed)
-        canvas = draw_canvas(digits, 2, 128, 128, rng, vary=False, task=task)
-        [second] = canvas.distractors
-        assert canvas.label == 9 and second.height == second.width
-        assert 16 <= second.height <= 0.8 * canvas.digit.height <= 32
-        assert overlap(second, canvas.digit) == 0
-        middle = canvas.image[second.top + second.height // 2, second.left + second.width // 2, 0]
-        assert middle < 56 + 38 + 0.7 * 90 + 10
-        seen.add(canvas.digit.height)
-    assert min(seen) < 24 and max(seen) > 36
 
 
 def test_canvases_are_those_that_were_drawn_before():

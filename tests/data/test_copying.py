@@ -7,7 +7,7 @@ import torch
 from visionattn.data.data_config import DataConfig
 from visionattn.data.drawn_images import CopyingDataset, draw_sequence
 from visionattn.data.geometry import Geometry
-from visionattn.data.splits import SampleKey, build_splits, eval_batches, train_batches
+from visionattn.data.splits import SampleKey, build_splits, train_batches
 
 TASK = {"name": "copy", "task": "generate", "workers": 0}
 
@@ -72,12 +72,3 @@ def test_batches_have_one_row_of_levels_and_the_mask_of_those_that_count():
             _, first, second, _ = words(values.numpy())
             assert first == second and int(counted.sum()) == len(second)
         assert (spec.prepare(batch.images) == batch.images).all()
-
-
-def test_sequences_are_evaluated_at_the_length_that_is_asked_for():
-    config = DataConfig(**TASK, args={"eval_images": 2})
-    test = build_splits(config, seed=1).test
-    (batch,) = eval_batches(test, config, batch_size=2, geometry=Geometry("crop", (1, 20)))
-    assert batch.images.shape == (2, 1, 1, 20)
-    with pytest.raises(ValueError, match="got 2 20"):
-        eval_batches(test, config, batch_size=2, geometry=Geometry("crop", (2, 20)))

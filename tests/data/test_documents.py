@@ -74,17 +74,6 @@ def test_the_symbols_are_what_the_names_of_the_classes_say():
     assert right >= 95
 
 
-def test_the_shape_of_a_page_depends_on_the_index_and_its_content_on_the_epoch_too():
-    data = DocumentsDataset("train", 50, seed=5)
-    shapes = data.shapes(128)
-    for index in (3, 17):
-        pages = [data.page(index, epoch, 128) for epoch in (0, 1)]
-        assert {page.image.shape[:2] for page in pages} == {tuple(shapes[index])}
-        assert not np.array_equal(pages[0].image, pages[1].image)
-    longer = DocumentsDataset("train", 90, seed=5).shapes(128)
-    assert len(longer) == 90 and len(np.unique(longer, axis=0)) > 50
-
-
 def test_splits_share_no_page_and_the_test_pages_are_those_of_every_seed():
     def pages(split, seed):
         data = DocumentsDataset(split, 8, seed)

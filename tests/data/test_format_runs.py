@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.geometry import square
-from tests.helpers.image_files import config_of, encoded, levels_and_labels
+from tests.helpers.image_files import config_of
 from tests.helpers.tools import assert_one_error, load_tool, read_csv
 from visionattn.data.geometry import Geometry
 from visionattn.data.splits import SampleKey, build_splits
@@ -78,24 +78,6 @@ def test_a_run_on_files_that_are_not_as_asked_ends_with_one_line_before_it_write
     assert load_tool("train")(flags) == 2
     assert_one_error(capsys, "and nothing says which of them are black and white; give --data.val")
     assert not (tmp_path / "runs").exists()
-
-
-def test_zarr_folders_are_images_in_several_processes(tmp_path):
-    zarr = pytest.importorskip("zarr")
-    levels = {}
-    for name in ("bird", "cat"):
-        (tmp_path / name).mkdir()
-        for index in range(3):
-            level = 40 * (len(levels) + 1)
-            levels[level] = name
-            pixels = np.full((20, 28, 3), level, np.uint8)
-            zarr.save_array(str(tmp_path / name / f"{index}.zarr"), pixels)
-        (tmp_path / name / "3.png").write_bytes(encoded(7))
-    config = config_of(tmp_path, val_fraction=0.25, workers=2)
-    splits = build_splits(config, 3)
-    seen = levels_and_labels(splits.train, config) + levels_and_labels(splits.validation, config)
-    expected = [(level, ["bird", "cat"].index(name)) for level, name in levels.items()]
-    assert sorted(seen) == sorted([*expected, (7, 0), (7, 1)])
 
 
 def test_a_range_that_was_found_is_read_by_all_tools_as_in_training(tmp_path):

@@ -331,22 +331,6 @@ def test_an_array_that_is_no_image_is_one_line(tmp_path):
             open_image(str(tmp_path / "a.npy"))
 
 
-def test_a_zarr_group_of_one_image_in_several_sizes_is_a_pyramid(tmp_path):
-    zarr = pytest.importorskip("zarr")
-    image = np.random.default_rng(1).integers(0, 256, (96, 160, 3), np.uint8)
-    levels = [image, halved(image)]
-    group = zarr.open_group(str(tmp_path / "a.zarr"), mode="w")
-    for number, level in enumerate(levels):
-        group.create_array(str(number), data=np.ascontiguousarray(level.transpose(2, 0, 1)[None]))
-    axes = [{"name": name} for name in "tcyx"]
-    paths = [{"path": "0"}, {"path": "1"}]
-    group.attrs["multiscales"] = [{"axes": axes, "datasets": paths}]
-    with open_image(str(tmp_path / "a.zarr")) as reader:
-        np.testing.assert_array_equal(whole(reader), levels[0])
-        part = reader.read(Box(32, 48, 64, 80), 30, 40)
-        np.testing.assert_array_equal(part, levels[1][16:48, 24:64])
-
-
 def test_a_georeferenced_raster_is_read_by_windows_and_overviews(tmp_path):
     rasterio = pytest.importorskip("rasterio")
     from rasterio.enums import Resampling

@@ -1,7 +1,6 @@
 """Bands of files and of maps through whole passes, and of a file of 16,384 px."""
 
 import zlib
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ import torch
 
 import visionattn  # noqa: F401  registers the models
 from tests.helpers.image_formats import tiff
-from visionattn.cli import files
 from visionattn.data.geometry import Geometry
 from visionattn.data.large import open_sink, open_source
 from visionattn.inference.image_listing import ListedFiles
@@ -125,12 +123,3 @@ def test_passes_open_what_can_be_opened(tmp_path, model):
     assert torch.equal(visionattn.forward_tiles(model, image, tile=32), tiled)
     with pytest.raises(ValueError, match="wanted a path, an array or a tensor, got int"):
         visionattn.forward_tiled(model, 3)
-
-
-def test_a_sink_without_room_ends_a_pass_before_it_reads_a_row(tmp_path, model, monkeypatch):
-    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
-    source = open_source(pixels_of())
-    monkeypatch.setattr(source, "read", lambda *given: pytest.fail("a row is read"))
-    with open_sink(tmp_path / "map.npy") as sink, pytest.raises(ValueError, match="needs up to"):
-        forward_tiled(model, source, sink, want="dense", prepare=source.prepare(spec_of()))
-    assert list(tmp_path.iterdir()) == []
