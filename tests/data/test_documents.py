@@ -108,6 +108,7 @@ def test_a_page_is_drawn_for_the_size_asked_and_seen_as_a_file_of_its_size_would
             height, width = page.image.shape[:2]
             np.testing.assert_array_equal(item.pixels[:height, :width], page.image)
             assert (item.pixels[height:] == item.pixels[height - 1]).all()
+            assert (item.pixels[:, width:] == item.pixels[:, width - 1 : width]).all()
 
 
 def test_batches_of_native_pages_have_one_size_each_and_as_many_patches_at_most_as_asked():

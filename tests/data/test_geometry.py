@@ -8,7 +8,6 @@ import torch
 from PIL import Image
 
 from tests.helpers.tools import load_tool
-from visionattn.data.batches import SampleKey
 from visionattn.data.data_checks import resolved
 from visionattn.data.data_config import DataConfig
 from visionattn.data.geometry import Geometry
@@ -179,18 +178,6 @@ def test_padding_is_empty_and_told(tmp_path):
     for image, (height, width) in zip(batch.images, batch.sizes.tolist(), strict=True):
         assert (image[:, :height, :width] > 0).all()
         assert not image[:, height:].any() and not image[:, :, width:].any()
-
-
-def test_native_repeats_the_last_row_and_column_up_to_whole_patches(tmp_path):
-    pixels = np.random.default_rng(0).integers(0, 256, (37, 50, 3)).astype(np.uint8)
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        for number in range(3):
-            Image.fromarray(pixels).save(tmp_path / name / f"{number}.png")
-    dataset = build_splits(folder(tmp_path), 3).validation
-    image, _, present = dataset[SampleKey(0, 0, Geometry("native", None, None, PATCH))]
-    assert image.shape == (48, 64, 3) and present == (48, 64)
-    assert (image == np.pad(pixels, ((0, 11), (0, 14), (0, 0)), mode="edge")).all()
 
 
 @pytest.mark.parametrize(

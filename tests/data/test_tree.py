@@ -212,7 +212,6 @@ def below(folder):
 
 
 def test_links_are_followed_and_each_real_folder_counts_once(pictures, tmp_path):
-    assert below(pictures) == FOUND
     (pictures / "a" / "up").symlink_to(pictures)
     (pictures / "a" / "self").symlink_to(".")
     (pictures / "0 first").symlink_to(pictures / "b")
