@@ -221,9 +221,7 @@ CASES = {
     "mask file": lambda f: masked(f, "file"),
     "alpha": lambda f: masked(f, "alpha"),
     "VRT, nodata of its own": lambda f: bands_of_vrt(f, ["uint16"] * 3, (65535, 60000, 50000)),
-    "VRT, several types": lambda f: bands_of_vrt(
-        f, ["int16", "uint16", "float32"], (-1, None, np.nan)
-    ),
+    "VRT, types": lambda f: bands_of_vrt(f, ["int16", "uint16", "float32"], (-1, None, np.nan)),
     "white zeros, 16 bits": lambda f: white_zeros(f, "uint16", False, extratags=GEO),
     "white zeros, float": lambda f: white_zeros(f, "float32", False, bigtiff=True),
     "white zeros, VRT": lambda f: white_zeros(f, "uint8", True),
