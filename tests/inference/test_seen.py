@@ -256,43 +256,15 @@ def test_a_picture_of_pillow_is_turned_as_its_file_would_be(tmp_path):
         assert as_held(picture).size == (4, 6)
 
 
-def five_bands(dtype, height=24):
-    """Write ``five.tif`` with five bands of random values below 4096; return its levels."""
-    levels = np.random.default_rng(0).integers(0, 4096, (height, 16, 5)).astype(dtype)
-    tifffile.imwrite("five.tif", levels, photometric="minisblack", planarconfig="contig")
-    return levels
-
-
-TWO_BANDS = {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2, "img_size": 16}
-
-
-def test_bands_and_range_are_flags_too(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    spec = DataSpec(2, 2, (), (0.5,) * 2, (0.2,) * 2, None, 16, bands=(1, 2))
-    write_weights(tmp_path / "best.safetensors", spec, args=TWO_BANDS)
-    five_bands(np.float32)
-    given = flags("--images", "five.tif", "--overwrite", output="o.csv")
-    found = []
-    for bands in (["1", "2"], ["5", "4"]):
-        assert predict([*given, "--value_range", "0", "4095", "--bands", *bands]) == 0
-        found.append(read_csv("o.csv")[0]["probability_1"])
-    assert found[0] != found[1]
-    capsys.readouterr()
-    for more, said in (
-        ([], "give --value_range LOW HIGH"),
-        (["--bands", "1", "2", "3"], "bands names 3, and the model takes 2 channels"),
-    ):
-        assert predict([*given, *more]) == 2
-        assert_one_error(capsys, said)
-
-
 def test_arrays_of_bands_and_of_other_values_are_seen_as_their_files_are(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    model = timm.create_model("scaleformer_vit_t", num_classes=2, in_chans=2, **TWO_BANDS)
+    args = {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2, "img_size": 16}
+    model = timm.create_model("scaleformer_vit_t", num_classes=2, in_chans=2, **args)
     model.data_spec = DataSpec(
         2, 2, (), (0.5,) * 2, (0.2,) * 2, None, 16, bands=(5, 1), value_range=(0.0, 4095.0)
     )
-    levels = five_bands(np.uint16)
+    levels = np.random.default_rng(0).integers(0, 4096, (24, 16, 5)).astype(np.uint16)
+    tifffile.imwrite("five.tif", levels, photometric="minisblack", planarconfig="contig")
     wanted = visionattn.predict(model, "five.tif").probabilities
     for held in (levels, torch.from_numpy(levels.astype(np.int32)).permute(2, 0, 1)):
         found = visionattn.predict(model, [held]).probabilities
