@@ -9,7 +9,7 @@ import torch
 
 import visionattn
 from visionattn.inference import value_sampling
-from visionattn.inference.value_sampling import choose, uniform
+from visionattn.inference.value_sampling import choose
 from visionattn.models.pixel_decoder import PixelDecoder
 from visionattn.models.weights import DataSpec
 
@@ -128,44 +128,11 @@ def test_temperature_0_takes_the_most_probable_level_whatever_the_seed():
         assert torch.equal(found.images, one.images)
 
 
-def chi_square(counts, odds):
-    """Of counts against probabilities, in standard deviations above its mean."""
-    expected = counts.sum() * odds
-    found = ((counts - expected) ** 2 / expected).sum()
-    return (found - (len(odds) - 1)) / math.sqrt(2 * (len(odds) - 1))
-
-
-def test_values_are_as_frequent_as_they_are_probable():
-    temperature = 1.6
-    # The first value of each image, of which all have the same probabilities.
-    model = make(spread=0.2)
-    found = visionattn.generate(
-        model, 30_000, img_size=1, temperature=temperature, batch_size=10_000, seed=8
-    )
-    counts = np.bincount(found.images.flatten().numpy(), minlength=256)
-    with torch.no_grad():
-        logits = model.logits(found.images[:1]).flatten()
-    odds = (logits / temperature).softmax(0).numpy()
-    assert chi_square(counts, odds) < 4
-    # Of another temperature the same counts are far off.
-    wrong = (logits / (1.5 * temperature)).softmax(0).numpy()
-    assert chi_square(counts, wrong) > 20
-
-
 def test_levels_without_probability_are_never_chosen():
     logits = torch.tensor([[-math.inf, 0.0, -math.inf, 0.0, -math.inf]], dtype=torch.float64)
     numbers = torch.tensor([0.0, 0.25, 0.5 - 2**-53, 0.5, 1 - 2**-53], dtype=torch.float64)
     found = choose(logits.expand(5, -1), 1.0, numbers)
     assert found.tolist() == [1, 1, 1, 3, 3]
-
-
-def test_numbers_are_the_same_wherever_one_begins():
-    whole = uniform(7, 2, 1, 0, 50)
-    assert np.array_equal(whole, numbers_of(7, 2, 1, 50))
-    for start in (0, 4, 16):
-        assert np.array_equal(uniform(7, 2, 1, start, 13), whole[start : start + 13])
-    largest = uniform(2**63 - 1, 2**20, 5, 0, 9)
-    assert np.array_equal(largest, numbers_of(2**63 - 1, 2**20, 5, 9))
 
 
 def prompts_of(model, count=3, seed=2):
