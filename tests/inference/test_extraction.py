@@ -10,7 +10,6 @@ import torch
 from filelock import FileLock
 
 import visionattn.inference.extraction as features
-import visionattn.inference.shards as shards
 from tests.helpers import inference_files
 from tests.helpers.inference_files import (
     direct,
@@ -110,20 +109,22 @@ def test_no_features_at_all_are_an_exit_code_with_the_first_reason(case, capsys,
     assert f"{said}cannot identify" in capsys.readouterr().err
 
 
-def test_no_more_features_than_those_of_a_file_and_a_batch_are_in_memory(tmp_path, monkeypatch):
+def test_no_more_than_the_features_of_a_file_and_batches_are_in_memory(tmp_path, monkeypatch):
     write_weights(tmp_path / "best.safetensors")
     write_folder(tmp_path / "images", [(16, 16)] * 25)
     monkeypatch.chdir(tmp_path)
-    real, alive = Progress.advance, []
+    real, features, images = Progress.advance, [], []
 
-    def counted(progress, images, failed):
-        things = (each for each in gc.get_objects() if type(each) is torch.Tensor)
-        alive.append(sum(each.shape == (24,) for each in things))
-        real(progress, images, failed)
+    def counted(progress, count, failed):
+        shapes = [each.shape for each in gc.get_objects() if type(each) is torch.Tensor]
+        features.append(shapes.count((24,)))
+        images.append(shapes.count((3, 16, 16)))
+        real(progress, count, failed)
 
     monkeypatch.setattr(Progress, "advance", counted)
     assert extract(flags("--shard_images", "6", "--batch_size", "4")) == 0
-    assert 4 <= max(alive) - min(alive) <= 6 + 4 + 4
+    assert 4 <= max(features) - min(features) <= 6 + 4 + 4
+    assert max(images) <= 4 + 4, images
 
 
 def test_files_are_bounded_in_bytes_too(case, monkeypatch):
@@ -139,21 +140,6 @@ def test_files_are_bounded_in_bytes_too(case, monkeypatch):
         if held >= 11:
             held, number = 0, number + 1
     assert [row["shard"] for row in read_index(folder / "out")] == wanted
-
-
-@pytest.mark.parametrize("more", [[], ["--dense"]])
-def test_the_head_of_a_file_is_bounded_too(case, monkeypatch, more):
-    folder, _ = case
-    monkeypatch.setattr(shards, "HEAD_BYTES", 2000)
-    assert extract(flags("--batch_size", "1", *more)) == 0
-    assert [row["path"] for row in read_index(folder / "out")] == [
-        f"images/{i}.png" for i in range(7)
-    ]
-    # The first 8 bytes of a safetensors file are the length of its head.
-    files = sorted((folder / "out").glob("features-*"))
-    lengths = [int.from_bytes(file.read_bytes()[:8], "little") for file in files]
-    # The rows, then what the features are.
-    assert len(lengths) > 1 and max(lengths) < 2000 + 2000
 
 
 def test_a_second_extraction_into_a_folder_is_one_line_until_the_first_has_ended(case, capsys):
@@ -224,6 +210,7 @@ def test_other_features_are_not_mixed_nor_overwritten_unless_that_is_said(case, 
     for more, part in (
         (["--checkpoint", "other.safetensors"], "weights "),
         (["--img_size", "24"], "img_size native there, 24 x 24 px here"),
+        (["--tiles", "24", "--overlap", "8"], "tiles null there, 24 here"),
         (["--dense", "--dtype", "float16"], "kind pooled there, dense here"),
         (["--amp", "bf16"], "amp none there, bf16 here"),
         (["--images", "images/0.png", "images/1.png"], "images 7 there, 2 here"),
