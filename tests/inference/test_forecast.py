@@ -52,9 +52,9 @@ def told(opened, images, batch_size=4, **options):
     return outlook(Banding(opened, images, pooled), batch_size, **options)
 
 
-def bytes_of(opened, images, size, **options):
-    asked = {"amp": "none", "workers": 0, "held_bytes": 0} | options
-    return memory_of(opened, pooled, **asked).bytes_of((images, *size))
+def bytes_of(opened, images, size):
+    memory = memory_of(opened, pooled, amp="none", workers=0, held_bytes=0)
+    return memory.bytes_of((images, *size))
 
 
 def test_a_line_says_sizes_patches_memory_and_seconds(tmp_path):

@@ -70,26 +70,17 @@ def by_hand(image: np.ndarray, content: tuple[int, int], fit: str) -> np.ndarray
     ]
 
 
-class Watch:
-    """Keeps what reaches the patch embedding of models, an array ``[H, W, C]`` per image."""
-
-    def __init__(self):
-        self.pixels = []
-
-    def __call__(self, module, given):
-        if isinstance(module, PatchEmbed):
-            self.pixels += [image.numpy().transpose(1, 2, 0) for image in given[0]]
-
-    def take(self) -> list[np.ndarray]:
-        taken, self.pixels = self.pixels, []
-        return taken
-
-
 @pytest.fixture
-def watch():
-    watched = Watch()
-    handle = register_module_forward_pre_hook(watched)
-    yield watched
+def take():
+    """Takes what has reached the patch embedding of models, an array ``[H, W, C]`` per image."""
+    pixels = []
+
+    def keep(module, given):
+        if isinstance(module, PatchEmbed):
+            pixels.extend(image.numpy().transpose(1, 2, 0) for image in given[0])
+
+    handle = register_module_forward_pre_hook(keep)
+    yield lambda: [pixels.pop(0) for _ in range(len(pixels))]
     handle.remove()
 
 
@@ -120,6 +111,10 @@ SOURCES = {
 """Flags that say how images are seen; none where the checkpoint says it."""
 
 
+def in_order(image: np.ndarray):
+    return image.shape, image.tobytes()
+
+
 def assert_same(got: list[np.ndarray], wanted: list[np.ndarray]) -> None:
     assert [image.shape for image in got] == [image.shape for image in wanted]
     for image, other in zip(got, wanted, strict=True):
@@ -127,38 +122,38 @@ def assert_same(got: list[np.ndarray], wanted: list[np.ndarray]) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_all_tools_see_images_as_the_checkpoint_or_flags_say(images, tmp_path, watch, case):
+def test_all_tools_see_images_as_the_checkpoint_or_flags_say(images, tmp_path, take, case):
     (seen, contents), more = CASES[case], SOURCES[case]
     path = checkpoint(tmp_path, **({} if more else seen))
     options = {} if not more else {"img_size": "native"} if case == "native" else seen
     wanted = [by_hand(i, c, seen["fit"]) for i, c in zip(images, contents, strict=True)]
 
     assert predict(flags("--batch_size", "3", *(more or []), output="out.csv")) == 0
-    assert_same(watch.take(), wanted)
+    assert_same(take(), wanted)
     for row, shape, image in zip(read_csv("out.csv"), SHAPES, wanted, strict=True):
         assert (row["status"], int(row["height"]), int(row["width"])) == ("ok", *shape)
         assert (int(row["input_height"]), int(row["input_width"])) == image.shape[:2]
     assert extract(flags(*(more or []))) == 0
-    assert_same(watch.take(), wanted)
+    assert_same(take(), wanted)
 
     classes = visionattn.predict(path, "images", top_k=1, device="cpu", **options).classes
-    assert_same(watch.take(), wanted)
+    assert_same(take(), wanted)
     assert [row["class_1"] for row in read_csv("out.csv")] == [first for (first,) in classes]
     features = visionattn.extract_features(path, images, batch_size=2, device="cpu", **options)
-    assert_same(watch.take(), wanted)
+    assert_same(take(), wanted)
     for row, feature in zip(read_index(tmp_path / "out"), features.numpy(), strict=True):
         assert np.abs(feature_of(tmp_path / "out", row) - feature).max() < 1e-5
 
 
 @pytest.mark.parametrize("case", ["at most so many patches", "pad", "stretch"])
-def test_images_are_seen_as_in_validation(images, tmp_path, watch, case):
+def test_images_are_seen_as_in_validation(images, tmp_path, take, case):
     seen, _ = CASES[case]
     path = checkpoint(tmp_path, **seen)
     visionattn.predict(path, "images", device="cpu")
-    wanted = sorted(watch.take(), key=lambda image: (image.shape, image.tobytes()))
+    wanted = sorted(take(), key=in_order)
     command = ["--checkpoint", path, "--data.name", "folder", "--data.root", "tree", "--split=val"]
     assert load_tool("validate")([*command, "--data.workers", "0", "--device", "cpu"]) == 0
-    assert_same(sorted(watch.take(), key=lambda image: (image.shape, image.tobytes())), wanted)
+    assert_same(sorted(take(), key=in_order), wanted)
 
 
 def test_what_images_do_not_fill_takes_no_part_in_features(images, tmp_path):
