@@ -141,9 +141,7 @@ def test_the_same_twice_and_a_folder_is_replaced_when_asked(folder):
 BAD = {
     "no image": ([FILE, "torn.png"], "torn.png: "),
     "no head": (["headless.safetensors", "a.png"], "has no classes, so there is nothing"),
-    "of timm": (["timm.safetensors", "a.png"], "is no model of visionattn"),
     "block": ([FILE, "a.png", "--blocks", "2"], "no block 2; the 2 blocks are 0 to 1"),
-    "features block": ([FILE, "a.png", "--features-block", "7"], "there is no block 7"),
     "head": ([FILE, "a.png", "--head", "3"], "no head 3; the 3 heads are 0 to 2"),
     "query of the second": (
         [FILE, "a.png", "b.png", "--queries", "30,3", *NATIVE],
@@ -175,9 +173,6 @@ def refused(files, tmp_path_factory):
     model = timm.create_model("scaleformer_vit_t", num_classes=0, **MAX)
     spec = replace(COLOUR, num_classes=0, class_names=())
     save_model(folder / "headless.safetensors", model, "scaleformer_vit_t", MAX, spec)
-    args = dict(img_size=16, patch_size=8, embed_dim=24, depth=1, num_heads=3)
-    model = timm.create_model("vit_tiny_patch16_224", num_classes=4, **args)
-    save_model(folder / "timm.safetensors", model, "vit_tiny_patch16_224", args, COLOUR)
     args = {key: value for key, value in MAX.items() if key != "horizon"} | dict(relative="none")
     write_weights(folder / "plain.safetensors", args=args)
     return folder, written(folder)

@@ -101,7 +101,7 @@ class Seen:
         return picture[down][:, right]
 
     def even(self, picture):
-        """Whether each pixel of the model's input is of one colour throughout, to its edges."""
+        """Whether each pixel of the model's input is of one colour, to its edges."""
         case = self.case.drawn
         side = case.each * case.times
         top, left = (first * case.times for first in case.first)
