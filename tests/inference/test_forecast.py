@@ -17,7 +17,7 @@ from visionattn.inference.image_reading import ReadImages
 from visionattn.inference.inference_options import InferenceOptions
 from visionattn.inference.model_opening import open_model
 from visionattn.models import cost
-from visionattn.models.cost import SHARE, WORKER_BYTES, Passes
+from visionattn.models.cost import SHARE, Passes
 from visionattn.models.patches import pooled
 
 MODEL = {"embed_dim": 16, "depth": 1, "num_heads": 2, "relative": "none"}
@@ -25,9 +25,7 @@ MODEL = {"embed_dim": 16, "depth": 1, "num_heads": 2, "relative": "none"}
 
 @pytest.fixture
 def alone(monkeypatch):
-    """What a process takes beside its tensors, which is far more than small models, is nothing, and
-    no image is too small for a word.
-    """
+    """A process takes nothing next to its tensors, and no image is too small for a word."""
     monkeypatch.setattr(cost, "taken_bytes", lambda device: 0)
     monkeypatch.setattr(cost, "LIBRARIES_BYTES", 0)
     monkeypatch.setattr(forecast, "FEW_PIXELS", 0)
@@ -54,13 +52,9 @@ def told(opened, images, batch_size=4, **options):
     return outlook(Banding(opened, images, pooled), batch_size, **options)
 
 
-def batch_of(opened, images, asked):
-    return told(opened, images, asked, trial=False).batch_size
-
-
-def bytes_of(opened, images, size, **options):
-    asked = {"amp": "none", "workers": 0, "held_bytes": 0} | options
-    return memory_of(opened, pooled, **asked).bytes_of((images, *size))
+def bytes_of(opened, images, size):
+    memory = memory_of(opened, pooled, amp="none", workers=0, held_bytes=0)
+    return memory.bytes_of((images, *size))
 
 
 def test_a_line_says_sizes_patches_memory_and_seconds(tmp_path):
@@ -80,28 +74,20 @@ def test_what_is_done_at_once_has_no_line_and_no_trial(tmp_path, monkeypatch):
 
 
 def test_seconds_are_those_of_computing_all_images_that_are_left(tmp_path, monkeypatch, alone):
-    """A pixel takes a millisecond."""
     sizes = [(32, 32), (48, 64), (16, 32), (16, 16)]
     opened, images = given(tmp_path, sizes, img_size="native")
     tried = []
 
     def forward_seconds(passes, shape, patch_px, clock):
         tried.append(shape)
-        return math.prod(shape[1:]) / 1000
+        return math.prod(shape[1:]) / 1000  # a millisecond per pixel
 
     monkeypatch.setattr(Passes, "forward_seconds", forward_seconds)
-
-    def seconds(**options):
-        line = told(opened, images, **options).lines[0]
-        return re.search(r"[\d.]+ s per image, (.*) in all$", line)[0]
-
-    pixels = [math.prod(size) for size in sizes]
-    computing = sum(pixels) / 1000
-    assert seconds() == f"{computing / 4:.1f} s per image, {computing:.1f} s in all"
-    assert tried.pop() == (4, 48, 64)
-    left = sum(pixels[1:]) / 1000
-    assert seconds(start=1) == f"{left / 3:.1f} s per image, {left:.1f} s in all"
-    assert tried.pop() == (3, 48, 64)
+    for start in (0, 1):
+        left, count = sum(map(math.prod, sizes[start:])) / 1000, 4 - start
+        line = told(opened, images, start=start).lines[0]
+        assert line.endswith(f" {left / count:.1f} s per image, {left:.1f} s in all")
+        assert tried.pop() == (count, 48, 64)
     monkeypatch.setattr(Passes, "forward_seconds", lambda *given: None)
     assert told(opened, images).lines[0].endswith(" there")
 
@@ -116,77 +102,40 @@ def test_a_batch_that_does_not_fit_is_refused_with_the_one_that_does(tmp_path, a
     assert told(opened, images, batch_size=fit).batch_size == fit
 
 
-def test_auto_takes_the_most_that_fit_and_no_more_than_there_are(tmp_path, alone, there):
-    opened, images = given(tmp_path, [(8, 8)] * 12, img_size=64)
-    there(int(bytes_of(opened, 7, (64, 64)) / SHARE) + 1)
+def test_auto_takes_the_most_of_the_largest_images_that_fit(tmp_path, alone, there):
+    opened, images = given(tmp_path, [(32, 32), (64, 96), (48, 32)] * 4, fit="native")
+    there(int(bytes_of(opened, 7, (64, 96)) / SHARE) + 1)
     found = told(opened, images, batch_size="auto")
     assert found.batch_size == 4  # of 7, a power of two
-    assert found.lines[0] == "batch_size auto: 4 images fit, of 64 x 64 pixels"
-    assert batch_of(opened, images, "auto") == 4
-    assert batch_of(opened, images, 3) == 3
+    assert found.lines[0] == "batch_size auto: 4 images fit, of 64 x 96 pixels"
+    assert told(opened, images, "auto", trial=False).batch_size == 4
+    assert told(opened, images, 3, trial=False).batch_size == 3
     there(1 << 50)
-    assert told(opened, images, batch_size="auto").batch_size == 8
+    assert told(opened, images, batch_size="auto").batch_size == 8  # of 12 images
     there(None)
     with pytest.raises(ValueError, match="name a number"):
         told(opened, images, batch_size="auto")
 
 
-def test_auto_counts_with_the_largest_of_images_of_their_own_sizes(tmp_path, alone, there):
-    opened, images = given(tmp_path, [(32, 32), (64, 96), (48, 32)] * 4, fit="native")
-    there(int(bytes_of(opened, 5, (64, 96)) / SHARE) + 1)
-    found = told(opened, images, batch_size="auto")
-    assert found.batch_size == 4
-    assert found.lines[0] == "batch_size auto: 4 images fit, of 64 x 96 pixels"
-
-
-def test_where_one_image_does_not_fit_the_patches_that_do_are_named(tmp_path, alone, there):
-    opened, images = given(tmp_path, [(128, 256)], img_size="native")
-    there(int(bytes_of(opened, 1, (128, 256)) / 2))
-    with pytest.raises(DoesNotFit) as refused:
-        told(opened, images, batch_size=1)
-    patches = int(re.search(r"--max-patches (\d+) would fit", str(refused.value))[1])
-    opened, images = given(tmp_path / "limited", [(128, 256)], fit="native", max_patches=patches)
-    assert told(opened, images, batch_size=1).batch_size == 1
-    assert patches > 15
-
-
-def test_beside_a_forward_are_readers_images_that_wait_and_what_is_to_be_written(tmp_path, alone):
-    opened, _ = given(tmp_path, [(8, 8)], img_size=64)
-    plain, image = bytes_of(opened, 5, (64, 64)), 3 * 64 * 64
-    assert bytes_of(opened, 5, (64, 64), held_bytes=77) == plain + 77
-    assert bytes_of(opened, 5, (64, 64), workers=2) == plain + 2 * WORKER_BYTES
-    forward = memory_of(opened, pooled, amp="none", workers=0, held_bytes=0)
-    assert plain == forward.passes.forward_bytes((5, 64, 64)) + (2 * 5 + 5) * image
-    own, _ = given(tmp_path / "own", [(8, 8)], img_size="native")
-    alike = memory_of(own, pooled, amp="none", workers=3, held_bytes=0)
-    beside = 3 * WORKER_BYTES + (3 + 5) * image
-    assert alike.bytes_of((5, 64, 64)) == alike.passes.forward_bytes((5, 64, 64)) + beside
-
-
-def test_a_model_that_is_told_what_images_fill_is_counted_so(tmp_path, monkeypatch):
-    opened, _ = given(tmp_path, [(8, 8)], img_size=64, fit="pad")
-    memory = memory_of(opened, pooled, amp="none", workers=0, held_bytes=0)
-    assert memory.passes.leaves_out
-    stretched = replace(opened, geometry=replace(opened.geometry, fit="stretch"))
-    other = memory_of(stretched, pooled, amp="none", workers=0, held_bytes=0)
-    assert not other.passes.leaves_out
+def test_a_model_that_is_told_what_images_fill_is_counted_so(tmp_path):
+    padded, _ = given(tmp_path, [(8, 8)], img_size=64, fit="pad")
+    stretched = replace(padded, geometry=replace(padded.geometry, fit="stretch"))
+    for opened, leaves_out in ((padded, True), (stretched, False)):
+        memory = memory_of(opened, pooled, amp="none", workers=0, held_bytes=0)
+        assert memory.passes.leaves_out == leaves_out
 
 
 def test_sizes_of_a_few_files_tell_those_of_many_and_damaged_ones_nothing(tmp_path, monkeypatch):
     opened, images = given(tmp_path, [(16 * n, 32) for n in range(1, 10)], fit="native")
     (tmp_path / "images" / "002.png").write_bytes(b"damaged")
-    assert sizes_seen(opened, images, 0, lambda: 0.0)[:, 0].tolist() == [
-        16 * n for n in (1, 2, 4, 5, 6, 7, 8, 9)
-    ]
-    monkeypatch.setattr(forecast, "HEADS", 3)
-    assert sizes_seen(opened, images, 1, lambda: 0.0)[:, 0].tolist() == [32, 80, 128]
+    rows = sizes_seen(opened, images, 0, lambda: 0.0)[:, 0]
+    assert rows.tolist() == [16 * n for n in (1, 2, 4, 5, 6, 7, 8, 9)]
     ticks = iter(range(100))
-    monkeypatch.setattr(forecast, "HEADS", 99)
     late = sizes_seen(opened, images, 0, lambda: 2.0 * next(ticks))
     assert late[:, 0].tolist() == [16, 32, 64]
+    monkeypatch.setattr(forecast, "HEADS", 3)
+    assert sizes_seen(opened, images, 1, lambda: 0.0)[:, 0].tolist() == [32, 80, 128]
     for path in (tmp_path / "images").iterdir():
         path.write_bytes(b"damaged")
-    assert not len(sizes_seen(opened, images, 0, lambda: 0.0))
     assert told(opened, images) == forecast.Outlook(4)
     assert told(opened, images, batch_size="auto") == forecast.Outlook(1)
-    assert batch_of(opened, images, "auto") == 1

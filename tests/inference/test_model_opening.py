@@ -42,13 +42,10 @@ def test_weights_of_ours_bring_model_classes_and_size(tmp_path):
 
 
 def test_a_name_alone_gives_random_weights_that_the_seed_decides_and_says_so():
-    torch.manual_seed(1)
     state = torch.get_rng_state()
     first, again, other = (opened(model=MODEL, args=ARGS, seed=seed) for seed in (7, 7, 8))
-    assert first.notes == (
-        f"{MODEL} with random weights (seed 7): no --checkpoint is given; images are seen crop: "
-        "the centres of images, cut to 224 x 224 px",
-    )
+    said = f"{MODEL} with random weights (seed 7): no --checkpoint is given; images are seen crop"
+    assert first.notes[0].startswith(said)
     assert first.identity() == again.identity() != other.identity()
     assert first.identity() != opened(model=MODEL, args=ARGS, seed=7, img_size=32).identity()
     assert torch.equal(torch.get_rng_state(), state)
@@ -57,23 +54,15 @@ def test_a_name_alone_gives_random_weights_that_the_seed_decides_and_says_so():
 
 
 def test_a_seed_is_for_weights_that_a_file_does_not_give(tmp_path):
-    ours = str(write_weights(tmp_path / "best.safetensors"))
-    model = timm.create_model(SOFTMAX, **SOFTMAX_ARGS)
-    torch.save(model.state_dict(), tmp_path / "whole.pt")
-    torch.save(
-        {k: v for k, v in model.state_dict().items() if not k.startswith("head")},
-        tmp_path / "part.pt",
-    )
+    state = timm.create_model(SOFTMAX, **SOFTMAX_ARGS).state_dict()
+    torch.save(state, tmp_path / "whole.pt")
+    body = {name: value for name, value in state.items() if not name.startswith("head")}
+    torch.save(body, tmp_path / "part.pt")
     of_timm = {"model": SOFTMAX, "args": SOFTMAX_ARGS}
-    for full in ({"checkpoint": ours}, {"checkpoint": str(tmp_path / "whole.pt")} | of_timm):
-        with pytest.raises(
-            ValueError, match="seed 3 does nothing: .* gives all weights; leave it out"
-        ):
-            opened(seed=3, **full)
-    heads = [
-        opened(seed=seed, checkpoint=str(tmp_path / "part.pt"), **of_timm).model.head.weight
-        for seed in (3, 4)
-    ]
+    with pytest.raises(ValueError, match="seed 3 does nothing: .* gives all weights; leave it"):
+        opened(seed=3, checkpoint=str(tmp_path / "whole.pt"), **of_timm)
+    part = of_timm | {"checkpoint": str(tmp_path / "part.pt")}
+    heads = [opened(seed=seed, **part).model.head.weight for seed in (3, 4)]
     assert not torch.equal(*heads)
 
 
@@ -112,14 +101,10 @@ def test_a_model_built_for_one_size_takes_others(tmp_path):
         with torch.no_grad():
             assert torch.allclose(found.model(x), reference(x), atol=1e-5), shape
     windows = {"depths": [1, 1], "num_heads": [1, 2], "embed_dim": 24}
-    for name, args in (
-        ("swin_tiny_patch4_window7_224", windows),
-        ("resnet18", {}),
-        ("xcit_nano_12_p16_224", {}),
-    ):
-        found = opened(model=name, args=args, img_size="native")
-        assert found.model(torch.zeros(1, 3, 32, 48)).shape == (1, 1000), name
-    assert opened(model="xcit_nano_12_p16_224", img_size=32).geometry.patch_px == (16, 16)
+    found = opened(model="swin_tiny_patch4_window7_224", args=windows, img_size="native")
+    assert found.model(torch.zeros(1, 3, 32, 48)).shape == (1, 1000)
+    found = opened(model="xcit_nano_12_p16_224", img_size=32)
+    assert found.geometry.patch_px == (16, 16)
 
 
 def test_one_hot_models_are_told_by_their_channels():
@@ -128,6 +113,7 @@ def test_one_hot_models_are_told_by_their_channels():
     assert found.geometry.patch_px == (1, 1)
 
 
+OURS = {"checkpoint": "best.safetensors"}
 BAD = [
     ({}, "name what to run: --checkpoint"),
     ({"model": "scaleformer_vit_q"}, "the nearest is"),
@@ -138,32 +124,12 @@ BAD = [
     ({"checkpoint": "cut.safetensors"}, "cut off or garbled"),
     ({"checkpoint": "plain.safetensors"}, "name the model with --model"),
     ({"checkpoint": "plain.safetensors", "model": MODEL}, "nothing of plain.safetensors fits"),
-    ({"checkpoint": "pickle.pt"}, "name the model with --model"),
     ({"checkpoint": "garbled.pt", "model": MODEL}, "garbled.pt"),
-    (
-        {"checkpoint": "best.safetensors", "model": MODEL},
-        f"knows its model, {MODEL}: leave --model out",
-    ),
-    (
-        {"checkpoint": "best.safetensors", "args": {"depth": 1}},
-        "args belong to model, which is missing",
-    ),
-    (
-        {"checkpoint": "best.safetensors", "img_size": 20},
-        "20 x 20 pixels is not a whole number of 8-pixel patches; the ",
-    ),
-    (
-        {"checkpoint": "best.safetensors", "fit": "crop", "img_size": "native"},
-        "img_size native is each image at its own size, which fit crop contradicts; name a size",
-    ),
-    ({"checkpoint": "best.safetensors", "batch_size": "most"}, "batch_size must be at least 1"),
-    ({"checkpoint": "best.safetensors", "workers": -1}, "workers must be at least 0, got -1"),
-    ({"checkpoint": "best.safetensors", "workers": 10**6}, "workers must be at most "),
-    ({"checkpoint": "best.safetensors", "device": "cuda:99"}, "cannot be used here"),
-    (
-        {"model": SOFTMAX, "img_size": 40},
-        "40 x 40 pixels is not a whole number of 16-pixel patches; the nearest that fit",
-    ),
+    (OURS | {"model": MODEL}, f"knows its model, {MODEL}: leave --model out"),
+    (OURS | {"args": {"depth": 1}}, "args belong to model, which is missing"),
+    (OURS | {"batch_size": "most"}, "batch_size must be at least 1"),
+    (OURS | {"workers": 10**6}, "workers must be at most "),
+    (OURS | {"device": "cuda:99"}, "cannot be used here"),
     (
         {"model": "cait_xxs24_224", "args": {"depth": 1}, "img_size": "native"},
         "takes images of 224 x 224 pixels alone",
@@ -178,7 +144,6 @@ def test_what_cannot_be_opened_is_refused_in_one_line(tmp_path, monkeypatch, opt
     (tmp_path / "cut.safetensors").write_bytes(whole[:2000])
     (tmp_path / "garbled.pt").write_bytes(b"\x80nothing")
     save_file({"conv.weight": torch.zeros(3, 3)}, tmp_path / "plain.safetensors")
-    torch.save({"conv.weight": torch.zeros(3, 3)}, tmp_path / "pickle.pt")
     with pytest.raises((ValueError, FileNotFoundError)) as caught:
         opened(**options)
     assert part in str(caught.value) and "\n" not in str(caught.value)
@@ -186,15 +151,11 @@ def test_what_cannot_be_opened_is_refused_in_one_line(tmp_path, monkeypatch, opt
 
 def test_predictions_of_weights_that_nothing_gave_are_refused(tmp_path):
     weights = timm.create_model(SOFTMAX, num_classes=0, img_size=16, **SOFTMAX_ARGS).state_dict()
-    save_file(weights, tmp_path / "headless.safetensors")
+    path = str(tmp_path / "headless.safetensors")
+    save_file(weights, path)
     for options, part in (
-        ({"args": ARGS, "model": MODEL}, "predictions need weights"),
-        (
-            dict(
-                args=SOFTMAX_ARGS, model=SOFTMAX, checkpoint=str(tmp_path / "headless.safetensors")
-            ),
-            "has no weights for",
-        ),
+        (dict(args=ARGS, model=MODEL), "predictions need weights"),
+        (dict(args=SOFTMAX_ARGS, model=SOFTMAX, checkpoint=path), "has no weights for"),
     ):
         with pytest.raises(ValueError, match=part):
             open_model(InferenceOptions(**options), classifies=True)

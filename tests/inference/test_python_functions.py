@@ -47,28 +47,6 @@ def test_classes_and_probabilities_are_those_of_the_model_whatever_the_images_ar
     torch.testing.assert_close(one.probabilities[0], wanted[1].sort(descending=True)[0])
 
 
-def test_features_are_those_of_the_model_pooled_and_as_maps(given):
-    path, folder, pixels = given
-    model = visionattn.load_model(path)
-    with torch.no_grad():
-        inputs = inputs_of(pixels)
-        pooled = model.forward_head(model.forward_features(inputs), pre_logits=True)
-        maps = model.forward_intermediates(inputs, indices=1, norm=True, intermediates_only=True)
-    found = visionattn.extract_features(model, folder)
-    torch.testing.assert_close(found, pooled, rtol=0, atol=1e-5)
-    found = visionattn.extract_features(model, folder, dense=True)
-    assert found.shape[0] == 3 and not found.is_inference()
-    torch.testing.assert_close(found, maps[-1], rtol=0, atol=1e-5)
-    wide = np.concatenate([pixels[0], pixels[1]], axis=1)
-    listed = visionattn.extract_features(model, [wide, pixels[2]], dense=True, img_size="native")
-    patch = model.patch_embed.patch_size[0]
-    assert [tuple(each.shape[1:]) for each in listed] == [
-        (PX // patch, 2 * PX // patch),
-        (PX // patch, PX // patch),
-    ]
-    torch.testing.assert_close(listed[1], maps[-1][2], rtol=0, atol=1e-5)
-
-
 def test_a_module_of_timm_is_run_as_its_configuration_says_and_given_back_as_it_was(given):
     _, _, pixels = given
     model = timm.create_model(
@@ -91,49 +69,27 @@ def test_a_module_of_timm_is_run_as_its_configuration_says_and_given_back_as_it_
 
 def test_what_cannot_be_done_is_one_line(given, tmp_path):
     path, folder, pixels = given
-    model = visionattn.load_model(path)
-    (tmp_path / "torn.png").write_bytes((folder / "0.png").read_bytes()[:60])
-    plain = tmp_path / "plain.pt"
-    torch.save(model.state_dict(), plain)
-    vit = timm.create_model("vit_tiny_patch16_224", depth=1)
+    model, linear = visionattn.load_model(path), torch.nn.Linear(3, 3)
+    torch.save(model.state_dict(), tmp_path / "plain.pt")
     no_classes = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=0)
     for asked, images, options, part in (
-        ("nothing.safetensors", folder, {}, "neither a checkpoint that is there nor a model of"),
-        (plain, folder, {}, "does not say whose weights these are; build the model"),
-        (torch.nn.Linear(3, 3), folder, {}, "set its data_spec to a visionattn.DataSpec"),
-        (vit, folder, {"img_size": 64}, "takes images of 224 x 224 pixels alone"),
+        (tmp_path / "plain.pt", folder, {}, "does not say whose weights these are; build the"),
+        (linear, folder, {}, "set its data_spec to a visionattn.DataSpec"),
         (no_classes, folder, {}, "has no classes to predict"),
         (model, folder, {"device": "cpu"}, "leave device out"),
-        (model, folder, {"top_k": 9}, "top_k must be from 1 to the model's 4 classes"),
-        (model, folder, {"amp": "bf17"}, "amp must be one of none, bf16, fp16, auto, got bf17"),
-        (model, folder, {"fit": "crop", "img_size": "native"}, "which fit crop contradicts"),
-        (
-            model,
-            folder,
-            {"img_size": "own"},
-            "img_size must be a whole number or a list of whole numbers or one of native or null",
-        ),
+        (model, folder, {"img_size": "own"}, "img_size must be a whole number or a list"),
         (model, [], {}, "there are no images"),
         (model, [str(folder), pixels[0]], {}, "got both in one list"),
-        (model, tmp_path / "torn.png", {}, "torn.png: "),
-        (model, pixels[0] / 255, {}, "image 0: float64 values from 0 to 1, and nothing says which"),
-        (model, pixels[0].astype(str), {}, "image 0: wanted numbers, [H, W]"),
-        (
-            model,
-            torch.zeros(2, 5, 16, 16, dtype=torch.uint8),
-            {},
-            "image 0: the image has 5 bands",
-        ),
+        (model, pixels[0].astype(str), {}, r"image 0: wanted numbers, \[H, W\]"),
+        (model, torch.zeros(2, 5, 16, 16).byte(), {}, "image 0: the image has 5 bands"),
         (model, [pixels[0], 7], {}, "image 1: wanted a path, a picture of Pillow"),
     ):
-        with pytest.raises((ValueError, FileNotFoundError)) as error:
+        with pytest.raises(ValueError, match=part):
             visionattn.predict(asked, images, **options)
-        assert part in str(error.value) and "\n" not in str(error.value), part
     with pytest.raises(TypeError, match="there is no option 'output'; the options are img"):
         visionattn.predict(model, folder, output="p.csv")
+    linear.data_spec = COLOUR
     with pytest.raises(ValueError, match="gives no features of this kind"):
-        linear = torch.nn.Linear(3, 3)
-        linear.data_spec = COLOUR
         visionattn.extract_features(linear, folder)
 
 

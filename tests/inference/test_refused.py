@@ -8,9 +8,6 @@ import pytest
 
 from tests.helpers.inference_files import COLOUR, flags, write_image, write_weights
 from tests.helpers.tools import assert_one_error, load_tool, written
-from visionattn.data.geometry import Geometry
-from visionattn.inference.image_listing import find_images
-from visionattn.inference.image_reading import ReadImages
 
 REFUSED = {
     "--bands 4 5 6": " wanted band 6, the image has 3 bands",
@@ -51,15 +48,3 @@ def test_what_no_image_has_is_one_line_with_code_2_and_nothing_written(
         assert tool(flags(*more.split(), output=output)) == 2
         assert_one_error(capsys, REFUSED[more])
     assert written(folder) == before and not (folder / "out").exists()
-
-
-def test_the_image_that_was_looked_at_is_not_read_again(folder, monkeypatch):
-    listing = find_images(["images"])
-    read = ReadImages(listing, COLOUR, Geometry("native", None, None, (8, 8)))
-    plain, opened = [read[i].pixels for i in range(2)], []
-    once = listing.open
-    monkeypatch.setattr(listing, "open", lambda index: opened.append(index) or once(index))
-    read.check_asked()
-    assert opened == [0]
-    assert all(read[i].pixels.equal(plain[i]) for i in range(2)) and opened == [0, 1]
-    assert read[0].pixels.equal(plain[0]) and opened == [0, 1, 0]

@@ -6,6 +6,7 @@ from dataclasses import replace
 import cv2
 import numpy as np
 import pytest
+import tifffile
 import timm
 import torch
 from PIL import Image
@@ -23,7 +24,9 @@ from tests.helpers.inference_files import (
     write_weights,
 )
 from tests.helpers.tools import assert_one_error, load_tool, read_csv, written
+from visionattn.inference.image_listing import as_held
 from visionattn.models.patches import pooled, takes_sizes
+from visionattn.models.weights import DataSpec
 
 predict, extract = load_tool("predict"), load_tool("extract_features")
 PATCH_PX = 8
@@ -48,8 +51,6 @@ CASES = {
     "stretch": ({"fit": "stretch", "img_size": (32, 48)}, WHOLE),
 }
 """How images are seen, and the height and width that each image has then, worked out by hand."""
-WAYS = [cv2.INTER_LINEAR, *[cv2.INTER_AREA] * 2, *[cv2.INTER_LINEAR] * 2]
-"""How ``pad`` resizes each image."""
 
 
 def by_hand(image: np.ndarray, content: tuple[int, int], fit: str) -> np.ndarray:
@@ -69,26 +70,17 @@ def by_hand(image: np.ndarray, content: tuple[int, int], fit: str) -> np.ndarray
     ]
 
 
-class Watch:
-    """Keeps what reaches the patch embedding of models, an array ``[H, W, C]`` per image."""
-
-    def __init__(self):
-        self.pixels = []
-
-    def __call__(self, module, given):
-        if isinstance(module, PatchEmbed):
-            self.pixels += [image.numpy().transpose(1, 2, 0) for image in given[0]]
-
-    def take(self) -> list[np.ndarray]:
-        taken, self.pixels = self.pixels, []
-        return taken
-
-
 @pytest.fixture
-def watch():
-    watched = Watch()
-    handle = register_module_forward_pre_hook(watched)
-    yield watched
+def take():
+    """Takes what has reached the patch embedding of models, an array ``[H, W, C]`` per image."""
+    pixels = []
+
+    def keep(module, given):
+        if isinstance(module, PatchEmbed):
+            pixels.extend(image.numpy().transpose(1, 2, 0) for image in given[0])
+
+    handle = register_module_forward_pre_hook(keep)
+    yield lambda: [pixels.pop(0) for _ in range(len(pixels))]
     handle.remove()
 
 
@@ -109,14 +101,18 @@ def checkpoint(folder, **seen) -> str:
     return str(write_weights(folder / "best.safetensors", replace(COLOUR, **seen)))
 
 
-def as_flags(seen: dict) -> list[str]:
-    """How images are seen, as flags."""
-    size = seen["img_size"]
-    if seen == {"fit": "native", "img_size": None}:
-        return ["--img_size", "native"]
-    given = [] if size is None else ["--img_size", *map(str, size if size != 32 else [size])]
-    given += ["--max_patches", str(seen["max_patches"])] if "max_patches" in seen else []
-    return ["--fit", seen["fit"], *given]
+SOURCES = {
+    "native": ["--img_size", "native"],
+    "at most a size": None,
+    "at most so many patches": ["--fit", "native", "--max_patches", "6"],
+    "pad": None,
+    "stretch": ["--fit", "stretch", "--img_size", "32", "48"],
+}
+"""Flags that say how images are seen; none where the checkpoint says it."""
+
+
+def in_order(image: np.ndarray):
+    return image.shape, image.tobytes()
 
 
 def assert_same(got: list[np.ndarray], wanted: list[np.ndarray]) -> None:
@@ -126,70 +122,63 @@ def assert_same(got: list[np.ndarray], wanted: list[np.ndarray]) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("source", ["checkpoint", "flags"])
-def test_all_tools_see_images_as_the_checkpoint_or_flags_say(images, tmp_path, watch, case, source):
-    seen, contents = CASES[case]
-    path = checkpoint(tmp_path, **(seen if source == "checkpoint" else {}))
-    more, options = ([], {}) if source == "checkpoint" else (as_flags(seen), dict(seen))
-    if options and case == "native":
-        options = {"img_size": "native"}
+def test_all_tools_see_images_as_the_checkpoint_or_flags_say(images, tmp_path, take, case):
+    (seen, contents), more = CASES[case], SOURCES[case]
+    path = checkpoint(tmp_path, **({} if more else seen))
+    options = {} if not more else {"img_size": "native"} if case == "native" else seen
     wanted = [by_hand(i, c, seen["fit"]) for i, c in zip(images, contents, strict=True)]
 
-    assert predict(flags("--batch_size", "3", *more, output="out.csv")) == 0
-    assert_same(watch.take(), wanted)
+    assert predict(flags("--batch_size", "3", *(more or []), output="out.csv")) == 0
+    assert_same(take(), wanted)
     for row, shape, image in zip(read_csv("out.csv"), SHAPES, wanted, strict=True):
         assert (row["status"], int(row["height"]), int(row["width"])) == ("ok", *shape)
         assert (int(row["input_height"]), int(row["input_width"])) == image.shape[:2]
-    assert extract(flags(*more)) == 0
-    assert_same(watch.take(), wanted)
+    assert extract(flags(*(more or []))) == 0
+    assert_same(take(), wanted)
 
     classes = visionattn.predict(path, "images", top_k=1, device="cpu", **options).classes
-    assert_same(watch.take(), wanted)
+    assert_same(take(), wanted)
     assert [row["class_1"] for row in read_csv("out.csv")] == [first for (first,) in classes]
     features = visionattn.extract_features(path, images, batch_size=2, device="cpu", **options)
-    assert_same(watch.take(), wanted)
+    assert_same(take(), wanted)
     for row, feature in zip(read_index(tmp_path / "out"), features.numpy(), strict=True):
         assert np.abs(feature_of(tmp_path / "out", row) - feature).max() < 1e-5
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_images_are_seen_as_in_validation(images, tmp_path, watch, case):
+@pytest.mark.parametrize("case", ["at most so many patches", "pad", "stretch"])
+def test_images_are_seen_as_in_validation(images, tmp_path, take, case):
     seen, _ = CASES[case]
     path = checkpoint(tmp_path, **seen)
     visionattn.predict(path, "images", device="cpu")
-    wanted = sorted(watch.take(), key=lambda image: (image.shape, image.tobytes()))
+    wanted = sorted(take(), key=in_order)
     command = ["--checkpoint", path, "--data.name", "folder", "--data.root", "tree", "--split=val"]
     assert load_tool("validate")([*command, "--data.workers", "0", "--device", "cpu"]) == 0
-    assert_same(sorted(watch.take(), key=lambda image: (image.shape, image.tobytes())), wanted)
+    assert_same(sorted(take(), key=in_order), wanted)
 
 
 def test_what_images_do_not_fill_takes_no_part_in_features(images, tmp_path):
     seen, contents = CASES["pad"]
     path = checkpoint(tmp_path, **seen)
+    ways = [cv2.INTER_LINEAR, cv2.INTER_AREA, cv2.INTER_AREA, cv2.INTER_LINEAR, cv2.INTER_LINEAR]
     alone = [
         cv2.resize(image, (width, height), interpolation=way)
-        for image, (height, width), way in zip(images, contents, WAYS, strict=True)
+        for image, (height, width), way in zip(images, contents, ways, strict=True)
     ]
-    own = visionattn.extract_features(path, alone, img_size="native", device="cpu")
-    for batch_size in (1, 5):
-        padded = visionattn.extract_features(path, images, batch_size=batch_size, device="cpu")
-        torch.testing.assert_close(padded, own, rtol=0, atol=1e-5)
+    own = {"img_size": "native", "batch_size": 1, "device": "cpu"}
+    wanted = visionattn.extract_features(path, alone, **own)
+    padded = visionattn.extract_features(path, images, batch_size=5, device="cpu")
+    torch.testing.assert_close(padded, wanted, rtol=0, atol=1e-5)
     shares = visionattn.predict(path, images, device="cpu").probabilities
-    others = visionattn.predict(path, alone, img_size="native", device="cpu").probabilities
+    others = visionattn.predict(path, alone, **own).probabilities
     torch.testing.assert_close(shares, others, rtol=0, atol=1e-5)
 
     maps = visionattn.extract_features(path, images, dense=True, device="cpu")
     assert maps.shape == (5, 24, 4, 6)
-    found = visionattn.extract_features(
-        path, alone, dense=True, img_size="native", batch_size=1, device="cpu"
-    )
+    found = visionattn.extract_features(path, alone, dense=True, **own)
     for padded, whole, (height, width) in zip(maps, found, contents, strict=True):
         rows, columns = height // PATCH_PX, width // PATCH_PX
         torch.testing.assert_close(padded[:, :rows, :columns], whole, rtol=0, atol=1e-5)
         assert padded[:, rows:].abs().sum() == padded[:, :, columns:].abs().sum() == 0
-    assert extract(flags("--dense")) == 0
-    for row, padded in zip(read_index(tmp_path / "out"), maps.numpy(), strict=True):
-        assert np.abs(feature_of(tmp_path / "out", row) - padded).max() < 1e-5
 
 
 def test_where_memory_is_short_and_where_a_model_is_compiled_the_rest_stays_absent(
@@ -197,15 +186,10 @@ def test_where_memory_is_short_and_where_a_model_is_compiled_the_rest_stays_abse
 ):
     path = checkpoint(tmp_path, **CASES["pad"][0])
     features = visionattn.extract_features(path, images, batch_size=1, device="cpu")
-    found = visionattn.predict(path, images, batch_size=1, device="cpu").probabilities
-
     compiled = torch.compile(visionattn.load_model(path), backend="eager")
     assert takes_sizes(compiled)
-    torch.testing.assert_close(
-        visionattn.extract_features(compiled, images, batch_size=5), features, rtol=0, atol=1e-5
-    )
-    shares = visionattn.predict(compiled, images, batch_size=5).probabilities
-    torch.testing.assert_close(shares, found, rtol=0, atol=1e-5)
+    found = visionattn.extract_features(compiled, images, batch_size=5)
+    torch.testing.assert_close(found, features, rtol=0, atol=1e-5)
 
     def scarce(model, inputs, sizes):
         if len(inputs) > 2:
@@ -217,34 +201,13 @@ def test_where_memory_is_short_and_where_a_model_is_compiled_the_rest_stays_abse
     torch.testing.assert_close(halved, features, rtol=0, atol=1e-5)
 
 
-def test_an_image_smaller_than_a_patch_is_a_row_with_the_reason(images, tmp_path):
-    checkpoint(tmp_path, fit="native", img_size=None)
-    write_image(tmp_path / "tree" / "val" / "birch" / "thin.png", 40, 7, seed=0)
-    reason = "image of 40 x 7 pixels is smaller than a patch of 8 x 8; fit pad, stretch and crop "
-    assert predict(flags(output="out.csv")) == 0 and extract(flags()) == 0
-    for rows in (read_csv("out.csv"), read_index(tmp_path / "out")):
-        assert [row["status"] for row in rows] == ["ok"] * 2 + ["unreadable"] + ["ok"] * 3
-        assert rows[2]["reason"] == f"{reason}enlarge it"
-        assert (rows[2]["height"], rows[2]["width"]) == ("40", "7")
-    with pytest.raises(ValueError, match=f"^images/birch/thin.png: {reason}enlarge it$"):
-        visionattn.predict("best.safetensors", "images", device="cpu")
-    options = ["--overwrite", "--fit", "pad", "--img_size", "16"]
-    assert predict(flags(*options, output="out.csv")) == 0
-    assert {row["status"] for row in read_csv("out.csv")} == {"ok"}
-
-
 BAD = {
     "--fit pad": "fit pad needs img_size, the size to bring images to",
-    "--fit stretch": "fit stretch needs img_size",
-    "--fit crop": "fit crop needs img_size",
     "--img_size 32 --max_patches 6": "img_size and max_patches both limit the size of an image",
     "--fit pad --max_patches 6": "max_patches is for fit native, under which images differ in size",
     "--img_size native --max_patches 6": "each image at its own size, which max_patches contradict",
     "--img_size native --fit pad": "each image at its own size, which fit pad contradicts",
-    "--max_patches 0": "max_patches must be above 0, got 0",
-    "--img_size 16 0": "img_size must be above 0, got 0",
     "--img_size [16]": "img_size must be one number of pixels, or height and width, got [16]",
-    "--img_size 16 24 32": "or height and width, got [16, 24, 32]",
     "--img_size 4 24": "img_size 4 x 24 is smaller than a patch of 8 x 8 pixels; make it",
     "--fit pad --img_size 20 24": "20 x 24 pixels is not a whole number of 8-pixel patches",
     "--fit whole": "fit must be one of native, pad, stretch, crop or null, got whole",
@@ -261,27 +224,6 @@ def test_what_contradicts_is_one_line_with_code_2_and_nothing_written(
         assert tool(flags(*more.split(), output=output)) == 2
         assert_one_error(capsys, BAD[more])
     assert written(tmp_path) == before and not (tmp_path / "out").exists()
-
-
-def test_the_first_line_says_how_images_are_seen_and_who_sees_black(images, tmp_path, capsys):
-    checkpoint(tmp_path, **CASES["at most so many patches"][0])
-    said = "scaleformer_vit_t of best.safetensors; images are seen "
-    for more, seen in (
-        ([], "native: whole images at their own sizes, at most 6 patches"),
-        (["--img_size", "32"], "native: whole images at their own sizes, at most 32 x 32 px"),
-        (["--img_size", "native"], "native: whole images at their own sizes"),
-        (["--fit", "pad", "--img_size", "32", "48"], "pad: whole images, scaled to fit into 32 x"),
-        (["--fit", "stretch", "--img_size", "16"], "stretch: whole images, stretched to 16 x 16"),
-    ):
-        assert predict(flags(*more, output=None)) == 0
-        first = capsys.readouterr().out.splitlines()[0]
-        assert first.startswith(said + seen) and "black" not in first
-    of_timm = ["--model", "vit_tiny_patch16_224", "--args", '{"depth": 1, "embed_dim": 24}']
-    of_timm += ["--images", "images", "--workers", "0", "--output", "out"]
-    assert extract([*of_timm, "--fit", "pad", "--img_size", "32", "48"]) == 0
-    first = capsys.readouterr().out.splitlines()[0]
-    assert "images are seen pad: whole images, scaled to fit into 32 x 48 px; " in first
-    assert first.endswith("vit_tiny_patch16_224 sees the rest as black")
 
 
 def test_a_model_of_timm_sees_what_is_padded_as_black(images):
@@ -302,10 +244,6 @@ def test_a_model_of_timm_sees_what_is_padded_as_black(images):
 
 
 def test_a_picture_of_pillow_is_turned_as_its_file_would_be(tmp_path):
-    from PIL import Image
-
-    from visionattn.inference.image_listing import as_held
-
     turned, exif = Image.new("RGB", (6, 4)), Image.Exif()
     exif[0x112] = 6
     turned.save(tmp_path / "turned.jpg", exif=exif)
@@ -313,50 +251,10 @@ def test_a_picture_of_pillow_is_turned_as_its_file_would_be(tmp_path):
         assert as_held(picture).size == (4, 6)
 
 
-def test_bands_range_and_page_of_other_files_are_flags_too(tmp_path, monkeypatch, capsys):
-    import numpy as np
-    import tifffile
-    import timm
-
-    from tests.helpers.tools import load_tool, read_csv
-    from visionattn.models.weights import DataSpec, save_model
-
+def test_arrays_of_bands_and_of_other_values_are_seen_as_their_files_are(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     args = {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2, "img_size": 16}
     model = timm.create_model("scaleformer_vit_t", num_classes=2, in_chans=2, **args)
-    spec = DataSpec(2, 2, (), (0.5,) * 2, (0.2,) * 2, None, 16, bands=(1, 2))
-    save_model("best.safetensors", model, "scaleformer_vit_t", args, spec)
-    levels = np.random.default_rng(0).random((16, 16, 5)).astype(np.float32)
-    tifffile.imwrite("five.tif", levels, photometric="minisblack", planarconfig="contig")
-    predict = load_tool("predict")
-    flags = ["--checkpoint=best.safetensors", "--images=five.tif", "--workers=0", "--output=o.csv"]
-    assert predict(flags) == 2
-    assert "give --value_range LOW HIGH" in capsys.readouterr().err
-    found = []
-    for bands in (["1", "2"], ["5", "4"]):
-        options = [*flags, "--overwrite", "--value_range", "0", "1", "--bands", *bands]
-        assert predict(options) == 0
-        found.append(read_csv("o.csv")[0]["probability_1"])
-    assert found[0] != found[1]
-    assert predict([*flags, "--overwrite", "--bands", "1", "2", "3"]) == 2
-    assert "bands names 3, and the model takes 2 channels" in capsys.readouterr().err
-    assert predict([*flags, "--overwrite", "--value_range", "1", "1"]) == 2
-    assert "value_range must be two finite numbers" in capsys.readouterr().err
-
-
-def test_arrays_of_bands_and_of_other_values_are_seen_as_their_files_are(tmp_path, monkeypatch):
-    import numpy as np
-    import tifffile
-    import timm
-    import torch
-
-    from visionattn.models.weights import DataSpec
-
-    monkeypatch.chdir(tmp_path)
-    model = timm.create_model(
-        "scaleformer_vit_t", num_classes=2, in_chans=2, patch_size=8, embed_dim=16, depth=1,
-        num_heads=2, img_size=16,
-    )  # fmt: skip
     model.data_spec = DataSpec(
         2, 2, (), (0.5,) * 2, (0.2,) * 2, None, 16, bands=(5, 1), value_range=(0.0, 4095.0)
     )
@@ -366,14 +264,9 @@ def test_arrays_of_bands_and_of_other_values_are_seen_as_their_files_are(tmp_pat
     for held in (levels, torch.from_numpy(levels.astype(np.int32)).permute(2, 0, 1)):
         found = visionattn.predict(model, [held]).probabilities
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
-    for more in ({"bands": (5, 1)}, {"value_range": (0, 4095)}):
-        again = visionattn.predict(model, [levels], **more).probabilities
-        torch.testing.assert_close(again, wanted, rtol=0, atol=1e-6)
+    again = visionattn.predict(model, [levels], bands=(5, 1), value_range=(0, 4095))
+    torch.testing.assert_close(again.probabilities, wanted, rtol=0, atol=1e-6)
     other = visionattn.predict(model, [levels], bands=(1, 5)).probabilities
     assert (other - wanted).abs().max() > 1e-4
-    with pytest.raises(ValueError, match="bands names 3, and the model takes 2 channels"):
-        visionattn.predict(model, [levels], bands=(1, 2, 3))
     with pytest.raises(ValueError, match=r"image 0: .*band"):
         visionattn.predict(model, [levels[..., :3]])
-    with pytest.raises(ValueError, match="image 0: wanted numbers"):
-        visionattn.predict(model, [levels.astype(str)])
