@@ -99,3 +99,14 @@ def test_what_cannot_be_read_is_a_sample_with_a_reason(tmp_path):
     huge = Geometry("stretch", (2**30, 2**30))  # no machine has the memory for it
     too_large = ReadImages(listing, COLOUR, huge)[0]
     assert too_large.pixels is None and too_large.reason and "\n" not in too_large.reason
+
+
+def test_a_digest_tells_other_images_and_files_of_another_size(tmp_path):
+    write_image(tmp_path / "a.png", 8, 8, 0)
+    first = find_images([str(tmp_path)]).digest()
+    assert first == find_images([str(tmp_path)]).digest()
+    (tmp_path / "a.png").write_bytes(b"other")
+    second = find_images([str(tmp_path)]).digest()
+    (tmp_path / "a.png").rename(tmp_path / "b.png")
+    assert len({first, second, find_images([str(tmp_path)]).digest()}) == 3
+    assert ListedFiles(["nowhere.png"]).digest() != ListedFiles([]).digest()
