@@ -93,7 +93,7 @@ def test_validation_prints_a_row_per_size_and_keeps_it_with_its_origin(finished,
     )
     head, columns, *rows = capsys.readouterr().out.splitlines()
     where = f"{folder / 'best.safetensors'} on the test images of digits"
-    assert head == f"{where}, seen crop, at several sizes"
+    assert head == f"{where}; preprocessing: crop, at several sizes"
     assert columns.split() == ["size", "images", "accuracy", "top-5", "images/s"]
     accuracy = printed.splitlines()[-1].split()[2]
     assert rows[0].split()[:2] == ["16", "359"] and f"{float(rows[0].split()[2]):.1f}" == accuracy
@@ -366,7 +366,7 @@ def test_ctrl_c_saves_the_state_says_how_to_go_on_and_that_works(tmp_path):
     )
     try:
         said = list(takewhile(lambda line: line[:5] != "epoch", iter(process.stdout.readline, "")))
-        assert "epochs of 11 steps" in said[1] and "images are seen crop" in said[2]
+        assert "epochs of 11 steps" in said[1] and "preprocessing: center crop" in said[2]
         assert re.search(r"memory: [\d.]+ [MG]iB expected", said[3]) and " per step" in said[3]
         time.sleep(0.2)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the loader's processes too

@@ -89,7 +89,7 @@ def test_classes_of_pixels_become_a_map(folder, capsys, output):
 BAD = {
     "--images own.npy --overwrite --output own.npy": "own.npy would replace the image own.npy",
     "--images slide.tif slide.tif": "map.npy holds the map of one image, and there are 2",
-    "--img_size 64": "slide.tif of 133 x 104 px is seen crop: the centres of images, cut to 64 x",
+    "--img_size 64": "slide.tif of 133 x 104 px would be preprocessed (center crop to 64 x",
     "--memory_gib 1e-6": "memory 0 MiB is below one band",
     "--level 1": "wanted level 1, the image has 1, counted from 0: 133 x 104 pixels",
     "--batch_size 2": "batch_size does nothing for the map of one image",

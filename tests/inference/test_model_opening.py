@@ -35,7 +35,7 @@ def test_weights_of_ours_bring_model_classes_and_size(tmp_path):
     assert (found.name, found.spec) == (MODEL, COLOUR)
     assert found.args.items() >= ARGS.items()
     assert found.geometry == Geometry("crop", (16, 16), None, (8, 8))
-    seen = "images are seen crop: the centres of images, cut to 16 x 16 px"
+    seen = "preprocessing: center crop to 16 x 16 px"
     assert found.notes == (f"{MODEL} of {path}; {seen}",) and not found.model.training
     assert opened(checkpoint=path, img_size=40).geometry.canvas == (40, 40)
     assert opened(checkpoint=path, img_size="native").geometry == OWN_SIZES
@@ -44,7 +44,7 @@ def test_weights_of_ours_bring_model_classes_and_size(tmp_path):
 def test_a_name_alone_gives_random_weights_that_the_seed_decides_and_says_so():
     state = torch.get_rng_state()
     first, again, other = (opened(model=MODEL, args=ARGS, seed=seed) for seed in (7, 7, 8))
-    said = f"{MODEL} with random weights (seed 7): no --checkpoint is given; images are seen crop"
+    said = f"{MODEL} with random weights (seed 7): no --checkpoint is given; preprocessing: center crop"
     assert first.notes[0].startswith(said)
     assert first.identity() == again.identity() != other.identity()
     assert first.identity() != opened(model=MODEL, args=ARGS, seed=7, img_size=32).identity()
@@ -84,7 +84,7 @@ def test_a_state_dict_of_timm_decides_classes_and_channels(tmp_path):
     x = torch.randn(2, 1, 48, 48)
     with torch.no_grad():
         assert torch.equal(found.model(x), weights.eval()(x))
-    assert found.notes[0].startswith(f"{SOFTMAX}; images are seen crop: ")
+    assert found.notes[0].startswith(f"{SOFTMAX}; preprocessing: center crop")
     assert "tensors start from" in found.notes[1]
 
 

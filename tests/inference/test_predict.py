@@ -21,9 +21,7 @@ from tests.helpers.tools import assert_one_error, load_tool, read_csv, written
 from visionattn.inference.image_run import ImageRun
 
 predict = load_tool("predict")
-SEEN = (
-    "scaleformer_vit_t of best.safetensors; images are seen native: whole images at their own sizes"
-)
+SEEN = "scaleformer_vit_t of best.safetensors; preprocessing: native size"
 SHAPES = [(16, 24), (40, 8), (16, 24), (16, 16)]
 
 

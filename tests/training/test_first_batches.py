@@ -96,7 +96,7 @@ def test_what_an_image_does_not_fill_is_said_and_marked(tmp_path):
         ("ne", "12 x 28 px of 20 x 28", "3 x 7 patches"),
         ("nw", "20 x 28 px", "5 x 7 patches"),
     ]
-    seen = "crop: the centres of images, cut to 16 x 16 px"
+    seen = "center crop to 16 x 16 px"
     assert shown.note == f"all 2 images of the first batch; {seen}; nothing was"
 
 

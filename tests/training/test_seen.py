@@ -54,13 +54,13 @@ def test_a_checkpoint_keeps_how_its_images_were_seen_and_validation_says_it(caps
     code, printed = validate(capsys)
     first, _, row = printed.out.splitlines()
     assert code == 0 and row.split()[0] == "own"
-    assert first.endswith("seen native: whole images at their own sizes, at most 24 patches")
+    assert first.endswith("preprocessing: native size, at most 24 patches")
     kept = json.loads(Path("checkpoints/run/metrics.jsonl").read_text().splitlines()[-1])
     assert f"{100 * kept['val_accuracy']:.2f}" == row.split()[2]
 
     code, printed = validate(capsys, "--fit=pad", "--img-size", "32", "48", "--json=rows.json")
     lines = printed.out.splitlines()
-    assert code == 0 and lines[0].endswith("seen pad, at several sizes")
+    assert code == 0 and lines[0].endswith("preprocessing: pad, at several sizes")
     assert [line.split()[0] for line in lines[2:]] == ["32", "48"]
     assert [row["img_size"] for row in json.loads(Path("rows.json").read_text())["rows"]] == [
         32,
@@ -220,9 +220,11 @@ def test_a_model_of_timm_sees_padding_as_black_and_the_run_says_so(capsys):
     assert "vit_tiny_patch16_224 sees the rest as black" in capsys.readouterr().out
     code, printed = validate(capsys)
     first = printed.out.splitlines()[0]
-    assert code == 0 and first.endswith("fit into 32 x 32 px; this model sees the rest as black")
+    assert code == 0 and first.endswith(
+        "letterbox to 32 x 32 px; this model sees the padding as black"
+    )
     geometry = Geometry("pad", (32, 32), None, (16, 16))
-    assert geometry.describe() == "pad: whole images, scaled to fit into 32 x 32 px"
+    assert geometry.describe() == "letterbox to 32 x 32 px"
 
 
 def test_a_run_of_before_geometries_goes_on_cropped_or_not_at_all():

@@ -244,7 +244,7 @@ def test_the_card_says_what_the_run_knows_and_no_path_of_the_machine(here, small
     assert f"{100 * chosen:.1f} % of the validation images, by which epoch {best} was" in card
     assert "`ne`, `nw`, `se`, `sw`" in card and "4 classes" in card and "`digits`, embedded" in card
     assert "1 channel: values in [0, 1], less 0.3, divided by 0.2\n" in card
-    assert "crop: the centres of images, cut to 16 x 16 px\n" in card
+    assert "center crop to 16 x 16 px\n" in card
     numbers = sum(tensor.numel() for tensor in load_file(folder / "best.safetensors").values())
     assert f"`scaleformer_vit_t`, {numbers:,} parameters" in card
     assert f"torch {torch.__version__}, visionattn {visionattn.__version__}" in card
@@ -360,7 +360,7 @@ def card_without_run(here, spec):
 def test_a_checkpoint_without_its_run_has_a_card_without_figures(here):
     card = card_without_run(here, NATIVE)
     assert "Accuracy" not in card and "Training" not in card and '`a`, `b b`, `c"`' in card
-    assert "native: whole images at their own sizes, at most 60 patches" in card
+    assert "native size, at most 60 patches" in card
     assert "bands 2, 5 of the files" in card and "from -3 to 700 become 0 to 1" in card
     card = card_without_run(here, HEADLESS)
     assert "pipeline_tag: image-feature-extraction" in card and "classes" not in card

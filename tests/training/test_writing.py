@@ -206,7 +206,7 @@ def test_pieces_of_pages_come_from_pages_at_their_own_scale(tmp_path):
     splits = build_splits(config, 3)
     assert splits.spec.num_classes == 0 and splits.spec.in_chans == 1
     seen = seen_as(splits.train, Geometry("crop", (24, 40)))
-    assert seen == "as pieces of pages at the pages' own scale, 24 x 40 px"
+    assert seen == "crops of pages at their own scale, 24 x 40 px"
     key = SampleKey(2, 0, Geometry("crop", (24, 40)))
     items = {name: getattr(splits, name)[key] for name in ("train", "validation", "test")}
     for item in items.values():

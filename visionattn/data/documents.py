@@ -240,7 +240,7 @@ class PagePieces(DrawnDataset):
     """
 
     STREAMS = {"train": 40, "validation": 41, "test": 42}
-    SEEN = "as pieces of pages at the pages' own scale"
+    SEEN = "crops of pages at their own scale"
 
     def draw(self, key: SampleKey, *, masked: bool = False) -> Page:
         """Draw a page, and cut the piece of a key out of it."""

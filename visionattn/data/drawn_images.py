@@ -82,7 +82,7 @@ class DrawnDataset(Dataset):
 
 
 def seen_as(dataset: Dataset, geometry: Geometry) -> str:
-    """Say in words for people what becomes of the images of a data set."""
+    """Return the preprocessing of a dataset in words."""
     seen = getattr(dataset, "SEEN", "")
     return f"{seen}, {pixels(geometry.img_size)}" if seen else geometry.describe()
 
@@ -181,7 +181,7 @@ class CopyingDataset(DrawnDataset):
     """
 
     STREAMS = {"train": 50, "validation": 51, "test": 52}
-    SEEN = "as sequences of one row"
+    SEEN = "sequences of one row"
 
     def __getitem__(self, key: SampleKey) -> Item:
         rows, columns = key.geometry.img_size

@@ -98,18 +98,18 @@ class Geometry:
         return None if self.fit == "native" else self.img_size
 
     def describe(self) -> str:
-        """Say in words for people what becomes of an image."""
+        """Return the preprocessing in words."""
         if self.fit == "native":
             limit = f", at most {self.max_patches} patches" if self.max_patches else ""
             if self.img_size:
                 limit = f", at most {pixels(self.img_size)}"
-            return f"native: whole images at their own sizes{limit}"
+            return f"native size{limit}"
         what = {
-            "pad": "whole images, scaled to fit into",
-            "stretch": "whole images, stretched to",
-            "crop": "the centres of images, cut to",
+            "pad": "letterbox to",
+            "stretch": "stretch to",
+            "crop": "center crop to",
         }
-        return f"{self.fit}: {what[self.fit]} {pixels(self.img_size)}"
+        return f"{what[self.fit]} {pixels(self.img_size)}"
 
     def _whole(self, size: Size) -> Size:
         """Return the size of the fewest whole patches that hold ``size``."""

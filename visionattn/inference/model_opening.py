@@ -149,7 +149,7 @@ def open_model(options: OpenOptions, *, classifies: bool) -> Opened:
     spec = _with_files(spec, options)
     geometry = _geometry(options, spec, patch_size(model))
     model = _free_size(model, name, args, spec, None if in_tiles(options) else geometry.canvas)
-    notes[0] += f"; images are seen {geometry.describe()}"
+    notes[0] += f"; preprocessing: {geometry.describe()}"
     if geometry.fit == "pad" and not takes_sizes(model):
         notes[0] += f"; {name} sees the rest as black"
     model = model.to(device).eval()

@@ -110,7 +110,10 @@ def _images(model: nn.Module, spec: DataSpec) -> list[str]:
         values = "each of the 256 grey levels is a channel of zeros and ones"
     else:
         values = f"values in [0, 1], less {_numbers(spec.mean)}, divided by {_numbers(spec.std)}"
-    lines = [f"{channels}: {values}", f"fit {geometry_of(spec, patch_size(model)).describe()}"]
+    lines = [
+        f"{channels}: {values}",
+        f"preprocessing: {geometry_of(spec, patch_size(model)).describe()}",
+    ]
     if spec.bands:
         lines.append(f"bands {', '.join(map(str, spec.bands))} of the files, counted from 1")
     if spec.value_range:

@@ -146,7 +146,7 @@ class Trainer(Learner):
     def describe(self) -> list[str]:
         """Describe the run in a line or two."""
         count = sum(parameter.numel() for parameter in self.model.parameters())
-        seen = f"images are seen {seen_as(self.splits.train, self.geometry)}"
+        seen = f"preprocessing: {seen_as(self.splits.train, self.geometry)}"
         if self.geometry.fit == "pad" and not self.leaves_out:
             seen += f"; {self.config.model.name} sees the rest as black"
         images = "{} training and {} validation images".format(*self.images())

@@ -290,14 +290,14 @@ class Validation:
         images = {"all": "all", "train": "the training"}.get(self.split, f"the {self.split}")
         data = self.config.data
         place = data.root if data.name == "folder" else data.name
-        return f"{self.config.checkpoint} on {images} images of {place}, seen {self.describe()}"
+        return f"{self.config.checkpoint} on {images} images of {place}; preprocessing: {self.describe()}"
 
     def describe(self) -> str:
-        """Say in words how images are seen; sizes where there is one."""
+        """Return the preprocessing in words; sizes where there is one."""
         first, *others = self.geometries
         seen = f"{first.fit}, at several sizes" if others else seen_as(self.dataset, first)
         if first.fit == "pad" and not takes_sizes(self.model):
-            seen += "; this model sees the rest as black"
+            seen += "; this model sees the padding as black"
         return seen
 
     def _find_images(self, data: DataConfig) -> tuple[str, Dataset]:
