@@ -29,6 +29,10 @@ def make_layer(attention="kernelized", **options) -> Attention:
 def attended(layer, q, k, v, layout, mask, causal):
     """What the heads of a layer give, by the quadratic definition of its operation."""
     key_mask = layout.key_mask(mask)
+    if layer.centre_keys:
+        there = torch.ones_like(k[:, 0, :, 0], dtype=torch.bool) if key_mask is None else key_mask
+        counted = k.masked_fill(~there[:, None, :, None], 0)
+        k = k - counted.sum(2, keepdim=True) / there.sum(1)[:, None, None, None]
     position = None if layer.relative is None else layer.relative(layout)
     if layer.attention == "window":
         own = dict(relative=position, window_size=3, shifted=True)
@@ -116,9 +120,11 @@ def test_a_layer_and_its_gradients_are_its_definition(attention, relative, name)
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
-def test_the_gate_comes_after_the_convolution_and_before_the_norm(attention):
-    layer = make_layer(attention, value_conv=3, scale_norm=True)
-    assert_as_by_hand(layer, CASES["horizon 1 and five prefix tokens"].layout())
+def test_keys_are_centred_and_the_gate_is_between_the_convolution_and_the_norm(attention):
+    centre = attention in ("kernelized", "taylorshift")
+    layer = make_layer(attention, value_conv=3, scale_norm=True, centre_keys=centre)
+    case = CASES["missing patches and masked keys"]
+    assert_as_by_hand(layer, case.layout(), case.mask(), batch=case.batch)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +154,8 @@ def test_a_causal_layer_does_not_look_ahead(options):
 )
 def test_what_tokens_hold_that_play_no_part_reaches_no_other(attention, name):
     """The gate of a token is its own: NaN spoils that of no other, forwards or backwards."""
-    layer, mask = make_layer(attention, value_conv=3), torch.ones(2, 13, dtype=torch.bool)
+    layer = make_layer(attention, value_conv=3, centre_keys=attention == "kernelized")
+    mask = torch.ones(2, 13, dtype=torch.bool)
     mask[0, 5], mask[1, 9:] = False, False
     layout = TokenLayout(1, Grid(3, 4), present=mask[:, 1:] if name == "absent" else None)
     given = dict(attn_mask=mask) if name == "masked" else {}
