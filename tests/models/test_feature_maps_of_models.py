@@ -8,8 +8,6 @@ import torch
 from timm.models import create_model
 
 from visionattn.lab.measure import count_flops
-from visionattn.layers import Attention
-from visionattn.layout import Grid, TokenLayout
 from visionattn.models.state_dicts import checkpoint_filter_fn
 from visionattn.models.weights import DataSpec, load_model, save_model
 from visionattn.ops import RandomFeatures, reference
@@ -74,14 +72,6 @@ def test_a_map_that_is_none_or_acts_on_nothing_is_refused_in_one_line(options, w
     with pytest.raises(ValueError, match=words) as caught:
         create_model("scaleformer_vit_t", **SMALL, **options)
     assert "\n" not in str(caught.value)
-
-
-def test_maps_that_have_no_causal_form_say_so():
-    x = torch.randn(2, 7, 24)
-    with pytest.raises(ValueError, match="causal: keys of a feature_map such as"):
-        Attention(24, 3, feature_map="softmax", relative="none")(x, is_causal=True)
-    out = Attention(24, 3, feature_map="random", relative="flat")
-    assert out(x, TokenLayout(1, Grid(2, 3)), is_causal=True).shape == x.shape
 
 
 def test_random_features_follow_the_seed_and_are_the_blocks_own():

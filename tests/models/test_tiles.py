@@ -10,7 +10,7 @@ from torch import nn
 
 import visionattn  # noqa: F401  registers models
 from visionattn.models.large.tiles import forward_tiles, over_tiles, usual_overlap
-from visionattn.models.patches import call, pooled
+from visionattn.models.patches import call
 from visionattn.models.segmentation import Segmenter
 
 SMALL = dict(embed_dim=24, depth=2, num_heads=3, num_classes=5)
@@ -109,26 +109,6 @@ def test_what_depends_on_its_own_pixel_alone_is_exactly_the_same_in_tiles(tile, 
     assert torch.equal(found, wanted) and not found.requires_grad
     classes = forward_tiles(model, images, tile=tile, overlap=overlap, want="masks")
     assert torch.equal(classes, wanted.argmax(1).to(torch.uint8))
-
-
-def test_vectors_are_the_mean_or_the_maximum_over_all_tiles():
-    torch.manual_seed(2)
-    model = timm.create_model("scaleformer_vit_t", **SMALL)
-    images = torch.randn(2, 3, 80, 112)
-    for want, run in (("logits", model), ("pooled", lambda x: pooled(model, x, None))):
-        with torch.no_grad():
-            model.eval()
-            each = torch.stack(
-                [
-                    run(images[:, :, top : top + 48, left : left + 48])
-                    for top in (0, 32)
-                    for left in (0, 32, 64)
-                ]
-            )
-        mean = forward_tiles(model, images, tile=48, overlap=16, want=want, batch_size=4)
-        assert (mean - each.double().mean(0)).abs().max() < 1e-6
-        most = forward_tiles(model, images, tile=48, overlap=16, want=want, combine="max")
-        assert (most - each.amax(0)).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize(
