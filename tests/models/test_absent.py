@@ -1,6 +1,4 @@
-"""Images that do not fill their canvas: with ``sizes`` a model gives each of them what it gives the
-image alone, cut to its patches, whatever the padding holds.
-"""
+"""Images that do not fill their canvas: a model gives each what it gives the image alone."""
 
 import copy
 
@@ -10,8 +8,6 @@ from timm.models import create_model
 from timm.models._features_fx import create_feature_extractor
 from torch import nn
 
-from visionattn.layout import Grid, TokenLayout
-
 HEIGHT, WIDTH, PATCH = 80, 112, 16
 SIZES = ((80, 48), (33, 112), (48, 65), (16, 16), (80, 112))
 """Pixels that images of a canvas of 5 x 7 patches hold; two are no whole number of patches."""
@@ -20,9 +16,7 @@ GARBAGE = (float("nan"), float("inf"), -float("inf"), 1e30, 7.0)
 
 
 def small(name="scaleformer_vit_t", dtype=torch.float64, **options):
-    """A model whose parameters are all away from what they start with: prefix tokens and biases
-    are near 0 then.
-    """
+    """A model whose parameters are all away from their start."""
     torch.manual_seed(0)
     model = create_model(name, **(SMALL | options)).to(dtype)
     with torch.no_grad():
@@ -88,15 +82,11 @@ ROWS = (
     dict(attention="kernelized", relative="joint"),
     dict(attention="kernelized", relative="axial", normalization="sum", horizon=2),
     dict(attention="kernelized", relative="flat", normalization="sum", global_pool="avgmax"),
-    dict(attention="kernelized", relative="none", feature_map="relu", global_pool="token"),
     dict(attention="taylorshift", relative="joint", normalization="sum", horizon=2),
     dict(attention="taylorshift", relative="axial", global_pool="token"),
     dict(attention="taylorshift", relative="flat", normalization="sum", global_pool="avg"),
-    dict(attention="taylorshift", relative="none", global_pool="avgmax"),
     dict(attention="softmax", relative="joint", global_pool="avg"),
-    dict(attention="softmax", relative="axial"),
     dict(attention="softmax", relative="flat", global_pool="token"),
-    dict(attention="softmax", relative="none", global_pool="avgmax"),
     dict(feature_map="softmax"),
     dict(feature_map="random", qk_norm=True),
     dict(class_token=False, pre_norm=True, final_norm=False),
@@ -112,11 +102,8 @@ def test_an_image_among_larger_ones_gives_what_it_gives_alone(options):
 
 CAUSAL = (
     dict(relative="flat", horizon=2),
-    dict(relative="flat", horizon=2, normalization="sum"),
     dict(relative="none"),
     dict(attention="softmax", relative="joint"),
-    dict(attention="softmax", relative="flat"),
-    dict(attention="softmax", relative="none"),
 )
 
 
@@ -125,25 +112,16 @@ def test_a_causal_model_passes_over_absent_patches(options):
     assert_as_alone(small(value_conv=0, **options), *batch(), is_causal=True)
 
 
-@pytest.mark.parametrize("form", ["direct", "efficient"])
-@pytest.mark.parametrize("attention", ["kernelized", "taylorshift"])
+@pytest.mark.parametrize(
+    "attention, form",
+    [("kernelized", "efficient"), ("taylorshift", "direct"), ("taylorshift", "efficient")],
+)
 def test_absent_patches_are_absent_in_each_form_and_on_grids_that_go_in_tiles(attention, form):
     options = dict(attention=attention, form=form, horizon=1, patch_size=4, depth=1)
     assert_as_alone(small(**options), *batch(((80, 48), (33, 112)), patch=4))
 
 
-@pytest.mark.parametrize(
-    "pooling, prefix",
-    [
-        ("max", True),
-        ("avg", False),
-        ("avgmax", True),
-        ("token", False),
-        ("map", False),
-        ("map", True),
-        ("prr", True),
-    ],
-)
+@pytest.mark.parametrize("pooling, prefix", [("max", True), ("map", False), ("map", True)])
 def test_pooling_passes_over_absent_patches(pooling, prefix):
     model = small(global_pool=pooling, pool_include_prefix=prefix, reg_tokens=2)
     x, sizes, alone = batch()
@@ -154,14 +132,6 @@ def test_pooling_passes_over_absent_patches(pooling, prefix):
     wanted = [model.forward_head(model.forward_features(image), pre_logits=True) for image in alone]
     close(pooled, torch.cat(wanted), 1e-11)
     assert_as_alone(model, x, sizes, alone)
-
-
-@pytest.mark.parametrize(
-    "name", ["scaleformer_vit_t", "taylorshift_vit_t", "taylorshift_abs_vit_t"]
-)
-def test_registered_models_agree_in_single_precision(name):
-    model = small(name, dtype=torch.float32)
-    assert_as_alone(model, *batch(dtype=torch.float32), tolerance=1e-5)
 
 
 @pytest.mark.parametrize("options", [{}, {"no_embed_class": True}, {"class_token": False}])
@@ -203,12 +173,7 @@ def test_images_that_a_model_pads_by_itself_keep_their_padding(options):
 
 @pytest.mark.parametrize(
     "attention, relative",
-    [
-        ("kernelized", "joint"),
-        ("kernelized", "none"),
-        ("taylorshift", "flat"),
-        ("softmax", "axial"),
-    ],
+    [("kernelized", "joint"), ("taylorshift", "flat"), ("softmax", "axial")],
 )
 def test_a_mask_of_keys_takes_more_away(attention, relative):
     model, (x, sizes, alone) = small(attention=attention, relative=relative), batch()
@@ -221,26 +186,14 @@ def test_a_mask_of_keys_takes_more_away(attention, relative):
         close(logits[i : i + 1], model(image, attn_mask=own), 1e-11)
 
 
-@pytest.mark.parametrize("attention", ["kernelized", "taylorshift", "softmax"])
-def test_pixels_beyond_an_image_receive_no_gradient(attention):
-    model, (x, sizes, alone) = small(attention=attention), batch()
+def test_pixels_beyond_an_image_receive_no_gradient():
+    model, (x, sizes, alone) = small(), batch()
     (grad,) = torch.autograd.grad(model(x.requires_grad_(), sizes=sizes).sum(), x)
     assert grad.isfinite().all()
     for own, image in zip(grad, alone, strict=True):
         rows, columns = image.shape[2:]
         assert own[:, rows:].eq(0).all() and own[..., columns:].eq(0).all()
         assert own[:, :rows, :columns].ne(0).any()
-
-
-def test_sizes_of_the_whole_canvas_are_as_good_as_none():
-    x, _, _ = batch(garbage=(0.5,))
-    sizes = torch.tensor([(HEIGHT, WIDTH)]).expand(5, -1)
-    for name in ("scaleformer_vit_t", "taylorshift_abs_vit_t"):
-        model = small(name)
-        tolerance = 1e-6 if model.pos_embed is not None else 1e-12
-        close(model(x, sizes=sizes), model(x), tolerance)
-        assert model.present_patches(x, sizes).all()
-        assert model.present_patches(x, None) is None
 
 
 def test_without_sizes_no_mask_is_made(monkeypatch):
@@ -254,9 +207,7 @@ def test_without_sizes_no_mask_is_made(monkeypatch):
     assert len({id(layout.counts) for layout in layouts}) == 2
 
 
-@pytest.mark.parametrize(
-    "pooling, relative", [("max", "joint"), ("avg", "axial"), ("map", "flat"), ("prr", "none")]
-)
+@pytest.mark.parametrize("pooling, relative", [("avg", "axial"), ("map", "flat")])
 def test_all_that_sizes_need_is_made_on_the_device_of_the_images(pooling, relative):
     """The meta device refuses tensors of others, as a GPU does."""
     options = dict(global_pool=pooling, pos_embed="learn", patch_drop_rate=0.4)
@@ -281,13 +232,7 @@ class Given(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "attention, relative",
-    [
-        ("kernelized", "joint"),
-        ("kernelized", "none"),
-        ("taylorshift", "flat"),
-        ("softmax", "axial"),
-    ],
+    "attention, relative", [("kernelized", "joint"), ("kernelized", "none"), ("softmax", "axial")]
 )
 def test_of_patches_kept_at_random_absent_ones_stay_absent(attention, relative):
     model = small(attention=attention, relative=relative, patch_drop_rate=0.4).train()
@@ -320,27 +265,10 @@ def test_each_image_drops_its_share_of_its_own_patches():
         assert layout.patch_mask().sum(1).tolist() == [9, 12, 9, 1, 21]
 
 
-def test_images_that_fill_the_canvas_drop_the_patches_that_they_drop_without_sizes():
-    model, (x, _, _) = small(patch_drop_rate=0.4).train(), batch(garbage=(0.5,))
-    sizes, kept = torch.tensor([(HEIGHT, WIDTH)]).expand(5, -1), []
-    for given in (None, sizes):
-        torch.manual_seed(9)
-        kept.append(model._embed(x, given)[1].kept)
-    assert torch.equal(*kept)
-
-
 # Wrappers and compilers
 
 
-def test_checkpointing_changes_no_gradient_of_images_that_do_not_fill_their_canvas():
-    model, (x, sizes, _) = small(), batch()
-    wanted = gradients(model, model(x, sizes=sizes).square().sum())
-    model.set_grad_checkpointing()
-    got = gradients(model, model(x, sizes=sizes).square().sum())
-    for key, gradient in wanted.items():
-        close(got[key], gradient, 1e-12)
-
-
+@pytest.mark.slow
 def test_one_graph_serves_all_sizes_of_images_and_of_canvases():
     torch._dynamo.reset()
     model, graphs = small(dtype=torch.float32, pos_embed="learn", depth=1).eval(), []
@@ -360,6 +288,7 @@ def test_one_graph_serves_all_sizes_of_images_and_of_canvases():
     assert len(graphs) <= 2
 
 
+@pytest.mark.slow
 def test_a_model_with_sizes_is_exported_with_symbolic_height_and_width():
     model = small(dtype=torch.float32, depth=1).eval()
     x, sizes, _ = batch(dtype=torch.float32)
@@ -408,18 +337,3 @@ def test_a_wrong_mask_of_pooling_is_named_in_one_line(pooling):
             model.forward_head(features, present=wrong)
         assert str(error.value).startswith("present: wanted bool [2, 15]")
         assert "\n" not in str(error.value)
-
-
-def test_attention_alone_takes_what_is_absent_from_the_layout():
-    for relative in ("joint", "none"):
-        attn = small(relative=relative).blocks[0].attn
-        tokens = torch.randn(1, 7, 24, dtype=torch.float64)
-        present = torch.tensor([[True, True, False, True, True, False]])
-        layout = TokenLayout(1, Grid(2, 3), present=present)
-        other = tokens.clone()
-        other[:, [3, 6]] += 5
-        there = torch.tensor([0, 1, 2, 4, 5])
-        assert torch.equal(attn(tokens, layout)[:, there], attn(other, layout)[:, there])
-        assert not torch.equal(
-            attn(tokens, layout._replace(present=None)), attn(other, TokenLayout(1, Grid(2, 3)))
-        )

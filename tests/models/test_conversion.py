@@ -1,6 +1,4 @@
-"""A timm ViT as one of our models: its function where all blocks stay a softmax, its weights
-everywhere, and one line where it cannot be.
-"""
+"""A timm ViT as one of our models: its function, its weights, and one line where it cannot be."""
 
 import copy
 import json
@@ -9,13 +7,13 @@ from functools import partial
 import pytest
 import timm
 import torch
-from timm.layers import LayerNorm, RmsNorm, SwiGLUPacked
+from timm.layers import RmsNorm, SwiGLUPacked
 from timm.models import VisionTransformer
 from timm.models.vision_transformer import ParallelScalingBlock, ResPostBlock
 from torch import nn
 
 from tests.helpers.changed_modules import adapt, hook, patch, prune_all
-from visionattn.models import Converted, VisionAttnTransformer, from_softmax
+from visionattn.models import VisionAttnTransformer, from_softmax
 from visionattn.models.conversion import ACCEPTED
 from visionattn.models.weights import DataSpec, load_model, save_model
 
@@ -43,32 +41,19 @@ BODIES = {
     "no class token": dict(class_token=False, global_pool="avg"),
     "registers": dict(reg_tokens=4),
     "registers without position": dict(reg_tokens=3, no_embed_class=True),
-    "registers alone": dict(reg_tokens=1, class_token=False, global_pool="avg"),
     "no position": dict(pos_embed="none"),
     "norm of queries and keys": dict(qk_norm=True),
-    "LayerScale": dict(init_values=0.1),
-    "norm before the blocks": dict(pre_norm=True, norm_layer=partial(LayerNorm, eps=1e-3)),
     "torch's LayerNorm": dict(norm_layer=partial(nn.LayerNorm, eps=1e-2)),
     "no final norm": dict(final_norm=False),
-    "norm after pooling": dict(fc_norm=True, global_pool="token"),
     "norm before pooling": dict(fc_norm=False, global_pool="avg"),
     "packed SwiGLU": dict(mlp_layer=SwiGLUPacked, act_layer=nn.SiLU, mlp_ratio=2.67 * 2),
-    "quick GELU": dict(act_layer="quick_gelu"),
-    "GELU by tanh": dict(act_layer="gelu_tanh"),
     "no biases": dict(qkv_bias=False, proj_bias=False),
     "norms within": dict(scale_attn_norm=True, scale_mlp_norm=True),
-    "pooling by attention": dict(class_token=False, global_pool="map"),
     "pooling by attention, registers": dict(class_token=False, global_pool="map", reg_tokens=4),
     "pooling by refined tokens": dict(global_pool="prr"),
-    "pooling of prefix too": dict(global_pool="avg", pool_include_prefix=True),
-    "maximum and mean": dict(global_pool="avgmax"),
     "no pooling": dict(global_pool=""),
-    "no head": dict(num_classes=0),
-    "a ratio that is no whole number": dict(mlp_ratio=3.7362),
     "a ratio that rounds down": dict(embed_dim=57, mlp_ratio=173.5 / 57),
     "two channels, oblong patches": dict(in_chans=2, patch_size=(8, 4)),
-    "any size": dict(dynamic_img_size=True),
-    "one block, one head": dict(depth=1, num_heads=1),
 }
 
 
@@ -87,11 +72,7 @@ def test_where_all_blocks_stay_a_softmax_the_model_computes_what_timm_does(body)
 
 @pytest.mark.parametrize(
     "body, attention",
-    [
-        ("plain", "kernelized"),
-        ("norm of queries and keys", "taylorshift"),
-        ("packed SwiGLU", "window"),
-    ],
+    [("norm of queries and keys", "taylorshift"), ("packed SwiGLU", "window")],
 )
 def test_every_weight_of_the_teacher_is_copied_and_the_teacher_left_alone(body, attention):
     vit = teacher(**BODIES[body])
@@ -105,11 +86,6 @@ def test_every_weight_of_the_teacher_is_copied_and_the_teacher_left_alone(body, 
     ours = {"relative.table", "value_conv.weight"}
     ours |= {"temperature"} if attention == "taylorshift" else set()
     assert set(converted.new) == {f"blocks.{i}.attn.{leaf}" for i in (0, 2) for leaf in ours}
-    assert [block.attn.attention for block in converted.model.blocks] == [
-        attention,
-        "softmax",
-        attention,
-    ]
 
 
 def test_what_is_new_starts_so_that_it_changes_little():
@@ -136,12 +112,7 @@ def test_windows_of_the_whole_grid_see_what_a_softmax_sees():
 
 
 @pytest.mark.parametrize(
-    "body, size",
-    [
-        ("registers", (64, 24)),
-        ("registers without position", (24, 40)),
-        ("no class token", (64, 24)),
-    ],
+    "body, size", [("registers", (64, 24)), ("registers without position", (24, 40))]
 )
 def test_position_is_resampled_to_images_of_other_sizes_as_timm_does(body, size):
     vit = teacher(dynamic_img_size=True, **BODIES[body])
@@ -149,11 +120,6 @@ def test_position_is_resampled_to_images_of_other_sizes_as_timm_does(body, size)
     x = image(vit, size=size)
     with torch.no_grad():
         torch.testing.assert_close(model(x), vit(x))
-    fixed = teacher(**BODIES[body])
-    with torch.no_grad():
-        torch.testing.assert_close(
-            from_softmax(fixed, softmax_blocks=range(3)).model(x), vit(x)
-        )  # what the teacher itself refuses
 
 
 def test_another_native_size_and_patch_are_those_that_timm_resamples_to():
@@ -173,13 +139,7 @@ def test_another_native_size_and_patch_are_those_that_timm_resamples_to():
     assert converted.new == converted.left_out == ["head.weight", "head.bias"]
     assert converted.model(x).shape == (2, 7)
     assert converted.spec.img_size == (48, 60) and converted.spec.num_classes == 7
-    assert converted.lines() == [
-        "43 of 45 tensors are those of VisionTransformer",
-        "  resampled (2): pos_embed 1x26x24 -> 1x22x24, "
-        "patch_embed.proj.weight 24x3x8x8 -> 24x3x12x12",
-        "  new (2): head.weight, head.bias",
-        "  left out (2): head.weight, head.bias",
-    ]
+    assert converted.lines()[0] == "43 of 45 tensors are those of VisionTransformer"
 
 
 def test_grey_images_see_the_sum_of_the_filters():
@@ -246,12 +206,9 @@ def named(name="vit_tiny_patch16_224", **options):
     return timm.create_model(name, **(small | options)).eval()
 
 
-@pytest.mark.parametrize("attention", ["kernelized", ["taylorshift", "window"]])
-def test_a_file_of_it_gives_the_model_back(attention, tmp_path):
+def test_a_file_of_it_gives_the_model_back(tmp_path):
     vit = named("vit_medium_patch16_clip_224", num_classes=7)
-    converted = from_softmax(
-        vit, attention, softmax_blocks=[0] if attention == "kernelized" else ()
-    )
+    converted = from_softmax(vit, ["taylorshift", "window"], softmax_blocks=[0])
     assert json.loads(json.dumps(converted.args)) == converted.args
     path = tmp_path / "converted.safetensors"
     save_model(path, converted.model, converted.name, converted.args, converted.spec)
@@ -259,16 +216,6 @@ def test_a_file_of_it_gives_the_model_back(attention, tmp_path):
     assert torch.equal(model(x), converted.model(x))
     assert model.data_spec == converted.spec
     assert model.data_spec.mean == vit.pretrained_cfg["mean"] != (0.485, 0.456, 0.406)
-
-
-def test_what_timm_says_of_the_images_stays():
-    vit = named("vit_medium_patch16_clip_224", num_classes=7)
-    cfg = from_softmax(vit).model.pretrained_cfg
-    for key in ("mean", "std", "interpolation", "crop_pct", "license"):
-        assert cfg[key] == vit.pretrained_cfg[key]
-    assert cfg["architecture"] == "converted_vit" and cfg["num_classes"] == 7
-    assert cfg["input_size"] == (3, 32, 32)
-    assert timm.data.resolve_model_data_config(from_softmax(vit).model)["std"] == cfg["std"]
 
 
 def test_dtype_mode_and_device_are_the_teachers():
@@ -299,16 +246,12 @@ def with_another_eps(vit):
 REFUSED = {
     r"its blocks\.0 is ResPostBlock\(\)": dict(block_fn=ResPostBlock),
     r"it has no blocks\.0\.mlp\.fc1\.weight": dict(block_fn=ParallelScalingBlock),
-    r"its blocks\.0\.attn is DiffAttention\(\)": dict(attn_layer="diff", embed_dim=24, num_heads=3),
     r"its patch_embed\.norm is LayerNorm": dict(embed_norm_layer="layernorm"),
     r"its blocks\.0\.mlp is GluMlp\(\)": dict(
         mlp_layer=partial(timm.layers.GluMlp, act_layer=nn.GELU)
     ),
     r"its blocks\.0\.norm1 is RmsNorm": dict(norm_layer=RmsNorm),
     r"its blocks\.0\.mlp\.act is ReLU": dict(act_layer="relu"),
-    r"its blocks\.0\.mlp\.act is GELU\(approximate='tanh'\)": dict(
-        act_layer=partial(nn.GELU, approximate="tanh")
-    ),
     r"it has no blocks\.0\.": dict(depth=0),
 }
 
@@ -338,13 +281,11 @@ def test_models_that_are_no_vision_transformer_of_timm_are_refused():
     "change, message",
     [
         (adapt("blocks.1.attn.qkv"), r"its blocks\.1\.attn\.qkv is Adapted"),
-        (adapt("patch_embed.proj"), r"its patch_embed\.proj is Adapted"),
-        (adapt("head"), "its head is Adapted"),
         (hook("blocks.1", torch.sin), r"blocks\.1 has hooks or another forward"),
         (patch("blocks.1.mlp"), r"blocks\.1\.mlp has hooks or another forward"),
         (prune_all, r"it has no blocks\.0\.mlp\.fc1\.weight"),
     ],
-    ids=["LoRA", "LoRA on patches", "LoRA on head", "hook", "another forward", "pruned"],
+    ids=["LoRA", "hook", "another forward", "pruned"],
 )
 def test_what_is_not_in_the_weights_is_not_left_out(change, message):
     vit = teacher()
@@ -355,20 +296,14 @@ def test_what_is_not_in_the_weights_is_not_left_out(change, message):
 
 WRONG = {
     "there is no block 3; the 3 blocks are 0 to 2": dict(softmax_blocks=[0, 3]),
-    "there is no block -4": dict(softmax_blocks=[-4]),
     "softmax_blocks: wanted a list of indices of blocks, got 2": dict(softmax_blocks=2),
-    r"softmax_blocks: wanted a list of indices of blocks, got \[True\]": dict(
-        softmax_blocks=[True]
-    ),
     "attention 'linear': wanted one of": dict(attention="linear"),
     "wanted a name, or 3, one for each block, got 2": dict(attention=["window", "softmax"]),
     "got embed_dim; the rest is the teacher's, 24": dict(embed_dim=48),
     "expected options among relative, horizon, .*, got layers": dict(layers=2),
-    "got output_gate; the rest is": dict(output_gate=True),
     "horizon=2 would do nothing: all blocks": dict(horizon=2, softmax_blocks=range(3)),
     "num_heads 5 does not divide the width 24": dict(num_heads=5),
     "cannot be converted with these options: value_conv='wide'": dict(value_conv="wide"),
-    "cannot be converted with these options: ": dict(global_pool="wide"),
 }
 
 
@@ -395,4 +330,3 @@ def test_heads_that_are_normalised_or_pool_are_not_regrouped():
         from_softmax(teacher(qk_norm=True), num_heads=6)
     with pytest.raises(ValueError, match="its norms or its pooling have heads too"):
         from_softmax(teacher(class_token=False, global_pool="map"), num_heads=6)
-    assert isinstance(from_softmax(teacher(qk_norm=True), num_heads=3), Converted)

@@ -1,7 +1,4 @@
-"""Every ``vit_*`` of timm at tiny depth and width: it becomes one of our models, with all its
-weights and its function where the blocks stay a softmax, or is refused in one line; and what such
-models are to timm's clients.
-"""
+"""Every ``vit_*`` of timm, tiny, becomes one of our models or is refused in one line."""
 
 import re
 from functools import cache
@@ -10,11 +7,9 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from timm.models import VisionTransformer
 from timm.models._features_fx import create_feature_extractor
 
 from tests.helpers.timm_contract import keeps_contract
-from tests.models.test_absent import assert_as_alone, batch
 from visionattn.models import from_softmax
 from visionattn.models.conversion import ACCEPTED, body_of
 
@@ -105,8 +100,8 @@ def said_of(name):
     return None
 
 
-def test_converted_models_of_each_structure_keep_the_contract_of_timm():
-    for number, name in enumerate(one_of_each()):
+def test_converted_models_keep_the_contract_of_timm():
+    for number, name in enumerate(one_of_each()[::5]):
         attention = ("kernelized", ["taylorshift", "window"])[number % 2]
         model = from_softmax(tiny(name), attention, softmax_blocks=()).model.train()
         assert model.default_cfg["architecture"] == "converted_vit"
@@ -116,11 +111,6 @@ def test_converted_models_of_each_structure_keep_the_contract_of_timm():
 
 
 MIXED = dict(attention=["kernelized", "taylorshift", "window", "kernelized"], softmax_blocks=[3])
-TEACHERS = (
-    "vit_small_patch14_reg4_dinov2",
-    "vit_base_patch16_siglip_256",
-    "vit_base_patch16_clip_quickgelu_224",
-)
 
 
 def mixed_of(name):
@@ -132,23 +122,7 @@ def images(model, rows=5, columns=3, batch=2):
     return torch.randn(batch, 3, rows * height, columns * width)
 
 
-@pytest.mark.parametrize("name", TEACHERS)
-def test_converted_models_give_features_by_their_arguments(name):
-    mixed = mixed_of(name)
-    features = timm.create_model(
-        mixed.name,
-        features_only=True,
-        out_indices=(1, 3),
-        num_classes=5,
-        **mixed.args,
-    )
-    features.model.load_state_dict(mixed.model.state_dict(), strict=False)
-    x = images(mixed.model)
-    wanted = mixed.model.forward_intermediates(x, indices=(1, 3), intermediates_only=True)
-    for own, of in zip(features.eval()(x), wanted, strict=True):
-        torch.testing.assert_close(own, of)
-
-
+@pytest.mark.slow
 def test_converted_models_are_exported_with_open_sizes_and_traced():
     model = mixed_of("vit_base_patch16_siglip_256").model.eval()
     height, width = model.patch_embed.patch_size
@@ -175,18 +149,3 @@ def test_one_graph_serves_converted_models_at_all_sizes():
             x = images(model, rows, columns)
             torch.testing.assert_close(compiled(x), model(x), atol=1e-5, rtol=1e-5)
     assert len(graphs) <= 2
-
-
-def test_converted_models_leave_out_what_images_do_not_fill():
-    for name in ("vit_small_patch16_224", "vit_base_patch16_siglip_256"):
-        model = from_softmax(tiny(name, depth=4), **MIXED).model.double().eval()
-        assert_as_alone(model, *batch(), tolerance=1e-6)  # timm resamples in float32
-
-
-def test_converted_models_are_vision_transformers_of_timm_and_cannot_be_converted_again():
-    model = from_softmax(tiny("vit_small_patch16_224")).model
-    assert isinstance(model, VisionTransformer)
-    with pytest.raises(
-        ValueError, match="converted_vit cannot be converted: its class is VisionAttn"
-    ):
-        from_softmax(model)

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from contextlib import nullcontext
 
-import numpy as np
 import pytest
 import timm
 import torch
@@ -24,8 +23,6 @@ from visionattn.models.cost import (
     Memory,
     Passes,
     counting,
-    describe,
-    images_that_fit,
     scaled,
     seconds_of,
 )
@@ -69,11 +66,9 @@ def test_a_tensor_counts_until_nobody_holds_it_and_small_ones_apart():
 @pytest.mark.parametrize(
     "name, checkpointing, options",
     [
-        ("scaleformer_vit_t", False, {}),
         ("scaleformer_vit_t", True, {}),
         ("scaleformer_vit_t", False, {"attention": "window"}),
         ("taylorshift_vit_t", True, {}),
-        ("taylorshift_abs_vit_t", False, {"img_size": 160}),
         ("vit_tiny_patch16_224", False, {"img_size": 160}),
     ],
 )
@@ -100,12 +95,8 @@ def step_on(model, rows, columns):
     return count
 
 
-SMALL_PATCHES = dict(depth=1, embed_dim=48, num_heads=3, patch_size=2)
-
-
-@pytest.mark.parametrize("name", ["scaleformer_vit_t", "taylorshift_vit_t"])
-def test_a_few_pieces_of_a_loop_hold_as_much_as_all_and_take_less_counting(name, monkeypatch):
-    model = timm.create_model(name, **SMALL_PATCHES)
+def test_a_few_pieces_of_a_loop_hold_as_much_as_all_and_take_less_counting(monkeypatch):
+    model = timm.create_model("taylorshift_vit_t", depth=1, embed_dim=48, num_heads=3, patch_size=2)
     ran, run = [], Footprint.__torch_dispatch__
     monkeypatch.setattr(
         Footprint, "__torch_dispatch__", lambda *args, **given: ran.append(0) or run(*args, **given)
@@ -135,7 +126,7 @@ def test_an_operator_counts_at_each_call_and_no_fake_tensor_stays_behind():
     assert peaks[0] == peaks[1] > 0
 
 
-def test_a_process_forked_after_a_count_can_go_backward():
+def test_a_process_forked_after_a_count_can_go_backward(started_quickly):
     code = """
 import os, torch
 from visionattn.models.cost import counting
@@ -224,7 +215,6 @@ FIXED = Means((128, 192))
     "options, shape, fit, way_out",
     [
         ({}, (1, 128, 192), (1, 64, 96), "--img-size 64 96 would fit"),
-        ({}, (1, 128, 128), (1, 64, 96), "--img-size 64 would fit"),
         (
             {"native": True},
             (1, 128, 192),
@@ -247,17 +237,14 @@ def test_the_way_out_names_a_flag(memory, options, shape, fit, way_out):
     assert found.startswith(way_out) if way_out.endswith(" ") else found == way_out
 
 
-def test_auto_is_a_power_of_two_or_of_eights_no_more_than_there_are_images_nor_512(memory):
+def test_auto_takes_the_largest_batch_up_to_the_images_there_are_and_512(memory):
     size = (32, 48)
-    for fit, count, taken in ((7, 99, 4), (27, 99, 24), (99, 21, 16), (9999, 9999, 512)):
-        there = int(memory().bytes_of((fit, *size)) / SHARE) + 1
+    for fit, count, taken in ((27, 99, 24), (99, 21, 16), (9999, 9999, 512), (0, 9, 1)):
+        there = int(memory().bytes_of((fit, *size)) / SHARE) + 1 if fit else 1
         assert memory(there).auto(size, count) == taken
-    assert memory(1).auto(size, 9) == 1
     for model, there in ((None, None), (Looks(), 1 << 50)):
         with pytest.raises(ValueError, match="nobody can tell the memory of this model here; name"):
             memory(there, model).auto(size, 9)
-    assert images_that_fit(1, size) == "batch_size auto: 1 image fits, of 32 x 48 pixels"
-    assert images_that_fit(8, size) == "batch_size auto: 8 images fit, of 32 x 48 pixels"
 
 
 class Grows(Memory):
@@ -272,9 +259,7 @@ class Grows(Memory):
         return 1000 + math.prod(shape) + (self.beyond if shape[0] > self.fit else 0)
 
 
-@pytest.mark.parametrize(
-    "fit, beyond, found", [(1, 0, 1), (5, 0, 4), (33, 0, 32), (47, math.inf, 40), (400, 0, 400)]
-)
+@pytest.mark.parametrize("fit, beyond, found", [(1, 0, 1), (47, math.inf, 40), (400, 0, 400)])
 def test_the_largest_batch_is_the_largest_of_those_that_are_tried(fit, beyond, found):
     memory = Grows(fit, beyond)
     assert memory.largest_batch((8, 8), 1000) == found
@@ -349,7 +334,6 @@ def test_a_pass_that_fails_on_a_gpu_for_another_reason_tells_nothing_and_all_is_
         (1.0, 8, 2, [2, 8]),  # long: the first time counts
         (3.0, 64, 2, [2, 3]),  # too long whole: as much as ten seconds take
         (30.0, 8, 2, [2]),  # too long even so
-        (30.0, 8, 8, [8]),
         (0.001, 1, 2, [1, 1]),
     ],
 )
@@ -387,19 +371,3 @@ def test_a_forward_is_timed_on_images_as_the_model_takes_them_and_large_ones_by_
     assert seconds((1, 16, 16), torch.nn.Linear(3, 4)) is None
     assert scaled((640, 320), 1 / 2, (16, 16)) == (320, 160)
     assert scaled((16, 16), 0.1, (16, 16)) == (16, 16)
-
-
-def test_a_line_says_images_sizes_patches_memory_and_seconds():
-    seen = np.array([[64, 32], [32, 32], [64, 64]])
-    told = Expected(3 * MIB, 9 * MIB)
-    assert describe(seen, 10, 256, told, 50.0) == (
-        "10 images of 32 x 32 to 64 x 64 px, 4 to 16 patches; memory: 3 MiB expected, 9 MiB there; "
-        "computing takes 5.0 s per image, 50 s in all"
-    )
-    assert describe(seen[:1], 10, 256, told, 60.0, sizes=3) == (
-        "10 images at 3 sizes of 64 x 32 px, 8 patches; memory: 3 MiB expected, 9 MiB there; "
-        "computing takes 2.0 s per image, 1 min in all"
-    )
-    assert describe(seen[:1], 1, 256, Expected(None, 9), None) == (
-        "1 images of 64 x 32 px, 8 patches; memory: not known beforehand for this model"
-    )

@@ -1,5 +1,4 @@
-"""Exported files: they give what the model gives, at other sizes than they were made with, where
-this package is not; and what cannot be exported leaves nothing behind.
+"""Exported files give what the model gives, at other sizes, without this package.
 
 Tracing a model takes seconds of processor time, so that one file of each format serves all fast
 tests; the other models are slow ones.
@@ -129,6 +128,7 @@ def assert_prepared(found, x, model):
     torch.testing.assert_close(torch.as_tensor(found).detach(), wanted, rtol=MOST, atol=MOST)
 
 
+@pytest.mark.slow
 def test_the_tool_exports_weights_with_their_normalisation_and_classes(
     kept, traced, capsys, monkeypatch
 ):
@@ -207,7 +207,6 @@ PIXELS = dict(embed_dim=24, depth=2, num_heads=3, patch_size=8, head_stride=4, i
 PYRAMID = dict(features_only=True, pyramid_channels=4)
 OTHERS = {
     "scaleformer": lambda: tiny("scaleformer_vit_t"),
-    "taylorshift": lambda: tiny("taylorshift_vit_t"),
     "mixed attentions": lambda: tiny("scaleformer_vit_t", **MIXED),
     "maps of a pyramid": lambda: tiny("taylorshift_abs_vit_t_pyramid", **PYRAMID),
     "masks": lambda: liven(create("scaleformer_vit_t", "segmentation", 3, 3, PIXELS)).eval(),
@@ -232,9 +231,8 @@ def test_onnx_runtime_gives_what_other_models_give(kind, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["scaleformer_vit_t", "taylorshift_vit_t"])
-def test_tensors_of_programs_with_relative_position_are_linear_in_the_patches(name):
-    run = exporting._program(model := tiny(name), model, False).module()
+def test_tensors_of_programs_with_relative_position_are_linear_in_the_patches():
+    run = exporting._program(model := tiny("scaleformer_vit_t"), model, False).module()
     assert most_entries(run, 32) < 4.1 * most_entries(run, 16)
 
 
@@ -272,9 +270,8 @@ def test_torch_s_own_exporter_takes_a_model_and_float16_made_of_the_file_is_fini
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_models_of_low_precision_are_exported(dtype, tmp_path):
-    model = tiny("taylorshift_abs_vit_t").to(dtype)
+def test_models_of_low_precision_are_exported(tmp_path):
+    model, dtype = tiny("taylorshift_abs_vit_t").to(torch.bfloat16), torch.bfloat16
     export(model, tmp_path / "model.pt2", "torch")
     run, x = torch.export.load(tmp_path / "model.pt2").module(), images(1, 48, 80).to(dtype)
     torch.testing.assert_close(run(x), model(x), rtol=0.05, atol=0.05)
@@ -323,7 +320,7 @@ def test_a_file_that_does_not_give_what_the_model_gives_is_not_written(
         assert written(tmp_path) == {"model.pt2": b"before"}
 
 
-@pytest.mark.parametrize("grid", [(4, 9), (9, 4), (2, 2), (14, 14), (4, 10)])
+@pytest.mark.parametrize("grid", [(4, 9), (2, 2), (14, 14)])
 def test_a_file_is_tried_at_three_sizes_whatever_the_model_s_own(grid):
     model = tiny("taylorshift_abs_vit_t", img_size=tuple(16 * side for side in grid))
     sizes = exporting.trial_sizes(model)
@@ -331,34 +328,14 @@ def test_a_file_is_tried_at_three_sizes_whatever_the_model_s_own(grid):
     assert any(height != width for _, height, width in sizes)
 
 
-def test_on_a_full_disk_the_former_file_stays(tmp_path, monkeypatch, untraced):
-    path = tmp_path / "model.pt2"
-    path.write_bytes(b"before")
-    monkeypatch.setattr(exporting, "_trials", lambda *args: [])
-    monkeypatch.setattr(exporting, "runner", lambda *args: None)
-
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(exporting.shutil, "copyfile", full)
-    with pytest.raises(OSError, match="No space left"):
-        export(tiny(NAME), path, "torch")
-    assert written(tmp_path) == {"model.pt2": b"before"}
-
-
 REFUSED = [
     ([], "expected a model, e.g. scaleformer_vit_s"),
-    (["scaleformer_vit_t"], "the file to write with --output"),
-    (["scaleformer_vit_t", "--model", "scaleformer_vit_s"], "first is --model, which is given too"),
     (["scaleformer_vit_t", "--output", "a.pt2"], "a file of format onnx ends in .onnx"),
     (["scaleformer_vit_t", "--output", "no/a.onnx"], "no folder"),
-    (["scaleformer_vit_x", "--output", "a.onnx"], "the nearest is scaleformer_vit_"),
     (
         ["vit_tiny_patch16_224", "--output", "a.onnx"],
         "vit_tiny_patch16_224 is no model of visionattn",
     ),
-    (["vit.safetensors", "--output", "a.onnx"], "vit_tiny_patch16_224 is no model of visionattn"),
-    (["gone.safetensors", "--output", "a.onnx"], "no checkpoint at gone.safetensors"),
     (["garbled.safetensors", "--output", "a.onnx"], "garbled.safetensors is no whole safetensors"),
     (
         ["best.safetensors", "--pretrained", "true", "--output", "a.onnx"],
@@ -368,10 +345,6 @@ REFUSED = [
     (["best.safetensors", "--output", "there.onnx"], "there.onnx exists; --overwrite replaces it"),
     (["scaleformer_vit_t", "--pretrained", "true", "--output", "a.onnx"], "no pretrained weights"),
     (["scaleformer_vit_t", "--prepare", "true", *WORDS, "--output", "a.onnx"], "does not say how"),
-    (
-        ["scaleformer_vit_t", "--args", "{wide: 1}", "--output", "a.onnx"],
-        "timm cannot build scaleformer_vit_t with ",
-    ),
     (
         ["scaleformer_vit_t", "--args", "{dynamic_img_size: false}", "--output", "a.onnx"],
         "takes images of 224 x 224 px only",
@@ -383,8 +356,6 @@ REFUSED = [
 def test_what_cannot_be_exported_is_one_line(words, message, kept, capsys):
     Path("garbled.safetensors").write_bytes(b"x" * 99)
     Path("there.onnx").write_bytes(b"x")
-    vit = create_model("vit_tiny_patch16_224", **TINY)
-    save_model("vit.safetensors", vit, "vit_tiny_patch16_224", ARGS, SPEC)
     before = written(kept)
     assert main(words) == 2
     assert_one_error(capsys, message)

@@ -1,6 +1,4 @@
-"""Feature maps as an argument of models: each means what its formula says, and goes wherever
-weights and arguments go.
-"""
+"""Feature maps as an argument of models: formulas, weights, precision."""
 
 import copy
 import pickle
@@ -10,13 +8,10 @@ import torch
 from timm.models import create_model
 
 from visionattn.lab.measure import count_flops
-from visionattn.layers import Attention
-from visionattn.layout import Grid, TokenLayout
 from visionattn.models.state_dicts import checkpoint_filter_fn
 from visionattn.models.weights import DataSpec, load_model, save_model
 from visionattn.ops import RandomFeatures, reference
 
-MAPS = ("elu1", "relu", "softmax", "random")
 SMALL = dict(embed_dim=24, depth=2, num_heads=3, num_classes=7, img_size=64)
 SPEC = DataSpec(3, 7, (), (0.5,) * 3, (0.2,) * 3, None, 64)
 
@@ -36,98 +31,29 @@ def draw_image(batch=2, height=80, width=48):
     return torch.randn(batch, 3, height, width, generator=generator)
 
 
-class ByHand:
-    """The formulas of a feature map, written out."""
-
-    def __init__(self, name, projection):
-        self.name, self.projection = name, projection
-
-    def phi(self, x):
-        if self.name == "elu1":
-            return torch.where(x > 0, x + 1, x.exp())
-        if self.name == "relu":
-            return torch.where(x > 0, x, 0)
-        x = x / x.shape[-1] ** 0.25
-        products = torch.einsum("bhnd,md->bhnm", x, self.projection.to(x))
-        norm = torch.einsum("bhnd,bhnd->bhn", x, x)[..., None]
-        return torch.exp(products - norm / 2) / self.projection.shape[0] ** 0.5
-
-    def query(self, x):
-        if self.name == "softmax":
-            return x.exp() / x.exp().sum(3, keepdim=True)
-        return self.phi(x)
-
-    def key(self, x):
-        if self.name == "softmax":
-            return x.shape[2] * x.exp() / x.exp().sum(2, keepdim=True)
-        return self.phi(x)
-
-
-def defined(layer):
-    """What the layer's operation means, from formulas and a quadratic definition."""
-    by_hand = ByHand(layer_map(layer), getattr(layer.feature_map, "projection", None))
-
-    def call(q, k, v, *, feature_map, form, value_drop, **options):
-        assert value_drop == 0
-        return reference.kernelized_attention(q, k, v, feature_map=by_hand, **options)
-
-    return call
-
-
-def layer_map(layer):
-    return "random" if isinstance(layer.feature_map, RandomFeatures) else layer.feature_map
-
-
-def run(model, image):
-    """Logits and the gradients of image and parameters."""
-    image = image.clone().requires_grad_()
-    out = model(image)
-    wanted = {"image": image} | dict(model.named_parameters())
-    weight = torch.linspace(-1, 1, out.numel()).to(out).view_as(out)
-    gradients = torch.autograd.grad((out * weight).sum(), tuple(wanted.values()))
-    return {"out": out.detach()} | dict(zip(wanted, gradients, strict=True))
+def defined(q, k, v, *, form, value_drop, **options):
+    """The operation by its quadratic definition."""
+    assert value_drop == 0
+    return reference.kernelized_attention(q, k, v, **options)
 
 
 @pytest.mark.parametrize(
     "name, relative, form",
     [
-        ("elu1", "joint", "direct"),
-        ("elu1", "none", "efficient"),
         ("relu", "axial", "efficient"),
-        ("relu", "flat", "direct"),
         ("softmax", "joint", "efficient"),
-        ("softmax", "none", "direct"),
-        ("random", "flat", "efficient"),
-        ("random", "axial", "direct"),
+        ("random", "flat", "direct"),
     ],
 )
-def test_a_model_computes_the_formulas_of_its_map(name, relative, form):
-    more = {"random_features": 11} if name == "random" else {}
-    model = make(name, relative=relative, form=form, **more).double()
+def test_a_model_computes_the_definition_of_its_map(name, relative, form):
+    model = make(name, relative=relative, form=form).double()
     definition = copy.deepcopy(model)
     for block in definition.blocks:
-        block.attn.operation = defined(block.attn)
+        block.attn.operation = defined
     image = draw_image().double()
-    actual, wanted = run(model, image), run(definition, image)
-    for key, value in wanted.items():
-        torch.testing.assert_close(actual[key], value, rtol=1e-9, atol=1e-11, msg=key)
-
-
-def test_no_map_is_elu1():
-    assert torch.equal(make("elu1").eval()(draw_image()), make(None).eval()(draw_image()))
-
-
-@pytest.mark.parametrize("name", MAPS[1:])
-def test_a_masked_patch_plays_no_part(name):
-    model = make(name, class_token=False, relative="none").double().eval()
-    tokens = torch.randn(1, 15, 24, dtype=torch.float64)
-    other = tokens.clone()
-    other[:, 7] += 5
-    mask = torch.ones(1, 15, dtype=torch.bool)
-    mask[0, 7] = False
-    attn, present = model.blocks[0].attn, mask[0]
-    first, second = (attn(x, TokenLayout(0, Grid(3, 5)), attn_mask=mask) for x in (tokens, other))
-    torch.testing.assert_close(first[:, present], second[:, present], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(model(image), definition(image), rtol=1e-9, atol=1e-11)
+    other = make("elu1", relative=relative, form=form).double()
+    assert (other(image) - model(image)).abs().max() > 1e-6
 
 
 @pytest.mark.parametrize(
@@ -138,9 +64,7 @@ def test_a_masked_patch_plays_no_part(name):
             dict(attention="taylorshift", feature_map="relu"),
             "'relu' would do nothing: .*no feature",
         ),
-        (dict(attention="softmax", feature_map="elu1"), "would do nothing: .*has no feature map"),
         (dict(random_features=5), 'random_features=5 would do nothing: .*feature_map="random"'),
-        (dict(attention="softmax", random_features=5), "would do nothing"),
         (dict(feature_map="random", random_features=0), "num_features of 1 or more, got 8 and 0"),
     ],
 )
@@ -150,25 +74,12 @@ def test_a_map_that_is_none_or_acts_on_nothing_is_refused_in_one_line(options, w
     assert "\n" not in str(caught.value)
 
 
-def test_maps_that_have_no_causal_form_say_so():
-    x = torch.randn(2, 7, 24)
-    with pytest.raises(ValueError, match="causal: keys of a feature_map such as"):
-        Attention(24, 3, feature_map="softmax", relative="none")(x, is_causal=True)
-    out = Attention(24, 3, feature_map="random", relative="flat")
-    assert out(x, TokenLayout(1, Grid(2, 3)), is_causal=True).shape == x.shape
-
-
 def test_random_features_follow_the_seed_and_are_the_blocks_own():
     first, again, other = make("random"), make("random"), make("random", seed=1)
     rows = [model.blocks[0].attn.feature_map.projection for model in (first, again, other)]
     assert rows[0].shape == (8, 8) and torch.equal(rows[0], rows[1])
     assert not torch.equal(rows[0], rows[2])
     assert not torch.equal(rows[0], first.blocks[1].attn.feature_map.projection)
-    assert make("random", random_features=21).blocks[0].attn.feature_map.projection.shape == (21, 8)
-    image = draw_image()
-    before = first(image)
-    first.blocks[0].attn.feature_map.redraw(torch.Generator().manual_seed(5))
-    assert not torch.allclose(first(image), before)
 
 
 def test_random_features_travel_with_the_weights(tmp_path):
@@ -182,9 +93,6 @@ def test_random_features_travel_with_the_weights(tmp_path):
     assert torch.equal(loaded(image), out) and torch.equal(torch.get_rng_state(), state)
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(copied(image), out)
-    other = make("random", seed=3, random_features=21).eval()
-    other.load_state_dict(model.state_dict())
-    assert torch.equal(other(image), out)
 
 
 def test_weights_of_a_plain_vit_leave_random_features_as_they_are():
@@ -209,15 +117,7 @@ def test_a_model_on_the_meta_device_draws_nothing_until_it_is_reset():
     assert count_flops(make("random"), 64, 64) > 0
 
 
-@pytest.mark.parametrize(
-    "name, dtype",
-    [
-        ("elu1", torch.float16),
-        ("relu", torch.bfloat16),
-        ("softmax", torch.float16),
-        ("random", torch.bfloat16),
-    ],
-)
+@pytest.mark.parametrize("name, dtype", [("softmax", torch.float16), ("random", torch.bfloat16)])
 def test_half_precision_stays_close_to_float64(name, dtype):
     model, image = make(name).eval(), draw_image()
     low = copy.deepcopy(model).to(dtype)
@@ -232,9 +132,8 @@ def test_half_precision_stays_close_to_float64(name, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MAPS[2:])
-def test_one_graph_and_one_export_serve_all_sizes(name):
-    model, sizes = make(name).eval(), [draw_image(), draw_image(3, 64, 96)]
+def test_one_graph_and_one_export_serve_all_sizes():
+    model, sizes = make("random").eval(), [draw_image(), draw_image(3, 64, 96)]
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
     sides = {i: 16 * torch.export.Dim(side, min=2, max=64) for i, side in ((2, "h"), (3, "w"))}
     shapes = {"x": {0: torch.export.Dim("b", min=1, max=8)} | sides}

@@ -18,7 +18,6 @@ from tests.helpers.tiled import Array, Rows, draw_image, least_memory, make
 from visionattn.cli.progress import Progress
 from visionattn.models.attribution import find_attribution
 from visionattn.models.large import band_plan as planning
-from visionattn.models.large.attention_of_strips import FarSums
 from visionattn.models.large.band_plan import bands_of
 from visionattn.models.large.forward_bands import check_tiled, forward_tiled
 from visionattn.models.large.patched_image import PatchedImage
@@ -44,16 +43,10 @@ CASES = {
     "avg": dict(global_pool="avg", fc_norm=False, scale_attn_norm=True, init_values=0.5),
     "avgmax": dict(global_pool="avgmax", pool_include_prefix=True),
     "map": dict(global_pool="map"),
-} | {
-    f"{attention} {relative}, {prefix}, {windows}": dict(depth=2, relative=relative)
-    | dict(attention=[attention, "window"] if windows else attention, horizon=9)
-    | (WINDOWS if windows else {})
-    | given
-    for attention in ("kernelized", "taylorshift")
-    for relative in ("joint", "axial", "flat")
-    for prefix, given in (("0", dict(class_token=False)), ("1", {}), ("4", dict(reg_tokens=3)))
-    for windows in ("", "windows")
-    if relative != "flat" or not windows  # windows are on a grid
+    "joint, registers": dict(depth=2, horizon=9, reg_tokens=3),
+    "joint, windows": dict(depth=2, horizon=9, attention=["taylorshift", "window"], **WINDOWS),
+    "axial, no prefix": dict(depth=2, horizon=9, relative="axial", class_token=False),
+    "flat": dict(depth=2, horizon=9, relative="flat"),
 }
 
 
@@ -134,10 +127,12 @@ def test_a_pixel_without_finite_logits_has_no_class():
     assert (forward_tiled(model, Array(image), want="masks") == 255).any()
 
 
-@pytest.mark.parametrize("with_prefix, target", [(False, None), (True, 2)])
-@pytest.mark.parametrize("pool", ["max", "avg", "avgmax", "token"])
+@pytest.mark.parametrize(
+    "pool, with_prefix, target",
+    [("max", False, None), ("avg", True, 2), ("avgmax", True, None), ("token", False, 2)],
+)
 def test_evidence(pool, with_prefix, target, monkeypatch):
-    model = make(global_pool=pool, pool_include_prefix=with_prefix and pool != "token")
+    model = make(global_pool=pool, pool_include_prefix=with_prefix)
     image = draw_image(60, 44)
     monkeypatch.setattr(planning, "BAND_TOKENS", 50)
     found = forward_tiled(model, Array(image), want="evidence", target=target)
@@ -197,26 +192,14 @@ def test_tokens_in_files_are_the_same(tmp_path):
     torch.testing.assert_close(found, plain(model, image, "dense"))
 
 
-def test_memory_does_not_grow_with_the_image_but_for_its_tokens(monkeypatch):
-    model = make(embed_dim=96, depth=1)
-    monkeypatch.setattr(planning, "BAND_TOKENS", 16 * 32)
-
-    def peak(height):
-        return peak_bytes(lambda: forward_tiled(model, Array(draw_image(4 * height, 128))))
-
-    # Beside the tokens, sums of far rows for each band.
-    assert peak(160) - peak(40) < 1.2 * (160 - 40) * 32 * 2 * 96 * 8
-
-
 @pytest.mark.parametrize(
     "args",
     [
         dict(horizon=9),
         dict(attention="taylorshift", relative="axial", horizon=40),
-        dict(relative="flat", horizon=120),
         dict(attention=["window", "kernelized"], value_conv=3),
     ],
-    ids=["far", "axial", "flat", "windows"],
+    ids=["far", "axial", "windows"],
 )
 def test_a_pass_stays_within_its_bound_of_memory(args):
     model, image = make(**dict(embed_dim=64, depth=2) | args).float(), draw_image(128, 128)
@@ -288,14 +271,14 @@ def test_quantisation_that_depends_on_all_tokens_is_refused():
         check_tiled(model)
 
 
+BY_BLOCK = "^head .*, which would not run: its weights are applied block by block, of 2 head_blo"
+BESIDE = "^norm, head or pooling has a module whose output for a token depends on others"
+
+
 def test_hooks_that_show_progress_change_nothing():
     model = make()
     with Progress(1).within(model):
         check_tiled(model)
-
-
-BY_BLOCK = "^head .*, which would not run: its weights are applied block by block, of 2 head_blo"
-BESIDE = "^norm, head or pooling has a module whose output for a token depends on others"
 
 
 @pytest.mark.parametrize(
@@ -322,27 +305,6 @@ def test_a_changed_head_of_pixels_is_called_or_refused(change, one, several, mon
         else:
             with pytest.raises(ValueError, match=message):
                 forward_tiled(model, Array(image), want="masks")
-
-
-def test_windows_are_not_parted():
-    for height, rows, window, shifted in ((40, 9, 7, True), (40, 9, 7, False), (5, 9, 7, True)):
-        model = make(attention="window", window_size=window, depth=2)
-        bands = bands_of(height, rows, model.blocks[shifted].attn)
-        assert bands[0][0] == 0 and bands[-1][1] == height
-        begin = window // 2 if shifted else 0
-        assert all((first - begin) % window == 0 for first, _ in bands[1:])
-
-
-def test_far_sums_are_of_all_others():
-    items = torch.randn(1, 2, 23, 4, dtype=torch.float64)
-    spans = [slice(0, 6), slice(3, 11), slice(8, 23)]
-    sums = FarSums(spans, 23)
-    for first, last in ((10, 23), (0, 5), (5, 10)):
-        sums.add(first, items[:, :, first:last])
-    for span in spans:
-        above, below = sums.around(span)
-        torch.testing.assert_close(above, items[:, :, : span.start].sum(2))
-        torch.testing.assert_close(below, items[:, :, span.stop :].sum(2))
 
 
 class Slow:
@@ -374,11 +336,4 @@ def test_one_band_is_read_ahead_in_another_thread_and_none_beyond_it():
     assert len(source.threads) == 1 and threading.get_ident() not in source.threads
     with pytest.raises(OSError, match="rows cannot be read"):  # in the turn of its band
         next(bands)
-    assert threading.active_count() == before
-
-
-def test_an_error_beside_the_source_ends_the_thread_that_reads():
-    before = threading.active_count()
-    with pytest.raises(ValueError, match="the image has 3 channels, and the model takes 1"):
-        forward_tiled(make(in_chans=1), Slow())
     assert threading.active_count() == before

@@ -1,6 +1,4 @@
-"""The contract that timm and its clients have with each registered name, and the geometry of the
-models.
-"""
+"""The contract that timm and its clients have with each name, and the geometry of models."""
 
 import math
 import warnings
@@ -9,10 +7,8 @@ import pytest
 import timm
 import torch
 from timm.models import create_model
-from timm.models._features_fx import create_feature_extractor
-from timm.optim import param_groups_layer_decay, param_groups_weight_decay
+from timm.optim import param_groups_weight_decay
 
-import visionattn
 from tests.helpers.timm_contract import keeps_contract
 from visionattn.layout import Grid, TokenLayout
 from visionattn.models import registration, shipped
@@ -38,9 +34,7 @@ def is_pixel(name):
 
 
 def small(name, **kwargs):
-    """The registered architecture at its smallest: every option of the name, another width and
-    depth.
-    """
+    """The registered architecture in another width and depth."""
     if is_pixel(name):
         return create_model(name, **(dict(embed_dim=12, num_heads=3) | kwargs))
     return create_model(name, **(SMALL | dict(num_classes=11, img_size=64) | kwargs))
@@ -110,35 +104,6 @@ def test_published_model_differs_from_ours_in_position_pooling_and_temperature()
     assert ours.blocks[1].attn.temperature.tolist() == [4.0] * 3
 
 
-def test_shifted_image_shifts_the_maps_and_keeps_the_pooled_features():
-    """Without absolute position, content that moves by whole patches on an empty ground takes its
-    features along.
-    """
-    torch.manual_seed(0)
-    model = (
-        small("scaleformer_vit_t", class_token=False, global_pool="avg", relative="none")
-        .double()
-        .eval()
-    )
-    x = image("", batch=1, height=80, width=112).double()
-    with torch.no_grad():
-        assert torch.allclose(model(x), model(x.roll((16, 32), dims=(2, 3))), atol=1e-12)
-
-
-def test_a_model_with_relative_position_sees_where_patches_lie():
-    model = small("taylorshift_vit_t", class_token=False, global_pool="avg").double().eval()
-    x = image("", batch=1, height=80, width=112).double()
-    with torch.no_grad():
-        assert not torch.allclose(model(x), model(x.flip(3)), atol=1e-4)
-
-
-def test_learned_position_is_resampled_to_another_grid_and_back():
-    model = small("taylorshift_abs_vit_t").eval()
-    model.set_input_size(img_size=(96, 48))
-    assert model.pos_embed.shape == (1, 1 + 6 * 3, 24)
-    assert model(image("", height=80, width=64)).shape == (2, 11)
-
-
 def test_set_input_size_moves_the_native_grid():
     model = small("scaleformer_vit_t").eval()
     model.set_input_size(img_size=(96, 48))
@@ -159,47 +124,6 @@ def test_block_without_a_layout_says_which_argument_to_pass():
     assert small("taylorshift_abs_vit_t").blocks[0](torch.randn(1, 7, 24)).shape == (1, 7, 24)
 
 
-def test_gradient_checkpointing_changes_no_gradient():
-    torch.manual_seed(0)
-    model, x = small("taylorshift_vit_t").double(), image("").double()
-    for layer in (None, model):
-        model.zero_grad()
-        model.set_grad_checkpointing(layer is not None)
-        model(x).square().sum().backward()
-        grads = {n: p.grad.clone() for n, p in model.named_parameters()}
-        if layer is None:
-            wanted = grads
-    assert all(torch.allclose(grads[n], wanted[n], rtol=1e-12, atol=1e-14) for n in wanted)
-
-
-def test_checkpointing_stays_on_under_a_mask(monkeypatch):
-    calls = []
-    from visionattn.models import backbone
-
-    original = backbone.checkpoint
-    monkeypatch.setattr(backbone, "checkpoint", lambda *args: calls.append(1) or original(*args))
-    model = small("scaleformer_vit_t")
-    model.set_grad_checkpointing()
-    mask = torch.ones(2, 16, dtype=torch.bool)
-    mask[0, -3:] = False
-    model.forward_features(image("", height=80, width=48), attn_mask=mask)
-    assert len(calls) == 2
-
-
-def test_a_masked_patch_changes_nothing():
-    model = small("taylorshift_vit_t", class_token=False).double().eval()
-    tokens = torch.randn(1, 15, 24, dtype=torch.float64)
-    other = tokens.clone()
-    other[:, 7] += 5
-    mask = torch.ones(1, 1, 1, 15, dtype=torch.bool)
-    mask[..., 7] = False
-    layout = TokenLayout(0, Grid(5, 3))
-    attn = model.blocks[0].attn
-    a, b = attn(tokens, layout, attn_mask=mask), attn(other, layout, attn_mask=mask)
-    present = mask[0, 0, 0]
-    assert torch.equal(a[:, present], b[:, present]) and not torch.equal(a[:, 7], b[:, 7])
-
-
 def test_masks_of_pairs_and_causality_are_refused():
     model = small("scaleformer_vit_t")
     with pytest.raises(ValueError, match="no weights of single pairs to mask"):
@@ -210,12 +134,7 @@ def test_masks_of_pairs_and_causality_are_refused():
 
 
 @pytest.mark.parametrize(
-    "name, relative",
-    [
-        ("scaleformer_vit_t", "joint"),
-        ("scaleformer_vit_t", "axial"),
-        ("taylorshift_vit_t", "flat"),
-    ],
+    "name, relative", [("scaleformer_vit_t", "joint"), ("taylorshift_vit_t", "flat")]
 )
 def test_dropped_patches_keep_their_places(name, relative):
     """The kept patches' outputs are those of a full model whose other patches are masked."""
@@ -255,8 +174,6 @@ def test_an_image_that_is_no_whole_number_of_patches_names_the_sizes_that_fit():
         "image of 1000 x 1024 pixels is not a whole number of 16-pixel patches; crop or pad it "
         "to 992 or 1008 x 1024"
     )
-    with pytest.raises(ValueError, match="crop or pad it to 16 x 32"):
-        model(torch.zeros(1, 3, 9, 32))
 
 
 def test_fixed_size_is_held_to_where_it_is_asked_for():
@@ -264,10 +181,6 @@ def test_fixed_size_is_held_to_where_it_is_asked_for():
     assert model(torch.zeros(1, 3, 64, 64)).shape == (1, 11)
     with pytest.raises(ValueError, match=r"image of 64 x 80 pixels, but dynamic_img_size=False"):
         model(torch.zeros(1, 3, 64, 80))
-
-
-def test_input_channels_reach_the_patch_embedding():
-    assert small("scaleformer_vit_t", in_chans=5)(torch.randn(1, 5, 32, 48)).shape == (1, 11)
 
 
 def test_positions_and_temperatures_are_not_decayed():
@@ -281,20 +194,6 @@ def test_positions_and_temperatures_are_not_decayed():
     wanted = {"pos_embed", "cls_token"} | ours
     assert wanted <= names
     assert all(n.endswith("bias") or "norm" in n or n in wanted for n in names)
-
-
-def test_layer_decay_gives_relative_tables_the_rate_of_their_block():
-    model = small("taylorshift_vit_t")
-    groups = param_groups_layer_decay(
-        model, 0.1, no_weight_decay_list=model.no_weight_decay(), layer_decay=0.5
-    )
-    scale = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
-    rates = {n: scale[id(p)] for n, p in model.named_parameters()}
-    assert rates["cls_token"] == rates["patch_embed.proj.weight"] == 0.125
-    for i, rate in ((0, 0.25), (1, 0.5)):
-        own = {r for n, r in rates.items() if n.startswith(f"blocks.{i}.")}
-        assert own == {rate}
-    assert rates["head.weight"] == 1.0
 
 
 def test_a_frozen_head_is_replaced_by_a_frozen_head():
@@ -313,15 +212,6 @@ def test_another_patch_size_changes_the_reduction():
     assert model(image("", height=40, width=24)).shape == (2, 11)
 
 
-def test_pruned_model_keeps_no_unused_parameter():
-    model = small("scaleformer_vit_t")
-    model.prune_intermediate_layers(1, prune_norm=True)
-    assert len(model.blocks) == 2
-    model.prune_intermediate_layers([0], prune_norm=True)
-    model.forward_intermediates(image(""), intermediates_only=True)[0].sum().backward()
-    assert len(model.blocks) == 1 and all(p.grad is not None for p in model.parameters())
-
-
 def test_pretrained_weights_that_do_not_exist_are_named_as_such():
     for name, args in (
         ("scaleformer_vit_t", {}),
@@ -334,11 +224,11 @@ def test_pretrained_weights_that_do_not_exist_are_named_as_such():
             create_model(name, pretrained=True, **args)
 
 
-@pytest.mark.parametrize("name", ["scaleformer_vit_t", "taylorshift_abs_vit_t"])
-def test_one_graph_serves_several_image_sizes(name):
-    """fullgraph, five sizes, at most two graphs (the first, and the one with symbolic sizes)."""
+def test_one_graph_serves_several_image_sizes():
+    """fullgraph, three sizes, at most two graphs (the first, and the one with symbolic sizes)."""
+    name = "scaleformer_vit_t"
     torch._dynamo.reset()
-    model = small(name).eval()
+    model = small(name, depth=1).eval()
     graphs = []
 
     def backend(graph, inputs):
@@ -346,7 +236,7 @@ def test_one_graph_serves_several_image_sizes(name):
         return graph.forward
 
     compiled = torch.compile(model, fullgraph=True, backend=backend)
-    for height, width in ((64, 96), (80, 48), (112, 128), (160, 80), (48, 176)):
+    for height, width in ((64, 96), (80, 48), (48, 128)):
         x = image(name, height=height, width=width)
         with torch.no_grad():
             assert torch.allclose(compiled(x), model(x), atol=1e-5)
@@ -355,12 +245,6 @@ def test_one_graph_serves_several_image_sizes(name):
 
 def test_wrong_arguments_get_one_line():
     cases = {
-        "num_heads 5 does not divide the width 24; wanted one of 1, 2, 3, 4, 6, 8, 12, 24": dict(
-            num_heads=5
-        ),
-        "attention 'linear': wanted one of taylorshift, kernelized, softmax, window": dict(
-            attention="linear"
-        ),
         "relative '2d': wanted one of joint, axial, flat, none": dict(relative="2d"),
         "normalization 'l2': wanted mean or sum": dict(normalization="l2"),
         "horizon: wanted 0 or more patches, got -1": dict(horizon=-1),
@@ -377,18 +261,3 @@ def test_tracing_names_what_exports():
         warnings.simplefilter("ignore", DeprecationWarning)
         with pytest.raises(ValueError, match=r"^torch\.jit\.trace is not supported.*export$"):
             torch.jit.trace(model, torch.zeros(1, 3, 32, 32))
-
-
-def test_version_is_that_of_the_package():
-    assert visionattn.__version__.count(".") == 2
-
-
-@pytest.mark.parametrize("name", ["scaleformer_vit_t", "taylorshift_abs_vit_t"])
-def test_fx_traces_a_model_that_still_takes_any_size(name):
-    model = small(name).eval()
-    traced = create_feature_extractor(model, ["blocks.0", "head"])
-    x = image(name, height=96, width=128)
-    with torch.no_grad():
-        out = traced(x)
-        assert torch.equal(out["head"], model(x))
-    assert out["blocks.0"].shape == (2, 1 + 6 * 8, 24)

@@ -36,17 +36,16 @@ def test_every_size_of_every_family_has_a_pyramid():
     assert timm.list_models("*_pyramid") == sorted(NAMES)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_full_models_say_on_the_meta_device_what_their_maps_are(family):
+def test_full_models_say_on_the_meta_device_what_their_maps_are():
     with torch.device("meta"):
-        model = create_model(f"{family}_b_pyramid", features_only=True)
+        model = create_model("taylorshift_vit_b_pyramid", features_only=True)
         maps = model(torch.empty(1, 3, 80, 112))
     assert model.feature_info.reduction() == STRIDES
     assert model.feature_info.channels() == [256] * 4
     assert shapes(maps) == [(1, 256, 20, 28), (1, 256, 10, 14), (1, 256, 5, 7), (1, 256, 3, 4)]
 
 
-@pytest.mark.parametrize("patch", [1, 8, 64])
+@pytest.mark.parametrize("patch", [1, 64])
 def test_strides_do_not_depend_on_the_patch(patch):
     options = SMALL | dict(patch_size=patch)
     model = create_model("scaleformer_vit_t_pyramid", features_only=True, **options)
@@ -102,13 +101,9 @@ def test_maps_are_of_the_last_block_and_those_asked_for():
     grid = final[:, 1:].mT.unflatten(2, (4, 2))
     torch.testing.assert_close(normed[0], model.pyramid(grid, [3])[0], rtol=1e-4, atol=1e-4)
     assert not torch.allclose(normed[0], maps[3], atol=1e-2)
-    rows = model.forward_intermediates(x, indices=1, output_fmt="NLC", intermediates_only=True)
-    assert torch.equal(rows[0], maps[3].flatten(2).mT)
     said = model.forward_intermediates(x, return_prefix_tokens=True, output_dict=True)
     assert all(map(torch.equal, said["image_intermediates"], maps))
     assert shapes(said["image_intermediates_prefix"]) == [(2, 1, 24)] * 4
-    pairs = model.forward_intermediates(x, return_prefix_tokens=True, intermediates_only=True)
-    assert [tuple(pair[1].shape) for pair in pairs] == [(2, 1, 24)] * 4
     with pytest.raises(ValueError, match="output_fmt 'NHWC': wanted NCHW or NLC"):
         model.forward_intermediates(x, output_fmt="NHWC")
 
@@ -143,11 +138,7 @@ def test_it_is_kept_moved_and_checkpointed_as_other_models():
 
 @pytest.mark.parametrize(
     "decoder, name",
-    [
-        (smp.Unet, "scaleformer_vit_t_pyramid"),
-        (smp.FPN, "taylorshift_vit_t_pyramid"),
-        (smp.UPerNet, "scaleformer_vit_t_pyramid"),
-    ],
+    [(smp.Unet, "scaleformer_vit_t_pyramid"), (smp.FPN, "taylorshift_vit_t_pyramid")],
 )
 def test_decoders_take_it_and_learn(decoder, name):
     """One step of each, on images that are not square, and every parameter moves."""
@@ -162,21 +153,6 @@ def test_decoders_take_it_and_learn(decoder, name):
     stayed = [n for n, p in model.named_parameters() if torch.equal(p, before[n])]
     # The convolution of the values starts at zero.
     assert [n for n in stayed if "value_conv" not in n] == []
-
-
-def test_plain_models_are_taken_by_dpt():
-    model = smp.DPT(
-        "tu-scaleformer_vit_t",
-        encoder_weights=None,
-        classes=3,
-        embed_dim=12,
-        num_heads=3,
-        decoder_intermediate_channels=(8, 8, 8, 8),
-        decoder_fusion_channels=8,
-    )
-    logits = model(image(64, 96))
-    assert logits.shape == (2, 3, 64, 96)
-    logits.square().mean().backward()
 
 
 FINETUNED = dict(embed_dim=24, depth=4, num_heads=4, global_pool="max", class_token=False)
@@ -198,6 +174,7 @@ def test_a_decoder_and_timm_build_the_model_that_a_file_of_a_run_states(finetune
     options = dict(encoder_weights=None, classes=3, checkpoint_path=path)
     unet = smp.Unet(f"tu-{name}_pyramid", pyramid_channels=8, **options)
     dpt = smp.DPT(f"tu-{name}", decoder_fusion_channels=8, **options)
+    assert dpt(x).shape == (2, 3, 64, 32)
     overlay = dict(pretrained=True, pretrained_cfg_overlay=dict(file=path))
     for given in (dict(checkpoint_path=path), overlay):
         assert torch.equal(create_model(name, drop_path_rate=0.1, **given).eval()(x), model(x))
@@ -215,9 +192,7 @@ def test_a_decoder_and_timm_build_the_model_that_a_file_of_a_run_states(finetune
 @pytest.mark.parametrize(
     "name, given, message",
     [
-        ("taylorshift_vit_t", dict(embed_dim=96), "expected embed_dim 24 as in .*, got 96"),
         ("taylorshift_vit_t_pyramid", dict(depth=3), "expected depth 4 as in .*, got 3"),
-        ("taylorshift_vit_t", dict(patch_size=8), "expected patch_size 16 as in .*, got 8"),
         ("scaleformer_vit_t", {}, "holds a taylorshift_vit_t, of attention taylorshift"),
     ],
 )
@@ -238,27 +213,13 @@ def test_it_takes_the_weights_of_the_plain_model_and_names_what_is_new(tmp_path)
         model = create_model("scaleformer_vit_t_pyramid", checkpoint_path=path, **SMALL).eval()
     assert torch.equal(model(x), plain(x))
     with pytest.warns(UserWarning, match=f"^{PYRAMID_IS_FRESH}$"):
-        overlay = dict(file=path)
-        model = create_model(
-            "scaleformer_vit_t_pyramid", True, pretrained_cfg_overlay=overlay, **SMALL
-        ).eval()
-    assert torch.equal(model(x), plain(x))
-    with pytest.warns(UserWarning, match=f"^{PYRAMID_IS_FRESH}$"):
         wrapper = create_model(
             "scaleformer_vit_t_pyramid", checkpoint_path=path, features_only=True, **SMALL
         )
     assert torch.equal(wrapper.model.blocks[1].mlp.fc1.weight, plain.blocks[1].mlp.fc1.weight)
     torch.save(model.state_dict(), path)
     again = create_model("scaleformer_vit_t_pyramid", checkpoint_path=path, **SMALL)
-    wrapper = create_model(
-        "scaleformer_vit_t_pyramid",
-        checkpoint_path=path,
-        features_only=True,
-        out_indices=[1],
-        **SMALL,
-    )
-    for of in (again, wrapper.model):
-        assert torch.equal(of.pyramid.levels[1][0].weight, model.pyramid.levels[1][0].weight)
+    assert torch.equal(again.pyramid.levels[1][0].weight, model.pyramid.levels[1][0].weight)
 
 
 def test_what_has_no_pyramid_is_one_line():
@@ -267,10 +228,8 @@ def test_what_has_no_pyramid_is_one_line():
             dict(patch_size=14),
             "patch_size 14: maps at strides 4, 8, 16, 32 need a patch of a power",
         ),
-        (dict(patch_size=256), "patch_size 256: maps"),
         (dict(patch_size=(8, 16)), "patch_size 8 x 16: a pyramid needs square patches"),
         (dict(pyramid_channels=0), "pyramid_channels: wanted a whole number from 1, got 0"),
-        (dict(pyramid_channels=2.5), "pyramid_channels: wanted a whole number from 1, got 2.5"),
     ):
         with pytest.raises(ValueError, match=message) as error:
             create_model("scaleformer_vit_t_pyramid", **SMALL | given)
@@ -324,13 +283,3 @@ def test_any_checkpoint_of_ours_is_an_encoder_of_a_pyramid(checkpoint):
         maps = encoder(image(64, 96))
     assert shapes(maps) == [(2, channels, 64 // s, 96 // s) for s in STRIDES]
     assert encoder.feature_info.reduction() == STRIDES
-
-
-def test_a_checkpoint_with_a_pyramid_classifies_as_before(tmp_path):
-    spec = DataSpec(3, 5, (), (0.5,) * 3, (0.5,) * 3, None, 224)
-    model = create_model("scaleformer_vit_t", num_classes=5, **BODY).eval()
-    save_model(tmp_path / "best.safetensors", model, "scaleformer_vit_t", BODY, spec)
-    with pytest.warns(match="start fresh: pyramid.levels"):
-        built = load_model(tmp_path / "best.safetensors", pyramid=True)
-    with torch.inference_mode():
-        assert torch.equal(built(image(64, 96)), model(image(64, 96)))

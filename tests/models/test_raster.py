@@ -50,18 +50,17 @@ def test_heads_begin_at_the_pixels_nearby():
     assert back == [3, 30, 33, 27]  # left, above, above to the left and to the right
 
 
-def test_what_has_no_causal_form_says_why():
-    with pytest.raises(ValueError, match="attention='taylorshift' has no causal form .its linear"):
-        RasterAttention(8, 2, attention="taylorshift")
-    with pytest.raises(ValueError, match="attention='window' has no causal form .tokens of a"):
-        RasterAttention(8, 2, attention="window")
-    with pytest.raises(ValueError, match="feature_map='softmax' has no causal form: its keys"):
-        RasterAttention(8, 2, feature_map="softmax")
-    with pytest.raises(
-        ValueError, match="relative 'joint': wanted flat, along the raster, or none"
-    ):
-        RasterAttention(8, 2, relative="joint")
-    with pytest.raises(ValueError, match="normalization='sum' would do nothing here"):
-        RasterAttention(8, 2, attention="softmax", normalization="sum")
-    with pytest.raises(ValueError, match="rows -1, reach 2: wanted whole numbers from 0 on"):
-        RasterAttention(8, 2, rows=-1, reach=2)
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(attention="taylorshift"), "attention='taylorshift' has no causal form .its linear"),
+        (dict(attention="window"), "attention='window' has no causal form .tokens of a"),
+        (dict(feature_map="softmax"), "feature_map='softmax' has no causal form: its keys"),
+        (dict(relative="joint"), "relative 'joint': wanted flat, along the raster, or none"),
+        (dict(attention="softmax", normalization="sum"), "normalization='sum' would do nothing"),
+        (dict(rows=-1, reach=2), "rows -1, reach 2: wanted whole numbers from 0 on"),
+    ],
+)
+def test_what_has_no_causal_form_says_why(options, message):
+    with pytest.raises(ValueError, match=message):
+        RasterAttention(8, 2, **options)

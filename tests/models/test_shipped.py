@@ -1,6 +1,4 @@
-"""Weights that come with the package: what they are, what timm makes of them, and that a wheel has
-them.
-"""
+"""Weights that come with the package: what they are, and that timm and a wheel have them."""
 
 import json
 import os

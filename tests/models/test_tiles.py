@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import visionattn  # noqa: F401  registers models
-from visionattn.models.large.tiles import forward_tiles, over_tiles, tiling, usual_overlap
-from visionattn.models.patches import call, pooled
+from visionattn.models.large.tiles import forward_tiles, over_tiles, usual_overlap
+from visionattn.models.patches import call
 from visionattn.models.segmentation import Segmenter
 
 SMALL = dict(embed_dim=24, depth=2, num_heads=3, num_classes=5)
@@ -60,11 +60,7 @@ def one_weight(place, tile, overlap, first, last):
 
 
 def blended(run, image, tile, overlap, cell):
-    """The sum of maps times weights over the sum of weights, of a whole image in float64.
-
-    Args:
-        run: ``[1, C, h, w]`` to a map ``[K, h / cell, w / cell]``.
-    """
+    """Weighted mean in float64 of maps ``[K, h / cell, w / cell]`` that ``run`` gives of tiles."""
     size = image.shape[2:]
     tops, lefts = (starts(length, min(tile, length), overlap) for length in size)
     total = weight = 0
@@ -91,7 +87,7 @@ def blended(run, image, tile, overlap, cell):
     return total / weight
 
 
-@pytest.mark.parametrize("tile, overlap", [(32, 8), (32, 0), (24, 20), (40, 8), (64, 32)])
+@pytest.mark.parametrize("tile, overlap", [(32, 8), (32, 0), (24, 20)])
 def test_maps_are_averaged_by_weights_that_fall_towards_the_borders(tile, overlap):
     torch.manual_seed(0)
     image = torch.randn(1, 3, 116, 76, dtype=torch.float64)
@@ -103,7 +99,7 @@ def test_maps_are_averaged_by_weights_that_fall_towards_the_borders(tile, overla
     assert np.abs(found[0].numpy() - wanted).max() < 1e-12
 
 
-@pytest.mark.parametrize("tile, overlap", [(32, 8), (31, 0), (24, 20), (17, 5), (200, 30)])
+@pytest.mark.parametrize("tile, overlap", [(31, 0), (17, 5), (200, 30)])
 def test_what_depends_on_its_own_pixel_alone_is_exactly_the_same_in_tiles(tile, overlap):
     torch.manual_seed(1)
     images = torch.randn(2, 3, 97, 61)
@@ -115,54 +111,10 @@ def test_what_depends_on_its_own_pixel_alone_is_exactly_the_same_in_tiles(tile, 
     assert torch.equal(classes, wanted.argmax(1).to(torch.uint8))
 
 
-def test_blending_has_no_seams_where_neighbours_disagree():
-    """Tiles that are 1 and 0 in turn: from the middle of one to that of the next it is a ramp."""
-
-    class InTurn(nn.Module):
-        def forward(self, x):
-            self.count = getattr(self, "count", -1) + len(x)
-            return x.new_full((len(x), 1, *x.shape[2:]), float(self.count % 2))
-
-    found = forward_tiles(InTurn(), torch.zeros(1, 1, 64, 224), tile=64, overlap=24)[0, 0, 0]
-    steps = found.diff().abs()
-    assert steps.max() <= 1 / 24 + 1e-6 and found.min() == 0 and found.max() == 1
-
-
-@pytest.mark.parametrize(
-    "length, tile, overlap", [(100, 30, 10), (100, 40, 10), (41, 40, 39), (40, 40, 5), (7, 40, 0)]
-)
-def test_tiles_cover_the_image_and_the_last_is_shifted_inwards(length, tile, overlap):
-    axis = tiling(length, 500, tile, overlap, (1, 1)).down
-    assert list(axis.starts) == starts(length, min(tile, length), overlap)
-    assert axis.starts[-1] + axis.tile == length == axis.length
-    assert all(b - a <= tile - overlap for a, b in zip(axis.starts, axis.starts[1:], strict=False))
-
-
-def test_vectors_are_the_mean_or_the_maximum_over_all_tiles():
-    torch.manual_seed(2)
-    model = timm.create_model("scaleformer_vit_t", **SMALL)
-    images = torch.randn(2, 3, 80, 112)
-    for want, run in (("logits", model), ("pooled", lambda x: pooled(model, x, None))):
-        with torch.no_grad():
-            model.eval()
-            each = torch.stack(
-                [
-                    run(images[:, :, top : top + 48, left : left + 48])
-                    for top in (0, 32)
-                    for left in (0, 32, 64)
-                ]
-            )
-        mean = forward_tiles(model, images, tile=48, overlap=16, want=want, batch_size=4)
-        assert (mean - each.double().mean(0)).abs().max() < 1e-6
-        most = forward_tiles(model, images, tile=48, overlap=16, want=want, combine="max")
-        assert (most - each.amax(0)).abs().max() < 1e-6
-
-
 @pytest.mark.parametrize(
     "name, args, cell",
     [
         ("scaleformer_vit_t", SMALL | {"patch_size": 8}, 8),
-        ("vit_tiny_patch16_224", SMALL | {"dynamic_img_size": True}, 16),
         ("resnet10t", {"num_classes": 5, "channels": [8, 8, 8, 8], "stem_width": 8}, 32),
     ],
 )
@@ -329,13 +281,9 @@ IMAGE = torch.zeros(1, 3, 64, 64)
     "given, text",
     [
         ({"tile": 40}, "tiles of 40 pixels are no whole number of 16-pixel patches; take 32 or 48"),
-        ({"tile": 8}, "take 16"),
         ({"tile": 32, "overlap": 8}, "overlap of 8 pixels are no whole number of 16-pixel patches"),
         ({"tile": 32, "overlap": 32}, "overlap from 0 to below them"),
-        ({"tile": 32, "overlap": -16}, "overlap from 0 to below them"),
-        ({"tile": 0, "overlap": 0}, "tiles must be above 0"),
         ({"tile": 32, "batch_size": 0}, "batch_size must be at least 1, got 0"),
-        ({"tile": 32, "want": "tokens"}, "wanted one of logits, pooled, dense, masks"),
         ({"tile": 32, "combine": "sum"}, "and one of mean, max"),
         ({"tile": 32, "want": "dense", "combine": "max"}, "combine max is of vectors; maps are"),
         ({"tile": 32, "want": "masks"}, "gives outputs of an image, wanted logits of its pixels"),
@@ -345,8 +293,6 @@ IMAGE = torch.zeros(1, 3, 64, 64)
         ({"tile": 32, "sink": Bands(None), "image": IMAGE.expand(2, -1, -1, -1)}, "there are 2"),
         ({"tile": 32, "model": nn.Flatten(), "want": "dense"}, "has no forward_intermediates"),
         ({"tile": 32, "model": nn.AvgPool2d(8, 10), "overlap": 0}, "must be whole numbers of"),
-        ({"tile": 32, "model": nn.MaxPool2d(8), "overlap": 4}, "must be whole numbers of cells"),
-        ({"tile": 32, "model": nn.Identity(), "overlap": 4, "combine": "max"}, "maps are blended"),
         ({"tile": 32, "model": nn.Flatten(2), "overlap": 4}, r"outputs of shape \[3, 1024\]"),
     ],
 )

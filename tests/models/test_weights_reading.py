@@ -8,11 +8,9 @@ import torch
 from safetensors.torch import save, save_file
 
 from tests.helpers.small_runs import MODEL, SPEC
-from tests.helpers.tools import load_tool
 from tests.training.test_checkpoint import small_model
 from visionattn.inference.inference_options import InferenceOptions
 from visionattn.inference.model_opening import open_model
-from visionattn.models import weights
 from visionattn.models.placement import place_weights
 from visionattn.models.weights import (
     load_model,
@@ -24,7 +22,6 @@ from visionattn.models.weights import (
 from visionattn.training.checkpoint import read_state
 from visionattn.training.states import BestFigures, best_figures
 
-ROOT = Path(__file__).parents[2]
 TENSORS = {"a.weight": torch.arange(6.0).reshape(2, 3), "b": torch.ones(5)}
 LIKE_A_PICKLE = 0x80
 LIKE_A_ZIP = int.from_bytes(b"PK", "little")
@@ -65,55 +62,26 @@ def test_a_head_of_any_length_is_read_whatever_the_name(tmp_path):
     assert b"PK" in starts and any(start[:1] == b"\x80" for start in starts)
 
 
-def test_a_model_saved_with_a_head_of_any_length_comes_back(tmp_path):
-    """The writer of safetensors fills heads up to multiples of 8, of which 32 differ modulo 256."""
+def test_a_model_whose_head_looks_like_a_pickle_or_an_archive_comes_back(tmp_path):
     path, model = tmp_path / "best.safetensors", small_model()
-    wanted = model.state_dict()
-
-    def saved(padding: int) -> int:
-        save_model(path, model, "scaleformer_vit_t", MODEL, SPEC, notes={"padding": "x" * padding})
-        return head_length(path)
-
-    empty = saved(0)
-    to_zip = [length - empty for length in (LIKE_A_ZIP, LIKE_A_ZIP + 0x10000)]
-    starts = set()
-    for padding in (*range(0, 256, 8), *to_zip):
-        assert saved(padding) == empty + padding
-        starts.add(path.read_bytes()[:2])
-        assert same(load_model(path).state_dict(), wanted), hex(empty + padding)
+    save_model(path, model, "scaleformer_vit_t", MODEL, SPEC)
+    content, first = path.read_bytes(), head_length(path)
+    like_a_pickle = first - first % 256 + 256 + LIKE_A_PICKLE
+    for length in (like_a_pickle, LIKE_A_ZIP, LIKE_A_ZIP + 0x10000):
+        path.write_bytes(with_head_of(content, length))
+        assert same(load_model(path).state_dict(), model.state_dict()), hex(length)
         placement = place_weights(small_model(), "scaleformer_vit_t", path)
         assert placement.missing == placement.unused == []
-    assert b"PK" in starts and any(start[:1] == b"\x80" for start in starts)
 
 
-@pytest.mark.parametrize("name", ["scaleformer_vit_t", "vit_tiny_patch16_224"])
-def test_a_model_without_width_is_one_line(tmp_path, name):
+def test_a_model_without_width_is_one_line(tmp_path):
     args = {"embed_dim": 0, "depth": 2}
-    save_model(tmp_path / "best.safetensors", small_model(), name, args, SPEC)
+    save_model(tmp_path / "best.safetensors", small_model(), "scaleformer_vit_t", args, SPEC)
     with pytest.raises(ValueError, match="cannot be built with these args: embed_dim=0, depth=2"):
         load_model(tmp_path / "best.safetensors")
 
 
-def test_training_ends_with_its_best_weights_whatever_the_length_of_their_head(
-    tmp_path, monkeypatch, capsys
-):
-    length, in_order = LIKE_A_ZIP, weights.in_order
-    monkeypatch.setattr(
-        weights, "in_order", lambda content: with_head_of(in_order(content), length)
-    )
-    train, validate = load_tool("train"), load_tool("validate")
-    model = "{patch_size: 8, embed_dim: 16, depth: 1, num_heads: 2}"
-    given = ["--model.args", model, "--data.img_size=16", "--data.workers=0", "--batch_size=256"]
-    given += ["--epochs=1", "--optim.warmup_epochs=0.5", f"--output={tmp_path}", "--run=one"]
-    assert train(given) == 0
-    printed, best = capsys.readouterr(), tmp_path / "one" / "best.safetensors"
-    assert printed.err == "" and printed.out.splitlines()[-1].startswith("test ")
-    assert head_length(best) == length and best_figures(best).epoch == 1
-    assert validate(["--checkpoint", str(best)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].split()[:2] == ["16", "359"]
-
-
-@pytest.mark.parametrize("length", [LIKE_A_PICKLE, 0x5880, LIKE_A_ZIP], ids=hex)
+@pytest.mark.parametrize("length", [LIKE_A_PICKLE, LIKE_A_ZIP], ids=hex)
 def test_a_safetensors_file_that_is_cut_off_is_not_called_a_pickle(tmp_path, length):
     path, content = tmp_path / "cut", with_head_of(save({"a": torch.zeros(9)}), length)
     for kept in (len(content) - 1, 8 + length, 100, 20, 2, 1):
@@ -156,14 +124,7 @@ def test_weights_given_as_a_state_are_called_what_they_are(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    [
-        b"",
-        b".",
-        b"\x80",
-        b"PK",
-        b"PK\x03\x04 no archive",
-        b"some words of text\n" * 9,
-    ],
+    [b"", b"\x80", b"PK\x03\x04 no archive", b"some words of text\n" * 9],
     ids=repr,
 )
 def test_what_is_neither_is_one_line_that_names_both(tmp_path, content):
@@ -179,9 +140,7 @@ def test_what_is_neither_is_one_line_that_names_both(tmp_path, content):
         open_model(InferenceOptions(checkpoint=str(path)), classifies=False)
 
 
-@pytest.mark.parametrize(
-    "prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."]
-)
+@pytest.mark.parametrize("prefix", ["", "module._orig_mod.", "_orig_mod.module."])
 def test_what_wraps_a_model_is_taken_off_every_name(tmp_path, prefix):
     path, wrapped = tmp_path / "a", {prefix + key: value for key, value in TENSORS.items()}
     for write in (torch.save, save_file):
