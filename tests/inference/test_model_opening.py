@@ -44,8 +44,8 @@ def test_weights_of_ours_bring_model_classes_and_size(tmp_path):
 def test_a_name_alone_gives_random_weights_that_the_seed_decides_and_says_so():
     state = torch.get_rng_state()
     first, again, other = (opened(model=MODEL, args=ARGS, seed=seed) for seed in (7, 7, 8))
-    said = f"{MODEL} with random weights (seed 7): no --checkpoint is given; preprocessing: center crop"
-    assert first.notes[0].startswith(said)
+    said = f"{MODEL} with random weights (seed 7): no --checkpoint is given; preprocessing: "
+    assert first.notes[0].startswith(f"{said}center crop to 224 x 224 px")
     assert first.identity() == again.identity() != other.identity()
     assert first.identity() != opened(model=MODEL, args=ARGS, seed=7, img_size=32).identity()
     assert torch.equal(torch.get_rng_state(), state)

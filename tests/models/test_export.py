@@ -128,7 +128,6 @@ def assert_prepared(found, x, model):
     torch.testing.assert_close(torch.as_tensor(found).detach(), wanted, rtol=MOST, atol=MOST)
 
 
-@pytest.mark.slow
 def test_the_tool_exports_weights_with_their_normalisation_and_classes(
     kept, traced, capsys, monkeypatch
 ):

@@ -462,8 +462,8 @@ class MapOfImage:
         for size in sizes_read(images, 0, time.perf_counter):
             if not images.is_banded(*size) and min(size) >= max(images.geometry.patch_px):
                 raise ValueError(
-                    f"{self.path} of {pixels(size)} would be preprocessed ({images.geometry.describe()}), and "
-                    f"{self.output} is for an image at its own size: --img-size native"
+                    f"{self.path} of {pixels(size)} would be preprocessed "
+                    f"({images.geometry.describe()}), and {self.output} is for an image at its own size: --img-size native"
                 )
         if (reason := images[0].reason) is not None:
             raise ValueError(f"{self.path}: {reason}")

@@ -290,7 +290,8 @@ class Validation:
         images = {"all": "all", "train": "the training"}.get(self.split, f"the {self.split}")
         data = self.config.data
         place = data.root if data.name == "folder" else data.name
-        return f"{self.config.checkpoint} on {images} images of {place}; preprocessing: {self.describe()}"
+        where = f"{self.config.checkpoint} on {images} images of {place}"
+        return f"{where}; preprocessing: {self.describe()}"
 
     def describe(self) -> str:
         """Return the preprocessing in words; sizes where there is one."""
