@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from visionattn import ops
-from visionattn.ops import choice, reference
+from visionattn.ops import OPERATIONS, choice, reference
 from visionattn.ops.attentions import ATTENTIONS, FORMS, get_attention
 from visionattn.ops.checks import check_form
 
@@ -19,8 +19,8 @@ PACKAGE = Path(ops.__file__).parents[1]
 
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_a_row_says_what_the_operation_takes(name):
-    kind, takes = ATTENTIONS[name], signature(ATTENTIONS[name].function).parameters
-    assert kind.function.__name__ == f"{kind.name}_attention" and kind.name == name
+    kind, takes = ATTENTIONS[name], signature(OPERATIONS[name]).parameters
+    assert OPERATIONS[name].__name__ == f"{kind.name}_attention" and kind.name == name
     for option in ("causal", "temperature", "feature_map", "impl"):
         assert getattr(kind, option) == (option in takes), option
     assert bool(kind.forms) == ("form" in takes) and set(kind.forms) <= set(FORMS)

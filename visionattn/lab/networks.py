@@ -21,6 +21,7 @@ from visionattn.lab.operations import defined, results
 from visionattn.layers import Attention
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.registration import is_ours
+from visionattn.ops import OPERATIONS
 from visionattn.ops.attentions import AttentionKind
 from visionattn.ops.choice import choosing_as
 
@@ -206,7 +207,7 @@ def set_impl(model: nn.Module, impl: str) -> None:
     """
     for layer in attentions_of(model):
         if layer.kind.impl:
-            layer.operation = partial(layer.kind.function, impl=impl)
+            layer.operation = partial(OPERATIONS[layer.kind.name], impl=impl)
 
 
 def build_network(case: Case, device: str = "cpu") -> Work:

@@ -17,7 +17,7 @@ import visionattn.ops as ops
 from visionattn.lab.accuracy import disagreement, tolerance
 from visionattn.lab.cases import Case, Work, forms_to_check
 from visionattn.layout import Grid, TokenLayout
-from visionattn.ops import Axial, Flat, Joint, count_classes, reference
+from visionattn.ops import OPERATIONS, Axial, Flat, Joint, count_classes, reference
 from visionattn.ops.attentions import ATTENTIONS, AttentionKind
 from visionattn.ops.choice import choosing_as
 from visionattn.ops.feature_maps import FEATURE_MAPS, elu1
@@ -156,7 +156,7 @@ def function_of(
             return eager_kernelized_attention(q, k, v, causal)
         if kind is not None:
             learned = {"temperature": temperature} if kind.temperature else {}
-            return kind.function(q, k, v, relative=relative, **learned, **options)
+            return OPERATIONS[kind.name](q, k, v, relative=relative, **learned, **options)
         if case.form == "direct":
             return dense_relative(q, v, relative, causal)
         total = q.new_full((1, 1, 1), v.shape[2], dtype=accumulation_dtype(q, v))

@@ -14,6 +14,7 @@ from visionattn.layers.changed import changed
 from visionattn.layers.local import ValueConvolution
 from visionattn.layers.position import RelativeTables
 from visionattn.layout import TokenLayout
+from visionattn.ops import OPERATIONS
 from visionattn.ops.attentions import ATTENTIONS, AttentionKind, get_attention
 from visionattn.ops.checks import check_form
 from visionattn.ops.feature_maps import make_feature_map
@@ -138,7 +139,7 @@ class Attention(nn.Module):
         self.shifted = shifted
         check_window_size(self.window_size)
         self.attention, self.form = attention, form
-        self.kind, self.operation = kind, kind.function
+        self.kind, self.operation = kind, OPERATIONS[kind.name]
         self.num_heads = num_heads
         # ``scale`` and ``fused_attn`` are timm's attributes, which wrappers of timm look for.
         self.scale = self.head_dim**-0.5

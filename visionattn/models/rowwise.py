@@ -18,6 +18,7 @@ from visionattn.layers.position import RelativeTables
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.patches import DynamicPatchEmbed, in_eval
 from visionattn.models.segmentation import Segmenter
+from visionattn.ops import OPERATIONS
 from visionattn.ops.feature_maps import get_feature_map, is_per_token
 
 TOKENS = 4
@@ -61,7 +62,7 @@ def _check_attention(name: str, layer: Attention) -> None:
     for part, kind in (("relative", RelativeTables), ("value_conv", ValueConvolution)):
         if not isinstance(module := getattr(layer, part), kind | None):
             raise ValueError(f"{name} has a {type(module).__name__} as {part}")
-    if layer.operation is not layer.kind.function:
+    if layer.operation is not OPERATIONS[layer.kind.name]:
         raise ValueError(f"{name} has another operation than that of its attention")
     if not layer.kind.states and not layer.kind.windows:
         raise ValueError(

@@ -14,7 +14,16 @@ from visionattn.ops.sums import Sums
 from visionattn.ops.taylorshift.attention import taylorshift_attention
 from visionattn.ops.window import window_attention
 
+OPERATIONS = {
+    "taylorshift": taylorshift_attention,
+    "kernelized": kernelized_attention,
+    "softmax": softmax_attention,
+    "window": window_attention,
+}
+"""The operation of each attention, by its name in ``attentions.py``."""
+
 __all__ = [
+    "OPERATIONS",
     "Axial",
     "Flat",
     "Joint",

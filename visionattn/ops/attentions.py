@@ -1,16 +1,13 @@
 """The one table of the attentions and their forms; whoever lists them or asks what one can do
 reads it.
 
-An attention of the table is a function ``<name>_attention`` of ``visionattn.ops`` and, by the same
-name, its definition in ``reference.py``. The table is plain values and imports no operation, so
-that operations read it too.
+An attention of the table is a function ``<name>_attention`` of ``visionattn.ops``, which
+``visionattn.ops.OPERATIONS`` gives by name, and a definition of that name in ``reference.py``. The
+table is plain values and imports no operation, so that operations read it too.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
-
-from torch import Tensor
 
 FormChoice = Literal["auto", "direct", "efficient"]
 """How an attention is computed, as a caller may ask for it.
@@ -49,13 +46,6 @@ class AttentionKind:
     """Whether it attends in windows of a grid: it takes ``window_size`` and ``shifted``, and needs
     a ``layout``, with or without a relative position.
     """
-
-    @property
-    def function(self) -> Callable[..., Tensor]:
-        """Return the operation, a function of ``visionattn.ops``."""
-        from visionattn import ops  # here, since operations read this table
-
-        return getattr(ops, f"{self.name}_attention")
 
     @property
     def operations(self) -> tuple[str, ...]:
