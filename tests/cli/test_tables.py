@@ -217,7 +217,7 @@ def test_figures_are_measured_and_what_cannot_be_says_why(monkeypatch):
 def test_a_target_whose_operation_is_wrong_says_so(monkeypatch):
     import visionattn.ops as ops
 
-    monkeypatch.setattr(ops, "kernelized_attention", lambda q, k, v, **options: v)
+    monkeypatch.setitem(ops.OPERATIONS, "kernelized", lambda q, k, v, **options: v)
     (ratio,) = measure_targets([tiny("kernelized")], PLAN)
     (figure,) = measure_targets([tiny("kernelized", measure=targets.growth_of_bytes_kept)], PLAN)
     assert ratio.met.startswith("wrong: out differs") and figure.met.startswith("wrong: ")

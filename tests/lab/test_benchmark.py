@@ -103,8 +103,8 @@ def test_a_model_agrees_with_its_definition_in_the_gradient_too():
 
 def test_a_wrong_operation_is_a_row_that_says_so_and_is_not_timed(monkeypatch):
     right = ops.kernelized_attention
-    monkeypatch.setattr(
-        ops, "kernelized_attention", lambda q, k, v, **options: 1.01 * right(q, k, v, **options)
+    monkeypatch.setitem(
+        ops.OPERATIONS, "kernelized", lambda q, k, v, **options: 1.01 * right(q, k, v, **options)
     )
     wrong, good = measure_together(
         [operation("kernelized", "efficient"), operation("sdpa")], PLAN, "sdpa"
@@ -120,7 +120,7 @@ def test_a_wrong_gradient_is_found_where_the_backward_pass_is_timed(monkeypatch)
     def without_gradient_of_k(q, k, v, **options):
         return right(q, k.detach() + 0 * k, v, **options)
 
-    monkeypatch.setattr(ops, "taylorshift_attention", without_gradient_of_k)
+    monkeypatch.setitem(ops.OPERATIONS, "taylorshift", without_gradient_of_k)
     assert check_case(operation("taylorshift", "efficient")) is None
     assert "gradient of k differs" in check_case(
         operation("taylorshift", "efficient", backward=True)
@@ -130,9 +130,9 @@ def test_a_wrong_gradient_is_found_where_the_backward_pass_is_timed(monkeypatch)
 @pytest.mark.parametrize("name", ["taylorshift_vit_t", "vit_tiny_patch16_224"])
 def test_a_wrong_model_is_found(monkeypatch, name):
     right = ops.taylorshift_attention
-    monkeypatch.setattr(
-        ops,
-        "taylorshift_attention",
+    monkeypatch.setitem(
+        ops.OPERATIONS,
+        "taylorshift",
         lambda q, k, v, **options: right(q.flip(2), k, v, **options),
     )
     real = torch.nn.functional.scaled_dot_product_attention
@@ -151,7 +151,7 @@ def test_every_form_is_checked_where_the_operation_chooses_one(monkeypatch):
         forms.append(form)
         return right(q, k, v, form=form, **options)
 
-    monkeypatch.setattr(ops, "taylorshift_attention", record)
+    monkeypatch.setitem(ops.OPERATIONS, "taylorshift", record)
     check_case(operation("taylorshift", "auto"))
     assert forms == ["auto", "direct", "efficient"]
 
@@ -240,7 +240,7 @@ def test_out_of_memory_is_a_row_that_says_so_and_leaves_the_others(monkeypatch, 
     def fail(*tensors, **options):
         raise error
 
-    monkeypatch.setattr(ops, "kernelized_attention", fail)
+    monkeypatch.setitem(ops.OPERATIONS, "kernelized", fail)
     plan = Plan(rounds=2, max_rounds=2, seconds=0, memory=False, flops=False, check=check)
     full, good = measure_together(
         [operation("kernelized", "efficient"), operation("sdpa")], plan, "sdpa"
@@ -253,11 +253,11 @@ def test_what_is_not_built_is_a_row_that_says_so_and_other_errors_come_through(m
     def fail(*tensors, **options):
         raise NotImplementedError("there are no kernels")
 
-    monkeypatch.setattr(ops, "kernelized_attention", fail)
+    monkeypatch.setitem(ops.OPERATIONS, "kernelized", fail)
     (row,) = measure_together([operation("kernelized", "efficient")], PLAN)
     assert row.status == "not built: there are no kernels"
-    monkeypatch.setattr(
-        ops, "kernelized_attention", lambda *tensors, **options: torch.ones(2) @ torch.ones(3)
+    monkeypatch.setitem(
+        ops.OPERATIONS, "kernelized", lambda *tensors, **options: torch.ones(2) @ torch.ones(3)
     )
     with pytest.raises(RuntimeError, match="size"):
         measure_together([operation("kernelized", "efficient")], PLAN)

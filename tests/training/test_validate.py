@@ -308,5 +308,5 @@ def test_without_the_run_of_the_weights_a_whole_folder_is_judged(weights, tmp_pa
     flags = [f"--checkpoint={weights}", "--data.name=folder", "--data.workers=0", "--device=cpu"]
     assert run("validate", [*flags, f"--data.root={tmp_path / 'own'}"]) == 0
     out, _ = capsys.readouterr()
-    assert f"on all images of {tmp_path / 'own'}, seen" in out
+    assert f"on all images of {tmp_path / 'own'}; preprocessing: " in out
     assert out.splitlines()[-1].split()[1] == "21"
