@@ -1,5 +1,5 @@
 """Images that do not fit into memory in one pass: which of a run they are, and their outputs, which
-are computed band by band of rows (``models/tiled``); and the map of one image in one file.
+are computed band by band of rows (``models/large``); and the map of one image in one file.
 
 A work folder next to the output keeps how far such images have come, so that the same command goes
 on after a kill. What reads bands is imported where it is used.
