@@ -1,8 +1,8 @@
-"""Vision transformers whose cost grows with the number of patches and not with its square.
+"""Vision transformers whose cost grows linearly with the number of patches.
 
-Importing it registers the models with timm: ``import timm, visionattn;
-timm.create_model("scaleformer_vit_s")``. What reads images or trains is imported when its name is
-first used.
+Importing the package registers the models with timm: ``import timm, visionattn;
+timm.create_model("scaleformer_vit_s")``. Functions that read images or train are imported on first
+use.
 """
 
 from importlib import import_module

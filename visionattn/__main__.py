@@ -1,4 +1,6 @@
-"""``python -m visionattn``: the command ``visionattn`` where its script is not on the path."""
+"""Run the command ``visionattn`` as ``python -m visionattn``, for when its script is not on the
+path.
+"""
 
 from visionattn.command import script
 

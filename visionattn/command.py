@@ -1,7 +1,7 @@
-"""The command ``visionattn`` and what its subcommands do; ``tools/*.py`` call the same ones.
+"""The command ``visionattn`` and its subcommands; ``tools/*.py`` call the same functions.
 
-This is the top of the package: it may import everything, and nothing imports it. What a subcommand
-needs is imported when it runs, so that ``visionattn --help`` answers at once.
+This is the top of the package: it may import everything, and nothing imports it. Each subcommand
+imports what it needs when it runs, so that ``visionattn --help`` answers at once.
 """
 
 import atexit
@@ -21,7 +21,7 @@ Say = Callable[[str], None]
 
 
 def train(argv: Words, say: Say) -> None:
-    """Train as the flags say, alone or as one of the processes that ``torchrun`` has started."""
+    """Train with the given flags, in one process or in each process that ``torchrun`` started."""
     from visionattn.cli.ends import Stopped
     from visionattn.training.distributed import joined
     from visionattn.training.engine import train
@@ -44,7 +44,7 @@ def train(argv: Words, say: Say) -> None:
 
 
 def distil(argv: Words, say: Say) -> None:
-    """Distil as the flags say, alone or as one of the processes that ``torchrun`` has started."""
+    """Distil with the given flags, in one process or in each process that ``torchrun`` started."""
     from visionattn.training.distil.config import parse_distil
     from visionattn.training.distil.report import report
     from visionattn.training.distil.run import distil
@@ -58,7 +58,9 @@ def distil(argv: Words, say: Say) -> None:
 
 
 def validate(argv: Words, say: Say) -> None:
-    """Evaluate kept weights at several image sizes, a row of the table as each is done."""
+    """Evaluate saved weights at several image sizes, and print each row of the table once it is
+    done.
+    """
     from visionattn.training.validate import COLUMNS, Validation, align, parse_validate
 
     config = parse_validate(argv)
@@ -76,14 +78,14 @@ def validate(argv: Words, say: Say) -> None:
 
 
 def stats(argv: Words, say: Say) -> None:
-    """Measure means and spreads of one's own training images."""
+    """Measure the mean and standard deviation of the user's training images."""
     from visionattn.data.stats import stats
 
     stats(argv, say)
 
 
 def predict(argv: Words, say: Say) -> None:
-    """Name the classes of images in files, or of their pixels."""
+    """Predict the classes of image files, or of their pixels."""
     from visionattn.inference.banding import MapOfImage, is_map
     from visionattn.inference.inference_options import parse_options
     from visionattn.inference.predict import PredictOptions, Predictor
@@ -102,7 +104,7 @@ def predict(argv: Words, say: Say) -> None:
 
 
 def features(argv: Words, say: Say) -> None:
-    """Write features of images in files."""
+    """Write the features of image files."""
     from visionattn.inference.banding import MapOfImage, is_map
     from visionattn.inference.extraction import Extraction
     from visionattn.inference.feature_options import check, parse_extract
@@ -129,7 +131,7 @@ def features(argv: Words, say: Say) -> None:
 
 
 def look(argv: Words, say: Say) -> None:
-    """Draw the attribution of a class over images in files."""
+    """Draw the attribution of a class over image files."""
     from visionattn.inference.attribution_folder import Looking
     from visionattn.inference.look_options import parse_look
     from visionattn.lab.report.templates import look_page
@@ -138,7 +140,7 @@ def look(argv: Words, say: Say) -> None:
 
 
 def generate(argv: Words, say: Say) -> None:
-    """Write images with a pixel decoder, or the lower part of images in files."""
+    """Generate images with a pixel decoder, or complete the lower part of image files."""
     from visionattn.inference.generate_options import parse_generate
     from visionattn.inference.generated_files import Generating
 
@@ -146,28 +148,28 @@ def generate(argv: Words, say: Say) -> None:
 
 
 def share(argv: Words, say: Say) -> None:
-    """Write a checkpoint as timm and transformers load it, or upload it."""
+    """Write a checkpoint in the format of timm and transformers, or upload it."""
     from visionattn.training.share import parse_share, share
 
     say("\n".join(share(parse_share(argv))))
 
 
 def convert(argv: Words, say: Say) -> None:
-    """Make one of our models of a timm ViT, with its weights."""
+    """Convert a timm ViT with its weights to one of our models."""
     from visionattn.models.conversion import convert
 
     convert(argv, say)
 
 
 def export(argv: Words, say: Say) -> None:
-    """Write a model as ONNX, as a program of torch.export, or compiled."""
+    """Export a model as ONNX, as a torch.export program, or compiled."""
     from visionattn.models.export import export_model
 
     export_model(argv, say)
 
 
 def sweep(argv: Words, say: Say) -> None:
-    """Train and measure over head counts; each training is a process of its own."""
+    """Train and measure over head counts, with one process for each training run."""
     from visionattn.cli.commands import started
     from visionattn.lab.sweep.run import sweep
 
@@ -182,14 +184,14 @@ def profile(argv: Words, say: Say) -> None:
 
 
 def benchmark(argv: Words, say: Say) -> None:
-    """Measure operations, models, kernels or the loading of images."""
+    """Measure operations, models, kernels or data loading."""
     from visionattn.lab.benchmark import benchmark
 
     benchmark(argv, say)
 
 
 def report(argv: Words, say: Say) -> None:
-    """Write a page about runs, sweeps and memory profiles."""
+    """Write a report page on runs, sweeps and memory profiles."""
     from visionattn.lab.report.page import report
 
     say(report(argv))
@@ -197,12 +199,12 @@ def report(argv: Words, say: Say) -> None:
 
 @dataclass(frozen=True)
 class Subcommand:
-    """A row of ``visionattn --help``, and what it does."""
+    """A row of ``visionattn --help`` and the function that it runs."""
 
     work: Callable[[Words, Say], None]
     about: str
     several: bool = False
-    """Whether ``torchrun`` may start several processes of it."""
+    """Whether ``torchrun`` may start it in several processes."""
 
 
 SUBCOMMANDS = {
@@ -227,7 +229,7 @@ SUBCOMMANDS = {
 
 
 def run(name: str, argv: Words | None = None) -> int:
-    """Run a subcommand and return its exit code, which is that of ``run_tool``.
+    """Run a subcommand and return the exit code of ``run_tool``.
 
     Args:
         name: one of ``SUBCOMMANDS``.
@@ -243,8 +245,9 @@ def run(name: str, argv: Words | None = None) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with an exit code: after Ctrl-C at once, as Python takes its libraries down
-    for a second or more.
+    """End this process with an exit code.
+
+    After Ctrl-C it ends at once, because Python needs a second or more to unload its libraries.
     """
     if code == STOPPED:
         atexit._run_exitfuncs()
@@ -255,14 +258,12 @@ def leave(code: int) -> NoReturn:
 
 
 def script() -> NoReturn:
-    """Be the command ``visionattn``."""
+    """Run the command ``visionattn`` and end the process."""
     leave(main())
 
 
 def main(argv: Words | None = None) -> int:
-    """Run what ``visionattn`` is asked for and return the exit code, 2 where it is asked for
-    nothing.
-    """
+    """Run the subcommand that ``argv`` names and return its exit code; 2 without a subcommand."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
     if name in SUBCOMMANDS:
         return run(name, rest)
@@ -281,7 +282,7 @@ def main(argv: Words | None = None) -> int:
 
 
 def overview() -> str:
-    """Return what ``visionattn --help`` prints."""
+    """Return the text of ``visionattn --help``."""
     rows = [f"  {name:<11}{row.about}" for name, row in SUBCOMMANDS.items()]
     return "\n".join(
         [

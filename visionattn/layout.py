@@ -1,12 +1,11 @@
-"""Which token lies where: the one value that tells attention of the image's geometry.
+"""The layout of tokens: the one value that gives attention the geometry of the image.
 
-The alphabet of the whole package, stated once: ``B`` images, ``h`` heads, ``N`` queries, ``M``
-keys, ``d`` width of queries and keys per head, ``e`` width of values per head, ``D = h * d`` model
-width, ``(H, W)`` grid of patches, ``P`` prefix tokens, ``R`` horizon of relative position. Height
-before width, rows before columns.
+The letters of the whole package are defined here:
+``B`` images, ``h`` heads, ``N`` queries, ``M`` keys, ``d`` width of queries and keys per head, ``e`` width of values per head, ``D = h * d`` model width, ``(H, W)`` grid of patches, ``P`` prefix tokens, ``R``
+horizon of relative position. Height comes before width, rows before columns.
 
-The values are named tuples: immutable, and taken apart by checkpointing, FX, export and wrappers
-like any tuple.
+The values are named tuples: immutable, and handled as plain tuples by checkpointing, FX, export and
+wrappers.
 """
 
 from typing import NamedTuple
@@ -32,16 +31,15 @@ class TokenLayout(NamedTuple):
     ``grid``.
 
     Args:
-        num_prefix: P, tokens in front that have no place on the grid.
-        grid: the whole grid, present patches or not.
-        kept: int64 ``[B, n]``, row-major indices in ``0..H*W-1`` of the patches that are present,
-            in the order of the tokens; None: all of them, row by row from the top left.
-        counts: keys per class of relative position as seen from each patch, which
-            ``visionattn.ops.count_classes`` makes once per forward; None: each call counts for
-            itself.
-        present: bool ``[B, H*W]``, row by row: the places of the grid that hold something; None:
-            all of them. Tokens at other places are absent: no token sees them, and what they get
-            means nothing. ``Flat`` counts along the places that hold something.
+        num_prefix: P, leading tokens without a place on the grid.
+        grid: the whole grid, including patches that are not present.
+        kept: int64 ``[B, n]``, row-major indices in ``0..H*W-1`` of the patches in the sequence, in
+            the order of the tokens; None: all patches, row by row from the top left.
+        counts: keys per class of relative position for each patch. ``visionattn.ops.count_classes``
+            computes them once per forward pass; None: each call computes its own.
+        present: bool ``[B, H*W]``, row by row: places of the grid with content; None: all. Tokens
+            at other places are absent: no token attends to them, and their outputs are undefined.
+            ``Flat`` counts along the present places only.
     """
 
     num_prefix: int
@@ -52,7 +50,7 @@ class TokenLayout(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens in the sequence: P and the patches that are present."""
+        """The number of tokens in the sequence: P and the patches in it."""
         patches = self.grid.num_patches if self.kept is None else self.kept.shape[1]
         return self.num_prefix + patches
 
@@ -65,16 +63,16 @@ class TokenLayout(NamedTuple):
             )
 
     def patch_mask(self) -> Tensor | None:
-        """Return which patches are not absent, in the order of the tokens, bool ``[B, n]``; None:
-        none is absent.
+        """Return True for each patch that is not absent, in token order, bool ``[B, n]``; None if
+        all are present.
         """
         if self.present is None or self.kept is None:
             return self.present
         return self.present.gather(1, self.kept)
 
     def key_mask(self, mask: Tensor | None = None) -> Tensor | None:
-        """Return the tokens that take part as keys, bool ``[B, P + n]``: those of ``mask`` that are
-        not absent. None: all of them.
+        """Return the tokens that take part as keys, bool
+        ``[B, P + n]``: not absent and True in ``mask``. None if all take part.
         """
         patches = self.patch_mask()
         if patches is None:
@@ -83,8 +81,9 @@ class TokenLayout(NamedTuple):
         return keys if mask is None else keys & mask
 
     def on_grid(self, x: Tensor) -> Tensor:
-        """Lay the patches of tokens ``[B, h, P + n, c]`` out on the grid, ``[B, h, H, W, c]``, with
-        0 where one is missing.
+        """Lay the patches of tokens ``[B, h, P + n, c]`` out on the grid, ``[B, h, H, W, c]``.
+
+        Places without a patch hold 0.
         """
         x = x[:, :, self.num_prefix :]
         if self.kept is not None:
@@ -93,9 +92,7 @@ class TokenLayout(NamedTuple):
         return x.unflatten(2, self.grid)
 
     def off_grid(self, x: Tensor) -> Tensor:
-        """Return the patches of ``x [B, h, H, W, c]`` in the order of the tokens,
-        ``[B, h, n, c]``.
-        """
+        """Return the patches of ``x [B, h, H, W, c]`` in token order, ``[B, h, n, c]``."""
         x = x.flatten(2, 3)
         return x if self.kept is None else x.gather(2, self._index(x))
 

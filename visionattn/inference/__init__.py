@@ -1,3 +1,3 @@
-"""Features and predictions of images in files, by any model, at any size: the work of the tools
-that need no labels.
+"""Features and predictions of image files, by any model, at any size: the commands that need no
+labels.
 """

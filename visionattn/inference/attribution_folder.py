@@ -1,5 +1,5 @@
-"""``visionattn look``: the pictures of all images, their page and their numbers, in one folder that
-appears whole or not at all.
+"""``visionattn look``: the pictures, page and numbers of all images, in one folder that is written
+completely or not at all.
 """
 
 import base64
@@ -23,29 +23,31 @@ from visionattn.models.attribution import offset_weights
 
 PAGE = "index.html"
 MOST_DRAWN_PX, REDUCED_PX = 2**27, 2**24
-"""The most pixels of a picture: larger files are drawn reduced. The second limit is for images that
-are computed band by band.
+"""Maximum number of pixels of a picture: larger files are drawn reduced. The second limit is for
+images computed band by band.
 """
 PREVIEW_PX, DETAIL_PX = 1000, 640
-"""The longest side of a picture on the page, and of the part of it that is shown pixel by pixel."""
+"""Longest side of a picture on the page, and of its detail at full resolution."""
 LISTED = 10
-"""Patches and keys whose numbers are kept."""
+"""Number of patches and keys listed with their numbers."""
 COMPRESSION = 3
-"""Of PNG, from 0 to 9: noisy paper of 4,096 px takes seconds longer with the usual 6, and becomes
-hardly smaller.
+"""PNG compression level, 0 to 9: at the default 6, noisy images of 4,096 px take seconds longer and
+become hardly smaller.
 """
 PageOf = Callable[[str, Sequence[dict[str, Any]]], str]
-"""``page(title, parts)`` returns the page; the command passes that of ``lab.report.templates``."""
+"""``page(title, parts)`` returns the page; the command passes the function of
+``lab.report.templates``.
+"""
 
 
 class Looking:
     """Model and images, after all checks; nothing is written before ``run``.
 
     Args:
-        options: what ``parse_look`` returned.
+        options: result of ``parse_look``.
 
     Raises:
-        ValueError, FileNotFoundError: something is wrong or in the way; one line.
+        ValueError, FileNotFoundError: an option is wrong, or a file is in the way; one line.
     """
 
     def __init__(self, options: LookOptions):
@@ -59,7 +61,7 @@ class Looking:
         self.images.check_asked()
 
     def run(self, say: Callable[[str], None], page: PageOf) -> None:
-        """Draw all images and write the folder, and say what came of it.
+        """Draw all images, write the folder, and report the result.
 
         Raises:
             ValueError: an image cannot be read, or a query lies outside of it; nothing is written.
@@ -100,7 +102,7 @@ class Looking:
         return look, pictures.Canvas(image, size, look)
 
     def _drawn(self, look: Look, canvas: pictures.Canvas) -> Iterator[pictures.Picture]:
-        """Draw what was asked for of one image, as far as there is any, picture by picture."""
+        """Yield the requested pictures of one image, as far as they exist."""
         show = self.options.show
         if "winners" in show and look.evidence.patches is not None:
             yield pictures.winners(canvas)
@@ -112,7 +114,7 @@ class Looking:
             yield pictures.features(canvas, self.attribution.features_block)
 
     def _tables(self) -> pictures.Picture | None:
-        """Draw the relative tables of the model, where it has any."""
+        """Return a picture of the model's relative tables; None if it has none."""
         blocks = [block.attn for block in self.opened.model.blocks]
         found = [(number, offset_weights(each)) for number, each in enumerate(blocks)]
         found = [(number, weights) for number, weights in found if weights is not None]
@@ -122,7 +124,7 @@ class Looking:
 
 
 def said(look: Look) -> list[str]:
-    """Say in sentences what was found in an image."""
+    """Describe the attribution in an image in sentences."""
     evidence, box, own, seen = look.evidence, look.box(*look.top), look.view.box, look.view.content
     lines = [
         f"{look.class_name}, {100 * look.probability:.1f} %, {evidence.margin:.3g} above the mean "
@@ -147,8 +149,8 @@ def said(look: Look) -> list[str]:
 
 
 def _write(folder: Path, prefix: str, picture: pictures.Picture) -> dict[str, Any]:
-    """Write a picture into a folder that ``whole_folder`` gave; return it as the page shows it:
-    small, with a part of it pixel by pixel.
+    """Write a picture into a folder from ``whole_folder``; return its entry for the page: a small
+    version, and a detail at full resolution.
     """
     name, image = f"{prefix}{picture.name}.png", picture.image
     image.save(folder / name, format="PNG", compress_level=COMPRESSION)
@@ -178,14 +180,14 @@ def cut(picture: pictures.Picture) -> Image.Image:
 
 
 def address(image: Image.Image) -> str:
-    """Return a picture as a data address."""
+    """Return a picture as a data URL."""
     stream = io.BytesIO()
     image.save(stream, format="JPEG", quality=88)
     return f"data:image/jpeg;base64,{base64.b64encode(stream.getvalue()).decode()}"
 
 
 def numbers_of(look: Look, term: str) -> dict[str, Any]:
-    """Return what was found as JSON types."""
+    """Return the attribution as JSON types."""
     evidence, found = look.evidence, {"path": look.path, "class": look.class_name}
     found |= {"probability": look.probability, "logits": evidence.logits.tolist()}
     found |= {"margin": evidence.margin, "rest": evidence.rest, "grid": look.grid}

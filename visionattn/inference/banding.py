@@ -1,8 +1,8 @@
-"""Images that do not fit into memory in one pass: which of a run they are, and their outputs, which
-are computed band by band of rows (``models/large``); and the map of one image in one file.
+"""Images that do not fit into memory in one pass: which ones they are, and their outputs, computed
+in bands of rows (``models/large``); and the map of one image in one file.
 
-A work folder next to the output keeps how far such images have come, so that the same command goes
-on after a kill. What reads bands is imported where it is used.
+A work folder next to the output stores the progress of such images, so that the same command
+resumes after a kill. Readers of bands are imported only where needed.
 """
 
 import json
@@ -47,25 +47,26 @@ if TYPE_CHECKING:
 
 STATE = "work.json"
 WANTS = {call: "logits", pooled: "pooled", last_map: "dense", masks: "masks"}
-"""What of ``forward_tiled`` stands for what of a pass over batches."""
+"""The ``want`` of ``forward_tiled`` for each computation over batches."""
 
 
 class UnreadableImage(ValueError):
-    """An image cannot be read, or not as it is asked for; the text says which rows, or why."""
+    """An image cannot be read, or not with these options; the message says which rows, or why."""
 
 
 class WorkFolder:
-    """The work of one command, in a hidden folder next to its output; a context manager within
-    which it may be used.
+    """The work of one command, in a hidden folder next to its output; a context manager for using
+    it.
 
-    Without an error it is done, and the folder goes. After one it stays, if anything was kept.
+    If the context ends without an error, the folder is deleted. After an error it stays if it holds
+    anything.
 
     Args:
-        output: what the command writes.
-        identity: returns JSON types that tell this work from the work of other commands; it is
-            asked where there is work.
-        overwrite: work of another command is deleted instead of refused.
-        bound_gib: the bound of memory that was asked for, which may be another one later.
+        output: the output of the command.
+        identity: returns JSON types that distinguish this work from other commands; called only if
+            there is work.
+        overwrite: delete work of another command instead of refusing it.
+        bound_gib: the requested memory limit, which may change between runs.
     """
 
     def __init__(
@@ -86,10 +87,10 @@ class WorkFolder:
         return json.loads(json.dumps(self._asked(), default=str))
 
     def state(self) -> dict[str, Any]:
-        """Return what the folder says of this work; nothing where there is none.
+        """Return the recorded state of this work; empty if there is none.
 
         Raises:
-            ValueError: it is the work of another command, and is not to be replaced; one line.
+            ValueError: it is the work of another command, and overwriting is not allowed; one line.
         """
         try:
             found = json.loads((self.folder / STATE).read_text(encoding="utf-8"))
@@ -104,13 +105,13 @@ class WorkFolder:
         return {} if other else found
 
     def is_finished(self) -> bool:
-        """Tell whether this command was killed after its output got its name, so that nothing is
-        left to do but to tidy up.
+        """Return whether an earlier run was killed after its output got its name, so that only the
+        clean-up is left.
         """
         return os.path.lexists(self.output) and "finishing" in self.state()
 
     def check_writable(self) -> None:
-        """Raise ValueError where the folder cannot be made; one line."""
+        """Raise ValueError if the folder cannot be created; one line."""
         way_out = f"the work on {self.output} is kept there meanwhile; choose another --output"
         check_folder(self._path, way_out)
 
@@ -120,20 +121,21 @@ class WorkFolder:
         self._held = Continued(self._path, folder=True, overwrite=True)
         if not known:
             self._held.empty()
-        for place in self.folder.glob("*/tmp*"):  # files that a killed pass had mapped
+        for place in self.folder.glob("*/tmp*"):  # mapped files of a killed pass
             shutil.rmtree(place, ignore_errors=True)
         return self
 
     def note(self, **state: Any) -> dict[str, Any]:
-        """Write whose work it is, with ``state``, which ``state()`` returns later."""
+        """Record the identity of the work, and ``state``, which ``state()`` returns later."""
         known = self.state() | {"of": self._identity} | state
         write_text(self.folder / STATE, json.dumps(known))
         return known
 
     def options(self, index: int, memory: int | None) -> dict[str, Any]:
-        """Return options of ``forward_tiled`` for an image: its folder, and the memory with which
-        the first of these passes began, as the same bands lead to the same bytes, unless another
-        bound is asked for since.
+        """Return options of ``forward_tiled`` for an image: its folder, and the memory limit.
+
+        The limit stays the one of the first pass, because equal bands give equal bytes, unless
+        another one is requested.
         """
         known = self.state()
         if known.get("bound_gib", -1) != self.bound_gib:
@@ -141,11 +143,11 @@ class WorkFolder:
         return {"work": self.folder / f"{index:06d}", "memory": known["memory"]}
 
     def result(self, index: int) -> Path:
-        """Return the file in which the output of an image is kept until the command is done."""
+        """Return the file that stores the output of an image until the command is done."""
         return self.folder / f"{index:06d}.npy"
 
     def drop(self, index: int) -> None:
-        """Delete what is there of an image."""
+        """Delete all files of an image."""
         shutil.rmtree(self.folder / f"{index:06d}", ignore_errors=True)
         for place in (self.result(index), Continued.beside(self.result(index))):
             place.unlink(missing_ok=True)
@@ -163,22 +165,22 @@ class Banding:
 
     Args:
         opened: the model.
-        images: all images; ``most_px`` of it is set, from which on they are not read whole.
-        compute: which outputs of the model are wanted.
-        options: precision, processes that read, and the bound of memory; None: none of them.
-        work: where passes keep how far they have come; None: nowhere.
-        held_bytes: what waits in memory to be written.
-        always: all images that the model sees at their own size are computed so.
+        images: all images; sets ``most_px``, the size above which they are not read whole.
+        compute: computes the wanted outputs.
+        options: precision, number of loading processes, and the memory limit; None: defaults.
+        work: stores the progress of passes; None: nothing is stored.
+        held_bytes: bytes in memory that wait to be written.
+        always: compute all images that the model sees at their own size this way.
 
     Attributes:
-        lines: what is to be said of these images; empty where there are none.
-        reason: why there are none though images do not fit; None where that is not so.
-        share: their share of the images that were looked at.
-        say: is told what each pass takes; standard error unless another is given.
-        before: is called before each pass, which shows its own progress.
+        lines: messages about these images; empty without any.
+        reason: why there are none although images do not fit; else None.
+        share: their share of the inspected images.
+        say: receives a line about the cost of each pass; default: standard error.
+        before: called before each pass, which shows its own progress.
 
     Raises:
-        ValueError: ``work`` is of another command; one line.
+        ValueError: ``work`` belongs to another command; one line.
     """
 
     def __init__(
@@ -213,20 +215,20 @@ class Banding:
 
     @cached_property
     def memory(self) -> ForwardMemory:
-        """Return what tells the memory of passes over whole images."""
+        """Return the memory estimate of passes over whole images."""
         workers, held_bytes = self._beside
         how = dict(held_bytes=held_bytes, bound_bytes=self.bound_bytes)
         return memory_of(self.opened, self._compute, amp=self.amp, workers=workers, **how)
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """Hold the folder with the work, where there is one or will be."""
+        """Hold the work folder in the context, if there is or will be one."""
         needed = self.work is not None and (self.lines or self.work.folder.exists())
         with self.work if needed and self.work is not None else nullcontext():
             yield
 
     def _divide(self) -> None:
-        """Find from which number of pixels on images do not fit, and say so."""
+        """Find the number of pixels above which images do not fit, and set the messages."""
         found = sizes_read(self.images, 0, time.perf_counter)
         seen = {size: self.images.own_canvas(*size) for size in found}
         least = FEW_PIXELS if self.bound_bytes is None else 0
@@ -258,7 +260,7 @@ class Banding:
         )
 
     def memory_bytes(self) -> int | None:
-        """Return what a pass may take beside the model, as far as that is known."""
+        """Return the memory that a pass may take in addition to the model; None if unknown."""
         from visionattn.models.large.band_plan import SHARE
 
         if self.bound_bytes is not None or self.memory.there_bytes is None:
@@ -269,8 +271,8 @@ class Banding:
         """Compute the output of an image band by band.
 
         Raises:
-            ValueError: ``work`` keeps the work of another image.
-            Stopped: Ctrl-C, where there is ``work``.
+            ValueError: ``work`` holds the work of another image.
+            Stopped: Ctrl-C, with ``work``.
         """
         from visionattn.models.large.band_plan import BelowOneBand
 
@@ -295,8 +297,8 @@ class Banding:
         return finished(replace(failed, status="ok", value=value.to(dtype)), dtype)
 
     def _value(self, index: int, path: str) -> Tensor:
-        """Compute an output, or take it from the folder of the work, where maps stay on the disk
-        until they are used.
+        """Compute an output, or read it from the work folder, where maps stay on the disk until
+        they are used.
         """
         from visionattn.data.large import open_sink
 
@@ -320,18 +322,18 @@ class Banding:
         return kept[0] if self.want == "masks" else kept
 
     def evidence(self, index: int, target: int | None) -> Any:
-        """Find what speaks for a class in an image, without the gradient: an ``Attribution``.
+        """Compute the attribution of a class in an image, without the gradient: an ``Attribution``.
 
         Raises:
             UnreadableImage: it cannot be read.
-            ValueError: outputs are not finite, or the bound is below one band.
+            ValueError: outputs are not finite, or the memory limit is below one band.
         """
         how = dict(want="evidence", target=target, memory=self.memory_bytes(), say=self.say)
         with self.opened_image(index) as source:
             return self.compute(source, **how)
 
     def opened_image(self, index: int) -> "ImageSource":
-        """Open an image to read bands of it as the options say.
+        """Open an image with the options of the run, for reading bands of it.
 
         Raises:
             UnreadableImage: it cannot be opened.
@@ -347,12 +349,12 @@ class Banding:
             raise UnreadableImage(reason_of(error)) from error
 
     def compute(self, source: "ImageSource", sink: Any = None, **options: Any) -> Any:
-        """Call ``forward_tiled`` for an image with what the model expects of it.
+        """Call ``forward_tiled`` for an image, prepared as the model expects.
 
         Args:
             source: the image.
-            sink: where a map goes; None: it is returned.
-            options: further ones of ``forward_tiled``.
+            sink: receives a map; None: the map is returned.
+            options: further options of ``forward_tiled``.
 
         Raises:
             UnreadableImage: a band cannot be read, or its values have no known range.
@@ -382,7 +384,7 @@ def _say_of(say: Callable[[str], object], path: str, line: str) -> None:
 def folder_of(
     opened: Opened, images: ReadImages, options: InferenceOptions, output: Path
 ) -> WorkFolder:
-    """Return the folder of a command for the work of images that are computed band by band."""
+    """Return the work folder of a command, for images computed band by band."""
 
     def identity() -> dict[str, Any]:
         keys = ("amp", "level", "dense", "dtype")
@@ -395,12 +397,14 @@ def folder_of(
 
 UNUSED = ("batch_size", "workers", "shard_images", "shard_mib", "shard", "engine", "probe", "data")
 UNUSED += ("tiles", "overlap", "combine", "top_k")
-"""Options that do nothing for the map of one image."""
+"""Options without effect for the map of one image."""
 
 
 def is_map(output: str | None, *, features: bool = False) -> bool:
-    """Tell by the end of its name whether an output is the map of one image, of ``features`` or of
-    classes of pixels, of which an ``.npy`` is an array ``[H, W]`` that ``segment.py`` writes.
+    """Return whether the suffix of an output stands for the map of one image, of ``features`` or of
+    pixel classes.
+
+    For pixel classes ``.npy`` is an exception: ``segment.py`` writes it as an array ``[H, W]``.
     """
     from visionattn.data.large.sink import SINKS
 
@@ -409,14 +413,15 @@ def is_map(output: str | None, *, features: bool = False) -> bool:
 
 
 class MapOfImage:
-    """The map of one image of any size, a zarr, an ``.npy`` or a GeoTIFF that is written band by
-    band: model, image and output, after all checks; nothing is written before ``run``.
+    """The map of one image of any size, written band by band to a zarr, an ``.npy`` or a GeoTIFF.
+
+    It holds model, image and output after all checks; nothing is written before ``run``.
 
     Args:
-        options: of features or of masks, checked.
+        options: options of features or of masks, checked.
 
     Raises:
-        ValueError, FileNotFoundError: something is wrong or in the way; one line.
+        ValueError, FileNotFoundError: an option is wrong, or a file is in the way; one line.
     """
 
     def __init__(self, options: Any):
@@ -457,7 +462,7 @@ class MapOfImage:
         self.work = folder_of(self.opened, images, options, self.output)
         self.finished = self.work.is_finished()
         if not self.finished:
-            open_sink(self.output, overwrite=options.overwrite)  # raises where something is there
+            open_sink(self.output, overwrite=options.overwrite)  # raises if a file is in the way
         self.banding = Banding(self.opened, images, compute, options, self.work, always=True)
         for size in sizes_read(images, 0, time.perf_counter):
             if not images.is_banded(*size) and min(size) >= max(images.geometry.patch_px):
@@ -470,13 +475,13 @@ class MapOfImage:
             raise ValueError(f"{self.path}: {reason}")
 
     def run(self, say: Callable[[str], None]) -> None:
-        """Write the map, and say what came of it.
+        """Write the map and report the result.
 
         Raises:
-            ValueError: the image cannot be read to its end or gives numbers that are not finite;
-                nothing is left behind. The disk has no room, or the memory is below one band;
+            ValueError: the image cannot be read completely or gives non-finite outputs; nothing is
+                left behind. Or the disk has no space, or the memory limit is below one band;
                 nothing was begun.
-            Stopped: Ctrl-C, at a band; the same command goes on.
+            Stopped: Ctrl-C, after a band; the same command resumes.
         """
         for note in self.opened.notes:
             say(note)
@@ -510,7 +515,7 @@ class MapOfImage:
         return checked
 
     def _drop(self) -> None:
-        """Delete what was begun."""
+        """Delete the unfinished output."""
         self.work.drop(0)
         folder = self.output.suffix.lower() == ".zarr"
         begun = Continued.beside(self.output, folder=folder)
@@ -518,11 +523,11 @@ class MapOfImage:
 
 
 class NoMap(ValueError):
-    """What came of an image is no map; the text says why."""
+    """The outputs of an image are not a valid map; the message says why."""
 
 
 class _Checked:
-    """A sink that takes finite numbers and classes alone."""
+    """A sink that accepts only finite numbers and classes."""
 
     def __init__(self, sink: "MapSink", work: WorkFolder):
         self.sink, self.work = sink, work
@@ -539,7 +544,7 @@ class _Checked:
             raise NoMap(f"outputs are not finite in {rows}")
         try:
             self.sink.write(first_row, band)
-        except ValueError as error:  # float16 does not hold them
+        except ValueError as error:  # float16 cannot hold them
             raise NoMap(str(error)) from error
 
     def finish(self) -> None:

@@ -1,7 +1,8 @@
-"""Digits, canvases and documents as images to compute features of, with their classes and masks.
+"""Synthetic images for feature extraction (digits, canvases and documents), with their classes and
+masks.
 
-This module owns how many are drawn, how hard, and at which size. They are the ones that training
-validates and tests on.
+This module decides their number, difficulty and size. They are the images that training validates
+and tests on.
 """
 
 import io
@@ -23,23 +24,23 @@ from visionattn.data.splits import build_splits
 from visionattn.inference.image_listing import digest_of
 
 SPLITS = ("validation", "test")
-"""Those that are drawn, in the order of their images."""
+"""The splits that are generated, in the order of their images."""
 
 
 @dataclass(frozen=True)
 class Division:
-    """Which images are fitted on, and which are judged."""
+    """The images to fit a probe on, and the images to evaluate it on."""
 
     fitted: dict[str, int]
-    """Path and class of each."""
+    """Path and class of each image."""
     judged: dict[str, int]
     judged_name: str
-    """``test``, or ``validation`` where there is no test split."""
+    """``test``, or ``validation`` without a test split."""
     class_names: tuple[str, ...]
 
 
 class Digits:
-    """The digits that scikit-learn ships, train, validation and test one after the other:
+    """The digits that scikit-learn ships: train, then validation, then test, as
     ``digits/train/17``.
 
     Attributes:
@@ -47,7 +48,7 @@ class Digits:
     """
 
     def __init__(self, val_fraction: float, seed: int):
-        """Divide the digits by ``val_fraction`` and ``seed``, as for training."""
+        """Split the digits by ``val_fraction`` and ``seed``, as for training."""
         parts = digit_splits(val_fraction, seed)
         self._names = [
             f"digits/{split}/{i}" for split, part in parts.items() for i in range(len(part.labels))
@@ -66,11 +67,11 @@ class Digits:
         return stream
 
     def name(self, index: int) -> str:
-        """Return split and number of the digit."""
+        """Return split and number of the digit as a name."""
         return self._names[index]
 
     def divide(self) -> Division:
-        """Fit on the digits that training trains on, and judge on its test digits."""
+        """Fit on the training digits, and evaluate on the test digits."""
         labels = {self.name(i): int(label) for i, label in enumerate(self.labels)}
         fitted, judged = (
             {path: label for path, label in labels.items() if path.startswith(f"digits/{split}/")}
@@ -84,20 +85,20 @@ class Digits:
 
 
 class Drawn:
-    """Images drawn when they are asked for, validation and test one after the other:
-    ``canvas/test/17``.
+    """Images generated on request: validation, then test, as ``canvas/test/17``.
 
     Attributes:
-        class_names: what the images are named after.
-        value_names: what the values of the masks stand for.
+        class_names: names of the images' classes.
+        value_names: names of the values in masks.
     """
 
     def __init__(self, config: DataConfig, seed: int, geometry: Geometry):
-        """Take what is drawn (``config``, whose size and fit are those of ``geometry``), the seed,
-        and how a model sees images.
+        """Store the configuration, the seed and how a model sees images.
+
+        ``config`` takes its size and fit from ``geometry``.
 
         Raises:
-            ValueError: a value is out of range, or the geometry names no size; one line.
+            ValueError: a value is out of range, or the geometry has no size; one line.
         """
         if geometry.img_size is None:
             raise ValueError(f"{config.name} is drawn at a size in pixels; name it: --img-size")
@@ -117,7 +118,7 @@ class Drawn:
         return len(SPLITS) * self._count
 
     def draw(self, index: int, *, masked: bool = False) -> Canvas | Page:
-        """Draw an image, and ``masked`` its mask, before anything fits it to a model."""
+        """Generate an image, and with ``masked`` its mask, before it is fitted to a model."""
         split, number = divmod(index, self._count)
         return self._datasets[split].draw(SampleKey(number, 0, self._geometry), masked=masked)
 
@@ -129,30 +130,32 @@ class Drawn:
         return stream
 
     def name(self, index: int) -> str:
-        """Return data set, split and number of the image."""
+        """Return dataset, split and number of the image as a name."""
         split, number = divmod(index, self._count)
         return f"{self._config.name}/{SPLITS[split]}/{number}"
 
     def numbers(self, split: str) -> range:
-        """Return the numbers of the images of a split."""
+        """Return the indices of the images of a split."""
         first = SPLITS.index(split) * self._count
         return range(first, first + self._count)
 
     def mask(self, index: int) -> tuple[np.ndarray, Size]:
-        """Return the mask of an image as a model sees it, uint8 ``[H, W]``, and the height and
-        width of what of it is present.
+        """Return the mask of an image as a model sees it, uint8 ``[H, W]``, and its filled height
+        and width.
         """
         mask = self.draw(index, masked=True).mask
         view = self._geometry.view(*mask.shape)
         return see_mask(mask, view), view.present
 
     def digest(self) -> str:
-        """Return a digest of what decides the images, and of the pixels of two."""
+        """Return a digest of the settings that determine the images, and of the pixels of two
+        images.
+        """
         ends = (self.draw(index).image.tobytes() for index in (0, len(self) - 1))
         return digest_of([*self._deciding().items(), *ends])
 
     def divide(self) -> Division:
-        """Fit on the validation images, and judge on the test images."""
+        """Fit on the validation images, and evaluate on the test images."""
         fitted, judged = (
             {self.name(index): self.draw(index).label for index in self.numbers(split)}
             for split in SPLITS
@@ -160,7 +163,7 @@ class Drawn:
         return Division(fitted, judged, "test", self.class_names)
 
     def describe(self) -> str:
-        """Say for people which images are drawn."""
+        """Describe the generated images, for people."""
         given = ", ".join(
             f"{key} {'null' if value is None else value}" for key, value in self._deciding().items()
         )
@@ -168,7 +171,7 @@ class Drawn:
         return f"{self._config.name}: {each}; {given}"
 
     def _deciding(self) -> dict[str, object]:
-        """Return what decides the images of one size, by the names of the flags."""
+        """Return the settings that determine the images of one size, by the names of the flags."""
         known = {key: self._args[key] for key in self._args if not key.endswith("_images")}
         if self._config.name == "canvas":
             known["val_fraction"] = self._config.val_fraction

@@ -1,7 +1,7 @@
-"""Features of many images in a folder of shards: the work of ``visionattn features``.
+"""Features of many images in a folder of shards: ``visionattn features``.
 
-This module owns what a run writes, how it goes on after it was killed, and what it says. A part of
-a collection is such a run with a folder of its own.
+This module owns the files of a run, how it resumes after a kill, and its messages. A part of a
+collection is such a run in its own folder.
 """
 
 import time
@@ -42,23 +42,23 @@ from visionattn.models.patches import last_map, pooled
 AT_WORK = "another extraction of features is at work"
 MIB = 2**20
 DECIDING = ("dtype", "amp", "shard_images", "shard_mib", "tiles", "overlap", "combine")
-"""Options that decide what is in the files, besides the model and the images."""
+"""Options that determine the contents of the files, in addition to the model and the images."""
 
 
 @dataclass(frozen=True)
 class Collection:
-    """All images of a command, and the model that sees them."""
+    """All images of a command, and the model for them."""
 
     images: ReadImages
     opened: Opened
     division: Division | None
-    """For a probe of pooled features."""
+    """Split for a probe of pooled features."""
     identity: dict[str, Any]
-    """What decides the features, as JSON types."""
+    """Settings that determine the features, as JSON types."""
 
     @property
     def listing(self) -> Listing:
-        """Return the images that are listed."""
+        """Return the listing of the images."""
         return self.images.listing
 
 
@@ -66,7 +66,7 @@ def collect(options: ExtractOptions) -> Collection:
     """Open the model and list the images.
 
     Raises:
-        ValueError, FileNotFoundError: something is wrong; one line.
+        ValueError, FileNotFoundError: an option is wrong; one line.
     """
     listing: Any = None
     if not options.drawn:
@@ -77,7 +77,7 @@ def collect(options: ExtractOptions) -> Collection:
         opened.check_pooled()
     elif not hasattr(opened.model, "forward_intermediates"):
         raise ValueError(f"{opened.name} gives no feature maps; leave --dense out")
-    if options.drawn:  # at the size that the model says
+    if options.drawn:  # at the size that the model needs
         listing = Drawn(options.drawing(), options.seed, opened.geometry)
     division = _divide(options, listing) if options.probe and not options.dense else None
     kind = "dense" if options.dense else "pooled"
@@ -89,7 +89,7 @@ def collect(options: ExtractOptions) -> Collection:
 
 
 def _divide(options: ExtractOptions, listing: Listing) -> Division:
-    """Divide the images for a probe of pooled features."""
+    """Split the images for a probe of pooled features."""
     if isinstance(listing, (Digits, Drawn)):
         division = listing.divide()
     else:
@@ -112,11 +112,11 @@ class Extraction:
     """Model, images and folder, after all checks; nothing is written before ``run``.
 
     Args:
-        options: what ``parse_options`` returned.
-        collection: all images, of which the options may name a part; None: what the options say.
+        options: result of ``parse_options``.
+        collection: all images; the options may select a part of them. None: from the options.
 
     Raises:
-        ValueError, FileNotFoundError: something is wrong or in the way; one line.
+        ValueError, FileNotFoundError: an option is wrong, or a file is in the way; one line.
     """
 
     def __init__(self, options: ExtractOptions, collection: Collection | None = None):
@@ -143,7 +143,7 @@ class Extraction:
             images.check_asked()
 
     def _check_folder(self) -> None:
-        """Raise ValueError where features cannot be written, or would lie among other files."""
+        """Raise ValueError if features cannot be written, or would be mixed with other files."""
         folder, overwrite = self.folder, self.options.overwrite
         check_folder(folder, "choose another --output")
         if (folder / PARTS).exists() and (overwrite or not (folder / INDEX).exists()):
@@ -155,7 +155,7 @@ class Extraction:
 
     @property
     def done(self) -> int:
-        """Return how many images are done."""
+        """Return the number of finished images."""
         return sum(len(shard.rows) for shard in self.kept)
 
     def _whole_shards(self) -> list[Shard]:
@@ -165,29 +165,28 @@ class Extraction:
         return whole_shards(self.folder, self.collection.identity, names, first)
 
     def run(self, say: Callable[[str], None]) -> None:
-        """Write the features that are missing and the index, and say what came of it.
+        """Write the missing features and the index, and report the result.
 
         Raises:
-            Stopped: Ctrl-C; the files that are written stay.
-            ValueError: another extraction is at work in the folder; none of the images gives
-                features.
-            OutOfMemory: none of them fits into memory.
+            Stopped: Ctrl-C; written files stay.
+            ValueError: another extraction is running in the folder, or no image gives features.
+            OutOfMemory: no image fits into memory.
             Failed: a process that reads images ended.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             taken = f"{AT_WORK} in {self.folder}; wait for it or end it"
             with locked(self.folder / LOCK, taken):
-                for path in unfinished(self.folder):  # of a run that was killed as it wrote
+                for path in unfinished(self.folder):  # from a run that was killed while writing
                     path.unlink()
                 self.kept = self._whole_shards()  # another run may have written since the check
                 self._run(say)
         finally:
-            with suppress(OSError):  # something is in it
+            with suppress(OSError):  # not empty
                 self.folder.rmdir()
 
     def _run(self, say: Callable[[str], None]) -> None:
-        """Do the work of ``run`` in a folder that is locked."""
+        """Do the work of ``run`` in the locked folder."""
         for note in (*self.opened.notes, *self.image_run.lines):
             say(note)
         if isinstance(self.collection.listing, Drawn):
@@ -224,7 +223,7 @@ class Extraction:
             say(text)
 
     def _probe(self) -> Iterator[str]:
-        """Fit and judge the probes that are asked for, and say what came of them."""
+        """Fit and evaluate the requested probes, and yield the results as text."""
         listing, division = self.collection.listing, self.collection.division
         if division is not None:
             yield from fit_probes(read_features(self.folder), division, self.options.neighbours)
@@ -232,16 +231,15 @@ class Extraction:
             yield from probe_folder(self.folder, self.image_run.images, listing, self.options.seed)
 
     def _write_shards(self, done: int, batch_size: int) -> None:
-        """Write the shards from image ``done`` on, and delete those behind the last one, which are
-        of an earlier, longer run.
+        """Write the shards from image ``done`` on, and delete later shards of an earlier, longer
+        run.
         """
         options, number = self.options, len(self.kept)
         first = self.numbers.start + done
         pending = Pending(self.folder, number, first, self.collection.identity)
         dtype = getattr(torch, options.dtype)
         outcomes = self.image_run.outcomes(batch_size, dtype, done)
-        # Batches fill a shard, which is written as soon as it is full: a kill loses one shard at
-        # most.
+        # A full shard is written at once, so a kill loses at most one shard.
         for batch in outcomes if done < len(self.numbers) else ():
             pending.add(batch)
             if pending.is_full(options.shard_images, options.shard_mib * MIB):

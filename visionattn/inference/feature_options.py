@@ -1,7 +1,8 @@
-"""What a user says of features: which images, in which form, and whether a probe is fitted.
+"""Options of ``visionattn features``: which images, which form of features, and whether to fit a
+probe.
 
-This module owns the flags of ``visionattn features`` and the checks that need no model and no
-image. A docstring under each field is its help text.
+This module owns the flags and the checks that need no model and no image. A docstring under each
+field is its help text.
 """
 
 import os
@@ -20,9 +21,9 @@ from visionattn.inference.inference_options import DenseOptions, parse_options
 from visionattn.inference.shards import Part
 
 EVAL_IMAGES = 500
-"""Images of each split that are drawn where ``data_args`` does not say it."""
+"""Generated images per split if ``data_args`` does not set it."""
 CONFIG = "config.yaml"
-"""Beside the weights of a run, what it trained on."""
+"""Training configuration, next to the weights of a run."""
 
 
 @dataclass
@@ -30,76 +31,75 @@ class ExtractOptions(DenseOptions):
     """Features of images."""
 
     data: Literal["digits", "canvas", "documents"] | None = None
-    """Instead of ``images``: the digits that scikit-learn ships, or images of the validation and
-    the test split of ``canvas`` or ``documents``, drawn at ``img_size`` by ``seed``. Where a run's
-    ``config.yaml`` beside ``checkpoint`` trained on these, they are those of the run, unless flags
-    say otherwise.
+    """Use generated images instead of ``images``: the digits that scikit-learn ships, or the
+    validation and test splits of
+    ``canvas`` or ``documents``, at size ``img_size`` and with ``seed``. If ``config.yaml`` next to ``checkpoint``
+    shows training on this data, its settings apply unless flags override them.
     """
     data_args: dict[str, Any] = field(default_factory=dict)
-    """``canvas`` and ``documents`` alone: what ``data.args`` says in training, such as
-    ``eval_images`` (here 500) or ``distractors``.
+    """Only for
+    ``canvas`` and ``documents``: settings as in ``data.args`` of training, such as ``eval_images`` (here 500) or ``distractors``.
     """
     dtype: Literal["float32", "float16"] = "float32"
-    """Of the features in the files."""
+    """Data type of the features in the files."""
     shard_images: int = 4096
     """Images per file; the last batch of a file may exceed it, and rows of 16 MiB fill a file too.
     """
     shard_mib: int = 256
-    """MiB of features per file, which are held in memory until it is full; the last batch of a file
+    """MiB of features per file, which are kept in memory until it is full; the last batch of a file
     may exceed it.
     """
     probe: bool = False
-    """Fit a linear probe and kNN on the features; ``images`` is then one folder with ``train/`` and
-    ``val/`` (or ``test/``) that hold class folders, or with class folders. With ``dense``, of
-    ``canvas`` and ``documents`` alone, a linear probe of patches against masks.
+    """Fit a linear probe and kNN on the features; ``images`` must be one folder of class folders,
+    or of
+    ``train/`` and ``val/`` (or ``test/``) with class folders. With ``dense``, only for ``canvas`` and ``documents``:
+    fit a linear probe of patches against masks.
     """
     neighbours: int = 5
-    """``probe`` without ``dense`` alone: k of kNN."""
+    """k of kNN; only for ``probe`` without ``dense``."""
     val_fraction: float = 0.1
-    """``probe`` and ``canvas`` alone: share of the images held out, class by class, by ``seed``,
-    where there is no ``val/``; for ``canvas`` of the digits that are drawn for validation.
+    """Only for ``probe`` and ``canvas``: share of the images held out per class, by
+    ``seed``, if there is no ``val/``; for ``canvas`` the share of digits used in validation images.
     """
     shard: str | None = None
-    """Part i of n of the images, as ``i/n``, i from 1 to n: it goes to ``parts`` within ``output``,
-    which all parts share. Any scheduler may start them, at once or one by one.
+    """Part i of n of the images, as ``i/n``, i from 1 to n: written to ``parts`` within ``output``,
+    which all parts share. Any scheduler may start them, in parallel or one by one.
     """
     merge: bool = False
-    """Write one index over all the parts in ``output``; no other option is given."""
+    """Write one index over all parts in ``output``; takes no other option."""
     engine: Literal["here", "ray"] = "here"
-    """``ray``: the nodes of a Ray cluster extract parts, which this process merges."""
+    """``ray``: extract parts on the nodes of a Ray cluster; this process merges them."""
     address: str | None = None
-    """``engine ray`` alone: ``local`` (a cluster of this machine, which ends with the command),
-    ``auto`` (the one that runs here or that ``RAY_ADDRESS`` names), or host:port.
+    """Only for ``engine ray``: ``local`` (a cluster on this machine, for the time of the command),
+    ``auto`` (a cluster that runs here or is named by ``RAY_ADDRESS``), or host:port.
     """
     parts: int | None = None
-    """``engine ray`` alone: in how many parts the images are divided, each of which is the work of
-    one process; None: one for each 512 images.
-    """
+    """Only for ``engine ray``: number of parts, one process each; None: one part per 512 images."""
 
     @property
     def drawn(self) -> bool:
-        """Tell whether the images are drawn, at the size at which the model sees them."""
+        """Return whether the images are generated, at the size at which the model sees them."""
         return self.data in DRAWN
 
     @property
     def seed_divides(self) -> bool:
-        """Tell whether the seed divides images, as it does for a probe and for embedded data."""
+        """Return whether the seed splits images, as for a probe and for embedded data."""
         return self.probe or self.data is not None
 
     @property
     def needs_model(self) -> bool:
-        """Tell whether features are computed, and not merged alone."""
+        """Return whether features are computed, not only merged."""
         return not self.merge
 
     def drawing(self) -> DataConfig:
-        """Return what is drawn as options of data, but for the size."""
+        """Return the data options of the generated images, without their size."""
         args = {"eval_images": EVAL_IMAGES} | self.data_args
         return DataConfig(name=self.data, val_fraction=self.val_fraction, args=args)
 
 
 def parse_extract(argv: Sequence[str], **about: str) -> ExtractOptions:
-    """Read the flags of ``visionattn features``; what they do not say of images that are drawn
-    comes from the run that the checkpoint is of.
+    """Read the flags of ``visionattn features``, with defaults for generated images from the
+    checkpoint's run.
 
     Raises:
         ValueError, FileNotFoundError: a flag is wrong, or two exclude each other; one line.
@@ -110,10 +110,11 @@ def parse_extract(argv: Sequence[str], **about: str) -> ExtractOptions:
 
 
 def of_run(options: ExtractOptions) -> dict[str, Any]:
-    """Return what the run beside a checkpoint drew, where it trained on the data that is asked for.
+    """Return the data settings of the run next to a checkpoint, if it trained on the requested
+    data; else nothing.
 
     Raises:
-        ValueError: its ``config.yaml`` is not one; one line.
+        ValueError: its ``config.yaml`` is not a configuration; one line.
     """
     beside = Path(options.checkpoint or CONFIG).with_name(CONFIG)
     if not options.drawn or not options.checkpoint or not beside.is_file():
@@ -135,7 +136,7 @@ def check(options: ExtractOptions) -> None:
     """Check the options that only features have, before anything is opened.
 
     Raises:
-        ValueError: one line with the option, what it may be, and what it is.
+        ValueError: one line with the option, the allowed values and the given value.
     """
     if not options.output:
         raise ValueError("--output is missing: a folder for the features")
@@ -184,7 +185,7 @@ def check(options: ExtractOptions) -> None:
 
 
 def _check_parts(options: ExtractOptions) -> None:
-    """Check the options that divide a collection."""
+    """Check the options that divide a collection into parts."""
     ray = options.engine == "ray"
     if options.shard is not None:
         Part.parse(options.shard)

@@ -1,7 +1,7 @@
-"""What features or predictions of images in files will take, said before the first one: memory and
-time, and what would fit where the memory is not there.
+"""Estimates before features or predictions of image files: memory and time, and what would fit if
+memory is short.
 
-``models/cost.py`` tells both of forwards. Here are the sizes of the files.
+``models/cost.py`` estimates forward passes; this module adds the sizes of the files.
 """
 
 import math
@@ -31,17 +31,19 @@ from visionattn.models.cost import (
 from visionattn.models.patches import takes_sizes
 
 HEADS, HEADS_SECONDS = 2000, 5.0
-"""How many images' sizes are read at most, evenly among all, and how long."""
+"""Maximum number of images whose sizes are read, evenly spaced, and the maximum time for it in
+seconds.
+"""
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """What a run over images will take."""
+    """The cost of a run over images."""
 
     batch_size: int
-    """Images per batch, also where that was left to the memory."""
+    """Images per batch, also if determined by the memory."""
     lines: tuple[str, ...] = ()
-    """What is worth saying; nothing where all is done at once."""
+    """Messages for the user; empty if all is done at once."""
 
 
 def outlook(
@@ -52,24 +54,24 @@ def outlook(
     trial: bool = True,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Outlook:
-    """Say what a run over images will take, from the sizes of some of them and a trial image.
+    """Estimate a run over images from the sizes of some of them and a timed trial image.
 
     Args:
         banding: a ``Banding``: model and images, and which of them are computed band by band.
         batch_size: images per batch, or ``auto`` for as many as fit into memory.
-        start: the image that the run begins with.
-        trial: whether an image is tried; without, a batch is checked against a bound of memory
-            alone.
-        clock: seconds.
+        start: index of the first image.
+        trial: whether to time an image; without it, a batch is only checked against a memory limit.
+        clock: returns seconds.
 
     Raises:
-        DoesNotFit: a batch clearly takes more memory than there is; one line, with what would fit.
-        ValueError: nobody can tell the memory for ``auto``.
+        DoesNotFit: a batch clearly needs more than the available memory; one line, with what would
+            fit.
+        ValueError: the memory for ``auto`` is unknown.
     """
     opened, images = banding.opened, banding.images
     seen = sizes_seen(opened, images, start, clock)
     lines = banding.lines
-    if not len(seen):  # none of them can be read, which their turn will show, or all in bands
+    if not len(seen):  # none is readable (reported later), or all in bands
         return Outlook(1 if batch_size == "auto" else int(batch_size), lines)
     count = max(1, round((len(images) - start) * (1 - banding.share)))
     areas = seen.prod(1)
@@ -105,13 +107,13 @@ def memory_of(
     held_bytes: int,
     bound_bytes: int | None = None,
 ) -> ForwardMemory:
-    """Return what tells the memory of a run over images in files; ``outlook`` and ``ForwardMemory``
-    have the arguments.
+    """Return the memory estimate of a run over image files; see ``outlook`` and ``ForwardMemory``
+    for the arguments.
     """
 
     def beside(shape: Shape) -> int:
         image = opened.spec.in_chans * math.prod(shape[1:])
-        # Readers have two batches ready, or an image each where images differ in size.
+        # Loading processes keep two batches ready, or one image each if images differ in size.
         ahead = 2 * shape[0] if opened.geometry.canvas else workers
         return workers * WORKER_BYTES + (ahead + shape[0]) * image + held_bytes
 
@@ -130,8 +132,8 @@ def memory_of(
 def sizes_seen(
     opened: Opened, images: ReadImages, start: int, clock: Callable[[], float]
 ) -> np.ndarray:
-    """Return the sizes at which the model sees images, ``[n, 2]``: one where all are equal, else
-    those of some of them, without those that are computed band by band.
+    """Return the sizes at which the model sees images, ``[n, 2]``: one if all are equal, else the
+    sizes of some images, without images computed band by band.
     """
     geometry = opened.geometry
     if geometry.canvas is not None:
@@ -144,7 +146,7 @@ def sizes_seen(
 
 
 def sizes_read(images: ReadImages, start: int, clock: Callable[[], float]) -> list[Size]:
-    """Return heights and widths of some images in their files, from number ``start`` on."""
+    """Return heights and widths in pixels of some image files, from index ``start`` on."""
     found, begin = list[Size](), clock()
     step = max(1, math.ceil((len(images) - start) / HEADS))
     for index in range(start, len(images), step):

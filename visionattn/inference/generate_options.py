@@ -16,68 +16,67 @@ from visionattn.data.geometry import check_geometry
 from visionattn.inference.picture_folder import check_picture_folder
 
 SUMMARY = "generate.json"
-"""The file by which a folder is known as one of ``visionattn generate``."""
+"""The file that marks a folder as output of ``visionattn generate``."""
 PICTURE, ARRAY = ".png", ".npy"
 MOST_IN_PICTURE = 10_000
-"""Images side by side in one picture."""
+"""Maximum number of images in one picture."""
 EXAMPLE = "checkpoints/digits_generate/best.safetensors --count 40 --output checkpoints/written.png"
 
 
 @dataclass
 class GenerateOptions:
-    """Images that a pixel decoder generates."""
+    """Image generation with a pixel decoder."""
 
     checkpoint: str | None = None
     """The ``best.safetensors`` of a training with ``--data.task generate``."""
     count: int | None = None
-    """How many images are generated; with ``complete`` how many for each image. None: 64, with
-    ``complete`` 1.
+    """Number of generated images; with
+    ``complete`` the number per image. None: 64, with ``complete`` 1.
     """
     img_size: int | list[int] | None = None
     """Height and width in pixels, or one number for both; None: as in training."""
     classes: list[str] | None = None
-    """Names or numbers of classes, which images take in turn, for a model that was trained with
-    classes. None: all in turn; with ``complete`` the class under which the given rows are the most
-    likely.
+    """Names or numbers of classes, assigned to images in rotation, for a model trained with
+    classes. None: all classes; with ``complete`` the most likely class of the given rows.
     """
     temperature: float = 1.0
-    """Divides log-probabilities before a level is drawn: below 1 images become more usual, 0 always
-    takes the most likely level.
+    """Divides log-probabilities before a level is drawn: values below 1 give more typical images, 0
+    always takes the most likely level.
     """
     seed: int = 0
-    """Seed of the random numbers, which depend only on it and on the number of the image."""
+    """Seed of the random numbers, which depend only on it and on the index of the image."""
     complete: list[str] | None = None
     """Images whose lower part is generated: folders (searched to any depth), image files, and
     ``.txt`` files with a path per line. They are read as in training.
     """
     keep: float | None = None
-    """The share of the rows of an image of ``complete`` that is given, from the top, above 0 and
-    below 1; None: 0.5.
+    """Share of the rows of an image of ``complete`` that is given, from the top, above 0 and below
+    1; None: 0.5.
     """
     batch_size: int = 64
     """Images that are generated together."""
     device: str = "auto"
-    """``auto`` takes a GPU where there is one."""
+    """``auto`` takes a GPU if there is one."""
     threads: int | None = None
     """CPU threads of torch; None: torch's own choice."""
     amp: Literal["none", "bf16"] = "none"
     """Automatic mixed precision."""
     output: str | None = None
-    """Where the images go: a ``.png`` with all of them side by side, an ``.npy`` with an array
-    ``[images, height, width, channels]`` of uint8, or else a folder with a PNG of each and an
-    ``index.csv``.
+    """Output: a
+    ``.png`` with all images in a grid, an ``.npy`` with an array ``[images, height, width, channels]``
+    of uint8, or else a folder with a PNG per image and an ``index.csv``.
     """
     overwrite: bool = False
-    """Replace an output that is there."""
+    """Replace an existing output."""
 
     @property
     def suffix(self) -> str:
-        """The ending of the output; empty for a folder."""
+        """The suffix of the output; empty for a folder."""
         return Path(self.output or "").suffix.lower()
 
 
 def parse_generate(argv: Sequence[str]) -> GenerateOptions:
-    """Read and check the flags, before which the checkpoint may stand.
+    """Read and check the flags; the checkpoint may come first.
 
     Raises:
         ValueError, FileNotFoundError: a flag is wrong or missing; one line.
@@ -95,7 +94,7 @@ def parse_generate(argv: Sequence[str]) -> GenerateOptions:
 
 
 def check(options: GenerateOptions) -> None:
-    """Check everything but where images come from and go.
+    """Check all options except the source and destination of images.
 
     Raises:
         ValueError: one line with the option, its limits and its value.
@@ -118,7 +117,11 @@ def check(options: GenerateOptions) -> None:
 
 
 def check_output(options: GenerateOptions) -> None:
-    """Check where the images go, and that a model is named; raises ValueError as ``check`` does."""
+    """Check the output, and that a model is given.
+
+    Raises:
+        ValueError: as ``check``.
+    """
     if not options.checkpoint:
         raise ValueError(
             "name the weights first: the best.safetensors of a training with --data.task generate"

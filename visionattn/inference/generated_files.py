@@ -1,8 +1,8 @@
-"""The work of ``visionattn generate``: a picture of all images, an array, or a folder of them,
-which appears whole or not at all.
+"""``visionattn generate``: a picture of all images, an array, or a folder, written completely or
+not at all.
 
-Batches that a stopped run has finished are kept next to the output, and the same command goes on
-after the last of them.
+Finished batches of a stopped run are kept next to the output, and the same command resumes after
+the last of them.
 """
 
 import math
@@ -41,19 +41,20 @@ FIELDS += ("given_bits_per_dim",)
 DIGITS = 4
 """Decimals of bits."""
 MOST_COLUMNS = 24
-"""Classes of a model at most for which each has a column of the picture."""
+"""Maximum number of classes for which the picture has one column per class."""
 ELSEWHERE = {"checkpoint", "device", "threads", "overwrite", "output"}
-"""Options that say nothing of the images, or less than weights and kind of device do."""
+"""Options that do not determine the images, or are covered by the weights and the kind of device.
+"""
 
 
 class Generating:
     """Model, prompts and output, after all checks; nothing is written before ``run``.
 
     Args:
-        options: what ``parse_generate`` returned.
+        options: result of ``parse_generate``.
 
     Raises:
-        ValueError, FileNotFoundError: something is wrong or in the way; one line.
+        ValueError, FileNotFoundError: an option is wrong, or a file is in the way; one line.
     """
 
     def __init__(self, options: GenerateOptions):
@@ -75,7 +76,7 @@ class Generating:
         self.work.check_writable()
 
     def _identity(self) -> dict[str, Any]:
-        """Return what decides the output, as JSON types."""
+        """Return the settings that determine the output, as JSON types."""
         own, prompts = asdict(self.options), self.generation.prompts
         own |= {"img_size": pixels(self.generation.size)}
         if prompts is not None:
@@ -84,7 +85,7 @@ class Generating:
         return self.opened.identity() | own
 
     def run(self, say: Callable[[str], None]) -> None:
-        """Generate and write all images, and say what came of it.
+        """Generate and write all images, and report the result.
 
         Raises:
             ValueError: outputs of the model are not finite; nothing is written.
@@ -111,7 +112,7 @@ class Generating:
         say(f"{self.output}: {count}, {mean:.3f} bits per generated value")
 
     def _kept(self, progress: Progress, number: int, make: Callable[[], Batch]) -> Batch:
-        """Return a batch that an earlier run has kept, or make and keep it."""
+        """Return a batch that an earlier run has stored, or make and store it."""
         path = self.work.folder / f"{number:06d}.safetensors"
         if path.exists():
             batch = load(path.read_bytes())
@@ -123,8 +124,9 @@ class Generating:
         return batch
 
     def _grid(self, arrays: np.ndarray) -> Image.Image:
-        """Return all images on one picture that is about as wide as high. A row has whole groups:
-        a prompt with its completions, or an image of each class.
+        """Return all images in one picture that is about square.
+
+        A row has complete groups: a prompt with its completions, or one image per class.
         """
         generation, given = self.generation, None
         count = len(generation.classes)
@@ -139,7 +141,7 @@ class Generating:
         return grid(arrays, group * max(1, round(math.sqrt(len(arrays)) / group)), given)
 
     def _write_folder(self, arrays: np.ndarray, found: Generated, given: Tensor) -> None:
-        """Write a PNG of each image, their table, and what they depend on."""
+        """Write a PNG per image, the table, and the summary of settings."""
         digits, rows, generation = len(str(len(arrays) - 1)), [], self.generation
         replaces = SUMMARY if self.options.overwrite else None
         with whole_folder(self.output, replaces=replaces) as folder:

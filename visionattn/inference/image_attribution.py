@@ -1,5 +1,5 @@
-"""The attribution of a class in one image of a file, with names of classes and the places of
-patches in the file. It draws nothing.
+"""The attribution of a class in one image file, with class names and the places of patches in the
+file. It draws nothing.
 """
 
 from dataclasses import dataclass, field, replace
@@ -35,19 +35,17 @@ Place = tuple[int, int]
 
 
 class Row(NamedTuple):
-    """The weights with which one token of a block sees the patches."""
+    """The attention weights of one token of a block over the patches."""
 
     block: int
     query: str
     """``class``, or the patch as ``row 3, column 17``."""
     place: Place | None
-    """The patch that asks; None: the class token."""
+    """The query patch; None: the class token."""
     content: Tensor
-    """float32 ``[H, W]``: the share of the weight that comes of content; 0 where a patch is
-    absent.
-    """
+    """float32 ``[H, W]``: the share of the weight from content; 0 for absent patches."""
     relative: Tensor | None
-    """Likewise of place; None where that is no summand."""
+    """The share from place, likewise; None if it is not a summand."""
     prefix: float
     """The weight of class and register tokens."""
 
@@ -68,31 +66,33 @@ class Look:
 
     path: str
     class_name: str
-    """Of the class; its number where the classes have no names."""
+    """Name of the class; its index if the classes have no names."""
     probability: float
-    """Of the class, in [0, 1]."""
+    """Probability of the class, in [0, 1]."""
     evidence: Attribution
     grid: Grid
     """Rows and columns of patches."""
     patch_px: Size
     view: View
-    """Which part of the file the model saw, and at which size."""
+    """The part of the file that the model saw, and its size there."""
     present: Tensor | None
-    """bool ``[H, W]``, the patches that are not absent; None: all."""
+    """bool ``[H, W]``, False for absent patches; None: all are present."""
     rows: list[Row] = field(default_factory=list)
     components: Tensor | None = None
-    """The three main components of the features, float64 ``[3, H, W]``; None where they were not
-    asked for.
+    """The first three principal components of the features, float64 ``[3, H, W]``; None if not
+    requested.
     """
     shares: Tensor | None = None
-    """The share of the variance along each of them."""
+    """The share of the variance of each component."""
     in_bands: bool = False
     """Whether it was computed band by band, without gradient, rows and features."""
 
     @property
     def top(self) -> Place:
-        """Return the patch that adds most to the class or, where the pooling does not say so, has
-        the largest sum of absolute gradient times input.
+        """Return the patch that adds most to the class.
+
+        If the pooling cannot be divided, it is the patch with the largest sum of absolute gradient
+        times input.
         """
         scores = self.evidence.patches
         if scores is None:
@@ -103,17 +103,17 @@ class Look:
         return row, column
 
     def box(self, row: int, column: int) -> Box:
-        """Return where a patch lies in the file, in pixels."""
+        """Return the box of a patch in the file, in pixels."""
         first, length, seen = self._axes()
         ends = np.array([(row, column), (row + 1, column + 1)]) * self.patch_px
         ends = np.rint(np.minimum(ends, seen) * length / seen).astype(int)
         return Box(*(first + ends[0]).tolist(), *(ends[1] - ends[0]).tolist())
 
     def patch_at(self, down: int, right: int) -> Place:
-        """Return the patch that a pixel of the file lies in.
+        """Return the patch that contains a pixel of the file.
 
         Raises:
-            ValueError: it lies outside of the image, or of what the model sees of it.
+            ValueError: the pixel lies outside of the image, or of the part that the model sees.
         """
         first, length, seen = self._axes()
         at = np.array((down, right)) - first
@@ -127,8 +127,8 @@ class Look:
         return row, column
 
     def _axes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return, down and right, where the part that is seen begins in the file, how long it is
-        there, and at how many pixels it is seen.
+        """Return, for down and right, the start of the visible part in the file, its length there,
+        and its length as the model sees it.
         """
         return np.array(self.view.box[:2]), np.array(self.view.box[2:]), np.array(self.view.content)
 
@@ -140,10 +140,10 @@ def of_patches(gradient: Tensor, patch_px: Size) -> Tensor:
 
 
 def class_number(word: str, spec: DataSpec) -> int:
-    """Return the number of a class that is named, or numbered where no name is the word.
+    """Return the index of a class from its name, or from a number if no name matches.
 
     Raises:
-        ValueError: there is none; one line.
+        ValueError: there is no such class; one line.
     """
     names = spec.class_names
     if word in names:
@@ -156,7 +156,7 @@ def class_number(word: str, spec: DataSpec) -> int:
 
 
 class ImageAttribution:
-    """Finds the attribution in images, as options ask.
+    """Computes the attribution in images with the given options.
 
     Args:
         opened: the model.
@@ -164,8 +164,8 @@ class ImageAttribution:
         options: checked by ``look_options.check_asked``.
 
     Raises:
-        ValueError: the model has no classes or is none of ours, or there is no such class, block,
-            head or token; one line.
+        ValueError: the model has no classes or is not ours, or there is no such class, block, head
+            or token; one line.
     """
 
     def __init__(self, opened: Opened, images: ReadImages, options: LookOptions):
@@ -190,7 +190,7 @@ class ImageAttribution:
         self.banding = Banding(opened, images, call)
 
     def look(self, index: int) -> tuple[Look, Sample]:
-        """Find the attribution in an image by its number; return the image as it was read, too.
+        """Return the attribution in an image by its index, and the image as it was read.
 
         Raises:
             ValueError: it cannot be read, a query lies outside, or outputs are not finite; one line
@@ -229,7 +229,7 @@ class ImageAttribution:
         )
 
     def _in_bands(self, index: int, sample: Sample, path: str) -> Look:
-        """Find it without the gradient, rows of attention and features."""
+        """Compute it without the gradient, rows of attention and features."""
         if "winners" not in self.options.show or not divides(self.model):
             raise ValueError(
                 "the image does not fit into memory in one pass, and band by band there are only "
@@ -285,6 +285,8 @@ class ImageAttribution:
         return replace(look, components=components, shares=shares)
 
     def _map(self, shares: Tensor, number: int) -> Tensor:
-        """Return the weights ``[N]`` of a query in ``[1, h, Q, N]``, of one head or the mean."""
+        """Return the weights ``[N]`` of a query in ``[1, h, Q, N]``, for one head or averaged over
+        heads.
+        """
         own, head = shares[0, :, number], self.options.head
         return (own.mean(0) if head is None else own[head]).float().cpu()

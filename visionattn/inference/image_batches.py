@@ -1,8 +1,8 @@
-"""Images through a model in batches of one size: the output of each, in order, or why there is
-none.
+"""Images through a model in batches of one size: the output of each, in order, or the reason why
+there is none.
 
-This module owns batching, reading ahead within bounds, and what happens where memory is short or
-numbers are not finite. It knows nothing of what becomes of the outputs.
+This module owns batching, bounded reading ahead, and the handling of low memory and non-finite
+outputs. Callers decide what happens to the outputs.
 """
 
 import math
@@ -28,24 +28,24 @@ Status = Literal["ok", "unreadable", "oom", "nan"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The output of one image, or why there is none."""
+    """The output of one image, or the reason why there is none."""
 
     path: str
     status: Status
-    """``oom``: too little memory for it alone. ``nan``: the output is not finite."""
+    """``oom``: too little memory even for this image. ``nan``: the output is not finite."""
     reason: str | None = None
-    """Why there is no output, in one line; None where there is one."""
+    """The reason if there is no output, in one line; else None."""
     height: int | None = None
     """Height of the image in its file, in pixels; None where it cannot be read."""
     width: int | None = None
     input_height: int | None = None
-    """Height of what the model saw."""
+    """Height of the model's input."""
     input_width: int | None = None
     value: Tensor | None = None
     """The output, on the CPU."""
 
     def error(self, text: str) -> Exception:
-        """Return an error with the reason why there is no output: ``OutOfMemory`` for ``oom``."""
+        """Return an error with the reason for a missing output: ``OutOfMemory`` for ``oom``."""
         kind = OutOfMemory if self.status == "oom" else ValueError
         return kind(f"{text}{self.path}: {self.reason}")
 
@@ -57,8 +57,10 @@ def masks(model: nn.Module, inputs: Tensor, sizes: Tensor | None) -> Tensor:
 
 
 def batch_samples(samples: Iterator[Sample], batch_size: int) -> Iterator[list[Sample]]:
-    """Divide samples, in order, into batches of at most ``batch_size`` whose images have one size
-    and one type. An unreadable image goes with any; one for bands is a batch of its own.
+    """Group samples, in order, into batches of at most ``batch_size`` whose images have one size
+    and one type.
+
+    An unreadable image may join any batch; an image for bands is its own batch.
     """
     batch, kind = list[Sample](), None
     for sample in samples:
@@ -76,8 +78,10 @@ def batch_samples(samples: Iterator[Sample], batch_size: int) -> Iterator[list[S
 def read_ahead(
     images: ReadImages, start: int, *, batch_size: int, workers: int
 ) -> Iterator[Sample]:
-    """Yield samples from number ``start`` on, in order, read by processes that stay a bounded
-    number of images ahead: two batches at one size, else one image for each process.
+    """Yield samples from index ``start`` on, in order, read by processes a bounded number of images
+    ahead.
+
+    They read two batches ahead at one size, else one image per process.
 
     Raises:
         RuntimeError: a process ended (``is_of_a_dead_worker``).
@@ -93,12 +97,12 @@ def read_ahead(
         collate_fn=_as_it_is,
         worker_init_fn=start_worker,
         prefetch_factor=ahead if workers else None,
-        generator=torch.Generator(),  # leaves torch's own generator alone
+        generator=torch.Generator(),  # leaves torch's own generator unchanged
     )
 
 
 def is_of_a_dead_worker(error: BaseException) -> bool:
-    """Tell whether torch's signal handler raised the error, which can come up at any place."""
+    """Return whether torch's signal handler raised the error, which can happen anywhere."""
     return isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker")
 
 
@@ -114,8 +118,10 @@ def run_batch(
     amp: str = "none",
     dtype: torch.dtype = torch.float32,
 ) -> list[Outcome]:
-    """Compute the outputs of images of one size, named by ``paths``; ``ImageRun`` explains the
-    other arguments. The pixels of the samples are given up.
+    """Compute the outputs of images of one size, named by ``paths``; see ``ImageRun`` for the other
+    arguments.
+
+    The pixels of the samples are released.
     """
     readable = [sample for sample in batch if sample.pixels is not None]
     values, size = iter(()), (None, None)
@@ -123,9 +129,9 @@ def run_batch(
         stacked = torch.stack([sample.pixels for sample in readable])
         size = tuple(stacked.shape[2:])
         for sample in readable:
-            sample.pixels = None  # the stack holds them: their own memory is free
+            sample.pixels = None  # the stack holds them; free their memory
         sizes = None
-        # Only a model that leaves out what images do not fill is told of it.
+        # Only a model that leaves out unfilled parts needs the filled sizes.
         if any(sample.present != size for sample in readable) and takes_sizes(opened.model):
             sizes = torch.tensor([sample.present for sample in readable])
         values = iter(_outputs(opened, stacked, sizes, compute, amp, dtype))
@@ -144,7 +150,7 @@ def run_batch(
 
 
 def finished(outcome: Outcome, dtype: torch.dtype) -> Outcome:
-    """Return an outcome as it is, or without its output where that is not finite."""
+    """Return the outcome, without its output if that is not finite."""
     if outcome.value is None or outcome.value.isfinite().all():
         return outcome
     hint = "; float32 may hold them" if dtype == torch.float16 else ""
@@ -159,8 +165,8 @@ def _outputs(
     amp: str,
     dtype: torch.dtype,
 ) -> list[Tensor | None]:
-    """Return one output per image of uint8 ``[B, C, H, W]``, on the CPU; None where memory is too
-    small for it alone.
+    """Return one output per image of uint8 ``[B, C, H, W]``, on the CPU; None if memory is too
+    small even for this image.
     """
     try:
         with torch.inference_mode(), autocast(opened.device, amp):

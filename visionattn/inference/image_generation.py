@@ -1,5 +1,5 @@
-"""Images that a pixel decoder generates, or whose lower part it completes: model, prompts, classes
-and batches; and ``visionattn.generate``. It writes no files.
+"""Image generation and completion with a pixel decoder: model, prompts, classes and batches; and
+``visionattn.generate``. It writes no files.
 """
 
 import math
@@ -30,56 +30,55 @@ from visionattn.models.pixel_decoder import PixelDecoder
 from visionattn.models.weights import check_finite, described, load_model, read_metadata
 
 LEVELS = 256
-"""Values of a picture."""
+"""Number of levels of a picture."""
 COUNT, KEEP = 64, 0.5
-"""Images that are generated, and the share of rows that is given, unless options say."""
+"""Default number of generated images, and default share of given rows."""
 MOST = 2**24
-"""Images of a call, and values of an image."""
+"""Maximum number of images per call, and of values per image."""
 CLASSES_AT_ONCE = 16
-"""Classes under which the likelihood of a prompt is computed at once."""
+"""Number of classes for which the likelihood of a prompt is computed at once."""
 Batch = dict[str, Tensor]
-"""``values`` uint8 ``[B, N]`` and ``nats`` float64 ``[B, 2]``, as ``sample_values`` has them."""
+"""``values`` uint8 ``[B, N]`` and ``nats`` float64 ``[B, 2]``, as in ``sample_values``."""
 
 
 class Generated(NamedTuple):
-    """Generated images, in order: of each completed image all completions."""
+    """Generated images, in order; for each completed image all of its completions."""
 
     images: Tensor
     """uint8 ``[images, C, H, W]`` on the CPU."""
     classes: list[str]
-    """The class of each, numbers where the model has no names for them; empty for a model without
+    """The class of each image, as number if the model has no class names; empty for a model without
     classes.
     """
     bits_per_dim: Tensor
-    """float64 ``[images]``: minus the binary logarithm of the probability that the model gives to
-    the generated values at temperature 1, per value.
+    """float64 ``[images]``: negative log2-probability of the generated values under the model at
+    temperature 1, per value.
     """
     paths: list[str]
-    """Where the image that each completes was read, as ``predict`` has it; empty where there are
-    none.
-    """
+    """Path of the image that each completes, as in ``predict``; empty without completions."""
 
 
 def generate(model: nn.Module | str | Path, count: int | None = None, **options: Any) -> Generated:
-    """Generate images with a pixel decoder, as ``visionattn generate`` does: value by value, by the
-    recurrence, at the same time and memory for each value.
+    """Generate images with a pixel decoder, as ``visionattn generate`` does: value by value, with
+    constant time and memory per value.
 
-    Every value of an image is drawn with a random number that depends only on the seed, the number
-    of the image and the place of the value: batches, other images and devices change an image only
-    where rounding differs and the number falls that close to the border between two levels.
+    Every value of an image is drawn with a random number that depends only on the seed, the index
+    of the image and the place of the value. Batches, other images and devices change an image only
+    if rounding differs and the number falls that close to the border between two levels.
 
     Args:
-        model: a ``PixelDecoder`` with ``data_spec``, as ``load_model`` returns it, which stays
-            where it is and as it is; or a checkpoint of a training with ``data.task: generate``.
+        model: a ``PixelDecoder`` with ``data_spec``, as ``load_model`` returns it, which stays on
+            its device and unchanged; or a checkpoint of a training with ``data.task: generate``.
         count: see ``GenerateOptions``.
-        options: further fields of ``visionattn.inference.generate_options.GenerateOptions``;
-            ``classes`` may be numbers, and ``complete`` takes images as ``predict`` does.
+        options: further fields of
+            ``visionattn.inference.generate_options.GenerateOptions``; ``classes`` may be numbers, and ``complete`` takes images as ``predict``
+            does.
 
     Raises:
         ValueError, FileNotFoundError: the model generates no images, or an option or an image is
             wrong; one line.
         TypeError: there is no such option.
-        OutOfMemory: a batch does not fit into memory; it is defined in ``visionattn.cli.ends``.
+        OutOfMemory: a batch does not fit into memory; defined in ``visionattn.cli.ends``.
     """
     images, seed = options.pop("complete", None), options.pop("seed", 0)
     if options.get("classes") is not None:
@@ -94,12 +93,12 @@ def generate(model: nn.Module | str | Path, count: int | None = None, **options:
 
 
 def open_decoder(given: nn.Module | str | Path, device: str) -> Opened:
-    """Load the pixel decoder of a checkpoint and put it on a device, or take a module as it is and
-    where it is.
+    """Load the pixel decoder of a checkpoint onto a device, or take a module unchanged.
 
     Raises:
-        ValueError, FileNotFoundError: there is none, it is no pixel decoder, its weights are not
-            finite, nothing says what its images are, or there is no such device; one line.
+        ValueError, FileNotFoundError: there is no checkpoint, it is not a pixel decoder, its
+            weights are not finite, its images are not specified, or there is no such device; one
+            line.
     """
     if isinstance(given, nn.Module):
         if device != "auto":
@@ -135,17 +134,18 @@ class Generation:
         listing: the images of ``complete``; None: there are none.
 
     Attributes:
-        classes: the numbers of the classes that images take in turn; none for a model without.
-        paths: where each prompt, an image whose upper rows are given, was read.
-        prompts: uint8 ``[prompts, C, H, W]``; None where there are none.
-        copies: the number of completions of each prompt; 1 where there are no prompts.
-        images: the number of images that are generated.
+        classes: indices of the classes, assigned to images in rotation; empty for a model without
+            classes.
+        paths: path of each prompt, an image whose upper rows are given.
+        prompts: uint8 ``[prompts, C, H, W]``; None without prompts.
+        copies: number of completions per prompt; 1 without prompts.
+        images: number of generated images.
         size: their height and width in pixels.
-        rows: how many rows are given, at least one, and one less than the image has at most.
-        values: the number of values of an image.
+        rows: number of given rows: at least one, at most one less than the image has.
+        values: number of values per image.
 
     Raises:
-        ValueError: classes, sizes or prompts do not go together; one line.
+        ValueError: classes, sizes or prompts are incompatible; one line.
     """
 
     def __init__(self, opened: Opened, options: GenerateOptions, listing: Listing | None):
@@ -191,12 +191,12 @@ class Generation:
         kept: Callable[[int, Callable[[], Batch]], Batch] = lambda number, make: make(),
     ) -> tuple[Generated, Tensor]:
         """Generate all images; also return the bits per dimension of the given values, float64
-        ``[images]``, NaN where there are none.
+        ``[images]``, NaN without given values.
 
         Args:
             progress: counts values.
-            kept: returns a batch by its number: what an earlier run has kept, or what the function
-                that it is given makes.
+            kept: returns a batch by its index: the batch stored by an earlier run, or the result of
+                the given function.
 
         Raises:
             ValueError: outputs of the model are not finite; one line.
@@ -229,7 +229,7 @@ class Generation:
         return found, nats[:, 0] / (math.log(2) * given)
 
     def _batch(self, numbers: range, labels: Tensor | None, progress: Progress | None) -> Batch:
-        """Generate the images of some numbers."""
+        """Generate the images with these indices."""
         device, given = self.opened.device, torch.zeros(len(numbers), 0, dtype=torch.int64)
         if self.prompts is not None:
             parts = self.prompts[[number // self.copies for number in numbers], :, : self.rows]
@@ -264,7 +264,7 @@ class Generation:
 
 
 def read_prompts(listing: Listing, opened: Opened, size: Size | None) -> tuple[list[str], Tensor]:
-    """Read images that are to be completed, as the training reads images.
+    """Read images to complete, as training reads images.
 
     Args:
         listing: the images.
@@ -275,12 +275,12 @@ def read_prompts(listing: Listing, opened: Opened, size: Size | None) -> tuple[l
         Their paths, and uint8 ``[images, C, H, W]``.
 
     Raises:
-        ValueError: an image cannot be read, has values that the model does not know, or not the
-            size of the others; one line.
+        ValueError: an image cannot be read, has values outside the model's levels, or differs in
+            size from the others; one line.
     """
     geometry = opened.geometry if size is None else Geometry(opened.geometry.fit, size)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # values of more than 8 bits are an error below
+        warnings.simplefilter("ignore")  # values of more than 8 bits raise below
         images = ReadImages(listing, opened.spec, geometry)
     paths, found = [], []
     for index in range(len(listing)):
@@ -306,13 +306,13 @@ def read_prompts(listing: Listing, opened: Opened, size: Size | None) -> tuple[l
 
 
 def likeliest_class(model: PixelDecoder, prompt: Tensor, rows: int, classes: Tensor) -> Tensor:
-    """Return the class, int64 ``[]``, under which the upper rows of an image are the most likely.
+    """Return the most likely class, int64 ``[]``, given the upper rows of an image.
 
     Args:
         model: conditioned, in eval mode.
         prompt: uint8 ``[C, H, W]``; pixels below the rows do not count.
-        rows: how many are given.
-        classes: int64 ``[n]``, the ones to choose from; of equals the first.
+        rows: number of given rows.
+        classes: int64 ``[n]``, the candidates; ties go to the first.
     """
     likelihoods = [
         model(prompt.expand(len(part), -1, -1, -1), part)[:, :, :rows].double().sum((1, 2, 3))

@@ -1,6 +1,6 @@
-"""Which images are meant: folders, single files, lists of paths, and pictures in memory.
+"""Listings of images: folders, single files, lists of paths, and pictures in memory.
 
-This module owns the order of the images, and which types and shapes of pictures are taken. A
+This module defines the order of the images, and the accepted types and shapes of pictures. A
 listing is a ``Source`` with a length. It opens no image.
 """
 
@@ -28,12 +28,12 @@ WANTED = (
 
 
 class Listing(Source, Protocol):
-    """Encoded images by number, in order."""
+    """Encoded images by index, in order."""
 
     def __len__(self) -> int: ...
 
     def digest(self) -> str:
-        """Return a text that differs where the images are others."""
+        """Return a text that differs for different images."""
         ...
 
 
@@ -44,12 +44,13 @@ class ListedFiles(Files):
         return len(self.paths)
 
     def digest(self) -> str:
-        """Return a digest of names, sizes in bytes and times of change, without reading a file."""
+        """Return a digest of names, sizes in bytes and modification times, without reading a file.
+        """
         return digest_of((path, *_state_of(path)) for path in self.paths)
 
 
 class PartOf:
-    """Images of a listing that follow each other. The digest is that of the whole listing."""
+    """Consecutive images of a listing. The digest is the digest of the whole listing."""
 
     def __init__(self, listing: Listing, numbers: range):
         self.listing, self.numbers = listing, numbers
@@ -68,17 +69,17 @@ class PartOf:
 
 
 class HeldImages:
-    """Pictures, or bytes of files, in memory; their names are their numbers, ``image 0``."""
+    """Pictures, or bytes of files, in memory; named by index, ``image 0``."""
 
     def __init__(self, pictures: Sequence[Picture | bytes]):
-        """Take pictures; raise ValueError for the first that is none."""
+        """Store pictures; raise ValueError for the first that is not a picture."""
         self.pictures = [as_held(picture, i) for i, picture in enumerate(pictures)]
 
     def __len__(self) -> int:
         return len(self.pictures)
 
     def open(self, index: int) -> BinaryIO:
-        """Return the picture as an uncompressed file in memory, so that it is read as files are."""
+        """Return the picture as an uncompressed file in memory, so that it is read like a file."""
         picture = self.pictures[index]
         if isinstance(picture, bytes):
             return io.BytesIO(picture)
@@ -91,14 +92,14 @@ class HeldImages:
         return stream
 
     def array(self, index: int) -> np.ndarray | None:
-        """Return the picture as the array that it is read as; None where its file says more."""
+        """Return the picture as the array that reading it gives; None if its file holds more."""
         picture = self.pictures[index]
         if isinstance(picture, Image.Image) and picture.mode in ("L", "RGB"):
             return np.asarray(picture)
         return picture if isinstance(picture, np.ndarray) else None
 
     def name(self, index: int) -> str:
-        """Return the picture's number as a name, ``image 0``."""
+        """Return the picture's index as a name, ``image 0``."""
         return f"image {index}"
 
     def digest(self) -> str:
@@ -107,11 +108,13 @@ class HeldImages:
 
 
 def as_held(picture: Picture | bytes, index: int = 0) -> Image.Image | np.ndarray | bytes:
-    """Return a picture of Pillow as it is to be seen, an array or a tensor of grey levels or
-    colours as one, and one of other bands or values as the array ``[H, W, C]``.
+    """Return a picture in the form used here.
+
+    A Pillow picture is rotated upright; arrays or tensors of grey levels or colours become Pillow
+    pictures, and other bands or values an array ``[H, W, C]``.
 
     Raises:
-        ValueError: it is neither, holds no numbers, or its shape is not that of a picture.
+        ValueError: another type, not numbers, or the shape is not a picture's.
     """
     if isinstance(picture, bytes):
         return picture
@@ -139,14 +142,15 @@ def as_held(picture: Picture | bytes, index: int = 0) -> Image.Image | np.ndarra
 
 
 def listing_of(images: Images) -> ListedFiles | HeldImages:
-    """Return the images that a caller means, as a listing.
+    """Return a listing of the images given by a caller.
 
     Args:
-        images: a path, or several, as ``find_images`` takes them; a picture, a batch or several
+        images: one or several paths, as for ``find_images``; a picture, a batch or several
             pictures.
 
     Raises:
-        ValueError, FileNotFoundError: there are none, they are of both kinds, or one is no picture.
+        ValueError, FileNotFoundError: there are none, both kinds are mixed, or one is not a
+            picture.
     """
     if isinstance(images, (np.ndarray, Tensor)) and images.ndim == 4:
         images = list(images)
@@ -163,11 +167,10 @@ def listing_of(images: Images) -> ListedFiles | HeldImages:
 
 
 def find_images(given: Sequence[str]) -> ListedFiles:
-    """List the images that paths name: what lies in a folder in natural order, the rest in the
-    order given.
+    """List the images at the given paths: files in a folder in natural order, the rest in the given
+    order.
 
-    An image that a list names and that does not exist is listed too: its turn will show that it
-    cannot be read.
+    A missing image named in a list is listed too, and reported as unreadable later.
 
     Raises:
         ValueError, FileNotFoundError: nothing is given, a path does not exist, or there are no
@@ -209,9 +212,7 @@ def _in_folder(folder: str) -> list[str]:
 
 
 def _in_list(path: str) -> list[str]:
-    """Return the paths in a list file, one for each line that is not empty; they are relative to
-    the current folder.
-    """
+    """Return the paths in a list file, one per non-empty line, relative to the current folder."""
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
@@ -223,7 +224,7 @@ def _in_list(path: str) -> list[str]:
 
 
 def _state_of(path: str) -> tuple[int, ...]:
-    """Return the size of a file and the time of its last change; nothing where there is no file."""
+    """Return the size and modification time of a file; empty if there is no file."""
     try:
         state = os.stat(path)
     except OSError:
@@ -232,7 +233,7 @@ def _state_of(path: str) -> tuple[int, ...]:
 
 
 def digest_of(parts: Iterable[object]) -> str:
-    """Return the SHA-256 of parts: bytes as they are and other things as ``repr`` writes them."""
+    """Return the SHA-256 of parts: bytes unchanged, and the ``repr`` of other objects."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part if isinstance(part, bytes) else repr(part).encode() + b"\n")

@@ -1,6 +1,6 @@
 """One image from its file to the pixels that a model takes, as in validation.
 
-This module turns an image that cannot be read into a sample with a reason.
+An unreadable image becomes a sample with a reason.
 """
 
 import math
@@ -31,35 +31,35 @@ from visionattn.inference.image_listing import Listing, PartOf
 from visionattn.models.weights import DataSpec
 
 UNREADABLE = (*DAMAGED_IMAGE, MemoryError, cv2.error)
-"""What is raised for an image that cannot be read."""
+"""Exceptions for an image that cannot be read."""
 
 
 @dataclass
 class Sample:
-    """An image as a model takes it, or why there is none."""
+    """An image as a model takes it, or the reason why there is none."""
 
     height: int | None = None
     """Height of the image in its file, in pixels."""
     width: int | None = None
     pixels: Tensor | None = None
-    """``[C, H, W]``, uint8 or float32 in [0, 1]; None where the image cannot be read."""
+    """``[C, H, W]``, uint8 or float32 in [0, 1]; None if the image cannot be read."""
     present: Size | None = None
-    """Height and width in pixels of what the image fills of ``pixels``, from the top left."""
+    """Filled height and width of ``pixels``, from the top left."""
     reason: str | None = None
     """Why it cannot be read, in one line."""
     refused: bool = False
-    """Whether its file is whole, but is not what options and model ask for."""
+    """Whether its file is intact, but does not match options and model."""
     banded: bool = False
-    """Whether it was not read, as it is to be computed band by band."""
+    """Whether it was not read because it is computed band by band."""
 
 
 class ReadImages(Dataset):
-    """Images read when they are asked for: a ``Sample`` per number.
+    """Images read on request: a ``Sample`` per index.
 
     Attributes:
         listing: the images.
-        most_px: images that the model sees at their own size, and of more pixels in whole patches,
-            are not read but left to be computed band by band; None: there are none.
+        most_px: images that the model sees at their own size, with more pixels than this in whole
+            patches, are not read but computed band by band; None: no limit.
     """
 
     def __init__(
@@ -70,13 +70,20 @@ class ReadImages(Dataset):
         max_pixels: int | None = None,
         level: int = 0,
     ):
-        """Read images as ``spec`` asks, whatever the files are: grey, coloured, or by their bands.
-        What neither says of the values is found by looking at a few files, with a warning that
-        tells it. ``max_pixels`` are decoded of a file at once; None: ``LARGEST_IMAGE_PX``.
-        ``level`` is read of files that hold several sizes.
+        """Read images as ``spec`` asks, for any files: grey, coloured, or by their bands.
+
+        If the range of values is not given, it is measured on a few files, with a warning.
+
+        Args:
+            listing: the images.
+            spec: the model's specification of images.
+            geometry: how images are fitted to the model.
+            max_pixels: maximum number of pixels decoded from a file at once; None:
+                ``LARGEST_IMAGE_PX``.
+            level: the level to read from files that hold several sizes.
 
         Raises:
-            ValueError: the model's channels are neither grey nor coloured nor named.
+            ValueError: the model's channels are neither grey, coloured nor named.
         """
         options = replace(options_of(spec, max_pixels), level=level)
         self.most_px: int | None = None
@@ -91,7 +98,7 @@ class ReadImages(Dataset):
         return len(self.listing)
 
     def part(self, numbers: range) -> "ReadImages":
-        """Return the same reading of some of the images, which get numbers from 0."""
+        """Return the same reader for some of the images, indexed from 0."""
         other = copy(self)
         other.listing, other._checked = PartOf(self.listing, numbers), {}
         return other
@@ -100,8 +107,8 @@ class ReadImages(Dataset):
         return self._checked.pop(index, None) or self._read(index)
 
     def own_canvas(self, height: int, width: int) -> Size | None:
-        """Return the size of the model's input for an image that is seen at its own size; None for
-        one that is not.
+        """Return the size of the model's input for an image seen at its own size; None for other
+        images.
         """
         with suppress(TooSmall):
             view = self.geometry.view(height, width)
@@ -110,7 +117,7 @@ class ReadImages(Dataset):
         return None
 
     def is_banded(self, height: int, width: int) -> bool:
-        """Tell whether an image is left to be computed band by band."""
+        """Return whether an image is computed band by band."""
         if self.most_px is None:
             return False
         seen = self.own_canvas(height, width)
@@ -123,7 +130,7 @@ class ReadImages(Dataset):
                 sample.height, sample.width = reader.height, reader.width
                 view = self.geometry.view(reader.height, reader.width)
                 if self.is_banded(reader.height, reader.width):
-                    bands_of(reader, self.options)  # raises where there are no such bands
+                    bands_of(reader, self.options)  # raises if bands are missing
                     sample.banded = True
                     return sample
                 image = read_image(reader, view, self.options)
@@ -138,8 +145,8 @@ class ReadImages(Dataset):
         return sample
 
     def reduced(self, index: int, most_px: int | None = None) -> np.ndarray:
-        """Read an image at its own size, or of about ``most_px`` pixels at most, a few rows at a
-        time: ``[h, w, C]``, uint8 or float32 in [0, 1].
+        """Read an image at its own size, or reduced to at most about
+        ``most_px`` pixels, a few rows at a time: ``[h, w, C]``, uint8 or float32 in [0, 1].
 
         Raises:
             ValueError: it cannot be read, or is too large; one line.
@@ -159,9 +166,10 @@ class ReadImages(Dataset):
             raise ValueError(f"{self.listing.name(index)}: {reason_of(error)}") from error
 
     def check_asked(self) -> None:
-        """Read images up to the first one that is not refused, which most often is the first of
-        all, so that nothing is begun with options that no image fits. That one is kept until it is
-        asked for, as a large image is not read twice.
+        """Read images up to the first that is not refused, usually the first of all, so that a run
+        does not begin with options that fit no image.
+
+        That image is kept for its later use, so that a large image is not read twice.
 
         Raises:
             ValueError: all are refused; one line with the first.
@@ -178,5 +186,5 @@ class ReadImages(Dataset):
 
 
 def reason_of(error: BaseException) -> str:
-    """Return why an image cannot be read, in one line."""
+    """Return the reason why an image cannot be read, in one line."""
     return as_flags(" ".join(str(error).split()) or type(error).__name__)

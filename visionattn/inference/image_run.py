@@ -1,7 +1,6 @@
-"""Images through a model as the options of a command say: what predictions, masks and features have
-in common.
+"""Images through a model with the options of a command, for predictions, masks and features.
 
-This module brings batches, tiles and bands together; images in tiles still come whole into memory.
+This module combines batches, tiles and bands; images in tiles still have to fit into memory.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,7 +30,7 @@ from visionattn.models.cost import Compute
 from visionattn.models.patches import last_map
 
 NATIVE_BATCH, SIZED_BATCH = 1, 16
-"""Images per batch where ``batch_size`` is left out: at their own sizes, and at one size."""
+"""Default images per batch: at their own sizes, and at one size."""
 
 
 class ImageRun:
@@ -41,19 +40,19 @@ class ImageRun:
         options: how images come to the model.
         opened: the model.
         images: the images.
-        compute: which outputs are wanted.
-        masks: gives logits of pixels, where ``compute`` gives their classes.
-        output: images that are computed band by band keep how far they have come in a folder next
-            to it; None: nowhere.
-        held_bytes: what waits in memory to be written.
+        compute: computes the wanted outputs.
+        masks: returns logits of pixels, if ``compute`` returns their classes.
+        output: images computed band by band store their progress in a folder next to it; None:
+            nowhere.
+        held_bytes: bytes in memory that wait to be written.
 
     Attributes:
-        compute: ``compute``, or what it gives of tiles, put together.
-        banding: which images are computed band by band.
-        lines: what is worth saying of the tiles.
+        compute: ``compute``, or its combination over tiles.
+        banding: the images computed band by band.
+        lines: messages about tiles.
 
     Raises:
-        ValueError: tiles are wrong, or other work is kept in that folder; one line.
+        ValueError: tiles are wrong, or the folder holds other work; one line.
     """
 
     def __init__(
@@ -78,10 +77,10 @@ class ImageRun:
         self.banding = Banding(opened, images, self.compute, options, work, held_bytes=held_bytes)
 
     def announce(self, say: Callable[[str], object], start: int = 0, *, trial: bool = True) -> int:
-        """Say what the images from ``start`` on will take; return how many make a batch.
+        """Report the cost of the images from ``start`` on; return the batch size.
 
         Raises:
-            DoesNotFit: a batch clearly takes more memory than there is.
+            DoesNotFit: a batch clearly needs more than the available memory.
         """
         told = outlook(self.banding, self.batch_size, start=start, trial=trial)
         for text in told.lines:
@@ -91,15 +90,16 @@ class ImageRun:
     def batches(
         self, batch_size: int, dtype: torch.dtype = torch.float32, start: int = 0
     ) -> Iterator[list[Outcome]]:
-        """Compute the outputs of the images from ``start`` on in order, of type ``dtype``, batch
-        after batch, with only a few batches in memory at a time. Where memory is too small for a
-        batch, halves of it are tried.
+        """Yield the outputs of the images from ``start`` on in order, of type ``dtype``, batch by
+        batch, with only a few batches in memory.
+
+        If memory is too small for a batch, its halves are tried.
 
         Raises:
             ValueError: the model does not take images of this size, or the folder of large images
-                keeps other work.
+                holds other work.
             Stopped: Ctrl-C in a large image.
-            Failed: a process that reads ended.
+            Failed: a process that reads images ended.
         """
         samples = read_ahead(
             self.images, start, batch_size=batch_size, workers=self.options.workers
@@ -123,7 +123,7 @@ class ImageRun:
     def outcomes(
         self, batch_size: int, dtype: torch.dtype = torch.float32, start: int = 0
     ) -> Iterator[list[Outcome]]:
-        """Yield ``batches``, and show how far the run is."""
+        """Yield ``batches``, and show progress."""
         self.progress = Progress(len(self.images), start)
         self.banding.before = self.progress.stop
         shown = nn.Identity() if self.lines else self.opened.model  # tiles are many passes
@@ -136,11 +136,11 @@ class ImageRun:
 def over_tiles_of(
     options: InferenceOptions, opened: Opened, compute: Compute, masks: Compute | None
 ) -> tuple[Compute, str]:
-    """Return what computes the outputs of overlapping tiles and puts them together, and a line
-    about the tiles; ``ImageRun`` has the arguments.
+    """Return a computation over overlapping tiles, and a line about the tiles; see ``ImageRun`` for
+    the arguments.
 
     Raises:
-        ValueError: tiles are no whole patches, or no image would be larger than one; one line.
+        ValueError: tiles are not whole patches, or no image would be larger than a tile; one line.
     """
     from visionattn.models.large.tiles import cell_of, check_tiles, over_tiles, usual_overlap
 
@@ -175,6 +175,6 @@ def over_tiles_of(
 
 
 def read_as_asked(options: InferenceOptions, opened: Opened, listing: Listing) -> ReadImages:
-    """Return images as a model sees them, read as the options say."""
+    """Return a reader of the images with the model's specification and the given options."""
     limits = (options.max_pixels, options.level)
     return ReadImages(listing, opened.spec, opened.geometry, *limits)

@@ -1,4 +1,4 @@
-"""What the tools for images in files have in common: which images, which weights, at which size.
+"""Common options of the commands for image files: which images, which weights, which size.
 
 This module owns the flags and the checks that need no model and no image. A docstring under each
 field is its help text.
@@ -23,97 +23,102 @@ OF_COMMANDS |= {"overwrite", "max_pixels", "seed"}
 
 @dataclass
 class OpenOptions:
-    """Images, weights and how they meet, one image at a time."""
+    """Images, weights and preprocessing, for one image at a time."""
 
     images: list[str] | None = None
     """Folders (searched to any depth), image files, and ``.txt`` files with a path per line."""
     checkpoint: str | None = None
-    """The ``best.safetensors`` of a run, or with ``model`` weights of another kind, e.g. a state
-    dict of timm.
+    """The ``best.safetensors`` of a run, or together with ``model`` other weights, e.g. a timm
+    state dict.
     """
     model: str | None = None
-    """A timm name, ours or any other; not beside a ``best.safetensors``, which knows its model."""
+    """A timm name, ours or any other; not with a ``best.safetensors``, which stores its model."""
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of ``model``, e.g. ``{num_heads: 6}``."""
     pretrained: bool = False
-    """Take the weights that timm has of ``model``, or that come with visionattn."""
+    """Use the pretrained weights of ``model`` from timm or visionattn."""
     img_size: int | list[int] | Literal["native"] | None = None
-    """Size in pixels: height and width, or one number for both; with ``fit native`` the most that
-    they may be. ``native``: each image at its own size, without a limit. None: as in training.
+    """Size in pixels: height and width, or one number for both; with
+    ``fit native`` the maximum. ``native``: each image at its own size, without a limit. None: as in
+    training.
     """
     fit: Fit | None = None
-    """How images of any size come to the model: ``native`` (whole, shrunk where a limit is given),
-    ``pad`` (whole, the rest absent), ``stretch``, or ``crop`` (the centre). None: as in training.
+    """Preprocessing of images of any size:
+    ``native`` (whole, shrunk to a limit if given), ``pad`` (whole, with padding), ``stretch``, or ``crop``
+    (center crop). None: as in training.
     """
     max_patches: int | None = None
-    """``fit native`` alone, instead of ``img_size``: the most patches of an image."""
+    """Only for ``fit native``, instead of ``img_size``: maximum number of patches per image."""
     bands: list[int] | None = None
-    """Which bands of the files are the model's channels, from 1; None: as in training."""
+    """Bands of the files that become the model's channels, from 1; None: as in training."""
     value_range: list[float] | None = None
-    """Values that become 0 and 1, in files of more than 8 bits; None: as in training."""
+    """Values that map to 0 and 1, in files of more than 8 bits; None: as in training."""
     page: int | None = None
-    """Which page of the files is read, from 1; None: as in training."""
+    """Page of the files that is read, from 1; None: as in training."""
     max_pixels: int | None = None
-    """The most pixels of a file that are decoded at once; a file that would take more counts as
+    """Maximum number of pixels of a file that are decoded at once; a file that needs more counts as
     unreadable. None: 2^30, about 1.07 billion.
     """
     device: str = "auto"
-    """``auto`` takes a GPU where there is one."""
+    """``auto`` takes a GPU if there is one."""
     threads: int | None = None
     """CPU threads of torch; None: torch's own choice."""
     seed: int = 0
-    """Seed of weights that no file gives."""
+    """Seed of weights that no file provides."""
     output: str | None = None
-    """Where the results go."""
+    """Destination of the results."""
     overwrite: bool = False
-    """Replace results that are there."""
+    """Replace existing results."""
 
     @property
     def seed_divides(self) -> bool:
-        """Tell whether the seed divides images too, so that it acts even where a file gives all
-        weights.
+        """Return whether the seed also splits images, so that it has an effect even if a file
+        provides all weights.
         """
         return False
 
     @property
     def needs_model(self) -> bool:
-        """Tell whether there is something to run, so that a model is to be named."""
+        """Return whether there is something to run, so that a model must be named."""
         return True
 
 
 @dataclass
 class InferenceOptions(OpenOptions):
-    """Images, weights and how they meet, in batches."""
+    """Images, weights and preprocessing, in batches."""
 
     batch_size: int | Literal["auto"] | None = None
-    """Images per batch; with ``native`` those of one size that follow each other. None: 16, with
-    ``native`` 1. ``auto``: the most that fit into memory.
+    """Images per batch; with ``native`` only consecutive images of one size. None: 16, with
+    ``native`` 1. ``auto``: as many as fit into memory.
     """
     workers: int = 2
     """Processes that load images; 0 loads in the main process."""
     amp: Literal["none", "bf16", "fp16", "auto"] = "none"
-    """Automatic mixed precision. ``auto``: bf16 where the processor or the GPU multiplies it."""
+    """Automatic mixed precision. ``auto``: bf16 if the CPU or GPU supports it."""
     tiles: int | None = None
-    """Side in pixels of overlapping tiles that the model sees instead of whole images, which then
-    come at their own sizes unless a size is named; ``batch_size`` counts tiles, and is 1. None:
-    whole images.
+    """Side in pixels of overlapping tiles that replace whole images; images then keep their own
+    sizes unless a size is given. ``batch_size`` counts tiles and defaults to 1. None: whole images.
     """
     overlap: int | None = None
-    """``tiles`` alone: pixels that neighbours share at least. None: an eighth of ``tiles``."""
+    """Only for ``tiles``: minimum number of pixels that neighbours share. None: an eighth of
+    ``tiles``.
+    """
     combine: Literal["mean", "max"] | None = None
-    """``tiles`` alone: what becomes of the vectors of all tiles; None: their mean. Maps are blended
+    """Only for ``tiles``: how vectors of all tiles are combined; None: their mean. Maps are blended
     instead.
     """
     level: int = 0
-    """Which size of files that hold several (slides, OME-NGFF, overviews), from 0, the largest."""
+    """Level to read from files that hold several sizes (slides, OME-NGFF, overviews), from 0, the
+    largest.
+    """
     memory_gib: float | None = None
-    """GiB that a pass may take beside the model. Where one image alone would take more, and is seen
-    at its own size, it is computed band by band, with the same result. None: the memory there is.
+    """Memory limit of a pass in GiB, in addition to the model. A single image that needs more, at
+    its own size, is computed band by band, with the same result. None: the available memory.
     """
 
     @property
     def memory_bytes(self) -> int | None:
-        """Return the bound in bytes."""
+        """Return the limit in bytes."""
         return None if self.memory_gib is None else int(self.memory_gib * 2**30)
 
 
@@ -122,8 +127,8 @@ class DenseOptions(InferenceOptions):
     """Features of images in memory."""
 
     dense: bool = False
-    """The last feature map of each image, ``[C, H, W]``, after the final norm, instead of one
-    vector per image.
+    """Compute the last feature map of each image, ``[C, H, W]``, after the final norm, instead of
+    one vector per image.
     """
 
 
@@ -131,7 +136,7 @@ Options = TypeVar("Options", bound=OpenOptions)
 
 
 def parse_options(options_class: type[Options], argv: Sequence[str], **about: Any) -> Options:
-    """Read and check the flags of a tool.
+    """Read and check the flags of a command.
 
     Args:
         options_class: their dataclass.
@@ -153,12 +158,12 @@ def options_of_call(kind: type[Options], given: dict[str, Any], **more: Any) -> 
 
     Args:
         kind: their dataclass.
-        given: by name; sequences may be tuples, and None for ``device`` is ``auto``.
-        more: options that the call decides.
+        given: by name; sequences may be tuples, and None for ``device`` means ``auto``.
+        more: options set by the call.
 
     Raises:
         TypeError: there is no such option.
-        ValueError: one has another type; one line.
+        ValueError: a value has the wrong type; one line.
     """
     known = [each.name for each in fields(kind) if each.name not in OF_COMMANDS]
     for key in given:
@@ -173,10 +178,10 @@ def options_of_call(kind: type[Options], given: dict[str, Any], **more: Any) -> 
 
 
 def check(options: OpenOptions) -> None:
-    """Check what needs neither model nor image.
+    """Check the options that need neither model nor image.
 
     Raises:
-        ValueError: one line with the option, what it may be, and what it is.
+        ValueError: one line with the option, the allowed values and the given value.
     """
     for key, least in (
         ("batch_size", 1),
@@ -218,7 +223,7 @@ def check(options: OpenOptions) -> None:
 
 
 def _check_tiles(options: InferenceOptions) -> None:
-    """Raise ValueError where options of tiles contradict others, or do nothing."""
+    """Raise ValueError if options of tiles contradict others, or have no effect."""
     for key in ("overlap", "combine") if options.tiles is None else ():
         if getattr(options, key) is not None:
             raise ValueError(f"{key} is for --tiles alone; leave it out, or name their size")
@@ -229,5 +234,5 @@ def _check_tiles(options: InferenceOptions) -> None:
 
 
 def in_tiles(options: OpenOptions) -> bool:
-    """Tell whether images are cut into tiles."""
+    """Return whether images are cut into tiles."""
     return getattr(options, "tiles", None) is not None

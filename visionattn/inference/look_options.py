@@ -20,11 +20,11 @@ from visionattn.inference.picture_folder import check_picture_folder
 from visionattn.models.registration import is_ours
 
 SUMMARY = "look.json"
-"""The file by which a folder is known as one of ``visionattn look``."""
+"""The file that marks a folder as output of ``visionattn look``."""
 Shown = Literal["winners", "gradient", "rows", "features", "tables"]
 SHOWN: tuple[Shown, ...] = ("winners", "gradient", "rows", "features", "tables")
 CLASS, TOP = "class", "top"
-"""Queries by a word: the class token, and the patch of the highest attribution."""
+"""Query words: the class token, and the patch of the highest attribution."""
 EXAMPLE = "scaleformer_vit_digits docs/figures --output checkpoints/look"
 
 
@@ -33,41 +33,39 @@ class LookOptions(OpenOptions):
     """The attribution of a class, drawn over images."""
 
     target: str | None = None
-    """The class to attribute, by its name or number; None: the most probable of each image."""
+    """Class to attribute, by its name or number; None: the most probable class of each image."""
     show: list[Shown] = field(default_factory=lambda: list(SHOWN))
-    """Pictures to draw: ``winners`` (what patches add to the class through the pooling),
-    ``gradient`` (times the input), ``rows`` (of attention), ``features`` (their three main
-    components), ``tables`` (weights of relative position).
+    """Pictures to draw: ``winners`` (contribution of patches through the pooling),
+    ``gradient`` (times the input), ``rows`` (attention weights), ``features`` (their first three
+    principal components), ``tables`` (weights of relative position).
     """
     queries: list[str] | None = None
-    """Tokens whose rows of attention are drawn: a place in the image, down and right in pixels as
+    """Tokens whose attention rows are drawn: a place in the image, down and right in pixels as
     ``120,88``; ``class``, the class token; ``top``, the patch that adds most to the class. None:
-    ``top``, or ``class`` where only the class token is pooled.
+    ``top``, or ``class`` if only the class token is pooled.
     """
     blocks: list[int] = field(default_factory=lambda: [-1])
-    """Blocks whose rows of attention are drawn, from 0, or from the end where negative."""
+    """Blocks whose attention rows are drawn, from 0 (negative: from the end)."""
     head: int | None = None
-    """The head whose rows are drawn, from 0; None: the mean of all."""
+    """Head whose rows are drawn, from 0; None: the mean of all heads."""
     term: Literal["both", "content", "place"] = "both"
-    """Which part of the rows is drawn: the whole weight, or the share of ``content`` or
-    ``place``.
-    """
+    """Part of the rows to draw: the whole weight, or the share of ``content`` or ``place``."""
     features_block: int = -1
-    """The block whose features are drawn."""
+    """Block whose features are drawn."""
 
 
 def parse_look(argv: Sequence[str]) -> LookOptions:
-    """Read and check the flags, before which stand the checkpoint and the images.
+    """Read and check the flags; the checkpoint and the images may come first.
 
     Raises:
-        ValueError, FileNotFoundError: a flag is wrong or missing, or the folder is there; one line.
+        ValueError, FileNotFoundError: a flag is wrong or missing, or the folder exists; one line.
     """
     count = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
     first, words = list(argv[:count]), list(argv[count:])
     given = {flag.replace("-", "_") for flag, _ in split_options(words)}
     if first and not given & {"checkpoint", "model"}:
         model = first.pop(0)
-        # A file goes before the name of a model that comes with weights.
+        # A file has priority over the name of a model with pretrained weights.
         is_name = not os.path.exists(model) and timm.is_model(model)
         words += ["--model", model, "--pretrained"] if is_name else ["--checkpoint", model]
     if first and "images" in given:
@@ -95,7 +93,7 @@ def check_asked(options: LookOptions) -> None:
     """Check the options of the pictures.
 
     Raises:
-        ValueError: queries are wrong, or an option would do nothing; one line.
+        ValueError: queries are wrong, or an option has no effect; one line.
     """
     parse_queries(options.queries)
     for key, default in (("queries", None), ("head", None), ("term", "both")):
@@ -107,7 +105,7 @@ def parse_queries(given: Sequence[str] | None) -> list[str | tuple[int, int]] | 
     """Return each query as ``CLASS``, ``TOP``, or a place, down and right in pixels; None for None.
 
     Raises:
-        ValueError: a word is none of them; one line.
+        ValueError: a word is none of these; one line.
     """
     if given is None:
         return None

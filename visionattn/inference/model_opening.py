@@ -1,7 +1,7 @@
-"""A model ready to run on images of any size, from a timm name, from weights of ours, or from both.
+"""Opening of a model for images of any size, from a timm name, from weights of ours, or from both.
 
-This module owns where weights come from and what a model is told of image sizes. It knows nothing
-of files of images.
+This module decides where weights come from and which image sizes a model takes. Image files are
+handled elsewhere.
 """
 
 import json
@@ -49,34 +49,36 @@ from visionattn.models.weights import (
 )
 
 ANY_SIZE = ({"dynamic_img_size": True}, {"strict_img_size": False})
-"""Arguments by which models of timm take images of any size: those with an absolute position, and
-those with windows.
+"""Arguments with which timm models take images of any size: models with absolute position, and
+models with windows.
 """
 READ_BY = ("in_chans", "encoding", "mean", "std", "bands", "value_range", "page")
-"""What of a ``DataSpec`` decides which numbers become of an image at its size."""
+"""Fields of a ``DataSpec`` that determine the pixel values of an image at its size."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A model in eval mode, and what it takes."""
+    """A model in eval mode, and the images that it takes."""
 
     model: nn.Module
     name: str
     """Its timm name."""
     args: dict[str, Any]
-    """What its file or the options say that it is built with, besides classes and channels."""
+    """Arguments from its file or the options that build it, without classes and channels."""
     spec: DataSpec
-    """What its images are and what its outputs mean."""
+    """Specification of its images and outputs."""
     geometry: Geometry
-    """How images of any size come to it."""
+    """Preprocessing of images of any size."""
     device: torch.device
     notes: tuple[str, ...]
-    """Where its weights are from, as lines for people."""
+    """Source of its weights, as lines for people."""
     body_alone: bool = False
-    """It is the body of a segmentation, which has feature maps and no vector of an image."""
+    """Whether it is the body of a segmentation model, which has feature maps but no vector per
+    image.
+    """
 
     def check_pooled(self) -> None:
-        """Raise ValueError where there are no features of a whole image."""
+        """Raise ValueError if there are no features of a whole image."""
         if self.body_alone:
             raise ValueError(
                 f"the {self.name} of a segmentation has feature maps and no vector of an image; "
@@ -84,8 +86,10 @@ class Opened:
             )
 
     def identity(self) -> dict[str, Any]:
-        """Return what decides the model's outputs, as JSON types: name, arguments, a digest of its
-        weights, how images are read and seen, and the kind of device.
+        """Return everything that determines the model's outputs, as JSON types.
+
+        This is the name, arguments, a digest of the weights, how images are read and preprocessed,
+        and the kind of device.
         """
         spec, seen = asdict(self.spec), self.geometry
         tensors = sorted(self.model.state_dict().items())
@@ -108,20 +112,20 @@ def _bytes_of(tensor: Tensor) -> bytes:
 
 
 def open_model(options: OpenOptions, *, classifies: bool) -> Opened:
-    """Build the model that the options name and put it on its device.
+    """Build the model named by the options on its device.
 
     Args:
         options: checked by ``check``.
-        classifies: its outputs are wanted, so that weights drawn at random are refused.
+        classifies: whether its outputs are used, so that random weights are refused.
 
     Raises:
-        ValueError, FileNotFoundError: model, weights, size or device are wrong or do not go
-            together; one line.
+        ValueError, FileNotFoundError: model, weights, size or device are wrong or incompatible; one
+            line.
     """
     if options.threads:
         torch.set_num_threads(options.threads)
     device = pick_device(options.device)
-    # A file of ours says which model it is for; any other weights need --model.
+    # One of our files states its model; other weights need --model.
     metadata = description(options.checkpoint) if options.checkpoint else None
     if metadata:
         if options.model:
@@ -157,12 +161,14 @@ def open_model(options: OpenOptions, *, classifies: bool) -> Opened:
 
 
 def open_module(model: nn.Module, options: OpenOptions, *, classifies: bool) -> Opened:
-    """Take a module as it is and where it is; of a segmentation its body alone, unless its outputs
-    are wanted (``classifies``). Its ``data_spec``, which ``load_model`` sets, says
-    what its images are; without one, timm's ``pretrained_cfg`` does.
+    """Open a given module unchanged on its device; of a segmentation model only the body, unless
+    ``classifies``.
+
+    Its ``data_spec``, set by ``load_model``, specifies its images; otherwise timm's
+    ``pretrained_cfg`` does.
 
     Raises:
-        ValueError: nothing says what its images are, or it does not take this size; one line.
+        ValueError: its images are not specified, or it does not take this size; one line.
     """
     check_reads(model)
     name = type(model).__name__
@@ -194,8 +200,8 @@ def open_module(model: nn.Module, options: OpenOptions, *, classifies: bool) -> 
 
 
 def _opened(options: OpenOptions, model: nn.Module, *found: Any) -> Opened:
-    """Return a model with what was found of it, and write in place of ``amp auto`` what its device
-    takes, so that results name it.
+    """Return an opened model, and replace ``amp auto`` in the options by the precision of its
+    device, so that results name it.
     """
     opened = Opened(model, *found)
     check_geometries(model, [opened.geometry])
@@ -207,8 +213,8 @@ def _opened(options: OpenOptions, model: nn.Module, *found: Any) -> Opened:
 def _body_of(
     model: nn.Module, spec: DataSpec, classifies: bool
 ) -> tuple[nn.Module, DataSpec, bool]:
-    """Return the body of a segmentation whose outputs are not wanted, what it expects, and whether
-    it is one.
+    """Return the body of a segmentation model whose outputs are not used, its specification, and
+    whether it is one.
     """
     if classifies or not isinstance(model, Segmenter):
         return model, spec, False
@@ -216,10 +222,10 @@ def _body_of(
 
 
 def _with_files(spec: DataSpec, options: OpenOptions) -> DataSpec:
-    """Return what a model expects of its images, read from files as the options say.
+    """Return a model's specification with the reading options applied.
 
     Raises:
-        ValueError: there are not as many bands as the model has channels; one line.
+        ValueError: the number of bands differs from the model's channels; one line.
     """
     if options.bands is not None:
         if len(options.bands) != spec.in_chans:
@@ -233,8 +239,8 @@ def _with_files(spec: DataSpec, options: OpenOptions) -> DataSpec:
 
 
 def _geometry(options: OpenOptions, spec: DataSpec, patch_px: Size) -> Geometry:
-    """Return how images are seen: as in training, as far as no option says otherwise; to be cut
-    into tiles, at their own sizes.
+    """Return the preprocessing: as in training unless options differ; for tiles, images at their
+    own sizes.
     """
     asked = options.img_size or options.fit or options.max_patches or getattr(options, "data", None)
     if options.img_size == NATIVE or (in_tiles(options) and not asked):
@@ -249,21 +255,21 @@ def _geometry(options: OpenOptions, spec: DataSpec, patch_px: Size) -> Geometry:
 
 
 def description(path: str) -> dict[str, str] | None:
-    """Return what a file of ours says of its model; None for weights of other projects.
+    """Return the metadata of one of our files; None for weights of other projects.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is no whole file of weights.
+        ValueError: it is not a complete file of weights.
     """
     file = existing(path)
-    if not is_safetensors(file) and is_pickle(file):  # of torch.save, which describes nothing
+    if not is_safetensors(file) and is_pickle(file):  # from torch.save, without metadata
         return None
     metadata = read_metadata(file)
     return metadata if metadata.get("format") == FORMAT else None
 
 
 def of_no_model(path: str | None) -> ValueError:
-    """Make the error for weights that do not describe their model, where no option names it."""
+    """Return the error for weights without a model description, if no option names the model."""
     return ValueError(
         f"{path} does not say whose weights these are; name the model with --model beside "
         "--checkpoint, or take the best.safetensors of a run"
@@ -304,8 +310,8 @@ def _by_name(
     cfg = (timm.get_pretrained_cfg(name) if timm.is_model(name) else None) or PretrainedCfg()
     given = read_state_dict(options.checkpoint) if options.checkpoint else {}
     spec = _spec_of(cfg, given)
-    # Built for the size that is wanted, so that an absolute position is resampled once, from the
-    # file's size to it.
+    # Built for the requested size, so that an absolute position is resampled once, from the file's
+    # size.
     given = options.img_size if options.img_size not in (None, NATIVE) else spec.img_size
     built_for = replace(spec, img_size=sides(given))
     with torch.random.fork_rng(devices=[]):
@@ -315,7 +321,7 @@ def _by_name(
             built_for,
         )
     if options.pretrained:
-        spec = getattr(model, "data_spec", spec)  # of weights of ours, which say more
+        spec = getattr(model, "data_spec", spec)  # from our weights, which hold more
         return model, args, spec, [f"{name}, its pretrained weights"]
     if not options.checkpoint:
         note = f"{name} with random weights (seed {options.seed}): no --checkpoint is given"
@@ -334,7 +340,7 @@ def _by_name(
 
 
 def _check_seed(options: OpenOptions) -> None:
-    """Raise ValueError for a seed beside a checkpoint that gives all weights."""
+    """Raise ValueError for a seed together with a checkpoint that provides all weights."""
     if options.seed and not options.seed_divides:
         raise ValueError(
             f"seed {options.seed} does nothing: {options.checkpoint} gives all weights; leave it "
@@ -348,8 +354,8 @@ def _classifiers(cfg: PretrainedCfg) -> tuple[str, ...]:
 
 
 def _spec_of(cfg: PretrainedCfg, given: dict[str, Tensor]) -> DataSpec:
-    """Return what timm says about a model's images, with the channels and classes that a state dict
-    has.
+    """Return timm's specification of a model's images, with the channels and classes of a state
+    dict.
     """
     channels, height, width = cfg.input_size
     classes = next(

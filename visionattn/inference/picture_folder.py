@@ -1,5 +1,5 @@
-"""A folder of pictures that ``visionattn look`` or ``visionattn generate`` writes, known by a
-summary in JSON that bears the name of the command.
+"""A folder of pictures from ``visionattn look`` or ``visionattn generate``, marked by a JSON
+summary named after the command.
 """
 
 import json
@@ -13,13 +13,13 @@ from visionattn.inference.model_opening import Opened
 
 
 def check_picture_folder(folder: Path, summary: str, overwrite: bool) -> None:
-    """Raise ValueError where the folder of a command cannot be made, or replaced if ``overwrite``;
-    one line.
+    """Raise ValueError if a command's folder cannot be created, or replaced with ``overwrite``; one
+    line.
 
     Args:
-        folder: where it is to be.
+        folder: path of the folder.
         summary: the name of the summary, ``look.json``.
-        overwrite: a folder with such a summary may be replaced.
+        overwrite: whether a folder with such a summary may be replaced.
     """
     is_known = (folder / summary).is_file()
     if is_known and not overwrite:
@@ -30,8 +30,8 @@ def check_picture_folder(folder: Path, summary: str, overwrite: bool) -> None:
 
 
 def write_summary(path: Path, opened: Opened, options: Any, images: Any) -> None:
-    """Write the summary into a folder that ``whole_folder`` gave: provenance, model, options, and
-    ``images``, JSON types.
+    """Write the summary into a folder from
+    ``whole_folder``: provenance, model, options, and ``images`` (JSON types).
     """
     about = provenance(opened.device) | {"model": opened.notes, "options": asdict(options)}
     text = json.dumps({"provenance": about, "images": images}, indent=1)

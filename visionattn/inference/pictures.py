@@ -1,7 +1,7 @@
-"""Pictures that ``visionattn look`` and ``visionattn generate`` draw: attribution over an image,
-with a title, sentences and a scale below it; tables of relative position; grids of images.
+"""Pictures of ``visionattn look`` and ``visionattn generate``: attribution over an image, with
+title, sentences and scale below; tables of relative position; grids of images.
 
-This module owns colours, scales and letters. It knows nothing of models or files.
+This module owns colours, scales and fonts. It is independent of models and files.
 """
 
 import math
@@ -20,25 +20,25 @@ from visionattn.data.lettering import printable as shown_text
 from visionattn.inference.image_attribution import Look, Place, Row
 
 FOR, AGAINST, QUERY = (213, 94, 0), (0, 114, 178), (0, 128, 80)
-"""Colours of what speaks for the class, of what speaks against it, and of the token that asks."""
+"""Colours of evidence for the class, evidence against it, and the query token."""
 STRONGEST = 0.8
-"""How much of a pixel is the colour where the attribution is strongest."""
+"""Opacity of the colour at the strongest attribution."""
 LEAST_PX, MOST_TIMES = 512, 16
-"""Images are enlarged by a whole number up to ``LEAST_PX`` pixels."""
+"""Images are enlarged by an integer factor up to ``LEAST_PX`` pixels."""
 LETTER_SHARE, LEAST_LETTER = 90, 13
-"""Letters have the height of a part of the longest side, and ``LEAST_LETTER`` pixels at least."""
+"""The letter height is a fraction of the longest side, and at least ``LEAST_LETTER`` pixels."""
 BOXED = 5
-"""How many patches of the highest attribution are boxed."""
+"""Number of patches with the highest attribution that are boxed."""
 EXTREME_SHARE, MOST_EXTREME = 0.005, 1000
-"""The share of pixels, and the most pixels, that have the strongest color of the gradient."""
+"""Share and maximum number of pixels that get the strongest colour of the gradient."""
 CELL_PX, TABLE_PX = 7, 112
-"""The least side of an entry of a table, and the side up to which entries are enlarged."""
+"""Minimum side of a table entry, and the side up to which entries are enlarged."""
 TILE_PX, GAP_PX, GROUND = 64, 6, "#c8c8c8"
-"""Of a grid: images of shorter sides are enlarged by a whole number to at most ``TILE_PX``; width
+"""Layout of a grid: smaller images are enlarged by an integer factor to at most ``TILE_PX``; width
 and colour of the gaps.
 """
 MARK_PX = 2
-"""The width of the line to the left of rows that were given."""
+"""Width of the line that marks given rows on the left."""
 
 
 @dataclass(frozen=True)
@@ -46,25 +46,24 @@ class Picture:
     """One picture of an image."""
 
     name: str
-    """For its file: letters, digits and hyphens."""
+    """Name for its file: letters, digits and hyphens."""
     title: str
     lines: tuple[str, ...]
-    """What it shows, in sentences."""
+    """Description of the picture, in sentences."""
     image: Image.Image
     focus: Box | None
-    """Where in it the highest attribution or weight is, in its pixels; None: nowhere."""
+    """Position of the highest attribution or weight, in its pixels; None: none."""
     drawn: tuple[int, int]
-    """Width and height of the drawn image at the upper left; sentences stand below."""
+    """Width and height of the drawn image at the upper left; sentences are below."""
 
 
 class Canvas:
     """The image below the attribution, in grey, pale where the model does not see it.
 
     Args:
-        image: the file's image ``[H, W, C]``, uint8 or float32 in [0, 1], or a smaller picture of
-            all of it.
+        image: the file's image ``[H, W, C]``, uint8 or float32 in [0, 1], or a reduced version.
         size: height and width of the file in pixels.
-        look: what was found.
+        look: the attribution.
     """
 
     def __init__(self, image: np.ndarray, size: Size, look: Look):
@@ -79,21 +78,21 @@ class Canvas:
         self.paper = pale.convert("RGB")
 
     def scaled(self, box: Box) -> Box:
-        """Return where a part of the file is drawn, in pixels of the picture."""
+        """Return a box of the file in pixels of the picture."""
         ends = box.top, box.left, box.top + box.height, box.left + box.width
         top, left, bottom, right = (math.ceil(end * self.scale) for end in ends)
         return Box(top, left, bottom - top, right - left)
 
     def paint(self, strength: np.ndarray, per: Size) -> Image.Image:
-        """Colour the image by strengths ``[h, w]`` in [-1, 1], one for ``per`` pixels of the
-        model's input, below 0 with ``AGAINST``.
+        """Return the image coloured by strengths ``[h, w]`` in [-1, 1], one per ``per`` pixels of
+        the model's input; negative ones use ``AGAINST``.
         """
         picture = self.paper.copy()
         self.lay(picture, *tinted(strength, STRONGEST), per)
         return picture
 
     def lay(self, picture: Image.Image, colours: Image.Image, mask: Image.Image, per: Size) -> None:
-        """Lay colours where the model saw the file, one for ``per`` pixels of its input."""
+        """Paste colours over the part that the model saw, one per ``per`` pixels of its input."""
         (height, width), part = self.look.view.content, self.part
         seen, size = (0, 0, width / per[1], height / per[0]), (part.width, part.height)
         colours, mask = (
@@ -118,8 +117,11 @@ class Canvas:
         ticks: tuple[str, str, str] | None = None,
         focus: Place | None = None,
     ) -> Picture:
-        """Put title, sentences and a scale with texts at its ends and its middle below a picture,
-        whose own pixels stay as they are. A scale with a middle has colours against the class.
+        """Return a picture with title, sentences and a scale below it; its own pixels are
+        unchanged.
+
+        The scale has texts at its ends and its middle. A scale with a middle has colours against
+        the class.
         """
         size = letter(picture)
         width, step = max(picture.width, 34 * size), round(1.35 * size)
@@ -151,13 +153,13 @@ class Canvas:
 
 
 def letter(picture: Image.Image) -> int:
-    """Return the height of letters for a picture, in pixels."""
+    """Return the letter height for a picture, in pixels."""
     return max(LEAST_LETTER, round(max(picture.size) / LETTER_SHARE))
 
 
 def tinted(strength: np.ndarray, most: float) -> tuple[Image.Image, Image.Image]:
-    """Return the colours of strengths ``[h, w]`` in [-1, 1], and how much of a pixel they are, up
-    to ``most``, as a mask.
+    """Return the colours of strengths ``[h, w]`` in [-1, 1], and their opacity up to ``most``, as a
+    mask.
     """
     colours = np.array((AGAINST, FOR), np.uint8)[(strength > 0).astype(np.uint8)]
     share = np.rint(255 * most * np.abs(strength)).astype(np.uint8)
@@ -165,8 +167,8 @@ def tinted(strength: np.ndarray, most: float) -> tuple[Image.Image, Image.Image]
 
 
 def _grey(image: np.ndarray) -> Image.Image:
-    """Return an image of any bands in grey: of many the first three are taken as colours, of two
-    the first.
+    """Return an image of any bands in grey: with many bands the first three count as colours, with
+    two only the first is used.
     """
     if image.dtype != np.uint8:
         image = np.rint(np.clip(image, 0, 1) * 255).astype(np.uint8)
@@ -175,12 +177,12 @@ def _grey(image: np.ndarray) -> Image.Image:
 
 
 def _signed(most: float) -> tuple[str, str, str]:
-    """Return the texts of a scale from ``-most`` to ``most``."""
+    """Return the labels of a scale from ``-most`` to ``most``."""
     return f"-{most:.2g} against", "0", f"for {most:.2g}"
 
 
 def winners(canvas: Canvas) -> Picture:
-    """Draw what each patch adds to the class through the pooling."""
+    """Draw the contribution of each patch to the class through the pooling."""
     look, evidence = canvas.look, canvas.look.evidence
     added = evidence.patches.numpy()
     most = float(np.abs(added).max()) or 1.0
@@ -224,7 +226,7 @@ def gradient(canvas: Canvas) -> Picture:
 
 
 def row(canvas: Canvas, found: Row, term: str, head: int | None) -> Picture:
-    """Draw the weights with which a token sees the patches, coloured by their ranks."""
+    """Draw the attention weights of a token over the patches, coloured by their ranks."""
     look = canvas.look
     weights = found.term(term).numpy().astype(np.float64)
     there = np.ones(weights.shape, bool) if look.present is None else look.present.numpy()
@@ -260,7 +262,7 @@ def row(canvas: Canvas, found: Row, term: str, head: int | None) -> Picture:
 
 
 def _terms(found: Row) -> str:
-    """Say how a row is divided between content, place and prefix tokens."""
+    """Describe the shares of content, place and prefix tokens in a row."""
     own = f"{100 * float(found.content.sum()):.1f} %"
     said = f"Patches have {own} of the weight"
     if found.relative is not None:
@@ -270,8 +272,10 @@ def _terms(found: Row) -> str:
 
 
 def by_rank(values: np.ndarray) -> np.ndarray:
-    """Return strengths in [0, 1] of values ``[n]``: 0 for the lowest, and as much more for each
-    tenth of the values that are left above one; equal values have the mean of their ranks.
+    """Return strengths in [0, 1] of values ``[n]`` by rank: 0 for the lowest, and one equal step
+    for each factor of ten in the share of values above.
+
+    Equal values get the mean of their ranks.
     """
     from scipy.stats import rankdata
 
@@ -280,7 +284,7 @@ def by_rank(values: np.ndarray) -> np.ndarray:
 
 
 def features(canvas: Canvas, block: int) -> Picture:
-    """Draw the main components of the features as red, green and blue."""
+    """Draw the first three principal components of the features as red, green and blue."""
     look, shares = canvas.look, canvas.look.shares
     values = look.components.numpy()
     there = np.ones(values.shape[1:], bool) if look.present is None else look.present.numpy()
@@ -306,8 +310,8 @@ def tables(found: Sequence[tuple[int, Tensor]], signed: bool) -> Picture:
     """Draw the relative tables of a model, a row for each block and a column for each head.
 
     Args:
-        found: numbers of blocks, and of each the weights of offsets ``[h, 2R+1 or 1, 2R+1]``.
-        signed: they are lengths of entries under a softmax.
+        found: indices of blocks, and for each the weights of offsets ``[h, 2R+1 or 1, 2R+1]``.
+        signed: whether they are norms of entries under a softmax.
     """
     size, gap, indent = LEAST_LETTER, 12, 90
     side = max(max(each.shape[1:]) for _, each in found)
@@ -346,13 +350,13 @@ def tables(found: Sequence[tuple[int, Tensor]], signed: bool) -> Picture:
 
 
 def grid(pictures: np.ndarray, columns: int, given: Sequence[int] | None = None) -> Image.Image:
-    """Put small pictures side by side, row by row, each pixel enlarged to a square.
+    """Return a grid of small pictures, row by row, each pixel enlarged to a square.
 
     Args:
         pictures: uint8 ``[n, H, W, 1]`` or ``[n, H, W, 3]``.
         columns: pictures in a row.
-        given: of each picture how many of its rows were given, which a line to its left marks;
-            None: there are no marks. With marks the grid is coloured.
+        given: number of given rows of each picture, marked by a line to its left; None: no marks.
+            With marks the grid is coloured.
     """
     count, height, width, channels = pictures.shape
     times = max(1, TILE_PX // max(height, width))
@@ -371,5 +375,5 @@ def grid(pictures: np.ndarray, columns: int, given: Sequence[int] | None = None)
 
 
 def picture_of(array: np.ndarray) -> Image.Image:
-    """Return uint8 ``[H, W, 1]`` or ``[H, W, 3]`` as a picture of Pillow."""
+    """Return uint8 ``[H, W, 1]`` or ``[H, W, 3]`` as a Pillow picture."""
     return Image.fromarray(array[..., 0] if array.shape[2] == 1 else array)

@@ -1,7 +1,7 @@
-"""Classes of many images as CSV, JSON or a table: the work of ``visionattn predict``.
+"""Classes of many images as CSV, JSON or a table: ``visionattn predict``.
 
-This module owns the rows and how they are written as they come. A file of rows appears whole or not
-at all.
+This module owns the rows, which are written as they come. A file of rows is written completely or
+not at all.
 """
 
 import json
@@ -28,7 +28,7 @@ SUFFIXES = (".csv", ".json")
 DIGITS = 6
 """Decimals of a probability."""
 USUAL, SHOWN = 5, 3
-"""Classes per image where ``top_k`` is left out: in files, and in the table on standard output."""
+"""Default number of classes per image: in files, and in the table on standard output."""
 
 
 @dataclass
@@ -36,8 +36,8 @@ class PredictOptions(InferenceOptions):
     """Classes of images."""
 
     top_k: int | None = None
-    """Classes per image, the most probable first. None: 5, in a table on standard output 3, or as
-    many as there are.
+    """Number of classes per image, the most probable first. None: 5, in a table on standard output
+    3, or fewer if the model has fewer.
     """
 
 
@@ -45,10 +45,10 @@ class Predictor:
     """Model and images, after all checks; nothing is written before ``run``.
 
     Args:
-        options: what ``parse_options`` returned.
+        options: result of ``parse_options``.
 
     Raises:
-        ValueError, FileNotFoundError: something is wrong or in the way; one line.
+        ValueError, FileNotFoundError: an option is wrong, or a file is in the way; one line.
     """
 
     def __init__(self, options: PredictOptions):
@@ -71,12 +71,12 @@ class Predictor:
         self.done, self.failed = 0, list[Outcome]()
 
     def run(self, say: Callable[[str], None]) -> None:
-        """Write the rows as they come, and say what came of it.
+        """Write the rows as they come, and report the result.
 
         Raises:
-            ValueError: none of the images has a result.
-            OutOfMemory: none of them fits into memory.
-            DoesNotFit: a batch clearly takes more memory than there is; nothing is written.
+            ValueError: no image has a result.
+            OutOfMemory: no image fits into memory.
+            DoesNotFit: a batch clearly needs more than the available memory; nothing is written.
             Failed: a process that reads images ended.
         """
         run = self.image_run
@@ -93,14 +93,17 @@ class Predictor:
                 run.banding.say = say
                 write_whole(self.output, lambda place: self._write(place, rows))
                 say(f"{self.done} of {len(run.images)} images have classes: {self.output}")
-        # The file is there all the same: its rows say what happened to each image.
+        # The file is written anyway: its rows say what happened to each image.
         if not self.done:
             text = f"none of the {len(run.images)} images has a result; the first: "
             raise self.failed[0].error(text)
 
     def _row(self, outcome: Outcome) -> dict[str, Any]:
-        """Return a row of JSON, ``FIELDS`` and ``classes``: a list of class and probability, the
-        most probable first, empty where there is no result. Count the images with and without.
+        """Return a JSON row of ``FIELDS`` and ``classes``, and count images with and without a
+        result.
+
+        ``classes`` is a list of class and probability, the most probable first, empty without a
+        result.
         """
         row = {name: getattr(outcome, name) for name in FIELDS} | {"classes": []}
         if outcome.value is None:
@@ -133,8 +136,8 @@ class Predictor:
 
 
 def flat(row: dict[str, Any], top_k: int) -> dict[str, Any]:
-    """Return a row of CSV: ``FIELDS``, then ``class_1``, ``probability_1`` and so on, with None for
-    what does not exist.
+    """Return a CSV row: ``FIELDS``, then ``class_1``, ``probability_1`` and so on, None for missing
+    values.
     """
     found = {name: row[name] for name in FIELDS}
     for i, pair in enumerate(row["classes"] or [{"class": None, "probability": None}] * top_k, 1):
@@ -143,18 +146,19 @@ def flat(row: dict[str, Any], top_k: int) -> dict[str, Any]:
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """Return a row for people: the path, then the classes or the reason why there are none."""
+    """Return a row for people: the path, then the classes or the reason for their absence."""
     pairs = [f"{each['class']} {100 * each['probability']:.1f} %" for each in row["classes"]]
     told = pairs or [f"{row['status']}: {row['reason']}"]
     return [printable(each) for each in (row["path"], *told)]
 
 
 def count_of_classes(opened: Opened, top_k: int | None, usual: int = USUAL) -> int:
-    """Return how many classes to name for an image: ``top_k``, or, where it is None, the usual
-    number or as many as there are.
+    """Return the number of classes to name per image: ``top_k``, or if None the default number,
+    limited by the model's classes.
 
     Raises:
-        ValueError: ``top_k`` is below 1 or above the classes of the model, or it has none.
+        ValueError: ``top_k`` is below 1 or above the number of classes, or the model has no
+            classes.
     """
     classes = opened.spec.num_classes
     if classes < 1:
@@ -167,9 +171,10 @@ def count_of_classes(opened: Opened, top_k: int | None, usual: int = USUAL) -> i
 def most_probable(
     outputs: Tensor, top_k: int, names: Sequence[str]
 ) -> tuple[tuple[str, ...], Tensor]:
-    """Return the classes with the largest shares in the softmax of one image's outputs
-    ``[num_classes]``, and these shares ``[top_k]``, the largest first. Classes without names are
-    numbers.
+    """Return the classes with the largest softmax probabilities of one image's outputs
+    ``[num_classes]``, and these probabilities ``[top_k]``, in descending order.
+
+    Classes without names are numbers.
     """
     probabilities, classes = torch.softmax(outputs, 0).topk(top_k)
     return tuple(names[i] if names else str(i) for i in classes.tolist()), probabilities

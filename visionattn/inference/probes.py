@@ -1,8 +1,8 @@
-"""Probes: how much of the classes pooled features hold (a linear probe and kNN), and how well a
-feature map tells what lies where (a linear probe of patches against masks).
+"""Probes of features: a linear probe and kNN on pooled features, and a linear probe of patches
+against masks on feature maps.
 
-This module owns what is fitted on and judged, the classifiers, and their figures. It knows features
-only by the paths of their images; ``data/drawn_images.py`` says what lies in a patch.
+This module selects the samples, fits and evaluates the classifiers, and formats the results. It
+identifies features by the paths of their images; ``data/drawn_images.py`` labels patches.
 """
 
 import warnings
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     from sklearn.pipeline import Pipeline
 
 STEPS = 1000
-"""The most steps that the linear probe's optimiser takes."""
+"""Maximum number of optimiser steps of the linear probe."""
 MOST_OF_IMAGE = 50
-"""The most patches of background, and of distractors, of one image that are fitted on."""
+"""Maximum number of background patches, and of distractor patches, per image for fitting."""
 
 Patches = tuple[np.ndarray, np.ndarray]
-"""Features of patches of an image, float32 ``[n, D]``, and what lies in them, int64 ``[n]``."""
+"""Features of an image's patches, float32 ``[n, D]``, and their labels, int64 ``[n]``."""
 Maps = Callable[[range], Iterator[tuple[int, Tensor]]]
-"""``maps(numbers)`` yields number and map ``[D, H, W]`` of each of these images that has one."""
+"""``maps(numbers)`` yields index and map ``[D, H, W]`` of each of these images that has one."""
 
 
 def divide_folder(root: str, *, val_fraction: float, seed: int) -> Division:
-    """Divide a folder of class folders, or of ``train/``, ``val/`` and ``test/`` with those, as
-    training does.
+    """Split a folder of class folders, or of ``train/``, ``val/`` and ``test/`` with class folders,
+    as training does.
 
     Raises:
         ValueError, FileNotFoundError: there are no classes, or too few images; one line.
@@ -63,10 +63,10 @@ def fit_linear(
     Args:
         x: features ``[n, D]``.
         y: classes, ``[n]``.
-        weights: how much each row counts, ``[n]``; None: all the same.
+        weights: sample weights, ``[n]``; None: equal.
 
     Returns:
-        The classifier, and a note on an optimiser that has not converged, else an empty text.
+        The classifier, and a note if the optimiser has not converged, else an empty text.
     """
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
@@ -83,26 +83,26 @@ def fit_linear(
 
 
 def without_features(lost: int) -> list[str]:
-    """Say how many images have no features, in a line or none."""
+    """Return a line with the number of images without features, or no line."""
     return [f"labelled images without features, which count nowhere: {lost}"] if lost else []
 
 
 def fit_probes(
     features: Iterable[tuple[str, Tensor]], division: Division, neighbours: int
 ) -> list[str]:
-    """Fit a logistic regression on standardised features, and kNN by cosine, and judge both.
+    """Fit a logistic regression on standardised features, and kNN with cosine distance, and
+    evaluate both.
 
     Args:
-        features: path and features ``[D]`` of images; those that the division does not name are
-            ignored.
-        division: which images are fitted on and judged.
+        features: path and features ``[D]`` of images; images outside the division are ignored.
+        division: the images to fit on and to evaluate on.
         neighbours: k of kNN.
 
     Returns:
         Lines with both accuracies.
 
     Raises:
-        ValueError: too few images, neighbours or classes are left to fit or to judge.
+        ValueError: too few images, neighbours or classes are left to fit or to evaluate.
     """
     from sklearn.neighbors import KNeighborsClassifier
 
@@ -132,20 +132,20 @@ def fit_probes(
 
 @dataclass(frozen=True)
 class DenseResult:
-    """What a probe makes of the judged patches."""
+    """The predictions of a probe on the evaluated patches."""
 
     confusion: np.ndarray
-    """How many patches of each value of the masks, by row, the probe gives which, by column: int64
+    """Confusion matrix of patches, true values by row, predictions by column: int64
     ``[values, values]``.
     """
     fitted: int
-    """Patches that it is fitted on."""
+    """Number of patches used for fitting."""
     note: str
-    """What to say of the fit; empty where it has converged."""
+    """Note on the fit; empty if it has converged."""
 
     def line(self, name: str) -> str:
-        """Put intersections over unions, of classes their mean, and the accuracy into a line. A
-        value that no judged patch has does not count.
+        """Return a line with the IoUs (for classes the mean) and the accuracy. Values without
+        evaluated patches do not count.
         """
         ious = ious_of(self.confusion)
         there = np.flatnonzero(~np.isnan(ious))
@@ -165,17 +165,17 @@ class DenseResult:
 
 
 def percent(share: float) -> str:
-    """Write a share for people."""
+    """Format a share as percent."""
     return f"{100 * share:.2f} %"
 
 
 def sampled(patches: Patches, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
-    """Choose the patches of an image that are fitted on: all of classes, and at most
-    ``MOST_OF_IMAGE`` of background and of distractors each, drawn at random.
+    """Sample the patches of an image for fitting: all patches of classes, and at most
+    ``MOST_OF_IMAGE`` random patches of background and of distractors each.
 
     Returns:
-        Features, values, and weights float32 ``[n]``: how many patches of the image each stands
-        for, so that the fit is one to all of them.
+        Features, values, and weights float32 ``[n]``: the number of patches of the image that each
+        stands for, so that the fit represents all of them.
     """
     features, values = patches
     chosen, weights = [], []
@@ -193,16 +193,16 @@ def sampled(patches: Patches, rng: np.random.Generator) -> tuple[np.ndarray, ...
 def fit_and_judge(
     fitted: Iterable[Patches], judged: Iterable[Patches], values: int, seed: int
 ) -> DenseResult:
-    """Fit a logistic regression on standardised features of patches, and judge it on others.
+    """Fit a logistic regression on standardised features of patches, and evaluate it on others.
 
     Args:
-        fitted, judged: the patches, image by image; those of one image at a time are in memory,
-            besides those that ``sampled`` chooses.
-        values: how many values masks may have.
-        seed: of that choice.
+        fitted, judged: the patches, image by image; only one image at a time is in memory, in
+            addition to the patches chosen by ``sampled``.
+        values: number of possible mask values.
+        seed: seed of the sampling.
 
     Raises:
-        ValueError: fewer than two values to fit, or nothing to judge.
+        ValueError: fewer than two values to fit, or nothing to evaluate.
     """
     rng = np.random.default_rng(seed)
     chosen = [sampled(patches, rng) for patches in fitted]
@@ -222,12 +222,12 @@ def fit_and_judge(
 
 
 def patches_of(maps: Iterator[tuple[int, Tensor]], drawn: Drawn) -> Iterator[Patches]:
-    """Pair the patches of maps with what lies in them; what images do not fill is left out."""
+    """Yield the patches of maps with their labels; unfilled parts of the canvas are left out."""
     for index, feature_map in maps:
         mask, present = drawn.mask(index)
         rows, columns = feature_map.shape[1:]
         known = patch_labels(mask, (rows, columns), len(drawn.value_names))
-        # A patch that is filled in part counts, as it does to models that leave the others out.
+        # A partly filled patch counts, as it does for models that leave out the others.
         filled = (-(-present[0] * rows // mask.shape[0]), -(-present[1] * columns // mask.shape[1]))
         part = feature_map[:, : filled[0], : filled[1]].float().numpy()
         yield rearrange(part, "d h w -> (h w) d"), known[: filled[0], : filled[1]].ravel()
@@ -239,16 +239,16 @@ def pixel_map(pixels: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def probe_folder(folder: Path, images: ReadImages, drawn: Drawn, seed: int) -> Iterator[str]:
-    """Fit on the maps of the validation images of a folder, judge on the maps of the test images,
-    and do the same with the pixels of the patches, for comparison.
+    """Fit on the validation maps of a folder, evaluate on the test maps, and compare with the
+    pixels of the patches as features.
 
     Args:
-        folder: where the shards are.
-        images, drawn: the images that the maps are of.
-        seed: of the choice of patches.
+        folder: folder of the shards.
+        images, drawn: the images of the maps.
+        seed: seed for sampling patches.
 
     Yields:
-        Lines for people, that of the maps last.
+        Lines for people, the result of the maps last.
     """
     numbers = {drawn.name(number): number for number in range(len(drawn))}
     grids: dict[int, Size] = {}

@@ -1,9 +1,8 @@
 """``visionattn.predict``, ``segment``, ``extract_features`` and ``look``: commands as Python calls.
 
-Keyword arguments are the fields of the commands' options, whose docstrings say what they do:
-``PredictOptions``, ``InferenceOptions``, ``DenseOptions`` and ``LookOptions`` (``visionattn predict
---help`` and so on), but for ``inference_options.OF_COMMANDS``. Images are read in this process
-unless ``workers`` says otherwise.
+Keyword arguments are the fields of the commands' options, documented in their docstrings:
+``PredictOptions``, ``InferenceOptions``, ``DenseOptions`` and ``LookOptions`` (``visionattn predict --help`` and so on), except ``inference_options.OF_COMMANDS``.
+Images are read in this process unless ``workers`` is given.
 """
 
 import os
@@ -43,38 +42,39 @@ class Predictions(NamedTuple):
     """The most probable classes of each image, in the order of the images."""
 
     classes: list[tuple[str, ...]]
-    """Names of the ``top_k`` classes of each image, the most probable first; their numbers where
-    the model has no names for them.
+    """Names of the ``top_k`` classes of each image, the most probable first; numbers if the model
+    has no names.
     """
     probabilities: Tensor
-    """Of these classes, float32 ``[images, top_k]`` on the CPU."""
+    """Probabilities of these classes, float32 ``[images, top_k]`` on the CPU."""
     paths: list[str]
-    """Where each image was read; ``image 0`` and so on for images in memory."""
+    """Path of each image; ``image 0`` and so on for images in memory."""
 
 
 def predict(model: Model, images: Images, **options: Any) -> Predictions:
-    """Name the classes of images, as ``visionattn predict`` does.
+    """Predict the classes of images, as ``visionattn predict`` does.
 
     Args:
-        model: a module of timm or ours, which stays where it is and as it is; a checkpoint of a
-            run; or a timm name, for the weights that timm has of it.
-        images: paths of files and folders; pictures of Pillow; arrays ``[H, W]``, ``[H, W, C]`` or
-            ``[B, H, W, C]``; tensors ``[C, H, W]`` or ``[B, C, H, W]``: uint8, or other numbers
-            with the range of values and the bands that the model knows, as in ``.npy`` files.
-        options: fields of ``PredictOptions``: ``top_k``, ``img_size``, ``fit``, ``max_patches``,
-            ``bands``, ``value_range``, ``page``, ``level``, ``batch_size``, ``workers``,
-            ``device``, ``amp``, ``tiles``, ``overlap``, ``combine``, ``memory_gib``.
+        model: a module of timm or ours, which stays on its device and unchanged; a checkpoint of a
+            run; or a timm name, with its pretrained weights.
+        images: paths of files and folders; Pillow pictures; arrays
+            ``[H, W]``, ``[H, W, C]`` or ``[B, H, W, C]``; tensors ``[C, H, W]`` or ``[B, C, H, W]``.
+            Values are uint8, or other numbers with the model's value range and bands, as in
+            ``.npy`` files.
+        options: fields of
+            ``PredictOptions``: ``top_k``, ``img_size``, ``fit``, ``max_patches``, ``bands``, ``value_range``, ``page``, ``level``, ``batch_size``, ``workers``, ``device``, ``amp``, ``tiles``, ``overlap``, ``combine``, ``memory_gib``.
 
     Returns:
-        For each image, in their order: ``classes``, names of classes; ``probabilities``, float32
-        ``[images, top_k]``; ``paths``, where the image was read.
+        For each image, in order:
+        ``classes``, names of classes; ``probabilities``, float32 ``[images, top_k]``; ``paths``,
+        the path of the image.
 
     Raises:
         ValueError, FileNotFoundError: model, images or options are wrong, or an image cannot be
             read or gives no finite result; one line with its name.
         TypeError: there is no such option.
-        OutOfMemory, Failed: one image does not fit into memory, or into ``memory_gib``, or a
-            process that reads ended; they are defined in ``visionattn.cli.ends``.
+        OutOfMemory, Failed: one image does not fit into memory or ``memory_gib``, or a loading
+            process ended; defined in ``visionattn.cli.ends``.
     """
     asked = options_of_call(PredictOptions, {"workers": 0} | options)
     found = Predictions([], torch.empty(0), [])
@@ -92,21 +92,21 @@ def predict(model: Model, images: Images, **options: Any) -> Predictions:
 
 
 def segment(model: Model, images: Images, **options: Any) -> list[Tensor]:
-    """Give each pixel of images a class, as ``visionattn predict`` does with the weights of a
-    segmentation.
+    """Predict the class of each pixel of images, as ``visionattn predict`` does with a segmentation
+    model.
 
     Args:
         model: a ``Segmenter`` with ``data_spec``, as ``load_model`` returns it, or a checkpoint.
         images: as for ``predict``.
-        options: as for ``predict``, but for ``top_k`` and ``combine``.
+        options: as for ``predict``, except ``top_k`` and ``combine``.
 
     Returns:
-        For each image, at its own size, the number of the class of each pixel: uint8
-        ``[height, width]`` on the CPU; 255 for pixels that the model has not seen, as ``fit`` crop
-        cuts them off.
+        For each image, at its own size, the index of the class of each pixel: uint8
+        ``[height, width]`` on the CPU; 255 for pixels that the model has not seen, such as those
+        cut off by ``fit`` crop.
 
     Raises:
-        What ``predict`` raises, and ValueError for a model that gives classes of images.
+        As ``predict``, and ValueError for a model that classifies images.
     """
     from visionattn.inference.segment import judged
 
@@ -125,15 +125,15 @@ def extract_features(model: Model, images: Images, **options: Any) -> Tensor | l
 
     Args:
         model, images: as for ``predict``.
-        options: as for ``predict``, but for ``top_k``; and ``dense``: the last feature map, after
+        options: as for ``predict``, except ``top_k``; and ``dense``: the last feature map, after
             the final norm, instead of one vector per image.
 
     Returns:
-        Float32 ``[images, D]`` on the CPU; if ``dense``, ``[images, D, H, W]`` with the grid of
-        patches ``H`` x ``W``, and where images are seen ``native`` a list of ``[D, H, W]``.
+        Float32
+        ``[images, D]`` on the CPU; with ``dense``, ``[images, D, H, W]`` with the grid of patches ``H`` x ``W``, or for ``native`` images a list of ``[D, H, W]``.
 
     Raises:
-        What ``predict`` raises, and ValueError for a model without features of this kind.
+        As ``predict``, and ValueError for a model without such features.
     """
     asked = options_of_call(DenseOptions, {"workers": 0} | options)
     with _opened(model, asked, classifies=False) as opened:
@@ -151,20 +151,21 @@ def extract_features(model: Model, images: Images, **options: Any) -> Tensor | l
 
 
 def look(model: Model, images: Images, **options: Any) -> "list[Look]":
-    """Find the attribution of a class in images, as ``visionattn look`` does, and draw nothing.
+    """Compute the attribution of a class in images, as ``visionattn look`` does, without drawing.
 
     Args:
         model: a module of ours, a checkpoint or a name, as for ``predict``.
         images: as for ``predict``.
-        options: fields of ``visionattn.inference.look_options.LookOptions``; ``target`` may be a
-            number, and places of ``queries`` pairs of numbers.
+        options: fields of
+            ``visionattn.inference.look_options.LookOptions``; ``target`` may be a number, and places of ``queries``
+            pairs of numbers.
 
     Returns:
-        A ``Look`` for each image, in their order, with tensors on the CPU.
+        A ``Look`` for each image, in order, with tensors on the CPU.
 
     Raises:
-        What ``predict`` raises, and ValueError for a model that is none of ours, or where there is
-        no such class, block, head or token.
+        As ``predict``, and ValueError for a model that is not ours, or an unknown class, block,
+            head or token.
     """
     from visionattn.inference.image_attribution import ImageAttribution
     from visionattn.inference.look_options import LookOptions, check_asked
@@ -188,7 +189,7 @@ def look(model: Model, images: Images, **options: Any) -> "list[Look]":
 
 @contextmanager
 def _opened(model: Model, options: OpenOptions, *, classifies: bool) -> Iterator[Opened]:
-    """Give the model, in eval mode within the context; the caller's module is left as it was."""
+    """Yield the opened model, in eval mode within the context; the caller's module is restored."""
     if isinstance(model, nn.Module):
         if options.device != "auto":
             raise ValueError("a module stays where it is; leave device out, or move the module")
@@ -197,7 +198,7 @@ def _opened(model: Model, options: OpenOptions, *, classifies: bool) -> Iterator
         with in_eval(model):
             yield open_module(model, options, classifies=classifies)
         return
-    # A path of a file, or the name of a model whose weights timm fetches.
+    # A path of a file, or the name of a timm model with pretrained weights.
     if os.path.isfile(model) or (os.path.isdir(model) and not timm.is_model(str(model))):
         options.checkpoint = os.fspath(model)
         if description(options.checkpoint) is None:

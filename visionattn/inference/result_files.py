@@ -1,4 +1,6 @@
-"""Arrays and tables that appear whole or not at all, and how two descriptions of work differ."""
+"""Arrays and tables written completely or not at all, and differences between two descriptions of
+work.
+"""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,7 +14,7 @@ from visionattn.cli.untrusted import brief
 
 
 def write_array(path: Path, array: np.ndarray) -> None:
-    """Write an ``.npy``, whole or not at all."""
+    """Write an ``.npy``, completely or not at all."""
 
     def write(place: Path) -> None:
         with open(place, "wb") as file:
@@ -22,7 +24,7 @@ def write_array(path: Path, array: np.ndarray) -> None:
 
 
 def write_table(path: Path, columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> None:
-    """Write rows as CSV, whole or not at all; names of files may be in any encoding."""
+    """Write rows as CSV, completely or not at all; file names may have any encoding."""
 
     def write(place: Path) -> None:
         with open(place, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
@@ -32,7 +34,9 @@ def write_table(path: Path, columns: Sequence[str], rows: Iterable[dict[str, Any
 
 
 def difference(there: dict[str, Any], here: dict[str, Any]) -> str | None:
-    """Return the first key of ``here`` whose value differs, with both values; None for none."""
+    """Return the first key of ``here`` whose value differs, with both values; None if there is
+    none.
+    """
     for key, value in here.items():
         if there.get(key) != value:
             return f"{key} {brief(there.get(key))} there, {brief(value)} here"

@@ -1,8 +1,8 @@
-"""Masks of many images, a PNG for each or one array: the work of ``visionattn predict`` where a
-model gives each pixel a class.
+"""Masks of many images, as one PNG each or one array: ``visionattn predict`` with a segmentation
+model.
 
-This module owns the files, and how a mask comes to the size of its image. Every file appears whole
-or not at all, and the table of them last.
+This module owns the files, and resizes masks to their images. Every file is written completely or
+not at all, and their table last.
 """
 
 import os
@@ -33,15 +33,15 @@ from visionattn.models.weights import described
 TABLE = "masks.csv"
 """The table of the masks in a folder, a row per image."""
 ARRAY = ".npy"
-"""What a file ends in that is to hold the mask of one image as an array."""
+"""Suffix of an output that holds the mask of one image as an array."""
 
 
 def gives_masks(options: PredictOptions) -> bool:
-    """Tell by the head of its file whether the model of the options gives each pixel a class.
+    """Return, from the header of its file, whether the options name a segmentation model.
 
     Raises:
-        FileNotFoundError, ValueError: there is no such file, it is garbled, or nothing says which
-            model it is for; one line.
+        FileNotFoundError, ValueError: there is no such file, it is malformed, or its model is not
+            stated; one line.
     """
     metadata = description(options.checkpoint) if options.checkpoint else None
     if options.checkpoint and not (metadata or options.model):
@@ -53,10 +53,10 @@ class MaskPredictor:
     """Model and images, after all checks; nothing is written before ``run``.
 
     Args:
-        options: what ``parse_options`` returned.
+        options: result of ``parse_options``.
 
     Raises:
-        ValueError, FileNotFoundError: something is wrong or in the way; one line.
+        ValueError, FileNotFoundError: an option is wrong, or a file is in the way; one line.
     """
 
     def __init__(self, options: PredictOptions):
@@ -86,7 +86,7 @@ class MaskPredictor:
         how = dict(masks=call, output=self.output)
         self.image_run = ImageRun(options, self.opened, images, masks, **how)
         there = [path for path in (*self.files, self.output / TABLE) if path.exists()]
-        # What a command that was stopped has written is replaced as it goes on.
+        # A resumed command replaces the files of the stopped one.
         begun = self.image_run.banding.work.folder.exists()
         if there and not options.overwrite and not begun:
             raise ValueError(f"{there[0]} exists; --overwrite replaces it")
@@ -112,12 +112,12 @@ class MaskPredictor:
             check_folder(self.output, "choose another output")
 
     def run(self, say: Callable[[str], None]) -> None:
-        """Write the masks, and the table of them, and say what came of it.
+        """Write the masks and their table, and report the result.
 
         Raises:
-            ValueError: none of the images gives a mask.
-            OutOfMemory: none of them fits into memory.
-            DoesNotFit: a batch clearly takes more memory than there is; nothing is written.
+            ValueError: no image gives a mask.
+            OutOfMemory: no image fits into memory.
+            DoesNotFit: a batch clearly needs more than the available memory; nothing is written.
             Failed: a process that reads images ended.
         """
         run, files, rows = self.image_run, iter(self.files), list[dict[str, Any]]()
@@ -139,8 +139,9 @@ class MaskPredictor:
         say(f"{len(rows) - len(failed)} of {len(rows)} images have masks: {self.output}")
 
     def _written(self, outcome: Outcome, path: Path) -> dict[str, Any]:
-        """Write the mask of an image, where there is one; return its row of the table: ``FIELDS``,
-        ``mask``, and ``share_`` of each class, its share of the pixels.
+        """Write the mask of an image, if there is one; return its row of the table.
+
+        A row has ``FIELDS``, ``mask``, and ``share_`` of each class, its share of the pixels.
         """
         row = {name: getattr(outcome, name) for name in FIELDS}
         if outcome.value is None:
@@ -160,7 +161,9 @@ class MaskPredictor:
 
 def judged(outcome: Outcome, geometry: Geometry) -> Outcome:
     """Return the outcome of an image with its mask at the size of the file, uint8
-    ``[height, width]``; without one where the logits of a pixel are not finite.
+    ``[height, width]``.
+
+    The mask is removed if the logits of any pixel are not finite.
     """
     if outcome.value is None or outcome.height is None or outcome.width is None:
         return outcome
@@ -178,8 +181,9 @@ def judged(outcome: Outcome, geometry: Geometry) -> Outcome:
 
 
 def mask_files(folder: Path, paths: list[str]) -> list[Path]:
-    """Return where the mask of each image goes: its path below the folder that all share, ending in
-    ``.png``; after the image's own ending where two images would have one mask.
+    """Return the file of each image's mask: its path below the common folder, ending in ``.png``.
+
+    If two images would share a mask, the image's own suffix is kept before ``.png``.
 
     Raises:
         ValueError: two images are one file.
@@ -191,7 +195,7 @@ def mask_files(folder: Path, paths: list[str]) -> list[Path]:
     shared = os.path.commonpath([os.path.dirname(path) for path in absolute])
     below = [Path(os.path.relpath(path, shared)) for path in absolute]
     names = [path.with_suffix(".png") for path in below]
-    # The mask of a.jpg.png could be that of a.jpg: until all differ, those that do not grow.
+    # The mask of a.jpg.png could be the mask of a.jpg: extend equal names until all differ.
     while len(counts := Counter(names)) < len(names):
         names = [
             path.with_name(f"{path.name}.png") if counts[name] > 1 else name

@@ -1,9 +1,9 @@
-"""Features on disk: safetensors files of bounded size that know which images they hold, and the
-index of all of them; and the parts of a collection, which are folders of features of their own.
+"""Features on disk: safetensors files of bounded size that list their images, an index of all of
+them, and the parts of a collection, which are feature folders too.
 
-This module owns the format, and decides what of an earlier run can stay. Each shard appears whole
-or not at all and carries its rows, so that a folder of shards needs no other record of how far a
-run has come. The module knows nothing of models.
+This module owns the format, and decides which files of an earlier run are kept. Each shard is
+written completely or not at all and contains its rows, so a folder of shards needs no other record
+of progress. The module is independent of models.
 """
 
 import json
@@ -27,53 +27,53 @@ from visionattn.inference.result_files import difference, write_table
 FORMAT = "visionattn.features"
 FORMAT_VERSION = 1
 NAMED_FAILURES = 5
-"""How many images without features the report names; the index names all."""
+"""Maximum number of images without features named in the report; the index names all."""
 INDEX, LOCK = "index.csv", "features.lock"
 PARTS = "parts"
-"""The folder of parts of a collection, within that of the features."""
+"""Folder of the parts of a collection, within the feature folder."""
 MOST_PARTS = 99_999
 SHARD = re.compile(r"features-(\d{5,})\.safetensors")
 HEAD_BYTES = 2**24
-"""The size of a shard's head, which holds its rows, at which the shard is full. safetensors reads
-no head above 100 MB.
+"""Size of a shard's header, with its rows, at which the shard is full. safetensors reads no header
+above 100 MB.
 """
 KEY_BYTES = 120
-"""The most that safetensors notes about a map, in bytes."""
+"""Maximum size of a map's header entry in safetensors, in bytes."""
 POOLED = "features"
-"""The one tensor of a shard of pooled features, ``[n, D]``."""
+"""Name of the only tensor of a shard of pooled features, ``[n, D]``."""
 FROM_OUTCOME = ("path", "status", "reason", "height", "width", "input_height", "input_width")
 PLACE = ("shard", "key", "row")
 COLUMNS = (*FROM_OUTCOME, *PLACE)
-"""The columns of the index. A pooled feature is row ``row`` of tensor ``key`` in file ``shard``; a
-map is the tensor itself.
+"""Columns of the index. A pooled feature is row ``row`` of tensor ``key`` in file ``shard``; a map
+is the tensor itself.
 """
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A whole file of features."""
+    """A complete file of features."""
 
     path: Path
     first: int
-    """Number of its first image among all images."""
+    """Index of its first image among all images."""
     rows: list[dict[str, Any]]
-    """A row of the index per image."""
+    """One row of the index per image."""
     identity: dict[str, Any]
-    """What the features are, as JSON types."""
+    """Identity of the features, as JSON types."""
 
 
 class Pending:
-    """The images of a shard that is not written yet.
+    """The images of a shard that has not been written yet.
 
     Attributes:
-        rows: rows of the index, one for each image.
+        rows: rows of the index, one per image.
         bytes: size of the features so far.
-        head_bytes: size of the head for the rows and maps so far.
+        head_bytes: size of the header for the rows and maps so far.
     """
 
     def __init__(self, folder: Path, number: int, first: int, identity: dict[str, Any]):
-        """Take ``identity``, what the features are as JSON types, and ``first``, the number of the
-        first image.
+        """Begin a shard with ``identity``, the identity of the features as JSON types, and
+        ``first``, the index of the first image.
         """
         self.path, self.number, self.first = shard_path(folder, number), number, first
         self.bytes, self.head_bytes = 0, 0
@@ -86,8 +86,8 @@ class Pending:
         return len(self.rows)
 
     def add(self, outcomes: list[Outcome]) -> None:
-        """Take the images that follow. Their features are copied: as parts of a batch they would
-        hold all of it.
+        """Add the next images. Their features are copied, because a view would keep the whole batch
+        in memory.
         """
         for outcome in outcomes:
             row = {name: getattr(outcome, name) for name in FROM_OUTCOME} | dict.fromkeys(PLACE)
@@ -101,22 +101,22 @@ class Pending:
             self.rows.append(row)
             self.head_bytes += (
                 len(json.dumps(json.dumps(row))) + KEY_BYTES
-            )  # text within text, as the file has it
+            )  # text within text, as in the file
             self.bytes += 0 if outcome.value is None else outcome.value.nbytes
 
     def is_full(self, images: int, most_bytes: int) -> bool:
-        """Tell whether the shard holds so many images, or features of so many bytes, or all the
-        rows that a head takes.
+        """Return whether the shard has reached a number of images, a size of features, or the limit
+        of its header.
         """
         return len(self) >= images or self.bytes >= most_bytes or self.head_bytes >= HEAD_BYTES
 
     def write(self) -> None:
-        """Write the file, whole or not at all; pooled features as one tensor, maps as one per
+        """Write the file, completely or not at all; pooled features as one tensor, maps as one per
         image.
         """
         tensors = self._maps | ({POOLED: torch.stack(self._vectors)} if self._vectors else {})
         content = {"format": FORMAT, "version": FORMAT_VERSION, "identity": self._identity}
-        # One entry: the order of several in the file is not defined.
+        # One entry: the order of several entries in the file is undefined.
         metadata = {FORMAT: json.dumps(content | {"first": self.first, "rows": self.rows})}
         write_whole(self.path, lambda place: save_file(tensors, place, metadata=metadata))
 
@@ -127,8 +127,7 @@ def shard_path(folder: Path, number: int) -> Path:
 
 
 def shard_paths(folder: Path) -> list[Path]:
-    """List the files that are shards by their names, in order; in a folder of parts, the files of
-    each part.
+    """List the files with names of shards, in order; in a folder of parts, the files of each part.
     """
     found = [*folder.glob("features-*"), *folder.glob(f"{PARTS}/*/features-*")]
     named = [path for path in found if SHARD.fullmatch(path.name)]
@@ -140,10 +139,10 @@ def _number(path: Path) -> int:
 
 
 def read_shard(path: Path) -> Shard | None:
-    """Read the rows of a shard, without its tensors; None where it is missing or cut off.
+    """Read the rows of a shard, without its tensors; None if it is missing or truncated.
 
     Raises:
-        ValueError: a whole safetensors file, but not one of features.
+        ValueError: a complete safetensors file without features.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -167,13 +166,13 @@ def whole_shards(
     """List the shards of an earlier run, without a gap.
 
     Args:
-        folder: where they are.
-        identity: what the features are to be.
-        names: returns the path of an image by its number.
-        first: the number of the first image.
+        folder: folder of the shards.
+        identity: identity of the wanted features.
+        names: returns the path of an image by its index.
+        first: index of the first image.
 
     Raises:
-        ValueError: they are of other features or images; the line names the first difference.
+        ValueError: they hold other features or images; the line names the first difference.
     """
     found, done = list[Shard](), first
     for shard in map(read_shard, shard_paths(folder)):
@@ -185,7 +184,7 @@ def whole_shards(
         ]:
             other = "rows of other images"
         if other is not None and not any(row["status"] == "ok" for row in shard.rows):
-            break  # a run with a wrong option, as nothing came of it
+            break  # a run with a wrong option and no results
         if other is not None:
             raise ValueError(
                 f"{folder} holds other features: {other}; choose another --output, or replace them "
@@ -197,7 +196,7 @@ def whole_shards(
 
 
 def check_ours(folder: Path, *known: str) -> None:
-    """Raise ValueError where a folder holds other things than features and these names."""
+    """Raise ValueError if a folder holds other files than features and these names."""
     names = [] if not folder.is_dir() else [path.name for path in folder.iterdir()]
     strange = [name for name in names if name not in (LOCK, *known) and not is_unfinished(name)]
     if strange and not shard_paths(folder):
@@ -230,21 +229,21 @@ def _read_whole(path: Path) -> Shard:
 
 @dataclass
 class Index:
-    """The index of a folder: a row for each image under ``COLUMNS``, in one CSV file."""
+    """The index of a folder: one row per image with ``COLUMNS``, in one CSV file."""
 
     folder: Path
     images: int = 0
     failures: int = 0
     named: list[dict[str, Any]] = field(default_factory=list)
-    """The rows of the first images without features."""
+    """Rows of the first images without features."""
 
     @property
     def path(self) -> Path:
-        """Return where it is."""
+        """Return the path of the index."""
         return self.folder / INDEX
 
     def write(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Write rows; names stand there as ``visionattn.cli.tables`` writes texts."""
+        """Write rows; names are formatted as ``visionattn.cli.tables`` writes texts."""
         write_table(self.path, COLUMNS, map(self._counted, rows))
 
     def _counted(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -255,10 +254,10 @@ class Index:
         return row
 
     def report(self, say: Callable[[str], None], *, all_fail: bool = True) -> None:
-        """Say which images have no features.
+        """Report the images without features.
 
         Raises:
-            ValueError, OutOfMemory: none has, where ``all_fail`` is on.
+            ValueError, OutOfMemory: no image has features, with ``all_fail``.
         """
         if all_fail and self.failures == self.images:
             first = Outcome(*(self.named[0][key] for key in FROM_OUTCOME))
@@ -274,12 +273,13 @@ class Index:
 def read_features(
     folder: Path, wanted: Container[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the path and the features of each image that has some, in order, with the pooled
-    features of one shard, or one map, at a time in memory.
+    """Yield path and features of each image with features, in order.
+
+    The pooled features of one shard, or one map, are in memory at a time.
 
     Args:
-        folder: where the shards are.
-        wanted: the paths of the images that are read; None: all are.
+        folder: folder of the shards.
+        wanted: paths of the images to read; None: all.
     """
     for path in shard_paths(folder):
         rows = [row for row in _read_whole(path).rows if row["status"] == "ok"]
@@ -305,10 +305,10 @@ class Part:
 
     @staticmethod
     def parse(text: str) -> "Part":
-        """Read ``2/4``.
+        """Parse ``2/4``.
 
         Raises:
-            ValueError: it is no part; one line.
+            ValueError: it is not a part; one line.
         """
         found = re.fullmatch(r"(\d{1,5})/(\d{1,5})", text, re.ASCII)
         number, of = (int(found[1]), int(found[2])) if found else (0, 0)
@@ -320,11 +320,11 @@ class Part:
         return Part(number, of)
 
     def folder(self, output: Path) -> Path:
-        """Return where the features of the part lie."""
+        """Return the feature folder of the part."""
         return output / PARTS / f"{self.number:05d}-of-{self.of:05d}"
 
     def images(self, total: int) -> range:
-        """Return the numbers of its images among all.
+        """Return the indices of its images among all.
 
         Raises:
             ValueError: there are more parts than images.
@@ -336,8 +336,8 @@ class Part:
         return range(total * (self.number - 1) // self.of, total * self.number // self.of)
 
     def check_division(self, output: Path) -> None:
-        """Raise ValueError unless the part may be written to a folder: it is new, or holds parts of
-        the same division.
+        """Raise ValueError unless the part may be written to a folder: a new one, or one with parts
+        of the same division.
         """
         check_folder(output, "choose another --output")
         there = parts_in(output)
@@ -352,22 +352,22 @@ class Part:
 
 
 def parts_in(output: Path) -> list[Part]:
-    """List the parts that lie in a folder, in order."""
+    """List the parts in a folder, in order."""
     names = sorted(path.name for path in (output / PARTS).glob("*-of-*"))
     return [Part(*map(int, name.split("-of-"))) for name in names]
 
 
 def merge(output: Path, say: Callable[[str], None], identity: dict[str, Any] | None = None) -> None:
-    """Write one index over the features of all parts in a folder, which stay where they are.
+    """Write one index over the features of all parts in a folder; the parts stay unchanged.
 
     Args:
         output: the folder.
-        say: is told what came of it.
-        identity: what the features are to be; None: as in the first part.
+        say: receives the report.
+        identity: identity of the wanted features; None: as in the first part.
 
     Raises:
-        ValueError: a part is missing, unfinished, or of other features; or none of the images has
-            features. One line.
+        ValueError: a part is missing, unfinished, or has other features; or no image has features.
+            One line.
     """
     check_folder(output, "name the --output of the parts")
     there = parts_in(output)
@@ -394,10 +394,10 @@ def merge(output: Path, say: Callable[[str], None], identity: dict[str, Any] | N
 
 
 def _indexed(folder: Path, output: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a part's index with the places of its files within ``output``."""
+    """Yield the rows of a part's index with the paths of its files within ``output``."""
     with open(folder / INDEX, encoding="utf-8", errors="surrogateescape", newline="") as file:
         for row in read_rows(file):
-            place = folder / row["shard"]  # the folder itself where an image has no features
+            place = folder / row["shard"]  # the folder itself for an image without features
             if not place.exists():
                 raise ValueError(f"{place} is missing; call --shard of this part again")
             yield row | {"shard": row["shard"] and str(place.relative_to(output))}

@@ -1,5 +1,5 @@
-"""Images that a ``PixelDecoder`` generates value by value: random numbers, the choice of levels,
-and the loop over values.
+"""Sampling of images from a ``PixelDecoder``: random numbers, the choice of levels, and the loop
+over values.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,14 +12,16 @@ from visionattn.data.geometry import Size
 from visionattn.models.pixel_decoder import PixelDecoder
 
 BLOCK = 1024
-"""Values of an image whose random numbers are drawn at once; a multiple of the four numbers that
-the generator makes of a count.
+"""Number of values of an image whose random numbers are drawn at once; a multiple of four, the
+numbers per step of the generator.
 """
 
 
 def uniform(seed: int, image: int, copy: int, start: int, count: int) -> np.ndarray:
-    """Return random numbers of an image, which depend on nothing but the arguments: float64
-    ``[count]`` in [0, 1), for its values from number ``start`` on, a multiple of four.
+    """Return random numbers of an image that depend only on the arguments: float64 ``[count]`` in
+    [0, 1).
+
+    They are for its values from ``start`` on, a multiple of four.
 
     Source: Salmon et al. 2011, Philox 4x64-10, keyed by seed and image and counting values.
     """
@@ -29,7 +31,7 @@ def uniform(seed: int, image: int, copy: int, start: int, count: int) -> np.ndar
 
 
 def choose(logits: Tensor, temperature: float, numbers: Tensor) -> Tensor:
-    """Choose a level for each image, where its number falls among the summed probabilities.
+    """Choose a level for each image by inverting the cumulative probabilities at its random number.
 
     Args:
         logits: log-probabilities up to a constant, float64 ``[B, levels]``.
@@ -41,7 +43,7 @@ def choose(logits: Tensor, temperature: float, numbers: Tensor) -> Tensor:
     """
     if temperature == 0:
         return logits.argmax(1)
-    # The largest is 0 before the division: however low the temperature, nothing overflows.
+    # The largest is 0 before the division, so no temperature overflows.
     relative = (logits - logits.amax(1, keepdim=True)) / temperature
     up_to = relative.exp().cumsum(1)
     places = numbers[:, None] * up_to[:, -1:]
@@ -65,20 +67,20 @@ def sample_values(
     Args:
         model: in eval mode.
         size: height and width in pixels.
-        numbers: of each image its number and the number of its completion, for ``uniform``.
-        labels: classes, int64 ``[B]``; None for a model that is not conditioned.
+        numbers: index of each image and of its completion, for ``uniform``.
+        labels: classes, int64 ``[B]``; None for an unconditioned model.
         given: the first values in raster order, int64 ``[B, t]``; t may be 0.
         temperature: see ``choose``.
         seed: see ``uniform``.
-        stepped: is called after each value.
+        stepped: called after each value.
 
     Returns:
-        The values in raster order, int64 ``[B, N]``; minus the log-probabilities that the model
-        gives at temperature 1, summed over the given and over the generated values, float64
+        The values in raster order, int64 ``[B, N]``; and the negative log-probabilities under the
+        model at temperature 1, summed over the given and over the generated values, float64
         ``[B, 2]``.
 
     Raises:
-        ValueError: the outputs of the model are not finite; it is raised within ``BLOCK`` values.
+        ValueError: the outputs of the model are not finite; raised within ``BLOCK`` values.
     """
     device = given.device
     state = model.begin(len(numbers), size, labels)
@@ -96,7 +98,7 @@ def sample_values(
         chosen = choose(logits, temperature, drawn) if is_new else given[:, place]
         nats[:, int(is_new)] -= logits.log_softmax(1).gather(1, chosen[:, None])[:, 0]
         values[:, place] = chosen
-        # Looking at the sums takes as long on a GPU as a step.
+        # Reading the sums takes as long on a GPU as a step.
         is_last = place == state.values - 1
         if (place % BLOCK == 0 or is_last) and not nats.isfinite().all():
             raise ValueError(f"the outputs of the model are not finite by value {place + 1}")

@@ -1,4 +1,4 @@
-"""Modules with parameters, made of the operations."""
+"""Modules with parameters, built from the operations."""
 
 from visionattn.layers.attention import Attention
 from visionattn.layers.block import Block

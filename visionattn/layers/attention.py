@@ -1,6 +1,4 @@
-"""Multi-head self-attention with the package's operations, under the names that timm gives its
-own.
-"""
+"""Multi-head self-attention with the package's operations and timm's parameter names."""
 
 from typing import Any, Literal
 
@@ -26,48 +24,47 @@ from visionattn.ops.window import WINDOW_SIZE, check_window_size
 
 @register_notrace_module
 class Attention(nn.Module):
-    """Self-attention over tokens ``[B, N, D]``, in place of timm's ``Attention``.
+    """Self-attention over tokens ``[B, N, D]``; replaces timm's ``Attention``.
 
     Args:
         dim: D.
-        num_heads: h, which divides D.
+        num_heads: h, a divisor of D.
         attention: a name of ``visionattn.ops.attentions``: "kernelized", "taylorshift", "softmax"
-            or "window", a softmax within windows of the grid.
-        relative: "joint", "axial", "flat" or "none"; windows have no "flat".
-        horizon: R of the relative position, in patches; None: 3. Windows have none to choose: each
-            offset within a window has an entry of its own, R = ``window_size - 1``.
-        normalization: "mean" or "sum"; None: "mean". Softmax has none, in windows neither.
-        temperature_init: TaylorShift's tau at the start, for every head; None: 4.
-        feature_map: of kernelized attention: "elu1", "relu", "softmax" (Shen: over features for
-            queries, over positions for keys) or "random" (FAVOR+, ``RandomFeatures``: its rows are
-            drawn when the layer is made, from torch's generator, and saved with the weights;
-            ``layer.feature_map.redraw()`` draws others); None: "elu1". The query side of relative
-            position is elu1 with each of them. GPU kernels know "elu1" and "relu".
-        random_features: how many features "random" has; None: as many as the head is wide.
-        form: "efficient" (linear), "direct" (quadratic), or "auto" for the faster one; they compute
-            the same. Softmax has none, in windows neither.
-        window_size: of windows: patches along a side; None: 7.
-        shifted: of windows: begin with half a window, so that patches see each other which the
-            windows of other layers part.
-        value_conv: side of a depth-wise convolution of the values over the grid, 3 or 5 patches,
-            which is added to the output of the operation and starts at zero; 0: none.
-        centre_keys: take from each key the mean of the keys of its head.
-        output_gate: multiply what each token gets, all heads together and the convolution included,
-            by ``silu(x W)`` of the token itself, before ``scale_norm``; W is ``[D, D]``, without a
-            bias.
+            or "window" (softmax within windows of the grid).
+        relative: "joint", "axial", "flat" or "none"; window attention does not support "flat".
+        horizon: R of the relative position, in patches; None: 3. Fixed for windows at
+            ``window_size - 1``: each offset within a window has its own entry.
+        normalization: "mean" or "sum"; None: "mean". Not for softmax or window attention.
+        temperature_init: initial tau of TaylorShift for every head; None: 4.
+        feature_map: for kernelized attention: "elu1", "relu", "softmax" (Shen: over features for
+            queries, over positions for keys) or "random" (FAVOR+); None: "elu1". "random" draws its
+            rows from torch's generator when the layer is built and saves them with the weights;
+            ``layer.feature_map.redraw()`` draws new ones. Relative position always uses elu1 for
+            queries. GPU kernels support "elu1" and "relu".
+        random_features: number of features of "random"; None: the head width.
+        form: "efficient" (linear), "direct" (quadratic), or "auto" for the faster form; both
+            compute the same result. Not for softmax or window attention.
+        window_size: patches along a side of a window; None: 7.
+        shifted: begin the grid of windows with half a window, so that patches attend across the
+            window borders of other layers.
+        value_conv: side of a depth-wise convolution of the values over the grid, 3 or 5 patches; 0:
+            none. Its result is added to the output of the operation, and its weights start at zero.
+        centre_keys: subtract from each key the mean key of its head.
+        output_gate: multiply the output of each token (all heads, convolution included) by
+            ``silu(x W)`` of that token, before ``scale_norm``; W is ``[D, D]``, without a bias.
         qkv_bias, proj_bias: biases of the two projections.
         qk_norm: normalise q and k per head with ``norm_layer``.
         scale_norm: normalise with ``norm_layer`` before the output projection.
-        attn_drop: in training, probability with which a token's values are dropped for all queries;
-            see ``drop_values`` in ``ops/sums.py``.
+        attn_drop: probability, in training, of dropping a token's values for all queries; see
+            ``drop_values`` in ``ops/sums.py``.
         proj_drop: dropout after the output projection.
 
     Raises:
-        ValueError: heads do not divide the width, a name is unknown, or the other options leave an
-            option nothing to act on.
+        ValueError: heads do not divide the width, a name is unknown, or an option has no effect
+            with the other options.
 
-    The operation that is called is the attribute ``operation``, and may be replaced by one that
-    takes the same arguments.
+    The attribute ``operation`` holds the function that is called. It may be replaced by a function
+    with the same arguments.
     """
 
     def __init__(
@@ -105,7 +102,7 @@ class Attention(nn.Module):
             raise ValueError(
                 f"num_heads {num_heads} does not divide the width {dim}; wanted one of {divisors}"
             )
-        # Checks first: an option that would do nothing is refused here, not ignored.
+        # Checks first: an option without effect is refused, not ignored.
         kind = get_attention(attention)
         if normalization not in (None, "mean", "sum"):
             raise ValueError(f"normalization {normalization!r}: wanted mean or sum")
@@ -141,11 +138,11 @@ class Attention(nn.Module):
         self.attention, self.form = attention, form
         self.kind, self.operation = kind, OPERATIONS[kind.name]
         self.num_heads = num_heads
-        # ``scale`` and ``fused_attn`` are timm's attributes, which wrappers of timm look for.
+        # timm's wrappers look for its attributes ``scale`` and ``fused_attn``.
         self.scale = self.head_dim**-0.5
         self.fused_attn = True
         self.native_layout: TokenLayout | None = None
-        # Parameters, under timm's names, so that its checkpoints fit.
+        # Parameters have timm's names, so that its checkpoints fit.
         self.qkv = nn.Linear(dim, dim * 3, bias=qkv_bias, **dd)
         self.q_norm = norm_layer(self.head_dim, **dd) if qk_norm else nn.Identity()
         self.k_norm = norm_layer(self.head_dim, **dd) if qk_norm else nn.Identity()
@@ -168,8 +165,8 @@ class Attention(nn.Module):
         self.temperature_init = 4.0 if temperature_init is None else temperature_init
         self.temperature = nn.Parameter(torch.empty(num_heads, **dd)) if kind.temperature else None
         self.attn_drop = nn.Dropout(attn_drop)
-        # timm's own gate is a sigmoid after the norm: under its name, ``gate``, weights of the one
-        # would be taken for the other.
+        # Not named ``gate``: timm uses that name for a sigmoid after the norm, and its weights
+        # would load here.
         self.output_gate = nn.Linear(dim, dim, bias=False, **dd) if output_gate else None
         self.norm = norm_layer(dim, **dd) if scale_norm else nn.Identity()
         self.proj = nn.Linear(dim, dim, bias=proj_bias, **dd)
@@ -178,12 +175,12 @@ class Attention(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Set the temperature to its start; the other parts reset themselves."""
+        """Set the temperature to its initial value; the other parts reset themselves."""
         if self.temperature is not None:
             self.temperature.fill_(self.temperature_init)
 
     def _layout(self, layout: TokenLayout | None, tokens: int) -> TokenLayout:
-        """Return the layout given, or the native one where the number of tokens fits it."""
+        """Return the given layout, or the native one if it has this number of tokens."""
         if layout is not None:
             return layout
         native = self.native_layout
@@ -196,7 +193,7 @@ class Attention(nn.Module):
         )
 
     def _options(self, is_causal: bool) -> dict[str, Any]:
-        """Return the options that this operation takes and others do not."""
+        """Return the options that this operation takes in addition to the common ones."""
         kind = self.kind
         taken = {
             "form": (kind.forms, self.form),
@@ -215,23 +212,24 @@ class Attention(nn.Module):
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
-        """Attend.
+        """Apply self-attention.
 
         Args:
             x: ``[B, N, D]``.
-            layout: where the tokens lie, and which are absent; needed for relative position and for
-                windows, unless N is that of the native grid.
-            attn_mask: bool ``[B, 1, 1, N]`` or ``[B, N]``, True takes part: a mask of keys. Linear
-                time allows no other masks. Masked tokens may hold NaN; gradients of the weights of
-                the projections and of the gate, which multiply every token, need finite numbers.
-            is_causal: each token sees those up to itself; where the attention has a causal form
-                (kernelized attention with "flat" or no relative position, softmax with any), and
-                without ``value_conv`` and ``centre_keys``, by which each sees later ones.
+            layout: the places of the tokens on the grid, and which are absent. Needed for relative
+                position and for windows, unless N is the native number of tokens.
+            attn_mask: bool ``[B, 1, 1, N]`` or ``[B, N]``, a mask of keys; True takes part. Linear
+                time allows no other masks. Masked tokens may hold NaN. Weight gradients of the
+                projections and of the gate need finite numbers, because these multiply every token.
+            is_causal: each token attends only to itself and earlier tokens. Available for
+                kernelized attention with "flat" or no relative position and for softmax with any,
+                without ``value_conv`` and ``centre_keys``, which mix in later tokens.
 
         Raises:
             ValueError: relative position, windows or ``value_conv`` without a known grid, a mask of
-                pairs, causal where there is no such form, or ``fused_attn`` set to False, by which
-                timm's ``AttentionExtract`` asks for the weights of all pairs.
+                pairs, causal attention that is not available, or
+                ``fused_attn`` set to False, with which timm's ``AttentionExtract`` requests the
+                weights of all pairs.
         """
         if not self.fused_attn:
             raise ValueError(
@@ -242,12 +240,13 @@ class Attention(nn.Module):
         options["value_drop"] = self.attn_drop.p if self.training else 0.0
         out = self.operation(q, k, v, **options)
         if self.value_conv is not None:
-            # The first term decides how the sum lies in memory: as the projection wants it.
+            # The first operand decides the memory layout of the sum: the projection wants that of
+            # the convolution.
             out = self.value_conv(v, layout, key_mask) + out
         return self.project(out.transpose(1, 2).reshape(x.shape), x)
 
     def _check(self, is_causal: bool) -> None:
-        """Raise ValueError where a token is to see the earlier ones alone, and cannot."""
+        """Raise ValueError if causal attention is requested but not available."""
         if is_causal and not self.kind.causal:
             raise ValueError(
                 f"is_causal=True: attention={self.attention!r} has no causal form "
@@ -267,14 +266,14 @@ class Attention(nn.Module):
         attn_mask: Tensor | None,
         is_causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor, TokenLayout | None, Tensor | None, dict[str, Any]]:
-        """Return q, k and v ``[B, h, N, d]``, the layout, the mask of keys, and the options of the
-        operation but for what drops values.
+        """Return q, k, v ``[B, h, N, d]``, the layout, the key mask, and all options of the
+        operation except ``value_drop``.
         """
         self._check(is_causal)
         q, k, v = self.heads(x)
         key_mask, options = _key_mask(attn_mask, x), self._options(is_causal)
-        # Relative position and windows take absent tokens from the layout; the others are told
-        # which they are.
+        # Relative position and windows read absent tokens from the layout; other attentions need
+        # them in the key mask.
         if self.relative is not None or self.kind.windows or self.value_conv is not None:
             layout = self._layout(layout, x.shape[1])
         if self.centre_keys:
@@ -296,32 +295,34 @@ class Attention(nn.Module):
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Rows:
-        """Return the weights with which chosen tokens see all of them: rows of the mean that
-        ``forward`` takes of the values, in time and memory linear in the tokens.
+        """Return the attention weights of chosen tokens over all tokens, in linear time and memory.
 
-        Keys are centred as in ``forward``. What ``value_conv`` adds to the mean and what
-        ``output_gate`` multiplies it with is no weight of a key, and not in it.
+        They are rows of the weights by which ``forward`` averages the values. Keys are centred as
+        in ``forward``. The effects of ``value_conv`` and ``output_gate`` are not weights of keys
+        and are not included.
 
         Args:
-            x: ``[B, N, D]``, what ``forward`` gets, as are ``layout``, ``attn_mask`` and
-                ``is_causal``.
-            rows: int64 ``[Q]``, which tokens, from 0 to N - 1.
+            x:
+                ``[B, N, D]``; ``x``, ``layout``, ``attn_mask`` and ``is_causal`` are as for ``forward``.
+            rows: int64 ``[Q]``, indices of the chosen tokens, from 0 to N - 1.
 
         Returns:
-            ``Rows``: shares of content and of place, ``[B, h, Q, N]``; what rows of absent patches
-            are means nothing.
+            ``Rows``: shares of content and of place, ``[B, h, Q, N]``. Rows of absent patches are
+            undefined.
 
         Raises:
-            ValueError: what ``forward`` raises, and rows that are none.
+            ValueError: as ``forward``, or ``rows`` is out of range.
         """
         q, k, _, _, _, options = self._operands(x, layout, attn_mask, is_causal)
         options.pop("form", None)
         return ROWS[self.attention](q, k, rows, **options)
 
     def heads(self, x: Tensor, which: Literal["q", "v", "kv", "qkv"] = "qkv") -> list[Tensor]:
-        """Return queries, keys and values ``[B, h, N, d]`` of tokens ``[B, N, D]``, queries and
-        keys normalised and keys not yet centred, or some of them; a plain projection computes
-        nothing else.
+        """Return queries, keys and values ``[B, h, N, d]`` of tokens ``[B, N, D]``, or some of
+        them.
+
+        Queries and keys are normalised; keys are not yet centred. A plain projection computes only
+        the requested parts.
         """
         begin = "qkv".index(which) * x.shape[2]
         rows = slice(begin, begin + len(which) * x.shape[2])
@@ -329,26 +330,26 @@ class Attention(nn.Module):
         if type(weight) in (Tensor, nn.Parameter):
             bias = self.qkv.bias
             parts = F.linear(x, weight[rows], None if bias is None else bias[rows])
-        else:  # also for LoRA, quantisation, hooks
+        else:  # also covers LoRA, quantisation and hooks
             parts = self.qkv(x)[..., rows].contiguous()
-        # ``[B, N, n D]`` to n views ``[B, h, N, d]``: nothing is copied.
+        # Split ``[B, N, n D]`` into n views ``[B, h, N, d]`` without a copy.
         split = parts.unflatten(2, (len(which), self.num_heads, self.head_dim))
         norms = {"q": self.q_norm, "k": self.k_norm}
         found = zip(which, split.permute(2, 0, 3, 1, 4).unbind(0), strict=True)
         return [norms[name](part) if name in norms else part for name, part in found]
 
     def summarize(self, k: Tensor, v: Tensor) -> State:
-        """Return what queries need of some keys and values for the content; states add.
+        """Reduce keys and values to the state that queries need for the content term; states add.
 
         Raises:
-            ValueError: a softmax, or a feature map whose keys depend on each other, has no state.
+            ValueError: softmax has no state, nor has a feature map whose keys depend on each other.
         """
         options = self._options(is_causal=False)
         taken = {name: options[name] for name in options if name in ("feature_map", "temperature")}
         return summarize(k, v, self.attention, **taken)
 
     def project(self, out: Tensor, x: Tensor) -> Tensor:
-        """Gate, normalise and project what the heads give, ``[B, N, D]``; the gate is of x."""
+        """Gate, normalise and project the output of the heads, ``[B, N, D]``; x gives the gate."""
         if self.output_gate is not None:
             out = gated(out, self.output_gate(x))
         return self.proj_drop(self.proj(self.norm(out)))
@@ -357,12 +358,12 @@ class Attention(nn.Module):
 def idle_options(
     kind: AttentionKind, relative: str | None = None, feature_map: str | None = None
 ) -> dict[str, str]:
-    """Return the options of ``Attention`` that would have nothing to act on, each with the reason.
+    """Return the options of ``Attention`` that would have no effect, each with the reason.
 
     Args:
         kind: the attention.
-        relative: "joint", "axial", "flat" or "none"; None: those options that are idle with each.
-        feature_map: the feature map that was asked for.
+        relative: "joint", "axial", "flat" or "none"; None: options without effect for all of them.
+        feature_map: the requested feature map.
     """
     of = f"attention={kind.name!r}"
     reasons = (
@@ -380,7 +381,7 @@ def idle_options(
 
 
 def _key_mask(attn_mask: Tensor | None, x: Tensor) -> Tensor | None:
-    """Return timm's ``attn_mask`` as a mask of keys ``[B, N]``."""
+    """Return timm's ``attn_mask`` as a key mask ``[B, N]``."""
     if attn_mask is None:
         return None
     batch, tokens = x.shape[:2]

@@ -16,12 +16,11 @@ class Block(nn.Module):
         mlp_ratio: hidden width of the MLP over D.
         qkv_bias, qk_norm, scale_attn_norm, proj_bias, attn_drop, proj_drop: see ``Attention``.
         scale_mlp_norm: normalise inside the MLP.
-        init_values: start of LayerScale; None: none.
+        init_values: initial value of LayerScale; None: no LayerScale.
         drop_path: probability of dropping each residual branch.
-        attn_layer: class of the attention; takes ``attn_options`` too.
+        attn_layer: class of the attention; it receives ``attn_options``.
         attn_options: further keyword arguments of the attention.
-        depth: index of the block, from 0; accepted because timm passes it to every block, and not
-            used.
+        depth: index of the block, from 0. Not used; timm passes it to every block.
     """
 
     def __init__(
@@ -88,12 +87,13 @@ class Block(nn.Module):
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
-        """Map ``[B, N, D]`` to ``[B, N, D]``; ``Attention.forward`` explains the arguments."""
+        """Map ``[B, N, D]`` to ``[B, N, D]``; see ``Attention.forward`` for the arguments."""
         return self.added(x, self.attn(self.norm1(x), layout, attn_mask, is_causal))
 
     def added(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Return the block's output for tokens and what its attention gives for them: token by
-        token, so that it may be done in pieces.
+        """Return the block's output from its input tokens and the output of its attention.
+
+        It works token by token, so callers may process the tokens in pieces.
         """
         x = x + self.drop_path1(self.ls1(attended))
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))

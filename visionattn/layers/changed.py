@@ -1,19 +1,21 @@
-"""Whether a call of a module does what its class says, for code that does the work of a module in
-pieces and does not call it.
+"""Detection of modules whose call no longer runs only ``forward`` of their class.
+
+Code that runs the parts of a module without calling it needs this check.
 """
 
 import torch
 from torch import nn
 
 WATCHERS = ("visionattn.", "torch.utils.module_tracker")
-"""Homes of hooks that change nothing: progress bars of this package, counters of torch."""
+"""Modules whose hooks change nothing: progress bars of this package, counters of torch."""
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def changed(module: nn.Module, kind: type[nn.Module]) -> str | None:
-    """Say why a call of a module is not ``kind.forward`` alone; None where it is.
+    """Return the reason why a call of a module runs more than ``kind.forward``; None if there is
+    none.
 
-    Parametrizations change parameters and not the call.
+    Parametrizations change parameters, not the call, and are accepted.
     """
     if not isinstance(module, kind):
         return f"is a {type(module).__module__}.{type(module).__qualname__}"
@@ -23,7 +25,7 @@ def changed(module: nn.Module, kind: type[nn.Module]) -> str | None:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Tell whether hooks other than ``WATCHERS`` act on a call of the module."""
+    """Return whether hooks from modules outside ``WATCHERS`` act on a call of the module."""
     common = torch.nn.modules.module
     tables = [common._global_forward_pre_hooks, common._global_forward_hooks]
     hooks = [x for table in [*tables, *(getattr(module, n) for n in HOOKS)] for x in table.values()]
@@ -32,11 +34,11 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def check_unchanged(name: str, module: nn.Module, kind: type[nn.Module]) -> None:
-    """Raise ValueError where a module whose parts are called without it is not what it should be.
+    """Raise ValueError if a call of the module would run more than ``kind.forward``.
 
     Args:
-        name: of the module in its model, for the message; "": the model itself.
-        kind: the class whose ``forward`` it should have.
+        name: name of the module in its model, for the message; "": the model itself.
+        kind: the class that defines the expected ``forward``.
     """
     if (why := changed(module, kind)) is not None:
         raise ValueError(

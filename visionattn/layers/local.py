@@ -1,4 +1,4 @@
-"""The convolution of values as parameters."""
+"""The convolution of values as a module."""
 
 import torch
 from torch import Tensor, nn
@@ -8,14 +8,14 @@ from visionattn.ops.local import value_convolution
 
 
 class ValueConvolution(nn.Module):
-    """A depth-wise convolution of the values over the grid, which an attention adds to its output.
+    """A depth-wise convolution of the values over the grid, added to the output of an attention.
 
-    It starts at zero, so that weights from elsewhere do what they did before. It is no
-    ``nn.Conv2d``, whose weights some of timm's starts draw anew.
+    It starts at zero, so that pretrained weights keep their results. It is not an ``nn.Conv2d``,
+    because some initialisers of timm would reset its weights.
 
     Args:
-        dim: D, all heads together.
-        side: K, the odd side of the kernel in patches.
+        dim: D, the width of all heads together.
+        side: K, the side of the kernel in patches, odd.
 
     Raises:
         ValueError: K is even or below 1.
@@ -26,7 +26,7 @@ class ValueConvolution(nn.Module):
         if side < 1 or side % 2 == 0:
             raise ValueError(f"value_conv: wanted an odd side of 1 patch or more, got {side}")
         self.reach = side // 2
-        """Rows and columns of patches on either side that a patch sees."""
+        """Reach of the kernel: rows and columns of patches on each side of a patch."""
         self.weight = nn.Parameter(torch.empty(dim, 1, side, side, device=device, dtype=dtype))
         self.reset_parameters()
 
@@ -36,5 +36,6 @@ class ValueConvolution(nn.Module):
         self.weight.zero_()
 
     def forward(self, v: Tensor, layout: TokenLayout, key_mask: Tensor | None = None) -> Tensor:
-        """Map values ``[B, h, N, e]`` to what is added to the output, of the same shape."""
+        """Map values ``[B, h, N, e]`` to the term that is added to the output, of the same shape.
+        """
         return value_convolution(v, self.weight, layout, key_mask=key_mask)

@@ -1,5 +1,6 @@
-"""Relative position tables as parameters: positive by construction for the linear forms, with a
-local start.
+"""Relative position tables as parameters, initialised to a local pattern.
+
+For the linear forms their entries are positive by construction.
 """
 
 import torch
@@ -15,17 +16,17 @@ REFERENCE_HEAD_DIM = 16
 
 
 def entries(raw: Tensor, signed: bool) -> Tensor:
-    """Return the entries of a table ``[..., d]`` of parameters: positive, unless signed."""
+    """Return the entries of a table from its parameters ``[..., d]``: positive, unless signed."""
     return raw if signed else elu1(raw) * (REFERENCE_HEAD_DIM / raw.shape[-1])
 
 
 class RelativeTables(nn.Module):
     """The tables of one attention layer.
 
-    Each head starts peaked at one small offset (head i at ``HEAD_OFFSETS[i % 8]``), as a
-    convolution would: tables near zero average over everything and carry no signal early in
-    training. Entries pass through ``elu1`` and are scaled by ``16 / d``, so that other head widths
-    start from the balance of content and position that was measured at 16.
+    Each head starts peaked at one small offset (head i at ``HEAD_OFFSETS[i % 8]``), like a
+    convolution. Tables near zero would average over everything and carry no signal early in
+    training. Entries pass through ``elu1`` and are scaled by ``16 / d``: the balance of content and
+    position was tuned at d = 16, and other head widths start from the same balance.
 
     Args:
         kind: "joint", "axial" or "flat".
@@ -33,7 +34,7 @@ class RelativeTables(nn.Module):
         head_dim: d.
         horizon: R, in patches, at least 0.
         normalization: "mean" or "sum"; see ``visionattn.ops.position.kinds``.
-        signed: use the parameter as it is, for softmax attention, whose scores may have any sign.
+        signed: use the parameters unchanged, for softmax attention, where scores may have any sign.
 
     Source: Scaleformer, section 4; two dimensions, local start and scale are ours.
     """
@@ -67,7 +68,7 @@ class RelativeTables(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the local start anew."""
+        """Reset the tables to a new random local start."""
         for parameter in self.parameters():
             parameter.normal_(std=START_NOISE).add_(START_FLOOR)
         reach = min(1, self.horizon)
@@ -81,8 +82,9 @@ class RelativeTables(nn.Module):
                 getattr(self, name)[(head, *places[name])] += START_PEAK - START_FLOOR
 
     def forward(self, layout: TokenLayout) -> RelativePosition:
-        """Return the relative position for tokens that lie as ``layout`` says. Its counts are of
-        the positive tables of a model, and signed ones have no use for them.
+        """Return the relative position for a layout.
+
+        Signed tables drop the layout's counts, which hold for a model's positive tables only.
         """
         if self.signed:
             layout = layout._replace(counts=None)

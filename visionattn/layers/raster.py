@@ -1,7 +1,8 @@
-"""Causal attention along the raster of an image, whose relative position knows the pixel above.
+"""Causal attention along the raster of an image, with a relative position in rows and columns.
 
-A sequence of values row by row is a line, and ``Flat`` position clips the offset along it. Here its
-entries are made from a small table of rows and columns, so that one layer fits images of any width.
+A sequence of values in raster order is one-dimensional, and ``Flat`` position clips the offset
+along it. Here the entries of ``Flat`` come from a small table of rows and columns, so one layer
+fits images of any width.
 """
 
 from typing import Any, get_args
@@ -18,27 +19,26 @@ from visionattn.ops.position.kinds import Flat, Normalization
 from visionattn.ops.recurrence import KeyValueCache, PastTable, RecurrentState
 
 PEAKS = ((0, 1), (1, 0), (1, 1), (1, -1), (0, 2), (2, 0), (1, 2), (0, 3))
-"""Where heads look at the start: rows up, and pixels to the left, of the value that is asked
-for.
-"""
+"""Initial peak of each head: rows up and pixels to the left of the value to predict."""
 
 
 class RasterTables(nn.Module):
-    """A ``Flat`` table of an image's raster, for keys of the past.
+    """A ``Flat`` table for past keys in the raster of an image.
 
-    Token i holds the value before value i, which it is to tell; offsets count from the value that
-    is asked for to the value that a token holds, so the pixel above is just one row back. Each
-    offset within ``reach`` pixels of the value itself or of one up to ``rows`` rows above has an
-    entry of its own; the other values of each row share one, and all rows farther up share one.
+    Token i holds value i - 1 and predicts value i. Offsets count from the value to predict back to
+    the value that a token holds, so the pixel above is exactly one row back. Each offset within
+    ``reach`` pixels of the predicted column, in its row or up to ``rows`` rows above, has its own
+    entry. The other values of each of these rows share one entry, and all rows farther up share
+    one.
 
     Args:
         num_heads: h; every head has its own table.
         head_dim: d.
-        rows: how many rows above are told apart.
-        reach: how many pixels to either side have entries of their own.
-        channels: values of a pixel, which lie beside each other.
+        rows: number of rows above with entries of their own.
+        reach: number of pixels on each side with entries of their own.
+        channels: values per pixel, adjacent in the sequence.
         normalization: "mean" or "sum"; see ``visionattn.ops.position.kinds``.
-        signed: use the parameters as they are, for softmax attention.
+        signed: use the parameters unchanged, for softmax attention.
 
     Source: Scaleformer, section 4 (clipped relative position); rows and columns are ours.
     """
@@ -63,19 +63,19 @@ class RasterTables(nn.Module):
             raise ValueError(f"normalization {normalization!r}: wanted mean or sum")
         self.rows, self.channels = rows, channels
         self.span = (reach + 1) * channels - 1
-        """Values to either side that have entries of their own."""
+        """Values on each side with entries of their own."""
         self.normalization: Normalization = normalization
         self.signed = signed
         dd = {"device": device, "dtype": dtype}
         side = 2 * self.span + 1
         self.near = nn.Parameter(torch.empty(num_heads, rows + 1, side, head_dim, **dd))
-        # The rest of each row, and, last, all that is farther up.
+        # One entry for the rest of each row and, last, one for all rows farther up.
         self.rest = nn.Parameter(torch.empty(num_heads, rows + 2, head_dim, **dd))
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the start anew: each head peaked at another pixel nearby."""
+        """Reset to a new random start, each head peaked at a different nearby pixel."""
         for parameter in self.parameters():
             parameter.normal_(std=START_NOISE).add_(START_FLOOR)
         for head in range(len(self.near)):
@@ -84,16 +84,18 @@ class RasterTables(nn.Module):
             self.near[head, min(up, self.rows), place] += START_PEAK - START_FLOOR
 
     def index(self, row: int, tokens: int) -> Tensor:
-        """Return which entry each offset along the sequence has, int64 ``[R + 1]``, among those of
-        ``near`` row by row and then of ``rest``. The last is of all offsets from R on.
+        """Return the table entry of each offset along the sequence, int64 ``[R + 1]``.
+
+        Entries are numbered through ``near`` row by row, then through ``rest``. The last one stands
+        for all offsets from R on.
 
         Args:
-            row: values in a row of the image, its width times the channels.
-            tokens: the most tokens of a sequence: offsets beyond have no entries.
+            row: values per row of the image: its width times the channels.
+            tokens: the longest sequence; larger offsets have no entries.
         """
         side, device = 2 * self.span + 1, self.near.device
         horizon = min(self.rows * row + self.span, tokens)
-        # The value before is in the token itself.
+        # Offsets start at 1: the previous value is in the token itself.
         offset = torch.arange(1, horizon + 1, device=device)
         nearest = (offset + row // 2) // row
         beside = offset - nearest * row
@@ -107,12 +109,12 @@ class RasterTables(nn.Module):
         return F.pad(index, (0, 1), value=others + self.rows + 1)
 
     def forward(self, layout: TokenLayout) -> Flat:
-        """Return the relative position of the tokens of an image whose rows of values are those of
-        the layout's grid.
+        """Return the relative position for an image whose rows of values are the rows of the
+        layout's grid.
         """
         table = entries(torch.cat([self.near.flatten(1, 2), self.rest], 1), self.signed)
         past = table[:, self.index(layout.grid.width, layout.grid.num_patches)].flip(1)
-        # No token sees what follows: those entries are never read.
+        # No token attends to later tokens: those entries are never read.
         return Flat(F.pad(past, (0, 0, 0, past.shape[1] - 1)), None, self.normalization)
 
 
@@ -123,12 +125,12 @@ class RasterAttention(Attention):
         dim, num_heads: see ``Attention``.
         relative: "flat" (``RasterTables``) or "none".
         rows, reach, channels: see ``RasterTables``.
-        normalization: "mean" or "sum"; None: "mean". Softmax has none.
+        normalization: "mean" or "sum"; None: "mean". Not for softmax.
         options: further arguments of ``Attention``.
 
     Raises:
-        ValueError: the attention has no causal form, or keys of its feature map depend on each
-            other, and what ``Attention`` raises.
+        ValueError: the attention has no causal form, keys of its feature map depend on each other,
+            or as ``Attention``.
     """
 
     def __init__(
@@ -176,25 +178,27 @@ class RasterAttention(Attention):
         attn_mask: Tensor | None = None,
         is_causal: bool = True,
     ) -> Tensor:
-        """Attend to what came before and to the token itself; arguments as ``Attention.forward``
-        takes them. The grid of the layout says how many values a row of the image has; tokens may
-        be fewer than the grid has places.
+        """Attend to earlier tokens and to the token itself; see ``Attention.forward`` for the
+        arguments.
+
+        The width of the layout's grid is the number of values per row of the image. There may be
+        fewer tokens than places on the grid.
         """
         return super().forward(x, layout, attn_mask, True)
 
     def begin(
         self, batch: int, layout: TokenLayout
     ) -> tuple[RecurrentState | KeyValueCache, PastTable | None]:
-        """Return the state of no tokens, and the table by which ``step`` weighs them.
+        """Return the state before the first token, and the position table that ``step`` needs.
 
         Args:
             batch: B.
-            layout: of the whole image to come.
+            layout: layout of the whole image to generate.
         """
         tokens = layout.grid.num_patches
         table = None if self.relative is None else PastTable(self.relative(layout), tokens)
         like, width = next(self.parameters(), torch.empty(0)), self.head_dim
-        # Sums, keys and values in float32 or more.
+        # Sums, keys and values are float32 or wider.
         options = {"dtype": torch.promote_types(like.dtype, torch.float32), "device": like.device}
         if self.kind.signed:
             shape = batch, self.num_heads, width, width
@@ -207,7 +211,7 @@ class RasterAttention(Attention):
     def step(
         self, x: Tensor, state: RecurrentState | KeyValueCache, table: PastTable | None
     ) -> Tensor:
-        """Attend with one token ``[B, 1, D]``, and take it into the state, which is changed."""
+        """Attend with one token ``[B, 1, D]`` and add it to the state, in place."""
         q, k, v = self.heads(x)
         if isinstance(state, KeyValueCache):
             out = state.step(q, k, v, table)

@@ -1,4 +1,4 @@
-"""Models: importing registers their names with timm."""
+"""Models. Importing this package registers their names with timm."""
 
 from visionattn.models import scaleformer_vit, shipped, taylorshift_vit
 from visionattn.models.backbone import VisionAttnTransformer

@@ -1,9 +1,8 @@
-"""The attribution of an output: what each patch adds to it through the pooling, how the
-output answers to each pixel, with which weights tokens see each other, and what the last features
-have in common.
+"""Attribution of an output: the contribution of each patch through the pooling, the gradient at
+each pixel, attention weights, and principal components of the features.
 
-Everything takes one image at a time, and time and memory linear in its patches. The module knows
-nothing of files and draws nothing.
+Everything works on one image at a time, in time and memory linear in its patches. The module reads
+no files and draws nothing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,49 +28,49 @@ POOLED = {
     "avgmax": "half of the pooled features is the mean of all patches, and half is of those that "
     "win",
 }
-"""Poolings whose result is divided among patches, and how."""
+"""Poolings whose result can be divided among patches, and a description of how."""
 NORMS = (nn.Identity, nn.LayerNorm, nn.RMSNorm, RmsNorm)
-"""Norms between pooling and head whose result is a sum over channels, its two numbers held."""
+"""Norms between pooling and head that are sums over channels, for a fixed mean and standard
+deviation.
+"""
 
 
 @dataclass(frozen=True)
 class Attribution:
-    """What speaks for a class in one image.
+    """The attribution of a class in one image.
 
-    The margin of a class is its output less the mean of the outputs of all classes; with a single
-    class, its output.
+    The margin of a class is its output minus the mean output of all classes; with a single class,
+    its output.
     """
 
     logits: Tensor
     """The outputs of all classes, float32 ``[num_classes]``."""
     target: int
-    """Number of the class."""
+    """Index of the class."""
     margin: float
     patches: Tensor | None
-    """What each patch adds to the margin, float64 ``[H, W]``; 0 where one is absent. None where the
-    pooling does not divide it.
+    """Contribution of each patch to the margin, float64 ``[H, W]``; 0 for absent patches. None if
+    the pooling cannot be divided among patches.
     """
     channels: Tensor | None
-    """How many channels of the pooled features each patch wins, int64 ``[H, W]``; None without a
-    maximum.
+    """Number of channels of the pooled features that each patch wins, int64 ``[H, W]``; None
+    without a maximum.
     """
     rest: float | None
-    """What is left of the margin: biases, and prefix tokens that are pooled. None where ``patches``
-    is.
-    """
+    """The rest of the margin: biases, and pooled prefix tokens. None if ``patches`` is None."""
     gradient: Tensor | None
-    """The input times the gradient of the margin, summed over channels, float32
-    ``[H_px, W_px]``; None where it was not asked for.
+    """The input times the gradient of the margin, summed over channels, float32 ``[H_px, W_px]``;
+    None if not requested.
     """
     how: str
-    """How patches come into the output, for people."""
+    """Description of how patches enter the output, for people."""
 
 
 def check_model(model: nn.Module) -> VisionAttnTransformer:
-    """Return a model whose parts can be looked at.
+    """Return the model if it supports attribution.
 
     Raises:
-        ValueError: it is none of ours, or it has no classes.
+        ValueError: it is not one of our models, or it has no classes.
     """
     if isinstance(model, Segmenter):
         raise ValueError(
@@ -88,7 +87,7 @@ def check_model(model: nn.Module) -> VisionAttnTransformer:
 
 
 def block_number(model: VisionAttnTransformer, index: int) -> int:
-    """Return the number of a block from 0, of one that may count from the end as in Python.
+    """Return the index of a block from 0; the given index may count from the end as in Python.
 
     Raises:
         ValueError: there is no such block.
@@ -110,21 +109,21 @@ def find_attribution(
     target: int | None = None,
     gradient: bool = True,
 ) -> Attribution:
-    """Find what speaks for a class.
+    """Compute the attribution of a class.
 
     Args:
-        model: in eval mode; it is left as it is.
+        model: in eval mode; unchanged afterwards.
         inputs: one image as the model takes it, ``[1, C, H_px, W_px]``.
-        sizes: what the image holds, int64 ``[1, 2]``, as the model takes it.
-        target: number of the class; None: the class of the largest output.
-        gradient: make the gradient too, with the blocks computed once more backwards, so that
-            memory holds one block and the tokens between blocks.
+        sizes: filled size of the image, int64 ``[1, 2]``, as the model takes it.
+        target: index of the class; None: the class with the largest output.
+        gradient: also compute the gradient. Blocks are recomputed in the backward pass, so memory
+            holds one block and the tokens between blocks.
 
     Raises:
-        ValueError: the outputs are not finite, or there is no class of that number.
+        ValueError: the outputs are not finite, or the class does not exist.
     """
     with torch.inference_mode(False), _frozen(model), torch.set_grad_enabled(gradient):
-        inputs = inputs.clone().requires_grad_(gradient)  # also of an inference tensor
+        inputs = inputs.clone().requires_grad_(gradient)  # also works for an inference tensor
         tokens = model.forward_features(inputs, sizes=sizes)
         present = model.present_patches(inputs, sizes)
         logits = model.forward_head(tokens, present=present)[0]
@@ -161,17 +160,17 @@ def watch(
     sizes: Tensor | None = None,
     features: int | None = None,
 ) -> tuple[dict[int, Rows], Tensor | None]:
-    """Return rows of attention of chosen blocks, and the feature map of one.
+    """Return attention weights of chosen blocks and tokens, and the feature map of one block.
 
     Args:
         model: in eval mode.
         inputs: one image as the model takes it, ``[1, C, H_px, W_px]``.
-        rows: numbers of tokens by number of a block: prefix tokens first, then patches row by row.
+        rows: indices of tokens by index of the block: prefix tokens first, then patches row by row.
         sizes: as for ``find_attribution``.
-        features: the block whose map is wanted, after the final norm; None: none.
+        features: the block whose map is returned, after the final norm; None: no map.
 
     Returns:
-        Rows by number of the block, ``[1, h, Q, N]``; and the map, ``[D, H, W]`` or None.
+        ``Rows`` by index of the block, ``[1, h, Q, N]``; and the map, ``[D, H, W]`` or None.
 
     Raises:
         ValueError: there is no such block or token.
@@ -197,7 +196,7 @@ def watch(
     ]
     try:
         with torch.no_grad():
-            # The maps of blocks, where a pyramid gives its own by this name.
+            # Maps of blocks: a pyramid's own ``forward_intermediates`` returns its maps.
             maps = VisionAttnTransformer.forward_intermediates(
                 model,
                 inputs,
@@ -216,16 +215,17 @@ def watch(
 def principal(
     features: Tensor, present: Tensor | None = None, count: int = 3
 ) -> tuple[Tensor, Tensor]:
-    """Return the coordinates of patches along the directions in which they differ most.
+    """Return the principal components of patches: their coordinates along the directions of largest
+    variance.
 
     Args:
         features: ``[D, H, W]``.
-        present: bool ``[H, W]``, the patches that count; None: all.
-        count: directions, at most D.
+        present: bool ``[H, W]``, the patches to use; None: all.
+        count: number of directions, at most D.
 
     Returns:
-        Coordinates, float64 ``[count, H, W]`` on the CPU, 0 where a patch is absent; and the share
-        of the variance along each direction. The largest entry of a direction is positive.
+        Coordinates, float64 ``[count, H, W]`` on the CPU, 0 for absent patches; and the share of
+        the variance along each direction. The largest entry of a direction is positive.
     """
     width, grid = features.shape[0], features.shape[1:]
     x = features.detach().flatten(1).double().cpu()
@@ -248,10 +248,11 @@ def principal(
 
 @torch.no_grad()
 def offset_weights(attention: Attention) -> Tensor | None:
-    """Return how much weight a query of zeros gives to each offset: the sum of each entry of its
-    relative table, ``[h, 2R+1, 2R+1]``, rows first (``flat``: ``[h, 1, 2R+1]``). Of tables of a
-    softmax, under which such a query knows no places, the length of each entry. None where there
-    is no relative position.
+    """Return the weight of each offset for a query of zeros,
+    ``[h, 2R+1, 2R+1]``, rows first (``flat``: ``[h, 1, 2R+1]``).
+
+    It is the sum of each entry of the relative table. For softmax tables, with which a zero query
+    has no position, it is the norm of each entry. None without relative position.
     """
     tables = attention.relative
     if tables is None:
@@ -270,7 +271,7 @@ def offset_weights(attention: Attention) -> Tensor | None:
 
 
 def contrast(logits: Tensor, target: int) -> Tensor:
-    """Return what the outputs are weighed with to give the margin of a class."""
+    """Return the weights of the outputs whose sum is the margin of a class."""
     weights = torch.zeros_like(logits)
     if len(logits) > 1:
         weights -= 1 / len(logits)
@@ -279,13 +280,13 @@ def contrast(logits: Tensor, target: int) -> Tensor:
 
 
 def divides(model: VisionAttnTransformer) -> bool:
-    """Tell whether the pooling divides an output among patches."""
+    """Return whether the pooling can be divided among patches."""
     linear = isinstance(model.head, nn.Linear) and isinstance(model.fc_norm, NORMS)
     return linear and model.attn_pool is None and model.global_pool in POOLED
 
 
 def described(model: VisionAttnTransformer) -> str:
-    """Say how patches come into the output, for people."""
+    """Describe how patches enter the output, for people."""
     if divides(model):
         return POOLED[model.global_pool]
     if model.attn_pool is None and model.global_pool == "token":
@@ -306,11 +307,12 @@ def _divided(
     target: int,
     logits: Tensor,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return what each patch adds to the margin, float64 ``[H*W]``, and the channels that each
-    wins; None where the pooling does not say so.
+    """Return the contribution of each patch to the margin, float64 ``[H*W]``, and the number of
+    channels that each wins; None if the pooling cannot be divided.
 
-    The pooled features m become ``scale * (m - centre) + bias`` in the norm, with the mean and the
-    spread of this image, so that the margin is a sum over channels; each goes to its patch.
+    The norm maps the pooled features m to ``scale * (m - centre) + bias``, with the mean and
+    standard deviation of this image. The margin is then a sum over channels, and each channel is
+    assigned to its patch.
     """
     if not divides(model):
         return None, None
@@ -335,24 +337,24 @@ def _divided(
 
 
 class Shares(NamedTuple):
-    """How the margin of a class is a sum over the channels of the tokens that are pooled."""
+    """The margin of a class as a sum over the channels of the pooled tokens."""
 
     of_largest: Tensor
-    """What the largest entry of each channel adds, float64 ``[D]``."""
+    """Contribution of each channel's largest entry, float64 ``[D]``."""
     of_mean: Tensor
-    """The weight of each channel in the mean over all tokens, less ``centre``."""
+    """Weight of each channel in the mean over all tokens, after subtracting ``centre``."""
     centre: Tensor
 
 
 def shares_of(
     model: VisionAttnTransformer, largest: Tensor, mean: Tensor, logits: Tensor, target: int
 ) -> Shares:
-    """Return the shares, where ``divides`` says that there are any.
+    """Return the shares, for a model for which ``divides`` is True.
 
     Args:
-        model: its pooling, norm and classifier count.
-        largest: of each channel over the tokens that are pooled, float64 ``[D]``.
-        mean: of each channel, likewise.
+        model: its pooling, norm and classifier are used.
+        largest: maximum of each channel over the pooled tokens, float64 ``[D]``.
+        mean: mean of each channel over the pooled tokens, float64 ``[D]``.
         logits: ``[num_classes]``.
         target: the class.
     """
@@ -365,9 +367,7 @@ def shares_of(
 
 
 def _affine(norm: nn.Module, pooled: Tensor) -> tuple[Tensor, Tensor]:
-    """Return by what a norm multiplies pooled features ``[D]`` and what it takes off them
-    before.
-    """
+    """Return the scale of a norm for pooled features ``[D]``, and the value subtracted before."""
     one, zero = torch.ones_like(pooled), pooled.new_zeros(())
     if isinstance(norm, nn.Identity):
         return one, zero
@@ -381,7 +381,7 @@ def _affine(norm: nn.Module, pooled: Tensor) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _frozen(model: VisionAttnTransformer) -> Iterator[None]:
-    """Make gradients of no parameter and checkpoint the blocks; restore the model at the end."""
+    """Disable gradients of parameters and checkpoint the blocks; restore the model at the end."""
     trained = [each for each in model.parameters() if each.requires_grad]
     before = model.grad_checkpointing
     try:

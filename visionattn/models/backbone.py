@@ -1,7 +1,7 @@
-"""``VisionAttnTransformer``: timm's VisionTransformer over any grid, with our blocks.
+"""``VisionAttnTransformer``: timm's VisionTransformer for any grid, with our blocks.
 
-The layout of the tokens is read off the patches once per forward and passed to each block as an
-argument.
+The layout of the tokens is derived from the patches once per forward pass and passed to each block
+as an argument.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,23 +35,24 @@ from visionattn.ops.checks import refuse_tracing
 from visionattn.ops.sums import accumulation_dtype
 
 PREFIX_STD = 0.02
-"""The standard deviation of class and register tokens at the start, in models with an output gate.
+"""Initial standard deviation of class and register tokens in models with an output gate.
 
-timm's is 1e-6. The gate of a token so near 0 is closed, so nothing would reach it, and gradients
-through its norms would be some 1,000 times as large as the others.
+timm's value is 1e-6. The gate of a token near 0 is closed: nothing would reach the token, and
+gradients through its norms would be about 1,000 times as large as the others.
 """
 MLP_LAYERS = {"mlp": Mlp, "swiglu": SwiGLU, "swiglu_packed": SwiGLUPacked}
-"""The MLPs of a block by name: timm's plain one, and two gated ones, with the gate's weights apart
-from or beside the others (``SwiGLUPacked`` of DINOv2's giants). timm hands each the ``act_layer``.
+"""MLPs of a block by name: timm's plain MLP, and two gated ones, with the gate's weights separate
+or packed with the others (``SwiGLUPacked`` of DINOv2's giant models). timm passes ``act_layer`` to
+each.
 """
 
 
 @register_notrace_function
 def class_counts_like(layout: TokenLayout, horizon: int, like: Tensor) -> Tensor | None:
-    """Count the keys of each class for all blocks of a forward pass, once; None for a full grid on
-    a GPU, whose kernels count by themselves.
+    """Count the keys of each class once for all blocks of a forward pass; None for a full grid on a
+    GPU, whose kernels count themselves.
 
-    The name has no underscore, as FX wraps only such names.
+    The name has no underscore, because FX only wraps such names.
     """
     if like.device.type == "cuda" and layout.kept is None and layout.present is None:
         return None
@@ -68,44 +69,43 @@ class VisionAttnTransformer(VisionTransformer):
 
     Args:
         attention: a name of ``visionattn.ops.attentions``: "kernelized", "taylorshift", "softmax"
-            (the quadratic twin) or "window" (an exact softmax within windows of the grid, shifted
-            by half a window in every second block of windows); or a list of names, one for each
-            block. Options go to those blocks that can use them, and one that none can is refused.
+            (the quadratic baseline) or "window" (exact softmax within windows of the grid, shifted
+            by half a window in every second window block); or a list of names, one per block.
+            Options apply to the blocks that can use them; an option that no block can use is
+            refused.
         relative: relative position of the patches: "joint", "axial", "flat" or "none".
-        horizon: R in patches, 3 unless given; offsets beyond it share the outermost entries.
-            Windows have an entry for each offset within them, ``window_size - 1``, whatever it is.
-        normalization: "mean" (unless given) or "sum" over the keys of a class; see
+        horizon: R in patches, default 3; offsets beyond it share the outermost entries. For windows
+            it is always ``window_size - 1``, with an entry for each offset.
+        normalization: "mean" (default) or "sum" over the keys of a class; see
             ``visionattn.ops.position.kinds``.
         pos_embed: "none", or "learn" for absolute position, resampled to other grids.
-        temperature_init: TaylorShift's tau at the start, 4 unless given.
-        feature_map: of kernelized attention: "elu1" (unless given), "relu", "softmax" (Shen's
-            efficient attention) or "random" (FAVOR+), whose rows each block draws for itself when
-            the model is made, from torch's generator, and saves with the weights;
-            ``block.attn.feature_map.redraw()`` draws others. Random features estimate the weights
-            of a softmax, worse the larger q and k are; ``qk_norm`` bounds those.
-        random_features: how many features of a head "random" has, as many as it is wide unless
-            given.
-        value_conv: side of a depth-wise convolution of the values over the patches, 3 or 5, which
-            every attention adds to its output and which starts at zero; 0: none.
-        centre_keys: take from each key the mean of the keys of its head.
-        output_gate: multiply the output of every attention by ``silu(x W)`` of the token itself,
-            one factor for each of its D entries, before the output projection.
-        form: of every attention: "efficient" (linear), "direct" (quadratic), or "auto" for the
-            faster one at each size.
-        softmax_blocks: indices of blocks, from the end where negative, that are timm's own softmax
-            instead, exact and quadratic, without relative position, convolution or gate.
-        window_size: of windows: patches along a side, 7 unless given.
-        global_pool: as in timm; "max" by default, which found small things on large images where
-            "avg" and "token" did not learn in a short training (``checkpoints/README.md``).
+        temperature_init: initial tau of TaylorShift, default 4.
+        feature_map: for kernelized attention: "elu1" (default), "relu", "softmax" (Shen's efficient
+            attention) or "random" (FAVOR+). "random" draws the rows of each block from torch's
+            generator when the model is built, and saves them with the weights;
+            ``block.attn.feature_map.redraw()`` draws new ones. Random features estimate the weights
+            of a softmax, with errors that grow with q and k; ``qk_norm`` bounds these.
+        random_features: number of features per head for "random", by default the head width.
+        value_conv: side of a depth-wise convolution of the values over the patches, 3 or 5; 0:
+            none. Every attention adds it to its output, and it starts at zero.
+        centre_keys: subtract from each key the mean key of its head.
+        output_gate: multiply the output of every attention, entry by entry, by ``silu(x W)`` of the
+            token, before the output projection.
+        form: form of every attention: "efficient" (linear), "direct" (quadratic), or "auto" for the
+            faster form at each size.
+        softmax_blocks: indices of blocks (negative: from the end) that use timm's own softmax,
+            exact and quadratic, without relative position, convolution or gate.
+        window_size: patches along a side of a window, default 7.
+        global_pool: as in timm; default "max". It found small objects in large images when "avg"
+            and "token" did not learn in a short training (``checkpoints/README.md``).
         dynamic_img_size: False accepts only ``img_size``.
-        dynamic_img_pad: pad images that are not a whole number of patches at the bottom and the
-            right.
-        attn_drop_rate: in training, probability with which a token's values are dropped in a
-            block's attention.
-        norm_eps: epsilon of all norms; that of ``norm_layer`` unless given.
+        dynamic_img_pad: pad images at the bottom and the right to a whole number of patches.
+        attn_drop_rate: probability, in training, of dropping a token's values in a block's
+            attention.
+        norm_eps: epsilon of all norms; default: the epsilon of ``norm_layer``.
         mlp_layer: a name of ``MLP_LAYERS``.
 
-    The other arguments are those of timm's VisionTransformer.
+    The other arguments are as for timm's VisionTransformer.
 
     Source: TaylorShift (Nauen et al. 2024), Scaleformer (Favier and Dal'Maz Silva 2021),
     Dosovitskiy et al. 2021.
@@ -232,8 +232,8 @@ class VisionAttnTransformer(VisionTransformer):
             device=device,
             dtype=dtype,
         )
-        # timm was told that sizes are dynamic: our patch embedding checks them, without a compiled
-        # graph for each size.
+        # timm gets dynamic_img_size=True: our patch embedding checks sizes without one compiled
+        # graph per size.
         self.dynamic_img_size = dynamic_img_size
         self.patch_embed.strict_img_size = not dynamic_img_size
         if patch_drop_rate > 0:
@@ -243,15 +243,13 @@ class VisionAttnTransformer(VisionTransformer):
         self._share_native_layout()
 
     def _share_native_layout(self) -> None:
-        """Tell the attention layers the grid of ``img_size``, for blocks that are called without a
-        layout.
-        """
+        """Give the attention layers the grid of ``img_size``, for calls without a layout."""
         layout = TokenLayout(self.num_prefix_tokens, Grid(*self.patch_embed.grid_size))
         for block in self.blocks:
             block.attn.native_layout = layout
 
     def set_input_size(self, img_size=None, patch_size=None) -> None:
-        """Change the native size in pixels, and the patch size, resampling patch embedding and
+        """Change the native size in pixels and the patch size; resample patch embedding and
         absolute position.
         """
         super().set_input_size(img_size=img_size, patch_size=patch_size)
@@ -260,8 +258,8 @@ class VisionAttnTransformer(VisionTransformer):
         self._share_native_layout()
 
     def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
-        """Start the weights as timm does, and class and register tokens at ``PREFIX_STD`` where
-        blocks have an output gate.
+        """Initialise the weights as timm does; with an output gate, class and register tokens get
+        ``PREFIX_STD``.
         """
         super().init_weights(mode, needs_reset)
         if any(block.attn.output_gate is not None for block in self.blocks):
@@ -272,15 +270,18 @@ class VisionAttnTransformer(VisionTransformer):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ):
-        """Load as ``torch.nn.Module`` does. With ``strict`` it takes the weights of a plain ViT
-        too, and warns of what the model keeps of its own: ``fitted_whole``.
+        """Load as ``torch.nn.Module`` does.
+
+        With ``strict`` it also accepts the weights of a plain ViT, and warns about parameters that
+        keep their values: ``fitted_whole``.
         """
         fitted = fitted_whole(self, state_dict) if strict else state_dict
         return super().load_state_dict(fitted, strict, assign)
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Make a new head of ``num_classes`` outputs (0: none), on the old one's device, in its
-        dtype and mode, frozen if the old one was.
+        """Replace the head by a new one of ``num_classes`` outputs (0: none).
+
+        It has the device, dtype and mode of the old head, and is frozen if the old one was.
         """
         frozen = any(True for _ in self.head.parameters()) and not any(
             p.requires_grad for p in self.head.parameters()
@@ -289,14 +290,16 @@ class VisionAttnTransformer(VisionTransformer):
         self.head.requires_grad_(not frozen)
 
     def no_weight_decay(self) -> set[str]:
-        """Return patterns of the parameters that do not decay: positions, prefix tokens, relative
+        """Return patterns of parameters without weight decay: positions, prefix tokens, relative
         tables and temperatures.
         """
         return super().no_weight_decay() | {"*.attn.relative.*", "*.attn.temperature"}
 
     def _pos_embed(self, x: Tensor, filled: Tensor | None = None) -> Tensor:
-        """Put prefix tokens in front and add the absolute position: ``[B, H, W, D]`` to
-        ``[B, P + H*W, D]``; ``filled`` as ``filled_grids`` gives it.
+        """Prepend prefix tokens and add the absolute position:
+        ``[B, H, W, D]`` to ``[B, P + H*W, D]``.
+
+        ``filled`` is the result of ``filled_grids``.
         """
         grid = Grid(x.shape[1], x.shape[2])
         x = x.flatten(1, 2)
@@ -316,7 +319,7 @@ class VisionAttnTransformer(VisionTransformer):
         return self.pos_drop(torch.cat([*prefix, x], dim=1) + position)
 
     def _embed(self, x: Tensor, sizes: Tensor | None = None) -> tuple[Tensor, TokenLayout]:
-        """Turn images ``[B, C, H_px, W_px]`` into tokens ``[B, P + n, D]``; say where they lie."""
+        """Turn images ``[B, C, H_px, W_px]`` into tokens ``[B, P + n, D]`` and their layout."""
         refuse_tracing()
         patch_size = self.patch_embed.patch_size
         filled = filled_grids(x, sizes, patch_size)
@@ -334,8 +337,8 @@ class VisionAttnTransformer(VisionTransformer):
         return x, layout
 
     def counted(self, layout: TokenLayout, like: Tensor) -> TokenLayout:
-        """Return the layout with what the blocks need of it counted once for all of them, on the
-        device of ``like`` and for its dtype.
+        """Return the layout with the counts that the blocks need, computed once for all of them, on
+        the device and for the dtype of ``like``.
         """
         tables = first_counted(self.blocks)
         if tables is None:
@@ -369,14 +372,18 @@ class VisionAttnTransformer(VisionTransformer):
         is_causal: bool = False,
         sizes: Tensor | None = None,
     ) -> Tensor:
-        """Turn images ``[B, C, H_px, W_px]`` into normalised tokens ``[B, P + n, D]``, 0 where a
-        patch is absent; ``forward`` explains the arguments.
+        """Turn images ``[B, C, H_px, W_px]`` into normalised tokens ``[B, P + n, D]``, 0 for absent
+        patches.
+
+        See ``forward`` for the arguments.
         """
         return self._tokens(x, attn_mask, is_causal, sizes)[0]
 
     def present_patches(self, x: Tensor, sizes: Tensor | None) -> Tensor | None:
-        """Return which patches of images ``[B, C, H_px, W_px]`` are not absent, row by row, bool
-        ``[B, H*W]``, as ``forward_head`` takes them; None where ``sizes`` is, as none is absent.
+        """Return True for each patch of images
+        ``[B, C, H_px, W_px]`` that is not absent, row by row, bool ``[B, H*W]``.
+
+        ``forward_head`` takes this mask. None if ``sizes`` is None: no patch is absent.
         """
         rows, columns = self.patch_embed.patch_size
         grid = Grid(-(-x.shape[2] // rows), -(-x.shape[3] // columns))
@@ -385,8 +392,8 @@ class VisionAttnTransformer(VisionTransformer):
     def pool(
         self, x: Tensor, pool_type: str | None = None, present: Tensor | None = None
     ) -> Tensor:
-        """Pool tokens ``[B, P + n, D]`` as timm does, over the patches that are
-        ``present [B, n]``; None: all.
+        """Pool tokens ``[B, P + n, D]`` as timm does, over the patches in ``present [B, n]``; None:
+        all.
         """
         prefix, with_prefix = self.num_prefix_tokens, self.pool_include_prefix
         if self.attn_pool is None:
@@ -400,7 +407,7 @@ class VisionAttnTransformer(VisionTransformer):
         return self.attn_pool(x if with_prefix else x[:, prefix:], attn_mask=scores)
 
     def _pool_refined(self, x: Tensor, present: Tensor, scores: Tensor) -> Tensor:
-        """Do what timm's ``AttentionPoolPrr`` does, which takes no mask."""
+        """Compute timm's ``AttentionPoolPrr``, which takes no mask itself."""
         pool = self.attn_pool
         x = pool.pre_norm(x).unflatten(2, (pool.num_heads, -1)).transpose(1, 2)
         x = nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=scores)
@@ -413,8 +420,8 @@ class VisionAttnTransformer(VisionTransformer):
         """Turn tokens ``[B, P + n, D]`` into logits, or into pooled features (``pre_logits``).
 
         Args:
-            present: bool ``[B, n]``, the patches that are not absent: ``present_patches`` gives
-                them, unless patches are dropped. None: all.
+            present: bool ``[B, n]``, False for absent patches: the result of ``present_patches``,
+                unless patches are dropped. None: all are present.
         """
         x = self.head_drop(self.fc_norm(self.pool(x, present=present)))
         return x if pre_logits else self.head(x)
@@ -428,21 +435,21 @@ class VisionAttnTransformer(VisionTransformer):
     ) -> Tensor:
         """Turn images ``[B, C, H_px, W_px]`` into logits ``[B, num_classes]``.
 
-        This does what timm's does. It is defined here because FX looks for functions that it must
-        not trace in the module of the ``forward`` that it traces.
+        Same as timm's method. It is defined here because FX looks for functions that it must not
+        trace in the module of the traced ``forward``.
 
         Args:
             attn_mask, is_causal: see ``Attention.forward``.
-            sizes: int64 ``[B, 2]``, height and width in pixels of what each image holds from the
-                top left on. Patches wholly beyond are absent, whatever their pixels are: no patch
-                sees them, nothing counts or pools them, and the result is that of the image cut to
-                its patches, up to rounding. A patch that is partly filled is read as it is. None:
-                every patch holds something.
+            sizes: int64 ``[B, 2]``, height and width in pixels of each image's content, from the
+                top left. Patches wholly beyond are absent, whatever their pixels: no patch attends
+                to them, they are neither counted nor pooled, and the result equals the result of
+                the image cut to its patches, up to rounding. A partly filled patch is used
+                unchanged. None: every patch has content.
 
         Raises:
             ValueError: an image that is not a whole number of patches; sizes of another shape,
-                dtype or device or, on a processor and not in a compiled graph, out of range; see
-                also ``Attention.forward``.
+                dtype or device or, on a CPU outside of compiled graphs, out of range; see also
+                ``Attention.forward``.
         """
         x, layout = self._tokens(x, attn_mask, is_causal, sizes)
         return self.forward_head(x, present=present_patches_of(layout))
@@ -461,10 +468,10 @@ class VisionAttnTransformer(VisionTransformer):
         is_causal: bool = False,
         sizes: Tensor | None = None,
     ):
-        """Return the tokens or maps after chosen blocks; arguments and results are those of timm,
-        and ``sizes`` is that of ``forward``.
+        """Return the tokens or maps after chosen blocks; arguments and results as in timm,
+        ``sizes`` as in ``forward``.
 
-        Maps are ``[B, D, H, W]``; where patches were dropped or are absent, their places are zero.
+        Maps are ``[B, D, H, W]``; dropped or absent patches are zero.
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt {output_fmt!r}: wanted NCHW or NLC")
@@ -489,12 +496,12 @@ def packed(
     features: Tensor | None,
     output_dict: bool,
 ):
-    """Return intermediates as timm's ``forward_intermediates`` does.
+    """Return intermediates in the format of timm's ``forward_intermediates``.
 
     Args:
-        maps: of chosen blocks or strides.
-        prefix: the prefix tokens of each; None: not asked for, or there are none.
-        features: the final tokens; None: not asked for.
+        maps: maps of chosen blocks or strides.
+        prefix: the prefix tokens of each map; None: not requested, or there are none.
+        features: the final tokens; None: not requested.
         output_dict: return a dictionary.
     """
     if output_dict:
@@ -506,7 +513,7 @@ def packed(
 
 
 def _to_map(patches: Tensor, layout: TokenLayout) -> Tensor:
-    """Turn ``[B, n, D]`` into ``[B, D, H, W]``, zero where a patch is absent."""
+    """Turn ``[B, n, D]`` into ``[B, D, H, W]``, zero for absent patches."""
     if layout.kept is not None:
         index = layout.kept.unsqueeze(-1).expand(-1, -1, patches.shape[2])
         patches = patches.new_zeros(

@@ -1,9 +1,8 @@
-"""``BagEncoder``: the features of a slide's tiles, wherever they lie, through blocks that are
-linear in their number.
+"""``BagEncoder``: classification of a bag of tile features with positions, such as a slide, in time
+linear in the tiles.
 
-The grid is that of the tiles, not of pixels: tile (row, column) is a token at that place, and
-places without a tile are absent. This module owns how places become a ``TokenLayout``, and knows
-nothing of files.
+The grid is a grid of tiles, not of pixels: tile (row, column) is a token at that place, and places
+without a tile are absent. This module turns places into a ``TokenLayout``; it reads no files.
 """
 
 import torch
@@ -19,39 +18,41 @@ from visionattn.ops.attentions import ATTENTIONS
 from visionattn.ops.checks import described
 
 KNOWN = tuple(name for name, kind in ATTENTIONS.items() if not kind.windows)
-"""The attentions that a bag can have: windows need a grid without holes."""
+"""Attentions available for bags: windows need a grid without holes."""
 RELATIVE = ("joint", "axial", "none")
 POOLS = ("max", "avg", "token")
 FREE_PLACES = 2**16
-"""Places of a bag's grid that need no reason."""
+"""Grids of up to this many places are always accepted."""
 PLACES_PER_TILE = 32
-"""The most places of a larger grid for each tile: relative position takes memory for each place."""
+"""Maximum number of places per tile for larger grids: relative position takes memory for each
+place.
+"""
 
 
 class BagEncoder(nn.Module):
     """A transformer over bags of features with places: tokens, blocks, pooling, classes.
 
-    The order of the tiles has no meaning, and neither has where the whole bag lies. Time and memory
-    grow with the number of tiles and of places between them; rows and columns without a tile count
-    up to ``horizon`` in a row, as beyond it distance changes nothing.
+    The order of the tiles and the position of the whole bag have no effect. Time and memory grow
+    with the number of tiles and of places between them. Runs of empty rows or columns are shortened
+    to ``horizon``, because larger distances make no difference.
 
     Args:
         in_features: width of the features of a tile.
         embed_dim: D.
-        depth: blocks.
+        depth: number of blocks.
         num_heads: h.
-        num_classes: outputs; 0: the pooled features.
+        num_classes: number of outputs; 0: the pooled features.
         attention: "kernelized", "taylorshift" or, quadratic, "softmax".
         relative: relative position of the tiles: "joint", "axial" or "none".
         horizon: R in tiles.
         global_pool: "max", "avg", or "token" for a class token in front.
         mlp_ratio: hidden width of the MLPs over D.
         drop_rate: dropout before the classifier.
-        drop_path_rate: probability of dropping a residual branch, rising from 0 to this over the
-            blocks.
+        drop_path_rate: probability of dropping a residual branch, rising from 0 to this value over
+            the blocks.
 
     Raises:
-        ValueError: an option is none of these, or what ``Attention`` raises.
+        ValueError: an unknown option, or as ``Attention``.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class BagEncoder(nn.Module):
         options: dict = {"attention": attention, "relative": relative}
         if self.has_places:
             options["horizon"] = horizon
-        # Features come at any scale: a norm before the projection.
+        # Features come at any scale: normalise them before the projection.
         self.embed = nn.Sequential(nn.LayerNorm(in_features), nn.Linear(in_features, embed_dim))
         self.cls_token = (
             nn.Parameter(torch.empty(1, 1, embed_dim)) if self.num_prefix_tokens else None
@@ -108,7 +109,7 @@ class BagEncoder(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Start as timm's ViTs do; relative tables and norms start themselves."""
+        """Initialise as timm's ViTs; relative tables and norms initialise themselves."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 trunc_normal_(module.weight, std=0.02)
@@ -123,16 +124,16 @@ class BagEncoder(nn.Module):
         Args:
             features: ``[n, in_features]``, or of a batch ``[B, n, in_features]``.
             places: int64 row and column of each tile, ``[n, 2]`` or ``[B, n, 2]``, from any origin;
-                no two tiles of a bag share one.
-            present: bool ``[n]`` or ``[B, n]``: which of them are there, where bags of different
-                sizes make a batch. The others may hold anything. None: all are.
+                unique within a bag.
+            present: bool ``[n]`` or ``[B, n]``, False for padding in batches of bags with different
+                sizes; padding may hold anything. None: all are present.
 
         Returns:
             ``[num_classes]``, or ``[B, num_classes]``.
 
         Raises:
-            ValueError: shapes or dtypes are others, a bag is empty, two tiles share a place, or the
-                tiles lie too far apart for their number.
+            ValueError: wrong shapes or dtypes, an empty bag, two tiles at one place, or tiles too
+                far apart for their number.
         """
         alone = features.ndim == 2
         if alone:
@@ -168,8 +169,8 @@ class BagEncoder(nn.Module):
     def _tokens(
         self, features: Tensor, places: Tensor, present: Tensor | None
     ) -> tuple[Tensor, TokenLayout]:
-        """Return the normalised tokens ``[B, P + n, D]`` after the blocks, and where they lie."""
-        if present is not None:  # what is absent may be NaN, and meets weights
+        """Return the normalised tokens ``[B, P + n, D]`` after the blocks, and their layout."""
+        if present is not None:  # absent features may be NaN, and are multiplied by weights
             features = features.masked_fill(~present.unsqueeze(2), 0)
         x = self.embed(features)
         layout = layout_of(places, present, self.num_prefix_tokens, self.horizon)
@@ -184,14 +185,15 @@ class BagEncoder(nn.Module):
 
 
 def layout_of(places: Tensor, present: Tensor | None, num_prefix: int, horizon: int) -> TokenLayout:
-    """Say where the tiles of bags lie, on the smallest grid that is the same to relative position.
+    """Return the layout of the tiles of bags, on the smallest grid that is equivalent for relative
+    position.
 
     Args:
         places: int64 ``[B, n, 2]``.
-        present: bool ``[B, n]``; None: all are there.
+        present: bool ``[B, n]``; None: all are present.
         num_prefix: P.
-        horizon: R; rows and columns without a tile that exceed R in a row are left out, which
-            changes no class of relative position.
+        horizon: R; longer runs of empty rows and columns are shortened to R, which changes no class
+            of relative position.
 
     Raises:
         ValueError: two tiles of a bag share a place, or there are far more places than tiles.
@@ -208,7 +210,7 @@ def layout_of(places: Tensor, present: Tensor | None, num_prefix: int, horizon: 
         )
     kept = near[..., 0] * width + near[..., 1]
     if present is not None:
-        # Tiles that are absent lie behind the others, each at a place of its own.
+        # Absent tiles are placed after the others, each at its own place.
         absent = (~present).cumsum(1) - 1
         most = int(absent.amax()) + 1
         kept = torch.where(present, kept, height * width + absent)
@@ -226,8 +228,8 @@ def layout_of(places: Tensor, present: Tensor | None, num_prefix: int, horizon: 
 
 
 def _drawn_near(places: Tensor, present: Tensor | None, horizon: int) -> Tensor:
-    """Return the places ``[n, 2]`` of a bag from 0 on, with gaps of ``horizon`` at most; 0 for what
-    is absent.
+    """Return the places ``[n, 2]`` of a bag from 0 on, with gaps of at most ``horizon``; 0 for
+    absent tiles.
     """
     return torch.stack([_axis_near(axis, present, horizon) for axis in places.unbind(1)], dim=1)
 

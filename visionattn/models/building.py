@@ -1,6 +1,4 @@
-"""From a name and arguments to a model, and whether it takes images of a size; what stands against
-it is said in one line.
-"""
+"""Model construction from a name and arguments, and checks of image sizes, with one-line errors."""
 
 import json
 import math
@@ -29,31 +27,31 @@ class ModelConfig:
     """Which model to build: ``timm.create_model(name, num_classes=..., **args)``."""
 
     name: str = "scaleformer_vit_t"
-    """A timm name: one of ours or any other model of timm."""
+    """A timm name: one of our models or any other timm model."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the model, e.g. ``{num_heads: 6, patch_size: 8}``; with ``data.task``
-    segmentation also of its head: ``head_blocks``, the blocks whose features are used (the last),
-    and ``head_stride``, the side in pixels of cells with a logit of their own (a patch).
+    """Keyword arguments of the model, e.g.
+    ``{num_heads: 6, patch_size: 8}``. With ``data.task`` segmentation also of its head: ``head_blocks``,
+    the blocks whose features it uses (default: the last), and ``head_stride``, the side in pixels
+    of the cells that get a logit (default: a patch).
     """
     grad_checkpointing: bool = False
-    """Keep the inputs of blocks alone for the backward pass and compute the rest anew: less memory,
+    """Save only the inputs of blocks for the backward pass and recompute the rest: less memory,
     more time.
     """
 
 
 def build_model(config: ModelConfig, spec: DataSpec) -> tuple[nn.Module, dict[str, Any]]:
-    """Make the model for the data.
+    """Build the model for the data.
 
-    Models that are built for one image size are built for that of the data, unless ``config.args``
-    names another.
+    Models with one fixed image size are built for the size of the data, unless ``config.args`` sets
+    another.
 
     Returns:
-        The model, and the arguments besides ``num_classes`` and ``in_chans`` that build it again.
+        The model, and the arguments that build it again, without ``num_classes`` and ``in_chans``.
 
     Raises:
-        ValueError: timm knows no such model, or it does not take its arguments.
-        RuntimeError, MemoryError: there is too little memory for its weights
-            (``is_out_of_memory``).
+        ValueError: timm has no such model, or it does not take these arguments.
+        RuntimeError, MemoryError: too little memory for its weights (``is_out_of_memory``).
     """
     if not timm.is_model(config.name):
         near = get_close_matches(config.name, timm.list_models(), n=1, cutoff=0)
@@ -64,11 +62,11 @@ def build_model(config: ModelConfig, spec: DataSpec) -> tuple[nn.Module, dict[st
     args = dict(config.args)
     ours = is_ours(config.name)
     sized = ours or timm.get_pretrained_cfg_value(config.name, "fixed_input_size")
-    # A model of timm that is built for one size does not take native images, which is said later.
+    # A timm model with one fixed size does not take native images; a later check reports that.
     if sized and spec.img_size is not None and (ours or spec.fit != "native"):
         args.setdefault("img_size", spec.img_size)
     try:
-        json.dumps(args)  # as they are kept beside the weights
+        json.dumps(args)  # as saved with the weights
         with warnings.catch_warnings():
             warnings.filterwarnings(
                 "ignore", message="Initializing zero-element tensors"
@@ -93,7 +91,7 @@ def build_model(config: ModelConfig, spec: DataSpec) -> tuple[nn.Module, dict[st
 
 
 def check_args(config: ModelConfig) -> None:
-    """Raise ValueError for arguments of a model that others give, or that do nothing."""
+    """Raise ValueError for model arguments that come from elsewhere or have no effect."""
     for key, source in {
         "num_classes": "the data",
         "in_chans": "the data",
@@ -114,20 +112,20 @@ def check_args(config: ModelConfig) -> None:
 
 
 def patch_size(model: nn.Module) -> Size:
-    """Return height and width of a model's patches in pixels; 1 x 1 where it has none."""
+    """Return height and width of a model's patches in pixels; 1 x 1 without patches."""
     return to_2tuple(getattr(getattr(model, "patch_embed", None), "patch_size", 1))
 
 
 def fixed_size(model: nn.Module) -> Size | None:
-    """Return height and width in pixels of the only images that a model takes; None where it takes
-    others.
+    """Return the only image size in pixels (height, width) that a model takes; None if it takes
+    several.
     """
     embed = getattr(model, "patch_embed", None)
     return tuple(embed.img_size) if getattr(embed, "strict_img_size", False) else None
 
 
 class Seen(Protocol):
-    """How images come to a model; ``data.geometry.Geometry``."""
+    """Image sizes as the model sees them; ``data.geometry.Geometry`` implements it."""
 
     @property
     def canvas(self) -> Size | None: ...
@@ -137,13 +135,14 @@ class Seen(Protocol):
 
 
 def check_img_size(model: nn.Module, sizes: Iterable[int]) -> None:
-    """Check that a model takes square images of these sizes in pixels, as ``check_geometries``."""
+    """Check that a model takes square images of these sizes in pixels, like ``check_geometries``.
+    """
     for size in sizes:
         _check_size(model, (size, size), (size, size))
 
 
 def check_geometries(model: nn.Module, geometries: Iterable[Seen]) -> None:
-    """Check that a model takes the images that come of geometries.
+    """Check that a model takes the images of these geometries.
 
     Raises:
         ValueError: an image would not be a whole number of patches, or the model is built for
@@ -154,7 +153,7 @@ def check_geometries(model: nn.Module, geometries: Iterable[Seen]) -> None:
 
 
 def _check_size(model: nn.Module, size: Size | None, limit: Size | None) -> None:
-    """Check a size of images, None for many, and the most that they may have."""
+    """Check an image size (None: many sizes) and the maximum size."""
     padded = getattr(getattr(model, "patch_embed", None), "dynamic_img_pad", False)
     fixed, patch = fixed_size(model), patch_size(model)
     if limit is not None and any(px < of for px, of in zip(limit, patch, strict=True)):

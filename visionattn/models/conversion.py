@@ -1,7 +1,7 @@
-"""``from_softmax`` and ``visionattn convert``: a timm ViT becomes one of our models, with its
-weights.
+"""``from_softmax`` and ``visionattn convert``: conversion of a timm ViT with its weights to one of
+our models.
 
-``docs/conversion.md`` says what becomes of each part and what copied weights are worth.
+``docs/conversion.md`` describes what happens to each part and how useful copied weights are.
 """
 
 import json
@@ -49,33 +49,33 @@ from visionattn.models.weights import (
 from visionattn.ops.attentions import get_attention
 
 NAME = "converted_vit"
-"""timm's name of converted models; their arguments say the rest."""
+"""timm's name of converted models; their arguments define the rest."""
 default_cfgs = generate_default_cfgs({f"{NAME}.untrained": model_cfg()})
 register(__name__, NAME, {}, former={})
 
 ACCEPTED = "the bodies of timm's plain ViT, DeiT, DeiT III, DINOv2, SigLIP and CLIP are accepted"
 ACTIVATIONS = {get_act_layer(name): name for name in ("gelu", "gelu_tanh", "quick_gelu", "silu")}
-"""Activations besides the default, by class."""
+"""Activations other than the default, by class."""
 IDLE = ("Dropout", "DropPath", "Identity", "PatchDropout")
-"""Classes of modules that do nothing in eval mode, by which models may differ."""
+"""Classes of modules that do nothing in eval mode; models may differ in them."""
 TOLD_BY = ("num_heads", "head_dim", "gate_last")
-"""Attributes that tell modules of equal parameters apart."""
+"""Attributes that distinguish modules with equal parameters."""
 RATES = ("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate")
 OF_ATTENTION = ("relative", "horizon", "normalization", "temperature_init", "feature_map")
 OF_ATTENTION += ("random_features", "value_conv", "centre_keys", "form", "window_size")
 OF_INPUT = ("img_size", "patch_size", "in_chans", "num_classes", "global_pool")
 OF_INPUT += ("dynamic_img_size", "dynamic_img_pad")
 OPTIONS = (*OF_ATTENTION, *OF_INPUT, *RATES, "drop_path_rate")
-"""What a caller may choose; the rest is the teacher's."""
+"""Options that a caller may set; the teacher determines the rest."""
 HUBS, LOCAL = ("hf-hub:", "hf_hub:"), "local-dir:"
 SOURCES = (*HUBS, LOCAL)
-"""What names of models begin with that timm reads from elsewhere than its registry."""
+"""Prefixes of model names that timm loads from outside its registry."""
 WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".tar")
 EXAMPLE = "vit_tiny_patch16_224 --softmax-blocks 9 11 --output converted.safetensors --overwrite"
 
 
 def name_of(vit: nn.Module) -> str:
-    """Return timm's name of a model, or its class where it has none."""
+    """Return timm's name of a model, or its class if it has none."""
     cfg = getattr(vit, "pretrained_cfg", None) or {}
     return cfg.get("architecture") or type(vit).__name__
 
@@ -85,8 +85,10 @@ def _refused(vit: nn.Module, reason: str) -> ValueError:
 
 
 def body_of(vit: nn.Module) -> dict[str, Any]:
-    """Return the arguments of ``VisionAttnTransformer`` that build the body of a ViT, besides
-    ``in_chans``, ``num_classes`` and those of the attention: JSON types, None where not needed.
+    """Return the arguments of ``VisionAttnTransformer`` that build the body of a ViT.
+
+    They exclude ``in_chans``, ``num_classes`` and arguments of the attention. Values are JSON
+    types, None if not needed.
 
     Args:
         vit: timm's ``VisionTransformer``, of any size.
@@ -115,7 +117,7 @@ def body_of(vit: nn.Module) -> dict[str, Any]:
             scale_attn_norm="blocks.0.attn.norm.weight" in state,
             scale_mlp_norm="blocks.0.mlp.norm.weight" in state,
             proj_bias="blocks.0.attn.proj.bias" in state,
-            # Any number makes the factors, which are copied.
+            # Any number creates the factors; their values are copied.
             init_values=1e-5 if "blocks.0.ls1.gamma" in state else None,
             class_token="cls_token" in state,
             no_embed_class=vit.no_embed_class,
@@ -136,8 +138,10 @@ def body_of(vit: nn.Module) -> dict[str, Any]:
 
 
 def _check_same(vit: VisionTransformer, body: dict[str, Any]) -> None:
-    """Raise ValueError where a ViT is not, module by module, what these arguments build with
-    softmax in all blocks; or where adapters or hooks do more than its weights say.
+    """Raise ValueError unless a ViT matches, module by module, the model built from these arguments
+    with softmax in all blocks.
+
+    Also raise if it has adapters or hooks that do more than its weights say.
     """
     classes = getattr(vit.head, "out_features", 0)
     sizes = dict(in_chans=vit.in_chans, num_classes=classes)
@@ -156,7 +160,9 @@ def _check_same(vit: VisionTransformer, body: dict[str, Any]) -> None:
 
 
 def _parts(model: nn.Module) -> dict[str, tuple]:
-    """Return what tells the modules of a model apart, by name: class, arguments, parameters."""
+    """Return the properties that distinguish the modules of a model, by name: class, arguments,
+    parameters.
+    """
     return {
         name: (
             type(module).__name__.removeprefix("Dynamic") if name else "VisionTransformer",
@@ -171,29 +177,29 @@ def _parts(model: nn.Module) -> dict[str, tuple]:
 
 @dataclass(frozen=True)
 class Converted:
-    """A model with the weights of another, and where each came from."""
+    """A model with the weights of another, and a record of where each tensor came from."""
 
     model: VisionAttnTransformer
     """On the teacher's device, in its dtype and mode."""
     name: str
     """timm's name that builds the model."""
     args: dict[str, Any]
-    """The arguments that build it, besides ``num_classes`` and ``in_chans``; JSON types."""
+    """The arguments that build it, without ``num_classes`` and ``in_chans``; JSON types."""
     spec: DataSpec
-    """What the teacher's images are."""
+    """Specification of the teacher's images."""
     source: str
     """The teacher's name."""
     taken: list[str]
-    """Names in the model that have the teacher's values, resampled ones included."""
+    """Names in the model that have the teacher's values, including resampled ones."""
     resampled: list[str]
-    """Names among those, with shapes, whose values were interpolated."""
+    """Names in ``taken``, with shapes, whose values were interpolated."""
     new: list[str]
-    """Names in the model that the teacher has not, at their start."""
+    """Names in the model that the teacher does not have, at their initial values."""
     left_out: list[str]
-    """Names in the teacher that found no place."""
+    """Names in the teacher without a place in the model."""
 
     def lines(self) -> list[str]:
-        """Put where the weights came from into a compact list for people."""
+        """Return a compact list of where the weights came from, for people."""
         several = len(self.taken) + len(self.new)
         parts = {"resampled": self.resampled, "new": self.new, "left out": self.left_out}
         return [
@@ -202,7 +208,7 @@ class Converted:
         ]
 
     def save(self, path: str | Path) -> None:
-        """Write the model to a file of ``save_model``, which ``load_model`` reads.
+        """Write the model to a file in the format of ``save_model``, which ``load_model`` reads.
 
         Raises:
             OSError: it cannot be written.
@@ -222,37 +228,35 @@ def from_softmax(
     num_heads: int | None = None,
     **options: Any,
 ) -> Converted:
-    """Make one of our models from a timm ``VisionTransformer``, with its weights.
+    """Convert a timm ``VisionTransformer`` with its weights to one of our models.
 
-    The body is the teacher's: tokens, norms, MLPs, position and pooling, and its absolute position
-    is resampled to each image. Its weights are copied, none is changed. What attention with bounded
-    weights needs beside them starts so that it changes little: keys are centred, the convolution of
-    the values and the relative tables of windows are zero, those of linear blocks have their local
-    start, and TaylorShift's temperatures are 4. There is no output gate, whose start near zero
-    would erase what the weights give. A model whose blocks are all ``softmax_blocks`` computes what
-    the teacher does.
+    The body is the teacher's: tokens, norms, MLPs, position and pooling. Its absolute position is
+    resampled to each image. All weights are copied unchanged. The additions that bounded weights
+    need start with little effect: keys are centred, the convolution of the values and the relative
+    tables of windows are zero, the relative tables of linear blocks have their local start, and
+    TaylorShift's temperatures are 4. There is no output gate: its start near zero would erase the
+    effect of the weights. A model whose blocks are all ``softmax_blocks`` computes the same as the
+    teacher.
 
     Args:
-        vit: the teacher, a plain ViT, DeiT, DeiT III, DINOv2, SigLIP or CLIP of timm, of any size,
-            patch and width. It stays as it is.
-        attention: "kernelized", "taylorshift" or "window", or a list, one for each block, where
-            "softmax" may be as well.
-        softmax_blocks: indices of blocks that stay the teacher's softmax, exact and quadratic; from
-            the end where negative.
-        num_heads: heads of the blocks; None: the teacher's. Others share the same weights out anew,
-            which is another function.
-        options: arguments of ``VisionAttnTransformer`` named in ``OPTIONS``: of the attention
-            (``relative``, ``value_conv``, ...), of images (``img_size``, ``patch_size``,
-            ``in_chans``, ``num_classes``, ``global_pool``, ...) and rates of dropout, which are 0
-            unless given. ``value_conv`` is 3, ``centre_keys`` True unless given. Others are taken
-            if they are what the teacher has.
+        vit: the teacher: a plain ViT, DeiT, DeiT III, DINOv2, SigLIP or CLIP of timm, of any size,
+            patch and width. It is not changed.
+        attention: "kernelized", "taylorshift" or "window", or a list with one name per block, which
+            may include "softmax".
+        softmax_blocks: indices of blocks (negative: from the end) that keep the teacher's softmax,
+            exact and quadratic.
+        num_heads: number of heads; None: the teacher's. Another number splits the same weights
+            differently, which is another function.
+        options: arguments of
+            ``VisionAttnTransformer`` named in ``OPTIONS``: of the attention (``relative``, ``value_conv``, ...), of images (``img_size``, ``patch_size``, ``in_chans``, ``num_classes``, ``global_pool``, ...) and dropout rates (default 0). ``value_conv`` is 3 and ``centre_keys``
+            True by default. Other arguments are accepted only with the teacher's value.
 
     Returns:
-        ``Converted``: the model, and lists of what was taken, resampled, new and left out.
+        ``Converted``: the model, and lists of taken, resampled, new and left-out tensors.
 
     Raises:
-        ValueError: the teacher has another body; heads that do not divide the width, blocks that do
-            not exist, options of the teacher's body; one line.
+        ValueError: a teacher with an unsupported body, heads that do not divide the width, blocks
+            that do not exist, or options of the teacher's body; one line.
     """
     body = body_of(vit)
     for name, value in options.items():
@@ -297,8 +301,9 @@ def from_softmax(
 def _attending(
     attention: str | Sequence[str], softmax_blocks: Sequence[int], depth: int
 ) -> dict[str, Any]:
-    """Return the arguments that say how the blocks attend, with defaults where a block has a use
-    for them. A softmax in a list is one of ``softmax_blocks``.
+    """Return the arguments for the attention of the blocks, with defaults if a block can use them.
+
+    A softmax in a list counts as one of ``softmax_blocks``.
     """
     exact = set(places_of_blocks(softmax_blocks, depth))
     names = [attention] * depth if isinstance(attention, str) else list(attention)
@@ -313,7 +318,7 @@ def _attending(
 
 
 def _spec(vit: nn.Module, options: dict[str, Any]) -> DataSpec:
-    """Return what a teacher's images are, with the channels and classes that are asked for."""
+    """Return the specification of a teacher's images, with the requested channels and classes."""
     cfg, spec = getattr(vit, "pretrained_cfg", None) or {}, getattr(vit, "data_spec", None)
     channels, size = options.get("in_chans", vit.in_chans), options.get("img_size")
     classes = options.get("num_classes", getattr(vit.head, "out_features", 0))
@@ -340,14 +345,15 @@ def _spec(vit: nn.Module, options: dict[str, Any]) -> DataSpec:
 
 
 def _per_channel(values: Sequence[float], channels: int) -> tuple[float, ...]:
-    """Return a mean or deviation for each channel: the same for all where there are others."""
+    """Return a mean or standard deviation per channel: their average for all if the numbers differ.
+    """
     if len(values) == channels:
         return tuple(float(value) for value in values)
     return (math.fsum(values) / len(values),) * channels
 
 
 def _cfg(vit: nn.Module, spec: DataSpec, size: tuple[int, int]) -> dict[str, Any]:
-    """Return what timm says of the teacher and holds for the model too."""
+    """Return the part of the teacher's timm configuration that holds for the model too."""
     cfg = getattr(vit, "pretrained_cfg", None) or {}
     kept = {key: cfg[key] for key in KEPT if cfg.get(key) is not None}
     kept |= dict(mean=spec.mean, std=spec.std, num_classes=spec.num_classes)
@@ -389,7 +395,7 @@ def _placed(vit: nn.Module, model: nn.Module, args: dict[str, Any], spec: DataSp
 
 
 def _fit_patches(weight: Tensor, wanted: torch.Size) -> Tensor:
-    """Bring the filters of the patch embedding to another patch and number of channels."""
+    """Convert the filters of the patch embedding to another patch size and number of channels."""
     if weight.shape[1] != wanted[1]:
         weight = adapt_channels(weight, wanted[1])
     if weight.shape[2:] == wanted[2:]:
@@ -416,23 +422,24 @@ def open_teacher(
     pretrained: bool = False,
     args: dict[str, Any] | None = None,
 ) -> tuple[nn.Module, list[str]]:
-    """Return a model of timm in eval mode, and lines about its weights.
+    """Return a timm model in eval mode, and lines about its weights.
 
     Args:
-        source: a file of weights; timm's name of a model, with or without a tag; or what timm takes
-            besides, ``hf-hub:...`` and ``local-dir:...``. A file at that path counts first.
-        body: timm's name of the model that a file has the weights of; None where the file says it,
-            as those of ``visionattn train`` do.
-        pretrained: take the weights that timm has of a name, which it may have to download;
-            otherwise they are random.
-        args: keyword arguments of the model. Of a file of weights, numbers of classes and channels,
-            patch and size of a square image are read off its tensors unless given.
+        source: a file of weights; a timm model name, with or without a tag; or
+            ``hf-hub:...`` or ``local-dir:...`` as timm takes them. A file at that path has
+            priority.
+        body: timm's name of the model that a file's weights belong to; None if the file states it,
+            as files of ``visionattn train`` do.
+        pretrained: use timm's weights for a name, which may need a download; otherwise weights are
+            random.
+        args: keyword arguments of the model. For a file of weights, numbers of classes and
+            channels, patch size and size of a square image are read from its tensors unless given.
 
     Raises:
         FileNotFoundError, PermissionError: the file cannot be read.
-        ValueError: timm has no such model, it does not take these arguments, or the weights are not
-            its own, not finite or not to be had; before weights are fetched also that the model
-            cannot be converted; one line.
+        ValueError: timm has no such model, it does not take these arguments, or the weights do not
+            fit, are not finite or not available; before a download also if the model cannot be
+            converted; one line.
     """
     args, elsewhere = args or {}, source.startswith(SOURCES)
     if is_file(source):
@@ -442,7 +449,7 @@ def open_teacher(
             raise ValueError(f"{source} names its own body; leave {body} out, which is for files")
         if not elsewhere:
             check_name(source)
-        if pretrained and not elsewhere:  # refused before its weights are fetched
+        if pretrained and not elsewhere:  # refuse before the download
             with torch.device("meta"):
                 body_of(created(source, False, args))
         vit = created(source, pretrained or elsewhere, args)
@@ -453,7 +460,7 @@ def open_teacher(
 
 
 def is_file(source: str) -> bool:
-    """Tell whether a teacher is a file of weights, be it there or not, and no name."""
+    """Return whether a teacher is a file of weights, existing or not, rather than a name."""
     if source.startswith(SOURCES):
         return False
     named = "/" not in source and Path(source).suffix not in WEIGHTS
@@ -461,7 +468,7 @@ def is_file(source: str) -> bool:
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError for a name that timm does not know, with the nearest one."""
+    """Raise ValueError for a name that timm does not have, with the nearest one."""
     if not timm.is_model(name):
         near = get_close_matches(name, timm.list_models(), n=1, cutoff=0)[0]
         raise ValueError(
@@ -471,7 +478,7 @@ def check_name(name: str) -> None:
 
 
 def created(name: str, pretrained: bool, args: dict[str, Any]) -> nn.Module:
-    """Make a model by timm, in one line where it cannot."""
+    """Build a model with timm; errors take one line."""
     try:
         return timm.create_model(name, pretrained=pretrained, **args)
     except (*UNBUILDABLE, OSError, ValueError) as error:
@@ -489,7 +496,7 @@ def created(name: str, pretrained: bool, args: dict[str, Any]) -> nn.Module:
 
 
 def _from_file(path: Path, body: str | None, args: dict[str, Any]) -> tuple[nn.Module, list[str]]:
-    """Return the model that a file has the weights of."""
+    """Return the model of a file of weights."""
     try:
         of_ours = read_metadata(path).get("format") == FORMAT
     except ValueError:
@@ -526,11 +533,13 @@ def _from_file(path: Path, body: str | None, args: dict[str, Any]) -> tuple[nn.M
 
 
 def _shaped(state: dict[str, Tensor], body: str, args: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments with which a body has the classes, channels, patch and size that a state
-    dict of timm shows; those that are given stay.
+    """Return the arguments that give a body the classes, channels, patch size and image size of a
+    timm state dict.
+
+    Given arguments have priority.
     """
     head, patches = state.get("head.weight"), state.get("patch_embed.proj.weight")
-    if patches is None or patches.ndim != 4:  # the names of another project, which timm may know
+    if patches is None or patches.ndim != 4:  # another project's names, which timm may know
         return args
     shown: dict[str, Any] = {"num_classes": 0 if head is None else len(head)}
     shown |= {"in_chans": patches.shape[1], "patch_size": tuple(patches.shape[2:])}
@@ -546,7 +555,7 @@ def _shaped(state: dict[str, Tensor], body: str, args: dict[str, Any]) -> dict[s
 
 
 def filter_checkpoint(given: dict[str, Tensor], model: nn.Module, name: str) -> dict[str, Tensor]:
-    """Rename and resample a state dict for a model by its module's ``checkpoint_filter_fn``.
+    """Rename and resample a state dict for a model with its module's ``checkpoint_filter_fn``.
 
     Raises:
         ValueError: the filter fails on it; one line.
@@ -566,31 +575,30 @@ def filter_checkpoint(given: dict[str, Tensor], model: nn.Module, name: str) -> 
 
 @dataclass
 class StudentOptions:
-    """Whose weights, and what becomes of their attention."""
+    """The source of the weights, and the attention of the new model."""
 
     teacher: str | None = None
     """A timm name such as ``vit_small_patch14_dinov2.lvd142m``, ``hf-hub:...``, ``local-dir:...``,
-    or a file of weights, such as ``visionattn train`` writes with a ``vit_*`` as its model.
+    or a file of weights, such as a file of ``visionattn train`` with a ``vit_*`` model.
     """
     pretrained: bool = False
-    """Take the weights that timm has of the name, which may have to be downloaded. Without, they
-    are random.
-    """
+    """Use timm's weights for the name, which may need a download. Otherwise weights are random."""
     model: str | None = None
-    """The timm name of the body that a file has the weights of; files of ``visionattn train`` say
-    it.
+    """The timm name of the model that a file's weights belong to; files of ``visionattn train``
+    state it.
     """
     args: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the teacher's body, e.g. ``{img_size: 518}``."""
+    """Keyword arguments of the teacher, e.g. ``{img_size: 518}``."""
     attention: list[str] = field(default_factory=lambda: ["kernelized"])
-    """``kernelized``, ``taylorshift`` or ``window``, for all blocks; or a name for each block."""
+    """``kernelized``, ``taylorshift`` or ``window`` for all blocks; or one name per block."""
     softmax_blocks: list[int] = field(default_factory=list)
-    """Indices of blocks that stay the teacher's softmax; -1 is the last."""
+    """Indices of blocks that keep the teacher's softmax; -1 is the last."""
     num_heads: int | None = None
-    """Heads of the blocks; None: the teacher's. Others share the same weights out anew."""
+    """Number of heads; None: the teacher's. Another number splits the same weights differently."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of ``visionattn.models.from_softmax`` that are of the attention, e.g.
-    ``{value_conv: 5, centre_keys: false}``; ``convert`` takes all of them.
+    """Further attention arguments of
+    ``visionattn.models.from_softmax``, e.g. ``{value_conv: 5, centre_keys: false}``; ``convert``
+    takes all of its arguments.
     """
 
 
@@ -599,16 +607,18 @@ class ConvertOptions(StudentOptions):
     """A model with the weights of another."""
 
     seed: int = 0
-    """Seed of what is drawn: random weights, and the start of relative position."""
+    """Seed of random weights and of the start of relative position."""
     output: str | None = None
     """The safetensors file, which ``visionattn.load_model`` and every command read."""
     overwrite: bool = False
-    """Replace the file if it is there."""
+    """Replace an existing file."""
 
 
 def teacher_of(options: StudentOptions) -> tuple[nn.Module, list[str]]:
-    """Open the teacher that options name, as ``open_teacher`` does; a file with ``pretrained`` is a
-    ValueError.
+    """Open the teacher named by the options, as ``open_teacher`` does.
+
+    Raises:
+        ValueError: a file together with ``pretrained``, or as ``open_teacher``.
     """
     source = str(options.teacher)
     if options.pretrained and is_file(source):
@@ -620,10 +630,10 @@ def teacher_of(options: StudentOptions) -> tuple[nn.Module, list[str]]:
 def student_of(
     options: StudentOptions, vit: nn.Module, softmax_blocks: Sequence[int] | None = None
 ) -> Converted:
-    """Make the model that options ask for, as ``from_softmax`` does.
+    """Build the model requested by the options, as ``from_softmax`` does.
 
     Args:
-        softmax_blocks: in place of those of the options; None: those.
+        softmax_blocks: replaces the value in the options; None: use the options.
     """
     names = options.attention
     asked = dict(
@@ -635,7 +645,7 @@ def student_of(
 
 
 def convert(argv: Sequence[str], say: Callable[[str], None]) -> None:
-    """Convert as the flags of ``visionattn convert`` say, and say what became of the weights.
+    """Convert as the flags of ``visionattn convert`` say, and report what happened to the weights.
 
     Raises:
         ValueError: a flag is wrong, or a file or a name is missing; one line.

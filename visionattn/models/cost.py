@@ -1,9 +1,8 @@
-"""The one estimate of memory and time: what a forward or a step takes, whether a batch fits, which
-batch or image would, and how long the work takes.
+"""The estimate of memory and time: cost of a forward pass or a training step, whether a batch fits,
+the largest batch or image that fits, and the time of the whole work.
 
-On a processor the tensors of a pass are counted without computing it. On a GPU, where too much is
-an error and no disaster, a pass is run and its peak is read. This module knows neither files nor
-runs.
+On a CPU the tensors of a pass are counted without computing it. On a GPU, where out of memory is
+only an error, a pass is run and its peak memory is read. This module knows neither files nor runs.
 """
 
 import copy
@@ -43,42 +42,46 @@ from visionattn.ops.operator import function_of
 Model = TypeVar("Model", bound=nn.Module)
 Size = tuple[int, int]
 Shape = tuple[int, int, int]
-"""Images, height and width in pixels of a batch."""
+"""Number of images, height and width in pixels of a batch."""
 Compute = Callable[[nn.Module, Tensor, Tensor | None], Tensor]
 """``compute(model, inputs [B, C, H, W], sizes [B, 2]) -> [B, ...]``."""
 
 LARGE_BYTES = 32 * 2**20
-"""From here on, glibc takes each block from the system and gives it back when it is freed."""
+"""From this size on, glibc requests each block from the system and returns it when it is freed."""
 LIBRARIES_BYTES = 50 * 2**20
-"""What libraries take with the first pass on a processor: code, threads, buffers for packing."""
+"""Memory that libraries take with the first pass on a CPU: code, threads, packing buffers."""
 WORKER_BYTES = 45 * 2**20
-"""What a process that loads images takes of its own, without images."""
+"""Memory of a data loading process, without images."""
 SCATTERED, SCATTERED_CHECKPOINTED = 1.2, 3.5
-"""How much more a process takes from the system than its small tensors hold: freed tensors leave
-gaps, most where checkpointed blocks are computed anew. Measured with glibc.
+"""Ratio of memory taken from the system to the size of small tensors, without and with
+checkpointing.
+
+Freed tensors leave gaps, most when checkpointed blocks are recomputed. Measured with glibc.
 """
 LARGEST_BATCH = 512
-"""The most images that ``batch_size auto`` takes."""
+"""Maximum number of images for ``batch_size auto``."""
 COUNTED_PIXELS = 1 << 22
-"""Pixels of the largest image that is counted itself: larger ones take minutes to count."""
+"""Pixels of the largest image that is counted directly: larger ones take minutes to count."""
 FEW_PIXELS = 1 << 20
-"""Forwards of images of fewer pixels in all take no time worth a word."""
+"""Below this total number of pixels, the time of forward passes is not reported."""
 TRIAL_PIXELS = 1 << 18
-"""Pixels of the largest image that a forward is timed on; larger ones take time in proportion."""
+"""Pixels of the largest image for timing a forward pass; the time of larger ones is scaled in
+proportion.
+"""
 TRIAL_SECONDS = 0.5
-"""How long the timed forward of several images may take."""
+"""Maximum duration of the timed forward pass of several images."""
 SHORT_SECONDS = 1.0
-"""What takes less time is timed twice."""
+"""Shorter work is timed twice."""
 
 
 class Footprint(TorchDispatchMode):
-    """Count the bytes of the tensors that are alive while it is active.
+    """Count the bytes of live tensors while the context is active.
 
     Attributes:
-        live_bytes: of the tensors alive now that were made within it.
-        peak_bytes: the most at any time.
-        small_bytes: at that time, of tensors below ``LARGE_BYTES``, which allocators put side by
-            side, so that gaps stay between them.
+        live_bytes: bytes of live tensors created within the context.
+        peak_bytes: maximum of ``live_bytes``.
+        small_bytes: at the peak, bytes of tensors below ``LARGE_BYTES``, which allocators place
+            next to each other, leaving gaps.
     """
 
     def __init__(self) -> None:
@@ -90,15 +93,17 @@ class Footprint(TorchDispatchMode):
         self._inside: dict[tuple, int] = {}
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
-        """Do not count tensors that are there without the work, whatever views of them are made."""
+        """Exclude tensors that exist without the work, and all their views, from the count."""
         self._left_out = {tensor.untyped_storage()._cdata for tensor in tensors}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run an operator and count what it returns; of ours also what they hold in between."""
+        """Run an operator and count its results; for our own operators also their intermediate
+        tensors.
+        """
         given = kwargs or {}
         own = function_of(func)
         tensors = [x for x in tree_leaves((args, given)) if isinstance(x, Tensor)]
-        # On an accelerator ours are kernels, which do not run on fake tensors.
+        # On an accelerator our operators are kernels, which do not run on fake tensors.
         if own is None or any(x.device.type != "cpu" for x in tensors):
             out = func(*args, **given)
         else:
@@ -109,8 +114,8 @@ class Footprint(TorchDispatchMode):
         return out
 
     def _run_own(self, func, own: Callable, args: tuple, given: dict) -> object:
-        """Run an operator of ours from within, once for each kind of arguments: later calls hold as
-        much.
+        """Run one of our operators from within, once per kind of arguments: later calls take the
+        same memory.
         """
         kind = (func, *map(_kind, tree_leaves((args, given))))
         if kind in self._inside:
@@ -135,7 +140,7 @@ class Footprint(TorchDispatchMode):
         self._note(0)
 
     def _note(self, more_bytes: int) -> None:
-        """Keep the level, with more bytes of small tensors, where it is the highest."""
+        """Update the peak, with ``more_bytes`` of small tensors in addition."""
         if self.live_bytes + more_bytes > self.peak_bytes:
             self.peak_bytes = self.live_bytes + more_bytes
             self.small_bytes = self._live_small + more_bytes
@@ -147,7 +152,7 @@ class Footprint(TorchDispatchMode):
 
 
 def _kind(value: object) -> object:
-    """Return the part of an argument that decides how much memory a work takes."""
+    """Return the properties of an argument that determine the memory of a call."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.stride(), value.dtype
     return repr(value)
@@ -155,14 +160,13 @@ def _kind(value: object) -> object:
 
 @contextmanager
 def counting() -> Iterator[tuple[Footprint, Callable[[Model], Model]]]:
-    """Make every tensor that is made in the context a fake one, and count their bytes.
+    """Replace every tensor created in the context by a fake one, and count their bytes.
 
-    Fake tensors have shapes and no memory, so that work can be counted that would not fit. Gives
-    the count, and a function that copies a module with fake parameters and buffers, which do not
-    count.
+    Fake tensors have shapes and no memory, so work can be counted that would not fit. Yield the
+    count, and a function that copies a module with fake, uncounted parameters and buffers.
     """
     # Fake tensors pretend that there is a GPU. A first backward pass after them would start a
-    # thread for it, and with that thread no forked process could go backward any more.
+    # thread for it, and forked processes could then run no backward pass.
     torch.ones((), requires_grad=True).backward()
     fake, count = FakeTensorMode(), Footprint()
 
@@ -177,15 +181,15 @@ def counting() -> Iterator[tuple[Footprint, Callable[[Model], Model]]]:
 
 
 class Passes:
-    """Tell what forwards of a model take: bytes above the present level, and seconds.
+    """Measure forward passes of a model: bytes above the present level, and seconds.
 
     Args:
-        model: on its device; it stays as it is.
-        spec: what its images are.
+        model: on its device; unchanged afterwards.
+        spec: specification of its images.
         device: where it computes.
         amp: ``none``, ``bf16`` or ``fp16``.
-        compute: which outputs are wanted.
-        leaves_out: the model is told what images fill, and they do not fill all.
+        compute: computes the wanted outputs.
+        leaves_out: the model receives the filled sizes of images, which do not fill the canvas.
     """
 
     def __init__(
@@ -203,8 +207,9 @@ class Passes:
         self._known: dict[tuple, float | None] = {}
 
     def forward_bytes(self, shape: Shape) -> int | None:
-        """Return the bytes of a forward without gradients, its result included; None where nobody
-        can tell, on a GPU infinity where it is too much.
+        """Return the bytes of a forward pass without gradients, including its result.
+
+        None if unknown; infinity if it does not fit on a GPU.
         """
 
         def work(model: nn.Module) -> None:
@@ -216,7 +221,7 @@ class Passes:
         return whole_bytes(self.peak(work, SCATTERED, shape))
 
     def batch(self, shape: Shape) -> tuple[Tensor, Tensor | None]:
-        """Return images and, where the model takes them, the sizes that they fill."""
+        """Return images and, if the model takes them, their filled sizes."""
         images, *size = shape
         channels = 1 if self.spec.encoding else self.spec.in_chans
         made = torch.zeros(images, channels, *size, dtype=torch.uint8, device=self.device)
@@ -225,15 +230,17 @@ class Passes:
     def peak(
         self, work: Callable[[nn.Module], None], scattered: float, *key: object
     ) -> float | None:
-        """Return the most bytes that a work on the model takes, found once for each key."""
+        """Return the peak bytes of work on the model, measured once per key."""
         if key not in self._known:
             on_gpu = self.device.type == "cuda"
             self._known[key] = self._measured(work) if on_gpu else self._counted(work, scattered)
         return self._known[key]
 
     def _counted(self, work: Callable[[nn.Module], None], scattered: float) -> float | None:
-        """Count the tensors of a work that is not computed; None where the model does not run so:
-        it looks at values, or is wrong for these images, which a real pass will tell.
+        """Count the tensors of the work without computing it.
+
+        None if the model cannot run this way: it reads values, or fails on these images, which a
+        real pass will report.
         """
         kept = random_state()
         try:
@@ -247,7 +254,7 @@ class Passes:
         return LIBRARIES_BYTES + large_bytes + scattered * count.small_bytes
 
     def _measured(self, work: Callable[[nn.Module], None]) -> float | None:
-        """Run a work on the GPU, and leave model and generators as they were."""
+        """Run the work on the GPU, and restore model and generators afterwards."""
         kept, training = random_state(), self.model.training
         buffers = [(each, each.clone()) for each in self.model.buffers()]
         torch.cuda.synchronize(self.device)
@@ -269,8 +276,10 @@ class Passes:
     def forward_seconds(
         self, shape: Shape, patch_px: Size, clock: Callable[[], float] = time.perf_counter
     ) -> float | None:
-        """Return the seconds of a forward per image, of large images in proportion to a smaller
-        one; None where the model does not take such images, or they do not fit.
+        """Return the seconds of a forward pass per image, extrapolated from a smaller one for large
+        images.
+
+        None if the model does not take such images, or they do not fit.
         """
         images, rows, columns = shape
         tried, share = (rows, columns), TRIAL_PIXELS / (rows * columns)
@@ -292,23 +301,24 @@ class Passes:
 
 
 def put_back(kept: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Write the kept values of tensors back into them."""
+    """Write the saved values of tensors back into them."""
     with torch.no_grad():
         for tensor, value in kept:
             tensor.copy_(value)
 
 
 def whole_bytes(count: float | None) -> int | None:
-    """Return a whole number of bytes; infinity and None as they are."""
+    """Return an integer number of bytes; infinity and None are unchanged."""
     return count if count in (None, math.inf) else int(count)  # type: ignore[return-value]
 
 
 def seconds_of(
     timed: Callable[[Shape], float], shape: Shape, longest: float, *, first: int
 ) -> float:
-    """Return the seconds of a work on a batch, timed on as many images as ``longest`` seconds take.
+    """Return the seconds of work on a batch, timed on the number of images that take about
+    ``longest`` seconds.
 
-    Libraries start in the pass over the ``first`` images, which says how many these are.
+    Libraries start up in the pass over the ``first`` images, which determines this number.
     """
     images, *size = shape
     tried = min(first, images)
@@ -323,7 +333,7 @@ def seconds_of(
 
 
 def scaled(size: Size, factor: float, patch_px: Size) -> Size:
-    """Return a size with both sides times a factor, in whole patches."""
+    """Return a size with both sides multiplied by a factor, in whole patches."""
     rows, columns = (
         max(each, round(side * factor / each) * each)
         for side, each in zip(size, patch_px, strict=True)
@@ -333,7 +343,7 @@ def scaled(size: Size, factor: float, patch_px: Size) -> Size:
 
 @dataclass(frozen=True)
 class Expected:
-    """The memory of a run."""
+    """The memory that a run needs."""
 
     needed_bytes: int | None
     there_bytes: int | None
@@ -349,29 +359,30 @@ class Expected:
 
 
 class Memory:
-    """What a run takes at batches of a shape, how much there is, and what would fit.
+    """Memory of a run for batches of a shape, available memory, and what would fit.
 
-    A subclass tells what a batch takes, and names the options for a batch or an image that fits.
+    A subclass defines the memory of a batch, and names the options for a batch or an image that
+    fits.
 
     Args:
-        passes: what passes of the model take.
+        passes: measures passes of the model.
         patch_px: height and width of its patches.
-        cell_px: how many pixels count as one patch.
-        processes: how many like this one share the machine.
-        bound_bytes: most bytes of a pass above the model; None: all free memory.
+        cell_px: pixels that count as one patch.
+        processes: number of equal processes that share the machine.
+        bound_bytes: maximum bytes of a pass above the model; None: all free memory.
 
     Attributes:
-        there_bytes: the memory there is for this process, or the bound; None where nobody knows.
-        base_bytes: what the process takes already.
+        there_bytes: memory available to this process, or the bound; None if unknown.
+        base_bytes: memory that the process takes already.
         bounded: whether ``there_bytes`` is the bound.
     """
 
     doing = saves = ""
-    """What is done to images, and what saves memory, as errors say it."""
+    """Wording of errors: what is done to images, and how to save memory."""
     least = 1
-    """The fewest images of a batch."""
+    """Minimum number of images per batch."""
     fixed = False
-    """Whether images can have no other size."""
+    """Whether images cannot have another size."""
 
     def __init__(
         self,
@@ -389,22 +400,24 @@ class Memory:
             self.base_bytes = taken_bytes(passes.device)
 
     def bytes_of(self, shape: Shape) -> int | None:
-        """Return the memory at batches of a shape; None where nobody can tell, and on a GPU
-        infinity where it is too much.
+        """Return the memory for batches of a shape; None if unknown, infinity if it does not fit on
+        a GPU.
         """
         raise NotImplementedError
 
     def batch_that_fits(self, images: int, shape: Shape) -> str:
-        """Name the option for batches of ``images`` images in place of ``shape``."""
+        """Return the option for batches of ``images`` images in place of ``shape``."""
         raise NotImplementedError
 
     def image_that_fits(self, size: Size) -> str:
-        """Name the option for images of a size."""
+        """Return the option for images of a size."""
         raise NotImplementedError
 
     def extended(self, count: Callable[[Shape], int | None], shape: Shape) -> int | None:
-        """Return what ``count`` says of a batch. Of images too large to be counted, go on as it
-        grows from an eighth of ``COUNTED_PIXELS`` to a half of them.
+        """Return the result of ``count`` for a batch.
+
+        For images too large to count, extrapolate its growth from an eighth to a half of
+        ``COUNTED_PIXELS``.
         """
         images, rows, columns = shape
         share = COUNTED_PIXELS / (rows * columns)
@@ -422,29 +435,29 @@ class Memory:
         return many + int(min(slope * (rows * columns - pixels), 1 << 62))
 
     def about(self, size: Size) -> int | None:
-        """Return what one image of a size takes."""
+        """Return the memory of one image of a size."""
         return self.bytes_of((1, *size))
 
     def too_much(self, size: Size) -> bool:
-        """Tell whether one image of a size clearly takes more memory than there is."""
+        """Return whether one image of a size clearly needs more than the available memory."""
         return clearly_above(self.about(size), self.there_bytes, bounded=self.bounded)
 
     def fits(self, shape: Shape) -> bool:
-        """Tell whether a batch leaves some of the memory there is."""
+        """Return whether a batch leaves some of the available memory free."""
         needed, there = self.bytes_of(shape), self.there_bytes
         return needed is not None and there is not None and needed <= SHARE * there
 
     def largest_batch(self, size: Size, most: int) -> int:
-        """Return how many images of a size fit at once, ``most`` at most: a power of two, or above
-        8 a multiple of 8; 0 where not one does.
+        """Return how many images of a size fit at once, at most ``most``: a power of two, or above
+        8 a multiple of 8; 0 if none fits.
         """
         batches = [n for n in (1, 2, 4, *range(8, most + 1, 8)) if n <= most]
         found = bisect_left(batches, True, key=lambda n: not self.fits((n, *size)))
         return (0, *batches)[found]
 
     def largest_image(self, size: Size) -> Size | None:
-        """Return the largest image of about the same aspect ratio, below ``size`` and in whole
-        patches, that fits; None where none does.
+        """Return the largest image that fits, below ``size``, of about the same aspect ratio, in
+        whole patches; None if none fits.
         """
         step, longest = max(self.patch_px), max(size)
 
@@ -456,11 +469,11 @@ class Memory:
         return smaller(found) if found else None
 
     def auto(self, size: Size, count: int) -> int:
-        """Return how many images of a size ``batch_size auto`` stands for: of ``count`` the most
-        that fit, but no fewer than ``least``.
+        """Return the batch size of
+        ``batch_size auto``: as many of ``count`` images as fit, but at least ``least``.
 
         Raises:
-            ValueError: nobody can tell what fits.
+            ValueError: the memory is unknown.
         """
         if self.there_bytes is None or self.bytes_of((1, *size)) is None:
             raise ValueError(
@@ -470,10 +483,10 @@ class Memory:
         return max(self.least, self.largest_batch(size, most))
 
     def check(self, shape: Shape, needed: int | None) -> Expected:
-        """Return the memory that a run takes whose largest batch takes ``needed`` bytes.
+        """Return the memory of a run whose largest batch needs ``needed`` bytes.
 
         Raises:
-            DoesNotFit: it is clearly more than there is; one line, with what would fit.
+            DoesNotFit: it is clearly more than the available memory; one line, with what would fit.
         """
         images, rows, columns = shape
         what = f"{self.doing}{images} image{'s' if images > 1 else ''} of {rows} x {columns} pixels"
@@ -483,7 +496,7 @@ class Memory:
         return Expected(needed, None if self.bounded else self.there_bytes)
 
     def way_out(self, shape: Shape) -> str:
-        """Say which batch, or if none which size of images, would fit."""
+        """Return a message with the batch, or otherwise the image size, that would fit."""
         images, *sides = shape
         size = sides[0], sides[1]
         fit = self.largest_batch(size, images - 1)
@@ -500,14 +513,14 @@ class Memory:
 
 
 class ForwardMemory(Memory):
-    """What forwards take at batches of some shapes.
+    """Memory of forward passes for batches of some shapes.
 
     Args:
         passes, patch_px, cell_px, bound_bytes: as for ``Memory``.
-        beside: returns further bytes on a processor at batches of a shape: of processes that load
-            images, and of results that wait to be written.
+        beside: returns further bytes on a CPU for batches of a shape: of data loading processes,
+            and of results that wait to be written.
         native: images keep their sizes.
-        batches: the flag that makes batches smaller, for as many ``images`` or ``patches``.
+        batches: the flag for smaller batches, with ``images`` or ``patches`` to fill in.
     """
 
     def __init__(
@@ -526,7 +539,7 @@ class ForwardMemory(Memory):
         self.fixed = fixed_size(passes.model) is not None
 
     def bytes_of(self, shape: Shape) -> int | None:
-        """Return the memory at batches of a shape, as ``Memory`` says."""
+        """Return the memory for batches of a shape; see ``Memory``."""
         forward = self.extended(self.passes.forward_bytes, shape)
         if forward is None:
             return None
@@ -534,12 +547,12 @@ class ForwardMemory(Memory):
         return self.base_bytes + forward + (0 if alone else self.beside(shape))
 
     def batch_that_fits(self, images: int, shape: Shape) -> str:
-        """Name the flag of ``batches``."""
+        """Return the flag of ``batches``, filled in."""
         patches = images * (math.prod(shape[1:]) // self.cell_px)
         return f"{self.batches.format(images=images, patches=patches)} would fit"
 
     def image_that_fits(self, size: Size) -> str:
-        """Name the flag of the command."""
+        """Return the flag of the command for smaller images."""
         rows, columns = size
         if not self.native:
             return f"--img-size {rows if rows == columns else f'{rows} {columns}'} would fit"
@@ -550,7 +563,7 @@ class ForwardMemory(Memory):
 
 
 def images_that_fit(images: int, size: Size) -> str:
-    """Say what ``batch_size auto`` has become."""
+    """Return a message with the result of ``batch_size auto``."""
     fit = "1 image fits" if images == 1 else f"{images} images fit"
     return f"batch_size auto: {fit}, of {size[0]} x {size[1]} pixels"
 
@@ -564,12 +577,12 @@ def describe(
     *,
     sizes: int = 1,
 ) -> str:
-    """Put what forwards will take into a line.
+    """Return a line about the cost of forward passes.
 
     Args:
         seen, count, cell_px, sizes: as for ``images_of``.
-        memory: what they take.
-        seconds: of computing all images; None where nothing was tried.
+        memory: the memory that they need.
+        seconds: total computing time; None if not measured.
     """
     parts = [images_of(seen, count, cell_px, sizes=sizes), str(memory)]
     if seconds is not None:
@@ -581,13 +594,13 @@ def describe(
 def images_of(
     seen: np.ndarray, count: int, cell_px: int, *, sizes: int = 1, cells: str = "patches"
 ) -> str:
-    """Say how many images there are, and at which sizes the model sees them.
+    """Return a description of the number of images and their sizes as the model sees them.
 
     Args:
         seen: heights and widths in pixels, ``[n, 2]``.
-        count: how many images there are.
+        count: number of images.
         cell_px: pixels of a patch, or of another of ``cells``.
-        sizes: at how many sizes each image is seen.
+        sizes: number of sizes at which each image is processed.
     """
     pixels = seen.prod(1)
     low, high = (seen[at].tolist() for at in (pixels.argmin(), pixels.argmax()))

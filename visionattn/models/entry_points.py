@@ -1,10 +1,10 @@
-"""How our models reach timm: entry points of each family and size, and ``pretrained_cfg``, which
-says what the images of a model with weights are.
+"""timm entry points of our models, for each family and size, and the ``pretrained_cfg`` that
+describes the images of a model with weights.
 
-timm's words for images are fewer than those of ``DataSpec``: its transform pads an image that is
-seen ``native`` or ``pad`` to a square, around its centre, and knows nothing of bands and ranges of
-values. So the whole specification goes along as a note, and a model of ours that is built with
-weights has it as ``data_spec`` again.
+timm's configuration has fewer fields for images than
+``DataSpec``. Its transform pads ``native`` and ``pad`` images to a square around their centre, and
+has no bands or value ranges. So the whole specification is attached as a note, and a model of ours
+built with weights has it again as ``data_spec``.
 """
 
 import json
@@ -57,29 +57,29 @@ PIXEL |= dict(init_values=1e-4, global_pool="token")
 Source: TaylorShift, section 5 (class token, LayerScale from 1e-4, MLP ratio 1).
 """
 LOCAL = dict(value_conv=3, output_gate=True)
-"""What attention lacks beside a softmax and the models of relative position have: the finalists of
-``docs/quality.md``.
+"""Options of the models with relative position that bounded attention lacks compared with softmax:
+the finalists of ``docs/quality.md``.
 """
 FREE = ("form", "img_size", "dynamic_img_size", "dynamic_img_pad", "global_pool", "weight_init")
 FREE += ("fix_init", "device", "dtype", "features_only", "out_indices", "output_stride")
-"""Arguments that may differ from those of the file, besides rates of dropout: no weight depends on
+"""Arguments that may differ from the file's, in addition to dropout rates: no weight depends on
 them.
 """
 FITTED = ("patch_size", "horizon", "in_chans", "num_classes")
-"""Arguments to which weights are fitted that ``pretrained=True`` loads."""
+"""Arguments to which ``pretrained=True`` adapts the loaded weights."""
 
 NOTE = "visionattn.DataSpec "
-"""How the note begins that has a specification, as JSON."""
+"""Prefix of the note that holds a specification as JSON."""
 
 CROP_MODES = {"crop": "center", "stretch": "squash", "pad": "border", "native": "border"}
-"""What timm calls the ways in which images of any size come to a model."""
+"""timm's names for the ways of fitting images of any size to a model."""
 USUAL_PX = 224
-"""The side of images where neither a size nor a number of patches was given."""
+"""Image side if neither a size nor a number of patches is given."""
 
 
 def _family_names(family: str, head_dim: int = 64) -> dict[str, dict[str, Any]]:
-    """Return the short and the long name of each size, and that of its pyramid, with the arguments
-    of the size.
+    """Return the short name, long name and pyramid name of each size, with the arguments of the
+    size.
     """
     names = {}
     for letter, (word, size) in SIZES.items():
@@ -90,7 +90,7 @@ def _family_names(family: str, head_dim: int = 64) -> dict[str, dict[str, Any]]:
 
 
 def model_cfg(**fields) -> dict[str, Any]:
-    """Return timm's description of a model, without weights unless ``fields`` names some."""
+    """Return timm's configuration of a model, without weights unless ``fields`` names some."""
     cfg = dict(
         input_size=(3, 224, 224),
         num_classes=1000,
@@ -108,8 +108,8 @@ def model_cfg(**fields) -> dict[str, Any]:
 
 
 def family_cfgs(family: str, pixel: str | None = None, **fields):
-    """Return the default configurations of a family: of each of its names, untrained, and of its
-    pixel model if it has one.
+    """Return the default configurations of a family: one per name, untrained, and one for its pixel
+    model if it has one.
     """
     cfgs = {f"{name}.untrained": model_cfg(**fields) for name in _family_names(family)}
     if pixel is not None:
@@ -132,16 +132,15 @@ def register_family(
     former: dict[str, Any] | None = None,
     **options,
 ) -> None:
-    """Register the names of each size, short, long and of a pyramid, as entry points of
-    ``module``.
+    """Register the names of each size (short, long and pyramid) as entry points of ``module``.
 
     Args:
         module: ``__name__`` of the module that holds the family's ``default_cfgs``.
-        family: what the names begin with.
+        family: prefix of the names.
         head_dim: width of a head.
-        former: the options as they were when files did not state them, see ``FORMER``, with heads
-            of width 64; None: the same.
-        options: arguments of ``VisionAttnTransformer`` that make the family.
+        former: options of older files that did not state them, see ``FORMER``, with heads of width
+            64; None: the same.
+        options: arguments of ``VisionAttnTransformer`` that define the family.
     """
     older = _family_names(family)
     for name, size in _family_names(family, head_dim).items():
@@ -155,10 +154,10 @@ def register(
     """Register a name as an entry point of ``module``.
 
     Args:
-        module: ``__name__`` of the module that has ``default_cfgs`` of the name.
+        module: ``__name__`` of the module whose ``default_cfgs`` have the name.
         name: the name.
-        args: the arguments of ``VisionAttnTransformer`` that it stands for.
-        former: see ``FORMER``; None: no older file names it.
+        args: the arguments of ``VisionAttnTransformer`` for this name.
+        former: see ``FORMER``; None: no older file uses the name.
     """
     register_model(_entry_point(module, name, args))
     if former is not None:
@@ -191,8 +190,10 @@ def _entry_point(module: str, name: str, args: dict[str, Any]) -> Callable[..., 
 
 
 def _checkpoint_of_caller() -> Any:
-    """Return ``checkpoint_path`` of the ``timm.create_model`` that called the entry point which
-    calls this, or None. timm keeps it to itself, and loads it into the finished model.
+    """Return the ``checkpoint_path`` of the ``timm.create_model`` call behind the calling entry
+    point, or None.
+
+    timm does not pass it on; it loads the file into the finished model.
     """
     frame = sys._getframe(2)
     if frame.f_globals.get("__name__") != "timm.models._factory":
@@ -208,22 +209,24 @@ def _args_of_file(
     *,
     fitted: bool,
 ) -> tuple[dict[str, Any], Any]:
-    """Return the arguments that a file of ours states and ``given`` does not, and the ``DataSpec``
-    of its images; nothing and None for files of others.
+    """Return the arguments that one of our files states and
+    ``given`` does not, and the ``DataSpec`` of its images.
+
+    For other files return no arguments and None.
 
     Args:
         path: the file.
-        name: the model that is asked for, which may be a pyramid over that of the file.
-        defaults: what the name stands for.
+        name: the requested model, which may be a pyramid over the file's model.
+        defaults: the arguments of ``name``.
         given: arguments of the call.
-        fitted: weights are fitted to ``FITTED``.
+        fitted: whether weights are adapted to ``FITTED``.
 
     Raises:
-        ValueError: the file is of another attention, or ``given`` contradicts it; one line.
+        ValueError: the file has another attention, or ``given`` contradicts it; one line.
     """
     try:
         metadata = read_metadata(path)
-    except (ValueError, OSError):  # timm reads it, or says why not
+    except (ValueError, OSError):  # timm reads it, or reports why not
         return {}, None
     if metadata.get("format") != FORMAT:
         return {}, None
@@ -253,8 +256,10 @@ def _args_of_file(
 
 
 def _of_body(stated: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the body of a segmentation, whose blocks above the last one that its
-    head reads are not in the file; those of other models as they are.
+    """Return the arguments of the body of a segmentation model; arguments of other models are
+    unchanged.
+
+    Blocks above the last one that the head reads are not in the file.
     """
     body = {key: value for key, value in stated.items() if key not in HEAD_ARGS}
     if stated.get("head_blocks") is None:
@@ -278,7 +283,7 @@ def _build(name: str, pretrained: bool, args: dict[str, Any]) -> nn.Module:
     """Build through timm, which handles ``features_only``, weights and configurations.
 
     Raises:
-        ValueError: ``pretrained=True`` where there are no weights.
+        ValueError: ``pretrained=True`` without available weights.
     """
     if pretrained:
         given = [args.get(key) for key in ("pretrained_cfg", "pretrained_cfg_overlay")]
@@ -304,13 +309,12 @@ def _build(name: str, pretrained: bool, args: dict[str, Any]) -> nn.Module:
 
 
 def images_cfg(spec: DataSpec, patch_px: tuple[int, int] = (1, 1)) -> dict[str, Any]:
-    """Return the fields of timm's ``pretrained_cfg`` that say what a model's images and outputs
-    are.
+    """Return the fields of timm's ``pretrained_cfg`` that describe a model's images and outputs.
 
     Args:
-        spec: what they are.
-        patch_px: height and width of the model's patches in pixels, of which ``input_size`` is a
-            whole number.
+        spec: their specification.
+        patch_px: height and width of the model's patches in pixels; ``input_size`` is a whole
+            number of patches.
     """
     one_hot = spec.encoding is not None
     fields = {
@@ -327,7 +331,7 @@ def images_cfg(spec: DataSpec, patch_px: tuple[int, int] = (1, 1)) -> dict[str, 
 
 
 def nominal_size(spec: DataSpec, patch_px: tuple[int, int]) -> tuple[int, int]:
-    """Return height and width in pixels of images as in training, in whole patches: with ``native``
+    """Return height and width in pixels of training images, in whole patches; with ``native``, of
     the largest ones.
     """
     if spec.img_size is not None:
@@ -342,12 +346,14 @@ def nominal_size(spec: DataSpec, patch_px: tuple[int, int]) -> tuple[int, int]:
 
 
 def say_images(model: nn.Module) -> None:
-    """Say as ``model.data_spec`` what the images of a model with weights are, as ``load_model``
-    does, where a note of its ``pretrained_cfg`` does. Outputs of a new head have no names; a model
-    of other channels has no specification.
+    """Set
+    ``model.data_spec`` from the note of the model's ``pretrained_cfg``, if it has one, as ``load_model``
+    does.
+
+    Outputs of a new head have no names; a model with other channels gets no specification.
 
     Raises:
-        ValueError: the note is garbled; one line.
+        ValueError: the note is malformed; one line.
     """
     notes = model.pretrained_cfg.get("notes") or ()
     said = [note for note in notes if isinstance(note, str) and note.startswith(NOTE)]

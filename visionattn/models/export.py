@@ -1,6 +1,7 @@
-"""Models as files that run elsewhere: ONNX, a program of ``torch.export``, a package that
-AOTInductor compiled; and ``visionattn export``. Each file is run against its model before it has
-its name.
+"""Export of models to ONNX, to a program of ``torch.export``, or to a package compiled by
+AOTInductor; and ``visionattn export``.
+
+Each file is tested against its model before it gets its final name.
 """
 
 import json
@@ -32,25 +33,23 @@ from visionattn.models.weights import DataSpec, check_finite, load_model
 Format = Literal["onnx", "torch", "compiled"]
 SUFFIXES: dict[str, str] = {"onnx": ".onnx", "torch": ".pt2", "compiled": ".pt2"}
 NEEDS = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch": (), "compiled": ()}
-"""Packages that write and check a format, in addition to torch."""
+"""Packages that a format needs for writing and checking, in addition to torch."""
 SHAPE = "[B, C, H, W] of whole patches, two or more along each side"
 EXAMPLE = "checkpoints/digits/best.safetensors --format torch --output digits.pt2 --overwrite"
 INPUT, DESCRIPTION = "images", "visionattn.json"
 MOST_DIFFERENCE = 1e-4
-"""How far an output may be from the model's, as a part of the largest one, or of 1 if that is
-less.
-"""
+"""Maximum difference of an output from the model's, relative to the largest output (at least 1)."""
 ROUNDINGS = 8
-"""The same in steps of the model's dtype, for models of float16 and bfloat16."""
+"""The same in rounding steps of the model's dtype, for float16 and bfloat16."""
 MOST_PATCHES = 1 << 15
-"""The most patches along a side, and the most images, that an exported file is made for."""
+"""Maximum number of patches along a side, and of images, for an exported file."""
 LEAST_SIDE = 2
-"""Patches along a side of the smallest image: programs of ``torch.export`` refuse sides of one."""
+"""Minimum number of patches along a side: programs of ``torch.export`` refuse one."""
 USUAL_SIDE = 14
-"""Patches along a side of the first image that a file is tried on, if the model has more."""
+"""Patches along a side of the first test image, if the model has more."""
 UNEXPORTABLE = (RuntimeError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
 UNEXPORTABLE += (NotImplementedError, ArithmeticError, ImportError)
-"""What exporters raise for a model that they cannot take, or without a compiler."""
+"""Exceptions of exporters for models that they do not support, or without a compiler."""
 
 
 @dataclass(frozen=True)
@@ -59,26 +58,26 @@ class Trial:
 
     batch: int
     height: int
-    """In pixels, as the width."""
+    """Height in pixels, like the width."""
     width: int
     difference: float
-    """The largest difference of an output to the model's."""
+    """Largest difference of an output from the model's."""
 
 
 class PreparedModel(nn.Module):
-    """A model that takes what image files hold, and normalises it as its ``DataSpec`` says."""
+    """A model that takes the contents of image files and normalises them with its ``DataSpec``."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
 
     def forward(self, images: Tensor):
-        """Map ``[B, C, H_px, W_px]``, as ``DataSpec.prepare`` takes them, to the model's output."""
+        """Map ``[B, C, H_px, W_px]``, as ``DataSpec.prepare`` takes it, to the model's output."""
         return self.model(self.model.data_spec.prepare(images).to(_dtype(self.model)))
 
 
 def check_exportable(model: nn.Module) -> None:
-    """Raise ValueError for a model that has no exported form here, with the way out."""
+    """Raise ValueError for a model that cannot be exported, with a way out."""
     check_reads(model)
     inner = _body(model)
     if not isinstance(inner, VisionAttnTransformer):
@@ -102,25 +101,27 @@ def export(
     prepare: bool = False,
     notes: dict[str, str] | None = None,
 ) -> list[Trial]:
-    """Write a model to a file, once the file has given what the model gives for images of three
-    sizes, one of them not square. The file is there whole and right, or not at all.
+    """Write a model to a file, after checking that the file gives the model's output for images of
+    three sizes, one of them not square.
+
+    The file is written completely or not at all.
 
     Args:
-        model: of ours, or timm's wrapper of its features, on the CPU. It is run in eval mode.
+        model: one of ours, or timm's wrapper of its features, on the CPU. It runs in eval mode.
         path: the file; its folder exists.
-        format: "onnx"; "torch", a program that ``torch.export.load`` reads wherever torch is;
-            "compiled", a package of AOTInductor for processors like this one, which needs a C++
-            compiler.
-        prepare: let the file take what image files hold, as ``DataSpec.prepare`` does; False: what
-            the model takes, normalised, in its dtype.
+        format: "onnx"; "torch", a program that ``torch.export.load`` reads wherever torch is
+            installed; "compiled", a package of AOTInductor for CPUs like this one, which needs a
+            C++ compiler.
+        prepare: the file takes the contents of image files, as ``DataSpec.prepare`` does; False: it
+            takes the model's normalised input, in its dtype.
         notes: further metadata.
 
     Returns:
-        What the trials came to.
+        The results of the comparisons.
 
     Raises:
-        ValueError: what cannot be exported, a missing package or compiler, or a file whose output
-            is more than 1e-4 from the model's (8e-3 in float16, 6e-2 in bfloat16); one line, and
+        ValueError: a model that cannot be exported, a missing package or compiler, or a file whose
+            output differs by more than 1e-4 (8e-3 in float16, 6e-2 in bfloat16); one line, and
             nothing has been written.
         OSError: the file cannot be written.
     """
@@ -159,18 +160,20 @@ def export(
 
 
 def _body(model: nn.Module) -> Any:
-    """Return the transformer in a model: of a wrapper of features, or under a head of pixels."""
+    """Return the transformer inside a model: in a wrapper of features, or below a segmentation
+    head.
+    """
     parts = (getattr(model, name, None) for name in ("model", "backbone"))
     return next((part for part in parts if isinstance(part, VisionAttnTransformer)), model)
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype in which a model takes images."""
+    """Return the dtype of a model's input."""
     return _body(model).patch_embed.proj.weight.dtype
 
 
 def _program(whole: nn.Module, model: nn.Module, prepare: bool) -> torch.export.ExportedProgram:
-    """Trace a model, with the operators of this package in plain operations."""
+    """Trace a model, with this package's operators replaced by plain operations."""
     rows, columns = _body(model).patch_embed.patch_size
     least = {"batch": 1, "rows": LEAST_SIDE, "columns": LEAST_SIDE}
     batch, height, width = (
@@ -183,7 +186,7 @@ def _program(whole: nn.Module, model: nn.Module, prepare: bool) -> torch.export.
 
 
 def _images(model: nn.Module, prepare: bool, batch: int, height: int, width: int) -> Tensor:
-    """Return images to try a model on, as an exported file takes them."""
+    """Return test images in the format of an exported file's input."""
     generator = torch.Generator().manual_seed(height * width)
     spec: DataSpec | None = getattr(model, "data_spec", None)
     one_hot = spec is not None and spec.encoding == "grey_one_hot"
@@ -197,7 +200,7 @@ def _images(model: nn.Module, prepare: bool, batch: int, height: int, width: int
 
 
 def _description(model: nn.Module, spec: DataSpec | None, prepare: bool) -> dict[str, str]:
-    """Return what a file says of itself: all of it text, as ONNX has it."""
+    """Return the metadata of a file as text, the only type in ONNX."""
     body = _body(model)
     said = {
         "visionattn.model": name_of(body),
@@ -237,8 +240,8 @@ def _write_compiled(
 
 
 def runner(path: Path, format: str) -> Callable[[Tensor], list[Tensor]]:
-    """Load a file as others would, and return what runs it on images ``[B, C, H_px, W_px]``, with
-    as many threads as torch has.
+    """Load a file as users would, and return a function that runs it on images
+    ``[B, C, H_px, W_px]``, with torch's number of threads.
     """
     if format == "onnx":
         import onnxruntime
@@ -259,8 +262,9 @@ def _listed(outputs: Tensor | Sequence[Tensor]) -> list[Tensor]:
 
 
 def trial_sizes(model: nn.Module) -> list[tuple[int, int, int]]:
-    """Return batch, height and width in pixels of the images that a file is tried on: the model's
-    own size, if that is no more than 14 patches along a side, and two others.
+    """Return batch, height and width in pixels of the test images.
+
+    They are the model's own size, limited to 14 patches along a side, and two others.
     """
     embed = _body(model).patch_embed
     rows, columns = (max(LEAST_SIDE, min(n, USUAL_SIDE)) for n in embed.grid_size)
@@ -276,7 +280,7 @@ def _trials(
     prepare: bool,
     run: Callable[[Tensor], list[Tensor]],
 ) -> Iterator[Trial]:
-    """Run a file and the model on images of several sizes.
+    """Run the file and the model on images of several sizes.
 
     Raises:
         ValueError: they differ.
@@ -312,34 +316,34 @@ def _tried(size: tuple[int, int, int]) -> str:
 
 @dataclass
 class ExportOptions:
-    """A model as a file that runs elsewhere."""
+    """A model exported to a file for other runtimes."""
 
     model: str | None = None
     """The ``best.safetensors`` of a run, another file that ``visionattn.load_model`` reads, or a
-    timm name of ours; it may stand first, without ``--model``.
+    timm name of one of our models; it may be the first word, without ``--model``.
     """
     pretrained: bool = False
-    """Take the weights that come with the name; without, a name has random weights."""
+    """Use the pretrained weights of the name; otherwise weights are random."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of a model by name, e.g. ``{num_classes: 10}``."""
+    """Keyword arguments of a model given by name, e.g. ``{num_classes: 10}``."""
     format: Format = "onnx"
-    """``onnx`` for ONNX Runtime and others; ``torch``, a program that ``torch.export.load`` reads;
-    ``compiled``, a package that AOTInductor compiles for processors like this one.
+    """``onnx`` for ONNX Runtime and others; ``torch``, a program that ``torch.export.load`` reads; ``compiled``,
+    a package compiled by AOTInductor for CPUs like this one.
     """
     prepare: bool = False
-    """Let the file take what image files hold and normalise it; without, it takes normalised
+    """The file takes the contents of image files and normalises them; otherwise it takes normalised
     float32.
     """
     output: str | None = None
-    """The file, which ends in .onnx or .pt2."""
+    """The file, ending in .onnx or .pt2."""
     overwrite: bool = False
-    """Replace the file if it is there."""
+    """Replace an existing file."""
     seed: int = 0
     """Seed of random weights."""
 
 
 def export_model(argv: Sequence[str], say: Callable[[str], None]) -> None:
-    """Export as the flags of ``visionattn export`` say, and say what was written.
+    """Export as the flags of ``visionattn export`` say, and report what was written.
 
     Raises:
         ValueError, FileNotFoundError: a flag is wrong, or the model is missing, not ours or not
@@ -381,7 +385,7 @@ def export_model(argv: Sequence[str], say: Callable[[str], None]) -> None:
 
 
 def _opened(source: str, options: ExportOptions) -> nn.Module:
-    """Return the model that options name, checked."""
+    """Return the model named by the options, checked."""
     if not is_file(source):
         check_name(source)
         torch.manual_seed(options.seed)

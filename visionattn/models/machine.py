@@ -14,8 +14,8 @@ AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def precision_taken(amp: str, device: torch.device) -> str:
-    """Return ``bf16`` or ``none`` for ``auto``: bf16 where the device multiplies it; other
-    precisions as they are.
+    """Return ``bf16`` or ``none`` for ``auto``: bf16 if the device supports its products; other
+    precisions are unchanged.
     """
     if amp != "auto":
         return amp
@@ -29,10 +29,10 @@ def autocast(device: torch.device, amp: str):
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the device of that name; ``auto`` takes a GPU where there is one.
+    """Return the device with this name; ``auto`` takes a GPU if there is one.
 
     Raises:
-        ValueError: this machine has no such device, or it computes nothing.
+        ValueError: this machine has no such device, or the device computes nothing.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -44,7 +44,7 @@ def pick_device(name: str) -> torch.device:
             )
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, ImportError) as error:
-        reason = first_line(error).partition(". ")[0]  # what follows is advice about drivers
+        reason = first_line(error).partition(". ")[0]  # drop advice about drivers
         raise ValueError(
             f"device {name!r} cannot be used here: {reason}; auto takes what there is"
         ) from error
@@ -64,7 +64,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Set every global generator to what ``random_state`` returned."""
+    """Set every global generator to a state returned by ``random_state``."""
     try:
         torch.set_rng_state(state["torch"])
     except RuntimeError as error:

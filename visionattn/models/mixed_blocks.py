@@ -1,5 +1,5 @@
-"""Models whose blocks attend in different ways: which options each block takes, and a warning where
-a quadratic softmax gets many tokens.
+"""Models whose blocks use different attentions: the options of each block, and a warning if a
+quadratic softmax gets many tokens.
 """
 
 import warnings
@@ -14,7 +14,7 @@ from visionattn.layers.position import RelativeTables
 from visionattn.ops.attentions import get_attention
 
 MANY_TOKENS = 16384
-"""Above this number a block of softmax attention warns of its cost."""
+"""Above this number of tokens, softmax attention warns about its cost."""
 
 
 def options_of_blocks(
@@ -25,20 +25,20 @@ def options_of_blocks(
 ) -> list[dict[str, Any]]:
     """Return the options of each block's ``Attention``.
 
-    Of blocks of several kinds each takes those options that it has a use for; of windows every
-    second block is shifted.
+    With blocks of several kinds, each takes the options that it can use. Every second window block
+    is shifted.
 
     Args:
-        attention: one name for all blocks, or one for each.
+        attention: one name for all blocks, or one per block.
         depth: the number of blocks.
-        options: those of ``Attention`` that are given once for all blocks; None, False and
-            "auto" are defaults.
-        softmax_blocks: indices of blocks that are timm's own softmax, whatever ``attention`` says
-            of them; they take no option.
+        options: options of ``Attention``, given once for all blocks; None, False and "auto" are
+            defaults.
+        softmax_blocks: indices of blocks that use timm's own softmax, whatever ``attention`` says;
+            they take no options.
 
     Raises:
-        ValueError: not a name for each block, an unknown one, an option that no block can use, or
-            a block that does not exist.
+        ValueError: a wrong number of names, an unknown name, an option that no block can use, or a
+            block that does not exist.
     """
     exact, single = places_of_blocks(softmax_blocks, depth), isinstance(attention, str)
     names = [attention] * depth if single else _names(attention, depth)
@@ -78,12 +78,12 @@ def options_of_blocks(
 
 
 def places_of_blocks(indices: Sequence[int], depth: int, name: str = "softmax_blocks") -> list[int]:
-    """Return the indices of blocks from 0 on, in order, of indices that may count from the end as
-    in Python.
+    """Return the indices of blocks from 0 on, sorted; given indices may count from the end as in
+    Python.
 
     Raises:
-        ValueError: what is no list of whole numbers, or a block that does not exist; one line that
-            begins with the option's ``name``.
+        ValueError: not a list of integers, or a block that does not exist; one line that begins
+            with ``name``, the option.
     """
     listed = isinstance(indices, list | tuple | range | set | frozenset)
     if not listed or not all(type(i) is int for i in indices):
@@ -97,7 +97,7 @@ def places_of_blocks(indices: Sequence[int], depth: int, name: str = "softmax_bl
 
 
 def _names(attention: Sequence[str], depth: int) -> list[str]:
-    """Return the names of a list, checked but for what they name."""
+    """Return the names of a list, after checking its type and length."""
     if not isinstance(attention, list | tuple) or not all(isinstance(x, str) for x in attention):
         raise ValueError(
             f"attention: wanted a name, or a list of names, one for each block, got {attention!r}"
@@ -110,8 +110,10 @@ def _names(attention: Sequence[str], depth: int) -> list[str]:
 
 
 def first_counted(blocks: Iterable[nn.Module]) -> RelativeTables | None:
-    """Return the relative tables of the first block for which the keys of each class are counted;
-    the others that are have the same horizon. None where there is none.
+    """Return the relative tables of the first block that needs counts of keys per class; None if
+    there is none.
+
+    All other blocks that need counts have the same horizon.
     """
     for block in blocks:
         tables: Any = block.attn.relative
@@ -121,7 +123,7 @@ def first_counted(blocks: Iterable[nn.Module]) -> RelativeTables | None:
 
 
 def warn_of_softmax(blocks: nn.Sequential, x: Tensor) -> None:
-    """Warn where blocks of softmax attention get many tokens ``x [B, N, D]``; Python shows the same
+    """Warn if blocks of softmax attention get many tokens ``x [B, N, D]``; Python shows the same
     warning once.
     """
     plain = type(x) is Tensor and not x.is_meta and not torch.compiler.is_compiling()

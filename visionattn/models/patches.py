@@ -1,11 +1,11 @@
-"""Patches of images of any size: how they are embedded, which are absent because an image does not
-fill its canvas, and any model, of ours or of timm, on such images.
+"""Patches of images of any size: their embedding, absent patches of images that do not fill their
+canvas, and calls of any model, ours or timm's, on such images.
 
-Patch (y, x) of an image is there where its first pixel is, and is read as it is, padding at its
-lower and right edges included. Within the blocks, attention reads it from the ``TokenLayout``.
-Models of ours leave out what an image does not fill; to others it is a black part of the image.
-FX traces a model through what it calls, so the functions here, which it takes as they are, look at
-arguments that may be None. Their names have no underscore, as FX wraps only such names.
+Patch (y, x) of an image is present if its first pixel is, and it is used unchanged, padding at its
+lower and right edges included. In the blocks, attention reads this from the ``TokenLayout``. Our
+models leave out the unfilled part of the canvas; for other models it is a black part of the image.
+FX does not trace into the functions here, so they may test arguments that can be None. Their names
+have no underscore, because FX only wraps such names.
 """
 
 import inspect
@@ -28,16 +28,18 @@ from visionattn.ops.sums import accumulation_dtype, product
 
 @register_notrace_module
 class DynamicPatchEmbed(PatchEmbed):
-    """timm's PatchEmbed for images of any whole number of patches, ``[B, C, H_px, W_px]`` to
-    ``[B, H, W, D]``.
+    """timm's PatchEmbed for images of any whole number of patches,
+    ``[B, C, H_px, W_px]`` to ``[B, H, W, D]``.
 
-    Sizes are formatted into messages only after a check has failed: formatting them on the good
-    path, as timm does, makes a compiler build one graph per size.
+    Sizes are formatted into messages only after a failed check: formatting them earlier, as timm
+    does, makes a compiler build one graph per size.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Embed; raises ValueError for an image that is not a whole number of patches, or (strict)
-        of another size.
+        """Embed images.
+
+        Raises:
+            ValueError: an image that is not a whole number of patches, or (strict) of another size.
         """
         height, width = x.shape[-2:]
         if self.strict_img_size and (height != self.img_size[0] or width != self.img_size[1]):
@@ -57,12 +59,13 @@ class DynamicPatchEmbed(PatchEmbed):
 def wrong_size(
     height: int, width: int, patch_size: tuple[int, int], *, square: bool = False
 ) -> str:
-    """Say that an image is not a whole number of patches, and name the nearest sizes that fit.
+    """Return an error message about an image that is not a whole number of patches, with the
+    nearest sizes that fit.
 
     Args:
         height, width: size of the image in pixels.
         patch_size: height and width of a patch in pixels.
-        square: the image is a square; name only squares.
+        square: the image is square; name only squares.
     """
 
     def nearest(pixels: int, patch: int) -> str:
@@ -83,8 +86,10 @@ def wrong_size(
 
 
 def check_sizes(images: Tensor, sizes: Tensor) -> None:
-    """Raise ValueError unless ``sizes`` are int64 ``[B, 2]``, on the device of
-    ``images [B, C, H_px, W_px]`` and, where looking at them costs little, from 1 to H_px and W_px.
+    """Raise ValueError unless
+    ``sizes`` are int64 ``[B, 2]``, on the device of ``images [B, C, H_px, W_px]`` and in range.
+
+    The range, 1 to H_px and W_px, is checked only if reading is cheap.
     """
     batch, _, height, width = images.shape
     if not isinstance(sizes, Tensor) or sizes.dtype != torch.int64 or sizes.shape != (batch, 2):
@@ -107,8 +112,8 @@ def check_sizes(images: Tensor, sizes: Tensor) -> None:
 def filled_grids(
     images: Tensor, sizes: Tensor | None, patch_size: tuple[int, int]
 ) -> Tensor | None:
-    """Return the rows and columns of patches that each image fills, int64 ``[B, 2]``, for sizes in
-    pixels, checked; None for None.
+    """Return the rows and columns of patches that each image fills, int64 ``[B, 2]``, from sizes in
+    pixels, after checking them; None for None.
     """
     if sizes is None:
         return None
@@ -119,8 +124,8 @@ def filled_grids(
 
 
 def _inside(filled: Tensor, height: int, width: int) -> Tensor:
-    """Return which places of ``height`` x ``width`` lie in the first ``filled [B, 2]`` rows and
-    columns: bool ``[B, height, width]``.
+    """Return True for places of
+    ``height`` x ``width`` in the first ``filled [B, 2]`` rows and columns: bool ``[B, height, width]``.
     """
     rows, columns = (torch.arange(n, device=filled.device) for n in (height, width))
     return (rows < filled[:, :1])[:, :, None] & (columns < filled[:, 1:])[:, None, :]
@@ -128,13 +133,16 @@ def _inside(filled: Tensor, height: int, width: int) -> Tensor:
 
 @register_notrace_function
 def present_places(filled: Tensor | None, grid: Grid) -> Tensor | None:
-    """Return which places of the grid images fill, bool ``[B, H*W]``, for ``filled_grids``."""
+    """Return True for the places of the grid that images fill, bool
+    ``[B, H*W]``, from ``filled_grids``.
+    """
     return None if filled is None else _inside(filled, *grid).flatten(1)
 
 
 @register_notrace_function
 def blank_absent(images: Tensor, filled: Tensor | None, patch_size: tuple[int, int]) -> Tensor:
-    """Return the images with 0 where no patch is, so that NaN there meets no weight."""
+    """Return the images with 0 in absent patches, so that NaN there is not multiplied by weights.
+    """
     if filled is None:
         return images
     ends = torch.stack(
@@ -155,14 +163,14 @@ def absolute_position(
         grid: H and W.
         own_grid: h and w.
         num_prefix: P.
-        filled: see ``filled_grids``; None: all images fill the grid, and timm's function serves.
+        filled: see ``filled_grids``; None: all images fill the grid, and timm's function is used.
     """
     if filled is None:
         return resample_abs_pos_embed(
             position, new_size=grid, old_size=own_grid, num_prefix_tokens=num_prefix
         )
     patches = position[0, num_prefix:].float().unflatten(0, own_grid)
-    # Rows first, then columns: bicubic interpolation is a product with a matrix for each axis.
+    # Rows first, then columns: bicubic interpolation is a matrix product per axis.
     rows = axis_weights(filled[:, 0], grid[0], own_grid[0])
     own = product(rows, patches.flatten(1)).unflatten(2, patches.shape[1:])
     columns = axis_weights(filled[:, 1], grid[1], own_grid[1])
@@ -172,11 +180,13 @@ def absolute_position(
 
 
 def axis_weights(filled: Tensor, length: int, old: int) -> Tensor:
-    """Return the weights ``[B, length, old]`` by which an axis of ``old`` entries becomes one of
-    ``filled [B]``, antialiased; entries beyond those repeat the last.
+    """Return the weights
+    ``[B, length, old]`` that resample an axis from ``old`` entries to ``filled [B]``, antialiased.
 
-    Source: ``torch.nn.functional.interpolate(mode="bicubic", antialias=True)``, Keys' kernel with
-    a = -0.5.
+    Entries beyond ``filled`` repeat the last one.
+
+    Source: ``torch.nn.functional.interpolate(mode="bicubic", antialias=True)``, Keys' kernel with a
+    = -0.5.
     """
     scale = (old / filled.float())[:, None, None]
     entry = torch.arange(length, device=filled.device).minimum(filled[:, None] - 1)[:, :, None]
@@ -189,23 +199,25 @@ def axis_weights(filled: Tensor, length: int, old: int) -> Tensor:
 
 @register_notrace_module
 class PatchDropout(PatchDropoutWithIndices):
-    """timm's dropout of patches, which drops as large a part of what each image fills as of an
-    image that fills its canvas. Where that leaves fewer patches than tokens, absent ones fill up.
+    """timm's patch dropout, which drops the same share of each image's filled patches as of a full
+    canvas.
+
+    If that leaves fewer patches than tokens, absent patches fill up the sequence.
     """
 
     def forward(self, x: Tensor, present: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return the tokens kept of ``[B, P + H*W, D]``, and where patches were on the grid, int64
-        ``[B, n]``; None where none was dropped.
+        """Return the kept tokens of ``[B, P + H*W, D]``, and the places of their patches on the
+        grid, int64 ``[B, n]``; None if none was dropped.
 
         Args:
-            present: bool ``[B, H*W]``, the places that hold something; None: all.
+            present: bool ``[B, H*W]``, places with content; None: all.
         """
         if present is None or not self.training or self.prob == 0:
             return super().forward(x)
         prefix, patches = x[:, : self.num_prefix_tokens], x[:, self.num_prefix_tokens :]
         batch, places = present.shape
-        # In random order, absent places last: an image takes of its own as many as are its share,
-        # and then of the absent ones.
+        # Random order, absent places last: an image keeps its share of its own patches, then absent
+        # ones.
         order = torch.randn(batch, places, device=x.device)
         order = order.masked_fill(~present, float("inf")).argsort(dim=1)
         number = max(1, int(places * (1.0 - self.prob)))
@@ -220,19 +232,21 @@ class PatchDropout(PatchDropoutWithIndices):
 
 @register_notrace_function
 def present_patches_of(layout: TokenLayout) -> Tensor | None:
-    """Return which patches of the sequence are not absent, bool ``[B, n]``; None: all are there."""
+    """Return False for absent patches of the sequence, bool ``[B, n]``; None: all are present."""
     return layout.patch_mask()
 
 
 @register_notrace_function
 def zero_absent(tokens: Tensor, layout: TokenLayout) -> Tensor:
-    """Return ``[B, P + n, D]`` with 0 where a patch is absent."""
+    """Return ``[B, P + n, D]`` with 0 for absent patches."""
     present = layout.key_mask()
     return tokens if present is None else tokens.masked_fill(~present.unsqueeze(2), 0)
 
 
 def _present_of_pooled(tokens: Tensor, present: Tensor, num_prefix: int, with_prefix: bool):
-    """Return the mask of what is pooled, ``[B, n]`` or ``[B, P + n]``, after checking it."""
+    """Check the mask of patches, and return the mask of pooled tokens,
+    ``[B, n]`` or ``[B, P + n]``.
+    """
     wanted = (tokens.shape[0], tokens.shape[1] - num_prefix)
     if not isinstance(present, Tensor) or present.dtype != torch.bool or present.shape != wanted:
         raise ValueError(
@@ -246,8 +260,9 @@ def _present_of_pooled(tokens: Tensor, present: Tensor, num_prefix: int, with_pr
 def pool_present(
     tokens: Tensor, present: Tensor | None, pool_type: str, num_prefix: int, with_prefix: bool
 ) -> Tensor:
-    """Pool tokens ``[B, P + n, D]`` as timm's ``global_pool_nlc`` does, over those patches that are
-    ``present [B, n]``; None: all.
+    """Pool tokens
+    ``[B, P + n, D]`` as timm's ``global_pool_nlc`` does, over the patches in ``present [B, n]``;
+    None: all.
     """
     if present is None:
         return global_pool_nlc(tokens, pool_type, num_prefix, with_prefix)
@@ -259,7 +274,7 @@ def pool_present(
     if pool_type in ("max", "avgmax"):
         pooled.append(x.masked_fill(absent, float("-inf")).amax(1))
     if pool_type in ("avg", "avgmax"):
-        # The sum in float32, where half precision would overflow.
+        # Sum in float32: half precision would overflow.
         total = x.masked_fill(absent, 0).sum(1, dtype=accumulation_dtype(x))
         pooled.append((total / (~absent).sum(1)).to(x.dtype))
     return pooled[0] if len(pooled) == 1 else 0.5 * (pooled[0] + pooled[1])
@@ -269,8 +284,8 @@ def pool_present(
 def scores_of_absent(
     tokens: Tensor, present: Tensor | None, num_prefix: int, with_prefix: bool
 ) -> Tensor | None:
-    """Return what attention pooling adds to scores, ``[B, 1, 1, n or P + n]``: -inf where a patch
-    is absent; None where ``present`` is.
+    """Return the mask that attention pooling adds to scores,
+    ``[B, 1, 1, n or P + n]``: -inf for absent patches; None if ``present`` is None.
     """
     if present is None:
         return None
@@ -279,15 +294,15 @@ def scores_of_absent(
 
 
 def takes_sizes(model: nn.Module) -> bool:
-    """Tell whether a model leaves out what an image does not fill."""
-    # A compiled model's own forward takes anything.
+    """Return whether a model leaves out the unfilled part of a canvas."""
+    # A compiled model's own forward accepts any arguments.
     plain = getattr(model, "_orig_mod", model)
     return "sizes" in inspect.signature(getattr(plain, "backbone", plain).forward).parameters
 
 
 def call(model: Callable[..., Tensor], inputs: Tensor, sizes: Tensor | None) -> Tensor:
-    """Return the outputs per class for inputs ``[B, C, H, W]`` that images fill up to ``sizes``,
-    int64 ``[B, 2]`` in pixels; None: they fill all.
+    """Return the outputs per class for inputs
+    ``[B, C, H, W]`` that images fill up to ``sizes``, int64 ``[B, 2]`` in pixels; None: completely.
     """
     return model(inputs) if sizes is None else model(inputs, sizes=sizes.to(inputs.device))
 
@@ -303,17 +318,16 @@ def pooled(model: nn.Module, inputs: Tensor, sizes: Tensor | None) -> Tensor:
 
 
 def last_map(model: nn.Module, inputs: Tensor, sizes: Tensor | None) -> Tensor:
-    """Return the last feature map, after the final norm where there is one, ``[B, D, H, W]``."""
+    """Return the last feature map, after the final norm if there is one, ``[B, D, H, W]``."""
     given = {} if sizes is None else {"sizes": sizes}
-    # A pyramid's ``forward_intermediates`` gives maps of its own.
+    # A pyramid's ``forward_intermediates`` returns its own maps.
     forward = getattr(model, "block_intermediates", model.forward_intermediates)
     return forward(inputs, indices=1, norm=True, intermediates_only=True, **given)[-1]
 
 
 @contextmanager
 def in_eval(model: nn.Module) -> Iterator[None]:
-    """Put a model into eval mode within the context; then each part has its own mode again, since
-    a model may be partly in training mode.
+    """Put a model into eval mode within the context, and restore the mode of each part afterwards.
     """
     training = [part for part in model.modules() if part.training]
     try:

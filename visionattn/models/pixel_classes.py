@@ -1,4 +1,4 @@
-"""Classes of pixels: their names, their colours, and how well two masks agree."""
+"""Classes of pixels: names, colours, and agreement of masks."""
 
 import numpy as np
 
@@ -7,14 +7,15 @@ from visionattn.models.weights import DataSpec
 
 
 def class_names(spec: DataSpec) -> tuple[str, ...]:
-    """Return the names of the classes, numbers where they have none."""
+    """Return the names of the classes; numbers if they have none."""
     return spec.class_names or tuple(map(str, range(spec.num_classes)))
 
 
 def palette(spec: DataSpec) -> list[int]:
-    """Return red, green and blue of each value of a mask, 256 times: those of the data, or those of
-    PASCAL VOC, which differ as far as numbers do. Pixels without a class are of the grey that is
-    farthest from the colours of all classes, white in most cases.
+    """Return red, green and blue for all 256 values of a mask.
+
+    The colours come from the data, or from PASCAL VOC, whose colours are distinct. Ignored pixels
+    get the grey farthest from all class colours, usually white.
     """
     colours = list(spec.colours or ())
     for number in range(len(colours), IGNORED):
@@ -39,7 +40,7 @@ def painted(mask: np.ndarray, spec: DataSpec) -> np.ndarray:
 
 
 def striped(mask: np.ndarray, spec: DataSpec) -> np.ndarray:
-    """Return a mask as ``painted`` does, with stripes of two greys where pixels do not count."""
+    """Return a mask in colours as ``painted`` does, with stripes of two greys on ignored pixels."""
     colours = painted(mask, spec)
     rows, columns = np.indices(mask.shape)
     stripes = (mask == IGNORED) & ((rows + columns) % 4 < 2)
@@ -47,8 +48,10 @@ def striped(mask: np.ndarray, spec: DataSpec) -> np.ndarray:
 
 
 def ious_of(confusion: np.ndarray) -> np.ndarray:
-    """Return the intersection over union of each class, float64 ``[classes]``; NaN where nothing
-    known has it. ``confusion`` is as ``confusion_of`` gives it.
+    """Return the intersection over union of each class, float64 ``[classes]``; NaN if no known
+    pixel has the class.
+
+    ``confusion`` is the result of ``confusion_of``.
     """
     right, there = np.diag(confusion), confusion.sum(1)
     union = there + confusion.sum(0) - right

@@ -1,7 +1,8 @@
-"""A model that generates images value by value: causal attention along the raster, no encoder.
+"""Autoregressive image generation: causal attention along the raster, without an encoder.
 
-The parallel form gives the likelihoods of all values of given images at once, for training; the
-recurrence gives the likelihoods of the next value, for generation. Both are the same function.
+The parallel form computes the likelihoods of all values of given images at once, for training. The
+recurrent form computes the likelihoods of the next value, for generation. Both are the same
+function.
 """
 
 import math
@@ -23,23 +24,25 @@ from visionattn.ops.nonfinite import is_readable
 from visionattn.ops.recurrence import KeyValueCache, PastTable, RecurrentState
 
 WAVES = 32
-"""Wavelengths of the sinusoids of a place along an axis, in pixels and, four, in whole axes."""
+"""Number of wavelengths of the sinusoids along an axis in pixels; four more are relative to the
+whole axis.
+"""
 OUTPUTS = ("categorical", "mixture")
 Size = tuple[int, int]
 
 
 @dataclass
 class DecoderState:
-    """What a ``PixelDecoder`` keeps of the values so far.
+    """The state of a ``PixelDecoder`` after the values so far.
 
     Args:
         size: height and width of the images in pixels.
-        labels: int64 ``[B]``; None where the model is not conditioned.
-        position: how many values came.
-        blocks: of each block the state, and the table of its relative position.
-        places: what the rows, the columns and the channels of pixels add to tokens, ``[H, D]``,
-            ``[W, D]`` and ``[C, D]``.
-        about: what the labels add, ``[B, D]`` or ``[D]``.
+        labels: int64 ``[B]``; None if the model is not conditioned.
+        position: number of values so far.
+        blocks: the state of each block, and the table of its relative position.
+        places: terms for rows, columns and channels of pixels that are added to tokens,
+            ``[H, D]``, ``[W, D]`` and ``[C, D]``.
+        about: term for the labels, ``[B, D]`` or ``[D]``.
     """
 
     size: Size
@@ -56,37 +59,38 @@ class DecoderState:
 
 
 class PixelDecoder(nn.Module):
-    """Give every value of an image its likelihood under the values before it, in raster order.
+    """Compute the likelihood of every value of an image given the values before it, in raster
+    order.
 
     Tokens are values, row by row from the top left, the channels of a pixel next to each other:
-    images ``[B, C, H, W]`` are sequences ``[B, N]`` with ``N = H * W * C``. Token i holds value
-    i - 1 and where value i is, and tells value i. Any height and width; what a width trained on
-    knows of another one is a matter of training.
+    images ``[B, C, H, W]`` are sequences ``[B, N]`` with ``N = H * W * C``. Token i holds value i -
+    1 and the place of value i, and predicts value i. Height and width are free; how well a model
+    works at sizes that it was not trained on depends on training.
 
     Args:
         in_chans: C.
-        num_classes: how many classes labels have.
+        num_classes: number of classes of labels.
         embed_dim: D.
-        depth: blocks.
+        depth: number of blocks.
         num_heads: h.
         mlp_ratio: hidden width of the MLPs over D.
-        levels: values are whole numbers from 0 to ``levels - 1``.
+        levels: values are integers from 0 to ``levels - 1``.
         attention: "kernelized", whose steps take constant time and memory, or "softmax", the
             quadratic baseline, whose steps read a cache of keys and values.
-        feature_map: of kernelized attention: "elu1", "relu" or "random"; None: "elu1".
+        feature_map: for kernelized attention: "elu1", "relu" or "random"; None: "elu1".
         relative: "flat", see ``RasterTables``, or "none".
         rows, reach: of the relative position; see ``RasterTables``. None: 2 and 3.
         normalization: "mean" or "sum"; None: "mean".
         output: "categorical": a probability for each level; "mixture": a mixture of logistic
-            distributions, each summed over the width of a level.
-        mixtures: how many; None: 10.
-        conditioned: whether images are written of a class: every call takes labels then.
-        init_values: start of LayerScale; None: none.
+            distributions, each integrated over the width of a level.
+        mixtures: number of distributions; None: 10.
+        conditioned: whether images depend on a class: every call then takes labels.
+        init_values: initial value of LayerScale; None: no LayerScale.
         proj_drop, drop_path: dropout after projections, and of residual branches.
 
     Raises:
-        ValueError: an attention without a causal form, numbers out of range, or options that would
-            do nothing.
+        ValueError: an attention without a causal form, numbers out of range, or options without
+            effect.
 
     Sources: Katharopoulos et al. 2020, section 4.2 (images by linear attention); Salimans et al.
     2017, section 2.1 (discretised logistic mixture).
@@ -123,7 +127,7 @@ class PixelDecoder(nn.Module):
         self.embed_dim, self.attention, self.output = embed_dim, attention, output
         self.conditioned = conditioned
         self.grad_checkpointing = False
-        # The last row stands for the value before the first one.
+        # The last row is the embedding before the first value.
         self.value_embed = nn.Embedding(levels + 1, embed_dim)
         self.row_embed = nn.Linear(2 * (WAVES + 4), embed_dim, bias=False)
         self.column_embed = nn.Linear(2 * (WAVES + 4), embed_dim, bias=False)
@@ -155,8 +159,8 @@ class PixelDecoder(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Start projections at timm's spread; values near each other are embedded alike, and
-        logistic distributions cover the range.
+        """Initialise projections as timm does; similar values get similar embeddings, and logistic
+        distributions cover the range.
         """
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -178,7 +182,7 @@ class PixelDecoder(nn.Module):
             scales.fill_(-2)
 
     def no_weight_decay(self) -> set[str]:
-        """Return patterns of the parameters that do not decay: embeddings and relative tables."""
+        """Return patterns of parameters without weight decay: embeddings and relative tables."""
         return {"*_embed.weight", "*.attn.relative.*"}
 
     def group_matcher(self, coarse: bool = False) -> dict:
@@ -189,18 +193,18 @@ class PixelDecoder(nn.Module):
         )
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Compute the blocks anew for the backward pass."""
+        """Recompute the blocks in the backward pass."""
         self.grad_checkpointing = enable
 
     def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
         """Return the log-probability of every value in nats.
 
         Args:
-            images: whole numbers ``[B, C, H, W]``, uint8 or int64.
+            images: integers ``[B, C, H, W]``, uint8 or int64.
             labels: int64 ``[B]``, only for a conditioned model.
 
         Returns:
-            ``[B, C, H, W]``, float32 (float64 of a model in float64).
+            ``[B, C, H, W]``, float32 (float64 for a float64 model).
         """
         values, size = self._values(images)
         out = _full(self.head(self._features(values[:, :-1], size, labels)))
@@ -208,21 +212,22 @@ class PixelDecoder(nn.Module):
             found = -F.cross_entropy(out.mT, values, reduction="none")
         else:
             found = log_mixture(out, values[..., None], self.levels)[..., 0]
-        # FSDP takes no views.
+        # FSDP does not accept views.
         return found.unflatten(1, (*size, self.in_chans)).permute(0, 3, 1, 2).clone()
 
     def logits(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Return log-probabilities of all levels at every value, up to a constant for each value:
-        ``[B, levels, C, H, W]``, as ``F.cross_entropy`` takes it; arguments as in
-        ``forward``.
+        """Return log-probabilities of all levels at every value, up to a constant per value:
+        ``[B, levels, C, H, W]``.
+
+        This is the format of ``F.cross_entropy``; arguments as in ``forward``.
         """
         values, size = self._values(images)
         logits = self.predict(values[:, :-1], size, labels)
         return logits.unflatten(1, (*size, self.in_chans)).permute(0, 4, 3, 1, 2)
 
     def predict(self, values: Tensor, size: Size, labels: Tensor | None = None) -> Tensor:
-        """Return log-probabilities of all levels, up to a constant for each value, of the values so
-        far and of the next one.
+        """Return log-probabilities of all levels, up to a constant per value, for the values so far
+        and the next one.
 
         Args:
             values: the first t values of images, int64 ``[B, t]``, fewer than the images have.
@@ -236,7 +241,7 @@ class PixelDecoder(nn.Module):
 
     @torch.no_grad()
     def begin(self, batch: int, size: Size, labels: Tensor | None = None) -> DecoderState:
-        """Return the state of no values, from which ``step`` writes images.
+        """Return the state before the first value, from which ``step`` generates images.
 
         Args:
             batch: B.
@@ -244,8 +249,8 @@ class PixelDecoder(nn.Module):
             labels: int64 ``[B]``, only for a conditioned model.
 
         Raises:
-            ValueError: a block or its attention, whose work ``step`` does in parts, is replaced or
-                has hooks.
+            ValueError: a block or its attention, whose parts ``step`` calls separately, is replaced
+                or has hooks.
         """
         self._check_size(size)
         for number, block in enumerate(self.blocks):
@@ -257,15 +262,15 @@ class PixelDecoder(nn.Module):
 
     @torch.no_grad()
     def step(self, values: Tensor | None, state: DecoderState) -> Tensor:
-        """Take the value before the next one, and return log-probabilities of the levels of that,
-        up to a constant, ``[B, levels]``. The state is changed.
+        """Add a value to the state, in place, and return log-probabilities of the next value's
+        levels, up to a constant, ``[B, levels]``.
 
         Args:
-            values: int64 ``[B]``; None before the first value.
-            state: of ``begin`` or earlier steps, of the weights as they are.
+            values: the previous values, int64 ``[B]``; None before the first value.
+            state: from ``begin`` or an earlier step, with the same weights.
 
         Raises:
-            ValueError: the image is whole, or values are missing, or given where there are none.
+            ValueError: the image is complete, or values are missing, or given before the first.
         """
         if (values is None) != (state.position == 0):
             wanted = "none before the first one" if state.position == 0 else "the last ones"
@@ -290,7 +295,7 @@ class PixelDecoder(nn.Module):
         return len(past.keys if isinstance(past, KeyValueCache) else past.S)
 
     def _values(self, images: Tensor) -> tuple[Tensor, Size]:
-        """Return the values of images in raster order, int64 ``[B, N]``, and their size."""
+        """Return the values of images in raster order, int64 ``[B, N]``, and the image size."""
         if images.ndim != 4 or images.shape[1] != self.in_chans or images.is_floating_point():
             raise ValueError(
                 f"wanted whole numbers [B, {self.in_chans}, H, W], got {images.dtype} "
@@ -313,7 +318,9 @@ class PixelDecoder(nn.Module):
         return TokenLayout(0, Grid(size[0], size[1] * self.in_chans))
 
     def _about(self, batch: int, labels: Tensor | None) -> Tensor:
-        """Return what the labels add to every token, ``[B, D]``; without labels ``[D]``."""
+        """Return the term for the labels that is added to every token,
+        ``[B, D]``; without labels ``[D]``.
+        """
         if self.class_embed is None:
             if labels is not None:
                 raise ValueError("labels: the model is not conditioned; build it with conditioned")
@@ -324,7 +331,8 @@ class PixelDecoder(nn.Module):
         return self.class_embed(labels)
 
     def _places(self, size: Size) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what rows, columns and channels add: ``[H, D]``, ``[W, D]`` and ``[C, D]``."""
+        """Return the terms for rows, columns and channels: ``[H, D]``, ``[W, D]`` and ``[C, D]``.
+        """
         like = self._like
         rows, columns = (
             embed(sinusoids(length, like.device).to(like.dtype))
@@ -338,7 +346,7 @@ class PixelDecoder(nn.Module):
         return next(self.value_embed.parameters())
 
     def _features(self, values: Tensor, size: Size, labels: Tensor | None) -> Tensor:
-        """Return what the blocks make of the first values and of nothing before them,
+        """Return the output of the blocks for the start token and the first values,
         ``[B, t + 1, D]``.
         """
         self._check_size(size)
@@ -360,7 +368,7 @@ class PixelDecoder(nn.Module):
         return self.norm(x)
 
     def _logits(self, out: Tensor) -> Tensor:
-        """Return log-probabilities of all levels for what the head gives, ``[..., levels]``."""
+        """Return log-probabilities of all levels from the output of the head, ``[..., levels]``."""
         if self.output == "categorical":
             return out
         return log_mixture(_full(out), torch.arange(self.levels, device=out.device), self.levels)
@@ -376,12 +384,12 @@ def log_mixture(out: Tensor, values: Tensor, levels: int) -> Tensor:
     """Return the log-probability of levels under mixtures of logistic distributions over levels.
 
     The probability of a level is the mass of the interval of its width around it, on a scale from
-    -1 to 1; the outermost levels have all that lies beyond. An interval (a, b) in units of the
-    scale has ``sigmoid(b) sigmoid(-a) (1 - exp(a - b))``, which keeps its digits in the tails.
+    -1 to 1; the outermost levels extend to infinity. An interval (a, b) in units of the scale has
+    ``sigmoid(b) sigmoid(-a) (1 - exp(a - b))``, which keeps precision in the tails.
 
     Args:
-        out: ``[..., 3 K]``: logits, means, logarithms of scales; those below -7 count as -7.
-        values: whole numbers from 0 to ``levels - 1``, ``[V]`` or ``[..., V]``.
+        out: ``[..., 3 K]``: logits, means, logarithms of scales; logarithms below -7 count as -7.
+        values: integers from 0 to ``levels - 1``, ``[V]`` or ``[..., V]``.
         levels: 2 or more.
 
     Returns:
@@ -396,7 +404,7 @@ def log_mixture(out: Tensor, values: Tensor, levels: int) -> Tensor:
     offset = values * (2 * half) - 1 - means
     below, above = (offset - half) * inverse, (offset + half) * inverse
     at_bottom, at_top = F.logsigmoid(above), F.logsigmoid(-below)
-    # The width of an interval in units of the scale does not depend on where it is.
+    # The width of an interval in units of the scale does not depend on its position.
     inside = at_bottom + at_top + torch.log(-torch.expm1(-2 * half * inverse))
     found = torch.where(values == 0, at_bottom, inside)
     found = torch.where(values == levels - 1, at_top, found)
@@ -404,14 +412,15 @@ def log_mixture(out: Tensor, values: Tensor, levels: int) -> Tensor:
 
 
 def _full(x: Tensor) -> Tensor:
-    """Return a tensor in float32, or float64 where it is."""
+    """Return a tensor in float32, or in float64 if it is float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def sinusoids(length: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return sines and cosines of places along an axis, float32 ``[length, 2 * (WAVES + 4)]``: of
-    wavelengths from 6 pixels up, as transformers have them, and of a half, one, two and four waves
-    on the whole axis.
+    """Return sines and cosines of places along an axis, float32 ``[length, 2 * (WAVES + 4)]``.
+
+    Wavelengths run from 6 pixels up, as in transformers; four more span a half, one, two and four
+    waves over the whole axis.
 
     Source: Vaswani et al. 2017, section 3.5.
     """
@@ -433,7 +442,7 @@ def _check(
     mixtures: int | None,
     conditioned: bool,
 ) -> None:
-    """Raise ValueError for numbers out of range and for options that do not go together."""
+    """Raise ValueError for numbers out of range and for incompatible options."""
     least: Sequence[tuple[str, int, int]] = (
         ("in_chans", in_chans, 1),
         ("num_classes", num_classes, 0),

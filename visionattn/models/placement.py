@@ -1,4 +1,4 @@
-"""Weights from elsewhere placed into a model, as far as they fit."""
+"""Loading of weights from another model into a model, as far as they fit."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,16 +17,16 @@ class Placement:
     source: str
     """The file."""
     placed: list[str]
-    """Names in the model that got their values, resampled ones included."""
+    """Names in the model that got values from the file, including resampled ones."""
     resampled: list[str]
-    """Names among those, with shapes, whose values were interpolated."""
+    """Names in ``placed``, with shapes, whose values were interpolated."""
     missing: list[str]
     """Names in the model that keep their initial values."""
     unused: list[str]
-    """Names in the file that found no place."""
+    """Names in the file without a place in the model."""
 
     def lines(self) -> list[str]:
-        """Put the placement into a compact list for people."""
+        """Return the placement as a compact list for people."""
         head = (
             f"{len(self.placed)} of {len(self.placed) + len(self.missing)} tensors start from "
             f"{self.source}"
@@ -46,11 +46,11 @@ class Placement:
 
 
 def place_weights(model: nn.Module, name: str, path: str | Path) -> Placement:
-    """Start a model from weights of another head, patch size, image size or number of channels, as
-    far as they fit.
+    """Initialise a model from weights with another head, patch size, image size or number of
+    channels, as far as they fit.
 
-    The model's ``checkpoint_filter_fn`` renames and resamples; what has another shape after it
-    stays as it is in the model.
+    The model's ``checkpoint_filter_fn`` renames and resamples. Tensors that still differ in shape
+    keep the model's values.
 
     Args:
         model: changed in place.
@@ -59,10 +59,10 @@ def place_weights(model: nn.Module, name: str, path: str | Path) -> Placement:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it cannot be read, would run code, or nothing of it fits.
+        ValueError: it cannot be read, would run code, or no tensor fits.
     """
-    # The model's own filter renames and resamples; filters of another number of channels are
-    # adapted after it.
+    # The model's own filter renames and resamples; filters with another number of channels are
+    # adapted afterwards.
     given = read_state_dict(path)
     filtered = filter_checkpoint(given, model, name)
     wanted = model.state_dict()
@@ -78,8 +78,8 @@ def place_weights(model: nn.Module, name: str, path: str | Path) -> Placement:
     own = {value.data_ptr() for value in wanted.values()}
     filtered = {
         key: value for key, value in filtered.items() if value.data_ptr() not in own
-    }  # fillers, not of the file
-    # What has another shape now stays in the model as it is, and is listed.
+    }  # fillers, not from the file
+    # Tensors that still differ in shape keep the model's values, and are listed.
     fitting = {
         key: value
         for key, value in filtered.items()
@@ -90,8 +90,7 @@ def place_weights(model: nn.Module, name: str, path: str | Path) -> Placement:
         raise ValueError(
             f"nothing of {path} fits the model {name}: {describe_misfit(filtered, wanted)}"
         )
-    # For the list: which tensors of the file were used, under whatever name, and which were
-    # resampled.
+    # For the list: tensors of the file that were used, under any name, and those resampled.
     origins = {id(value): key for key, value in given.items()}
     used = {origins.get(id(filtered[key]), key) for key in placed}
     resampled = [

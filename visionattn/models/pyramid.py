@@ -1,7 +1,7 @@
-"""``PyramidTransformer``: our transformer with maps at strides of 4, 8, 16 and 32 px, as decoders
-of segmentation and detectors take them.
+"""``PyramidTransformer``: our transformer with feature maps at strides of 4, 8, 16 and 32 px, for
+segmentation decoders and detectors.
 
-It owns how the maps are made of the last block's, and knows nothing of decoders.
+It computes the maps from the last block's map; decoders are elsewhere.
 """
 
 from timm.layers import LayerNorm2d, to_2tuple
@@ -11,28 +11,28 @@ from torch import Tensor, nn
 from visionattn.models.backbone import VisionAttnTransformer, packed
 
 STRIDES = (4, 8, 16, 32)
-"""Pixels from one place of a map to the next, map by map."""
+"""Strides of the maps in pixels."""
 LARGEST_PATCH = 128
 
 
 class SimplePyramid(nn.Module):
-    """Maps at four strides of one map, each by layers of its own.
+    """Maps at four strides from one map, each with its own layers.
 
-    A finer map is made by transposed convolutions of 2 x 2, with a norm and a GELU between two of
-    them, and a coarser one by maximum pooling; a convolution of 1 x 1 and one of 3 x 3, each
-    followed by a norm, bring every map to the same channels. Where a grid has an odd side, pooling
-    goes up to its border.
+    Transposed 2 x 2 convolutions, with a norm and a GELU between two of them, make a map finer, and
+    maximum pooling makes it coarser. A 1 x 1 and a 3 x 3 convolution, each followed by a norm, then
+    give every map the same number of channels. On grids with an odd side, pooling includes the
+    border.
 
     Args:
         dim: D, channels of the map.
         patch_px: stride of the map in pixels, a power of two up to 128.
-        channels: of each of the four maps.
+        channels: channels of each of the four maps.
 
     Raises:
         ValueError: another stride, or channels below 1.
 
     Source: Li et al. 2022, "Exploring plain vision transformer backbones for object detection",
-    section 3; the layers are those of its published code.
+    section 3; the layers follow its published code.
     """
 
     def __init__(self, dim: int, patch_px: int, channels: int, device=None, dtype=None):
@@ -50,12 +50,13 @@ class SimplePyramid(nn.Module):
         )
 
     def forward(self, x: Tensor, take: list[int]) -> list[Tensor]:
-        """Turn a map ``[B, D, H, W]`` into those of the indices in ``take``, in their order."""
+        """Turn a map ``[B, D, H, W]`` into the maps with the indices in ``take``, in their order.
+        """
         return [self.levels[i](x) for i in take]
 
 
 def _level(dim: int, patch_px: int, stride: int, channels: int, dd: dict) -> nn.Sequential:
-    """Return the layers that make the map of one stride."""
+    """Return the layers for the map of one stride."""
     layers: list[nn.Module] = []
     while patch_px > stride:
         if layers:
@@ -64,7 +65,7 @@ def _level(dim: int, patch_px: int, stride: int, channels: int, dd: dict) -> nn.
         layers.append(nn.ConvTranspose2d(dim, half, 2, 2, **dd))
         dim, patch_px = half, patch_px // 2
     if patch_px < stride:
-        # Up to the border: no patch is left out of a grid of an odd side.
+        # Include the border: no patch of a grid with an odd side is left out.
         layers.append(nn.MaxPool2d(stride // patch_px, ceil_mode=True))
     for inputs, side in ((dim, 1), (channels, 3)):
         layers.append(nn.Conv2d(inputs, channels, side, padding=side // 2, bias=False, **dd))
@@ -74,24 +75,24 @@ def _level(dim: int, patch_px: int, stride: int, channels: int, dd: dict) -> nn.
 
 class PyramidTransformer(VisionAttnTransformer):
     """A ``VisionAttnTransformer`` whose intermediates are four maps of its last block, at strides
-    of 4, 8, 16 and 32 px: what timm's ``features_only`` gives to decoders and detectors.
+    of 4, 8, 16 and 32 px.
 
-    ``forward`` classifies as the model without a pyramid does, whose weights this one takes; the
-    layers of the pyramid have no part in it.
+    timm's ``features_only`` passes them to decoders and detectors. ``forward`` classifies like the
+    model without a pyramid, and the weights of that model load here; the pyramid's layers have no
+    part in it.
 
     Args:
-        pyramid_channels: of each map.
-        args, options: those of ``VisionAttnTransformer``; a patch is a square, of a power of two
-            px.
+        pyramid_channels: channels of each map.
+        args, options: as for ``VisionAttnTransformer``; a patch is a square, of a power of two px.
 
     Raises:
-        ValueError: another patch, or what ``VisionAttnTransformer`` refuses.
+        ValueError: another patch, or as ``VisionAttnTransformer``.
 
     Source: see ``SimplePyramid``.
     """
 
     block_intermediates = VisionAttnTransformer.forward_intermediates
-    """Maps of blocks, where ``forward_intermediates`` gives maps of the pyramid."""
+    """Return maps of blocks; ``forward_intermediates`` returns maps of the pyramid."""
 
     def __init__(self, *args, pyramid_channels: int = 256, device=None, dtype=None, **options):
         super().__init__(*args, device=device, dtype=dtype, **options)
@@ -103,7 +104,7 @@ class PyramidTransformer(VisionAttnTransformer):
         self._say_maps()
 
     def _say_maps(self) -> None:
-        """Say in timm's ``feature_info`` what the maps are."""
+        """Describe the maps in timm's ``feature_info``."""
         self.feature_info = [
             dict(module=f"pyramid.levels.{i}", num_chs=self.pyramid_channels, reduction=stride)
             for i, stride in enumerate(STRIDES)
@@ -130,8 +131,8 @@ class PyramidTransformer(VisionAttnTransformer):
         prune_norm: bool = False,
         prune_head: bool = True,
     ) -> list[int]:
-        """Drop the layers of maps that are not asked for, and norm and head if asked to; return the
-        indices of the maps that stay.
+        """Drop the layers of unrequested maps, and norm and head if requested; return the indices
+        of the kept maps.
         """
         take, _ = feature_take_indices(len(STRIDES), indices)
         for i in range(len(STRIDES)):
@@ -158,12 +159,13 @@ class PyramidTransformer(VisionAttnTransformer):
         is_causal: bool = False,
         sizes: Tensor | None = None,
     ):
-        """Return maps at chosen strides; arguments and results are those of timm, and ``sizes`` is
-        that of ``forward``.
+        """Return maps at chosen strides; arguments and results as in timm,
+        ``sizes`` as in ``forward``.
 
-        Map i is ``[B, pyramid_channels, ceil(H_px / s), ceil(W_px / s)]`` of stride
-        ``s = 4, 8, 16, 32``. All are of the last block, after the model's norm where ``norm`` is
-        true, and so are the prefix tokens beside each of them. ``stop_early`` changes nothing.
+        Map i is
+        ``[B, pyramid_channels, ceil(H_px / s), ceil(W_px / s)]`` with stride ``s = 4, 8, 16, 32``.
+        All maps, and the prefix tokens returned with each, come from the last block, after the
+        model's norm if ``norm`` is true. ``stop_early`` has no effect.
         """
         take, _ = feature_take_indices(len(STRIDES), indices)
         said = super().forward_intermediates(

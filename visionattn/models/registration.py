@@ -1,4 +1,4 @@
-"""What names of models stand for: the arguments of ours, now and in older files, and the model of a
+"""Meaning of model names: the arguments of our models, now and in older files, and the model of a
 task by its name.
 """
 
@@ -18,37 +18,36 @@ from visionattn.models.pyramid import PyramidTransformer
 from visionattn.models.segmentation import HEAD_ARGS, Segmenter
 
 Task = Literal["classification", "segmentation", "generate"]
-"""What has an output: an image, each of its pixels, or, value by value, what comes next in it."""
+"""What an output belongs to: an image, each of its pixels, or the next value of an image."""
 
 PYRAMID = dict(pyramid_channels=256)
-"""What a name of a pyramid adds to the arguments of the model without one."""
+"""Arguments that a pyramid name adds."""
 DEFAULTS: dict[str, dict[str, Any]] = {}
-"""The arguments that each name of ours stands for."""
+"""The arguments of each of our names."""
 WRITERS: dict[str, type[nn.Module]] = {}
-"""The models that write images value by value, by their names: no vision transformers."""
+"""Autoregressive image models by name; they are not vision transformers."""
 FORMER: dict[str, dict[str, Any]] = {}
-"""Those that it stood for when files did not state them: in formats 1 and 2 of weights and states.
-"""
+"""The arguments of each name in file formats 1 and 2, where files did not state them."""
 STATED_ELSEWHERE = ("img_size", "in_chans", "num_classes", "device", "dtype")
 
 
 def is_ours(name: str) -> bool:
-    """Tell whether timm has the vision transformer of this name from this package."""
+    """Return whether the vision transformer with this name in timm comes from this package."""
     return model_entrypoint(name).__module__.startswith("visionattn.") and name not in WRITERS
 
 
 def class_of(args: dict[str, Any]) -> type[VisionAttnTransformer]:
-    """Return the class of the models that are built with such arguments."""
+    """Return the class of the models built with such arguments."""
     return PyramidTransformer if "pyramid_channels" in args else VisionAttnTransformer
 
 
 def register_writer(module: str, name: str, kind: type[nn.Module]) -> None:
-    """Register a model that writes images value by value, as an entry point of ``module``.
+    """Register an autoregressive image model as an entry point of ``module``.
 
-    It is built as it stands: it has neither features nor pretrained weights of timm's kind.
+    It has neither features nor pretrained weights of timm's kind.
 
     Args:
-        module: ``__name__`` of the module that calls this.
+        module: ``__name__`` of the calling module.
         name: its name.
         kind: its class, which takes ``in_chans``, ``num_classes`` and its options.
     """
@@ -71,16 +70,16 @@ def register_writer(module: str, name: str, kind: type[nn.Module]) -> None:
 def complete(
     name: str, args: dict[str, Any], defaults: dict[str, dict[str, Any]] = DEFAULTS
 ) -> dict[str, Any]:
-    """Return the arguments of a model with all that its name or its class adds to them: they build
-    the same model when other arguments are the defaults. Those of models that are not ours stay.
+    """Return the arguments of a model completed with the defaults of its name and class.
 
-    A default of None cannot be stated, as timm drops it. So no name may change an option that is
-    None in the class.
+    They build the same model even if defaults change later. Arguments of other models are
+    unchanged. A default of None cannot be stated, because timm drops it; so no name may change an
+    option that is None in the class.
 
     Args:
         name: a name of timm.
-        args: what was given, apart from ``STATED_ELSEWHERE``, which stays as it is.
-        defaults: what names stand for.
+        args: the given arguments; ``STATED_ELSEWHERE`` is not completed.
+        defaults: the arguments of names.
     """
     if name not in WRITERS and not (is_model(name) and is_ours(name)):
         return args
@@ -95,18 +94,18 @@ def complete(
 def create(
     name: str, task: str, num_classes: int, in_chans: int, args: dict[str, Any]
 ) -> nn.Module:
-    """Make the model of a task by its timm name.
+    """Build the model of a task by its timm name.
 
     Args:
-        name: of a model of timm, ours included; that of the body where pixels have classes.
+        name: a timm name, ours included; for segmentation the name of the body.
         task: one of ``Task``.
         num_classes: classes of images or of pixels.
         in_chans: channels of the images.
-        args: of the model; for ``segmentation`` also ``HEAD_ARGS``.
+        args: arguments of the model; for ``segmentation`` also ``HEAD_ARGS``.
 
     Raises:
-        ValueError: the model is not for the task; see ``Segmenter``; and what the model raises for
-            its arguments.
+        ValueError: the model is not for the task (see ``Segmenter``), or as the model for its
+            arguments.
     """
     if (task == "generate") != (name in WRITERS):
         wrong = "gives classes and writes no images"
@@ -122,7 +121,9 @@ def create(
 
 
 def check_reads(model: nn.Module) -> None:
-    """Raise ValueError for a model that writes images, where one is wanted that reads them."""
+    """Raise ValueError for a model that generates images, where a model that reads images is
+    needed.
+    """
     name = next((name for name, kind in WRITERS.items() if isinstance(model, kind)), None)
     if name is not None:
         raise ValueError(

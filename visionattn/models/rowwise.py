@@ -1,7 +1,8 @@
-"""Which models can be computed from some rows of tokens at a time (``large``).
+"""Check whether a model can be computed from some rows of tokens at a time (``large``).
 
-They do the work of blocks and attention layers in pieces, so these have to be what their classes
-say. The modules within are called with some tokens, so each token has to be alone in them.
+The computation runs the parts of blocks and attention layers separately, so these must be
+unmodified. The modules inside are called with some of the tokens, so their output for a token must
+not depend on other tokens.
 """
 
 from collections.abc import Callable
@@ -22,11 +23,13 @@ from visionattn.ops import OPERATIONS
 from visionattn.ops.feature_maps import get_feature_map, is_per_token
 
 TOKENS = 4
-"""Tokens with which modules are tried."""
+"""Number of tokens for testing modules."""
 
 
 def weight_like(body: VisionAttnTransformer) -> Tensor:
-    """Return a floating parameter of the patch embedding: its device and dtype are the tokens'."""
+    """Return a floating point parameter of the patch embedding; the tokens have its device and
+    dtype.
+    """
     parameters = chain(body.patch_embed.parameters(), body.parameters())
     return next(each for each in parameters if each.is_floating_point())
 
@@ -35,9 +38,8 @@ def check_rowwise(model: VisionAttnTransformer | Segmenter) -> None:
     """Check that a model can be computed from some rows of tokens at a time.
 
     Raises:
-        ValueError: a module whose call is left out is replaced or has hooks, an attention needs all
-            tokens at once, or a module that is called gives a token another output beside other
-            tokens; one line.
+        ValueError: a module whose call is bypassed is replaced or has hooks, an attention needs all
+            tokens at once, or the output of a module for a token depends on other tokens; one line.
     """
     body = model.backbone if isinstance(model, Segmenter) else model
     lead = ""
@@ -77,7 +79,7 @@ def _check_attention(name: str, layer: Attention) -> None:
 
 
 def _check_tokens(model: nn.Module, body: VisionAttnTransformer) -> None:
-    """Raise ValueError where tokens are not alone in the modules that are called."""
+    """Raise ValueError if the output of a module for a token depends on other tokens."""
     like, (down, across) = weight_like(body), body.patch_embed.patch_size
 
     def embed(x: Tensor) -> list[Tensor]:
@@ -105,8 +107,8 @@ def _check_tokens(model: nn.Module, body: VisionAttnTransformer) -> None:
 
 
 def _parts_of(block: Block) -> Callable[[Tensor], list[Tensor]]:
-    """Return what a block gives tokens, but for what its attention takes of others; behind it the
-    queries, keys and values.
+    """Return a function with a block's token-wise output (without attention to other tokens),
+    followed by queries, keys and values.
     """
 
     def run(x: Tensor) -> list[Tensor]:
@@ -124,11 +126,11 @@ def _tried(
     like: Tensor,
     dtype: torch.dtype,
 ) -> torch.dtype:
-    """Try a token among others, and at another place among yet others; return the dtype of what
-    comes of it.
+    """Run a module on a token among some tokens and, at another place, among others; return the
+    dtype of the result.
 
     Raises:
-        ValueError: the results differ, or a module does not take so few tokens.
+        ValueError: the results differ, or a module does not accept so few tokens.
     """
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(1, 2 * TOKENS - 1, width, generator=draw).to(like.device, dtype)

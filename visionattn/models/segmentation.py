@@ -1,7 +1,7 @@
-"""A vision transformer with a class for each pixel: a linear head on its patch features.
+"""Segmentation with a vision transformer: a linear head on its patch features.
 
-This module owns the head and how its logits become those of pixels. The body is any ViT of ours or
-of timm, made by name as for classification.
+This module owns the head and the upsampling of its logits to pixels. The body is any ViT, ours or
+timm's, built by name as for classification.
 """
 
 import math
@@ -16,31 +16,30 @@ from torch import Tensor, nn
 from visionattn.models.mixed_blocks import places_of_blocks
 
 IGNORED = 255
-"""The class of pixels that do not count; so there are 255 others at most."""
+"""Class of ignored pixels, so there are at most 255 others."""
 HEAD_ARGS = ("head_blocks", "head_stride")
-"""The arguments of a ``Segmenter`` beside those of its body."""
+"""Arguments of a ``Segmenter`` in addition to the body's."""
 
 
 class Segmenter(nn.Module):
     """A vision transformer whose outputs are logits of each pixel, ``[B, classes, H_px, W_px]``.
 
-    The feature maps of the chosen blocks, each after the body's final norm (or one of its own,
-    where the body pools before it) as for the linear heads of DINOv2 (Oquab et al. 2023, section
-    7.4), stand beside each other in the channels. One linear layer gives each patch the logits of
-    its cells, and bilinear interpolation those of pixels.
+    The feature maps of the chosen blocks are concatenated along the channels. Each passes the
+    body's final norm, or its own norm if the body pools before the norm, as for the linear heads of
+    DINOv2 (Oquab et al. 2023, section 7.4). One linear layer gives the logits of each patch's
+    cells, and bilinear interpolation the logits of pixels.
 
     Args:
-        backbone: a ViT without classifier, of ours or of timm: it has ``blocks``,
-            ``patch_embed.patch_size`` and ``forward_intermediates``. Blocks above the last chosen
-            one are removed.
-        num_classes: classes of pixels.
-        head_blocks: the blocks whose features are used, from the end where negative; None: the
-            last.
-        head_stride: side in pixels of the cells that have logits of their own; it divides both
-            sides of a patch. None: the largest that does, so that square patches are one cell each.
+        backbone: a ViT without classifier, ours or timm's, with
+            ``blocks``, ``patch_embed.patch_size`` and ``forward_intermediates``. Blocks above the
+            last chosen one are removed.
+        num_classes: number of pixel classes.
+        head_blocks: the blocks whose features are used (negative: from the end); None: the last.
+        head_stride: side in pixels of the cells that get a logit; it divides both sides of a patch.
+            None: the largest such side, so that a square patch is one cell.
 
     Raises:
-        ValueError: the body is no such ViT, or has no such blocks, or cells do not fill patches.
+        ValueError: the body is not such a ViT, has no such blocks, or cells do not fill patches.
     """
 
     def __init__(
@@ -78,27 +77,27 @@ class Segmenter(nn.Module):
                 f"head_stride {self.stride} does not divide the sides of a patch of {rows} x "
                 f"{columns} pixels"
             )
-        # timm's own way to drop what no chosen block needs; the final norm stays.
+        # timm's own method drops the parts that no chosen block needs; the final norm stays.
         backbone.prune_intermediate_layers(self.taken, prune_norm=False, prune_head=True)
         self.backbone = backbone
         self.num_classes = num_classes
         self.cells = rows // self.stride, columns // self.stride
         """Rows and columns of cells in a patch."""
-        # A body that pools before its norm has none for patches.
+        # A body that pools before its norm has no norm for patches.
         unnormed = isinstance(backbone.norm, nn.Identity)
         self.norms = nn.ModuleList(
             LayerNorm2d(backbone.embed_dim) if unnormed else nn.Identity() for _ in self.taken
         )
         width = len(self.taken) * backbone.embed_dim
         self.cell_logits = num_classes * math.prod(self.cells)
-        """Logits of a patch, those of all its cells."""
+        """Number of logits of a patch, over all its cells."""
         self.head = nn.Conv2d(width, self.cell_logits, 1)
         nn.init.trunc_normal_(self.head.weight, std=0.02)
         nn.init.zeros_(self.head.bias)
 
     @property
     def patch_embed(self) -> Any:
-        """Return the body's patch embedding, which says what images it takes."""
+        """Return the body's patch embedding, which defines the accepted image sizes."""
         return self.backbone.patch_embed
 
     @property
@@ -107,15 +106,15 @@ class Segmenter(nn.Module):
         return self.backbone.blocks
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Compute the blocks anew for the backward pass."""
+        """Recompute the blocks in the backward pass."""
         self.backbone.set_grad_checkpointing(enable)
 
     def set_input_size(self, *args, **kwargs) -> None:
-        """Change the body's native size, as it does."""
+        """Change the body's native size; see there."""
         self.backbone.set_input_size(*args, **kwargs)
 
     def no_weight_decay(self) -> set[str]:
-        """Return the parameters of the body that do not decay."""
+        """Return the body's parameters without weight decay."""
         return {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
@@ -129,8 +128,10 @@ class Segmenter(nn.Module):
         )
 
     def forward_cells(self, x: Tensor, sizes: Tensor | None = None) -> Tensor:
-        """Return the logits of cells, ``[B, classes, rows, columns]``; arguments are those of
-        ``forward``. Cells of absent patches repeat the nearest ones that are present.
+        """Return the logits of cells,
+        ``[B, classes, rows, columns]``; arguments as for ``forward``.
+
+        Cells of absent patches repeat the nearest present ones.
         """
         given = {} if sizes is None else {"sizes": sizes}
         maps = self.backbone.forward_intermediates(
@@ -146,8 +147,8 @@ class Segmenter(nn.Module):
         return logits if sizes is None else self._extended(logits, sizes)
 
     def _extended(self, logits: Tensor, sizes: Tensor) -> Tensor:
-        """Repeat the last row and column of what images fill, up to whole patches, so that what is
-        absent has no part in the interpolation.
+        """Repeat the last filled row and column, up to whole patches, so that absent parts do not
+        affect the interpolation.
         """
         rows, columns = logits.shape[2:]
         patch = torch.tensor(to_2tuple(self.patch_embed.patch_size), device=sizes.device)
@@ -161,28 +162,30 @@ class Segmenter(nn.Module):
         """Turn images ``[B, C, H_px, W_px]`` into logits ``[B, classes, H_px, W_px]``.
 
         Args:
-            sizes: int64 ``[B, 2]``, height and width in pixels of what each image fills, for bodies
-                that leave out the rest; logits there mean nothing.
+            sizes: int64 ``[B, 2]``, filled height and width of each image in pixels, for bodies
+                that leave out the rest; logits there are undefined.
         """
         logits = enlarged(self.forward_cells(x, sizes), self.stride)
         if getattr(self.patch_embed, "dynamic_img_pad", False):
-            # FSDP takes no views.
+            # FSDP does not accept views.
             return logits[:, :, : x.shape[2], : x.shape[3]].clone()
         return logits
 
     @torch.inference_mode()
     def masks(self, x: Tensor, sizes: Tensor | None = None, *, strip: int = 64) -> Tensor:
-        """Return the class of each pixel, uint8 ``[B, H_px, W_px]``; ``IGNORED`` where its logits
-        are not finite. The logits of all cells are in memory, those of pixels in strips.
+        """Return the class of each pixel, uint8 ``[B, H_px, W_px]``; ``IGNORED`` for logits that
+        are not finite.
+
+        The logits of all cells are in memory, but the logits of pixels only in strips.
 
         Args:
             x, sizes: as for ``forward``.
-            strip: rows of cells whose pixels have logits at once.
+            strip: rows of cells per strip.
         """
         logits = self.forward_cells(x, sizes).float()
         found = []
         for first in range(0, logits.shape[2], strip):
-            # One row of cells on either side has a part in the interpolation.
+            # The interpolation needs one row of cells on either side.
             above, last = max(0, first - 1), min(logits.shape[2], first + strip)
             part = enlarged(logits[:, :, above : last + 1], self.stride)
             begin = (first - above) * self.stride
@@ -193,7 +196,7 @@ class Segmenter(nn.Module):
 
 
 def enlarged(logits: Tensor, times: int) -> Tensor:
-    """Return maps ``[B, C, H, W]`` enlarged by a whole number, bilinearly between the middles of
+    """Return maps ``[B, C, H, W]`` enlarged by an integer factor, bilinearly between the centres of
     cells.
     """
     if times == 1:

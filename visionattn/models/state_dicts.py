@@ -1,8 +1,8 @@
-"""State dicts from elsewhere into our models: of plain ``vit_*``, of other patch sizes, grids and
-horizons, of a segmentation, and of the model that a wrapper of features holds.
+"""Adaptation of state dicts to our models: from plain ``vit_*``, from other patch sizes, grids and
+horizons, from a segmentation model, and from the model inside a wrapper of features.
 
-``timm.create_model(name, checkpoint_path=FILE)`` calls ``load_state_dict`` and nothing else, so
-that is where they are fitted. Where ``strict`` is false, everything is left to the caller.
+``timm.create_model(name, checkpoint_path=FILE)`` calls only ``load_state_dict``, so the adaptation happens there. With ``strict``
+false, nothing is adapted.
 """
 
 import math
@@ -22,15 +22,15 @@ OURS = tuple(
     f".attn.{part}"
     for part in ("relative.", "temperature", "feature_map.", "value_conv.", "output_gate.")
 )
-"""What names of parameters contain that a plain ViT lacks."""
+"""Parts of parameter names that a plain ViT does not have."""
 PYRAMID = "pyramid."
-"""How the names of a pyramid's parameters begin."""
+"""Prefix of a pyramid's parameters."""
 ABOVE = ("head.", "norm.", "fc_norm.", "attn_pool.")
-"""Parts above the patches, which the body of a segmentation lacks and a wrapper of features may
-have dropped, like a pyramid and blocks.
+"""Parts above the patches. The body of a segmentation model lacks them, and a wrapper of features
+may have dropped them, as well as a pyramid and blocks.
 """
 BODY = "backbone."
-"""Where a segmentation has its body."""
+"""Prefix of the body in a segmentation model."""
 
 
 def _resamples(table: Tensor, shape: torch.Size) -> bool:
@@ -38,11 +38,10 @@ def _resamples(table: Tensor, shape: torch.Size) -> bool:
 
 
 def resample_table(table: Tensor, shape: torch.Size) -> Tensor:
-    """Bring a relative table ``[h, 2R+1, (2R+1,) d]`` to another horizon by interpolating between
-    its outermost classes.
+    """Resample a relative table ``[h, 2R+1, (2R+1,) d]`` to another horizon by interpolation
+    between its outermost classes.
 
-    The centre stays the centre. A table of another number of heads or another width cannot be
-    resampled.
+    The centre stays the centre. Another number of heads or another width cannot be resampled.
 
     Raises:
         ValueError: heads, width or the number of axes differ.
@@ -67,24 +66,23 @@ def resample_table(table: Tensor, shape: torch.Size) -> Tensor:
 def checkpoint_filter_fn(
     state_dict: dict[str, Tensor], model: nn.Module, source_grid: tuple[int, int] | None = None
 ) -> dict[str, Tensor]:
-    """Fit a state dict of ours or of a timm ``vit_*`` to ``model``: patch embedding, absolute
+    """Adapt a state dict of ours or of a timm ``vit_*`` to ``model``: patch embedding, absolute
     position, relative tables.
 
-    Where the architectures differ by meaning, so does the result: a plain ViT's absolute position
-    and prefix tokens are left out of a model without them, its final norm moves to where the model
-    has one (before or after pooling), and the relative tables, temperatures, random features,
-    convolutions of values, output gates and layers of a pyramid that it lacks keep the model's
-    values. Everything else that does not fit, such as the tables of another number of heads, is
-    passed on as it is, for the loader to report.
-    The tables of a softmax baseline are signed: placed in a linear model, or the other way round,
-    they mean something else.
+    If the architectures differ in their parts, so does the result. A plain ViT's absolute position
+    and prefix tokens are dropped for a model without them, and its final norm moves to the place
+    where the model has one (before or after pooling). Relative tables, temperatures, random
+    features, value convolutions, output gates and pyramid layers that it lacks keep the model's
+    values. Everything else that does not fit, such as tables with another number of heads, is
+    passed on unchanged, and the loader reports it. The tables of a softmax baseline are signed:
+    they have another meaning in a linear model, and vice versa.
 
     Args:
         state_dict: the weights, possibly under "model" or "state_dict".
-        model: the model that they are to fit.
-        source_grid: (H, W) in patches that the absolute position was made for; None: the model's
-            own if it has as many patches, else a square. A position that no grid explains is passed
-            on as it is.
+        model: the model to adapt to.
+        source_grid: (H, W) in patches of the absolute position; None: the model's own if the number
+            of patches matches, else a square. A position that matches no grid is passed on
+            unchanged.
     """
     own = model.state_dict()
     state_dict = state_dict.get("model", state_dict)
@@ -105,8 +103,8 @@ def checkpoint_filter_fn(
 
 
 def fit_position(position: Tensor, model: nn.Module, grid: tuple[int, int] | None) -> Tensor:
-    """Bring an absolute position ``[1, P + H*W, D]`` to the model's grid; leave it as it is where
-    no grid explains its number of tokens.
+    """Resample an absolute position ``[1, P + H*W, D]`` to the model's grid; leave it unchanged if
+    its number of tokens matches no grid.
     """
     prefix = 0 if model.no_embed_class else model.num_prefix_tokens
     patches, own = position.shape[1] - prefix, tuple(model.patch_embed.grid_size)
@@ -134,12 +132,12 @@ def _is_ours(name: str) -> bool:
 
 
 def fitted_whole(model: nn.Module, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state dict to load, fitted to the model where it is of a plain ViT, of a
-    segmentation, or of a model without a pyramid; one warning names what the model keeps of its
-    own.
+    """Return a state dict to load, adapted to the model if it comes from a plain ViT, a
+    segmentation model or a model without a pyramid.
 
-    A dict that has any part that is ours only is of ours: what it lacks but a whole pyramid is
-    missing, as torch then says.
+    One warning names the parameters that keep the model's values. A state dict with any part that
+    only our models have counts as ours: what it lacks, except a whole pyramid, is missing, and
+    torch reports that.
     """
     own, fresh = model.state_dict(), []
     if any(name.startswith(f"{BODY}blocks.") for name in given):
@@ -160,7 +158,7 @@ def fitted_whole(model: nn.Module, given: Mapping[str, Any]) -> Mapping[str, Any
 
 
 def _warn_of_fresh(names: list[str]) -> None:
-    """Warn in one line of parameters that a file lacks; a pyramid's are named by level."""
+    """Warn in one line about parameters that a file lacks; a pyramid's are named by level."""
     if names:
         parts = [".".join(n.split(".")[:3]) if n.startswith(PYRAMID) else n for n in names]
         listed = shorten(list(dict.fromkeys(parts)))
@@ -168,15 +166,15 @@ def _warn_of_fresh(names: list[str]) -> None:
 
 
 def filter_pretrained(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Do what ``checkpoint_filter_fn`` does, and name a pyramid that the weights lack."""
+    """Apply ``checkpoint_filter_fn``, and warn if the weights lack a pyramid."""
     if not any(PYRAMID in name for name in state_dict):
         _warn_of_fresh([name for name in model.state_dict() if name.startswith(PYRAMID)])
     return checkpoint_filter_fn(state_dict, model)
 
 
 class FeatureMaps(FeatureGetterNet):
-    """timm's wrapper of features, which takes the state dict of the model within too, without what
-    the wrapper dropped of it.
+    """timm's wrapper of features, which also loads the state dict of the model inside, without the
+    parts that the wrapper dropped.
     """
 
     def load_state_dict(
@@ -199,7 +197,7 @@ class FeatureMaps(FeatureGetterNet):
 
 
 def shorten(names: list[str], most: int = 12) -> str:
-    """Join names in a line; those that differ only in the number of the block become one:
+    """Join names in a line; names that differ only in the block number become one:
     ``blocks.{0-8,10}.attn.table``.
     """
     groups: dict[str, list[int]] = {}
@@ -215,7 +213,7 @@ def shorten(names: list[str], most: int = 12) -> str:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Write whole numbers as ranges, ``{0-8,10}``; a single number as it is."""
+    """Format integers as ranges, ``{0-8,10}``; a single number stays plain."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and runs[-1][-1] == number - 1:
@@ -227,5 +225,5 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def shape(tensor: Tensor) -> str:
-    """Write the shape of a tensor, e.g. ``192x3x16x16``."""
+    """Format the shape of a tensor, e.g. ``192x3x16x16``."""
     return "x".join(map(str, tensor.shape))

@@ -1,8 +1,8 @@
 """``taylorshift_vit_*``: TaylorShift with the joint 2-D position; ``taylorshift_abs_vit_*`` and the
 pixel model: as published.
 
-The published models have a learned absolute position, a class token and a temperature that starts
-at 1. Source: Nauen, Palacio and Dengel 2024, "TaylorShift".
+The published models have a learned absolute position, a class token and an initial temperature of
+1. Source: Nauen, Palacio and Dengel 2024, "TaylorShift".
 """
 
 from visionattn.models.entry_points import LOCAL, PIXEL, family_cfgs, register, register_family

@@ -1,8 +1,8 @@
-"""Weights on disk: a safetensors file that carries what is needed to rebuild its model, and the
-reading of any weights.
+"""Weights on disk: a safetensors file with everything needed to rebuild its model, and readers for
+any weight file.
 
 This module owns the format of our weight files and ``DataSpec``, the contract between a model and
-its images. It knows nothing of training.
+its images. It is independent of training.
 """
 
 import json
@@ -42,17 +42,17 @@ from visionattn.models.state_dicts import FeatureMaps
 FORMAT = "visionattn"
 FORMAT_VERSION = 3
 READABLE_VERSIONS = ("1", "2", "3")
-"""Version 1 knew neither ``fit`` nor ``max_patches``: its images were resized and cropped. Before
-version 3 the arguments of our models were those that were given, without defaults.
+"""Version 1 had neither ``fit`` nor ``max_patches``: its images were resized and cropped. Before
+version 3, files held only the given arguments of our models, without defaults.
 """
 Fit = Literal["native", "pad", "stretch", "crop"]
-"""How images of any size come to a model; ``visionattn.data.geometry`` says what each does."""
+"""How images of any size are fitted to a model; see ``visionattn.data.geometry``."""
 LOADING_ARGS = frozenset(
     {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"}
 )
-"""Arguments of ``timm.create_model`` that fetch weights; a file of weights has no need of them."""
+"""Arguments of ``timm.create_model`` that load weights; a file of weights does not need them."""
 KEPT = ("interpolation", "crop_pct", "crop_mode", "license")
-"""What timm says of a model besides ``DataSpec``, and what a file keeps of it if it is told."""
+"""Fields of timm's configuration that ``DataSpec`` lacks; a file keeps them if given."""
 UNREADABLE = (
     RuntimeError,
     OSError,
@@ -66,9 +66,9 @@ UNREADABLE = (
     ValueError,
     struct.error,
 )
-"""What ``torch.load`` raises for files that are cut off, garbled, or no checkpoint at all."""
+"""Exceptions of ``torch.load`` for files that are truncated, malformed, or not a checkpoint."""
 PICKLES = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))
-"""How pickles begin."""
+"""First bytes of pickles."""
 UNBUILDABLE = (
     ArithmeticError,
     AssertionError,
@@ -77,60 +77,65 @@ UNBUILDABLE = (
     RuntimeError,
     TypeError,
 )
-"""What a model of timm raises for arguments that it does not take, besides ``ValueError``."""
+"""Exceptions of timm models for arguments that they do not take, in addition to ``ValueError``."""
 LONGEST_ARGS = 200
-"""The most characters of a model's arguments in an error."""
+"""Maximum number of characters of a model's arguments in an error."""
 
 
 @dataclass(frozen=True)
 class DataSpec:
-    """What a model expects of its images, and what its outputs mean. It travels with the
+    """A model's expectations of its images, and the meaning of its outputs. It is saved with the
     weights.
     """
 
     in_chans: int
-    """Channels of the model's input: 256 for one-hot grey levels, else one for each band."""
+    """Channels of the model's input: 256 for one-hot grey levels, else one per band."""
     num_classes: int
     """Length of the output."""
     class_names: tuple[str, ...]
-    """Name of each output, in order; empty where the data has none."""
+    """Name of each output, in order; empty if the data has no names."""
     mean: tuple[float, ...]
-    """Mean per channel of images scaled to [0, 1]; empty where values are levels."""
+    """Mean per channel of images scaled to [0, 1]; empty if values are levels."""
     std: tuple[float, ...]
-    """Standard deviation per channel of images scaled to [0, 1], likewise."""
+    """Standard deviation per channel of images scaled to [0, 1]; empty if values are levels."""
     encoding: Literal["grey_one_hot"] | None
     """``grey_one_hot``: each of the 256 grey levels is a channel."""
     img_size: int | tuple[int, int] | None
-    """Size in pixels that images were brought to in training, as ``fit`` takes it: height and
-    width, or one number for both; the longest side for ``native``, where None is no limit.
+    """Size of training images in pixels, as ``fit`` uses it: height and width, or one number for
+    both; for ``native`` the longest side (None: no limit).
     """
     fit: Fit = "crop"
-    """How images of any size were brought there."""
+    """How images of any size were fitted to it."""
     max_patches: int | None = None
-    """The most patches of an image, for ``native`` alone; None: no limit."""
+    """Maximum number of patches of an image, only for ``native``; None: no limit."""
     bands: tuple[int, ...] | None = None
-    """Which bands of a file are the channels, from 1; None: grey, or red, green and blue."""
+    """Bands of a file that become the channels, from 1; None: grey, or red, green and blue."""
     value_range: tuple[float, float] | None = None
-    """The values that become 0 and 1, in files of more than 8 bits; None: what a file states."""
+    """Values that map to 0 and 1, in files of more than 8 bits; None: the range stated in the file.
+    """
     range_found: bool = False
-    """``value_range`` was found by looking at files that do not state theirs, and is for those."""
+    """Whether ``value_range`` was measured on files that state no range; it applies only to such
+    files.
+    """
     page: int | None = None
-    """Which page of a file is read, from 1; None: the first."""
+    """Page of a file that is read, from 1; None: the first."""
     task: Task = "classification"
-    """What the outputs are of: images, pixels, or values to be written, which are levels."""
+    """Task of the outputs: classes of images, classes of pixels, or generated values, which are
+    levels.
+    """
     colours: tuple[tuple[int, int, int], ...] | None = None
     """Red, green and blue of each class in masks; None: a class is its number."""
 
     def prepare(self, images: Tensor) -> Tensor:
-        """Turn the values of image files into the model's input, on the device where they are.
+        """Turn the values of image files into the model's input, on their device.
 
         Args:
-            images: ``[B, C, H, W]``, uint8, or float32 in [0, 1] where the files have more than 8
-                bits; C is ``in_chans``, or 1 for ``grey_one_hot``, which takes uint8 alone.
+            images: ``[B, C, H, W]``, uint8, or float32 in [0, 1] for files of more than 8 bits; C
+                is ``in_chans``, or 1 for ``grey_one_hot``, which takes only uint8.
 
         Returns:
             float32 ``[B, in_chans, H, W]``: ``(x - mean) / std`` for x in [0, 1], or one-hot grey
-            levels; for ``generate`` the levels as they are, uint8.
+            levels; for ``generate`` the unchanged levels, uint8.
 
         Raises:
             ValueError: another type, or another number of channels.
@@ -165,15 +170,15 @@ def save_model(
 ) -> None:
     """Write weights, model name, model arguments and data specification to one safetensors file.
 
-    The file appears whole or not at all.
+    The file is written completely or not at all.
 
     Args:
         path: the file; its folder exists.
-        model: the module whose ``state_dict`` is kept.
+        model: the module whose ``state_dict`` is saved.
         name: the timm name that builds it.
-        args: the keyword arguments that build it, besides ``num_classes`` and ``in_chans``; JSON
-            types. What models of ours take by default is kept with them.
-        spec: what its images are.
+        args: the keyword arguments that build it, without ``num_classes`` and ``in_chans``; JSON
+            types. Defaults of our models are saved with them.
+        spec: specification of its images.
         notes: further metadata for the file.
     """
     metadata = {"format": FORMAT, "version": str(FORMAT_VERSION), "model": name}
@@ -185,7 +190,7 @@ def save_model(
 
 
 def in_order(content: bytes) -> bytes:
-    """Return a safetensors file with its metadata in order, so that equal weights are equal bytes:
+    """Return a safetensors file with its metadata sorted, so that equal weights give equal bytes:
     safetensors writes the entries in any order.
     """
     end = 8 + int.from_bytes(content[:8], "little")
@@ -203,20 +208,21 @@ def load_model(
     pyramid: bool = False,
     features_only: bool = False,
 ) -> nn.Module:
-    """Rebuild a model from a file of ``save_model``, in eval mode, with its ``DataSpec`` as
-    ``model.data_spec``.
+    """Rebuild a model from a file of
+    ``save_model``, in eval mode, with its ``DataSpec`` as ``model.data_spec``.
 
     Args:
         path: the file.
-        device: where the model is to be.
-        pyramid: build ours with maps at strides of 4, 8, 16 and 32 px, see ``PyramidTransformer``;
-            its layers start fresh, with a warning, unless the file has them.
+        device: device of the model.
+        pyramid: build one of our models with maps at strides of 4, 8, 16 and 32 px, see
+            ``PyramidTransformer``; its layers start from initial values, with a warning, unless the
+            file has them.
         features_only: return timm's wrapper of features, an encoder for decoders: the maps of the
             last three blocks, or of the pyramid.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is cut off, a pickle, of another project, its tensors are not those of
+        ValueError: the file is truncated, a pickle, or of another project, its tensors do not fit
             its model, or the model has neither features nor a pyramid.
     """
     metadata, tensors = read_safetensors(path)
@@ -261,7 +267,7 @@ def load_model(
 
 
 class Kept(TypedDict, total=False):
-    """What a file may say for timm: ``KEPT``."""
+    """Fields of timm's configuration that a file may hold: ``KEPT``."""
 
     interpolation: str
     crop_pct: float
@@ -270,10 +276,10 @@ class Kept(TypedDict, total=False):
 
 
 def _tell_timm(model: nn.Module, text: str, path: str | Path) -> None:
-    """Let a model's ``pretrained_cfg`` say of its images what its file says.
+    """Update a model's ``pretrained_cfg`` with the image description of its file.
 
     Raises:
-        ValueError: the file's text is garbled; one line.
+        ValueError: the file's text is malformed; one line.
     """
     try:
         kept = from_json(Kept, text, "pretrained_cfg")
@@ -289,11 +295,11 @@ def _tell_timm(model: nn.Module, text: str, path: str | Path) -> None:
 
 
 def described(metadata: dict[str, str], path: str | Path) -> tuple[str, dict[str, Any], DataSpec]:
-    """Return what the metadata of a file of ours say of its model: its timm name, the arguments
-    that build it, whatever the defaults are by now, and what its images are.
+    """Return the model described by the metadata of one of our files: its timm name, its arguments
+    (independent of current defaults), and the specification of its images.
 
     Raises:
-        ValueError: they are garbled, name no model of timm, or have other weights loaded; one line.
+        ValueError: they are malformed, name no timm model, or would load other weights; one line.
     """
     try:
         said = checked(_Description, metadata, "metadata")
@@ -311,7 +317,7 @@ def described(metadata: dict[str, str], path: str | Path) -> tuple[str, dict[str
             f"{path} holds a model {name[:SHOWN]!r}, which timm does not know; import the package "
             "that registers it"
         )
-    # Arguments that load other weights could fetch any file: a checkpoint has no need of them.
+    # Arguments that load other weights could fetch any file: a checkpoint does not need them.
     if loading := LOADING_ARGS.intersection(args):
         raise ValueError(
             f"{path} asks for other weights to be loaded ({', '.join(sorted(loading))}): refused"
@@ -321,7 +327,7 @@ def described(metadata: dict[str, str], path: str | Path) -> tuple[str, dict[str
 
 
 class _Description(TypedDict):
-    """What the metadata of a file of ours must have besides its format."""
+    """Required metadata of our files, in addition to the format."""
 
     model: str
     args: str
@@ -329,7 +335,7 @@ class _Description(TypedDict):
 
 
 def check_spec(spec: DataSpec) -> None:
-    """Raise ValueError where what is said of images cannot be, or contradicts itself."""
+    """Raise ValueError if a specification of images is impossible or inconsistent."""
     one_hot = spec.encoding == "grey_one_hot"
     channels = 0 if one_hot or spec.task == "generate" else spec.in_chans
     sides = spec.img_size if isinstance(spec.img_size, tuple) else (spec.img_size or 1,)
@@ -362,7 +368,7 @@ def check_spec(spec: DataSpec) -> None:
 
 
 def describe_args(args: dict[str, Any]) -> str:
-    """Write arguments as they stand in a call, the first of many."""
+    """Format arguments as in a call; long lists are shortened."""
     text = ", ".join(f"{key}={_written(value)}" for key, value in args.items()) or "none"
     return text if len(text) <= LONGEST_ARGS else f"{text[:LONGEST_ARGS]} ..."
 
@@ -372,8 +378,8 @@ def _written(value: Any) -> str:
 
 
 def describe_misfit(given: dict[str, Tensor], wanted: dict[str, Tensor]) -> str:
-    """Say in one line how two state dicts differ in names, shapes and kinds of numbers; an empty
-    string where they do not.
+    """Describe in one line how two state dicts differ in names, shapes and kinds of numbers; empty
+    if they do not.
     """
     missing = [key for key in wanted if key not in given]
     unexpected = [key for key in given if key not in wanted]
@@ -394,16 +400,16 @@ def describe_misfit(given: dict[str, Tensor], wanted: dict[str, Tensor]) -> str:
 
 
 def same_kind(given: Tensor, wanted: Tensor) -> bool:
-    """Tell whether both hold fractions or both do not: whole numbers are no weights."""
+    """Return whether both hold floating point numbers or both do not: integers are not weights."""
     return given.is_floating_point() == wanted.is_floating_point() and not given.is_complex()
 
 
 def check_finite(tensors: dict[str, Tensor], path: str | Path) -> None:
-    """Raise ValueError where a tensor that is to be used as weights has a NaN or an infinity.
+    """Raise ValueError if a tensor for use as weights has a NaN or an infinity.
 
     Args:
         tensors: by name.
-        path: where they are from, for the error.
+        path: their source, for the error.
     """
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
@@ -415,7 +421,7 @@ def read_safetensors(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is no safetensors file, or one that is cut off.
+        ValueError: it is not a safetensors file, or is truncated.
     """
     path = existing(path)
     try:
@@ -425,11 +431,11 @@ def read_safetensors(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor
 
 
 def read_metadata(path: str | Path) -> dict[str, str]:
-    """Read the metadata of a safetensors file off its head, without the tensors.
+    """Read the metadata of a safetensors file from its header, without the tensors.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is no safetensors file, or one that is cut off.
+        ValueError: it is not a safetensors file, or is truncated.
     """
     path = existing(path)
     try:
@@ -440,7 +446,7 @@ def read_metadata(path: str | Path) -> dict[str, str]:
 
 
 def existing(path: str | Path) -> Path:
-    """Return the path of a file that is there and may be read.
+    """Return the path of an existing, readable file.
 
     Raises:
         FileNotFoundError, PermissionError: there is no such file, or it may not be read.
@@ -453,7 +459,7 @@ def existing(path: str | Path) -> Path:
         raise FileNotFoundError(f"no checkpoint at {path}: it is a folder; {way_out}")
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint at {path}")
-    with open(path, "rb"):  # safetensors says of a file without permission that it is not there
+    with open(path, "rb"):  # safetensors reports a file without permission as missing
         return path
 
 
@@ -465,7 +471,7 @@ def open_safetensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
 
 
 def explain_safetensors(path: Path, error: SafetensorError) -> ValueError:
-    """Make the error for a file that safetensors could not read."""
+    """Return the error for a file that safetensors could not read."""
     if is_pickle(path):
         return ValueError(
             f"{path} is a pickle of torch.save, not a safetensors file; give the best.safetensors "
@@ -477,22 +483,22 @@ def explain_safetensors(path: Path, error: SafetensorError) -> ValueError:
 
 
 def is_pickle(path: Path) -> bool:
-    """Tell whether a file that safetensors cannot read is a pickle, alone or in torch's zip."""
+    """Return whether a file that safetensors cannot read is a pickle, plain or in torch's zip."""
     with open(path, "rb") as file:
         return file.read(2) in PICKLES or zipfile.is_zipfile(path)
 
 
 def read_pickle(path: str | Path) -> Any:
-    """Read what ``torch.save`` wrote, on the CPU, provided that reading it runs no code of the
+    """Read a file of ``torch.save`` on the CPU, provided that reading it runs no code from the
     file.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it would run code, or it is a safetensors file, cut off, or no checkpoint.
+        ValueError: it would run code, is a safetensors file, is truncated, or is not a checkpoint.
     """
     path = existing(path)
     try:
-        # As a stream: given a path, torch takes all that ends in .safetensors for safetensors.
+        # Pass a stream: given a path, torch treats any name ending in .safetensors as safetensors.
         with open(path, "rb") as file, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected pickle protocol")
             with torch.serialization.safe_globals([Namespace]):
@@ -520,7 +526,7 @@ def read_pickle(path: str | Path) -> Any:
 
 
 def is_safetensors(path: Path) -> bool:
-    """Tell whether the head of a safetensors file can be read."""
+    """Return whether the header of a safetensors file can be read."""
     try:
         with safe_open(path, framework="pt"):
             return True
@@ -531,12 +537,12 @@ def is_safetensors(path: Path) -> bool:
 def read_state_dict(path: str | Path) -> dict[str, Tensor]:
     """Read the tensors of any weight file, whatever its name.
 
-    It is a safetensors file, or a pickle with a state dict in it, also nested as timm and others
-    do. What data parallelism and ``torch.compile`` put before every name is taken off.
+    It is a safetensors file, or a pickle with a state dict, possibly nested as by timm and others.
+    Prefixes of data parallelism and ``torch.compile`` are removed from names.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it cannot be read, would run code, or holds no tensors by name.
+        ValueError: it cannot be read, would run code, or holds no named tensors.
     """
     path = existing(path)
     try:
@@ -546,14 +552,15 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
     if not tensors:
         raise ValueError(f"{path} holds no tensors by name")
     for wrapper in ("module.", "_orig_mod.", "module."):
-        # A wrapper names all its model's tensors; a model with a part of that name has others too.
+        # A wrapper prefixes all tensors of its model; a model with a part of that name has others
+        # too.
         if all(key.startswith(wrapper) for key in tensors if "." in key):
             tensors = {key.removeprefix(wrapper): value for key, value in tensors.items()}
     return tensors
 
 
 def _read_other(path: Path) -> Any:
-    """Read what ``torch.save`` wrote; the error for a file in neither format names both."""
+    """Read a file of ``torch.save``; the error for a file in neither format names both."""
     try:
         return read_pickle(path)
     except ValueError as second:
@@ -566,7 +573,7 @@ def _read_other(path: Path) -> Any:
 
 
 def _tensors_in(content: Any) -> dict[str, Tensor]:
-    """Return the named tensors of a state dict: those that lie deepest under the usual keys."""
+    """Return the named tensors of a state dict: the ones nested deepest under the usual keys."""
     if not isinstance(content, dict):
         return {}
     for key in ("ema", "state_dict_ema", "model_ema", "model", "state_dict", "module"):

@@ -1,4 +1,5 @@
-"""Attention as pure functions of ``[B, h, N, d]`` tensors: no images, no models, no timm."""
+"""Attention as pure functions of ``[B, h, N, d]`` tensors, independent of images, models and timm.
+"""
 
 from importlib.util import find_spec
 
@@ -20,7 +21,7 @@ OPERATIONS = {
     "softmax": softmax_attention,
     "window": window_attention,
 }
-"""The operation of each attention, by its name in ``attentions.py``."""
+"""The function of each attention, by its name in ``attentions.py``."""
 
 __all__ = [
     "OPERATIONS",

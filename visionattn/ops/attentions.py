@@ -1,19 +1,19 @@
-"""The one table of the attentions and their forms; whoever lists them or asks what one can do
-reads it.
+"""The table of all attentions, their forms and their capabilities.
 
-An attention of the table is a function ``<name>_attention`` of ``visionattn.ops``, which
-``visionattn.ops.OPERATIONS`` gives by name, and a definition of that name in ``reference.py``. The
-table is plain values and imports no operation, so that operations read it too.
+Each attention is a function
+``<name>_attention`` of ``visionattn.ops`` (``visionattn.ops.OPERATIONS`` maps names to functions),
+with a definition of the same name in ``reference.py``. The table holds plain values and imports no
+operation, so that operations can read it too.
 """
 
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 FormChoice = Literal["auto", "direct", "efficient"]
-"""How an attention is computed, as a caller may ask for it.
+"""How to compute an attention.
 
-"direct" makes the weights of all pairs and is quadratic in the number of tokens, "efficient" is
-linear; they compute the same. "auto" stands for the one that ``choice.py`` expects to be faster.
+"direct" computes the weights of all pairs, quadratic in the number of tokens; "efficient" is
+linear. Both compute the same result. "auto" takes the form that ``choice.py`` expects to be faster.
 """
 FORM_CHOICES: tuple[str, ...] = get_args(FormChoice)
 FORMS = FORM_CHOICES[1:]
@@ -21,35 +21,35 @@ FORMS = FORM_CHOICES[1:]
 
 @dataclass(frozen=True)
 class AttentionKind:
-    """What one attention can do."""
+    """The capabilities of one attention."""
 
     name: str
     forms: tuple[str, ...] = FORMS
-    """Its forms, between which ``form`` chooses; empty where there is one way alone."""
+    """Forms that ``form`` chooses from; empty if there is only one."""
     causal: bool = True
     """Whether it takes ``causal``."""
     why_not_causal: str = ""
-    """Where it does not, the reason."""
+    """The reason if it does not."""
     temperature: bool = False
-    """Whether it takes a ``temperature`` for each head, which a model learns."""
+    """Whether it takes a learned ``temperature`` per head."""
     feature_map: bool = False
     """Whether it takes a ``feature_map``."""
     states: bool = True
     """Whether ``summarize`` reduces its keys and values to a state."""
     impl: bool = True
-    """Whether it takes ``impl``, since it has GPU kernels."""
+    """Whether it takes ``impl``, because it has GPU kernels."""
     signed: bool = False
-    """Whether relative tables may have entries of any sign, as scores under a softmax have. They
-    are not normalised then: ``normalization`` has no meaning.
+    """Whether relative tables may have entries of any sign, as softmax allows. ``normalization``
+    does not apply then.
     """
     windows: bool = False
-    """Whether it attends in windows of a grid: it takes ``window_size`` and ``shifted``, and needs
-    a ``layout``, with or without a relative position.
+    """Whether it attends in windows of a grid: it takes
+    ``window_size`` and ``shifted``, and needs a ``layout`` even without relative position.
     """
 
     @property
     def operations(self) -> tuple[str, ...]:
-        """Return its names in tables of costs; the causal operation has a name of its own."""
+        """Return its names in tables of costs; the causal operation has its own name."""
         return (self.name, f"{self.name} causal") if self.causal else (self.name,)
 
 
@@ -80,7 +80,7 @@ ATTENTIONS: dict[str, AttentionKind] = {
 
 
 def get_attention(name: str) -> AttentionKind:
-    """Return the attention of that name. ValueError where there is none."""
+    """Return the attention with this name. Raise ValueError for an unknown name."""
     if name not in ATTENTIONS:
         raise ValueError(f"attention {name!r}: wanted one of {', '.join(ATTENTIONS)}")
     return ATTENTIONS[name]

@@ -1,5 +1,5 @@
-"""What every attention demands of its arguments. Each failure is one ValueError that says what was
-wanted and what came.
+"""Argument checks of every attention. Each failure is one ValueError: what was wanted and what was
+given.
 """
 
 import torch
@@ -12,7 +12,9 @@ from visionattn.ops.position.kinds import Flat, Joint, RelativePosition, tables_
 
 
 def refuse_tracing() -> None:
-    """Raise ValueError under ``torch.jit.trace``, which would fix sizes and choices by size."""
+    """Raise ValueError under ``torch.jit.trace``, which would freeze sizes and the choices based on
+    them.
+    """
     if torch.jit.is_tracing():
         raise ValueError(
             "torch.jit.trace is not supported: it fixes the size of images; use "
@@ -21,26 +23,26 @@ def refuse_tracing() -> None:
 
 
 def check_form(form: str) -> None:
-    """Raise ValueError for a form that is none of the choices."""
+    """Raise ValueError for an unknown form."""
     if form not in FORM_CHOICES:
         raise ValueError(f"form {form!r}: wanted one of {', '.join(FORM_CHOICES)}")
 
 
 def check_device(name: str, x: Tensor, device: torch.device, wanted: str = "q") -> None:
-    """Raise ValueError where a tensor is not on the device of the one that ``wanted`` names."""
+    """Raise ValueError if a tensor is on another device than the tensor named ``wanted``."""
     if x.device != device:
         raise ValueError(f"{wanted} is on {device}, {name} on {x.device}; move them to one device")
 
 
 def described(x: object) -> str:
-    """Describe dtype and shape of a tensor, or what came in its place."""
+    """Describe the dtype and shape of a tensor, or any other object in its place."""
     if isinstance(x, Tensor):
         return f"{x.dtype} {tuple(x.shape)}"
     return f"{type(x).__name__} {' '.join(repr(x).split())[:60]}"
 
 
 def check_token_tensor(name: str, x: Tensor) -> None:
-    """Check that x is a floating ``[B, h, tokens, width]``."""
+    """Check that x is a floating point tensor ``[B, h, tokens, width]``."""
     if not isinstance(x, Tensor) or x.ndim != 4:
         raise ValueError(f"{name}: wanted [B, h, tokens, width], got {described(x)}")
     if not x.dtype.is_floating_point:
@@ -48,10 +50,10 @@ def check_token_tensor(name: str, x: Tensor) -> None:
 
 
 def check_tensors(q: Tensor | None, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
-    """Check shapes, dtypes and devices of ``q [B, h, N, d]``, ``k [B, h, M, d]``,
-    ``v [B, h, M, e]``, ``key_mask [B, M]``.
+    """Check shapes, dtypes and devices of
+    ``q [B, h, N, d]``, ``k [B, h, M, d]``, ``v [B, h, M, e]`` and ``key_mask [B, M]``.
 
-    Without q, keys and values alone.
+    With q None, check the others only.
     """
     refuse_tracing()
     named = {"k": k, "v": v} if q is None else {"q": q, "k": k, "v": v}
@@ -61,7 +63,7 @@ def check_tensors(q: Tensor | None, k: Tensor, v: Tensor, key_mask: Tensor | Non
         check_device(name, x, named[first].device, first)
     if k.shape[3] < 1:
         raise ValueError(f"k: wanted width >= 1, got {tuple(k.shape)}")
-    # q and k agree in images, heads and width; k and v in images, heads and number.
+    # q and k agree in images, heads and width; k and v in images, heads and number of keys.
     if q is not None and (q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]):
         raise ValueError(
             f"k: wanted [{q.shape[0]}, {q.shape[1]}, M, {q.shape[3]}] like q, got {tuple(k.shape)}"
@@ -74,8 +76,8 @@ def check_tensors(q: Tensor | None, k: Tensor, v: Tensor, key_mask: Tensor | Non
 
 
 def check_key_mask(key_mask: Tensor | None, k: Tensor, wanted: str = "the keys") -> None:
-    """Check that a mask is bool ``[B, M]`` for keys ``k [B, h, M, d]``, on the device of the tensor
-    that ``wanted`` names.
+    """Check that a mask is bool
+    ``[B, M]`` for keys ``k [B, h, M, d]``, on the device of the tensor named ``wanted``.
     """
     if key_mask is None:
         return
@@ -91,8 +93,8 @@ def check_key_mask(key_mask: Tensor | None, k: Tensor, wanted: str = "the keys")
 
 
 def _check_value_drop(value_drop: float, generator: torch.Generator | None) -> None:
-    """Raise ValueError unless ``0 <= value_drop < 1``, and for a generator that is not one of torch
-    or has nothing to draw.
+    """Check that ``0 <= value_drop < 1``, and that a generator is torch's and has something to
+    draw.
     """
     if not isinstance(value_drop, int | float) or not 0 <= value_drop < 1:
         raise ValueError(f"value_drop: wanted a probability in [0, 1), got {value_drop!r}")
@@ -113,8 +115,9 @@ def check_options(
     generator: torch.Generator | None = None,
     device: torch.device | None = None,
 ) -> None:
-    """Check the options that are not tensors; ``device`` is that of the tensors, where a generator
-    must be too.
+    """Check the options that are not tensors.
+
+    A generator must be on ``device``, the device of the tensors.
     """
     check_form(form)
     if impl not in ("auto", "eager", "triton"):
@@ -127,8 +130,8 @@ def check_options(
 
 
 def check_coefficients(coefficients: tuple[float, float, float]) -> None:
-    """Raise ValueError unless ``a x^2 + b x + c`` is positive everywhere: finite, ``a > 0`` and
-    ``c > b^2 / (4 a)``.
+    """Raise ValueError unless
+    ``a x^2 + b x + c`` is positive everywhere: finite, ``a > 0`` and ``c > b^2 / (4 a)``.
     """
     if isinstance(coefficients, tuple | list) and len(coefficients) == 3:
         finite = all(
@@ -148,8 +151,8 @@ def check_coefficients(coefficients: tuple[float, float, float]) -> None:
 
 
 def check_temperature(temperature: Tensor | None, x: Tensor, name: str = "q") -> None:
-    """Check that the temperature is a floating tensor ``[h]``, one number per head of
-    ``x [B, h, tokens, d]`` of that name.
+    """Check that the temperature is a floating point tensor
+    ``[h]``: one number per head of ``x [B, h, tokens, d]``, the tensor called ``name``.
     """
     if temperature is None:
         return
@@ -174,7 +177,7 @@ def check_attention(
     *,
     signed: bool = False,
 ) -> None:
-    """Check all tensors, including those of the relative position."""
+    """Check all tensors, including the tables of the relative position."""
     check_tensors(q, k, v, key_mask)
     if relative is not None:
         check_relative(relative, q, k, signed=signed)
@@ -183,11 +186,11 @@ def check_attention(
 def check_relative(
     relative: RelativePosition, q: Tensor, k: Tensor, *, signed: bool = False
 ) -> None:
-    """Check that tables and layout fit ``q [B, h, N, d]`` and ``k [B, h, M, d]``; raise ValueError
-    where they do not.
+    """Check that tables and layout fit ``q [B, h, N, d]`` and ``k [B, h, M, d]``, or raise
+    ValueError.
 
-    Entries are looked at where that costs little (``is_readable``): those of unsigned tables must
-    be 0 or more, and not NaN.
+    Entries of unsigned tables must be 0 or more and not NaN. They are checked only if reading them
+    is cheap (``is_readable``).
     """
     if not isinstance(relative, RelativePosition):
         raise ValueError(f"relative: wanted Flat, Axial or Joint, got {type(relative).__name__}")
@@ -227,8 +230,8 @@ def _check_table(name: str, table: Tensor, q: Tensor, *, sides: int, signed: boo
 
 
 def check_layout(layout: TokenLayout, q: Tensor, k: Tensor) -> None:
-    """Check that a layout is of as many tokens as ``q [B, h, N, d]`` and ``k [B, h, M, d]`` have,
-    and that its tensors are of their images, in range, and on their device.
+    """Check that a layout has the number of tokens of ``q [B, h, N, d]`` and ``k [B, h, M, d]``,
+    and that its tensors fit their images, ranges and device.
     """
     if not isinstance(layout, TokenLayout) or not isinstance(layout.grid, Grid):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Cutting tensors ``[B, h, ...]`` into pieces that stay in cache."""
+"""Splitting of tensors ``[B, h, ...]`` into pieces that stay in cache."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ _FEW: ContextVar[bool] = ContextVar("few", default=False)
 
 @contextmanager
 def only_few() -> Iterator[None]:
-    """Let loops over ``in_turn`` do a few pieces alone, for whoever counts memory and reads no
+    """Let loops over ``in_turn`` process only a few pieces, for measuring memory without reading
     results.
     """
     before = _FEW.set(True)
@@ -25,9 +25,10 @@ def only_few() -> Iterator[None]:
 
 
 def in_turn(pieces: list[Piece]) -> list[Piece]:
-    """Return the pieces that a loop works through, where each writes to what is there already and
-    leaves nothing behind: all of them, or within ``only_few`` as many as hold as much memory. The
-    second is made beside what is left of the first, and the last may be smaller.
+    """Return the pieces that a loop processes, where each piece writes into existing memory.
+
+    Normally all pieces. Within ``only_few``, only as many as reach the same peak memory: the second
+    piece is made while the result of the first is still held, and the last may be smaller.
     """
     return pieces[:2] + pieces[2:][-1:] if _FEW.get() else pieces
 
@@ -49,21 +50,22 @@ def head_chunks(batch: int, heads: int, size: int) -> list[HeadChunk]:
 
 
 def part_of(x: Tensor, chunk: HeadChunk) -> Tensor:
-    """Return the part ``[g, ...]`` of ``x [B, h, ...]``: a view where it is of one image or of
-    contiguous memory, else a copy.
+    """Return the part ``[g, ...]`` of ``x [B, h, ...]``: a view if it is one image or contiguous
+    memory, else a copy.
     """
     return x[chunk].flatten(0, 1)
 
 
 def part_of_shared(x: Tensor, chunk: HeadChunk) -> Tensor:
-    """Return the part of what all heads share, ``[1 or B, ...]``, as ``[1 or g, ...]``."""
+    """Return the chunk's part ``[1 or g, ...]`` of a tensor ``[1 or B, ...]`` that all heads share.
+    """
     images, heads = chunk
     return x if x.shape[0] == 1 else x[images].repeat_interleave(heads.stop - heads.start, 0)
 
 
 def add_of_heads(total: Tensor, part: Tensor, heads: slice) -> None:
-    """Add ``part [g, ...]`` of some images and heads to ``total [h or 1, ...]``, which all images,
-    or all heads too, share.
+    """Add ``part [g, ...]`` of some images and heads to ``total [h or 1, ...]``, which all images
+    share (with 1, all heads too).
     """
     part = part.unflatten(0, (-1, heads.stop - heads.start)).sum(0)
     if total.shape[0] == 1:

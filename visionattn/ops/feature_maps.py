@@ -10,16 +10,16 @@ from visionattn.ops.nonfinite import may_be_read
 from visionattn.ops.sums import accumulation_dtype, product
 
 LOW = -10.0
-"""What ``elu1`` gives below it is less than 5e-5, and below -87 it is 0 in float32."""
+"""Below this, ``elu1`` is less than 5e-5; below -87 it is 0 in float32."""
 
 
 class FeatureMap(Protocol):
     """A pair of non-negative maps over the last axis of ``[B, h, N, d]`` tensors, both to the same
     width f.
 
-    A map whose keys depend on each other says so with an attribute ``per_token = False``; its
-    ``key`` then takes the key mask ``[B, M]`` or None as a second argument. It has no states, and
-    it cannot be causal.
+    A map whose keys depend on each other declares
+    ``per_token = False``. Its ``key`` then takes the key mask ``[B, M]`` or None as a second
+    argument. Such a map has no states and cannot be causal.
     """
 
     def query(self, x: Tensor) -> Tensor:
@@ -32,29 +32,30 @@ class FeatureMap(Protocol):
 def elu1(x: Tensor) -> Tensor:
     """Return ``elu(x) + 1``, positive everywhere. Source: Katharopoulos et al. 2020, eq. 7.
 
-    Written as ``exp(min(x, 0)) + max(x, 0)``: adding 1 to ``elu`` rounds to zero below -17 in
+    Computed as ``exp(min(x, 0)) + max(x, 0)``: adding 1 to ``elu`` would round to zero below -17 in
     float32.
     """
     return x.clamp(max=0).exp() + x.relu()
 
 
 def is_tiny(mass: Tensor) -> bool:
-    """Tell whether a sum of weights is near what its dtype can hold, as far as it may be read."""
+    """Return whether any sum of weights is near the smallest number of its dtype; False if
+    unreadable.
+    """
     least = 1e10 * torch.finfo(mass.dtype).tiny
     return may_be_read(mass) and mass.numel() > 0 and bool(mass.detach().amin() < least)
 
 
 def raised(x: Tensor, dims: tuple[int, ...], key_mask: Tensor | None = None) -> Tensor:
-    """Return ``x [B, h, N, d]`` with the largest entry along ``dims`` taken off where that is below
-    ``LOW``, so that not all features of ``elu1`` underflow.
+    """Subtract from ``x [B, h, N, d]`` the largest entry along ``dims`` if it is below ``LOW``.
 
-    All entries are negative there, and ``elu1`` of the result is that of x times one number. Of a
-    query (``dims`` (3,)) that number is a factor of all its weights, and of all keys of a head
-    ((2, 3)) one of all weights: the division takes it out. Where entries may not be read, x is
-    returned as it is.
+    Without this all features of ``elu1`` would underflow. All entries are negative there, so
+    ``elu1`` of the result is ``elu1(x)`` times one number. For a query (``dims`` (3,)) this number
+    is a common factor of all its weights, and for all keys of a head (``dims`` (2, 3)) of all
+    weights: the division cancels it. If entries may not be read, x is returned unchanged.
 
     Args:
-        key_mask: bool ``[B, N]``, the keys that count.
+        key_mask: bool ``[B, N]``, the keys that take part.
     """
     if not (may_be_read(x) and x.numel() and bool(x.amin() < LOW)):
         return x
@@ -72,7 +73,7 @@ class Elu1:
 
 
 class Relu:
-    """``max(x, 0)`` for queries and keys; a query that meets no key gets 0."""
+    """``max(x, 0)`` for queries and keys; a query whose features match no key gets 0."""
 
     query = key = staticmethod(torch.relu)
 
@@ -81,22 +82,22 @@ class PositionSoftmax:
     """Softmax over features for queries, over positions for keys. Source: Shen et al. 2021,
     "Efficient attention".
 
-    The keys are multiplied by M, the number of keys present, so that the mass of a query is M like
-    that of other maps. A key's feature depends on all other keys: states of this map do not add,
-    and it cannot be causal.
+    Keys are multiplied by M, the number of keys present, so that the mass of a query is M as with
+    other maps. A key's feature depends on all other keys: states of this map do not add, and it
+    cannot be causal.
     """
 
     per_token = False
 
     @staticmethod
     def query(x: Tensor) -> Tensor:
-        """Take the softmax over the last axis of ``[B, h, N, d]``."""
+        """Return the softmax over the last axis of ``[B, h, N, d]``."""
         return x.softmax(-1)
 
     @staticmethod
     def key(x: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """Take the softmax over the positions that ``key_mask [B, M]`` keeps, times their number; 0
-        elsewhere.
+        """Return the softmax over the positions that ``key_mask [B, M]`` keeps, times their number;
+        0 elsewhere.
         """
         if key_mask is None:
             return x.softmax(-2) * x.shape[-2]
@@ -106,31 +107,36 @@ class PositionSoftmax:
 
 
 class RandomFeatures(nn.Module):
-    """FAVOR+: positive random features whose products are, on average, the weights
-    ``exp(q . k / sqrt(d))`` of softmax.
+    """FAVOR+: positive random features whose products approximate the softmax weights
+    ``exp(q . k / sqrt(d))`` in expectation.
 
-    ``phi(x)_r = exp(w_r . x' - |x'|^2 / 2) / sqrt(m)`` with ``x' = x / d^(1/4)`` and m rows
-    ``w_r``, normal and orthogonal in groups of d. It is a module whose one buffer
-    ``projection [m, d]`` is saved with a model and moved with it.
+    ``phi(x)_r = exp(w_r . x' - |x'|^2 / 2) / sqrt(m)`` with ``x' = x / d^(1/4)`` and m rows ``w_r``,
+    normal and orthogonal in groups of d. The module has one buffer, ``projection [m, d]``, which is
+    saved and moved with the model.
 
-    Nothing is subtracted to stabilise the exponent: what depends on other tokens would keep states
-    from adding, leak when causal, and change the balance with relative position. So there are
-    bounds, in float32. From above: a feature is at most ``exp(|w_r|^2 / 2)``, reached at
-    ``x' = w_r``, so sums stay finite for any tokens while ``|w_r|^2 + log M < 88``; ``|w_r|^2`` is
-    d on average with a deviation of ``sqrt(2 d)``, which leaves room at d = 32, and at d = 64
-    unless tokens lie on the rows themselves. From below: the weights of one pair shrink as
-    ``exp(-(|q'|^2 + |k'|^2) / 2)`` times chance, and past ``|q'|^2 + |k'|^2`` of about 150 they
-    leave the normal numbers. Normalise q and k where they may be larger; the variance of the
-    estimate grows as ``exp(|q' + k'|^2)`` in any case.
+    Nothing is subtracted to stabilise the exponent. A term that depends on other tokens would keep
+    states from adding, leak when causal, and change the balance with relative position. Inputs
+    therefore have bounds in float32:
+
+    - Above: a feature is at most ``exp(|w_r|^2 / 2)``, reached at ``x' = w_r``, so sums stay finite
+      for any tokens while
+      ``|w_r|^2 + log M < 88``. ``|w_r|^2`` has mean d and standard deviation ``sqrt(2 d)``. This
+      leaves room at d = 32, and at d = 64 unless tokens lie on the rows themselves.
+    - Below: the weights of a pair scale as
+      ``exp(-(|q'|^2 + |k'|^2) / 2)`` times a random factor. Past ``|q'|^2 + |k'|^2`` of about 150
+      they become subnormal.
+
+    Normalise q and k if they may be larger. The variance of the estimate grows as
+    ``exp(|q' + k'|^2)`` in any case.
 
     Args:
         d: width of queries and keys.
         num_features: m.
-        generator: of the draw; None: torch's own.
+        generator: for drawing the rows; None: torch's default.
         device, dtype: of the rows; None: torch's default device, and float32.
 
     Raises:
-        ValueError: a size that is not a positive whole number.
+        ValueError: a size that is not a positive integer.
 
     Source: Choromanski et al. 2021, "Rethinking attention with performers", Lemma 1 and section
     2.4.
@@ -157,9 +163,9 @@ class RandomFeatures(nn.Module):
 
     @torch.no_grad()
     def redraw(self, generator: torch.Generator | None = None) -> None:
-        """Draw other rows in place of the present ones; nothing is drawn on the meta device.
+        """Draw new rows in place of the present ones; a module on the meta device draws none.
 
-        An average of a model's states (EMA) would mix rows of several draws: redraw before it
+        A moving average of weights (EMA) would mix the rows of several draws: redraw before it
         starts, or not at all.
         """
         num_features, d = self.projection.shape
@@ -167,7 +173,7 @@ class RandomFeatures(nn.Module):
             self.projection.copy_(orthogonal_rows(d, num_features, generator))
 
     def reset_parameters(self) -> None:
-        """Draw the rows anew, as modules that were made on the meta device do for their start."""
+        """Draw new rows; modules built on the meta device need this for initialisation."""
         self.redraw()
 
     def query(self, x: Tensor) -> Tensor:
@@ -195,8 +201,9 @@ class RandomFeatures(nn.Module):
 
 
 def orthogonal_rows(d: int, rows: int, generator: torch.Generator | None = None) -> Tensor:
-    """Draw ``[rows, d]`` in float64: each row normal, those of a group of d orthogonal to each
-    other; drawn where the generator is.
+    """Draw ``[rows, d]`` in float64, on the device of the generator.
+
+    Each row is normal, and the rows of each group of d are orthogonal.
     """
     options = dict(
         dtype=torch.float64,
@@ -211,9 +218,9 @@ def orthogonal_rows(d: int, rows: int, generator: torch.Generator | None = None)
 
 
 FEATURE_MAPS = {"elu1": Elu1, "relu": Relu, "softmax": PositionSoftmax}
-"""The maps that operations know by name. Layers and models take these names and "random"."""
+"""Maps that operations accept by name. Layers and models accept these names and "random"."""
 IN_OPERATORS = ("elu1", "relu")
-"""Maps that operators and GPU kernels apply by themselves; features of others are made beforehand,
+"""Maps that operators and GPU kernels apply themselves. Features of other maps are computed before,
 by eager operations.
 """
 
@@ -221,17 +228,17 @@ by eager operations.
 def make_feature_map(
     name: str, d: int, num_features: int | None = None, *, device=None, dtype=None
 ) -> "str | RandomFeatures":
-    """Return the map of a layer as ``kernelized_attention`` takes it: its name, or a
-    ``RandomFeatures``.
+    """Return the map of a layer in the form that
+    ``kernelized_attention`` takes: a name or a ``RandomFeatures``.
 
     Args:
         name: of ``FEATURE_MAPS``, or "random".
         d: width of queries and keys.
-        num_features: of "random"; None: d.
+        num_features: for "random"; None: d.
         device, dtype: of the rows of "random".
 
     Raises:
-        ValueError: no map of that name, or a number of features that is none.
+        ValueError: an unknown name, or an invalid number of features.
     """
     if name == "random":
         return RandomFeatures(
@@ -244,10 +251,10 @@ def make_feature_map(
 
 
 def get_feature_map(feature_map: str | FeatureMap) -> FeatureMap:
-    """Return the map of that name, or the object itself.
+    """Return the map with this name, or the given object.
 
     Raises:
-        ValueError: no map of that name, or an object that is none.
+        ValueError: an unknown name, or an object that is not a feature map.
     """
     if isinstance(feature_map, str) and feature_map in FEATURE_MAPS:
         return FEATURE_MAPS[feature_map]  # type: ignore[return-value]
@@ -263,18 +270,21 @@ def get_feature_map(feature_map: str | FeatureMap) -> FeatureMap:
 
 
 def is_per_token(feature_map: FeatureMap) -> bool:
-    """Tell whether a key's features depend on that key alone."""
+    """Return whether a key's features depend on that key only."""
     return getattr(feature_map, "per_token", True)
 
 
 def map_name(feature_map: FeatureMap) -> str:
-    """Return what operators call the map: its name if it is ``IN_OPERATORS``, else "given"."""
+    """Return the name of the map for operators: its own if it is in ``IN_OPERATORS``, else "given".
+    """
     return next((name for name in IN_OPERATORS if FEATURE_MAPS[name] is feature_map), "given")
 
 
 def query_features(feature_map: FeatureMap, q: Tensor, width: int | None = None) -> Tensor:
-    """Return the features ``[B, h, N, f]`` of ``q [B, h, N, d]``. ValueError for another shape, or
-    f other than ``width``.
+    """Return the features ``[B, h, N, f]`` of ``q [B, h, N, d]``.
+
+    Raises:
+        ValueError: features of another shape, or f other than ``width``.
     """
     return _checked(feature_map.query(q), "query", q, width)
 
@@ -282,8 +292,9 @@ def query_features(feature_map: FeatureMap, q: Tensor, width: int | None = None)
 def key_features(
     feature_map: FeatureMap, k: Tensor, key_mask: Tensor | None, width: int | None = None
 ) -> Tensor:
-    """Return the features ``[B, h, M, f]`` of ``k [B, h, M, d]``; what the keys hold that
-    ``key_mask [B, M]`` leaves out plays no part.
+    """Return the features ``[B, h, M, f]`` of ``k [B, h, M, d]``.
+
+    Contents of keys that ``key_mask [B, M]`` leaves out have no effect.
 
     Raises:
         ValueError: features of another shape, or f other than ``width``.

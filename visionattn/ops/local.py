@@ -1,8 +1,8 @@
-"""What attention with bounded weights lacks beside a softmax, and what costs a few operations a
-token: a convolution of the values over the grid, keys without what all of them share, and a gate
-on the output.
+"""Cheap additions that linear attention lacks compared with softmax.
 
-They come before, beside or after any attention of this package, and know nothing of its weights.
+They are a convolution of the values over the grid, keys without their mean, and a gate on the
+output. Each costs a few operations per token. They work with any attention of this package and do
+not use its weights.
 """
 
 import torch
@@ -23,23 +23,23 @@ from visionattn.ops.nonfinite import is_known_finite
 def value_convolution(
     v: Tensor, weight: Tensor, layout: TokenLayout, *, key_mask: Tensor | None = None
 ) -> Tensor:
-    """Convolve the values over the grid, each channel of each head for itself: what is added to
-    the output of an attention.
+    """Convolve the values over the grid, each channel separately; the result is added to the output
+    of an attention.
 
-    Patches that are absent or masked, and places beyond the border, count as 0. Prefix tokens take
-    no part and get 0.
+    Absent or masked patches, and places beyond the border, count as 0. Prefix tokens take no part
+    and get 0.
 
     Args:
         v: ``[B, h, P + n, e]``, as attention takes it.
-        weight: ``[h * e, 1, K, K]``, K odd: that of a depth-wise ``nn.Conv2d``.
-        layout: where the tokens lie.
+        weight: ``[h * e, 1, K, K]``, K odd, as in a depth-wise ``nn.Conv2d``.
+        layout: the places of the tokens.
         key_mask: bool ``[B, P + n]``, True takes part.
 
     Returns:
-        ``[B, h, P + n, e]`` in the dtype of v; what absent patches get means nothing.
+        ``[B, h, P + n, e]`` in the dtype of v; undefined for absent patches.
 
     Raises:
-        ValueError: shapes or devices that do not fit, or a kernel of an even side.
+        ValueError: shapes or devices that do not fit, or a kernel with an even side.
 
     Source: FLatten Transformer (Han et al. 2023), the depth-wise convolution of the values.
     """
@@ -56,8 +56,8 @@ def value_convolution(
     mask = layout.key_mask(key_mask)
     if mask is not None:
         v = v.masked_fill(~mask[:, None, :, None], 0)
-    # ``[B, h, n, e]`` as an image ``[B, h * e, H, W]``, whose channels lie next to each other: said
-    # to torch below, as strides of a batch of one hide it, and the convolution would take seven
+    # ``[B, h, n, e]`` is an image ``[B, h * e, H, W]`` with adjacent channels. Tell torch so
+    # explicitly: with one image the strides do not show it, and the convolution would take seven
     # times as long.
     image = layout.on_grid(v).permute(0, 1, 4, 2, 3).flatten(1, 2)
     image = image.contiguous(memory_format=torch.channels_last)
@@ -66,21 +66,21 @@ def value_convolution(
     if layout.kept is not None:
         out = out.gather(1, layout.kept.unsqueeze(-1).expand(-1, -1, channels))
     if layout.num_prefix:
-        # Half the time of ``F.pad``, which fills all of its result first.
+        # Takes half the time of ``F.pad``, which first fills its whole result.
         out = torch.cat([out.new_zeros(out.shape[0], layout.num_prefix, channels), out], 1)
     return out.unflatten(2, (heads, width)).transpose(1, 2).to(v.dtype)
 
 
 def centred_keys(k: Tensor, key_mask: Tensor | None = None) -> Tensor:
-    """Take from each key the mean of the keys of its head.
+    """Subtract from each key the mean key of its head.
 
-    A softmax does not notice what all keys share. The weights of TaylorShift and of feature maps
-    do, and keys of pretrained models share about half their norm.
+    Softmax is invariant to a term that all keys share. The weights of TaylorShift and of feature
+    maps are not, and keys of pretrained models share about half their norm.
 
     Args:
         k: ``[B, h, M, d]``.
-        key_mask: bool ``[B, M]``, True takes part: the mean is of these. What others hold plays no
-            part.
+        key_mask: bool ``[B, M]``, True takes part: only these keys enter the mean. The contents of
+            the others have no effect.
 
     Returns:
         ``[B, h, M, d]`` in the dtype of k; sums are taken in float32 or wider.
@@ -101,15 +101,17 @@ def centred_keys(k: Tensor, key_mask: Tensor | None = None) -> Tensor:
 def gated(out: Tensor, gate: Tensor) -> Tensor:
     """Return ``out * silu(gate)`` of tokens ``[B, N, D]``.
 
-    A token whose result receives no gradient adds nothing to any gradient, whatever it holds.
-    Backward passes keep both factors alone.
+    A token without upstream gradient adds nothing to any gradient, even if it holds NaN. The
+    backward pass keeps only the two factors.
     """
     return _Gated.apply(out, gate)
 
 
 class _Gated(torch.autograd.Function):
-    """``out * silu(gate)`` with gradients that NaN in unused tokens cannot spoil: autograd's own
-    product makes NaN of their upstream gradient of 0, which attention would spread to all keys.
+    """``out * silu(gate)`` with gradients that NaN in unused tokens cannot spoil.
+
+    Autograd's own product would turn an upstream gradient of 0 into NaN, and attention would spread
+    it to all keys.
     """
 
     @staticmethod
@@ -123,7 +125,7 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
         out, gate = ctx.saved_tensors
-        if grad.device.type == "cpu":  # elsewhere to look would be to wait
+        if grad.device.type == "cpu":  # on other devices a check would wait for the device
             found = _gated_backward(grad, out, gate)
             if is_known_finite(*found):
                 return found
@@ -132,6 +134,6 @@ class _Gated(torch.autograd.Function):
 
 
 def _gated_backward(grad: Tensor, out: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of both factors, each in its dtype."""
+    """Return the gradients of both factors, each in its own dtype."""
     of_gate = torch.ops.aten.silu_backward((grad * out).to(gate.dtype), gate)
     return (grad * F.silu(gate)).to(out.dtype), of_gate

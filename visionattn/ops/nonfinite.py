@@ -1,13 +1,13 @@
-"""NaN and inf in tokens that do not count, and how they are kept from those that do.
+"""Handling of NaN and inf in tokens that take no part, so that they do not reach other tokens.
 
-A product with 0 does not stop them: ``0 * NaN`` is NaN. Keys that a mask leaves out are set to 0
-where they are read. What no mask names is found here: queries whose results receive no gradient,
-and tokens that come later than a query in causal attention. What counts stays as it is: NaN in a
-token that is seen makes the results that see it NaN.
+Multiplying by 0 does not stop them: ``0 * NaN`` is NaN. Keys that a mask leaves out are set to 0
+when they are read. This module handles tokens that no mask names: queries whose results receive no
+gradient, and tokens later than a query in causal attention. Tokens that take part are unchanged:
+NaN in an attended token makes the result NaN.
 
-On a processor a sum tells whether a tensor has NaN or inf, which costs one pass over it. Elsewhere
-that would wait for the device: there, and in graphs of a compiler, functions that are no operators
-take their inputs as they are.
+On a CPU one sum over a tensor tells whether it has NaN or inf. On other devices that would wait for
+the device, so there, and in compiled graphs, functions that are not operators take their inputs
+unchecked.
 """
 
 import inspect
@@ -20,8 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 def is_readable(x: Tensor) -> bool:
-    """Tell whether looking at the entries costs little: not on an accelerator, not while a compiler
-    traces, and not of a fake tensor, which has none.
+    """Return whether reading the entries is cheap.
+
+    It is not on an accelerator, while a compiler traces, or for a fake tensor, which has no
+    entries.
     """
     if torch.compiler.is_compiling():
         return False
@@ -29,14 +31,16 @@ def is_readable(x: Tensor) -> bool:
 
 
 def may_be_read(x: Tensor) -> bool:
-    """Tell whether ``is_readable``, and no tensor that stands for others."""
+    """Return whether ``is_readable`` holds and the tensor is not a subclass that stands for others.
+    """
     return type(x) in (Tensor, nn.Parameter) and is_readable(x)
 
 
 def is_known_finite(*tensors: Tensor) -> bool:
-    """Tell whether no tensor holds NaN or inf, as far as that may be read. It is not known either
-    where the sum of large entries is inf. A fake tensor, of which memory is counted, stands for one
-    without.
+    """Return whether all tensors are known to hold neither NaN nor inf.
+
+    False if the entries may not be read, or if a sum of large entries is inf. Fake tensors, used to
+    count memory, count as finite.
     """
     if not torch.compiler.is_compiling() and all(isinstance(x, FakeTensor) for x in tensors):
         return True
@@ -48,13 +52,15 @@ def _zeroed(x: Tensor) -> Tensor:
 
 
 def finite(x: Tensor) -> Tensor:
-    """Return x with 0 in place of NaN and inf: x itself where it is known to have none."""
+    """Return x with 0 in place of NaN and inf; x itself if it is known to have none."""
     return x if is_known_finite(x) else _zeroed(x)
 
 
 def masked(x: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Return keys or values ``[B, h, M, c]`` that weights of 0 drop: with 0 where ``key_mask`` has
-    none, or x itself where it is known to be finite.
+    """Return keys or values ``[B, h, M, c]`` with 0 where ``key_mask`` is False, so that weights of
+    0 drop them.
+
+    Return x itself if it is known to be finite.
     """
     if key_mask is None or is_known_finite(x):
         return x
@@ -64,10 +70,10 @@ def masked(x: Tensor, key_mask: Tensor | None) -> Tensor:
 def finite_inputs(
     q: Tensor, k: Tensor, v: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return q, k and v with 0 in place of NaN and inf, and what to add to the results instead: NaN
-    to those that see one, else 0; None where there is none, or where nothing may be read.
+    """Return q, k and v with 0 in place of NaN and inf, and a term to add to the results instead.
 
-    What all queries see, k and v unless ``causal``, stays as it is.
+    The term is NaN for results that depend on a NaN or inf, else 0. It is None if there is none, or
+    if nothing may be read. Inputs that all queries see (k and v, unless ``causal``) are unchanged.
     """
     own = (q, k, v) if causal else (q,)
     if not all(map(may_be_read, own)) or is_known_finite(*own):
@@ -81,9 +87,10 @@ def finite_inputs(
 
 
 def apart(v: Tensor, key_mask: Tensor | None, num_queries: int) -> tuple[Tensor, Tensor | None]:
-    """Return the values of causal attention with 0 in place of NaN and inf and of masked ones, and
-    what to add to each query's sum instead, ``[B, h, N, e]``; None where they are known to be
-    finite.
+    """Return the values of causal attention with 0 in place of NaN, inf and masked values, and a
+    term to add to each query's sum instead, ``[B, h, N, e]``.
+
+    The term is None if the values are known to be finite.
     """
     if is_known_finite(v):
         return v, None
@@ -98,20 +105,20 @@ def up_to_each(x: Tensor, num_queries: int) -> Tensor:
 
 
 def skips_idle_rows(upstream: str, rows: str, later: str = "") -> Callable[[Callable], Callable]:
-    """Decorate the function of an operator of gradients, so that rows of queries whose upstream
-    gradient is 0 add nothing to any gradient, whatever they hold.
+    """Decorate an operator of gradients: rows of queries with an upstream gradient of 0 add nothing
+    to any gradient, whatever they hold.
 
-    On a processor the function runs as it is, and again with 0 in those rows where a result has NaN
-    or inf. The first column of a result by token tells: what a query holds spreads through its
-    weights, and these multiply all columns of the gradient of the values alike. Elsewhere the rows
-    are set to 0 beforehand.
+    On a CPU the function runs unchanged, and runs again with 0 in those rows if a result has NaN or
+    inf. The first column of each result per token is enough for this check: contents of a query
+    spread through its weights, which multiply all columns of the values' gradient alike. On other
+    devices the rows are set to 0 before the call.
 
     Args:
-        upstream: names of the gradients by query, with spaces between; the rows of the last lack no
-            or one axis.
-        rows: names of the tensors by query that are read as 0 in those rows.
-        later: names of tensors by key, ``[B, h, M, ...]``, of which the keys behind the last row
-            that has a gradient are read as 0 where the argument ``causal`` is true.
+        upstream: names of the gradients per query, separated by spaces; the rows of the last have
+            one axis or none less.
+        rows: names of the tensors per query whose rows are read as 0.
+        later: names of tensors per key, ``[B, h, M, ...]``. If the argument ``causal`` is true,
+            keys behind the last row with a gradient are read as 0.
     """
 
     def decorate(function: Callable) -> Callable:
@@ -144,7 +151,7 @@ def skips_idle_rows(upstream: str, rows: str, later: str = "") -> Callable[[Call
 
 
 def _without_gradient(first: Tensor, *others: Tensor) -> Tensor:
-    """Tell which rows of all gradients are 0: those of ``first [..., c]``, and the entries of the
+    """Return which rows of all gradients are 0: rows of ``first [..., c]`` and entries of the
     others.
     """
     idle = (first == 0).all(-1)
@@ -154,7 +161,9 @@ def _without_gradient(first: Tensor, *others: Tensor) -> Tensor:
 
 
 def _behind_the_last(counts: Tensor, num_keys: int) -> Tensor:
-    """Tell which of the keys ``[B, h, M]`` come after the last query of ``counts [B, h, N]``."""
+    """Return which of the keys
+    ``[B, h, M]`` come after the last True query of ``counts [B, h, N]``.
+    """
     place = torch.arange(1, counts.shape[2] + 1, device=counts.device)
     last = (counts * place).amax(2, keepdim=True)
     return torch.arange(num_keys, device=counts.device) >= last

@@ -1,9 +1,9 @@
-"""How an operator is made: what a compiler, autograd and a counter of operations are told of it.
+"""Registration of operators: what compilers, autograd and operation counters know about them.
 
-A function becomes ``torch.ops.visionattn.<its name>``, one node for a compiler whatever loops and
-choices stand in it. ``operator`` says what its results look like and how many operations it takes,
-``differentiate`` which operator gives its gradients. Both go by the names of parameters, so that
-nobody counts places. An operator without a gradient refuses to give one: that is why nothing here
+A function becomes ``torch.ops.visionattn.<its name>``: one node for a compiler, whatever loops and
+choices it contains. ``operator`` declares the shapes of its results and its number of operations;
+``differentiate`` names the operator of its gradients. Both match arguments by parameter name, not
+by position. An operator without a registered gradient raises in the backward pass, so nothing here
 has a second derivative.
 """
 
@@ -18,7 +18,7 @@ from torch.library import CustomOpDef
 from torch.profiler import record_function
 
 PREFIX = "visionattn.ops: "
-"""What a profiler sees before the names of operation and form."""
+"""Prefix of the names of operation and form in a profile."""
 _NOTHING = nullcontext()
 _FUNCTIONS: dict[CustomOpDef, Callable] = {}
 _BY_OVERLOAD: dict[object, Callable] = {}
@@ -28,11 +28,12 @@ _UNCOUNTED: dict[str, Callable[..., int]] = {}
 def operator(
     *, fake: Callable[..., object], flops: Callable[..., int] | None = None
 ) -> Callable[[Callable], CustomOpDef]:
-    """Make a function of annotated tensors and numbers an operator under its own name.
+    """Register a function of annotated tensors and numbers as an operator under its own name.
 
     Args:
-        fake: returns results of the same shapes, dtypes and strides, of uninitialised memory.
-        flops: returns the multiply-adds of its products, times 2; shapes stand for tensors.
+        fake: returns results of the same shapes, dtypes and strides, in uninitialised memory.
+        flops: returns 2 times the multiply-adds of its products; it gets shapes in place of
+            tensors.
 
     Both take the parameters of the function that they need, under the same names.
     """
@@ -52,17 +53,17 @@ def operator(
 
 
 def function_of(made: object) -> Callable | None:
-    """Return the function of an operator of ours, as ``torch.ops`` has it; None for others."""
+    """Return the function behind one of our operators in ``torch.ops``; None for others."""
     if len(_BY_OVERLOAD) < len(_FUNCTIONS):
         _BY_OVERLOAD.update({each._opoverload: own for each, own in _FUNCTIONS.items()})
     return _BY_OVERLOAD.get(made)
 
 
 def count_operations() -> None:
-    """Let ``torch.utils.flop_counter`` count the operators made so far.
+    """Let ``torch.utils.flop_counter`` count the operators registered so far.
 
-    Importing that module without Triton prints a warning. So ``visionattn.ops`` does this at once
-    where Triton is present, and elsewhere whoever counts does it first.
+    Importing that module without Triton prints a warning. So ``visionattn.ops`` calls this on
+    import only if Triton is present; otherwise the counting code calls it first.
     """
     from torch.utils.flop_counter import register_flop_formula
 
@@ -79,21 +80,21 @@ def differentiate(
     gradients: str,
     forget: Callable[..., Sequence[str]] | None = None,
 ) -> None:
-    """Let ``backward`` give the gradients of an operator; what it takes is what autograd keeps.
+    """Register ``backward`` for the gradients of an operator; autograd saves the arguments that it
+    takes.
 
     Args:
-        backward: takes gradients of outputs first, ``grad`` for the first output or ``d_x`` for
-            the output ``x``; then inputs and outputs that are tensors, and inputs that are not;
-            last, if it wants, ``needs``, the names of inputs whose gradients are asked for. A
-            gradient that may be None in its annotation comes as it is, the others as zeros where
-            there is none.
-        outputs: names for the results of the operator, with spaces between.
+        backward: takes gradients of outputs first,
+            ``grad`` for the first output or ``d_x`` for the output ``x``; then inputs and outputs
+            that are tensors; then inputs that are not; last, if wanted, ``needs``, the names of
+            inputs that require gradients. A missing gradient is passed as None if the annotation
+            allows it, else as zeros.
+        outputs: names of the operator's results, separated by spaces.
         gradients: the inputs whose gradients ``backward`` returns, in this order.
-        forget: takes inputs by name and tells which of the tensors need not be kept this time:
+        forget: takes inputs by name and returns the names of tensors that need not be saved;
             ``backward`` gets None for them.
     """
-    # Names are sorted out once, here: which upstream gradients, tensors and options ``backward``
-    # asks for.
+    # Resolve names once, here: which upstream gradients, tensors and options ``backward`` takes.
     inputs, asked, results = _parameters(made), _parameters(backward), outputs.split()
     names, known = list(inputs), [*inputs, *results]
     places = {"grad": 0} | {f"d_{name}": i for i, name in enumerate(results)}
@@ -104,7 +105,7 @@ def differentiate(
     assert [*upstream, *tensors, *options, *needs] == list(asked), f"{backward}: their order"
     assert len(set(known)) == len(known), f"{made}: an output has the name of an input"
 
-    # What follows runs at each call: places instead of names, found beforehand.
+    # The code below runs at each call and uses positions found in advance instead of names.
     pick_upstream = _picker([places[name] for name in upstream])
     pick_tensors, pick_options = (_picker([known.index(n) for n in x]) for x in (tensors, options))
     pick_for_forget = _picker([names.index(name) for name in _parameters(forget)] if forget else [])
@@ -124,7 +125,7 @@ def differentiate(
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*kept)
         ctx.options = pick_options(everything)
-        if len(filled) > 1:  # with one alone there is nothing to do where it is None
+        if len(filled) > 1:  # one alone needs no shape: if it is None, nothing is left to do
             ctx.shapes = [x.shape for x in pick_filled(everything)]
 
     def run(ctx, *grads):
@@ -132,7 +133,7 @@ def differentiate(
         some = next((x for x in own if x is not None), None)
         if some is None:
             return nothing
-        # Autograd gives None for an output that nothing used; ``backward`` gets zeros for it.
+        # Autograd gives None for an unused output; ``backward`` gets zeros for it.
         if len(filled) > 1 and any(x is None for x in own):
             own = list(own)
             for i, shape in zip(filled, ctx.shapes, strict=True):
@@ -175,9 +176,9 @@ def _may_be_none(annotation: object) -> bool:
 
 
 def _picker(places: Sequence[int]) -> Callable[[Sequence], tuple]:
-    """Return a function that takes the entries at these places out of a sequence.
+    """Return a function that picks the entries at these places out of a sequence.
 
-    It is quick, as each call of an operator uses some.
+    It must be fast: each call of an operator uses several.
     """
     if len(places) > 1:
         return itemgetter(*places)
@@ -185,8 +186,9 @@ def _picker(places: Sequence[int]) -> Callable[[Sequence], tuple]:
 
 
 def _by_name(asks: Callable, function: Callable) -> Callable:
-    """Turn ``asks``, whose parameters (except those by keyword alone) are some of ``function``'s,
-    into a function of all of them.
+    """Wrap ``asks``, which takes some of ``function``'s parameters, as a function of all of them.
+
+    Keyword-only parameters of ``asks`` are not passed.
     """
     signature = inspect.signature(function)
     asked = inspect.signature(asks).parameters.values()
@@ -202,16 +204,14 @@ def _by_name(asks: Callable, function: Callable) -> Callable:
 
 
 def contiguous_like(*tensors: Tensor | None, like: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Return uninitialised memory of the shape and dtype of each tensor, contiguous; for None, an
+    """Return uninitialised, contiguous memory of the shape and dtype of each tensor; for None, an
     empty tensor like ``like``.
     """
     return tuple([like.new_empty(0) if x is None else x.new_empty(x.shape) for x in tensors])
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager:
-    """Return a context in which products on the device of ``x`` keep their dtype, so that sums stay
-    float32 whatever autocast says.
-    """
+    """Return a context without autocast on the device of ``x``, so that sums stay in float32."""
     device = x.device.type
     if not (_has_autocast(device) and torch.is_autocast_enabled(device)):
         return nullcontext()
@@ -220,15 +220,16 @@ def without_autocast(x: Tensor) -> AbstractContextManager:
 
 @torch.compiler.assume_constant_result
 def _has_autocast(device_type: str) -> bool:
-    """Tell whether the device has autocast; torch 2.11 cannot compile this question."""
+    """Return whether the device supports autocast; torch 2.11 cannot compile this query."""
     return torch.amp.is_autocast_available(device_type)
 
 
 def form_ran(operation: str, form: str) -> AbstractContextManager:
-    """Return a context for the work of one call, such as ``form_ran("taylorshift", "efficient")``.
+    """Return a context that names one call in a profile, such as
+    ``form_ran("taylorshift", "efficient")``.
 
-    By its name a profiler sees which form runs, within a compiled graph too; without a profiler it
-    does nothing. Only operators enter it, as no compiler traces their bodies.
+    The name shows which form ran, within a compiled graph too. Without a profiler the context does
+    nothing. Only operators enter it, because no compiler traces their bodies.
     """
     if not torch.autograd._profiler_enabled():
         return _NOTHING

@@ -1,10 +1,10 @@
 """Content and joint relative position of all pairs in one matrix: the fastest form for few tokens
-on a processor.
+on a CPU.
 
 With few tokens, sums over classes and features cost more than the weights of all pairs. Blocks of
-some queries and all keys stay in cache: time is quadratic, memory linear. The backward pass makes
-each block again (left to autograd, a training step took 1.3 to 1.7 times as long). Compilers, whose
-sizes may be symbols, take the operators of both terms instead.
+some queries and all keys stay in cache: time is quadratic, memory linear. The backward pass
+recomputes each block (with plain autograd, a training step took 1.3 to 1.7 times as long). Under a
+compiler, where sizes may be symbolic, the operators of both terms are used instead.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,16 +30,18 @@ from visionattn.ops.sums import (
 from visionattn.ops.taylorshift.features import EPS
 
 MOST_PAIRS = 900**2
-"""Pairs of queries and keys from which sums over classes of positions, by tiles, are faster
-(Intel Xeon with AMX, one thread, torch 2.14, 26 November 2026: both meet at 850 to 1,000 tokens,
-forward and with gradients, heads of width 32 and 64, float32; in bfloat16 at 780)."""
+"""Number of pairs above which sums over classes of positions, by tiles, are faster.
+
+Measured on an Intel Xeon with AMX, one thread, torch 2.14, 26 November 2026: both break even at 850
+to 1,000 tokens (forward and with gradients, head widths 32 and 64, float32), and at 780 in
+bfloat16.
+"""
 BLOCK_ELEMENTS, BLOCK_QUERIES = 1 << 17, (128, 256)
 REMEMBERED_BLOCKS = 8
 
 
 def takes_pairs(q: Tensor, v: Tensor, relative: RelativePosition | None) -> bool:
-    """Tell whether ``mean_of_pairs`` takes these tensors: few tokens of a whole grid, on a
-    processor.
+    """Return whether ``mean_of_pairs`` takes these tensors: few tokens of a whole grid, on a CPU.
     """
     if torch.compiler.is_compiling() or q.device.type not in ("cpu", "meta"):
         return False
@@ -61,7 +63,7 @@ def mean_of_pairs(
 ) -> tuple[Tensor, Tensor]:
     """Return the weighted mean under content and relative position, and the sum of the weights.
 
-    The arguments are those of ``pair_mean``; the relative position is as the attentions have it.
+    The arguments are as for ``pair_mean``; the relative position is as the attentions take it.
     """
     position: tuple[Tensor | None, ...] = (None, None, None)
     if relative is not None:
@@ -82,7 +84,7 @@ def _flops(q, k, v, table, *, backward: bool) -> int:
 
 
 def _empty_mean(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return memory for the mean, tokens before heads, and the mass."""
+    """Return uninitialised memory for the mean, with tokens before heads, and for the mass."""
     dtype = accumulation_dtype(q, k, v)
     out = tokens_first(q, *q.shape[:3], v.shape[3], dtype=dtype)  # type: ignore[call-arg]
     return out, q.new_empty(q.shape[:3], dtype=dtype)
@@ -101,25 +103,26 @@ def pair_mean(
     feature_map: str,
     coefficients: Sequence[float],
 ) -> tuple[Tensor, Tensor]:
-    """Return the weighted mean under the content and, with a table, the joint relative position,
-    and the sum of the weights.
+    """Return the weighted mean and the sum of the weights, from content and (with a table) joint
+    relative position.
 
     Args:
-        q, k, v: ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]``, any floating dtype and
+        q, k, v: ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]``, any floating point dtype and
             strides.
-        temperature: of TaylorShift, ``[h]``: q is brought to this length and k to unit length.
+        temperature: for TaylorShift, ``[h]``: length to which q is scaled; k is scaled to unit
+            length.
         key_mask: bool ``[B, M]``, True takes part.
-        table: ``[h or 1, 2Ry+1, 2Rx+1, d]`` in the dtype of the sums; prefix tokens and the whole
-            grid follow one another then.
-        counts: keys of each class as seen from each patch, ``[1 or B, H, W, C]``; with a table.
-        total: with "mean" the keys that take part, ``[1 or B, 1, 1, 1]``; None: "sum".
-        feature_map: of kernelized attention: "elu1", "relu", or "given": q and k are features
+        table: ``[h or 1, 2Ry+1, 2Rx+1, d]`` in the dtype of the sums. With a table, the tokens are
+            the prefix tokens and then the whole grid.
+        counts: keys of each class for each patch, ``[1 or B, H, W, C]``; needed with a table.
+        total: for "mean", the number of keys that take part, ``[1 or B, 1, 1, 1]``; None: "sum".
+        feature_map: for kernelized attention: "elu1", "relu", or "given" if q and k are features
             already.
         coefficients: (a, b, c) of TaylorShift; empty: kernelized attention.
 
     Returns:
-        the mean ``[B, h, N, e]``, 0 for a query without weights, tokens before heads in memory, and
-        the mass ``[B, h, N]``; float32 (float64 for float64 inputs).
+        the mean ``[B, h, N, e]``, 0 for a query without weights, with tokens before heads in
+        memory, and the mass ``[B, h, N]``; float32 (float64 for float64 inputs).
     """
     options = temperature, key_mask, table, counts, total, feature_map, coefficients
     out, mass = _empty_mean(q, k, v)
@@ -157,8 +160,8 @@ def pair_mean_backward(
     feature_map: str,
     coefficients: Sequence[float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of ``pair_mean`` with respect to q, k, v, in their dtype, temperature
-    and table (empty without one).
+    """Return the gradients of ``pair_mean`` with respect to q, k, v, in their dtypes, temperature
+    and table (empty if None).
     """
     dq, dk, dv = (mass.new_zeros(x.shape) for x in (q, k, v))
     learned = [mass.new_zeros(0 if x is None else x.shape) for x in (temperature, table)]
@@ -181,10 +184,12 @@ differentiate(
 
 
 class _Side:
-    """Queries or keys ``x [g, n, d]`` as scores need them, ``rows``, and the way back.
+    """Queries or keys ``x [g, n, d]`` in the form that scores need, ``rows``, and the backward
+    step.
 
-    Those of TaylorShift (``feature_map`` "given") are multiplied by a ``length [g, 1, 1]``; where
-    ``normalised``, they are of unit length before. Those of ``absent [g, n, 1]`` are 0.
+    TaylorShift
+    (``feature_map`` "given") multiplies them by a ``length [g, 1, 1]``, after scaling to unit length if ``normalised``. Rows in ``absent [g, n, 1]``
+    are 0.
     """
 
     def __init__(self, x: Tensor, feature_map: str, normalised: bool, length, absent):
@@ -201,7 +206,9 @@ class _Side:
             self.rows = _elu1(self.x) if feature_map == "elu1" else self.x.clamp(min=0)
 
     def backward(self, grad: Tensor) -> Tensor | None:
-        """Turn the gradient of ``rows`` into that of ``x``; return that of the length, ``[g]``."""
+        """Turn the gradient of ``rows`` into the gradient of ``x``, in place; return the gradient
+        of the length, ``[g]``.
+        """
         d_length = None
         if self.feature_map == "elu1":
             grad.mul_(self.rows.clamp(max=1))  # phi is exp(x) below 0 and 1 + x above
@@ -226,10 +233,12 @@ def _elu1(x: Tensor) -> Tensor:
 
 
 class _Part:
-    """The images ``b``, of which q, k and v are, as blocks need them, with ``g = images * heads``:
-    rows of queries ``[g, N, d]`` and keys ``[g, M, d]``, values ``[g, M, e]`` and, with a table,
-    the weights of the classes for each query ``[g, N, C + 1]``; the last is of pairs with a prefix
-    token.
+    """One piece of the batch: q, k and v of the images ``b``, prepared for the blocks.
+
+    With
+    ``g = images * heads`` it holds rows of queries ``[g, N, d]``, rows of keys ``[g, M, d]``, values ``[g, M, e]``
+    and, with a table, the weights of the classes for each query ``[g, N, C + 1]``. The last class
+    is for pairs with a prefix token.
 
     TaylorShift's weight is a completed square, ``(sqrt(a) x + b / (2 sqrt(a)))^2 + rest``.
     """
@@ -283,13 +292,14 @@ class _Part:
         return in_turn([(g, t) for t in of_queries for g in chunks(len(query), heads)])
 
     def weights(self, g: slice, t: slice) -> tuple[Tensor, Tensor | None]:
-        """Return the weights ``[g, T, M]`` of a block, and the scores that were squared. Both are
-        valid until the next block.
+        """Return the weights ``[g, T, M]`` of a block, and the scores that were squared.
+
+        Both are valid until the next block.
         """
         query, key, *classes = self.tensors[0][g, t], self.tensors[1][g], *self.tensors[3:]
         shape, scores = (*query.shape[:2], key.shape[1]), None
         weights = self._memory("weights", shape)
-        # The weights of classes first, and the content on top of them.
+        # First the weights of classes, then the content added to them.
         if classes:
             torch.gather(classes[0][g, t], 2, self.index(t).expand(shape), out=weights)
         if self.square:
@@ -307,9 +317,10 @@ class _Part:
     def backward(
         self, d_values: Tensor, d_mass: Tensor, d_query: Tensor, d_key: Tensor, d_value: Tensor
     ) -> list[Tensor | None]:
-        """Fill the gradients of q, k and v, which are 0, for those of the sums of values
-        ``[g, N, e]`` and of weights ``[g, N, 1]``. Return the gradients of temperature and table of
-        each head, where they are given.
+        """Fill the gradients of q, k and v, which must be 0, from the gradients of both sums.
+
+        The sums are of values ``[g, N, e]`` and of weights ``[g, N, 1]``. Return the gradients of
+        temperature and table of each head, None for those not given.
         """
         query, key, value = self.tensors[:3]
         d_classes = [x.new_zeros(x.shape) for x in self.tensors[3:]]
@@ -347,13 +358,13 @@ class _Part:
         return make(*self.where, self.prefix, t.start, t.stop, query.device)
 
     def _memory(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return memory that the next block takes over."""
+        """Return a buffer that the next block reuses."""
         if name not in self.buffers or self.buffers[name].shape != shape:
             self.buffers[name] = self.tensors[0].new_empty(shape)
         return self.buffers[name]
 
 
-@torch.inference_mode(False)  # what is remembered may be needed by a backward pass
+@torch.inference_mode(False)  # a backward pass may need the cached tensor
 def _classes(
     grid: tuple[int, int],
     horizons: tuple[int, int],
@@ -362,8 +373,9 @@ def _classes(
     stop: int,
     device: torch.device,
 ) -> Tensor:
-    """Return the class of each key as seen from the queries ``start .. stop``, ``[T, P + H*W]``;
-    with a prefix token, one past the last.
+    """Return the class of each key for the queries ``start .. stop``, ``[T, P + H*W]``.
+
+    Pairs with a prefix token get the number after the last class.
     """
     width, place = max(1, grid[1]), torch.arange(start - prefix, stop - prefix, device=device)
     axes = []
@@ -383,16 +395,17 @@ _remembered_classes = lru_cache(maxsize=REMEMBERED_BLOCKS)(_classes)
 
 
 def block_size(n: int, m: int) -> tuple[int, int]:
-    """Return how many queries and heads make a block of weights that stays in cache; a block of one
-    head may have twice ``BLOCK_ELEMENTS``.
+    """Return the number of queries and heads in a block of weights that stays in cache.
+
+    A block of one head may have twice ``BLOCK_ELEMENTS``.
     """
     fewest, most = BLOCK_QUERIES
     queries = max(1, min(n, most, max(fewest, 2 * BLOCK_ELEMENTS // max(1, m))))
-    queries = -(-n // -(-n // queries)) if n else 1  # no block is much smaller than the others
+    queries = -(-n // -(-n // queries)) if n else 1  # makes the blocks similar in size
     return queries, max(1, BLOCK_ELEMENTS // max(1, queries * m))
 
 
 def _images(q: Tensor, k: Tensor) -> Iterator[slice]:
-    """Yield slices of the images whose weights make one block, each of one image at least."""
+    """Yield slices of images whose weights make one block; each has at least one image."""
     size = block_size(q.shape[2], k.shape[2])[1] // max(1, q.shape[1])
     yield from in_turn(chunks(q.shape[0], max(1, size)) if q.shape[1] else [])

@@ -1,16 +1,17 @@
-"""Operators in plain operations of tensors, for exporters: what ONNX, or a program that is to run
-without this package, has in place of each.
+"""Each operator written in plain tensor operations, for exporters.
 
-A number of tokens, rows or columns may be a symbol here: nothing branches on one or loops over one.
-Loops go over classes of positions and tiles of a head's width alone. What an operator does in
-linear memory is linear here too, except where a quadratic form was asked for by name. Nothing is
-differentiated, and what an operator gives for its gradient alone is made only where a result needs
-it. ``reference.py`` says what each result is.
+ONNX programs, and programs that run without this package, contain these in place of the operators.
+The number of tokens, rows or columns may be symbolic here: no code branches on it or loops over it.
+Loops run only over classes of positions and tiles of a head's width. Operators with linear memory
+are linear here too, except where a quadratic form was requested by name. Nothing is differentiated,
+and outputs that only the gradient needs are computed only if a result needs them. ``reference.py``
+defines each result.
 
-Sums over keys are divided here by the number of keys that the query sees, so that a program that a
-tool brings to float16 does not overflow, however many tokens there are: both terms of an attention
-alike, and the mean under them is the same. Factors are divided before their products are summed,
-each by a root of the number: neither sums nor what is left of a single key leaves float16.
+Sums over keys are divided here by the number of keys that the query sees. Both terms of an
+attention are divided alike, so their mean is unchanged, and a program converted to float16 does not
+overflow for any number of tokens. Each factor of a product is divided by a root of the number
+before the products are summed. So neither sums nor the contribution of a single key leave the range
+of float16.
 """
 
 from collections.abc import Callable
@@ -34,11 +35,11 @@ from visionattn.ops.taylorshift.features import EPS, num_features
 from visionattn.ops.window import windows
 
 TILES = 4
-"""Parts of a head's width, by pairs of which TaylorShift's products are made."""
+"""Parts of a head's width; TaylorShift's products are formed between pairs of parts."""
 
 
 def plain_product(x: Tensor, y: Tensor) -> Tensor:
-    """Do what ``product`` does."""
+    """Compute ``product``."""
     return torch.matmul(x, y)
 
 
@@ -49,16 +50,18 @@ def plain_weighted_mean(
     more_mass: Tensor | None = None,
     skip: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Do what ``weighted_mean`` does."""
+    """Compute ``weighted_mean``."""
     if more_values is not None and more_mass is not None:
-        # Tokens before ``skip`` get zeros of the other term.
+        # The other term adds zeros to the tokens before ``skip``.
         values = values + F.pad(more_values, (0, 0, skip, 0))
         mass = mass + F.pad(more_mass, (skip, 0))
     return _tokens_first(values / divisor_of(mass)), mass
 
 
 def _tokens_first(x: Tensor) -> Tensor:
-    """Lay ``[B, h, N, e]`` out as ``[B, N, h, e]``, as the operator does: what follows views it."""
+    """Lay ``[B, h, N, e]`` out in memory as ``[B, N, h, e]``, as the operator does: later code
+    views it.
+    """
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -78,8 +81,10 @@ def plain_kernel_sums(
     form: str,
     narrow: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Do what ``kernel_sums`` does, divided by the number of keys, in the linear form whatever
-    ``form`` is: weights are products of features that are not negative, so that no digits are lost.
+    """Compute ``kernel_sums``, divided by the number of keys.
+
+    The linear form is used for any ``form``: weights are products of non-negative features, so it
+    loses no precision.
     """
     dtype = accumulation_dtype(q, k, v)
     phi: Callable[[Tensor], Tensor] = {"elu1": elu1, "relu": torch.relu}.get(
@@ -87,7 +92,7 @@ def plain_kernel_sums(
     )
     queries, keys = phi(q.to(dtype)), _masked(phi(k.to(dtype)), key_mask, dtype)
     values = _masked(v, key_mask, dtype)
-    # The mass is the sum of values that are 1: a column behind the others.
+    # The mass is the sum of values that are 1: an extra last column.
     ones = torch.ones_like(values[..., :1])
     with_mass = torch.cat([values, ones], 3)
     count = key_counts(k, key_mask, causal, q.shape[2], torch.float64).unsqueeze(3)
@@ -96,7 +101,7 @@ def plain_kernel_sums(
         keys, with_mass = keys * root, with_mass * root
     state = torch.matmul(keys.mT, with_mass)
     if causal:
-        # A state for each key, and each query takes that of its place, or the last.
+        # One state per key; each query takes the state at its place, or the last.
         states = (keys.unsqueeze(4) * with_mass.unsqueeze(3)).cumsum(2)
         last = torch.arange(q.shape[2], device=q.device).clamp(max=k.shape[2] - 1)
         out = torch.matmul(queries.unsqueeze(3), states[:, :, last]).squeeze(3)
@@ -108,13 +113,16 @@ def plain_kernel_sums(
 
 
 def _part(count: Tensor, root: int, dtype: torch.dtype) -> Tensor:
-    """Return ``count ** (-1 / root)``: so many factors of it divide a sum by a number of keys."""
+    """Return
+    ``count ** (-1 / root)``: the product of ``root`` such factors divides a sum by ``count``.
+    """
     return count.clamp(min=1).pow(-1 / root).to(dtype)
 
 
 def _of_length(x: Tensor, length: Tensor | float) -> Tensor:
-    """Return vectors along the last axis at a length, those below ``EPS`` shorter. Their squares
-    are of entries up to 1.
+    """Scale vectors along the last axis to a length; vectors shorter than ``EPS`` become shorter.
+
+    Entries are divided by their largest first, so that only numbers up to 1 are squared.
     """
     x = x / x.abs().amax(-1, keepdim=True).clamp(min=EPS)
     return x * x.square().sum(-1, keepdim=True).clamp(min=1).rsqrt() * length
@@ -131,8 +139,10 @@ def plain_taylor_sums(
     c: float,
     form: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Do what ``taylor_sums`` does, divided by the number of keys; "auto" is the linear form with a
-    temperature, and without one the direct form, which keeps its digits. The state is left empty.
+    """Compute ``taylor_sums``, divided by the number of keys.
+
+    "auto" is the linear form with a temperature, and the direct form without, which keeps
+    precision. The state is left empty.
     """
     dtype = accumulation_dtype(q, k, v)
     queries, keys, values = q.to(dtype), _masked(k, key_mask, dtype), _masked(v, key_mask, dtype)
@@ -161,8 +171,10 @@ def plain_taylor_sums(
 
 
 def _sums_of_squares(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return ``sum_j (q_i . k_j)^2 v_j`` by the products of entries: those of one part of the width
-    with it and all that follows, which count twice where they follow.
+    """Return ``sum_j (q_i . k_j)^2 v_j`` from the products of entries.
+
+    Each part of the width is multiplied with itself and with all later parts; products with later
+    parts count twice.
     """
     d, out = q.shape[3], None
     tile = -(-d // TILES)
@@ -183,17 +195,17 @@ def _sums_of_squares(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class _Axis:
-    """The classes of one axis of a grid: three lines behind one another, of which whatever a query
-    sees of one class is one entry.
+    """The sums of each class along one axis of a grid, stored in three consecutive lines.
 
-    For R = 1 or more they are the running sums from the begin, the entries themselves with zeros
-    around them, and the running sums from the end; for R = 0 one line of sums of all.
+    Each entry of a line is the sum of one class for one query. For R = 1 or more the lines are the
+    running sums from the beginning, the entries themselves padded with zeros, and the running sums
+    from the end. For R = 0 there is one line, with the sum of all.
     """
 
     def __init__(self, dim: int, num_queries: int, num_keys: int, horizon: int):
         self.dim, self.length, self.horizon = dim, num_queries, horizon
         self.num_classes = 2 * horizon + 1
-        # Queries behind the last key look at zeros.
+        # Queries after the last key read zeros.
         self.tail: Any = horizon + torch.sym_max(num_queries - num_keys, 0)
         self.inner = num_keys + horizon + self.tail
 
@@ -209,14 +221,14 @@ class _Axis:
         return torch.cat([before, padded, after], dim)
 
     def begin(self, number: int) -> Any:
-        """Return where in the lines a class begins for the query at 0."""
+        """Return the index in the lines where a class begins for query 0."""
         if self.horizon == 0 or number == 0:
             return 0
         inside = number < 2 * self.horizon
         return self.length + (number if inside else self.inner)
 
     def places(self, device: torch.device) -> Tensor:
-        """Return where in the lines each query finds each class, ``[N * (2R+1)]``."""
+        """Return the index in the lines of each query and class, ``[N * (2R+1)]``."""
         begins = [torch.full((), self.begin(i), device=device) for i in range(self.num_classes)]
         queries = torch.arange(self.length, device=device)
         return (queries[:, None] + torch.stack(begins)).flatten()
@@ -238,15 +250,13 @@ def plain_class_sums(
     later: int = 0,
     mean: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Do what ``class_sums`` does, divided by the number of keys: the sums of the classes of one
-    row of classes at a time, each times its weight.
-    """
+    """Compute ``class_sums``, divided by the number of keys, one row of classes at a time."""
     v, table = F.pad(v, (0, 0, later, 0)) if later else v, table.to(wide(table.dtype))
     root, per_key, per_class = _class_factors(counts.unsqueeze(1), total, mean, table.dtype)
     v = v.to(table.dtype) * root
     rows = _Axis(2, q.shape[2], v.shape[2], horizon_y)
     columns = _Axis(3, q.shape[3], v.shape[3], horizon_x)
-    # ``[B, h, H, W, C]``, a weight for each class.
+    # ``[B, h, H, W, C]``: one weight per class.
     weights = torch.matmul(elu1(q.to(table.dtype)), table.mT.unsqueeze(1))
     of_rows = (weights * per_key).unflatten(4, (rows.num_classes, columns.num_classes))
     of_rows = of_rows.unsqueeze(4)
@@ -263,23 +273,24 @@ def plain_class_sums(
 def _class_factors(
     counts: Tensor, total: Tensor | None, mean: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what sums over classes are multiplied with in place of the number of keys.
+    """Return the factors that divide sums over classes by the number of keys.
 
     Args:
         counts: keys of each class, ``[1 or B, 1, H, W, C]``.
         total: all keys that a query sees, ``[1 or B, 1 or H, 1 or W, 1]``; None: 1.
-        mean: the sums are those of means of classes.
+        mean: each class contributes its mean, not its sum.
 
     Returns:
-        What values are multiplied with, ``[1 or B, 1, 1, 1, 1]``; then weights, for the sums of
-        values, and weights, for their own sum, ``[1 or B, 1, H, W, C]``.
+        The factor of the values, ``[1 or B, 1, 1, 1, 1]``; the factor of the weights in the sums of
+        values, and the factor of the weights in their own sum, both ``[1 or B, 1, H, W, C]``.
     """
     counts = counts.double()
     if total is None:
         total, mean = counts.new_ones(1, 1, 1, 1), False
     total = total.double().clamp(min=1).unsqueeze(1)
     most = total.amax((2, 3), keepdim=True)
-    # The third root: weights take up two, and where a class has one key, as much as values lose.
+    # The third root: weights take two of the three factors, and a class with one key loses as much
+    # as the values.
     root = most.pow(-1 / 3)
     if mean:
         per_key, per_class = 1 / (counts.clamp(min=1) * root), (counts > 0).to(dtype)
@@ -296,7 +307,7 @@ def plain_axis_sums(
     total: Tensor | None,
     mean: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Do what ``axis_sums`` does, divided by the number of keys."""
+    """Compute ``axis_sums``, divided by the number of keys."""
     dtype = table.dtype
     axis = _Axis(2, q.shape[2], v.shape[2], table.shape[1] // 2)
     places = axis.places(q.device)
@@ -304,12 +315,12 @@ def plain_axis_sums(
     root, per_key, per_class = _class_factors(counts.mT, total, mean, dtype)
     sums = axis.look_up(axis.lines((v.to(dtype) * root).sum(3)), places)
     weights = torch.matmul(elu1(q.to(dtype)), table.mT.unsqueeze(1))
-    # A class without keys has sums of 0.
+    # A class without keys has a sum of 0.
     return torch.matmul(weights, sums * per_key.mT), (weights * per_class).sum(4)
 
 
 def _classes_of_pairs(queries: int, keys: int, horizon: int, device) -> Tensor:
-    """Return the class of each key as seen from each query of one axis, ``[queries, keys]``."""
+    """Return the class of each key for each query along one axis, ``[queries, keys]``."""
     places = torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None]
     return places.clamp(-horizon, horizon) + horizon
 
@@ -317,7 +328,7 @@ def _classes_of_pairs(queries: int, keys: int, horizon: int, device) -> Tensor:
 def plain_relative_scores(
     q: Tensor, table: Tensor, height: int, width: int, prefix: int = 0
 ) -> Tensor:
-    """Do what ``relative_scores`` does: a class looked up for each pair."""
+    """Compute ``relative_scores`` by a class lookup for each pair."""
     across = table.shape[2]
     rows = _classes_of_pairs(q.shape[2], height, table.shape[1] // 2, q.device)
     columns = _classes_of_pairs(q.shape[3], width, across // 2, q.device)
@@ -339,9 +350,7 @@ def plain_windows(
     window: int,
     shifted: bool,
 ) -> Tensor:
-    """Do what ``windows`` does: the grid is padded to whole windows, whose empty places no query
-    sees.
-    """
+    """Compute ``windows`` on a grid padded to whole windows; no query sees the padding."""
     prefix, first = q.shape[2] - height * width, window // 2 if shifted else 0
     before = (window - first) % window
     down, across = ((n + before + window - 1) // window for n in (height, width))
@@ -370,7 +379,7 @@ def plain_windows(
     keep = visible[:, None, :, None]
     k, v = (x.masked_fill(~keep, 0) for x in (k, v))
     out = _softmax_sums(queries, with_prefix(k), with_prefix(v), bias, seen)
-    # The way back: windows side by side, without what was added.
+    # Undo the partition: put windows next to each other and remove the padding.
     out = _laid_out(out.unflatten(4, (window, window)).permute(0, 3, 1, 4, 2, 5, 6))
     out = out.flatten(4, 5).flatten(2, 3)
     out = _laid_out(out[:, :, before : before + height, before : before + width]).flatten(2, 3)
@@ -379,14 +388,15 @@ def plain_windows(
 
 
 def _laid_out(x: Tensor) -> Tensor:
-    """Copy into contiguous memory, whatever the strides are: an exporter that traces a grid of one
-    window would take a copy for a view.
+    """Copy into contiguous memory, whatever the strides are.
+
+    Without it, an exporter that traces a grid of one window would treat a copy as a view.
     """
     return x.clone(memory_format=torch.contiguous_format)
 
 
 def _softmax_sums(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seen: Tensor) -> Tensor:
-    """Return ``softmax(q k^T / sqrt(d) + bias) v`` over the keys that are seen, 0 without any."""
+    """Return ``softmax(q k^T / sqrt(d) + bias) v`` over the visible keys, 0 without any."""
     scores = torch.matmul(q * q.shape[-1] ** -0.5, k.mT)
     if bias is not None:
         scores = scores + bias
@@ -404,17 +414,18 @@ PLAIN: dict[CustomOpDef, Callable] = {
     relative_scores: plain_relative_scores,
     windows: plain_windows,
 }
-"""What stands in place of each operator of a forward pass on a processor, outside of ``pair_mean``,
-which no compiler sees.
+"""The plain function of each operator in a forward pass on a CPU, except ``pair_mean``, which
+compilers never reach.
 """
 
 
 def _decompose_in_exports(made: CustomOpDef) -> None:
-    """Let ``ExportedProgram.run_decompositions``, and so ``torch.onnx.export``, put the plain form
-    in place of an operator. A program keeps the operator until then, and compilers for good.
+    """Register the plain function for
+    ``ExportedProgram.run_decompositions``, which ``torch.onnx.export`` uses.
 
-    torch's own table of decompositions would not do: with it ``torch.compile`` would take shapes
-    from plain forms, and refuse our operators where the variable ``CI`` is set.
+    A program keeps the operator until then; compilers always keep it. torch's own table of
+    decompositions would not work: ``torch.compile`` would take shapes from the plain functions, and
+    would refuse our operators if the variable ``CI`` is set.
     """
 
     def dispatched(mode: FunctionalTensorMode, op, types, args, kwargs):

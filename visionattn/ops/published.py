@@ -1,16 +1,18 @@
-"""What the papers say that their attentions cost, by name, and a calculator:
+"""The published costs of the attentions, and a calculator:
 ``python -m visionattn.ops.published --dim 32``.
 
-Counts are of one image, exact integers. A multiply and an add are two operations; entries are
-numbers held at once, inputs among them. Crossovers are rounded up, to the smallest number of tokens
-at which the efficient form costs no more than the direct one, as in the table of the TaylorShift
-paper. ``choice.py`` decides what ``form="auto"`` takes, and its functions can be imported from here
-too. Operations import that module and not this one, so that this one can be run. Every function
-raises a ValueError for a size that is no whole number from 1 on; ``choose_form`` takes 0 for all
-but d, since an operation may have no tokens.
+Counts are for one image and are exact integers. A multiply and an add are two operations. Entries
+are numbers held at once, inputs included. Crossovers are rounded up to the smallest number of
+tokens at which the efficient form costs no more than the direct form, as in the table of the
+TaylorShift paper.
 
-Sources: Nauen, Palacio and Dengel 2024, "TaylorShift", by the titles of its sections; Favier and
-Dal'Maz Silva, "Scaleformer".
+``choice.py`` decides what ``form="auto"`` takes; its functions can be imported from here too.
+Operations import that module and not this one, so that this one can run as a program. Every
+function raises a ValueError for a size that is not an integer of at least 1. ``choose_form``
+accepts 0 for all sizes but d, since an operation may have no tokens.
+
+Sources: Nauen, Palacio and Dengel 2024, "TaylorShift" (cited by section titles); Favier and Dal'Maz
+Silva, "Scaleformer".
 """
 
 import argparse
@@ -89,11 +91,12 @@ def entries_efficient(n: int, d: int) -> int:
 
 
 def N0(d: int) -> int:
-    """Return the number of tokens from which efficient TaylorShift takes no more operations than
-    direct: 73, 273, 1057, 4161, 16513 for d = 8 .. 128.
+    """Return the number of tokens from which efficient TaylorShift needs no more operations than
+    direct.
 
-    ``(4 d^3 + 10 d^2 + 9 d + 4) / (4 d + 6)``, rounded up; the nearest whole number gives the same
-    table. Source: TaylorShift, "Floating Point Operations".
+    It is 73, 273, 1057, 4161, 16513 for d = 8 .. 128: ``(4 d^3 + 10 d^2 + 9 d + 4) / (4 d + 6)``,
+    rounded up; rounding to nearest gives the same table. Source: TaylorShift, "Floating Point
+    Operations".
     """
     check_sizes(1, d=d)
     return -(-ops_efficient(1, d) // ops_direct(1, d))
@@ -101,11 +104,12 @@ def N0(d: int) -> int:
 
 def N1(d: int) -> int:
     """Return the number of tokens from which efficient TaylorShift holds no more entries than
-    direct: 47, 159, 574, 2174, 8446 for d = 8 .. 128.
+    direct.
 
+    It is 47, 159, 574, 2174, 8446 for d = 8 .. 128:
     ``(d^2 + 2 d + 1 + sqrt(d^4 + 12 d^3 + 14 d^2 + 4 d + 1)) / 4``, rounded up. The table's 159 at
-    d = 16 is 158.25: only rounding up gives it. The calculator on the paper's web page shows
-    ``N1_bound`` instead. Source: TaylorShift, "Size of intermediate Results".
+    d = 16 is 158.25 before rounding: only rounding up gives it. The calculator on the paper's web
+    page shows ``N1_bound`` instead. Source: TaylorShift, "Size of intermediate Results".
     """
     check_sizes(1, d=d)
     return _positive_root((d + 1) ** 2, d**3 + d**2)
@@ -122,7 +126,7 @@ def N1_bound(d: int) -> int:
 
 
 def _positive_root(p: int, q: int) -> int:
-    """Return the smallest whole N > 0 with ``2 N^2 >= p N + q``; p and q are not negative."""
+    """Return the smallest integer N > 0 with ``2 N^2 >= p N + q``; p and q are not negative."""
     square = p * p + 8 * q
     root = isqrt(square)
     return -(-(p + root + (root * root < square)) // 4)
@@ -186,7 +190,7 @@ def entries_efficient_packed(n: int, d: int, *, chunk_tokens: int | None = None)
     features, and the features of one chunk.
 
     Args:
-        chunk_tokens: tokens whose features are held at once; None takes those of the code.
+        chunk_tokens: tokens whose features are held at once; None: as in the code.
     """
     check_sizes(1, n=n, d=d)
     features = d * (d + 1) // 2
@@ -203,7 +207,7 @@ def _chunk_tokens(given: int | None, d: int) -> int:
 
 
 def N0_packed(d: int) -> int:
-    """Return the number of tokens from which our efficient form takes no more operations than
+    """Return the number of tokens from which our efficient form needs no more operations than
     ``ops_direct``: 160, 576, 2175 for d = 16, 32, 64.
     """
     check_sizes(1, d=d)
@@ -212,9 +216,9 @@ def N0_packed(d: int) -> int:
 
 def N1_packed(d: int, *, chunk_tokens: int | None = None) -> int:
     """Return the number of tokens from which our efficient form holds no more entries than
-    ``entries_direct``, the whole matrix of scores.
+    ``entries_direct``, the whole score matrix.
 
-    Our own direct form works on blocks and holds less than that.
+    Our own direct form works on blocks and holds less.
     """
     check_sizes(1, d=d)
     features = d * (d + 1) // 2
@@ -224,11 +228,11 @@ def N1_packed(d: int, *, chunk_tokens: int | None = None) -> int:
 
 
 def scaleformer_causal_form(n: int, m: int, d: int) -> str:
-    """Return the form of the causal content term for n queries, m keys: direct holds ``n m``,
-    efficient ``d^2 max(n, m)``.
+    """Return the form of the causal content term for n queries and m keys: direct holds
+    ``n m``, efficient ``d^2 max(n, m)``.
 
-    Source: Scaleformer, section 5, and as there without batch or heads; a tie goes to the quadratic
-    form in all three rules.
+    As in the source, without batch or heads; a tie goes to the quadratic form in all three rules.
+    Source: Scaleformer, section 5.
     """
     check_sizes(1, n=n, m=m, d=d)
     return "direct" if n * m <= d * d * max(n, m) else "efficient"
@@ -261,7 +265,7 @@ def _row(name: str, *cells: object) -> str:
 
 
 def _crossovers(d: int, heads: int) -> list[str]:
-    """Return lines that say from how many tokens on the efficient form costs less."""
+    """Return lines with the number of tokens from which the efficient form costs less."""
     return [
         f"TaylorShift, {d} channels per head: tokens from which the efficient form costs no more "
         f"than the direct one",

@@ -1,5 +1,6 @@
-"""Quadratic forms on blocks of queries: scores stay in cache, memory stays linear. Plain tensors in
-and out, no autograd.
+"""Quadratic forms on blocks of queries: scores stay in cache, memory stays linear.
+
+Functions of plain tensors, without autograd.
 """
 
 import torch
@@ -22,7 +23,7 @@ def _blocks(q: Tensor, k: Tensor):
 
 
 def _seen(t: slice, num_keys: int, causal: bool) -> slice:
-    """Return the keys that at least one query of a block sees."""
+    """Return the keys that at least one query of a block may attend to."""
     return slice(0, min(t.stop, num_keys) if causal else num_keys)
 
 
@@ -30,7 +31,7 @@ def _mask_future(scores: Tensor, t: slice, causal: bool) -> Tensor:
     """Set ``scores [g, T, keys]`` of the queries ``t`` to 0, in place, where the key comes after
     the query.
     """
-    if causal:  # the keys before the block are seen by all of it
+    if causal:  # every query of the block sees all keys before it
         scores[:, :, t.start :].tril_()
     return scores
 
@@ -48,11 +49,11 @@ def blocked_scores(
     square: bool = False,
     causal: bool = False,
 ) -> Tensor:
-    """Return ``sum_j w_ij v_j`` with ``w = q.k + shift``, or its square: ``[G, N, e]``.
+    """Return ``sum_j w_ij v_j`` with ``w = q.k + shift`` or its square: ``[G, N, e]``.
 
     Args:
         q, k, v: ``[G, N, d]``, ``[G, M, d]``, ``[G, M, e]``.
-        causal: the sum of query i is over ``j <= i``.
+        causal: sum over ``j <= i`` only for query i.
     """
     out = v.new_empty(q.shape[0], q.shape[1], v.shape[2])
     for g, t in _blocks(q, k):
@@ -78,11 +79,11 @@ def blocked_scores_backward(
     dk, dv = (x.new_zeros(x.shape, dtype=wide(x.dtype)) for x in (k, v))
     for g, t in _blocks(q, k):
         j = _seen(t, k.shape[1], causal)
-        # The scores again: keeping them would take quadratic memory.
+        # Recompute the scores: keeping them would take quadratic memory.
         scores = _mask_future(_scores(q[g, t], k[g, j], shift), t, causal)
         weights = scores.square() if square else scores
         add_product(dv[g, j], weights.mT, grad[g, t])
-        # The gradient of the scores; that of a square has the factor 2 x.
+        # The gradient of the scores; a square adds the factor 2 x.
         d_scores = torch.bmm(grad[g, t], v[g, j].transpose(1, 2))
         if square:
             d_scores.mul_(scores).mul_(2)

@@ -1,9 +1,9 @@
-"""Causal attention one token at a time: kernelized attention with ``Flat`` relative position by a
-state whose size does not depend on how many tokens came before, and softmax attention by a cache of
-their keys and values.
+"""Causal attention one token at a time.
 
-Both give what the causal form of the operation gives for the same tokens, row by row. States are
-changed in place; ``states.py`` has those that add, and knows nothing of relative position.
+Kernelized attention with ``Flat`` relative position keeps a state of constant size; softmax
+attention keeps a cache of keys and values. Both give the rows of the operation's causal form for
+the same tokens. States are changed in place. ``states.py`` has states that add, without relative
+position.
 
 Sources: Katharopoulos et al. 2020, eq. 16 to 20 (the recurrence, without relative position);
 Scaleformer, section 4 (clipped relative position); the ring of recent values is ours.
@@ -31,46 +31,49 @@ from visionattn.ops.sums import accumulation_dtype, divisor_of
 
 
 class PastTable:
-    """The entries of a ``Flat`` table for keys of the past, in the order in which steps read them.
+    """The entries of a ``Flat`` table for past keys, in the order in which steps read them.
 
     Args:
-        relative: its table, ``[h or 1, 2R+1, d]``; no layout.
-        tokens: the most tokens that there will be; entries beyond are left out.
+        relative: provides the table, ``[h or 1, 2R+1, d]``; without layout.
+        tokens: maximum number of tokens; entries beyond are left out.
     """
 
     def __init__(self, relative: Flat, tokens: int):
         if relative.layout is not None:
             raise ValueError("relative: wanted Flat without a layout: every token takes a step")
         past = relative.table[:, : relative.table.shape[1] // 2 + 1].flip(1)
-        # In the dtype of sums, once for all steps.
+        # Converted once for all steps, to the dtype of sums.
         past = past.to(accumulation_dtype(past))
         self.horizon = min(past.shape[1] - 1, tokens)
         self.entries = past[:, : self.horizon + 1]
-        """Entry o is that of the key o tokens before the query; the last is of all from R on."""
+        """Entry o is for the key o tokens before the query; the last is for all keys from R on."""
         self.is_mean = relative.normalization == "mean"
         self.last = self.entries[:, -1:].mT
-        """The entry of all far keys, ``[h or 1, d, 1]``."""
+        """The entry for all far keys, ``[h or 1, d, 1]``."""
         self.falling = self.entries[:, : self.horizon].flip(1)
-        """The others in the order of the sequence, the oldest key first, ``[h or 1, R, d]``."""
+        """The other entries in sequence order, oldest key first, ``[h or 1, R, d]``."""
 
     @cached_property
     def ring(self) -> Tensor:
-        """Return ``falling`` twice one after the other, ``[h or 1, 2R, d]``: whichever place of the
-        ring is the newest, the entries of all places are one slice.
+        """Return ``falling`` twice in a row, ``[h or 1, 2R, d]``.
+
+        The entries for all places of the ring are one slice of it, whichever place is newest.
         """
         return torch.cat([self.falling, self.falling], 1)
 
     @cached_property
     def beyond_far(self) -> Tensor:
-        """Return by how much the entries of ``falling`` exceed that of far keys, over
-        ``sqrt(d)``.
+        """Return the difference of the entries of
+        ``falling`` and the entry for far keys, over ``sqrt(d)``.
         """
         return (self.falling - self.last.mT) * self.last.shape[1] ** -0.5
 
 
 def _by_head(x: Tensor, entries: Tensor) -> Tensor:
-    """Return ``x r^T`` of one token, ``[B, h, 1, n]`` for ``x [B, h, 1, d]`` and entries
-    ``[h or 1, n, d]``, as a product for each head: the table is not copied for each image.
+    """Return
+    ``x r^T`` of one token, ``[B, h, 1, n]`` for ``x [B, h, 1, d]`` and entries ``[h or 1, n, d]``.
+
+    One product per head avoids a copy of the table for each image.
     """
     heads = x.squeeze(2).transpose(0, 1)
     return torch.matmul(heads, entries.mT).transpose(0, 1).unsqueeze(2)
@@ -78,16 +81,17 @@ def _by_head(x: Tensor, entries: Tensor) -> Tensor:
 
 @dataclass
 class RecurrentState:
-    """What kernelized attention needs of the tokens before; float32 (float64 for float64 inputs).
+    """The state of kernelized attention after the tokens so far; float32 (float64 for float64
+    inputs).
 
-    The last of ``e + 1`` columns holds masses, and numbers of keys.
+    The last of the ``e + 1`` columns holds masses and numbers of keys.
 
     Args:
         S: ``sum_j phi(k_j) [v_j, 1]^T``, ``[B, h, f, e+1]``.
         recent: ``[v_j, 1]`` of the last R tokens, ``[B, h, R, e+1]``: token j at place ``j mod R``,
-            0 where there was none.
-        far: the sum of ``[v_j, 1]`` of all tokens before those, ``[B, h, 1, e+1]``.
-        count: how many tokens came.
+            0 for places not yet filled.
+        far: the sum of ``[v_j, 1]`` of all earlier tokens, ``[B, h, 1, e+1]``.
+        count: number of tokens so far.
     """
 
     S: Tensor
@@ -104,7 +108,7 @@ class RecurrentState:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> "RecurrentState":
-        """Return the state of no tokens.
+        """Return the state before the first token.
 
         Args:
             shape: B, h, features f of the map, and width e of values.
@@ -126,12 +130,12 @@ class RecurrentState:
         feature_map: str | FeatureMap = "elu1",
         table: PastTable | None = None,
     ) -> Tensor:
-        """Take one token at constant cost, and return what it gets of all up to itself.
+        """Add one token at constant cost, and return its output over all tokens up to itself.
 
         Args:
             q, k, v: ``[B, h, 1, d]``, ``[B, h, 1, d]``, ``[B, h, 1, e]``.
-            feature_map: as ``kernelized_attention`` takes it.
-            table: of the relative position; its horizon is that of the state.
+            feature_map: as for ``kernelized_attention``.
+            table: of the relative position; its horizon must equal the horizon of the state.
 
         Returns:
             ``[B, h, 1, e]`` in the dtype of v.
@@ -158,14 +162,14 @@ class RecurrentState:
             return (sums[..., :-1] / divisor_of(sums[..., -1])).to(v.dtype)
 
     def _add_placed(self, sums: Tensor, phi_q: Tensor, with_mass: Tensor, table: PastTable) -> None:
-        """Take in the value, and add the relative term to ``sums [B, h, 1, e+1]``."""
+        """Store the value, and add the relative term to ``sums [B, h, 1, e+1]``."""
         horizon, far, place = table.horizon, self.far, 0
-        # With "mean" each class is in units of its mean, times all keys, as content is. Each of
-        # those nearby has one key.
+        # With "mean", each class contributes its mean times the number of all keys, the unit of the
+        # content. Each nearby class has one key.
         times = self.count + 1 if table.is_mean else 1
         many = max(1, self.count + 1 - horizon) if table.is_mean else 1
         if horizon:
-            # The oldest value makes room for the new one, and joins the far ones.
+            # The new value replaces the oldest, which joins the far ones.
             place = self.count % horizon
             oldest = self.recent[:, :, place : place + 1]
             far += oldest
@@ -178,20 +182,20 @@ class RecurrentState:
         sums.addcmul_(torch.matmul(phi_q, table.last), far, value=times / many)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all that it holds, as tensors by name."""
+        """Return its contents as tensors by name."""
         held = {"S": self.S, "recent": self.recent, "far": self.far}
         return held | {"count": torch.tensor(self.count)}
 
 
 @dataclass
 class KeyValueCache:
-    """Keys and values of the tokens before, with room for those to come, for softmax attention.
+    """Keys and values of earlier tokens, with room for later tokens, for softmax attention.
 
     Args:
-        keys: ``[B, h, N, d]``; in memory ``[B, h, d, N]``, as the product of one query with all of
-            them reads them fastest on a processor.
+        keys: ``[B, h, N, d]``; stored as ``[B, h, d, N]``, the fastest order on a CPU for the
+            product of one query with all keys.
         values: ``[B, h, N, e]``.
-        count: how many tokens came.
+        count: number of tokens so far.
     """
 
     keys: Tensor
@@ -211,15 +215,15 @@ class KeyValueCache:
 
         Args:
             shape: B, h, d and e.
-            tokens: N, the most tokens to come.
+            tokens: N, the maximum number of tokens.
         """
         batch, heads, d, e = shape
         keys = torch.zeros(batch, heads, d, tokens, dtype=dtype, device=device)
         return cls(keys.mT, torch.zeros(batch, heads, tokens, e, dtype=dtype, device=device))
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, table: PastTable | None = None) -> Tensor:
-        """Take one token, at a cost that grows with their number, and return what it gets of all up
-        to itself.
+        """Add one token, at a cost that grows with the number of tokens, and return its output over
+        all tokens up to itself.
 
         Args:
             q, k, v: ``[B, h, 1, d]``, ``[B, h, 1, d]``, ``[B, h, 1, e]``.
@@ -236,14 +240,14 @@ class KeyValueCache:
         self.keys[:, :, self.count] = k[:, :, 0]
         self.values[:, :, self.count] = v[:, :, 0]
         self.count += 1
-        # Two plain products read the slices where they lie. For one query they take less time than
-        # the fused attention of PyTorch, which they agree with.
+        # Two plain products read the slices without a copy. For one query they are faster than
+        # PyTorch's fused attention and give the same result.
         keys, values = (x.flatten(0, 1)[:, : self.count] for x in (self.keys, self.values))
         with without_autocast(q):
             query = q.to(keys.dtype) * q.shape[3] ** -0.5
             scores = torch.bmm(query.flatten(0, 1), keys.mT)
             if table is not None and table.horizon:
-                # Far keys share one entry, and a softmax does not notice what all keys share.
+                # Far keys share one entry, and softmax is invariant to a term that all keys share.
                 own = table.beyond_far[:, -self.count :]
                 near = scores[:, :, -own.shape[1] :].unflatten(0, q.shape[:2])
                 near += _by_head(q.to(keys.dtype), own)
@@ -251,6 +255,6 @@ class KeyValueCache:
         return out.unflatten(0, q.shape[:2]).to(v.dtype)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all that it holds, as tensors by name."""
+        """Return its contents as tensors by name."""
         keys, values = (x[:, :, : self.count].contiguous() for x in (self.keys, self.values))
         return {"keys": keys, "values": values, "count": torch.tensor(self.count)}

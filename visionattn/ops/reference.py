@@ -1,12 +1,12 @@
-"""What each operation means: quadratic, plain, in the dtype of its inputs.
+"""The definition of each operation: quadratic, plain, in the dtype of its inputs.
 
-Every function here builds the full ``[B, h, N, M]`` weights of its formula and takes the weighted
-mean of the values. Tests and tools compare the fast operations with it; nothing else imports it. It
-knows nothing of forms, blocks or kernels, and it checks no arguments: the public operations do.
+Every function builds the full ``[B, h, N, M]`` weights of its formula and takes the weighted mean
+of the values. Tests and tools compare the fast operations with it; nothing else imports it. It has
+no forms, blocks or kernels, and checks no arguments: the public operations do.
 
-A relative position is one of the objects of ``ops.position.kinds``, recognised by its fields:
-``rows`` and ``columns`` (Axial), a table ``[h or 1, 2R+1, 2R+1, d]`` (Joint) or a table
-``[h or 1, 2R+1, d]`` (Flat).
+A relative position is one of the objects of
+``ops.position.kinds``, recognised by its fields: ``rows`` and ``columns`` (Axial), a table ``[h or 1, 2R+1, 2R+1, d]`` (Joint) or a table ``[h or 1, 2R+1, d]``
+(Flat).
 """
 
 import torch
@@ -27,19 +27,20 @@ def taylorshift_attention(
     causal: bool = False,
     output_scale: bool = False,
 ) -> Tensor:
-    """Take the mean of v under the weights ``a x^2 + b x + c`` of ``x = q.k``.
+    """Return the mean of v under the weights ``a x^2 + b x + c`` of ``x = q.k``.
 
     Args:
         q: ``[B, h, N, d]``.
         k: ``[B, h, M, d]``.
         v: ``[B, h, M, e]``.
-        temperature: ``[h]``; q and k are brought to unit length and q is multiplied by it. None
-            takes both as they are.
+        temperature: ``[h]``; q and k are scaled to unit length and q is multiplied by it. None: q
+            and k are unchanged.
         coefficients: ``(a, b, c)``.
         relative: adds the weights of ``relative_weights``.
         key_mask: ``[B, M]`` bool, True takes part.
-        causal: query i sees keys 0 to i only.
-        output_scale: multiply the result by ``sqrt(keys / d)``, keys being those that take part.
+        causal: query i attends to keys 0 to i only.
+        output_scale: multiply the result by ``sqrt(keys / d)``, with ``keys`` the number of keys
+            that take part.
 
     Returns:
         ``[B, h, N, e]``; 0 where no key takes part.
@@ -70,17 +71,17 @@ def kernelized_attention(
     key_mask: Tensor | None = None,
     causal: bool = False,
 ) -> Tensor:
-    """Take the mean of v under the weights ``phi(q).phi(k)``; 0 where all weights of a query are 0.
+    """Return the mean of v under the weights ``phi(q).phi(k)``; 0 if all weights of a query are 0.
 
     Args:
         q: ``[B, h, N, d]``.
         k: ``[B, h, M, d]``.
         v: ``[B, h, M, e]``.
-        feature_map: "elu1", "relu", or "softmax": over the features for q; for k over the positions
-            that take part, times their number; or an object with ``.query`` and ``.key``.
+        feature_map: "elu1", "relu", "softmax" (for q over the features; for k over the positions
+            that take part, times their number), or an object with ``.query`` and ``.key``.
         relative: adds the weights of ``relative_weights``.
         key_mask: ``[B, M]`` bool, True takes part.
-        causal: query i sees keys 0 to i only.
+        causal: query i attends to keys 0 to i only.
 
     Returns:
         ``[B, h, N, e]``.
@@ -114,9 +115,9 @@ def softmax_attention(
         q: ``[B, h, N, d]``.
         k: ``[B, h, M, d]``.
         v: ``[B, h, M, e]``.
-        causal: query i sees keys 0 to i only.
+        causal: query i attends to keys 0 to i only.
         key_mask: ``[B, M]`` bool, True takes part.
-        bias: what broadcasts to ``[B, h, N, M]``, added to the scaled scores.
+        bias: broadcasts to ``[B, h, N, M]``; added to the scaled scores.
 
     Source: Vaswani et al. 2017, eq. 1.
     """
@@ -143,8 +144,10 @@ def window_attention(
     relative=None,
     key_mask: Tensor | None = None,
 ) -> Tensor:
-    """Return ``softmax((q.k + q.r) / sqrt(d)) v`` over the keys that take part and lie in the
-    window of the query; 0 where there are none. Prefix tokens lie in all windows.
+    """Return ``softmax((q.k + q.r) / sqrt(d)) v`` over the keys in the query's window; 0 if there
+    are none.
+
+    Only keys that take part count. Prefix tokens belong to all windows.
 
     Args:
         q: ``[B, h, N, d]``.
@@ -152,8 +155,8 @@ def window_attention(
         v: ``[B, h, N, e]``.
         window_size: patches along a side of a window.
         shifted: the first window of each axis has ``window_size // 2`` patches.
-        layout: where the tokens lie, if there is no relative position.
-        relative: Axial or Joint; the sign of its entries is free.
+        layout: the places of the tokens, if there is no relative position.
+        relative: Axial or Joint; entries may have any sign.
         key_mask: ``[B, N]`` bool, True takes part.
 
     Source: Liu et al. 2021 (Swin), section 3.2; smaller windows at borders and prefix tokens are
@@ -177,18 +180,18 @@ def window_attention(
 
 
 def relative_bias(relative, q: Tensor, num_keys: int | None = None) -> Tensor:
-    """Return ``q_i.r_(j-i) / sqrt(d)`` of signed tables, 0 for pairs with a prefix token: the bias
-    of the softmax twin.
+    """Return ``q_i.r_(j-i) / sqrt(d)`` of signed tables, the bias of the softmax baseline; 0 for
+    pairs with a prefix token.
 
     Args:
-        relative: Flat, Axial or Joint; the sign of its entries is free.
+        relative: Flat, Axial or Joint; entries may have any sign.
         q: ``[B, h, N, d]``, as given.
         num_keys: M; None: N.
 
     Returns:
         ``[B, h, N, M]``.
 
-    Source: Shaw et al. 2018, eq. 5, in one dimension; in two ours.
+    Source: Shaw et al. 2018, eq. 5, in one dimension; two dimensions are ours.
     """
     parts, patches = _classes_and_patches(relative, q, q.shape[2] if num_keys is None else num_keys)
     scores = sum(_class_scores(q, table, classes) for table, classes in parts)
@@ -199,15 +202,15 @@ def relative_weights(relative, q: Tensor, present: Tensor, causal: bool = False)
     """Return the dense weights ``S_ij = elu1(q_i).r_(j-i)`` of a linear relative position.
 
     The class of a pair is ``clip(key - query, -R, R) + R``; on a grid the rows give one class and
-    the columns another. A pair with a prefix token or with a key that the query does not see has
-    weight 0. Under "mean" the weight is divided by the number of patches that the query sees and
-    that are of that class as seen from it.
+    the columns another. A pair with a prefix token, or with a key that the query does not see, has
+    weight 0. Under "mean" the weight is divided by the number of patches of its class that the
+    query sees.
 
     Args:
         relative: Flat, Axial or Joint.
-        q: ``[B, h, N, d]`` as the caller of the operation gave it: neither normalised nor scaled.
+        q: ``[B, h, N, d]`` as passed to the operation: neither normalised nor scaled.
         present: ``[B, M]`` bool, the keys that take part.
-        causal: query i sees keys 0 to i only.
+        causal: query i attends to keys 0 to i only.
 
     Returns:
         ``[B, h, N, M]``.
@@ -223,13 +226,16 @@ def relative_weights(relative, q: Tensor, present: Tensor, causal: bool = False)
 def value_convolution(
     v: Tensor, weight: Tensor, layout: TokenLayout, *, key_mask: Tensor | None = None
 ) -> Tensor:
-    """Sum, for each patch and channel, ``weight[channel, 0, dy, dx] * v`` over the patches that
-    take part and lie at ``(dy, dx)`` from ``(-K // 2, -K // 2)`` on; 0 for prefix tokens.
+    """Convolve the values over the grid: for each patch and channel, sum
+    ``weight[channel, 0, dy, dx] * v``.
+
+    The sum runs over the patches that take part, at offset ``(dy - K // 2, dx - K // 2)``. Prefix
+    tokens get 0.
 
     Args:
         v: ``[B, h, N, e]``.
         weight: ``[h * e, 1, K, K]``.
-        layout: where the tokens lie.
+        layout: the places of the tokens.
         key_mask: ``[B, N]`` bool, True takes part.
 
     Returns:
@@ -252,8 +258,8 @@ def value_convolution(
 
 
 def centred_keys(k: Tensor, key_mask: Tensor | None = None) -> Tensor:
-    """Return ``k_j`` less the mean of the keys ``[B, h, M, d]`` that take part; what others become
-    means nothing.
+    """Return ``k_j`` minus the mean of the keys ``[B, h, M, d]`` that take part; other keys are
+    undefined.
     """
     present = _present(k, key_mask)[:, None, :, None]
     own = torch.where(present, k, 0.0)
@@ -276,7 +282,9 @@ def unit_length(x: Tensor) -> Tensor:
 def _present(
     k: Tensor, key_mask: Tensor | None, relative=None, layout: TokenLayout | None = None
 ) -> Tensor:
-    """Return the keys that take part, bool ``[B, M]``: not those of absent patches."""
+    """Return the keys that take part, bool ``[B, M]``: keys in the mask that are not absent
+    patches.
+    """
     present = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
     if key_mask is not None:
         present = key_mask.clone()
@@ -292,13 +300,13 @@ def _present(
 
 
 def _visible(present: Tensor, q: Tensor, causal: bool) -> Tensor:
-    """Return which keys take part and are seen by each query, bool ``[B, N, M]``."""
+    """Return which keys take part and are visible to each query, bool ``[B, N, M]``."""
     visible = present[:, None, :].expand(-1, q.shape[2], -1)
     return visible.tril() if causal else visible
 
 
 def _softmax_over_positions(k: Tensor, present: Tensor) -> Tensor:
-    """Take the softmax along M over the keys that take part, times their number; 0 elsewhere."""
+    """Return the softmax along M over the keys that take part, times their number; 0 elsewhere."""
     absent = ~present[:, None, :, None]
     empty = absent.all(dim=2, keepdim=True)
     weights = (
@@ -313,7 +321,7 @@ def _softmax_over_positions(k: Tensor, present: Tensor) -> Tensor:
 def _weighted_mean(
     content: Tensor, v: Tensor, relative, q: Tensor, present: Tensor, causal: bool
 ) -> Tensor:
-    """Add the relative weights to the content weights ``[B, h, N, M]``, drop keys not seen, divide
+    """Add the relative weights to the content weights ``[B, h, N, M]``, drop invisible keys, divide
     by the mass.
     """
     visible = _visible(present, q, causal)
@@ -345,8 +353,8 @@ def _places(layout: TokenLayout, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _classes_and_patches(
     relative, q: Tensor, num_keys: int
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-    """Return each table ``[h or 1, C, d]`` with the class of every pair ``[B or 1, N, M]``, and
-    which pairs are of patches.
+    """Return each table ``[h or 1, C, d]`` with the class of every pair ``[B or 1, N, M]``, and a
+    mask of the pairs of two patches.
     """
     if relative.layout is None:
         i = torch.arange(q.shape[2], device=q.device)[None]
@@ -366,7 +374,7 @@ def _classes_and_patches(
         return [(relative.table.flatten(1, 2), classes)], patches
     index = rows * relative.layout.grid.width + columns
     if relative.layout.present is not None:
-        # A sequence has the places that hold something first, then the others.
+        # The sequence has the places with content first, then the others.
         order = (~relative.layout.present).to(torch.uint8).argsort(dim=1, stable=True)
         index = order.argsort(dim=1).gather(1, index.expand(q.shape[0], -1))
     return [(relative.table, _classes(index, index, relative.table.shape[1]))], patches
@@ -392,12 +400,12 @@ def _table_weights(
     phi_q: Tensor, table: Tensor, classes: Tensor, pairs: Tensor, mean: bool
 ) -> Tensor:
     """Return the weights of one table, 0 outside ``pairs [B or 1, N, M]``; ``mean`` divides by the
-    pairs of each class.
+    number of pairs of each class.
     """
     weights = torch.where(pairs[:, None], _class_scores(phi_q, table, classes), 0.0)
     if not mean:
         return weights
-    # For each query, how many of the pairs that it sees are of each class.
+    # Count for each query the visible pairs of each class.
     classes, pairs = torch.broadcast_tensors(classes, pairs)
     counts = torch.zeros(*pairs.shape[:2], table.shape[1], dtype=torch.int64, device=pairs.device)
     counts.scatter_add_(2, classes, pairs.to(torch.int64))

@@ -1,9 +1,8 @@
-"""The weights with which chosen queries see all keys: rows of attention, which the operations
-themselves never form.
+"""Attention weights of chosen queries over all keys; the operations themselves never form them.
 
-A row takes time and memory linear in the keys, so that a few of them can be looked at on images of
-any size. A row is that of the mean which the operation of the same name takes: the sum over its
-keys is 1, and the mean of the values under it is the operation's output. Rows have no gradient.
+A row takes time and memory linear in the keys, so a few rows are affordable on images of any size.
+A row holds the weights of the operation with the same name: it sums to 1 over the keys, and the
+mean of the values under it is the operation's output. Rows have no gradient.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,19 +36,19 @@ from visionattn.ops.window import WINDOW_SIZE
 
 
 class Rows(NamedTuple):
-    """Rows of attention; float32, float64 for float64 inputs."""
+    """Rows of attention weights; float32 (float64 for float64 inputs)."""
 
     content: Tensor
-    """``[B, h, Q, M]``: the share of each key that comes of its content; under a softmax all of its
-    weight, as a bias is no summand of it.
+    """``[B, h, Q, M]``: the share of each key that comes from its content. Under a softmax it is
+    the whole weight, because a bias is not a separate summand.
     """
     relative: Tensor | None
-    """``[B, h, Q, M]``: the share that comes of its place; None where there is no such summand."""
+    """``[B, h, Q, M]``: the share that comes from its place; None without such a summand."""
 
     @property
     def total(self) -> Tensor:
-        """Return the weights ``[B, h, Q, M]``; each row sums to 1, or to 0 where a query has no
-        weight at all.
+        """Return the weights ``[B, h, Q, M]``; each row sums to 1, or to 0 if a query has no weight
+        at all.
         """
         return self.content if self.relative is None else self.content + self.relative
 
@@ -65,13 +64,13 @@ def taylorshift_rows(
     relative: RelativePosition | None = None,
     key_mask: Tensor | None = None,
 ) -> Rows:
-    """Return rows of ``taylorshift_attention``, which has the arguments.
+    """Return rows of ``taylorshift_attention``; see there for the other arguments.
 
     Args:
-        rows: int64 ``[Q]``, which queries, from 0 to N - 1.
+        rows: int64 ``[Q]``, indices of queries, from 0 to N - 1.
 
     Raises:
-        ValueError: what the operation raises, and rows that are none.
+        ValueError: as the operation, or ``rows`` is out of range.
     """
     check_coefficients(coefficients)
     check_temperature(temperature, q)
@@ -95,10 +94,10 @@ def kernelized_rows(
     relative: RelativePosition | None = None,
     key_mask: Tensor | None = None,
 ) -> Rows:
-    """Return rows of ``kernelized_attention``; arguments and errors as in ``taylorshift_rows``."""
+    """Return rows of ``kernelized_attention``; arguments and errors as for ``taylorshift_rows``."""
     seen = _seen(q, k, rows, relative, key_mask, causal)
     feature_map, queries, keys = get_feature_map(feature_map), seen.queries, seen.keys
-    if map_name(feature_map) == "elu1":  # what all features share is no part of the weights
+    if map_name(feature_map) == "elu1":  # a factor of all features cancels in the weights
         queries = raised(queries, (3,))
         if relative is None and not causal:
             keys = raised(keys, (2, 3), seen.mask)
@@ -117,7 +116,7 @@ def softmax_rows(
     relative: RelativePosition | None = None,
     key_mask: Tensor | None = None,
 ) -> Rows:
-    """Return rows of ``softmax_attention``; arguments and errors as in ``taylorshift_rows``."""
+    """Return rows of ``softmax_attention``; arguments and errors as for ``taylorshift_rows``."""
     seen = _seen(q, k, rows, relative, key_mask, causal, signed=True)
     return _softmax(seen, seen.visible)
 
@@ -134,7 +133,7 @@ def window_rows(
     relative: RelativePosition | None = None,
     key_mask: Tensor | None = None,
 ) -> Rows:
-    """Return rows of ``window_attention``; arguments and errors as in ``taylorshift_rows``."""
+    """Return rows of ``window_attention``; arguments and errors as for ``taylorshift_rows``."""
     given = layout if relative is None else relative.layout
     if given is None:
         raise ValueError("windows need to know where the tokens lie: pass layout")
@@ -147,7 +146,7 @@ def window_rows(
     for places in (down, right):
         window = (places - first).div(window_size, rounding_mode="floor")
         same = same & (window[:, rows, None] == window[:, None])
-    return _softmax(seen, seen.visible & (same | ~pairs))  # prefix tokens lie in all windows
+    return _softmax(seen, seen.visible & (same | ~pairs))  # prefix tokens belong to all windows
 
 
 ROWS: dict[str, Callable[..., Rows]] = {
@@ -156,12 +155,12 @@ ROWS: dict[str, Callable[..., Rows]] = {
     "softmax": softmax_rows,
     "window": window_rows,
 }
-"""Rows by the name of the attention, as ``attentions.py`` has it."""
+"""The function of each attention, by its name in ``attentions.py``."""
 
 
 class _Seen(NamedTuple):
-    """Chosen queries ``[B, h, Q, d]`` and all keys ``[B, h, M, d]`` of one call, and which keys
-    each of the queries sees, bool ``[B or 1, Q or 1, M]``.
+    """Chosen queries ``[B, h, Q, d]`` and all keys ``[B, h, M, d]`` of one call, with the keys that
+    each query sees, bool ``[B or 1, Q or 1, M]``.
     """
 
     queries: Tensor
@@ -195,8 +194,11 @@ def _seen(
 def _places(
     layout: TokenLayout | None, k: Tensor, rows: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return which pairs of query and key are of patches, bool ``[1, Q, M]``, and where the tokens
-    lie along the sequence, down and to the right, each ``[B or 1, M]``: prefix tokens anywhere.
+    """Return the pairs of query and key that are both patches, bool ``[1, Q, M]``, and three places
+    of each token.
+
+    The places are along the sequence, down, and to the right, each ``[B or 1, M]``. Places of
+    prefix tokens are arbitrary.
     """
     tokens, prefix, width, index = torch.arange(k.shape[2], device=k.device), 0, k.shape[2], None
     if layout is not None:
@@ -208,8 +210,10 @@ def _places(
 
 
 def _scores(seen: _Seen, features: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield, for each table, ``features . table_c`` of each pair's class c ``[B, h, Q, M]``, 0 for
-    pairs of others than patches, and the number of pairs of the class that the query sees
+    """Yield for each table ``features . table_c`` of each pair's class c, and the number of visible
+    pairs of that class.
+
+    The scores are ``[B, h, Q, M]``, 0 for pairs that are not two patches. The numbers are
     ``[B or 1, 1, Q, M]``, at least 1.
     """
     pairs, *places = _places(seen.relative.layout, seen.keys, seen.rows)
@@ -232,7 +236,7 @@ def _scores(seen: _Seen, features: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _shares(seen: _Seen, content: Tensor, features: Tensor) -> Rows:
-    """Return the rows for weights of the content ``[B, h, Q, M]``, and ``elu1`` of the queries."""
+    """Return the rows from the content weights ``[B, h, Q, M]`` and ``elu1`` of the queries."""
     hidden = ~seen.visible[:, None]
     content = content.masked_fill(hidden, 0)
     if seen.relative is None:

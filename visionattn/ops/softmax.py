@@ -1,8 +1,7 @@
-"""Softmax attention, exact and quadratic: the baseline against which the linear forms are judged.
+"""Softmax attention, exact and quadratic: the baseline of the linear forms.
 
-It owns which pairs take part and where the tokens of a layout stand in the bias; the scores of
-relative position by classes are those of ``relative_scores``, and softmax and products are
-PyTorch's.
+This module decides which pairs take part and places the tokens of a layout in the bias.
+``relative_scores`` computes the scores of relative position; softmax and products are PyTorch's.
 """
 
 import torch
@@ -25,8 +24,10 @@ def _flat_bias(q: Tensor, table: Tensor, num_keys: int, prefix: int = 0) -> Tens
 
 
 def _axis_bias(q: Tensor, table: Tensor) -> Tensor:
-    """Return ``q . r`` of each pair of places on the last axis, ``[B, h, X, N, N]`` for
-    ``q [B, h, X, N, d]``: X rides along.
+    """Return ``q . r`` of each pair of places on the last axis,
+    ``[B, h, X, N, N]`` for ``q [B, h, X, N, d]``.
+
+    X is a batch axis.
     """
     batch, lines = q.shape[0], q.shape[2]
     return (
@@ -48,7 +49,7 @@ def _patch_bias(q: Tensor, relative: RelativePosition, prefix: int) -> Tensor:
         return relative_scores(q, relative.table * scale, height, width, prefix)
     rows = _axis_bias(q.transpose(2, 3), relative.rows * scale).transpose(2, 3)
     columns = _axis_bias(q, relative.columns * scale)
-    # Contiguous, so that the sum is too, and is not copied to be flattened.
+    # Contiguous, so that the sum is too and flattening copies nothing.
     scores = rows.contiguous().unsqueeze(5) + columns.contiguous().unsqueeze(4)
     return _add_prefix(scores.flatten(4, 5).flatten(2, 3), prefix)
 
@@ -67,7 +68,7 @@ def relative_bias(q: Tensor, relative: RelativePosition, num_keys: int) -> Tenso
         relative: ``Joint``, ``Axial`` or ``Flat`` with signed tables.
         num_keys: M; N with a layout.
 
-    Source: Shaw et al. 2018, eq. 5; in two dimensions ours.
+    Source: Shaw et al. 2018, eq. 5; two dimensions are ours.
     """
     layout = relative.layout
     if layout is None:
@@ -82,7 +83,7 @@ def relative_bias(q: Tensor, relative: RelativePosition, num_keys: int) -> Tenso
 
 
 def _visible(q: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None) -> Tensor | None:
-    """Return the pairs that take part, bool ``[B or 1, 1, N or 1, M]``; None: all of them."""
+    """Return the pairs that take part, bool ``[B or 1, 1, N or 1, M]``; None: all."""
     visible = None if key_mask is None else key_mask[:, None, None, :]
     if causal:
         past = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
@@ -103,28 +104,28 @@ def softmax_attention(
 ) -> Tensor:
     """Compute ``softmax((q k^T + q r^T) / sqrt(d)) v`` through ``F.scaled_dot_product_attention``.
 
-    Time is quadratic, and so is memory once there is a relative position or a gradient of it.
+    Time is quadratic. Memory is quadratic too with a relative position or its gradient.
 
     Args:
         q, k, v: ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]``.
-        causal: query i sees keys 0 to i, in the order of the tokens (also with a layout); from
-            query M on, all keys.
+        causal: query i attends to keys 0 to i, in token order (also with a layout); queries from M
+            on attend to all keys.
         relative: signed tables; ``normalization`` has no meaning here. ``Flat`` without a layout
-            allows any N and M: with ``R >= max(N, M) - 1`` each offset has an entry of its own, and
-            what lies beyond a shorter R takes the outermost ones.
-        key_mask: bool ``[B, M]``, True takes part. A query that sees no key gets 0, with zero
-            gradient. What masked keys hold plays no part, NaN and inf included; what later tokens
-            hold neither, on a processor outside of compiled graphs.
+            allows any N and M: with ``R >= max(N, M) - 1`` each offset has its own entry; offsets
+            beyond a smaller R share the outermost entries.
+        key_mask: bool ``[B, M]``, True takes part. A query without keys gets 0, with zero gradient.
+            Contents of masked keys have no effect, NaN and inf included. Neither have contents of
+            later tokens, on a CPU outside of compiled graphs.
         value_drop: drop whole rows of v with this probability and scale up the others; see
             ``drop_values``.
-        generator: of the draws of value_drop.
+        generator: random generator for value_drop.
 
     Returns:
         ``[B, h, N, e]`` in the dtype of v.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, a layout of another number of tokens
-            than N or M, or a normalization other than the default.
+        ValueError: shapes, dtypes or devices that do not fit, a layout with another number of
+            tokens than N or M, or a normalization other than the default.
 
     Source: Vaswani et al. 2017, eq. 1; Ukhov, relative attention, eq. 1, where offsets run from
     future to past.
@@ -141,8 +142,8 @@ def softmax_attention(
     if key_mask is not None or (causal and relative is not None):
         mask = _visible(q, k, causal, key_mask)
         if key_mask is not None:
-            # A query without keys sees all of them instead, and its output is dropped: no 0/0 in
-            # either direction.
+            # A query without keys attends to all of them instead, and its output is set to 0: this
+            # avoids 0/0 in both directions.
             empty = ~mask.any(-1, keepdim=True)
             mask = mask | empty
     if relative is not None:

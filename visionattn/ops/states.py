@@ -1,9 +1,8 @@
-"""Keys and values reduced to a state of constant size: summarise, attend, or take one token at a
-time.
+"""Keys and values reduced to a state of constant size.
 
-States of disjoint keys add, so a sequence may come in pieces, from several devices, or token by
-token. Attention with a state sees every key in it; the relative term, which needs to know where
-keys lie, is not for states.
+States of disjoint keys add, so a sequence may arrive in pieces, from several devices, or token by
+token. Attention with a state covers every key in it. The relative term needs the places of keys and
+is not available.
 
 Sources: Katharopoulos et al. 2020, eq. 16 to 20 (the recurrence); TaylorShift (Nauen et al. 2024),
 "Efficient TaylorShift"; adding is ours.
@@ -39,17 +38,17 @@ from visionattn.ops.taylorshift.state import expand_state, feature_state
 
 Coefficients = tuple[float, float, float]
 COEFFICIENTS: Coefficients = (0.5, 1.0, 1.0)
-"""Those of TaylorShift unless others are given."""
+"""Default coefficients of TaylorShift."""
 
 
 class _Additive:
-    """A state: sums over keys, and the options that they were made with."""
+    """A state: sums over keys, and the options used to compute them."""
 
     SUMS: ClassVar[tuple[str, ...]]
-    """Names of what adds, besides the count."""
+    """Names of the fields that add, in addition to the count."""
 
     def __add__(self, other: Self) -> Self:
-        """Return the state of the keys of both.
+        """Return the state of the keys of both states.
 
         Raises:
             ValueError: kind, shapes, dtype, device, feature map, temperature or coefficients
@@ -79,8 +78,9 @@ class _Additive:
 
 
 def _same(a: object, b: object) -> bool:
-    """Tell whether two options are equal; under ``torch.compile``, which cannot look at entries,
-    tensors of one shape are.
+    """Return whether two options are equal.
+
+    ``torch.compile`` cannot compare entries: under it, tensors of one shape count as equal.
     """
     if a is b or not (isinstance(a, Tensor) and isinstance(b, Tensor)):
         return a is b or a == b
@@ -91,12 +91,13 @@ def _same(a: object, b: object) -> bool:
 
 @dataclass(frozen=True)
 class KernelState(_Additive):
-    """What kernelized attention needs of its keys and values; float32 (float64 for float64 inputs).
+    """The state of kernelized attention; float32 (float64 for float64 inputs).
 
     Args:
         S: ``sum_j phi(k_j) v_j^T``, ``[B, h, f, e]``.
         Z: ``sum_j phi(k_j)``, ``[B, h, f]``.
-        count: keys that take part, int64 ``[B or 1, 1, 1]``: float32 would stand still at 2^24.
+        count: number of keys that take part, int64 ``[B or 1, 1, 1]``: float32 could not count past
+            2^24.
         feature_map: name or object, as given to ``summarize``.
     """
 
@@ -109,16 +110,16 @@ class KernelState(_Additive):
 
 @dataclass(frozen=True)
 class TaylorState(_Additive):
-    """What TaylorShift needs of its keys and values; float32 (float64 for float64 inputs).
+    """The state of TaylorShift; float32 (float64 for float64 inputs).
 
     Args:
         S2: ``sum_j phi2(k_j) v_j^T``, ``[B, h, F, e]``, phi2 the packed products, without weights.
         KV: ``sum_j k_j v_j^T``, ``[B, h, d, e]``.
         KK: ``sum_j k_j k_j^T``, ``[B, h, d, d]``.
         k_sum, v_sum: ``[B, h, d]`` and ``[B, h, e]``.
-        count: keys that take part, int64 ``[B or 1, 1, 1]``.
-        temperature: ``[h]``, the length to which queries to come are brought; keys have length 1.
-            None: queries and keys stay as they are.
+        count: number of keys that take part, int64 ``[B or 1, 1, 1]``.
+        temperature: ``[h]``, the length to which later queries are scaled; keys have length 1.
+            None: queries and keys are unchanged.
         coefficients: (a, b, c).
     """
 
@@ -152,18 +153,20 @@ def summarize(
         k, v: ``[B, h, M, d]`` and ``[B, h, M, e]``, as given to the attention: the feature map or
             the normalisation is applied here.
         kind: "kernelized" or "taylorshift".
-        feature_map: for "kernelized" alone; None is "elu1". Not "softmax": its keys depend on each
+        feature_map: only for "kernelized"; None: "elu1". Not "softmax": its keys depend on each
             other.
-        temperature: for "taylorshift" alone, ``[h]``; normalises keys now and queries later. None
-            takes them as they are.
-        coefficients: for "taylorshift" alone; None is (0.5, 1, 1).
+        temperature: only for "taylorshift", ``[h]``; normalises keys now and queries later. None:
+            both are unchanged.
+        coefficients: only for "taylorshift"; None: (0.5, 1, 1).
         key_mask: bool ``[B, M]``, True takes part.
 
-    What reads a state of TaylorShift is its efficient form, with its range: without a temperature,
-    long queries orthogonal to long keys lose digits (see ``taylorshift_attention``).
+    A state of TaylorShift is used in its efficient form and has the same limits: without a
+    temperature, long queries orthogonal to long keys lose precision (see
+    ``taylorshift_attention``).
 
     Raises:
-        ValueError: shapes, dtypes, devices or names that do not fit, an option of the other kind.
+        ValueError: shapes, dtypes, devices or names that do not fit, or an option of the other
+            kind.
     """
     check_tensors(None, k, v, key_mask)
     _check_options(k, kind, feature_map, temperature, coefficients)
@@ -221,22 +224,22 @@ def _taylor_state(
         k, v = k.masked_fill(absent, 0), v.masked_fill(absent, 0)
     if temperature is not None:
         k = unit(k)
-    # All sums are plain: the weights of the polynomial enter when queries come.
+    # The sums are unweighted: the weights of the polynomial enter in ``attend``.
     s2 = feature_state(k.flatten(0, 1), v.flatten(0, 1)).unflatten(0, k.shape[:2])
     sums = s2, product(k.mT, v), product(k.mT, k), k.sum(2), v.sum(2)
     return TaylorState(*sums, key_counts(k, key_mask, dtype=torch.int64), temperature, coefficients)
 
 
 def attend(q: Tensor, state: State) -> Sums:
-    """Return the sums of the queries over all keys of the state; ``.divide()`` of them gives the
-    output ``[B, h, N, e]``.
+    """Return the sums of the queries over all keys of the state;
+    ``.divide()`` gives the output ``[B, h, N, e]``.
 
     Args:
         q: ``[B, h, N, d]``, as given to the attention.
-        state: what ``summarize`` or ``step`` returned.
+        state: the result of ``summarize`` or ``step``.
 
     Raises:
-        ValueError: q does not fit the state in shape, dtype or device, or ``state`` is no state.
+        ValueError: q does not fit the state in shape, dtype or device, or ``state`` is not a state.
     """
     _check_query(q, state)
     with without_autocast(q):
@@ -292,21 +295,21 @@ def step(
     temperature: Tensor | None = None,
     coefficients: Coefficients | None = None,
 ) -> tuple[Tensor, State]:
-    """Take one token of causal attention at constant cost: add its key to the state, then attend
+    """Process one token of causal attention at constant cost: add its key to the state, then attend
     with its query.
 
     Args:
         q, k, v: ``[B, h, 1, d]``, ``[B, h, 1, d]``, ``[B, h, 1, e]``.
-        state: of the tokens before; None starts from nothing.
-        kind, feature_map, temperature, coefficients: as in ``summarize``, for a start from nothing;
-            a state brings its own.
+        state: state of the earlier tokens; None: this is the first token.
+        kind, feature_map, temperature, coefficients: as in ``summarize``, only for the first token;
+            a state has its own.
 
     Returns:
         out ``[B, h, 1, e]`` in the dtype of v, and the state with this token.
 
     Raises:
-        ValueError: more than one token, an option beside a state, and what ``summarize``, ``+`` and
-            ``attend`` refuse.
+        ValueError: more than one token, an option in addition to a state, or as
+            ``summarize``, ``+`` and ``attend``.
 
     Source: Katharopoulos et al. 2020, eq. 16 to 20.
     """

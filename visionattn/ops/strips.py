@@ -1,15 +1,15 @@
-"""Attention of a strip of rows of a grid, given the little that it needs of all other rows.
+"""Attention of a strip of grid rows, from short summaries of all other rows.
 
-A query needs of far keys only sums: the state of the content (``summarize``), and for relative
-position the sum of the values of each class. So a strip of rows is attended to exactly with the
-state of all tokens, a halo of R - 1 rows of values on either side, and the sums of what lies
-further. Those are sums from one side, never differences.
+A query needs only sums over far keys: the state of the content (``summarize``), and for relative
+position the sum of the values of each class. So attention of a strip is exact with the state of all
+tokens, a halo of R - 1 rows of values on either side, and the sums of the rows beyond. These sums
+start from one side and are never differences.
 
     rows of the grid    0 ........ first - a | .. first .. last .. | last + b ........ H - 1
-    what a strip sees   one sum, ``above``   |     values          |   one sum, ``below``
+    inputs of a strip   one sum, ``above``   |     values          |   one sum, ``below``
 
-This module owns what a strip sees and its sums; who holds which rows, and how they come here, is
-the caller's. All of it can be differentiated. Prefix tokens have the content alone: ``attend``.
+This module owns the inputs of a strip and the resulting sums; the caller distributes and transfers
+rows. Everything is differentiable. Prefix tokens have only the content term: ``attend``.
 """
 
 from dataclasses import dataclass
@@ -45,21 +45,21 @@ class Strip(NamedTuple):
         return self.last - self.first
 
     def with_halo(self, rows: int) -> "Strip":
-        """Return the strip with so many rows more on either side, as far as the grid has them."""
+        """Return the strip with this many more rows on either side, within the grid."""
         first, last = max(0, self.first - rows), min(self.grid.height, self.last + rows)
         return Strip(self.grid, first, last)
 
 
 @dataclass(frozen=True)
 class SeenRows:
-    """What ``Joint``, or ``Flat`` with a layout, needs of the values.
+    """The values that ``Joint``, or ``Flat`` with a layout, needs for a strip.
 
     Args:
-        values: ``[B, h, rows, W, e]``, those of the strip with its halo (``Strip.with_halo``); of
-            ``Flat`` ``[B, h, n, e]``, those of the strip's patches and of up to R - 1 patches
-            before and behind them in the sequence.
-        above, below: ``[B, h, W, e]``, of ``Flat`` ``[B, h, e]``, the sums of all rows or patches
-            before and behind these; None where there are none.
+        values:
+            ``[B, h, rows, W, e]``, rows of the strip and its halo (``Strip.with_halo``). For ``Flat`` ``[B, h, n, e]``,
+            the strip's patches and up to R - 1 patches before and after them in the sequence.
+        above, below: ``[B, h, W, e]`` (``Flat``: ``[B, h, e]``), the sums of all rows or patches
+            before and after these; None if there are none.
     """
 
     values: Tensor
@@ -69,11 +69,11 @@ class SeenRows:
 
 @dataclass(frozen=True)
 class SeenLines:
-    """What ``Axial`` needs of the values: sums over the whole grid.
+    """The values that ``Axial`` needs for a strip: sums over the whole grid.
 
     Args:
-        rows: of each row, ``[B, h, H, e]``.
-        columns: of each column, ``[B, h, W, e]``.
+        rows: sum of each row, ``[B, h, H, e]``.
+        columns: sum of each column, ``[B, h, W, e]``.
     """
 
     rows: Tensor
@@ -84,13 +84,16 @@ Seen = SeenRows | SeenLines
 
 
 def _reach(relative: Joint | Flat) -> int:
-    """Return how many rows, or patches along the sequence, are seen one by one on either side."""
+    """Return the number of rows, or patches along the sequence, that a query sees individually on
+    either side.
+    """
     return max(0, relative.table.shape[1] // 2 - 1)
 
 
 def halo_of(relative: RelativePosition | None) -> int:
-    """Return how many rows of values on either side of a strip its queries see one by one; of
-    ``Flat`` these are as many as hold R - 1 patches.
+    """Return the number of halo rows on either side, whose values queries see individually.
+
+    For ``Flat`` it is the number of rows that hold R - 1 patches.
     """
     if relative is None or isinstance(relative, Axial):
         return 0
@@ -99,7 +102,7 @@ def halo_of(relative: RelativePosition | None) -> int:
 
 
 def seen_span(relative: Joint | Flat, strip: Strip) -> slice:
-    """Return which rows of the grid, or for ``Flat`` which patches, a strip sees one by one."""
+    """Return the rows of the grid (``Flat``: the patches) that a strip sees individually."""
     if isinstance(relative, Joint):
         whole = strip.with_halo(halo_of(relative))
         return slice(whole.first, whole.last)
@@ -115,24 +118,25 @@ def strip_attention(
     strip: Strip | None = None,
     seen: Seen | None = None,
 ) -> Tensor:
-    """Return the weighted mean of all values for the patches of a strip, as the attention of the
-    whole grid gives it, up to rounding.
+    """Return the weighted mean of all values for the patches of a strip.
+
+    The result equals the attention of the whole grid, up to rounding.
 
     Args:
         q: ``[B, h, n, d]``, the queries of the strip's patches, row by row, as given to the
-            attention; without relative position any queries, prefix tokens too.
-        state: of all keys, those of prefix tokens too.
-        relative: of the whole grid, with all patches present.
-        strip: which rows, for relative position.
-        seen: what is seen of the values: ``SeenRows`` for ``Joint`` and ``Flat``, ``SeenLines``
-            for ``Axial``.
+            attention; without relative position any queries, prefix tokens included.
+        state: state of all keys, prefix tokens included.
+        relative: relative position of the whole grid, with all patches present.
+        strip: the rows, needed for relative position.
+        seen: the values for relative position:
+            ``SeenRows`` for ``Joint`` and ``Flat``, ``SeenLines`` for ``Axial``.
 
     Returns:
         ``[B, h, n, e]`` in the dtype of the state.
 
     Raises:
-        ValueError: shapes that do not fit, what is seen is of another relative position, or patches
-            of the grid are missing.
+        ValueError: shapes that do not fit, ``seen`` of another relative position, or missing
+            patches.
     """
     mean, mass = _mean(q, state, relative, strip, seen)
     if isinstance(state, KernelState) and state.feature_map == "elu1" and is_tiny(mass):
@@ -186,8 +190,8 @@ def strip_sums(
     Args:
         q: ``[B, h, n, d]``, float32 or float64, the dtype of the sums.
         seen, relative, strip: see ``strip_attention``.
-        total: keys that each query sees, ``[1, 1, 1]``, prefix tokens included; with "mean" the
-            sums are in units of the mean of so many keys.
+        total: number of keys that each query sees, ``[1, 1, 1]``, prefix tokens included; with
+            "mean", the sums are means times this number.
     """
     factor = total.unsqueeze(3) if relative.normalization == "mean" else None
     of_kind = _axial_sums if isinstance(seen, SeenLines) else _sums_of_classes
@@ -197,9 +201,11 @@ def strip_sums(
 def _sums_of_classes(
     q: Tensor, seen: SeenRows, relative: Joint | Flat, strip: Strip, factor: Tensor | None
 ) -> Sums:
-    """Let the sum of far rows stand as one row before the halo, and the other behind it: as seen
-    from the strip they are of the same classes as the rows that they are the sum of. ``Flat`` does
-    so along the sequence of patches, a grid of one row.
+    """Return the sums over classes, with the sums of far rows as one extra row before and one after
+    the halo.
+
+    For the strip, an extra row belongs to the same classes as the rows that it sums. ``Flat`` works
+    along the sequence of patches: a grid of one row.
     """
     table, halo, (height, width) = (
         relative.table.to(q.dtype),
@@ -226,7 +232,7 @@ def _sums_of_classes(
     rows, columns = (axis_counts(*axis, q.dtype, q.device).T for axis in axes)
     counts = (rows[:, None, :, None] * columns[None, :, None, :]).flatten(2).unsqueeze(0)
     counts = counts.narrow(dim - 1, own.start, own.stop - own.start)
-    # Queries of nothing stand in the other rows, whose results are left out.
+    # Zero queries fill the other rows; their results are dropped.
     pad = (0, 0) * (4 - dim) + (before, behind)
     queries, counts = F.pad(q.unflatten(2, shape), pad), F.pad(counts, pad)
     classes = queries, table.flatten(1, 2), torch.cat(values, dim), counts, factor, *horizons
@@ -256,21 +262,21 @@ def _axial_sums(
 def _line_sums(
     q: Tensor, table: Tensor, sums: Tensor, keys: int, lines: slice, factor: Tensor | None
 ) -> Tensor:
-    """Return the sums of one axis with the mass behind them, ``[B, h, lines, n, e + 1]``.
+    """Return the sums of one axis, with the mass as last column, ``[B, h, lines, n, e + 1]``.
 
     Args:
         q: ``[B, h, lines, n, d]``, the queries of some lines.
         table: ``[h or 1, 2R+1, d]``.
-        sums: of the values of each line of the grid, ``[B, h, L, e]``.
-        keys: the patches of a line.
-        lines: which of the L lines the queries are of.
-        factor: with "mean", all keys, ``[1, 1, 1, 1]``.
+        sums: sums of the values of each line of the grid, ``[B, h, L, e]``.
+        keys: number of patches in a line.
+        lines: the lines of the queries, out of L.
+        factor: with "mean", the number of all keys, ``[1, 1, 1, 1]``.
     """
     length = sums.shape[2]
     horizon = min(table.shape[1] // 2, length)  # no line is further away than L - 1
     middle = table.shape[1] // 2
     table = table[:, middle - horizon : middle + horizon + 1]
-    # The number of keys goes along behind the values: it is what the mass sums.
+    # The number of keys is an extra column of the values: the mass is its sum.
     x = torch.cat([sums, sums.new_full((*sums.shape[:3], 1), keys)], 3)
     of_lines = RowClasses(x.flatten(0, 1), horizon)
     size = max(1, LINE_ELEMENTS // (q.shape[1] * (2 * horizon + 1) * (q.shape[3] + x.shape[3])))

@@ -1,7 +1,7 @@
-"""The pair of sums that each term of an attention returns, and what all terms share.
+"""The pair of sums that each term of an attention returns, and helpers that all terms share.
 
-Terms add, and one division at the end makes the output. Here are too: the dropping of rows of
-values, the dtype of sums, and products that autocast leaves alone.
+Terms add, and one division at the end gives the output. The module also drops rows of values, fixes
+the dtype of sums, and has products that ignore autocast.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Sums:
 
     Args:
         values: ``sum_j w_ij v_j``, ``[B, h, N, e]``, float32 (float64 for float64 inputs), or
-            rounded to bfloat16 where products are.
+            rounded to bfloat16 if products are.
         mass: ``sum_j w_ij``, ``[B, h, N]``, float32 (float64 for float64 inputs).
     """
 
@@ -41,23 +41,24 @@ class Sums:
         return weighted_mean(self.values, self.mass)[0]
 
     def divide_with(self, more: "Sums", skip: int) -> Tensor:
-        """Return the weighted mean under these weights and ``more``, which are for the tokens from
-        ``skip`` on.
+        """Return the weighted mean under these weights and
+        ``more``, which starts at token ``skip``.
         """
         return weighted_mean(self.values, self.mass, more.values, more.mass, skip)[0]
 
 
 def drop_values(v: Tensor, value_drop: float, generator: torch.Generator | None = None) -> Tensor:
-    """Drop each row of ``v [B, h, M, e]`` with probability ``value_drop`` and multiply the others
-    by ``1 / (1 - value_drop)``: dropout of attention, with one meaning in every form.
+    """Drop each row of
+    ``v [B, h, M, e]`` with probability ``value_drop`` and scale the others by ``1 / (1 - value_drop)``.
 
-    Single weights cannot be dropped in linear time. A row that is dropped adds nothing to the sums
-    of values; mass and counts stay as they are, so the expected output is that without dropout.
+    This is attention dropout, with the same meaning in every form: single weights cannot be dropped
+    in linear time. A dropped row adds nothing to the sums of values. Mass and counts are unchanged,
+    so the expected output is the output without dropout.
     """
     if value_drop == 0:
         return v
     shape, options = (*v.shape[:3], 1), dict(device=v.device, dtype=torch.float32)
-    # A compiler of varying sizes cannot take generator=None.
+    # With dynamic sizes, the compiler does not accept generator=None.
     uniform = (
         torch.rand(shape, **options)
         if generator is None
@@ -72,9 +73,11 @@ def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def counting_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which tokens are counted: float64 for floats where ``torch.export``
-    traces. A tool that makes float16 of an exported program leaves float64 as it is, and float16
-    holds no number above 65,504.
+    """Return the dtype in which tokens are counted: float64 for floats while ``torch.export``
+    traces.
+
+    Tools that convert an exported program to float16 leave float64 unchanged, and float16 holds no
+    number above 65,504.
     """
     exporting = dtype.is_floating_point and torch.compiler.is_exporting()
     return torch.float64 if exporting else dtype
@@ -82,15 +85,17 @@ def counting_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @cache
 def has_bfloat16_products() -> bool:
-    """Tell whether this processor multiplies bfloat16 matrices faster than float32 ones
-    (AVX512-BF16 or AMX).
+    """Return whether this CPU multiplies bfloat16 matrices faster than float32 ones (AVX512-BF16 or
+    AMX).
     """
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def product_dtype(*tensors: Tensor) -> torch.dtype:
-    """Return the dtype of the operands of matrix products inside an operator: bfloat16 if all
-    tensors are bfloat16 on a processor that multiplies it, else that of the sums.
+    """Return the dtype of the operands of matrix products inside an operator.
+
+    It is bfloat16 if all tensors are bfloat16 on a CPU that multiplies it, else the dtype of the
+    sums.
     """
     if all(t.dtype == torch.bfloat16 and t.device.type == "cpu" for t in tensors):
         return torch.bfloat16 if has_bfloat16_products() else torch.float32
@@ -122,8 +127,8 @@ def product(x: Tensor, y: Tensor) -> Tensor:
     """Return ``x y`` for ``x [..., n, d]`` and ``y [..., d, m]`` or ``[d, m]``, in their own dtype
     in both directions.
 
-    A plain product leaves autocast in the forward pass alone: its gradient takes the dtype that
-    autocast gives it.
+    With a plain product, disabling autocast affects only the forward pass: its gradient would still
+    follow autocast.
     """
     with without_autocast(x):
         return torch.matmul(x, y)
@@ -151,15 +156,15 @@ def weighted_mean(
     more_mass: Tensor | None = None,
     skip: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Return the mean ``[B, h, N, e]`` under all weights, 0 where there are none, and their sum
+    """Return the mean ``[B, h, N, e]`` under all weights, 0 for no weight, and their sum
     ``[B, h, N]``.
 
     Args:
         values, mass: sums of one term, ``[B, h, N, e]`` and ``[B, h, N]``.
-        more_values, more_mass: those of another term, for the tokens from ``skip`` on.
+        more_values, more_mass: sums of another term, for the tokens from ``skip`` on.
 
-    For its gradient it keeps its two results alone. In memory the mean has tokens before heads, as
-    a projection of all heads together wants it.
+    Only the two results are saved for the gradient. In memory the mean has tokens before heads, as
+    the projection of all heads together wants it.
     """
     out, total = tokens_first(mass, *values.shape), mass.clone()
     if more_mass is not None:
@@ -182,8 +187,8 @@ def weighted_mean(
 def tokens_first(
     like: Tensor, batch: int, heads: int, tokens: int, width: int, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return memory for ``[B, h, N, e]`` that lies as ``[B, N, h, e]``, as the projection of all
-    heads together wants it.
+    """Return uninitialised memory ``[B, h, N, e]`` stored as ``[B, N, h, e]``, as the projection of
+    all heads together wants it.
     """
     return like.new_empty(batch, tokens, heads, width, dtype=dtype).transpose(1, 2)
 
@@ -201,8 +206,8 @@ def weighted_mean_backward(grad: Tensor, out: Tensor, mass: Tensor) -> tuple[Ten
 
 
 def weighted_mean_gradients(grad: Tensor, out: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``g = grad / mass`` for the sums of values, 0 where there is no mass, and
-    ``-<g, out>`` for the mass.
+    """Return ``g = grad / mass`` for the sums of values, 0 without mass, and ``-<g, out>`` for the
+    mass.
     """
     d_values = torch.div(grad, divisor_of(mass), out=out.new_empty(out.shape)).masked_fill_(
         (mass == 0).unsqueeze(-1), 0

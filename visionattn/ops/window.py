@@ -1,14 +1,13 @@
-"""Window attention: an exact softmax among the patches of each window of a grid, whose time and
-memory grow linearly with the patches.
+"""Window attention: exact softmax among the patches of each window of a grid, linear in the
+patches.
 
-It owns the windows: where they begin, which tokens see each other, and how results and gradients
-are made window by window, a few of them in memory at a time. The scores of relative position are
-those of ``relative_scores``, and the softmax forward is PyTorch's
-``scaled_dot_product_attention``.
+This module places the windows and decides which tokens see each other. It computes results and
+gradients window by window, with a few windows in memory at a time. ``relative_scores`` computes the
+scores of relative position; the forward softmax is PyTorch's ``scaled_dot_product_attention``.
 
-No window is padded. The windows of a grid fall into at most nine pieces of equal ones: those
-within, and those at its borders, which are smaller. A grid of 5 x 9 with windows of 4, on the right
-shifted by half a window:
+No window is padded. The windows of a grid fall into at most nine groups of equal size: inner
+windows, and smaller ones at the borders. A grid of 5 x 9 with windows of 4, on the right shifted by
+half a window:
 
     a a a a b b b b c        a a b b b b c c c
     a a a a b b b b c        a a b b b b c c c
@@ -39,17 +38,17 @@ from visionattn.ops.position.scores import (
 from visionattn.ops.sums import accumulation_dtype, drop_values, tokens_first
 
 WINDOW_SIZE = 7
-"""Patches along a side of a window unless another number is given, as in Swin."""
+"""Default number of patches along a side of a window, as in Swin."""
 CACHED_ELEMENTS = 1 << 19
-"""Scores that are in memory at a time on a processor, where they should stay in cache."""
+"""Number of scores in memory at a time on a CPU, so that they stay in cache."""
 ELEMENTS_AT_ONCE = 1 << 26
-"""Likewise elsewhere, where each piece is a launch of its own."""
+"""The same for other devices, where each piece is one launch."""
 WINDOWS_AT_ONCE = 1 << 15
-"""Windows that one call of PyTorch's attention gets: GPUs number 65,535 at most."""
+"""Maximum number of windows in one call of PyTorch's attention: GPUs allow 65,535."""
 
 
 class _Piece(NamedTuple):
-    """Equal windows beside each other, of some images; without ``rows`` the prefix tokens, which
+    """Adjacent windows of equal size, of some images. Without ``rows``: the prefix tokens, which
     see all tokens.
     """
 
@@ -77,8 +76,9 @@ class _Piece(NamedTuple):
         return self.view(x).flatten(0, 2).flatten(2, 3)
 
     def keys(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Return a copy of what each window sees, ``[windows, h, P + height * width, c]``: prefix
-        tokens, then its patches; 0 where ``seen`` has none.
+        """Return a copy of the keys that each window sees, ``[windows, h, P + height * width, c]``.
+
+        Prefix tokens come first, then the window's patches. Keys outside ``seen`` are 0.
         """
         if self.rows is None:
             keys = x[self.images].clone()
@@ -95,8 +95,8 @@ class _Piece(NamedTuple):
         return None if visible is None else self.keys(visible[:, None, :, None]).mT
 
     def bias(self, q: Tensor, table: Tensor | None) -> Tensor | None:
-        """Return ``q . r / sqrt(d)`` of the pairs of each window, 0 for prefix tokens as keys:
-        ``[windows, h, n, P + n]``.
+        """Return ``q . r / sqrt(d)`` of the pairs of each window, ``[windows, h, n, P + n]``; 0 for
+        prefix tokens as keys.
         """
         if table is None or self.rows is None:
             return None
@@ -105,7 +105,9 @@ class _Piece(NamedTuple):
         return scores[:, :, self.prefix :]
 
     def add(self, x: Tensor, total: Tensor, prefix: int = 0) -> None:
-        """Add what queries, or with their ``prefix`` keys, give to ``total [B, h, P + H*W, c]``."""
+        """Add results of queries, or of keys with their
+        ``prefix``, to ``total [B, h, P + H*W, c]``.
+        """
         if self.rows is None:
             total[self.images, :, : x.shape[2]] += x
             return
@@ -117,10 +119,10 @@ class _Piece(NamedTuple):
 
 
 def _segments(length: int, window: int, shifted: bool) -> list[tuple[int, int, int]]:
-    """Cut an axis into windows: begin, end and size of those that are equal and beside each other.
+    """Cut an axis into windows: return begin, end and window size of each run of equal windows.
 
-    Where they begin does not depend on the length: patches that are absent at the end of an axis
-    change nothing.
+    Window borders do not depend on the length, so absent patches at the end of an axis change
+    nothing.
     """
     first = min(window // 2, length) if shifted else 0
     inner = first + (length - first) // window * window
@@ -129,7 +131,7 @@ def _segments(length: int, window: int, shifted: bool) -> list[tuple[int, int, i
 
 
 def _pieces(q: Tensor, height: int, width: int, window: int, shifted: bool) -> Iterator[_Piece]:
-    """Yield all windows for ``q [B, h, P + H*W, d]``, so many at once as their scores may be."""
+    """Yield all windows of ``q [B, h, P + H*W, d]``, in pieces that respect the limit on scores."""
     batch, heads, tokens = q.shape[:3]
     prefix = tokens - height * width
     most = CACHED_ELEMENTS if q.device.type == "cpu" else ELEMENTS_AT_ONCE
@@ -148,12 +150,13 @@ def _pieces(q: Tensor, height: int, width: int, window: int, shifted: bool) -> I
 
 
 def _softmax(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seen: Tensor | None) -> Tensor:
-    """Return ``softmax(q k^T / sqrt(d) + bias) v`` over the keys that are seen, where the values of
-    the others are 0; 0 without any.
+    """Return ``softmax(q k^T / sqrt(d) + bias) v`` over the keys in ``seen``; 0 without any. Other
+    values must be 0.
     """
     if seen is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-    # Where there is no key, all are seen instead, whose values are 0: no 0/0.
+    # A query without keys sees all of them instead. Their values are 0, so the result is 0 and not
+    # 0/0.
     mask = seen | ~seen.any(-1, keepdim=True)
     if bias is not None:
         mask = bias.masked_fill(~mask, float("-inf"))
@@ -163,8 +166,10 @@ def _softmax(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seen: Tensor 
 def _softmax_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seen: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of ``_softmax`` with respect to q, k, v and the scores, and q as far as
-    it has a part in them: 0 where a query's result receives no gradient.
+    """Return the gradients of ``_softmax`` with respect to q, k, v and the scores, and q with
+    unused rows set to 0.
+
+    A row is unused if the query's result receives no gradient.
     """
     scale = q.shape[3] ** -0.5
     weights = torch.matmul(q * scale, k.mT)
@@ -179,7 +184,7 @@ def _softmax_backward(
     d_scores = weights * (d_scores - (weights * d_scores).sum(-1, keepdim=True))
     idle = None
     if not is_known_finite(d_scores, q):
-        # What such a query holds, or a key that such queries alone see, may be anything.
+        # Such a query, or a key that only such queries see, may hold anything.
         idle = (grad == 0).all(-1, keepdim=True)
         q = q.masked_fill(idle, 0)
         weights, d_scores = (x.masked_fill_(idle, 0) for x in (weights, d_scores))
@@ -191,8 +196,8 @@ def _softmax_backward(
 
 
 def _flops(q, v, table, height: int, width: int, window: int, shifted: bool, *, backward: bool):
-    """Count the products of pairs that see each other and those of relative position; backward
-    makes the scores once more.
+    """Count the products of visible pairs and of relative position; the backward pass recomputes
+    the scores.
     """
     (batch, heads, tokens, d), e, prefix = q, v[3], q[2] - height * width
     pairs, relative = prefix * tokens, 0
@@ -222,12 +227,12 @@ def windows(
     window: int,
     shifted: bool,
 ) -> Tensor:
-    """Return the means of v, ``[B, h, P + H*W, e]``; keeps its inputs alone.
+    """Return the means of v, ``[B, h, P + H*W, e]``; autograd saves only the inputs.
 
     Args:
         q, k, v: ``[B, h, P + H*W, d or e]`` of one dtype, patches row by row.
         table: signed, ``[h or 1, 2Ry+1, 2Rx+1, d]``.
-        visible: bool ``[B, P + H*W]``, which tokens take part as keys.
+        visible: bool ``[B, P + H*W]``, the tokens that take part as keys.
         height, width: H, W.
         window: patches along a side of a window.
         shifted: begin with half a window.
@@ -256,8 +261,9 @@ def windows_backward(
     window: int,
     shifted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of ``windows`` with respect to q, k, v and the table, empty where there
-    is none. The weights are made once more, window by window, in float32 or wider.
+    """Return the gradients of ``windows`` with respect to q, k, v and the table (empty if None).
+
+    The weights are recomputed window by window, in float32 or wider.
     """
     wide, scale = accumulation_dtype(q), q.shape[3] ** -0.5
     d_q, d_k, d_v = (x.new_zeros(x.shape, dtype=wide) for x in (q, k, v))
@@ -288,7 +294,7 @@ differentiate(windows, windows_backward, outputs="out", gradients="q k v table")
 
 
 def _table_of(relative: RelativePosition | None) -> Tensor | None:
-    """Return the table of both axes; that of ``Axial`` is the sum of its two."""
+    """Return the table of both axes; for ``Axial`` the sum of its two tables."""
     if isinstance(relative, Axial):
         return relative.rows[:, :, None] + relative.columns[:, None]
     return None if relative is None else relative.table
@@ -306,7 +312,7 @@ def _check(layout: TokenLayout | None, relative: RelativePosition | None, window
 
 
 def check_window_size(window_size: int) -> None:
-    """Raise ValueError unless it is a whole number from 1."""
+    """Raise ValueError unless it is an integer of at least 1."""
     if not isinstance(window_size, int) or isinstance(window_size, bool) or window_size < 1:
         raise ValueError(
             f"window_size: wanted a whole number of patches from 1, got {window_size!r}"
@@ -314,7 +320,7 @@ def check_window_size(window_size: int) -> None:
 
 
 def _completed(x: Tensor, layout: TokenLayout) -> Tensor:
-    """Put 0 in place of missing patches: ``[B, h, P + n, c]`` to ``[B, h, P + H*W, c]``."""
+    """Insert 0 at missing patches: ``[B, h, P + n, c]`` to ``[B, h, P + H*W, c]``."""
     return torch.cat([x[:, :, : layout.num_prefix], layout.on_grid(x).flatten(2, 3)], 2)
 
 
@@ -331,38 +337,41 @@ def window_attention(
     value_drop: float = 0.0,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Compute ``softmax((q k^T + q r^T) / sqrt(d)) v`` where each patch sees the patches of its
-    window of the grid, and the prefix tokens; those see all tokens, and all see them.
+    """Compute ``softmax((q k^T + q r^T) / sqrt(d)) v`` within windows of the grid.
 
-    Windows begin at the top left, and at the bottom and the right they are as large as the grid
-    leaves them. Time and memory are linear in the patches: each has ``P + window_size^2`` keys at
-    most. Weights of a few windows at a time are in memory, forward and backward: with 6 heads of
-    width 64 and float32, 13 MiB above the result, and in a training step 39 MiB above result and
-    gradients, at 4,096 and at 16,384 patches alike (measured with torch's profiler on a CPU).
+    Each patch attends to the patches of its window and to the prefix tokens. Prefix tokens attend
+    to all tokens.
+
+    Windows begin at the top left; at the bottom and right borders they are as large as the grid
+    allows. Time and memory are linear in the patches: each patch has at most ``P + window_size^2``
+    keys. Only the weights of a few windows are in memory at a time, forward and backward. With 6
+    heads of width 64 and float32, peak memory is 13 MiB above the result, and in a training step 39
+    MiB above result and gradients, for 4,096 and for 16,384 patches alike (measured with torch's
+    profiler on a CPU).
 
     Args:
         q, k, v: ``[B, h, N, d]``, ``[B, h, N, d]``, ``[B, h, N, e]`` with N tokens of the layout.
         window_size: patches along a side of a window.
-        shifted: the first window of each axis has half a side, ``window_size // 2`` patches, so
-            that in turns with windows that are not shifted, what lies on both sides of a border
-            meets.
-        layout: where the tokens lie, and which are missing or absent; left out with ``relative``,
-            which has its own.
-        relative: signed tables, of which offsets within a window use the middle: with
-            ``R >= window_size - 1`` each has an entry of its own. ``normalization`` has no meaning.
-        key_mask: bool ``[B, N]``, True takes part. A query that sees no key gets 0, with zero
-            gradient. What masked keys, absent patches and other windows hold plays no part, NaN
-            and inf included; of a query whose result receives no gradient neither.
+        shifted: the first window of each axis has half a side, ``window_size // 2`` patches.
+            Alternating with unshifted windows, it connects patches across window borders.
+        layout: the places of the tokens, and which are missing or absent; only without
+            ``relative``, which has its own.
+        relative: signed tables; offsets within a window use the middle entries. With
+            ``R >= window_size - 1`` each offset has its own entry. ``normalization`` has no
+            meaning.
+        key_mask: bool ``[B, N]``, True takes part. A query without keys gets 0, with zero gradient.
+            Contents of masked keys, absent patches and other windows have no effect, NaN and inf
+            included. Neither has a query whose result receives no gradient.
         value_drop: drop whole rows of v with this probability and scale up the others; see
             ``drop_values``.
-        generator: of the draws of value_drop.
+        generator: random generator for value_drop.
 
     Returns:
         ``[B, h, N, e]`` in the dtype of v.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, a layout of another number of tokens
-            than N, none or two layouts, ``Flat``, or a normalization other than the default.
+        ValueError: shapes, dtypes or devices that do not fit, a layout with another number of
+            tokens than N, no layout or two, ``Flat``, or a normalization other than the default.
 
     Source: Liu et al. 2021 (Swin), section 3.2, with the relative position of Shaw et al. 2018, eq.
     5, in place of its bias, and smaller windows at the borders in place of its cyclic shift; prefix

@@ -1,7 +1,8 @@
 """Attention of a strip of rows of a grid, given sums over all tokens and the rows around the strip.
 
-Bands of rows, one after the other, and processes, each with its rows, both compute with this. They
-differ in how sums of strips become sums of all tokens, and in where rows of other strips come from.
+Bands of rows, one after the other, and parallel processes, each with its own rows, both use this.
+They differ in how sums of strips become sums of all tokens, and in where rows of other strips come
+from.
 """
 
 from collections.abc import Sequence
@@ -30,20 +31,20 @@ from visionattn.ops.strips import (
 from visionattn.ops.sums import accumulation_dtype
 
 StripSums = dict[str, Tensor]
-"""Sums over tokens by name: the parts of a state, and for ``Axial`` the values of each row and of
-each column. Of windows, ``softmax``, what prefix tokens see.
+"""Sums over tokens by name: the parts of a state, and for ``Axial`` the values of each row and each
+column. For windows ``softmax``, the attention of the prefix tokens.
 """
 
 
 class Around(NamedTuple):
-    """Values that a strip sees row by row, and sums of the others.
+    """Values around a strip that queries see individually, and sums of the other values.
 
     Args:
         strip: the rows of ``values``.
         values: ``[B, h, rows, W, e]``.
-        keys: the same of keys, for windows.
-        above, below: ``[B, h, W, e]``, of ``Flat`` ``[B, h, e]``, sums of what lies beyond what is
-            seen one by one.
+        keys: keys of the same rows, for windows.
+        above, below: ``[B, h, W, e]`` (``Flat``: ``[B, h, e]``), sums of the values beyond the rows
+            (places) that queries see individually.
     """
 
     strip: Strip
@@ -53,7 +54,7 @@ class Around(NamedTuple):
     below: Tensor | None = None
 
     def part(self, rows: Tensor, strip: Strip) -> Tensor:
-        """Return the rows of a strip within this one, of ``values`` or ``keys``."""
+        """Return the rows of a strip within this one, from ``values`` or ``keys``."""
         return rows[:, :, strip.first - self.strip.first : strip.last - self.strip.first]
 
 
@@ -61,12 +62,12 @@ class StripAttention:
     """The attention of a block, strip by strip.
 
     Args:
-        attn: of this package, with states or windows.
-        layout: prefix tokens and the whole grid, all of whose patches are present.
+        attn: an attention of this package, with states or windows.
+        layout: prefix tokens and the whole grid, with all patches present.
 
     Attributes:
         halo: rows of values on either side of a strip that its patches see.
-        sees_rows: whether patches see values row by row, and not sums alone.
+        sees_rows: whether patches see values row by row, not only sums.
     """
 
     def __init__(self, attn: Attention, layout: TokenLayout):
@@ -80,7 +81,7 @@ class StripAttention:
         self.sees_rows = self.windows or self.reach > 0 or self.has_far
 
     def rows_around(self, strip: Strip) -> Strip:
-        """Return the rows whose values the patches of a strip see one by one."""
+        """Return the rows whose values the patches of a strip see individually."""
         around = strip.with_halo(self.halo)
         if not self.windows:
             return around
@@ -93,7 +94,7 @@ class StripAttention:
         Args:
             k, v: ``[B, h, n, d]``.
             rows: the values of those tokens that are patches, ``[B, h, rows, W, e]``; None: none.
-            first: the first of these rows.
+            first: index of the first of these rows.
         """
         if self.windows:
             return {}
@@ -106,7 +107,7 @@ class StripAttention:
         return found
 
     def of_prefix(self, q: Tensor, sums: StripSums) -> Tensor:
-        """Return the output for prefix tokens ``[B, h, P, d]``, given the sums over all tokens."""
+        """Return the output for prefix tokens ``[B, h, P, d]``, from the sums over all tokens."""
         if self.windows:
             return sums["softmax"][..., :-1]
         return strip_attention(q, self._state(q, sums))
@@ -124,8 +125,8 @@ class StripAttention:
         Args:
             q: ``[B, h, n, d]``.
             strip: their rows.
-            sums: over all tokens.
-            around: the rows of ``rows_around``; None: ``sees_rows`` is False.
+            sums: sums over all tokens.
+            around: the rows of ``rows_around``; None if ``sees_rows`` is False.
             prefix: queries, keys and values of the prefix tokens, for windows.
         """
         if self.windows:
@@ -135,7 +136,7 @@ class StripAttention:
         return strip_attention(q, self._state(q, sums), self.relative, strip, seen).to(q.dtype)
 
     def convolved(self, strip: Strip, around: Around, dtype: torch.dtype) -> Tensor:
-        """Return what ``value_conv`` adds to the output for a strip, ``[B, h, n, e]``."""
+        """Return the term of ``value_conv`` for a strip, ``[B, h, n, e]``."""
         whole, width = strip.with_halo(self.reach), self.grid.width
         values = around.part(around.values, whole).to(dtype).flatten(2, 3)
         found = self.attn.value_conv(values, TokenLayout(0, Grid(whole.rows, width)))
@@ -161,7 +162,7 @@ class StripAttention:
         return SeenRows(values, around.above, around.below)
 
     def _rows_of_windows(self, strip: Strip) -> Strip:
-        """Return the rows of all windows that a strip has a part in."""
+        """Return the rows of all windows that overlap a strip."""
         size, height = self.attn.window_size, self.grid.height
         begin = size // 2 if self.attn.shifted else 0
         edges = [0, *range(begin or size, height, size), height]
@@ -172,8 +173,8 @@ class StripAttention:
         self, q: Tensor, strip: Strip, around: Around, prefix: Sequence[Tensor]
     ) -> Tensor:
         seen, width, size = self._rows_of_windows(strip), self.grid.width, self.attn.window_size
-        # The first windows of a shifted grid are half as high: above other rows than the first of
-        # the image, rows of nothing stand for the missing half.
+        # The first windows of a shifted grid are half as high: for strips below the top of the
+        # image, empty rows fill the missing half.
         top = size // 2 if self.attn.shifted and seen.first else 0
         grid = Grid(top + seen.rows, width)
         begin = top + strip.first - seen.first
@@ -195,8 +196,10 @@ class StripAttention:
 
 
 class FarSums:
-    """Sums of the places of a sequence that lie before and behind each of some spans, gathered as
-    places arrive in any order: sums of pieces between the ends of spans, added up from one side.
+    """Sums of the places of a sequence before and after each of some spans, accumulated from places
+    in any order.
+
+    They are sums of the pieces between the ends of spans, summed from one side.
 
     Args:
         spans: the places of each span.
@@ -208,7 +211,7 @@ class FarSums:
         self.sums: Tensor | None = None
 
     def add(self, first: int, x: Tensor) -> None:
-        """Add ``x [B, h, n, ...]``, whose first place has the number ``first``."""
+        """Add ``x [B, h, n, ...]``, whose first place has the index ``first``."""
         if self.sums is None:
             shape = len(self.cuts) - 1, *x.shape[:2], *x.shape[3:]
             self.sums = x.new_zeros(shape, dtype=accumulation_dtype(x))
@@ -218,15 +221,17 @@ class FarSums:
                 piece += part.sum(2, dtype=piece.dtype)
 
     def around(self, span: slice) -> tuple[Tensor, Tensor]:
-        """Return the sums of the places before and behind a span, ``[B, h, ...]``."""
+        """Return the sums of the places before and after a span, ``[B, h, ...]``."""
         assert self.sums is not None
         before, behind = self.cuts.index(span.start), self.cuts.index(span.stop)
         return self.sums[:before].sum(0), self.sums[behind:].sum(0)
 
 
 def softmax_part(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return the softmax attention of queries ``[B, h, P, d]`` over some of their keys, and behind
-    it the logarithm of its mass: ``[B, h, P, e + 1]``, to be put together by ``softmax_of``.
+    """Return the softmax attention of queries ``[B, h, P, d]`` over some of their keys, followed by
+    the logarithm of its mass: ``[B, h, P, e + 1]``.
+
+    ``softmax_of`` combines such parts.
     """
     q, k, v = (x.to(accumulation_dtype(q, k, v)) for x in (q, k, v))
     with without_autocast(q):
@@ -236,7 +241,7 @@ def softmax_part(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def softmax_of(parts: Sequence[Tensor]) -> Tensor:
-    """Return the softmax over the keys of all parts, as ``softmax_part`` returns that of one."""
+    """Return the softmax over the keys of all parts, in the format of ``softmax_part``."""
     every = torch.stack(list(parts))
     masses = every[..., -1:]
     mean = (every[..., :-1] * masses.softmax(0)).sum(0)

@@ -1,5 +1,5 @@
-"""What becomes of the tokens behind blocks, as they come in pieces: pooled features and logits,
-maps, classes of pixels, evidence.
+"""Outputs from tokens that leave the blocks in pieces: pooled features and logits, feature maps,
+masks, attributions.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,29 +19,29 @@ from visionattn.models.rowwise import weight_like
 from visionattn.models.segmentation import IGNORED, Segmenter, enlarged
 
 Pieces = Callable[[], Iterable[tuple[int, Tensor]]]
-"""Gives all tokens behind the last block once more: rows and tokens ``[1, n, D]``."""
+"""Yields all tokens after the last block once more: first row and tokens ``[1, n, D]``."""
 STREAMED = ("max", "avg", "avgmax", "token")
 STRIP_PIXELS = 1 << 22
-"""Pixels that have logits at once."""
+"""Number of pixels whose logits are in memory at once."""
 
 
 class Output:
-    """Something that is made of tokens as they leave blocks."""
+    """An output computed from tokens as they leave blocks."""
 
     taps: set[int]
-    """Numbers of the blocks whose tokens are taken."""
+    """Indices of the blocks whose tokens are taken."""
 
     def take(self, number: int, first: int | None, x: Tensor) -> None:
-        """Take tokens ``[1, n, D]`` behind a block, of rows from ``first`` on; None: the prefix
+        """Take tokens ``[1, n, D]`` after a block, of rows from ``first`` on; None: the prefix
         tokens, which come first.
         """
         raise NotImplementedError
 
     def end_band(self) -> None:
-        """Hear that the tokens so far are those of whole bands, which may be the last for long."""
+        """Called when the tokens so far form whole bands; the next ones may take long."""
 
     def result(self, again: Pieces) -> Any:
-        """Return what came of it; ``again`` gives the last tokens once more."""
+        """Return the output; ``again`` yields the last tokens once more."""
         raise NotImplementedError
 
 
@@ -67,7 +67,7 @@ class Pooled(Output):
             )
 
     def take(self, number: int, first: int | None, x: Tensor) -> None:
-        """Pool patches, and where that is asked for prefix tokens; keep the first of these."""
+        """Pool patches, and prefix tokens if requested; keep the first prefix token."""
         y, pool = self.model.norm(x), self.model.attn_pool
         if first is None:
             self.token = y[:, 0]
@@ -84,13 +84,13 @@ class Pooled(Output):
         self.count += y.shape[1]
 
     def _pool(self, y: Tensor, place: int) -> None:
-        """Take the largest and the sum of tokens; what prefix tokens win is of no patch, -1."""
+        """Update maximum and sum with tokens; maxima from prefix tokens have place -1."""
         largest, places = y.max(1)
         places = torch.full_like(places, -1) if place < 0 else places + place
         total = y.sum(1, dtype=torch.float64)
         if self.count:
             total = total + self.total
-            # Of equal entries the first counts, and NaN counts as the largest.
+            # The first of equal entries wins, and NaN counts as the largest.
             later = ~(self.largest >= largest) & ~self.largest.isnan()
             largest = torch.where(later, largest, self.largest)
             places = torch.where(later, places, self.places)
@@ -117,14 +117,14 @@ class Pooled(Output):
 
 
 class Evidenced(Pooled):
-    """What speaks for a class: what ``find_attribution`` finds, without the gradient."""
+    """The attribution of a class, as in ``find_attribution``, without the gradient."""
 
     def __init__(self, model: VisionAttnTransformer, grid: Grid, target: int | None):
         super().__init__(model, grid, logits=True)
         self.target = target
 
     def result(self, again: Pieces) -> Attribution:
-        """Return the evidence."""
+        """Return the attribution."""
         logits: Tensor = super().result(again)[0]
         if not logits.isfinite().all():
             raise ValueError("outputs are not finite")
@@ -171,11 +171,11 @@ class Dense(Output):
             self.writer.take(first, rows.permute(2, 0, 1))
 
     def end_band(self) -> None:
-        """Write what came."""
+        """Write the rows taken so far."""
         self.writer.flush()
 
     def result(self, again: Pieces) -> Tensor | None:
-        """Return the map ``[1, D, H, W]``, or None where it was written."""
+        """Return the map ``[1, D, H, W]``, or None if it was written to a sink."""
         found = self.writer.finish()
         return None if found is None else found[None]
 
@@ -184,12 +184,12 @@ class Masked(Output):
     """The class of each pixel.
 
     Args:
-        model: the segmentation.
-        grid: patches.
+        model: the segmentation model.
+        grid: grid of patches.
         size: height and width of the image in pixels.
         sink: see ``forward_tiled``.
-        cells: with several ``head_blocks``, two stores of the logits of cells: what one block adds
-            to those of the blocks before is read from one and written to the other.
+        cells: with several ``head_blocks``, two stores for the logits of cells: each block reads
+            the sum of earlier blocks from one and writes its own sum to the other.
     """
 
     def __init__(
@@ -203,12 +203,12 @@ class Masked(Output):
         self.model, self.grid, self.cells, self.taps = model, grid, cells, set(model.taken)
         self.writer = MapWriter((1, *size), torch.uint8, sink)
         self.waiting: Tensor | None = None
-        """Logits of rows of cells that are not all written, with one before them."""
+        """Logits of rows of cells not yet completely written, with one row before them."""
         self.next = 0
-        """The first row of cells that is not written."""
+        """Index of the first row of cells not yet written."""
 
     def take(self, number: int, first: int | None, x: Tensor) -> None:
-        """Add what the features of a block give to the logits of cells."""
+        """Add a block's features to the logits of cells."""
         if first is None:
             return
         model, place = self.model, self.model.taken.index(number)
@@ -217,7 +217,7 @@ class Masked(Output):
         if self.cells is None:
             logits = model.head(normed).permute(0, 2, 3, 1)
         else:
-            # A sum over blocks, so that no features wait for those of the next block.
+            # A sum over blocks, so that no features are kept until the next block.
             width, last = model.backbone.embed_dim, number == model.taken[-1]
             weight = model.head.weight[:, place * width : (place + 1) * width]
             found = nn.functional.conv2d(normed, weight, model.head.bias if last else None)
@@ -237,7 +237,7 @@ class Masked(Output):
         first = max(0, self.next - 1)
         total = self.grid.height * self.model.cells[0]
         known = first + self.waiting.shape[1]
-        # A row of cells on either side has a part in the interpolation.
+        # The interpolation needs one row of cells on either side.
         until = known if known == total else known - 1
         stride, width = self.model.stride, self.waiting.shape[2]
         step = max(1, STRIP_PIXELS // max(1, stride * stride * width * self.model.num_classes))
@@ -254,19 +254,19 @@ class Masked(Output):
         self.next = max(self.next, until)
 
     def end_band(self) -> None:
-        """Write what came."""
+        """Write the rows taken so far."""
         for cells in self.cells or ():
             cells.flush()
         self.writer.flush()
 
     def result(self, again: Pieces) -> Tensor | None:
-        """Return the classes, uint8 ``[1, H_px, W_px]``, or None where they were written."""
+        """Return the classes, uint8 ``[1, H_px, W_px]``, or None if they were written to a sink."""
         return self.writer.finish()
 
 
 def classes_of(logits: Tensor) -> Tensor:
-    """Return the class of each pixel of ``[C, h, W]``, uint8 ``[1, h, W]``; ``IGNORED`` where its
-    logits are not finite.
+    """Return the class of each pixel of ``[C, h, W]``, uint8 ``[1, h, W]``; ``IGNORED`` for logits
+    that are not finite.
     """
     found = logits.argmax(0).to(torch.uint8)
     return found.masked_fill_(~logits.isfinite().all(0), IGNORED)[None]

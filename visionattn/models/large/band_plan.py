@@ -1,6 +1,4 @@
-"""How many rows the bands of an image have, and whether tokens are in memory or in files, under a
-bound of memory.
-"""
+"""Number of rows per band, and whether tokens are in memory or in files, under a memory limit."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,24 +15,24 @@ from visionattn.models.rowwise import weight_like
 from visionattn.models.segmentation import Segmenter
 
 BAND_TOKENS = 1 << 16
-"""Tokens of a band where memory does not ask for fewer: more of them gain nothing."""
+"""Maximum number of tokens per band: more bring no gain."""
 VECTORS = 20
-"""Vectors as wide as the model that a token of a band takes while it is worked on, measured."""
+"""Memory of a token while its band is processed, in vectors as wide as the model; measured."""
 CLASS_COPIES = 6
-"""How often the numbers of keys of each class are in memory, as they are laid out for a band."""
+"""Number of copies in memory of the keys per class while they are laid out for a band."""
 WORKING_BYTES = 3 << 23
-"""What operations take at most beside their operands, whatever the band: pieces that stay in cache.
-It comes on top of a bound.
+"""Maximum memory of operations in addition to their operands, for any band: pieces that stay in
+cache. It comes on top of a limit.
 """
 SHARE = 0.8
-"""The share of the memory there is that is used unless a bound is given."""
+"""Share of the available memory that is used unless a limit is given."""
 Bands = list[tuple[int, int]]
-"""First row and the row behind the last, band by band, from the top."""
+"""First row and end (exclusive) of each band, from the top."""
 
 
 def bands_of(height: int, rows: int, attn: Attention | None = None) -> Bands:
-    """Return bands of about ``rows`` rows, the last maybe lower; they part no window of an
-    attention.
+    """Return bands of about ``rows`` rows, which do not split windows of the attention; the last
+    may be smaller.
     """
     window, begin = 1, 0
     if attn is not None and attn.kind.windows:
@@ -46,18 +44,18 @@ def bands_of(height: int, rows: int, attn: Attention | None = None) -> Bands:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a pass is done."""
+    """The plan of a pass."""
 
     rows: int
-    """Rows of patches of a band."""
+    """Rows of patches per band."""
     mapped: bool
-    """Whether tokens are in files that are mapped into memory."""
+    """Whether tokens are in memory-mapped files."""
     line: str
-    """What it will take, in words."""
+    """Description of the plan, for people."""
 
 
 class BelowOneBand(ValueError):
-    """A bound of memory is below one band; the text says what a band takes."""
+    """The memory limit is below one band; the message says what a band needs."""
 
 
 def plan(
@@ -70,19 +68,19 @@ def plan(
     rows: int | None = None,
     in_files: bool = False,
 ) -> Plan:
-    """Return how a pass is done.
+    """Return the plan of a pass.
 
     Args:
         body: the model, or the body of a ``Segmenter``.
         grid: patches of the image.
-        memory: bytes; None: 80 % of what there is.
+        memory: limit in bytes; None: 80 % of the available memory.
         want: as for ``forward_tiled``.
-        model: with its head.
-        rows: of the bands of a pass that goes on.
-        in_files: tokens are in files however much memory there is.
+        model: the model with its head.
+        rows: rows per band of a resumed pass.
+        in_files: keep tokens in files even if they fit in memory.
 
     Raises:
-        BelowOneBand: the bound of memory allows no band.
+        BelowOneBand: the memory limit is below one band.
     """
     device, bound = weight_like(body).device, f"memory {sized(memory or 0)}"
     if memory is None and (there := memory_there_is(device)) is not None:
@@ -113,8 +111,8 @@ def plan(
 
 
 def _held_bytes(body: VisionAttnTransformer, grid: Grid, want: str, model: nn.Module) -> int:
-    """Return what is held of all patches: their tokens before and behind a block, and logits of
-    cells, likewise.
+    """Return the bytes kept for all patches: their tokens before and after a block, and likewise
+    logits of cells.
     """
     wide = body.embed_dim
     if want == "masks" and isinstance(model, Segmenter) and len(model.taken) > 1:
@@ -123,8 +121,10 @@ def _held_bytes(body: VisionAttnTransformer, grid: Grid, want: str, model: nn.Mo
 
 
 def _band_bytes(body: VisionAttnTransformer, grid: Grid, rows: int) -> int:
-    """Return what bands of so many rows take: one of them with its halo and a row for the sums on
-    either side, and those sums, for each band of the two layers at work.
+    """Return the memory of bands with this many rows.
+
+    It covers one band with its halo, a row for the sums on either side, and these sums for each
+    band of the two layers in progress.
     """
     classes, halo, far = 0, 0, 0
     pixels = body.in_chans * prod(body.patch_embed.patch_size)
@@ -150,7 +150,7 @@ def _band_bytes(body: VisionAttnTransformer, grid: Grid, rows: int) -> int:
 
 
 def _least_rows(body: VisionAttnTransformer) -> int:
-    """Return the fewest rows that a band may have: one, or those of a window and a half."""
+    """Return the minimum number of rows per band: one, or one and a half windows."""
     sides: list[int] = [
         block.attn.window_size + block.attn.window_size // 2
         for block in body.blocks

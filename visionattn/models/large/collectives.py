@@ -1,11 +1,11 @@
-"""Sums, maxima and exchanges over the ranks of a group that can be differentiated.
+"""Differentiable sums, maxima and exchanges over the ranks of a group.
 
-What is differentiated is the sum of the losses of all ranks: the gradient of a sum over ranks is
-the sum of the gradients of all ranks, and that of an exchange is the exchange back. So where every
-rank has the same loss, each gets a part of the gradients of the weights, and the mean over the
-ranks of these parts, which is what DDP takes, is the gradient of the loss.
+The differentiated function is the sum of the losses of all ranks: the gradient of a sum over ranks
+is the sum of the gradients of all ranks, and the gradient of an exchange is the reverse exchange.
+If every rank has the same loss, each gets a part of the gradients of the weights. The mean of these
+parts over the ranks, which DDP computes, is the gradient of the loss.
 
-The ranks call the same functions in the same order. They are PyTorch's functional collectives, over
+All ranks call the same functions in the same order. They use PyTorch's functional collectives, over
 gloo or NCCL, forward and backward; a group of one rank sends nothing.
 """
 
@@ -23,7 +23,7 @@ Collective = Callable[[Tensor], Tensor]
 
 
 def _waited(x: Tensor) -> Tensor:
-    """Return what a collective gives, once it is there."""
+    """Return the result of a collective, after waiting for it."""
     return x.wait() if isinstance(x, functional.AsyncCollectiveTensor) else x
 
 
@@ -32,7 +32,7 @@ def _reduced(x: Tensor, how: str, group: ProcessGroup) -> Tensor:
 
 
 class _Sent(torch.autograd.Function):
-    """A collective, and the one that its gradient takes back."""
+    """A collective, and the collective for its gradient."""
 
     @staticmethod
     def forward(ctx, x: Tensor, there: Collective, back: Collective) -> Tensor:
@@ -45,11 +45,10 @@ class _Sent(torch.autograd.Function):
 
 
 def summed(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
-    """Return the sums over the ranks of tensors that have the same shapes on all of them, in one
-    message.
+    """Return the sums over the ranks of tensors with equal shapes on all ranks, in one message.
 
     Args:
-        tensors: of one dtype.
+        tensors: tensors of one dtype.
         group: the ranks.
     """
     if distributed.get_world_size(group) == 1 or not tensors:
@@ -64,9 +63,9 @@ def summed(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
 
 
 def largest(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the largest entries of all tokens of all ranks, ``[B, D]`` of ``x [B, n, D]``.
+    """Return the maximum over all tokens of all ranks, ``[B, D]`` of ``x [B, n, D]``.
 
-    Ranks that hold one of equally large entries take equal parts of its gradient.
+    Ranks with equal maxima get equal parts of the gradient.
     """
     own = x.amax(1)
     if distributed.get_world_size(group) == 1:
@@ -74,7 +73,7 @@ def largest(x: Tensor, group: ProcessGroup) -> Tensor:
     found = _reduced(own.detach(), "max", group)
     holds = (own == found).to(accumulation_dtype(x))
     (holders,) = summed([holds], group)
-    # A sum of zeros, whose gradient is that of the largest.
+    # A sum of zeros that carries the gradient of the maximum.
     part = (own - own.detach()) * (holds / holders.clamp(min=1))
     return found + summed([part], group)[0].to(x.dtype)
 
@@ -84,14 +83,14 @@ def exchanged(
     shapes: Sequence[Sequence[Sequence[int]]],
     group: ProcessGroup,
 ) -> list[list[Tensor]]:
-    """Return what the ranks send to this one, in one message.
+    """Return the tensors that other ranks send to this one, in one message.
 
-    Every rank sends something to another one, if only a tensor without entries, and uses all that
-    comes: one that did not would not call the exchange of the gradients.
+    Every rank must send something to another rank, at least an empty tensor, and must use
+    everything it receives: otherwise it would not call the exchange of the gradients.
 
     Args:
-        sent: tensors for each rank, of one dtype; none for this one.
-        shapes: of the tensors that each rank sends here.
+        sent: tensors for each rank, of one dtype; none for this rank.
+        shapes: shapes of the tensors that each rank sends here.
         group: the ranks.
     """
     counts = [[prod(shape) for shape in each] for each in shapes]

@@ -1,18 +1,18 @@
 """``forward_tiled``: the forward pass block by block over bands of rows, for images of any size.
 
-Attention here needs of all other tokens only sums of constant size and a few near rows
-(``ops/strips.py``). So the tokens of the image are held twice, as they are before and behind one
-block, and a block goes over them band by band. While the tokens of a band leave a block, the next
-block gathers its sums of them:
+Attention here needs only sums of constant size and a few nearby rows of all other tokens
+(``ops/strips.py``). The tokens of the image are stored twice, before and after one block, and a
+block processes them band by band. While the tokens of a band leave a block, the next block
+accumulates its sums:
 
     read pixels, embed     tokens of band 0, 1, ...   -> sums of block 0
     block 0 maps           tokens of band 0, 1, ...   -> sums of block 1
     ...
     the last block maps    tokens of band 0, 1, ...   -> output
 
-A step reads tokens from one store and writes them to the other. In files, they are all that a pass
-which was killed goes on with: the bands that are done are read once more, for the sums. Everything
-is computed as ``forward`` does it, up to the rounding of sums.
+A step reads tokens from one store and writes them to the other. Tokens in files are all that a
+killed pass needs to resume: finished bands are read again for the sums. All results equal
+``forward``, up to the rounding of sums.
 """
 
 import tempfile
@@ -55,9 +55,9 @@ from visionattn.ops.sums import accumulation_dtype
 
 Want = Literal["logits", "pooled", "dense", "masks", "evidence"]
 CUT = "; cut the image into tiles"
-"""How the line of a model that cannot be computed in bands ends."""
+"""End of the error for a model that cannot be computed in bands."""
 PIECE_TOKENS = 8192
-"""Tokens whose MLP is computed at once: its hidden layer is four times as wide."""
+"""Number of tokens per MLP call: its hidden layer is four times as wide."""
 
 
 def forward_tiled(
@@ -73,42 +73,44 @@ def forward_tiled(
     prepare: Prepare | None = None,
     say: Callable[[str], object] | None = None,
 ) -> Any:
-    """Compute what a model gives for an image of any size, band by band of rows.
+    """Compute the output of a model for an image of any size, in bands of rows.
 
-    The result is that of ``forward`` at the image's own size, up to the rounding of sums, with the
-    last row and column of pixels repeated up to whole patches. Gradients are not computed.
+    The result equals ``forward`` at the image's own size, up to the rounding of sums, with the last
+    row and column of pixels repeated up to whole patches. There are no gradients.
 
     Args:
-        model: a ``VisionAttnTransformer`` or a ``Segmenter`` of one, in any mode; it is run in eval
-            mode, where it is and in its dtype.
-        source: the image, which is read once, from top to bottom: a ``Source``, or for
-            ``visionattn.forward_tiled`` whatever ``open_source`` opens: a path, an array, a tensor.
-        sink: where a map goes; None: it is returned.
+        model: a ``VisionAttnTransformer`` or a ``Segmenter`` of one, in any mode; it runs in eval
+            mode, on its device and in its dtype.
+        source: the image, read once from top to bottom: a
+            ``Source``, or for ``visionattn.forward_tiled`` anything that ``open_source`` opens: a
+            path, an array, a tensor.
+        sink: receives a map; None: the map is returned.
         want: "logits" ``[1, num_classes]``; "pooled", the features before the classifier
-            ``[1, D]``; "dense", the last feature map after the final norm ``[1, D, H, W]``;
-            "masks", of a ``Segmenter``, the class of each pixel, uint8 ``[1, H_px, W_px]``;
-            "evidence", what speaks for a class (``models/attribution.py``), without the gradient.
-        target: of "evidence", the number of the class; None: the most probable.
-        memory: bytes that the pass may take, beside the model and some 24 MiB that operations take
-            in any case (``band_plan.WORKING_BYTES``); where tokens do not fit into them,
-            they are in files in the system's folder for such files. None: 80 % of what there is.
-        work: a folder, made where there is none, in which the pass keeps its tokens and, after each
-            band, how far it has come: the same call goes on from there. None: a pass that is
-            stopped begins anew.
-        identity: JSON types that tell this work from others in the same folder, besides the weights
-            and what is wanted.
-        prepare: turns pixels ``[h, w, channels]`` as the source gives them into the model's input,
-            float ``[1, C, h, w]``. None: floating values as they are, and others scaled to [0, 1].
-        say: is told in a line what the pass will take, and what the reading of the file took.
+            ``[1, D]``; "dense", the last feature map after the final norm
+            ``[1, D, H, W]``; "masks", for a ``Segmenter``, the class of each pixel, uint8 ``[1, H_px, W_px]``;
+            "evidence", the attribution of a class (``models/attribution.py``), without the
+            gradient.
+        target: for "evidence", the index of the class; None: the most probable.
+        memory: memory limit in bytes, in addition to the model and about 24 MiB that operations
+            always need (``band_plan.WORKING_BYTES``); tokens that do not fit go to files in the
+            system's temporary folder. None: 80 % of the available memory.
+        work: a folder, created if needed, for the pass's tokens and, after each band, its progress:
+            the same call resumes from there. None: a stopped pass starts over.
+        identity: JSON values that distinguish this pass from others in the same folder, in addition
+            to the weights and ``want``.
+        prepare: turns pixels ``[h, w, channels]`` of the source into the model's input, float
+            ``[1, C, h, w]``. None: floating point values are unchanged, others are scaled to [0,
+            1].
+        say: receives lines about the cost of the pass, and about the time spent reading the file.
 
     Returns:
-        What is wanted, on the CPU; None where it went to the sink.
+        The output, on the CPU; None if it went to the sink.
 
     Raises:
         ValueError: a model whose blocks need all tokens at once, an image smaller than a patch, a
-            bound of memory below one band, or a folder with the work of another call.
-        Stopped: Ctrl-C or SIGTERM, at the end of a band, where there is a ``work`` folder.
-        What the source, the sink and ``prepare`` raise.
+            memory limit below one band, or a folder with the work of another call.
+        Stopped: Ctrl-C or SIGTERM, at the end of a band, if there is a ``work`` folder.
+        Exceptions of the source, the sink and ``prepare``.
     """
     if want not in get_args(Want):
         raise ValueError(f"want {want!r}: wanted one of {', '.join(get_args(Want))}")
@@ -127,7 +129,7 @@ def check_tiled(model: nn.Module, want: Want = "logits") -> VisionAttnTransforme
     """Return the body of a model that can be computed in bands.
 
     Raises:
-        ValueError: it cannot be, in one line.
+        ValueError: it cannot; one line.
     """
     body = model.backbone if isinstance(model, Segmenter) else model
     if not isinstance(body, VisionAttnTransformer):
@@ -170,7 +172,7 @@ class _Pass:
         paths: list[Path] = []
         if folder is not None:
             stack.callback(folder.close, paths)
-        # A pass goes on with the bands that it began with, whatever memory there is now.
+        # A resumed pass keeps its bands, whatever memory is available now.
         known = dict(rows=folder.rows if folder else None, in_files=folder is not None)
         self.plan = plan(body, image.grid, memory, want, model, **known)
         if self.plan.mapped and files is None:
@@ -201,7 +203,7 @@ class _Pass:
         self.begun = Place(0, 0) if folder is None or folder.place is None else folder.place
 
     def go(self, say: Callable[[str], object]) -> Any:
-        """Compute, from where an earlier pass was stopped, and return the result."""
+        """Run the pass, resuming an earlier one if there is any, and return the result."""
         step, number = self.begun
         of = "the reading" if step == 0 else f"block {step - 1}"
         goes_on = self.folder is not None and self.folder.place is not None
@@ -230,9 +232,9 @@ class _Pass:
         return result.cpu() if isinstance(result, Tensor) else result
 
     def _steps(self) -> Iterator[Place]:
-        """Do band after band of step after step; yield what is done after each."""
+        """Process the bands of each step; yield the progress after each band."""
         block: BandBlock | None = None
-        # The sums of a block are those of all tokens before it, which the step before has written.
+        # A block needs sums over all tokens before it, which the previous step has written.
         for step in range(max(0, self.begun.step - 1), len(self.bands)):
             following = None
             if step < len(self.body.blocks):
@@ -279,7 +281,7 @@ class _Pass:
                 if taps:
                     self.output.end_band()
                 written.flush()
-                # The next step writes over the tokens that this one has read.
+                # The next step overwrites the tokens that this step has read.
                 ends = number == len(bands) and step + 1 < len(self.bands)
                 yield Place(step + 1, 0) if ends else Place(step, number)
         if following is not None and following.attn.centre_keys:
@@ -293,7 +295,8 @@ class _Pass:
         return max(1, PIECE_TOKENS // self.layout.grid.width)
 
     def _pieces(self, first: int, x: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield rows and tokens of pieces of tokens ``[1, n, D]`` of rows from ``first`` on."""
+        """Yield first row and tokens of pieces of tokens ``[1, n, D]`` of rows from ``first`` on.
+        """
         width = self.layout.grid.width
         for begin, end in bands_of(x.shape[1] // width, self._piece_rows):
             yield first + begin, x[:, begin * width : end * width]
@@ -305,12 +308,13 @@ class _Pass:
 
 
 class BandBlock:
-    """A block over bands of rows: it gathers sums as tokens come, and then maps band after band.
+    """A block over bands of rows: it accumulates sums from incoming tokens, and then maps band
+    after band.
 
     Args:
-        block: of a model that ``check_rowwise`` takes.
-        layout: of the tokens.
-        bands: rows, which part no window.
+        block: a block of a model that ``check_rowwise`` accepts.
+        layout: layout of the tokens.
+        bands: rows of the bands, which do not split windows.
     """
 
     def __init__(self, block: Block, layout: TokenLayout, bands: Bands):
@@ -327,8 +331,8 @@ class BandBlock:
             self.far = FarSums(spans, self.grid.num_patches if flat else self.grid.height)
 
     def take(self, first: int | None, x: Tensor) -> None:
-        """Take tokens ``[1, n, D]`` of rows from ``first`` on; None: the prefix tokens, which come
-        first.
+        """Add tokens ``[1, n, D]`` of rows from ``first`` on to the sums; None: the prefix tokens,
+        which come first.
         """
         attn, normed = self.attn, self.block.norm1(x)
         if first is None:
@@ -357,7 +361,9 @@ class BandBlock:
             self.sums[name] = self.sums[name] + x if name in self.sums else x
 
     def centre(self) -> None:
-        """Hear that all keys came; they come once more, for their sums without what they share."""
+        """Compute the mean key after all keys have come; they come once more, for their sums
+        without the mean.
+        """
         self.key_mean = self.sums.pop("keys") / self.strips.layout.num_tokens
 
     def prefix(self, x: Tensor) -> Tensor:
@@ -367,7 +373,8 @@ class BandBlock:
         return self.block.added(x, self.attn.project(out.transpose(1, 2).flatten(2), normed))
 
     def band(self, first: int, last: int, tokens: TokenStore) -> Iterator[tuple[int, Tensor]]:
-        """Map the tokens of a band; yield rows and new tokens ``[1, n, D]``, piece by piece."""
+        """Map the tokens of a band; yield first row and new tokens ``[1, n, D]``, piece by piece.
+        """
         strip, width, strips = Strip(self.grid, first, last), self.grid.width, self.strips
         whole = strips.rows_around(strip) if strips.sees_rows else strip
         x = tokens.read(whole.first, whole.last)

@@ -1,4 +1,4 @@
-"""The tokens that a model's patches make of the pixels of a source, band by band."""
+"""Embedding of a source's pixels into tokens, band by band."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,19 +18,19 @@ from visionattn.ops.sums import product
 
 
 class PatchedImage:
-    """An image as the patches of a model, the last ones filled up with its last row and column.
+    """An image as the patches of a model; incomplete patches repeat its last row and column.
 
     Args:
         body: the model.
-        source: the image; nobody else reads it meanwhile.
+        source: the image; not read by others at the same time.
         prepare: turns pixels into the model's input; None: ``as_fractions``.
 
     Attributes:
-        grid: the patches.
+        grid: grid of patches.
         waited_s: seconds that ``bands`` has waited for the source.
 
     Raises:
-        ValueError: there is no source, or the model takes no image of its size.
+        ValueError: not a source, or the model does not take an image of its size.
     """
 
     def __init__(self, body: VisionAttnTransformer, source: Source, prepare: Prepare | None):
@@ -54,8 +54,9 @@ class PatchedImage:
         self.position = None if body.pos_embed is None else self._rows_of_position()
 
     def bands(self, bands: Bands) -> Iterator[Tensor]:
-        """Yield the tokens ``[1, n, D]`` of bands of rows of patches. While the caller computes
-        with one, a thread reads and prepares the next, and none beyond it.
+        """Yield the tokens ``[1, n, D]`` of bands of rows of patches.
+
+        While the caller computes with one band, a thread reads and prepares the next, and no more.
         """
         device = weight_like(self.body).device
 
@@ -98,8 +99,10 @@ class PatchedImage:
         return body.norm_pre(body.pos_drop(x.flatten(1, 2)))
 
     def _rows_of_position(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the learned position ``[h, w, D]``, and by which weights its rows and its columns
-        become those of the grid: timm's resampling, one axis after the other.
+        """Return the learned position ``[h, w, D]``, and the weights that resample its rows and
+        columns to the grid.
+
+        This is timm's resampling, one axis after the other.
         """
         body, own = self.body, self.body.patch_embed.grid_size
         prefix = 0 if body.no_embed_class else body.num_prefix_tokens

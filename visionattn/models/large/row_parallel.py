@@ -31,8 +31,8 @@ from visionattn.ops.sums import accumulation_dtype, drop_values
 
 
 def cut_rows(height: int, ranks: int) -> tuple[int, ...]:
-    """Return where the rows of each of so many ranks begin, and where the last ones end: as equal
-    as whole rows allow.
+    """Return where the rows of each rank begin, and the end of the last: as equal as whole rows
+    allow.
 
     Raises:
         ValueError: there are fewer rows than ranks.
@@ -48,13 +48,13 @@ def cut_rows(height: int, ranks: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Share:
-    """The rows of one rank of a group, among those of the others.
+    """The rows of one rank of a group, and the rows of all others.
 
     Args:
-        layout: of the whole image; every rank has the prefix tokens before its own patches.
-        cuts: where the rows of each rank begin, and where the last ones end.
-        rank: in the group.
-        group: those that have the other rows.
+        layout: layout of the whole image; every rank has the prefix tokens before its own patches.
+        cuts: where the rows of each rank begin, and the end of the last.
+        rank: index in the group.
+        group: the group of processes with the other rows.
     """
 
     layout: TokenLayout
@@ -74,8 +74,8 @@ class Share:
         return self.strips[self.rank]
 
     def counted(self, x: Tensor) -> Tensor:
-        """Return which of the rank's tokens ``[B, h, P + n, c]`` count in sums over the group: the
-        prefix tokens on the first rank alone.
+        """Return the rank's tokens ``[B, h, P + n, c]`` that count in sums over the group: prefix
+        tokens count only on the first rank.
         """
         return x[:, :, self.layout.num_prefix :] if self.rank else x
 
@@ -87,14 +87,14 @@ class Share:
 def rows_around(
     x: Tensor, share: Share, wanted: Sequence[Strip], relative: RelativePosition | None = None
 ) -> Around:
-    """Return a rank's rows with those around them that it wants, of all ranks in one exchange.
+    """Return a rank's rows with the requested rows around them, in one exchange among all ranks.
 
     Args:
         x: ``[B, h, rows, W, c]``, the rank's own rows.
-        share: who has which rows.
-        wanted: the rows that each rank wants, its own among them.
-        relative: ``Joint`` or ``Flat``: sums of what lies beyond the rows that a rank sees one by
-            one are wanted too, each of them from one side.
+        share: the rows of each rank.
+        wanted: the rows that each rank requests, including its own.
+        relative: for ``Joint`` or ``Flat``, also return the sums of the values beyond the rows that
+            a rank sees individually, each from one side.
     """
     me, own, ranks = share.rank, share.own, range(len(wanted))
     places, width = (x.flatten(2, 3), own.grid.width) if isinstance(relative, Flat) else (x, 1)
@@ -128,8 +128,8 @@ def rows_around(
 
 
 def attention_of_rows(attn: Attention, x: Tensor, share: Share) -> Tensor:
-    """Return what a layer gives the tokens of a rank, ``[B, P + n, D]``, as ``Attention`` gives it
-    to those of the whole image.
+    """Return a layer's output for the tokens of a rank, ``[B, P + n, D]``, as ``Attention``
+    computes it for the whole image.
     """
     strips, own, group = StripAttention(attn, share.layout), share.own, share.group
     prefix, wide = share.layout.num_prefix, accumulation_dtype(x)
@@ -146,7 +146,8 @@ def attention_of_rows(attn: Attention, x: Tensor, share: Share) -> Tensor:
         sums = dict(zip(sums, summed(list(sums.values()), group), strict=True))
         if strips.windows and prefix:
             part = softmax_part(of_prefix[0], share.counted(k), counted)
-            # A place for each rank, and one sum of all: each learns what the others have found.
+            # One slot per rank, and one sum over all ranks: every rank gets the parts of the
+            # others.
             parts = [part * (rank == share.rank) for rank in range(len(share.strips))]
             sums["softmax"] = softmax_of(summed([torch.stack(parts)], group)[0].unbind(0))
         around = None
@@ -169,8 +170,10 @@ def attention_of_rows(attn: Attention, x: Tensor, share: Share) -> Tensor:
 
 
 def _dropped(v: Tensor, value_drop: float, share: Share) -> Tensor:
-    """Drop rows of values as ``drop_values`` does: of prefix tokens the same on all ranks, whose
-    generators have to be in the same state, and of patches other ones on each.
+    """Drop rows of values as ``drop_values`` does: the same prefix tokens on all ranks, different
+    patches on each.
+
+    The generators of all ranks must be in the same state.
     """
     if not value_drop:
         return v
@@ -181,19 +184,19 @@ def _dropped(v: Tensor, value_drop: float, share: Share) -> Tensor:
 
 
 class RowParallel(nn.Module):
-    """A model that computes the tokens of some rows of each image, as one of a group of processes
-    that have the other rows, and gives the logits of the whole image on each of them.
+    """A model that computes some rows of each image, in a group of processes with the other rows,
+    and returns the logits of the whole image on every process.
 
-    Values are those of the model on one process, up to rounding. Gradients are those of the sum of
-    the losses of all ranks: where they all have the loss of the whole image, the mean of the
-    gradients over the ranks, which is what DDP takes, is that of the image.
+    Values equal the model on one process, up to rounding. Gradients are of the sum of the losses of
+    all ranks: if each has the loss of the whole image, the mean of the gradients over the ranks,
+    which DDP computes, is the gradient of the image's loss.
 
-    Prefix tokens are on all ranks. Random draws have to be the same on all of them, as those of
-    stochastic depth are of whole images: ``torch.manual_seed`` with the same number before each
-    step. Dropped values (``attn_drop_rate``) are drawn for each rank's patches apart.
+    Prefix tokens are on all ranks. Random draws must be the same on all of them, because stochastic
+    depth drops whole images: call ``torch.manual_seed`` with the same number before each step.
+    Dropped values (``attn_drop_rate``) are drawn separately for each rank's patches.
 
     Args:
-        model: whole on each rank, with the same weights; the parameters stay its own.
+        model: the whole model on each rank, with the same weights; it keeps its parameters.
         group: the ranks.
 
     Raises:
@@ -210,15 +213,15 @@ class RowParallel(nn.Module):
         return distributed.get_world_size(self.group)
 
     def share(self, height: int, width: int, parts: Sequence[int] | None = None) -> Share:
-        """Return which rows of patches this rank has of images of so many pixels.
+        """Return the rows of patches of this rank for images of this size.
 
         Args:
             height, width: of the image, in pixels.
-            parts: rows of pixels of each rank; None: as ``own_rows`` divides them.
+            parts: rows of pixels of each rank; None: divided as by ``own_rows``.
 
         Raises:
-            ValueError: they are no whole number of patches, or have fewer rows than there are
-                ranks; parts that do not begin and end at patches.
+            ValueError: not a whole number of patches, fewer rows than ranks, or parts that do not
+                begin and end at patches.
         """
         embed = self.model.patch_embed
         patch = embed.patch_size
@@ -243,13 +246,13 @@ class RowParallel(nn.Module):
         return Share(layout, cuts, distributed.get_rank(self.group), self.group)
 
     def own_rows(self, height: int) -> slice:
-        """Return the rows of pixels that this rank needs of images of so many rows of pixels."""
+        """Return the rows of pixels that this rank needs of images of this height in pixels."""
         patch, rank = self.model.patch_embed.patch_size[0], distributed.get_rank(self.group)
         cuts = cut_rows(-(-height // patch), self._ranks)
         return slice(cuts[rank] * patch, min(height, cuts[rank + 1] * patch))
 
     def forward_features(self, x: Tensor, height: int | None = None) -> Tensor:
-        """Return the normalised tokens of this rank, ``[B, P + n, D]``; ``forward`` explains the
+        """Return the normalised tokens of this rank, ``[B, P + n, D]``; see ``forward`` for the
         arguments.
         """
         if hasattr(x, "placements"):
@@ -272,8 +275,8 @@ class RowParallel(nn.Module):
         return self.model.norm(x)
 
     def _sharded(self, x: Any) -> tuple[Tensor, Share]:
-        """Return the rows of pixels that this rank has of images that are divided already, and who
-        has the others.
+        """Return this rank's rows of pixels of images that are already divided, and the shares of
+        all ranks.
         """
         placed, ranks = tuple(x.placements), self._ranks
         if len(placed) != 1 or not placed[0].is_shard(2) or x.device_mesh.size() != ranks:
@@ -282,7 +285,8 @@ class RowParallel(nn.Module):
                 f"{list(placed)} among {x.device_mesh.size()}"
             )
         own = x.to_local()
-        # Each kind of divided tensor cuts in its own way, and says so in its own.
+        # Each kind of sharded tensor splits and reports its parts in its own way, so exchange the
+        # heights.
         parts = [own.new_zeros(ranks, dtype=torch.float64)]
         parts[0][distributed.get_rank(self.group)] = own.shape[2]
         heights = [int(part) for part in summed(parts, self.group)[0].tolist()]
@@ -305,12 +309,12 @@ class RowParallel(nn.Module):
         return model.norm_pre(model.pos_drop(torch.cat([prefix, x], 1)))
 
     def pooled(self, x: Tensor) -> Tensor:
-        """Return the features of whole images, ``[B, D]``, of this rank's tokens."""
+        """Return the features of whole images, ``[B, D]``, from this rank's tokens."""
         model, how = self.model, self.model.global_pool
         if how == "token":
             return x[:, 0]
         number, prefix = distributed.get_rank(self.group), model.num_prefix_tokens
-        # Prefix tokens that are pooled too are those of one rank alone, so that they count once.
+        # Pooled prefix tokens come from one rank only, so that they count once.
         own = x if model.pool_include_prefix and number == 0 else x[:, prefix:]
         found = []
         if how in ("max", "avgmax"):
@@ -328,17 +332,17 @@ class RowParallel(nn.Module):
         """Turn images into logits ``[B, num_classes]``, the same on all ranks.
 
         Args:
-            x: ``[B, C, H_px, W_px]``, the same on all ranks; or, with ``height``, the rank's own
-                rows of pixels alone (``own_rows``); or a ``DTensor``, or what has its
-                ``placements``, ``device_mesh`` and ``to_local``, as the ``ShardTensor`` of
-                PhysicsNeMo, that is divided among the ranks by rows (``Shard(2)``), of whole
-                patches each.
-            height: H_px, where x are the rank's own rows.
+            x:
+                ``[B, C, H_px, W_px]``, the same on all ranks; or, with ``height``, only the rank's own rows of pixels (``own_rows``); or a ``DTensor`` divided among the ranks by rows (``Shard(2)``),
+                in whole patches. Any object with its
+                ``placements``, ``device_mesh`` and ``to_local`` works, such as the ``ShardTensor``
+                of PhysicsNeMo.
+            height: H_px, if x holds the rank's own rows.
             sizes: None; images that do not fill their canvas are refused.
 
         Raises:
-            ValueError: an image that is not a whole number of patches, or has fewer rows of them
-                than there are ranks; sizes; in training, dropout of single entries of tokens
+            ValueError: an image that is not a whole number of patches or has fewer rows of patches
+                than ranks; ``sizes`` given; in training, dropout of single token entries
                 (``pos_drop_rate``, ``proj_drop_rate``).
         """
         if sizes is not None:
@@ -354,7 +358,8 @@ class RowParallel(nn.Module):
 
 
 def block_of_rows(block: Block, x: Tensor, share: Share) -> Tensor:
-    """Map the tokens of a rank, ``[B, P + rows * W, D]``, as ``Block`` maps those of an image."""
+    """Map the tokens of a rank, ``[B, P + rows * W, D]``, as ``Block`` maps the tokens of an image.
+    """
     return block.added(x, attention_of_rows(block.attn, block.norm1(x), share))
 
 
@@ -364,20 +369,21 @@ def parallelize(
     """Divide each image by rows of patches among the processes of a group.
 
     Args:
-        model: of this package, whole on each process and with the same weights.
-        mesh: the processes that share an image: a ``DeviceMesh`` of one dimension, such as
-            ``mesh["sequence"]`` of one of two, or a process group; None: all processes.
+        model: a model of this package, whole on each process and with the same weights.
+        mesh: the processes that share an image: a one-dimensional
+            ``DeviceMesh``, such as ``mesh["sequence"]`` of a two-dimensional one, or a process
+            group; None: all processes.
 
     Returns:
         A module with the model's parameters, which takes whole images, or a process's own rows, and
-        gives the model's logits on each process. It can be trained, under DDP over all processes of
-        both dimensions, and be called under ``torch.inference_mode()``.
+        returns the model's logits on each process. It supports training, under DDP over all
+        processes of both dimensions, and ``torch.inference_mode()``.
 
     Raises:
         ValueError: there is no process group, the mesh has several dimensions, or the model has
-            parts that need all tokens on one process: blocks of softmax, ``feature_map="softmax"``,
-            ``form="direct"``, dropped patches, pooling by attention, a
-            pyramid or a head of pixels.
+            parts that need all tokens on one process: softmax blocks,
+            ``feature_map="softmax"``, ``form="direct"``, dropped patches, attention pooling, a
+            pyramid or a segmentation head.
     """
     if not distributed.is_available() or not distributed.is_initialized():
         raise ValueError(
@@ -391,19 +397,19 @@ def parallelize(
                 f"{mesh.mesh_dim_names or mesh.ndim}; take one of them, as mesh['sequence']"
             )
         mesh = mesh.get_group()
-    # DDP sums gradients among all processes while a backward pass exchanges rows: these messages
-    # do not meet in groups of their own.
+    # DDP sums gradients among all processes while a backward pass exchanges rows: separate groups
+    # keep these messages apart.
     apart = mesh is None or mesh is distributed.group.WORLD
     return RowParallel(model, distributed.new_group() if apart else mesh)
 
 
 def refused(why: str) -> ValueError:
-    """Make the error for a model that cannot be divided."""
+    """Return the error for a model that cannot be divided."""
     return ValueError(f"one image on several processes: {why}")
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise ValueError where the tokens of a model cannot be divided by rows among processes."""
+    """Raise ValueError if the tokens of a model cannot be divided by rows among processes."""
     if not isinstance(model, VisionAttnTransformer) or isinstance(model, PyramidTransformer):
         raise refused(
             f"wanted a classification model of this package, got {type(model).__name__}; pixels "
@@ -423,11 +429,11 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_dropout(model: nn.Module) -> None:
-    """Raise ValueError where a model in training would drop entries of the prefix tokens of each
-    process by other draws.
+    """Raise ValueError if a model in training would drop different entries of the prefix tokens on
+    each process.
     """
     for name, module in model.named_modules():
-        # The head's is of whole images, and values have draws of their own.
+        # The head's dropout applies to whole images, and values have their own draws.
         shared = name.endswith(("head_drop", "attn_drop"))
         if isinstance(module, nn.Dropout) and module.p and not shared:
             raise refused(

@@ -1,4 +1,4 @@
-"""Where pixels come from and where maps go to, a few rows at a time."""
+"""Sources of pixels and sinks of maps, read and written a few rows at a time."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -12,7 +12,7 @@ Prepare = Callable[[np.ndarray], Tensor]
 
 
 class Source(Protocol):
-    """An image of which parts are read."""
+    """An image that is read in parts."""
 
     height: int
     """In pixels."""
@@ -20,46 +20,44 @@ class Source(Protocol):
     """In pixels."""
     channels: int
     dtype: np.dtype
-    """Of what ``read`` returns."""
+    """Dtype of the result of ``read``."""
 
     def read(self, rows: slice, columns: slice) -> np.ndarray:
-        """Return a part of the image, ``[h, w, channels]``; start and stop lie within the image."""
+        """Return a part of the image, ``[h, w, channels]``; the slices lie within the image."""
         ...
 
 
 class Sink(Protocol):
-    """A map that is written a few rows at a time, and that is there whole or not at all."""
+    """A map that is written a few rows at a time, completely or not at all."""
 
     def begin(self, shape: tuple[int, int, int], dtype: np.dtype) -> None:
-        """Make room for a map ``[C, H, W]``, or go on with an unfinished one of the same shape and
-        dtype.
+        """Create a map ``[C, H, W]``, or resume an unfinished one of the same shape and dtype.
 
         Raises:
-            ValueError: something is in the way, or there is no room for it.
+            ValueError: a file is in the way, or there is no space.
         """
         ...
 
     def write(self, first_row: int, band: np.ndarray) -> None:
-        """Write rows ``[C, h, W]``; the same rows may come again, with the same values."""
+        """Write rows ``[C, h, W]``; the same rows may be written again, with the same values."""
         ...
 
     def finish(self) -> None:
-        """Give the map its name."""
+        """Give the map its final name."""
         ...
 
     def close(self) -> None:
-        """Let go of it; without ``finish``, what is unfinished stays, for another pass to go on
-        with.
+        """Close the map; without ``finish``, the unfinished map stays for another pass to resume.
         """
         ...
 
 
 class MapWriter:
-    """Rows of a map ``[C, H, W]``, which go to a sink or stay in memory, on the CPU.
+    """Rows of a map ``[C, H, W]`` that go to a sink or stay in memory, on the CPU.
 
     Args:
         shape: C, H and W.
-        dtype: of the map; bfloat16, which numpy does not know, is written as float32.
+        dtype: dtype of the map; bfloat16, which numpy lacks, is written as float32.
         sink: None: the map stays in memory.
     """
 
@@ -72,7 +70,8 @@ class MapWriter:
             sink.begin(shape, self.whole.numpy().dtype)
 
     def take(self, first: int, rows: Tensor) -> None:
-        """Take rows ``[C, h, W]`` from ``first`` on, the next ones until ``flush``."""
+        """Take rows ``[C, h, W]`` from ``first`` on; until ``flush``, calls must continue in order.
+        """
         rows = rows.to("cpu", self.dtype)
         if self.sink is None:
             self.whole[:, first : first + rows.shape[1]] = rows
@@ -81,7 +80,7 @@ class MapWriter:
         self.waiting.append(rows)
 
     def flush(self) -> None:
-        """Write the rows that came, in one piece."""
+        """Write the rows taken so far, in one piece."""
         if self.sink is not None and self.waiting:
             self.sink.write(self.first, torch.cat(self.waiting, 1).contiguous().numpy())
             self.waiting = []
@@ -95,8 +94,8 @@ class MapWriter:
 
 
 def as_fractions(pixels: np.ndarray) -> Tensor:
-    """Return pixels ``[h, w, C]`` as ``[1, C, h, w]``: floating values as they are, whole numbers
-    divided by the largest of their type.
+    """Return pixels ``[h, w, C]`` as ``[1, C, h, w]``: floating point values unchanged, integers
+    divided by the maximum of their type.
     """
     x = torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))[None]
     if x.is_floating_point():

@@ -1,10 +1,10 @@
-"""Any model, of ours or of timm, over overlapping tiles of an image: what they give is averaged,
-or for maps blended over the seams.
+"""Any model, ours or timm's, over overlapping tiles of an image: outputs are averaged, and maps are
+blended over the seams.
 
-This module owns where tiles lie, and what becomes of their outputs. It knows no files: images come
-from a ``Source`` and maps go to a ``Sink`` band by band, so that neither need fit into memory. A
-tile knows nothing of what lies outside of it, so results differ from those of the whole image,
-unless each output depends on the pixels at its own place alone.
+This module places tiles and combines their outputs. Images come from a
+``Source`` and maps go to a ``Sink`` band by band, so neither need fit into memory; files are
+handled elsewhere. A tile does not see the image outside of it, so results differ from the whole
+image, unless each output depends only on the pixels at its own place.
 """
 
 import math
@@ -27,7 +27,7 @@ from visionattn.ops.chunking import chunks
 Want = Literal["logits", "pooled", "dense", "masks"]
 Combine = Literal["mean", "max"]
 Compute = Callable[[nn.Module, Tensor, Tensor | None], Tensor]
-"""``compute(model, inputs [B, C, H, W], sizes [B, 2]) -> [B, ...]``; ``filled.py`` has some."""
+"""``compute(model, inputs [B, C, H, W], sizes [B, 2]) -> [B, ...]``; ``patches.py`` has some."""
 COMPUTES: dict[str, Compute] = {
     "logits": call,
     "pooled": pooled,
@@ -40,30 +40,32 @@ class Axis(NamedTuple):
     """Tiles along one side of an image, in pixels or in cells of a map."""
 
     length: int
-    """Of the side, up to whole patches."""
+    """Length of the side, rounded up to whole patches."""
     tile: int
-    """Of each tile."""
+    """Length of each tile."""
     starts: tuple[int, ...]
-    """Where tiles begin, in order; the last ends where the side ends."""
+    """Starts of the tiles, in order; the last tile ends where the side ends."""
     overlap: int
-    """Over which the weights of a tile fall towards its neighbours."""
+    """Distance over which the weights of a tile fall off towards its neighbours."""
 
     def in_cells(self, cell: int) -> "Axis":
-        """Return the same in cells of so many pixels."""
+        """Return the same axis in cells of ``cell`` pixels."""
         starts = tuple(start // cell for start in self.starts)
         return Axis(self.length // cell, self.tile // cell, starts, self.overlap // cell)
 
     def shares(self) -> list[Tensor]:
-        """Return for each place in each tile its weight over that of all tiles up to this one:
-        float64 ``[tile]``. Whoever moves a running average by these shares towards tile after
-        tile has at last the average by weights, and keeps exactly what all tiles agree on.
+        """Return for each place in each tile its weight divided by the sum of weights of all tiles
+        up to this one: float64 ``[tile]``.
+
+        Moving a running average by these shares, tile after tile, gives the weighted average. It
+        preserves exactly any value on which all tiles agree.
         """
         middles = torch.arange(self.tile, dtype=torch.float64) + 0.5
         ramp = middles / max(self.overlap, 0.5)
         so_far = torch.zeros(self.length, dtype=torch.float64)
         found = []
         for number, start in enumerate(self.starts):
-            # At the borders of the image no tile lies beside this one.
+            # At the borders of the image this tile has no neighbour.
             weights = torch.ones(self.tile, dtype=torch.float64)
             if number:
                 weights = weights.minimum(ramp)
@@ -81,7 +83,7 @@ class Tiling(NamedTuple):
     across: Axis
 
     def places(self) -> Iterator[tuple[slice, slice]]:
-        """Yield the rows and columns of each tile in pixels, row after row of tiles."""
+        """Yield the rows and columns of each tile in pixels, row by row of tiles."""
         for top, left in product(self.down.starts, self.across.starts):
             yield slice(top, top + self.down.tile), slice(left, left + self.across.tile)
 
@@ -91,13 +93,13 @@ def tiling(height: int, width: int, tile: int, overlap: int, patch_px: tuple[int
     inwards to end with the image.
 
     Args:
-        height, width: of the image in pixels; up to whole patches it is taken for larger.
-        tile: height and width of a tile in pixels; an image that is smaller is one tile.
-        overlap: pixels that neighbours share at least.
+        height, width: of the image in pixels; they are rounded up to whole patches.
+        tile: height and width of a tile in pixels; a smaller image is one tile.
+        overlap: minimum number of pixels that neighbours share.
         patch_px: height and width of a patch.
 
     Raises:
-        ValueError: tile or overlap are out of range, or are no whole number of patches; one line.
+        ValueError: tile or overlap are out of range, or not a whole number of patches; one line.
     """
     check_tiles(tile, overlap, patch_px)
     axes = []
@@ -110,7 +112,7 @@ def tiling(height: int, width: int, tile: int, overlap: int, patch_px: tuple[int
 
 
 def check_tiles(tile: int, overlap: int, patch_px: tuple[int, int]) -> None:
-    """Raise ValueError where tile or overlap are out of range or no whole number of patches."""
+    """Raise ValueError if tile or overlap are out of range or not a whole number of patches."""
     if tile < 1 or not 0 <= overlap < tile:
         raise ValueError(
             f"tiles of {tile} pixels that overlap by {overlap}: tiles must be above 0, and the "
@@ -127,14 +129,16 @@ def check_tiles(tile: int, overlap: int, patch_px: tuple[int, int]) -> None:
 
 
 def usual_overlap(tile: int, patch_px: tuple[int, int]) -> int:
-    """Return an eighth of a tile, up to whole patches."""
+    """Return an eighth of a tile, rounded up to whole patches."""
     step = math.lcm(*patch_px)
     return max(0, min(-(-tile // (8 * step)) * step, tile - step))
 
 
 def cell_of(model: nn.Module, want: Want) -> tuple[int, int]:
-    """Return height and width in pixels of what tiles must be whole numbers of: patches, and for
-    ``dense`` also cells of the feature map, as timm says; 1 x 1 where there are neither.
+    """Return height and width in pixels of which tiles must be multiples.
+
+    These are patches, and for ``dense`` also cells of the feature map according to timm; 1 x 1 if
+    there are neither.
     """
     rows, columns = to_2tuple(getattr(getattr(model, "patch_embed", None), "patch_size", 1))
     told = getattr(model, "feature_info", None)
@@ -156,41 +160,42 @@ def forward_tiles(
     prepare: Prepare | None = None,
     sink: Sink | None = None,
 ) -> Tensor | None:
-    """Run a model over overlapping tiles of an image and put together what they give, in eval mode
-    and without gradients.
+    """Run a model over overlapping tiles of an image and combine the outputs, in eval mode and
+    without gradients.
 
-    Vectors (logits of classes, pooled features) become their mean or maximum over all tiles, each
-    number by itself. Maps (feature maps, logits of pixels) are averaged where tiles overlap, by
-    weights that fall evenly towards the borders of a tile, so that there are no seams; where all
-    tiles agree the result is exactly theirs. What the image does not fill of its last patches
-    repeats its last row and column.
+    Vectors (logits of classes, pooled features) become their elementwise mean or maximum over all
+    tiles. Maps (feature maps, logits of pixels) are averaged where tiles overlap, with weights that
+    fall off linearly towards the borders of a tile, so that there are no seams; where all tiles
+    agree, the result is exactly theirs. Incomplete patches repeat the image's last row and column.
 
     Args:
-        model: any module that takes ``[B, C, H, W]``; ``pooled`` and ``dense`` ask for timm's
-            ``forward_head`` and ``forward_intermediates``.
-        image: ``[B, C, H, W]`` as the model takes it, or a ``Source`` that is read tile by tile;
-            for ``visionattn.forward_tiles`` also a path or an array, as ``open_source`` opens it.
-        tile: height and width of tiles in pixels, a whole number of patches; an image that is
-            smaller is one tile.
-        overlap: pixels that neighbours share at least, a whole number of patches; None: an eighth
-            of ``tile``, up to whole patches.
-        want: ``logits``, ``pooled`` features, the last feature map (``dense``), or the class of
-            each pixel (``masks``).
-        combine: ``mean`` or ``max`` over tiles, of vectors alone.
-        batch_size: tiles at once.
-        prepare: for a ``Source`` alone: turns pixels ``[h, w, C]`` into ``[1, C, h, w]`` as the
-            model takes them. None: floating values as they are, and others scaled to [0, 1].
-        sink: takes the map of one image band by band; a row of tiles is in memory at a time. It
-            stays the caller's to close.
+        model: any module that takes
+            ``[B, C, H, W]``; ``pooled`` and ``dense`` need timm's ``forward_head`` and ``forward_intermediates``.
+        image:
+            ``[B, C, H, W]`` as the model takes it, or a ``Source`` that is read tile by tile; for ``visionattn.forward_tiles`` also a path or an array, as ``open_source``
+            opens it.
+        tile: height and width of tiles in pixels, a whole number of patches; a smaller image is one
+            tile.
+        overlap: minimum number of pixels that neighbours share, a whole number of patches; None: an
+            eighth of ``tile``, rounded up to whole patches.
+        want:
+            ``logits``, ``pooled`` features, the last feature map (``dense``), or the class of each pixel (``masks``).
+        combine: ``mean`` or ``max`` over tiles, only for vectors.
+        batch_size: tiles per call.
+        prepare: only for a ``Source``: turns pixels ``[h, w, C]`` into ``[1, C, h, w]`` as the
+            model takes them. None: floating point values are unchanged, others are scaled to [0,
+            1].
+        sink: receives the map of one image band by band; a row of tiles is in memory at a time. The
+            caller closes it.
 
     Returns:
-        What the model gives of one image that size, on the device of ``image`` (a source's: the
-        CPU), in float32 at least; masks uint8 ``[B, H, W]``, 255 where logits are not finite. None
-        with a ``sink``, which gets ``[C, H, W]``, or masks as ``[1, H, W]``.
+        The model's output for an image of that size, on the device of ``image`` (a source: the
+        CPU), in float32 or wider; masks uint8 ``[B, H, W]``, 255 for logits that are not finite.
+        None with a ``sink``, which gets ``[C, H, W]``, or masks as ``[1, H, W]``.
 
     Raises:
-        ValueError: an argument is out of range or does nothing here, tiles are no whole patches or
-            whole cells of the map, or the model does not give what is wanted; one line.
+        ValueError: an argument is out of range or has no effect, tiles are not whole patches or
+            whole cells of the map, or the model lacks the output; one line.
     """
     if want not in get_args(Want) or combine not in get_args(Combine):
         raise ValueError(
@@ -229,17 +234,17 @@ def over_tiles(
     batch_size: int = 1,
     masks: bool = False,
 ) -> Compute:
-    """Return a computation that does over tiles, image by image, what another does over images.
+    """Return a computation over tiles, image by image, that replaces a computation over images.
 
     Args:
         compute: turns images into vectors or maps; maps are blended.
         tile, overlap, combine, batch_size: as for ``forward_tiles``.
         patch_px: height and width of a patch.
-        masks: ``compute`` gives logits of pixels, and the class of each is wanted: uint8
+        masks: ``compute`` returns logits of pixels, and the result is the class of each: uint8
             ``[B, H, W]``.
 
     Returns:
-        The computation. It raises ValueError where ``forward_tiles`` does, and for ``sizes``.
+        The computation. It raises ValueError as ``forward_tiles`` does, and for ``sizes``.
     """
     run = Tiles(compute, tile, overlap, patch_px, combine, batch_size, masks)
 
@@ -255,7 +260,7 @@ def over_tiles(
 
 
 class Tiles(NamedTuple):
-    """A computation over tiles; ``over_tiles`` has the arguments."""
+    """A computation over tiles; see ``over_tiles`` for the arguments."""
 
     compute: Compute
     tile: int
@@ -274,16 +279,16 @@ class Tiles(NamedTuple):
         home: torch.device | None = None,
         sink: Sink | None = None,
     ) -> Tensor:
-        """Return what the tiles of one image come to, ``[D]`` or ``[C, H, W]``; an empty map where
-        a sink has it.
+        """Return the combined output of the tiles of one image, ``[D]`` or ``[C, H, W]``; an empty
+        map if a sink has it.
 
         Args:
-            model: what computes.
+            model: the model to run.
             read: returns the part ``[1, C, h, w]`` of rows and columns, which may end beyond the
                 image.
             size: height and width of the image in pixels.
-            home: where outputs are put together; None: where they are computed.
-            sink: takes a map.
+            home: device for combining outputs; None: the device of the outputs.
+            sink: receives a map.
         """
         tiles = tiling(*size, self.tile, self.overlap, self.patch_px)
         outputs = self._outputs(model, read, tiles, home)
@@ -313,7 +318,7 @@ class Tiles(NamedTuple):
         tiles: Tiling,
         home: torch.device | None,
     ) -> Iterator[Tensor]:
-        """Yield the output of each tile, in float32 at least."""
+        """Yield the output of each tile, in float32 or wider."""
         places = list(tiles.places())
         for part in chunks(len(places), self.batch_size):
             inputs = torch.cat([read(*place) for place in places[part]])
@@ -329,8 +334,8 @@ class Tiles(NamedTuple):
         size: tuple[int, int],
         sink: Sink | None,
     ) -> Tensor:
-        """Blend maps row of tiles after row of tiles; only the rows that the next one overlaps
-        wait for it.
+        """Blend maps one row of tiles after the other; only the rows that the next one overlaps are
+        kept.
         """
         cell = _cell(tiles, first)
         down, across = tiles.down.in_cells(cell[0]), tiles.across.in_cells(cell[1])
@@ -353,7 +358,7 @@ class Tiles(NamedTuple):
                 reached = left + across.tile
             known = open_rows.shape[1]
             band[:, :known] = open_rows.lerp_(band[:, :known], beside[number][:known])
-            # What the next row of tiles does not reach is done.
+            # Rows that the next row of tiles does not reach are complete.
             last = number + 1 == len(down.starts)
             done = down.tile if last else down.starts[number + 1] - top
             ready = band[:, : min(done, rows - top), :columns]
@@ -365,7 +370,7 @@ class Tiles(NamedTuple):
 
 
 def _cell(tiles: Tiling, output: Tensor) -> tuple[int, int]:
-    """Return the pixels of a cell of a map that a tile gives.
+    """Return the size in pixels of a cell in a tile's map.
 
     Raises:
         ValueError: tiles do not begin and end with whole cells.
@@ -387,7 +392,7 @@ def _cell(tiles: Tiling, output: Tensor) -> tuple[int, int]:
 def _reads(
     image: Tensor | Source, prepare: Prepare | None, model: nn.Module
 ) -> list[tuple[Callable[[slice, slice], Tensor], tuple[int, int]]]:
-    """Return for each image what reads its parts, and its size."""
+    """Return for each image a function that reads its parts, and its size."""
     like = next((each for each in model.parameters() if each.is_floating_point()), None)
     if isinstance(image, Tensor):
         if prepare is not None:
@@ -411,12 +416,12 @@ def _reads(
 
 
 def _of_tensor(image: Tensor, device: torch.device) -> Callable[[slice, slice], Tensor]:
-    """Return what cuts parts out of ``[1, C, H, W]``."""
+    """Return a function that cuts parts out of ``[1, C, H, W]``."""
     return lambda rows, columns: _whole(image[:, :, rows, columns].to(device), rows, columns)
 
 
 def _whole(part: Tensor, rows: slice, columns: slice) -> Tensor:
-    """Fill up a part beyond which the image ends."""
+    """Fill up a part that extends beyond the image."""
     below, right = (
         each.stop - each.start - have
         for each, have in zip((rows, columns), part.shape[2:], strict=True)

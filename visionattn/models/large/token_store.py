@@ -1,4 +1,4 @@
-"""Tokens of a whole image, in memory or in a file, and how far a pass has come."""
+"""Tokens of a whole image, in memory or in a file, and the progress of a pass."""
 
 import hashlib
 import json
@@ -24,10 +24,10 @@ class TokenStore:
     """Prefix tokens and rows of patches of one image.
 
     Args:
-        layout: of the tokens.
+        layout: layout of the tokens.
         width: entries of a token.
-        like: the tokens' dtype, and the device they are computed on.
-        path: a file that is mapped into memory; its content stays. None: memory.
+        like: has the dtype of the tokens and the device of the computation.
+        path: a file that is mapped into memory, keeping its content. None: memory.
 
     Raises:
         OSError: the disk has no room for the file.
@@ -45,11 +45,12 @@ class TokenStore:
         self.tokens = torch.from_numpy(self.mapped).view(like.dtype).view(shape)
 
     def read(self, first: int, last: int) -> Tensor:
-        """Return the tokens ``[1, n, width]`` of rows ``first`` to ``last - 1``; maybe a view."""
+        """Return the tokens ``[1, n, width]`` of rows ``first`` to ``last - 1``; possibly a view.
+        """
         return self.tokens[self._place(first) : self._place(last)].to(self.device)[None]
 
     def write(self, first: int, x: Tensor) -> None:
-        """Keep tokens ``[1, n, width]`` of rows from ``first`` on."""
+        """Store tokens ``[1, n, width]`` of rows from ``first`` on."""
         self.tokens[self._place(first) :][: x.shape[1]] = x[0]
 
     @property
@@ -62,7 +63,7 @@ class TokenStore:
         self.tokens[: x.shape[1]] = x[0]
 
     def flush(self) -> None:
-        """Return once all that was written is on the disk."""
+        """Return once everything written is on the disk."""
         if self.mapped is not None:
             self.mapped.flush()
 
@@ -71,8 +72,8 @@ class TokenStore:
 
 
 def _reserve(path: Path, size: int) -> None:
-    """Give a file its size on the disk: writing to a mapped file for which the disk has no room
-    would end the process without a word.
+    """Reserve the size of a file on the disk: without space, writing to a mapped file would kill
+    the process without a message.
     """
     with added_to(path) as file:
         try:
@@ -84,27 +85,27 @@ def _reserve(path: Path, size: int) -> None:
 
 
 class Place(NamedTuple):
-    """How far a pass has come: ``step`` 0 embeds, step s maps block s - 1; bands done in it."""
+    """The progress of a pass: ``step`` 0 embeds, step s maps block s - 1; ``bands`` are done in it.
+    """
 
     step: int
     bands: int
 
 
 class PassFolder:
-    """The folder in which a pass keeps its tokens and how far it has come, for the same call to go
-    on.
+    """The folder of a pass's tokens and progress, from which the same call resumes.
 
     Args:
-        folder: made where there is none, and deleted at the end in that case.
-        model: its weights are part of what tells the pass from others.
-        identity: JSON types that tell it from others.
+        folder: created if needed, and then deleted at the end.
+        model: its weights are part of the pass's identity.
+        identity: JSON values that distinguish the pass from others.
 
     Attributes:
-        place: what an earlier pass has done; None: nothing.
-        rows: of its bands; None where there is no earlier pass.
+        place: progress of an earlier pass; None: none.
+        rows: rows per band of an earlier pass; None: none.
 
     Raises:
-        ValueError: the folder keeps the work of another pass.
+        ValueError: the folder holds the work of another pass.
     """
 
     def __init__(self, folder: Path, model: nn.Module, identity: dict[str, Any]):
@@ -126,27 +127,27 @@ class PassFolder:
         self.place = Place(*found["place"]) if "place" in found else None
 
     def record(self, place: Place, rows: int) -> None:
-        """Note what is done, once it is on the disk."""
+        """Record progress that is already on the disk."""
         found = dict(identity=self.identity, place=place, rows=rows, made=self.made)
         write_text(self.path, json.dumps(found))
 
     def finish(self) -> None:
-        """Forget a pass that is done."""
+        """Remove the record of a finished pass."""
         self.path.unlink(missing_ok=True)
 
     def close(self, files: Sequence[Path]) -> None:
-        """Delete the files of a pass that is done, or that has done nothing yet."""
+        """Delete the files of a pass that is finished, or that has not begun."""
         if self.path.exists():
             return
         for file in files:
             file.unlink(missing_ok=True)
         if self.made:
-            with suppress(OSError):  # somebody else keeps something there
+            with suppress(OSError):  # not empty: others use it
                 self.folder.rmdir()
 
 
 def _digest(model: nn.Module) -> str:
-    """Return a number that tells weights from others."""
+    """Return a hash of the weights."""
     found = hashlib.sha256()
     for name, value in model.state_dict().items():
         found.update(name.encode())

@@ -1,9 +1,9 @@
-"""Models whose weights come with the package, under names of their own:
+"""Models whose weights come with the package, under their own names:
 ``timm.create_model("scaleformer_vit_digits", pretrained=True)`` needs no network.
 
-Each file beside this one is the ``best.safetensors`` of a run under the name of its model, and says
-all that is registered here: architecture, classes and images. To ship another model, copy its file
-here, as ``FAMILY_TASK.safetensors``. ``docs/pretrained.md`` has what is known of each.
+Each file in this folder is the ``best.safetensors`` of a run, named after its model. It holds
+everything that is registered here: architecture, classes and images. To ship another model, copy
+its file here as ``FAMILY_TASK.safetensors``. ``docs/pretrained.md`` describes each model.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ from visionattn.models.entry_points import images_cfg, model_cfg, register
 from visionattn.models.weights import described, read_metadata
 
 FILES = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.safetensors"))}
-"""The file of weights of each name."""
+"""The file of weights for each name."""
 _KNOWN = {name: described(read_metadata(path), path) for name, path in FILES.items()}
 
 default_cfgs = generate_default_cfgs(

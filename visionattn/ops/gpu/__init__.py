@@ -1,11 +1,12 @@
-"""What GPU kernels in Triton share. Importing this package imports no Triton and asks no device.
+"""Code that all GPU kernels in Triton share. Importing this package neither imports Triton nor
+queries a device.
 
-``launch.py`` holds what every launch has in common, ``machine.py`` what all kernels want of machine
-and inputs, ``language.py`` and ``sums.py`` what is written in Triton. The kernels are in the rooms
-of their operations, ``*/kernels``, and each room's ``gpu.py`` says for which inputs, and imports
-them when they first run.
+``launch.py`` launches kernels, ``machine.py`` checks machine and inputs, and ``language.py`` and ``sums.py``
+are written in Triton. The kernels are in the packages of their operations,
+``*/kernels``. Each package's ``gpu.py`` lists the supported inputs, and imports the kernels when
+they first run.
 
-All of them count in one unit: sums of values and of weights are divided by the number of keys M, so
-that what reaches a half-precision matrix product stays near the size of a single weight, whatever M
-is. The mean does not notice.
+All kernels use one unit: sums of values and of weights are divided by the number of keys M. Inputs
+of half-precision products then stay near the size of a single weight for any M. The mean is
+unchanged.
 """

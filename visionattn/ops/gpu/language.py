@@ -1,11 +1,10 @@
-"""What all kernels share: a decorator that compiles a kernel once for all sizes, which program does
-what, reading and writing rows, ``1 / mass``, sums of parts, feature maps, and operands in half
-precision.
+"""Helpers of all kernels: a decorator that compiles once for all sizes, program indices, reading
+and writing of rows, ``1 / mass``, sums of parts, feature maps, and half-precision operands.
 
-Names in kernels begin with ``p_`` for pointers, ``i_`` for indices of programs, ``o_`` for offsets,
-``m_`` for masks and ``b_`` for values in registers; capitals are compile-time sizes. Strides come
-in octets (``launch.octets``) and are multiplied by 8 here, so that the compiler knows their
-alignment.
+Names in kernels begin with
+``p_`` for pointers, ``i_`` for program indices, ``o_`` for offsets, ``m_`` for masks and ``b_`` for
+values in registers; capitals are compile-time sizes. Strides are passed in octets
+(``launch.octets``) and multiplied by 8 here, so that the compiler knows their alignment.
 """
 
 import inspect
@@ -18,8 +17,10 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def kernel(function: Callable) -> Callable:
-    """Compile by ``triton.jit`` without specialising on any number, so that one compilation serves
-    every N. Parameters named ``p_...`` are pointers, which are left as they are.
+    """Compile with ``triton.jit`` without specialising on numbers, so that one compilation serves
+    every N.
+
+    Parameters named ``p_...`` are pointers and are left as usual.
     """
     parameters = inspect.signature(function).parameters.values()
     numbers = [
@@ -32,7 +33,7 @@ def kernel(function: Callable) -> Callable:
 
 @triton.jit
 def phi(x, MAP: tl.constexpr):
-    """Return the features of ``x`` in float32: by "elu1", by "relu", or, "given", x itself."""
+    """Return the features of ``x`` in float32, for "elu1", "relu", or "given" (x itself)."""
     x = x.to(tl.float32)
     if MAP == "elu1":
         return tl.maximum(x, 0) + phi_slope(x, MAP)
@@ -61,13 +62,13 @@ def operand(x, DTYPE: tl.constexpr, PER_ROW: tl.constexpr):
     """Return ``x [rows, columns]`` in ``DTYPE`` as an operand of a product, and its unit, by which
     ``in_units`` multiplies the product.
 
-    Float16 loses digits below 6e-5 and ends at 6e-8 and at 65,504. There the unit makes the largest
-    magnitude 16, of each row where PER_ROW (the unit is then ``[rows]``), else of all. A product of
-    two such operands over 64 columns is within float16 again. Other dtypes have the range of
-    float32: their unit is 1.
+    Float16 loses precision below 6e-5 and holds nothing below 6e-8 or above 65,504. There the unit
+    scales the largest magnitude to 16: per row with PER_ROW (the unit is ``[rows]``), else overall.
+    A product of two such operands over 64 columns fits float16 again. Other dtypes have the range
+    of float32: their unit is 1.
     """
-    # Rows may differ by more than float16 spans. Each row of a left operand can have a unit of its
-    # own, as the same row of the product takes it out again.
+    # Rows may differ by more than float16 spans. A left operand can have one unit per row, because
+    # the same row of the product removes it again.
     if PER_ROW:
         unit = tl.full([x.shape[0]], 1.0, tl.float32)
         if tl.float16 == DTYPE:
@@ -83,9 +84,7 @@ def operand(x, DTYPE: tl.constexpr, PER_ROW: tl.constexpr):
 
 @triton.jit
 def unit_of(x, DTYPE: tl.constexpr):
-    """Return what ``x [rows, columns]`` is divided by for a product in ``DTYPE``, as in
-    ``operand``.
-    """
+    """Return the divisor of ``x [rows, columns]`` for a product in ``DTYPE``, as in ``operand``."""
     if tl.float16 == DTYPE:
         return tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0) / 16, 1e-30)
     else:
@@ -94,10 +93,10 @@ def unit_of(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def in_larger_unit(b_sum, unit, x, DTYPE: tl.constexpr):
-    """Return a sum of products, its unit, and ``x [rows, columns]``, an operand of the next
-    product, all in one unit that grows with x; only float16 has one.
+    """Return a sum of products, its unit, and ``x [rows, columns]``, the next operand, all in one
+    unit that grows with x. Only float16 has units.
 
-    There are no registers for a product beside its sum, which would take a unit of its own.
+    There are no registers for a product next to its sum, which a separate unit would need.
     """
     if tl.float16 == DTYPE:
         larger = tl.maximum(unit, unit_of(x, DTYPE))
@@ -108,17 +107,17 @@ def in_larger_unit(b_sum, unit, x, DTYPE: tl.constexpr):
 
 @triton.jit
 def parts(x, DTYPE: tl.constexpr):
-    """Return ``x`` in ``DTYPE``, and what rounding took from it, in ``DTYPE`` too."""
+    """Return ``x`` in ``DTYPE``, and the rounding error, in ``DTYPE`` too."""
     b_high = x.to(DTYPE)
     return b_high, (x - b_high.to(tl.float32)).to(DTYPE)
 
 
 @triton.jit
 def high_and_low(x, DTYPE: tl.constexpr):
-    """Return ``x [rows, columns]`` as two operands of ``DTYPE`` that add up to it, and the unit of
-    both, for ``product_of_both`` and ``in_units``.
+    """Return ``x [rows, columns]`` as two operands of ``DTYPE`` that add up to it, and their common
+    unit, for ``product_of_both`` and ``in_units``.
 
-    They keep 16 bits of ``x`` in bfloat16 and 22 in float16. Float32 needs the first alone.
+    They keep 16 bits of ``x`` in bfloat16 and 22 in float16. Float32 needs only the first.
     """
     unit = unit_of(x, DTYPE)
     if tl.float16 == DTYPE:
@@ -129,8 +128,8 @@ def high_and_low(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def product_of_both(left, high, low, PRECISION: tl.constexpr, LOW: tl.constexpr = True):
-    """Multiply ``left`` by the sum of ``high`` and ``low``, which are of its dtype; where not LOW,
-    by ``high`` alone.
+    """Multiply
+    ``left`` by the sum of ``high`` and ``low``, of the same dtype; without LOW, by ``high`` only.
     """
     product = tl.dot(left, high, input_precision=PRECISION)
     if LOW and tl.float32 != left.dtype:
@@ -140,8 +139,8 @@ def product_of_both(left, high, low, PRECISION: tl.constexpr, LOW: tl.constexpr 
 
 @triton.jit
 def in_units(product, unit, DTYPE: tl.constexpr):
-    """Multiply ``product`` by the units of its operands, which only float16 has: no other dtype
-    spends an instruction on a factor of 1.
+    """Multiply ``product`` by the units of its operands, in float16 only: other dtypes need no
+    factor of 1.
     """
     if tl.float16 == DTYPE:
         return product * unit
@@ -151,10 +150,10 @@ def in_units(product, unit, DTYPE: tl.constexpr):
 
 @triton.jit
 def program_of(parts, heads):
-    """Return which part of the tokens, head of all images, image, and head of the image this
-    program works on.
+    """Return four indices of this program: part of the tokens, head over all images, image, and
+    head within the image.
 
-    Parts of one head follow each other: what they share stays in cache.
+    Programs of one head's parts are consecutive, so shared data stays in cache.
     """
     i_part, i_group = tl.program_id(0) % parts, tl.program_id(0) // parts
     return i_part, i_group, i_group // heads, i_group % heads
@@ -168,7 +167,7 @@ def head(p, i_batch, i_head, batch_octets, head_octets):
 
 @triton.jit
 def rows(p, o_rows, row_octets, o_columns):
-    """Return the addresses ``[rows, columns]`` of rows and columns from ``p`` on."""
+    """Return the addresses ``[rows, columns]`` of rows and columns, starting from ``p``."""
     return p + o_rows.to(tl.int64)[:, None] * (row_octets * 8) + o_columns[None, :]
 
 
@@ -183,10 +182,10 @@ def read(
     SOME: tl.constexpr = True,
     AGAIN: tl.constexpr = False,
 ):
-    """Read ``[rows, columns]`` from ``p`` on; columns from ``WIDTH`` on are 0.
+    """Read ``[rows, columns]``, starting from ``p``; columns from ``WIDTH`` on are 0.
 
-    Where SOME, only the rows of ``m_rows`` are read and the others are 0; else all rows are read,
-    without a mask. Rows that are read AGAIN come from cache, and need not stay there.
+    With SOME, only the rows of ``m_rows`` are read and the others are 0; else all rows are read,
+    without a mask. AGAIN marks a repeated read: the rows come from cache and need not stay there.
     """
     p_rows = rows(p, o_rows, row_octets, o_columns)
     m_some = m_rows[:, None] & (o_columns < WIDTH)[None, :]
@@ -194,7 +193,7 @@ def read(
         return tl.load(p_rows, mask=m_some, other=0, eviction_policy="evict_first")
     elif SOME:
         return tl.load(p_rows, mask=m_some, other=0)
-    # A mask costs instructions: columns have one only where the block is wider than they are.
+    # A mask costs instructions: columns have one only if the block is wider than the data.
     elif o_columns.shape[0] > WIDTH:
         return tl.load(p_rows, mask=(o_columns < WIDTH)[None, :], other=0)
     else:
@@ -203,8 +202,8 @@ def read(
 
 @triton.jit
 def write(p, o_rows, row_octets, o_columns, b, m_rows, WIDTH: tl.constexpr):
-    """Write the rows of ``m_rows`` of ``b [rows, columns]`` from ``p`` on, in the dtype there, and
-    the columns before ``WIDTH``.
+    """Write the rows of
+    ``m_rows`` of ``b [rows, columns]``, starting from ``p``, in the dtype of ``p``; only columns before ``WIDTH``.
     """
     m_write = m_rows[:, None] & (o_columns < WIDTH)[None, :]
     tl.store(rows(p, o_rows, row_octets, o_columns), b.to(p.dtype.element_ty), mask=m_write)
@@ -212,9 +211,7 @@ def write(p, o_rows, row_octets, o_columns, b, m_rows, WIDTH: tl.constexpr):
 
 @triton.jit
 def present_rows(p_present, o_rows, m_rows, MASKED: tl.constexpr):
-    """Return ``m_rows`` without the tokens that the mask of the image, ``p_present``, leaves
-    out.
-    """
+    """Return ``m_rows`` without the tokens that the image's mask ``p_present`` leaves out."""
     if MASKED:
         return m_rows & (tl.load(p_present + o_rows, mask=m_rows, other=0) != 0)
     else:
@@ -223,13 +220,13 @@ def present_rows(p_present, o_rows, m_rows, MASKED: tl.constexpr):
 
 @triton.jit
 def reciprocal(b_mass):
-    """Return ``1 / mass``, and 0 where the mass is 0: a query that sees no key gets 0."""
+    """Return ``1 / mass``, or 0 for a mass of 0: a query without keys gets 0."""
     return tl.where(b_mass == 0, 0.0, 1 / tl.where(b_mass == 0, 1.0, b_mass))
 
 
 @triton.jit
 def inverse_mass(p_mass, o_rows, m_rows):
-    """Read the masses of the queries of one head, and return their ``reciprocal``."""
+    """Read the masses of a head's queries and return their ``reciprocal``."""
     return reciprocal(tl.load(p_mass + o_rows, mask=m_rows, other=0))
 
 
@@ -237,8 +234,8 @@ def inverse_mass(p_mass, o_rows, m_rows):
 def inverse_length(b_x):
     """Return ``1 / max(|x|, 1e-6)`` of each row, float32 ``[rows]``.
 
-    Squares of float16 may leave its range, so the norm is made in float32, and the guard is put on
-    the square: one instruction, and finite at 0.
+    Squares of float16 may overflow, so the norm is computed in float32. The guard applies to the
+    square: one instruction, and finite at 0.
     """
     b_x = b_x.to(tl.float32)
     return tl.rsqrt(tl.maximum(tl.sum(b_x * b_x, 1), 1e-12))
@@ -246,10 +243,9 @@ def inverse_length(b_x):
 
 @triton.jit
 def sum_of_parts(p, part, parts, m, BLOCK_P: tl.constexpr):
-    """Return the sum of what lies at ``p [X]`` in each of the parts, ``part`` elements apart;
-    float32.
+    """Return the sum over all parts of the values at ``p [X]``, ``part`` elements apart; float32.
 
-    BLOCK_P parts are read at once, and added in an order that no timing changes.
+    BLOCK_P parts are read at once and added in a fixed order.
     """
     o_p = tl.arange(0, BLOCK_P)
     b_sums = tl.zeros([BLOCK_P, p.shape[0]], tl.float32)

@@ -1,9 +1,9 @@
-"""Where kernels are launched: block sizes from one table, and limits checked before a GPU is asked.
-No Triton in here.
+"""Kernel launches: block sizes from one table, and limits checked before a GPU is used. No Triton
+in here.
 
-``launches.json`` beside this file has, for each kernel, one row for each range of widths and size
-of the elements; a section named as a compute capability serves its GPUs, and "default" all
-others. ``python -m visionattn.lab.gpu.tune`` measures other rows on the GPU at hand.
+``launches.json`` in this folder has, for each kernel, one row per range of widths and element size.
+A section named after a compute capability applies to its GPUs, and "default" to all others.
+``python -m visionattn.lab.gpu.tune`` measures other rows on the local GPU.
 """
 
 import json
@@ -22,22 +22,21 @@ TABLE = Path(__file__).with_name("launches.json")
 GRID_LIMITS = (2**31 - 1, 65_535, 65_535)
 OCTET = 8
 NOT_OF_KERNELS = frozenset({"d", "e", "bits", "ctas"})
-"""Entries of a row that say when it is taken and how many of its programs a multiprocessor holds.
+"""Entries of a row that select it or say how many of its programs a multiprocessor holds; kernels
+do not get them.
 """
 ROUNDS = 8
-"""In how many rounds at most the programs of a launch shall run."""
+"""Maximum number of rounds in which the programs of a launch should run."""
 
 
 @lru_cache(maxsize=1)
 def _table() -> tuple[dict[str, dict[str, list[dict[str, int]]]], dict[tuple, object]]:
-    """Return the table, and what was made of its rows so far: each launch asks for its own."""
+    """Return the table, and a cache of values derived from it: every launch looks up its row."""
     return json.loads(TABLE.read_text()), {}
 
 
 def forget() -> None:
-    """Let the next launch read the table anew, as it was rewritten or ``launch_row`` gives other
-    rows.
-    """
+    """Make the next launch read the table again, after it or ``launch_row`` has changed."""
     _table.cache_clear()
 
 
@@ -47,14 +46,16 @@ def launching_with(
     run: Callable[..., None] | None = None,
     rows: Callable[..., dict[str, int]] | None = None,
 ) -> Iterator[None]:
-    """Make the launches of the whole process otherwise within the context: it serves what
-    counts, compiles or tunes them. Contexts may be nested.
+    """Change all launches of the process within the context, to count, compile or tune them.
+    Contexts may be nested.
 
     Args:
-        run: called as ``run(launch, kernel, grid, *args, **meta)`` in place of each launch, where
-            ``launch(kernel, grid, *args, **meta)`` makes it; None: launches are made.
-        rows: called as ``rows(row_of, kernel, d, e, dtype, device)`` for the row of a launch, where
-            ``row_of(kernel, d, e, dtype, device)`` is that of the table; None: that one.
+        run: called as
+            ``run(launch, kernel, grid, *args, **meta)`` in place of each launch; ``launch(kernel, grid, *args, **meta)``
+            performs it. None: launch as usual.
+        rows: called as
+            ``rows(row_of, kernel, d, e, dtype, device)`` for the row of a launch; ``row_of(kernel, d, e, dtype, device)``
+            returns the row of the table. None: use the table.
     """
     global _launch, _row_of
     before = _launch, _row_of
@@ -72,8 +73,8 @@ def launching_with(
 
 @lru_cache(maxsize=64)
 def capability(device: torch.device) -> str | None:
-    """Return the compute capability, such as "9.0"; None where the device is no GPU, or one that
-    only a fake tensor is on.
+    """Return the compute capability, such as "9.0"; None if the device is not a GPU, or only a fake
+    tensor is on it.
     """
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
@@ -83,8 +84,10 @@ def capability(device: torch.device) -> str | None:
 def launch_row(
     kernel: str, d: int, e: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, int]:
-    """Return block sizes, warps and stages of a kernel: the row of the least widths that hold ``d``
-    and ``e``. The caller must not change it.
+    """Return block sizes, warps and stages of a kernel: the row with the smallest widths that hold
+    ``d`` and ``e``.
+
+    The caller must not change it.
 
     Raises:
         ValueError: no row holds these widths.
@@ -103,8 +106,8 @@ def _given_row(*asked) -> dict[str, int]:
 
 
 def resident_programs(kernel: str, d: int, e: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return how many programs of a kernel the GPU holds at once: ``ctas`` of its row for each
-    multiprocessor, or 2 where the row has none.
+    """Return how many programs of a kernel the GPU holds at once: ``ctas`` of its row (default 2)
+    times the number of multiprocessors.
 
     Raises:
         ValueError: no row holds these widths.
@@ -116,8 +119,9 @@ def resident_programs(kernel: str, d: int, e: int, dtype: torch.dtype, device: t
 def table_row(
     kernel: str, d: int, e: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, int]:
-    """Return the row as the table has it: that of the GPU's own section, or of the default one,
-    with the least widths that hold ``d`` and ``e``.
+    """Return the row of the table with the smallest widths that hold ``d`` and ``e``.
+
+    The section of the GPU has priority over the default section.
 
     Raises:
         ValueError: no row holds these widths.
@@ -132,7 +136,7 @@ def table_row(
 
 
 def given_of(row: dict[str, int]) -> dict[str, int]:
-    """Return what a kernel is given of a row of the table."""
+    """Return the entries of a row that are passed to the kernel."""
     return {name: value for name, value in row.items() if name not in NOT_OF_KERNELS}
 
 
@@ -140,7 +144,7 @@ def run(kernel, grid: Sequence[int], *args: object, **meta: object) -> None:
     """Launch ``kernel[grid](*args, **meta)``; an empty grid launches nothing.
 
     Raises:
-        ValueError: a grid beyond what CUDA launches.
+        ValueError: the grid exceeds CUDA's limits.
     """
     _launch(kernel, grid, *args, **meta)
 
@@ -155,11 +159,11 @@ def _launch_now(kernel, grid: Sequence[int], *args: object, **meta: object) -> N
 
 _launch: Callable[..., None] = _launch_now
 _row_of: Callable[..., dict[str, int]] = _row_of_table
-"""What ``run`` and ``launch_row`` call; ``launching_with`` replaces them for a while."""
+"""The functions behind ``run`` and ``launch_row``; ``launching_with`` replaces them temporarily."""
 
 
 def _on_device_of(args: Sequence[object]) -> AbstractContextManager:
-    """Switch to the GPU of the tensors, as Triton launches on the current one."""
+    """Switch to the GPU of the tensors, because Triton launches on the current one."""
     device = next(x.device for x in args if isinstance(x, Tensor))
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
@@ -177,27 +181,28 @@ def check_grid(name: str, grid: Sequence[int]) -> None:
 
 
 def cdiv(size: int, block: int) -> int:
-    """Return how many blocks hold ``size``. Triton's own works in kernels too, and takes four
-    microseconds a call.
+    """Return the number of blocks that hold ``size``.
+
+    Triton's own function works in kernels too, but takes four microseconds per call.
     """
     return -(-size // block)
 
 
 def block(width: int) -> int:
-    """Return the block that holds a width: a power of two from 16, as products of matrices want."""
+    """Return the block size for a width: a power of two of at least 16, as matrix products need."""
     return max(16, 1 << (width - 1).bit_length())
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Return how products of this dtype are formed: float32 in three passes of tf32, which err by
-    about 1e-6.
+    """Return the input precision of products in this dtype: three passes of tf32 for float32, with
+    errors of about 1e-6.
     """
     return "tf32x3" if dtype == torch.float32 else "ieee"
 
 
 def remembered(make: Callable[..., object], *asked: Hashable) -> object:
-    """Return ``make(*asked)``, made once for each reading of the table: for what follows from rows
-    and sizes alone.
+    """Return ``make(*asked)``, cached until the table is read again, for values that depend only on
+    rows and sizes.
     """
     known = _table()[1]
     place = make, asked
@@ -207,8 +212,10 @@ def remembered(make: Callable[..., object], *asked: Hashable) -> object:
 
 
 def options(kernel: str, q: Tensor, v: Tensor) -> dict[str, object]:
-    """Return the compile-time values for ``q [B, h, N, d]`` and ``v [B, h, M, e]``: the row of the
-    table, widths and their blocks, and the precision. The caller must not change them.
+    """Return the compile-time values for ``q [B, h, N, d]`` and ``v [B, h, M, e]``: row of the
+    table, widths, their blocks, and precision.
+
+    The caller must not change them.
     """
     return remembered(_options, kernel, q.shape[3], v.shape[3], q.dtype, q.device)  # type: ignore[return-value]
 
@@ -221,16 +228,16 @@ def _options(
 
 
 def octets(x: Tensor) -> tuple[int, ...]:
-    """Return the strides of all axes but the last in units of 8 elements, so that kernels know how
-    addresses are aligned.
+    """Return the strides of all axes but the last, in units of 8 elements, so that kernels know the
+    alignment of addresses.
     """
     return tuple([stride // OCTET for stride in x.stride()[:-1]])  # noqa: C409  half the time of a generator
 
 
 def readable(x: Tensor) -> Tensor:
-    """Return ``x`` itself where kernels can read it as it lies, else a copy.
+    """Return ``x``, or a copy if kernels cannot read it directly.
 
-    They can where the last axis is contiguous and all other strides are whole octets.
+    Kernels need a contiguous last axis and all other strides in whole octets.
     """
     *outer, last = x.stride()
     if last == 1 and gcd(OCTET, *outer) == OCTET:
@@ -242,19 +249,19 @@ def readable(x: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def segments(tokens: int, programs: int, block_tokens: int, resident: int, least: int = 2) -> int:
-    """Return into how many parts to cut the tokens, each of which a program of its own handles.
+    """Return the number of parts into which to cut the tokens, one program per part.
 
-    Programs run in rounds of ``resident``, and a last round that is not full takes as long as the
-    others. Of the numbers of parts that fill one to eight rounds, this takes the one with the
-    fewest blocks of tokens in all rounds together. A part counts as two blocks more than it holds,
-    for what a program does only once, so that no part is cut for next to nothing.
+    Programs run in rounds of ``resident``, and a partly filled last round takes as long as the
+    others. Among the numbers of parts that fill one to eight rounds, this takes the one with the
+    fewest blocks of tokens in all rounds together. A part counts as two extra blocks for the fixed
+    work of a program, so that parts do not become too small.
 
     Args:
-        tokens: those of each program, before cutting.
-        programs: how many there would be without cutting.
-        block_tokens: tokens of one step of a program.
-        resident: how many programs the GPU holds at once (``resident_programs``).
-        least: steps of each part at least.
+        tokens: tokens of each program, before cutting.
+        programs: number of programs without cutting.
+        block_tokens: tokens in one step of a program.
+        resident: number of programs that the GPU holds at once (``resident_programs``).
+        least: minimum number of steps per part.
     """
     most = max(1, tokens // (least * block_tokens))
     full = (rounds * resident // max(1, programs) for rounds in range(1, ROUNDS + 1))

@@ -1,7 +1,7 @@
-"""What all kernels ask of the machine and of their inputs, and when ``impl="auto"`` takes them.
+"""Requirements of all kernels on machine and inputs, and the decision of ``impl="auto"``.
 
-Each operation says in its own ``gpu.py`` which widths and options it has kernels for, and why not
-for others. Nothing here imports Triton, and nothing depends on N.
+Each operation defines in its own ``gpu.py`` the widths and options that its kernels support.
+Nothing here imports Triton, and nothing depends on N.
 """
 
 import math
@@ -20,27 +20,28 @@ from visionattn.ops.gpu.launch import capability
 CAPABILITIES = ("8.0", "9.0", "10.0")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 Widest = Mapping[int, tuple[int, int]]
-"""The widest d and e of an operation by the bits of an element."""
+"""The largest d and e of an operation, by the bits of an element."""
 NOT_BY_AUTO: Mapping[tuple[str, torch.dtype], float] = MappingProxyType({})
-"""Below how many rows of queries (batch x heads x N) ``impl="auto"`` leaves an operation
-("taylorshift", "kernelized") in a dtype to eager.
+"""Minimum number of query rows (batch x heads x N) for kernels under ``impl="auto"``, by operation
+("taylorshift", "kernelized") and dtype.
 
-Kernels were slower there; infinity leaves all sizes to eager. Nothing was measured yet, so nothing
-is in it.
+Below it kernels were slower than eager operations; infinity means never. It is empty because
+nothing has been measured yet.
 """
 
 
 def takes_kernels(impl: str, operation: str, q: Tensor, why_not: Callable[[], str | None]) -> bool:
-    """Tell whether the kernels run: "eager" never, "auto" on a GPU where nothing is against it,
+    """Return whether the kernels run: "eager" never, "auto" on a GPU that supports the inputs,
     "triton" always.
 
     Args:
         impl: "auto", "eager" or "triton".
-        operation: as ``NOT_BY_AUTO`` names it.
-        why_not: what the operation has against its inputs, None for nothing; asked only if needed.
+        operation: name in ``NOT_BY_AUTO``.
+        why_not: returns the reason against the kernels for these inputs, or None; called only if
+            needed.
 
     Raises:
-        NotImplementedError: impl="triton", and the reason why there is no kernel.
+        NotImplementedError: impl="triton" without a kernel; the message gives the reason.
     """
     if impl == "eager" or (impl == "auto" and (not _on_gpu(q) or _left_to_eager(operation, q))):
         return False
@@ -51,8 +52,9 @@ def takes_kernels(impl: str, operation: str, q: Tensor, why_not: Callable[[], st
 
 
 def _left_to_eager(operation: str, q: Tensor) -> bool:
-    """Tell whether eager operations were faster at this size. A compiled graph serves all sizes:
-    there only infinity counts.
+    """Return whether eager operations were faster at this size.
+
+    A compiled graph serves all sizes, so there only infinity counts.
     """
     least = NOT_BY_AUTO.get((operation, q.dtype), 0)
     if torch.compiler.is_compiling():
@@ -65,15 +67,17 @@ def _on_gpu(x: Tensor) -> bool:
 
 
 def why_not(operation: str, widest: Widest, q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Return what speaks against the kernels of an operation on this machine, for these dtypes and
-    widths, in one sentence; None if nothing does.
+    """Return the reason against an operation's kernels on this machine, for these dtypes and
+    widths, in one sentence; None if there is none.
     """
     return why_not_here(q.device, q.dtype) or _why_not_tensors(operation, widest, q, k, v)
 
 
 @torch.compiler.assume_constant_result
 def why_not_here(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return what speaks against all kernels here. A compiler asks once, as it traces."""
+    """Return the reason against all kernels on this machine. A compiler calls it once, while
+    tracing.
+    """
     if not _has_triton():
         return "Triton is not installed; pip install triton"
     if device.type == "cpu" and is_interpreted():
@@ -101,8 +105,8 @@ def why_not_here(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def is_interpreted() -> bool:
-    """Tell whether Triton runs its kernels on the processor, by ``TRITON_INTERPRET=1``, set before
-    Triton is imported.
+    """Return whether Triton interprets its kernels on the CPU: ``TRITON_INTERPRET=1``, set before
+    the import of Triton.
     """
     return os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -113,8 +117,9 @@ def _has_triton() -> bool:
 
 
 def _triton_version() -> tuple[int, ...]:
-    """Return major and minor. Before 3.9 products that follow each other on one accumulator could
-    be wrong (Triton issue 10821).
+    """Return major and minor version.
+
+    Before 3.9, consecutive products on one accumulator could be wrong (Triton issue 10821).
     """
     return tuple(int(part) for part in version("triton").split(".")[:2])
 

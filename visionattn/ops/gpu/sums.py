@@ -1,5 +1,4 @@
-"""Sums of the parts that programs leave, in a fixed order: a result does not depend on which
-program ended first.
+"""Sums over the partial results of programs, in a fixed order, so that results are deterministic.
 """
 
 import triton.language as tl

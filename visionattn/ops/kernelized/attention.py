@@ -1,5 +1,5 @@
-"""Kernelized attention: weights ``phi(q_i) . phi(k_j)``, whose sums need the keys only as one
-``d x e`` state.
+"""Kernelized attention: weights
+``phi(q_i) . phi(k_j)``, whose sums reduce the keys to one ``d x e`` state.
 """
 
 from functools import partial
@@ -74,33 +74,33 @@ def kernelized_attention(
             float64 inputs).
         feature_map: "elu1", "relu", "softmax" (Shen: over features for q, over positions for k), or
             an object with ``.query(x)`` and ``.key(x)``, such as ``RandomFeatures``. A weight of
-            "elu1" is 0 where every sum of an entry of q and one of k is below -87 (float64: -745),
-            and a query that has no other weight gets 0. On a processor, outside of compiled
-            graphs, such sums count from the largest entry of the query and, without ``causal`` and
-            ``relative``, from that of all keys.
-        causal: query i sees the keys ``j <= i``, all of them where ``i >= M``; not for "softmax",
-            nor on a grid.
+            "elu1" is 0 if every sum of an entry of q and an entry of k is below -87 (float64:
+            -745), and a query without other weights gets 0. On a CPU, outside of compiled graphs,
+            these sums are relative to the largest entry of the query and, without
+            ``causal`` and ``relative``, to the largest entry of all keys.
+        causal: query i attends to keys ``j <= i``, queries from M on to all keys; not for
+            "softmax", nor on a grid.
         relative: linear relative position; see ``position/kinds.py``.
-        key_mask: bool ``[B, M]``, True takes part. A query without any key, or whose features meet
-            none, gets 0. What masked keys hold plays no part, NaN and inf included, and what later
-            tokens hold neither, but with maps other than "elu1" and "relu" on accelerators and in
-            compiled graphs.
+        key_mask: bool ``[B, M]``, True takes part. A query without keys, or whose features match no
+            key, gets 0. Contents of masked keys and of later tokens have no effect, NaN and inf
+            included. For later tokens this excludes maps other than "elu1" and "relu" on
+            accelerators and in compiled graphs.
         value_drop: drop whole rows of v with this probability and scale up the others; see
             ``drop_values``.
-        generator: of the draws of value_drop.
-        form: "efficient" is O((N + M) d e), "direct" O(N M d); "auto" is the one expected to be the
-            faster, see ``choice.py``. They agree to rounding.
-        impl: "triton" runs the GPU kernels or raises why not, "eager" PyTorch's own; "auto" takes
-            kernels on a GPU where they exist (``gpu.py``). They agree within the precision of the
-            inputs.
+        generator: random generator for value_drop.
+        form: "efficient" is O((N + M) d e), "direct" O(N M d); "auto" takes the form that
+            ``choice.py`` expects to be faster. They agree to rounding.
+        impl: "triton" runs the GPU kernels or raises the reason why not, "eager" runs PyTorch
+            operations; "auto" takes kernels on a GPU if they exist (``gpu.py``). They agree within
+            the precision of the inputs.
 
     Returns:
         ``[B, h, N, e]`` in the dtype of v.
 
     Raises:
-        ValueError: shapes, dtypes, devices, names or tables that do not fit; causal with what has
-            no such order.
-        NotImplementedError: impl="triton" where there is no kernel for these inputs.
+        ValueError: shapes, dtypes, devices, names or tables that do not fit; causal attention that
+            is not available.
+        NotImplementedError: impl="triton" without a kernel for these inputs.
 
     Source: Katharopoulos et al. 2020, eq. 4 to 6, causal eq. 8 to 12; with relative position
     Scaleformer, eq. 9 and 10.
@@ -113,15 +113,16 @@ def kernelized_attention(
     if relative is not None:
         relative, key_mask = mask_absent(relative, key_mask)
     dtype, name = accumulation_dtype(q, k, v), map_name(feature_map)
-    causal = causal and v.numel() > 0  # nothing has no order
+    causal = causal and v.numel() > 0  # without values there is no order
     form = _form_taken(form, impl, q, k, v, key_mask, relative, name, causal)
-    # One operator of GPU kernels does all of it; what follows is PyTorch's own operations.
+    # One operator of GPU kernels does everything; the rest of this function is for PyTorch
+    # operations.
     if form == "triton":
         v = drop_values(v.float(), value_drop, generator).to(v.dtype) if value_drop else v
         table = None if relative is None else relative.table
         return kernel_mean(q, k, v, key_mask, table, name, place_of(relative))[0]
     spoilt = None
-    if name == "given":  # the map is PyTorch's own operations, which know nothing of this
+    if name == "given":  # the map consists of PyTorch operations, which do not handle NaN
         k, v = (masked(x, key_mask) for x in (k, v))
         q, k, v, spoilt = finite_inputs(q, k, v, causal)
     with without_autocast(q):
@@ -130,7 +131,7 @@ def kernelized_attention(
         out, mass = _mean(q, k, value, feature_map, **options)
         if name == "elu1" and is_tiny(mass):
             high, keys = raised(q, (3,)), k
-            if relative is None and not causal:  # else keys meet a table, or come later
+            if relative is None and not causal:  # else keys meet a table or come later
                 keys = raised(k, (2, 3), key_mask)
             if high is not q or keys is not k:
                 out, _ = _mean(high, keys, value, feature_map, **options)
@@ -148,9 +149,10 @@ def _form_taken(
     name: str,
     causal: bool,
 ) -> str:
-    """Decide what runs: "triton", "pairs", "direct" or "efficient".
+    """Return the code path to run: "triton", "pairs", "direct" or "efficient".
 
-    "auto" is left to the operator by compilers, which see one operator for all numbers of tokens.
+    Under a compiler "auto" stays "auto": the operator decides at run time, for any number of
+    tokens.
     """
     options = dict(key_mask=key_mask, relative=relative, feature_map=name, causal=causal, form=form)
     operation = "kernelized causal" if causal else "kernelized"
@@ -177,17 +179,17 @@ def _mean(
     causal: bool,
     form: str,
 ) -> tuple[Tensor, Tensor]:
-    """Return the mean by PyTorch's own operations, and the mass ``[B, h, N]`` of the content or of
-    both terms.
+    """Return the mean from PyTorch operations, and the mass ``[B, h, N]`` of the content or of both
+    terms.
     """
     dtype, name = accumulation_dtype(q, k, v), map_name(feature_map)
     if form == "pairs":
         return mean_of_pairs(q, k, v, key_mask, relative, feature_map=name)
     narrow = not torch.is_grad_enabled() and product_dtype(q, k, v) == torch.bfloat16
-    if relative is not None and not narrow:  # gradients of two terms add in dtype
+    if relative is not None and not narrow:  # gradients of both terms add in this dtype
         q, v = q.to(dtype), v.to(dtype)
     features = q, k
-    if name == "given":  # a map that the operator does not know, of keys that are 0 where masked
+    if name == "given":  # a custom map, of keys that are 0 where masked
         phi_q = query_features(feature_map, q.to(dtype))
         features = phi_q, key_features(feature_map, k.to(dtype), key_mask, phi_q.shape[3])
     values, mass, _, _ = kernel_sums(*features, v, key_mask, name, causal, form, narrow)
@@ -195,7 +197,7 @@ def _mean(
         return Sums(values, mass).divide(), mass
     if key_mask is not None:
         v = v.masked_fill(~key_mask[:, None, :, None], 0)
-    if causal:  # the sums of the content have what is left out here
+    if causal:  # NaN and inf are already in the sums of the content
         v = finite(v)
     count = key_counts(k, key_mask, causal, q.shape[2], dtype)
     return mean_with_relative(Sums(values, mass), relative, q, v, count, key_mask, causal), mass

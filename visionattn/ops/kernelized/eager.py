@@ -1,19 +1,19 @@
 """Sums of values and weights of kernelized attention, chunked, as one operator with its gradient.
 
-A chunk of tokens at a time is mapped to features and laid out in a buffer (``operands.py``),
-in the forward pass and again in the backward pass, so that autograd keeps q, k and v themselves.
-Loops over tokens stand inside the operator: a compiler sees one node whatever N is.
+Each chunk of tokens is mapped to features in a buffer (``operands.py``), in the forward pass and
+again in the backward pass, so autograd saves only q, k and v. Loops over tokens are inside the
+operator: a compiler sees one node for any N.
 
-In most passes values travel with a column of ones behind them, ``v1 = [v, 1]``: sums of values and
-mass are one product then. Here ``e1 = e + 1``, ``f`` is the number of features and
-``g = images * heads`` those of one chunk.
+In most passes values carry an extra column of ones, ``v1 = [v, 1]``, so that one product gives the
+sums of values and the mass. Here
+``e1 = e + 1``, ``f`` is the number of features and ``g = images * heads`` in one chunk.
 
-A causal pass goes through segments of several blocks of 64 tokens: the masked products of all
-blocks of a segment, the state of each, and their running sums are one batched product each.
+A causal pass works on segments of several blocks of 64 tokens. One batched product each computes
+the masked products of all blocks of a segment, the state of each block, and their running sums.
 
     segment  | block 0 | block 1 | ... |  state before block b = running state + states of 0 .. b-1
 
-The relative term and the division belong to ``attention.py``.
+The relative term and the division are in ``attention.py``.
 """
 
 from collections.abc import Sequence
@@ -44,8 +44,10 @@ def _join(s: Tensor, z: Tensor, b: slice, dtype: torch.dtype) -> Tensor:
 
 
 def _efficient_forward(q: Features, k: Features, v: WithMass, outputs: tuple[Tensor, ...]) -> None:
-    """Fill values, mass and state, with values and mass apart: only features are laid out anew, and
-    products have whole widths.
+    """Fill values, mass and state.
+
+    Values and mass are kept separate, so that only features are copied to a new layout and products
+    have whole widths.
     """
     values, mass, s, z = outputs
     n, m = q.x.shape[2], k.x.shape[2]
@@ -76,33 +78,33 @@ def _efficient_backward(
     images, size = plan_chunks(dq, max(n, m), max(k.width, v.width))
     for b in images:
         ds, s, own_dv = d_state(b), state(b), dv[b].flatten(0, 1)
-        # Queries give the gradient of the state, and read theirs from the state.
+        # Queries give the gradient of the state, and read their own from the state.
         for t in chunks(n, size):
             grad = g.load(b, t)
             ds.baddbmm_(q.load(b, t).mT, grad)
             q.store(torch.bmm(grad, s.mT), b, t, dq)
-        # Keys and values read theirs from the gradient of the state.
+        # Keys and values read their gradients from the gradient of the state.
         for t in chunks(m, size):
             write_product(own_dv[:, t], k.load(b, t), ds[..., :-1])
             k.store(torch.bmm(v.load(b, t), ds.mT), b, t, dk)
 
 
 def _blocks(x: Tensor) -> Tensor:
-    """Cut ``[g, T, c]`` into blocks, ``[g * T / 64, 64, c]``; this copies where the tokens of a
-    head are part of more.
+    """Cut ``[g, T, c]`` into blocks, ``[g * T / 64, 64, c]``; copies if a head's tokens are not
+    contiguous.
     """
     return x.reshape(-1, BLOCK_TOKENS, x.shape[2])
 
 
 def _states_of_blocks(x: Tensor, y: Tensor, running: Tensor, *, reverse: bool = False) -> Tensor:
-    """Return the state before each block (reverse: after it), ``[g * T / 64, f, e1]``;
-    ``running [g, f, e1]`` goes on past them all.
+    """Return the state before each block (reverse: after it),
+    ``[g * T / 64, f, e1]``; update ``running [g, f, e1]``.
 
     Args:
         x, y: ``[g, T, f]`` and ``[g, T, e1]``; the state of a block is ``x^T y``.
     """
     own = torch.bmm(_blocks(x).mT, _blocks(y)).view(x.shape[0], -1, x.shape[2] * y.shape[2])
-    # A product with a triangle of ones adds up the states of all blocks before (or after) each.
+    # A product with a triangle of ones sums the states of all blocks before (or after) each block.
     others = own.new_ones(own.shape[1], own.shape[1])
     others = others.triu_(1) if reverse else others.tril_(-1)
     start = running.flatten(1).unsqueeze(1)
@@ -114,16 +116,17 @@ def _states_of_blocks(x: Tensor, y: Tensor, running: Tensor, *, reverse: bool = 
 
 
 def _causal_forward(q: Features, k: Features, v: WithMass, outputs: tuple[Tensor, ...]) -> None:
-    """Fill values, mass and state, with values and mass apart as in ``_efficient_forward``. The
-    state before a block is its S and Z.
+    """Fill values, mass and state, with values and mass separate as in ``_efficient_forward``.
+
+    The state before a block consists of its S and Z.
     """
     values, mass, s, z = outputs
     rows, n, m = Rows(v.x, v.dtype), q.x.shape[2], k.x.shape[2]
     images, size = plan_chunks(values, max(n, m), k.width + v.width, BLOCK_TOKENS)
     for b in images:
         running, running_sum = s[b].flatten(0, 1).zero_(), z[b].flatten(0, 1).unsqueeze(2).zero_()
-        # Of a segment, all blocks at once: each query sees the state before its block, and within
-        # the block the keys up to its own through masked scores.
+        # All blocks of a segment at once: a query reads the state before its block, and the keys
+        # within its block through masked scores.
         for start in range(0, n, size):
             t = slice(start, start + size)
             queries, keys, x = (_blocks(part.load(b, t)) for part in (q, k, rows))
@@ -147,7 +150,7 @@ def _causal_forward(q: Features, k: Features, v: WithMass, outputs: tuple[Tensor
 
 def _before_each_block(own: Tensor, running: Tensor) -> Tensor:
     """Return ``running [g, f, c]`` plus the sums ``own [g * blocks, f, c]`` of the blocks before
-    each; add all of them to ``running``.
+    each; add all sums to ``running``.
     """
     own = own.view(running.shape[0], -1, *running.shape[1:])
     out, state = torch.empty_like(own), running
@@ -158,7 +161,7 @@ def _before_each_block(own: Tensor, running: Tensor) -> Tensor:
 
 
 def _causal_backward(q: Features, k: Features, v: WithMass, g: WithMass, d_state, grads) -> None:
-    """Write dq in a sweep forward, and dk and dv in a sweep back.
+    """Write dq in a forward sweep, and dk and dv in a backward sweep.
 
     Source: Katharopoulos et al. 2020, eq. 13 to 15; the mass is ours.
     """
@@ -166,7 +169,7 @@ def _causal_backward(q: Features, k: Features, v: WithMass, g: WithMass, d_state
     images, size = plan_chunks(dq, max(n, m), k.width + v.width, BLOCK_TOKENS)
     segments = [slice(start, start + size) for start in range(0, max(n, m), size)]
     for b in images:
-        # Forward: the gradient of a query is read from the state of the keys before it.
+        # Forward: a query's gradient is read from the state of the keys before it.
         running = _zero_state(k, v, b)
         for t in segments[: -(-n // size)]:
             grad, keys, x = g.load(b, t), k.load(b, t), v.load(b, t)
@@ -175,8 +178,9 @@ def _causal_backward(q: Features, k: Features, v: WithMass, g: WithMass, d_state
             d_queries = torch.bmm(scores, _blocks(keys)).baddbmm_(_blocks(grad), states.mT)
             q.load(b, t)
             q.store(d_queries.view_as(keys), b, t, dq)
-        # Back: those of a key and its value are read from the state of the queries from it on, to
-        # which queries behind the last key and the gradient of the state itself belong.
+        # Backward: the gradients of a key and its value are read from the state of this and later
+        # queries. That state includes queries after the last key, and the gradient of the state
+        # itself.
         running = d_state(b)
         for t in segments[-(-m // size) :]:  # queries that see all keys
             running.baddbmm_(q.load(b, t).mT, g.load(b, t))
@@ -223,8 +227,8 @@ def _direct_backward(
 
 
 def form_taken(form: str, causal: bool, q_shape: tuple[int, ...], v_shape: tuple[int, ...]) -> str:
-    """Return "direct" or "efficient" for ``q [B, h, N, d]`` and ``v [B, h, M, e]``: the form that
-    is named, or the one that ``choose_form`` takes.
+    """Return "direct" or "efficient" for
+    ``q [B, h, N, d]`` and ``v [B, h, M, e]``: the named form, or the choice of ``choose_form``.
     """
     if form != "auto":
         return form
@@ -234,7 +238,8 @@ def form_taken(form: str, causal: bool, q_shape: tuple[int, ...], v_shape: tuple
 def _operands(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str, dtype: torch.dtype
 ):
-    """Return queries, keys and values as the passes work on them, in the dtype of products."""
+    """Return queries, keys and values in the form that the passes need, in the dtype of products.
+    """
     absent = None if key_mask is None else ~key_mask
     return (
         Features(q, feature_map, dtype),
@@ -244,8 +249,8 @@ def _operands(
 
 
 def flops(q, v, causal: bool, form: str, *, backward: bool) -> int:
-    """Count the multiply-adds of the products, times 2, for ``[B, h, N, f]`` and ``[B, h, M, e]``;
-    the mass is a column.
+    """Count 2 times the multiply-adds of the products, for ``[B, h, N, f]`` and ``[B, h, M, e]``;
+    the mass counts as a column.
     """
     (batch, heads, n, f), m, e1 = q, v[2], v[3] + 1
     state, pair = f * e1, (3 * f + 2 * e1 if backward else f + e1)
@@ -263,7 +268,7 @@ def flops(q, v, causal: bool, form: str, *, backward: bool) -> int:
 
 
 def _empty_sums(q: Tensor, k: Tensor, v: Tensor, narrow: bool) -> tuple[Tensor, ...]:
-    """Return memory for values, mass, S and Z."""
+    """Return uninitialised memory for values, mass, S and Z."""
     (batch, heads, n, d), e, dtype = q.shape, v.shape[3], accumulation_dtype(q, k, v)
     shapes = (batch, heads, n), (batch, heads, d, e), (batch, heads, d)
     values = q.new_empty(batch, heads, n, e, dtype=v.dtype if narrow else dtype)
@@ -286,24 +291,24 @@ def kernel_sums(
 
     Args:
         q, k, v: ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]``, any strides and floating
-            dtypes.
+            point dtypes.
         key_mask: bool ``[B, M]``; features and values of the other keys are 0, whatever they hold.
         feature_map: "elu1", "relu", or "given": q and k are features already.
-        causal: query i sees keys ``j <= i`` alone, all of them where ``i >= M``.
+        causal: query i attends to keys ``j <= i`` only, queries from M on to all keys.
         form: "direct" works on blocks of scores, O(N M (d + e)); "efficient" is O((N + M) d e);
-            "auto", which compilers leave to the operator, is the one expected to be the faster.
-        narrow: round the sums of values to the dtype of v, for a mean that has no gradient.
+            "auto" takes the form expected to be faster, at run time under a compiler too.
+        narrow: round the sums of values to the dtype of v, for a mean without gradient.
 
     Returns:
         values ``[B, h, N, e]``, mass ``[B, h, N]``, S ``[B, h, d, e]`` and Z ``[B, h, d]`` of all
-        keys, also those that no query sees; float32 (float64 if any input is).
+        keys, including keys that no query sees; float32 (float64 if any input is).
 
     Source: Katharopoulos et al. 2020, eq. 6 and, causal, eq. 9 to 12; segments and blocks are ours.
     """
     of_later = None
     if causal:
         v, of_later = apart(v, key_mask, q.shape[2])
-    # Causal passes add up many states, and stay in the dtype of sums.
+    # Causal passes add many states and stay in the dtype of sums.
     dtype = accumulation_dtype(q, k, v) if causal else product_dtype(q, k, v)
     queries, keys, x = _operands(q, k, v, key_mask, feature_map, dtype)
     outputs = _empty_sums(q, k, v, narrow)
@@ -319,8 +324,8 @@ def kernel_sums(
 
 
 def _state_not_needed(causal: bool, form: str) -> Sequence[str]:
-    """Return what the gradient does not need: only the bidirectional efficient form reads the
-    state.
+    """Return the saved tensors that the gradient does not need: only the bidirectional efficient
+    form reads the state.
     """
     return ("s", "z") if causal or form == "direct" else ()
 
@@ -342,10 +347,10 @@ def kernel_sums_backward(
     causal: bool,
     form: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of ``kernel_sums`` with respect to q, k and v, in their dtypes; the
-    features are made anew.
+    """Return the gradients of ``kernel_sums`` with respect to q, k and v, in their dtypes; features
+    are recomputed.
     """
-    # In the dtype of sums: what comes through values and mass nearly cancels in dq.
+    # In the dtype of sums: the parts of dq from values and from mass nearly cancel.
     queries, keys, x = _operands(q, k, v, key_mask, feature_map, accumulation_dtype(q, k, v))
     grad = WithMass(d_values, x.dtype, d_mass)
     grads = contiguous_like(q, k, v)

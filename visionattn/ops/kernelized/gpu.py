@@ -1,9 +1,9 @@
 """Kernelized attention as one operator of GPU kernels: content, joint relative position and
 division, with its gradient.
 
-What ``attention.py`` makes of ``kernel_sums``, ``class_sums`` and ``weighted_mean`` in eager
-PyTorch, the kernels of ``kernels`` make here without sums in memory. Autograd keeps q, k, v, the
-mean, its mass and the state. ``why_not`` says for which inputs.
+It replaces ``kernel_sums``, ``class_sums`` and ``weighted_mean`` of the eager ``attention.py`` and
+keeps no sums in memory. Autograd saves q, k, v, the mean, its mass and the state. ``why_not`` lists
+the supported inputs.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from visionattn.ops.position.kinds import RelativePosition
 from visionattn.ops.sums import tokens_first
 
 WIDEST: machine.Widest = {16: (128, 128), 32: (64, 64)}
-"""As far as the kernels compile without a spilled register."""
+"""The largest widths for which the kernels compile without spilled registers."""
 
 
 def why_not(
@@ -35,11 +35,12 @@ def why_not(
     causal: bool = False,
     form: str = "auto",
 ) -> str | None:
-    """Say why the kernels do not run for these inputs, in one sentence; None where they do.
+    """Return the reason why the kernels do not support these inputs, in one sentence; None if they
+    do.
 
     Args:
-        q, k, v, key_mask, relative, causal, form: as the operation takes them, checked.
-        feature_map: "elu1", "relu", or "given" for a map that the kernels do not know.
+        q, k, v, key_mask, relative, causal, form: arguments of the operation, already checked.
+        feature_map: "elu1", "relu", or "given" for a map that the kernels do not implement.
     """
     return (
         machine.why_not("kernelized", WIDEST, q, k, v)
@@ -91,12 +92,13 @@ def kernel_mean(
         key_mask: bool ``[B, M]``, True takes part; not with a table.
         table: ``[h or 1, 2Ry+1, 2Rx+1, d]``.
         feature_map: "elu1" or "relu".
-        place: the numbers of ``place_of`` where there is a table, else empty.
+        place: the numbers of ``place_of`` with a table, else empty.
 
     Returns:
         the mean ``[B, h, N, e]`` in the dtype of v, tokens before heads in memory; and, float32,
-        for the gradient: the mass ``[B, h, N]`` and the state, S ``[B, h, d, e]`` and behind it Z
-        ``[B, h, d]`` in one axis, all divided by M.
+        for the gradient: the mass
+        ``[B, h, N]`` and the state, S ``[B, h, d, e]`` followed by Z ``[B, h, d]`` in one axis, all
+        divided by M.
     """
     (batch, heads, n, _), e = q.shape, v.shape[3]
     from visionattn.ops.kernelized.kernels.bidirectional import means
@@ -105,7 +107,7 @@ def kernel_mean(
     out = tokens_first(v, batch, heads, n, e)
     mass = q.new_empty(batch, heads, n, dtype=torch.float32)
     own = position.place_from(place)
-    # Beside a position only tokens of the prefix have content alone.
+    # With relative position, only prefix tokens have the content term by itself.
     alone = slice(0, n if own is None else own.prefix)
     with form_ran("kernelized", "efficient triton"):
         state = state_of_keys(k, v, key_mask, feature_map)
@@ -117,7 +119,7 @@ def kernel_mean(
 
 
 def _z_of(state: Tensor, q: Tensor, v: Tensor) -> Tensor:
-    """Return Z, which lies behind S."""
+    """Return Z, which is stored after S."""
     return state[q.shape[0] * q.shape[1] * q.shape[3] * v.shape[3] :]
 
 
@@ -139,8 +141,8 @@ def kernel_mean_backward(
     feature_map: str,
     place: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of ``kernel_mean`` with respect to q, k, v, in their dtype, and the
-    table (empty without one).
+    """Return the gradients of ``kernel_mean`` with respect to q, k, v, in their dtypes, and the
+    table (empty if None).
     """
     from visionattn.ops.kernelized.kernels import bidirectional
 

@@ -1,9 +1,9 @@
-"""Chunks of queries, keys, values and gradients as ``eager.py`` works on them: cast, mapped
-and laid out to stay in cache.
+"""Chunks of queries, keys, values and gradients for ``eager.py``: cast, mapped and laid out to stay
+in cache.
 
-Tensors come as the caller has them: ``[B, h, tokens, width]`` of any strides and any floating
-dtype. A chunk is some images with all heads and some tokens, ``[g, T, width]`` with
-``g = images * heads``, in a buffer that the next chunk takes over.
+Inputs are ``[B, h, tokens, width]`` of any strides and any floating point dtype. A chunk is some
+images with all heads and some tokens, ``[g, T, width]`` with ``g = images * heads``, in a buffer
+that the next chunk reuses.
 """
 
 import torch
@@ -17,8 +17,8 @@ CHUNK_ELEMENTS_ELSEWHERE = 1 << 23
 
 
 class Features:
-    """Features of q or k, zero where ``absent [B, tokens]``, and the way back from their gradient
-    to that of q or k.
+    """Features of q or k, zero where ``absent [B, tokens]``, and the gradient of q or k from
+    theirs.
     """
 
     def __init__(
@@ -30,7 +30,9 @@ class Features:
 
     def load(self, b: slice, t: slice) -> Tensor:
         """Return the features of some images and tokens, ``[g, T, f]``; zero for tokens past the
-        end. They are valid until the next load.
+        end.
+
+        They are valid until the next load.
         """
         x, tokens = self.x[b, :, t], t.stop - t.start
         if (
@@ -40,8 +42,8 @@ class Features:
             and x.shape[2] == tokens
         ):
             return x.flatten(0, 1)
-        # Buffers are kept between chunks. Elu1 takes two in the dtype of sums, as its passes are
-        # slower in bfloat16, and rounds its result once.
+        # Buffers are reused between chunks. Elu1 takes two more in the dtype of sums, because its
+        # passes are slower in bfloat16, and rounds once.
         size = (*x.shape[:2], tokens, self.width)
         if self.buffer.shape != size:
             self.buffer = self.wide = self.spare = x.new_empty(size, dtype=self.dtype)
@@ -52,7 +54,7 @@ class Features:
         buffers = self.buffer, self.wide, self.spare
         out, features, spare = (buffer[:, :, : x.shape[2]] for buffer in buffers)
         if x.dtype != features.dtype or self.feature_map == "given":
-            # A cast of rows that lie apart takes longer than a copy and a cast.
+            # Casting strided rows takes longer than a copy and a cast.
             x = features.copy_(x.contiguous())
         if self.feature_map == "elu1":  # exp(min(x, 0)) + max(x, 0), as in feature_maps.py
             torch.clamp(x, min=0, out=spare)
@@ -67,8 +69,8 @@ class Features:
         return self.buffer.flatten(0, 1)
 
     def store(self, grad: Tensor, b: slice, t: slice, out: Tensor) -> None:
-        """Write the gradient of q or k into ``out[b, :, t]`` for that of the features loaded last;
-        both are used up.
+        """Write the gradient of q or k into ``out[b, :, t]`` from the gradient of the features
+        loaded last; both inputs are overwritten.
         """
         there = out[b, :, t]
         features = self.buffer[:, :, : there.shape[2]]
@@ -85,7 +87,7 @@ class Features:
 
 
 class Rows:
-    """Values as they are, ``[B, h, tokens, e]``."""
+    """Unmodified values, ``[B, h, tokens, e]``."""
 
     def __init__(self, x: Tensor, dtype: torch.dtype):
         self.x, self.dtype = x, dtype
@@ -101,8 +103,8 @@ class Rows:
 
 
 class WithMass:
-    """``[x, y]``: what belongs to the values, ``[B, h, tokens, e]``, and to the mass,
-    ``[B, h, tokens]`` or ones.
+    """``[x, y]``: x for the values, ``[B, h, tokens, e]``, and y for the mass, ``[B, h, tokens]``
+    or ones.
     """
 
     def __init__(self, x: Tensor, dtype: torch.dtype, y: Tensor | None = None):
@@ -124,8 +126,8 @@ class WithMass:
 
 
 def put(x: Tensor, b: slice, t: slice, values: Tensor, mass: Tensor | None = None) -> None:
-    """Write ``x [g, T, e or e1]`` into ``values[b, :, t]`` and its last column into
-    ``mass[b, :, t]``.
+    """Write
+    ``x [g, T, e or e1]`` into ``values[b, :, t]`` and its last column into ``mass[b, :, t]``.
     """
     there = values[b, :, t]
     x = x.unflatten(0, there.shape[:2])[:, :, : there.shape[2]]
@@ -135,8 +137,8 @@ def put(x: Tensor, b: slice, t: slice, values: Tensor, mass: Tensor | None = Non
 
 
 def plan_chunks(x: Tensor, tokens: int, width: int, multiple: int = 1) -> tuple[list[slice], int]:
-    """Return slices of the images of ``x [B, h, ...]``, and how many tokens (a multiple of
-    ``multiple``) make a chunk with them.
+    """Return slices of the images of ``x [B, h, ...]``, and the number of tokens per chunk, a
+    multiple of ``multiple``.
     """
     elements = CHUNK_ELEMENTS.get(x.device.type, CHUNK_ELEMENTS_ELSEWHERE) // max(
         1, x.shape[1] * width

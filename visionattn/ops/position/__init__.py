@@ -1,1 +1,1 @@
-"""Linear relative position: weights that depend on a query and on where a key lies from it."""
+"""Linear relative position: weights that depend on a query and on the offset of a key from it."""

@@ -1,19 +1,19 @@
 """Weighted sums of values over the rows of a grid by their clipped distance, forward and backward,
 as one operator.
 
-To one axis of ``Axial`` all patches of a row are one key: the query at (y, x) gives each key of row
-y' the weight ``phi(q) . r_clip(y' - y)`` with ``phi = elu1``, whatever the columns. So the sums
-``V_y'`` of whole rows are all that is needed of the values, and with them the sum of each class as
-seen from row y:
+For one axis of ``Axial`` all patches of a row act as one key: the query at (y, x) gives each key of
+row y' the weight
+``phi(q) . r_clip(y' - y)`` with ``phi = elu1``, for any column. So only the sums ``V_y'`` of whole
+rows are needed, and from them the sum of each class for row y:
 
     rows 0 .. y-R: one sum     y-R+1 .. y+R-1: a class each     y+R .. H-1: one sum
 
 A row of queries is then a ``W x C`` by ``C x e`` product. The two ends are running sums, in the
 backward pass too, never differences. The columns of a grid are the rows of its transposed views.
 
-The operator takes queries and values as the caller has them, of any dtype and strides, and works in
-the dtype of the table on bands of rows that stay in cache: autograd keeps no copy of anything, and
-R may be the whole grid. It knows neither layouts nor masks.
+The operator takes queries and values of any dtype and strides, and works in the dtype of the table
+on bands of rows that stay in cache. Autograd saves no copies, and R may cover the whole grid.
+Layouts and masks are handled elsewhere.
 """
 
 from math import prod
@@ -67,7 +67,7 @@ class RowClasses:
             self.window = F.pad(rows, (0, 0, horizon - 1, horizon - 1))
 
     def load(self, rows: slice) -> Tensor:
-        """Return the sums ``[g, T, C, c]`` as seen from T rows, past to future."""
+        """Return the sums ``[g, T, C, c]`` for T rows, from past to future classes."""
         if self.horizon == 0:
             return self.all[:, None, None].expand(-1, rows.stop - rows.start, -1, -1)
         # All windows of rows at once, as a view.
@@ -78,7 +78,7 @@ class RowClasses:
         )
 
     def add(self, grad: Tensor, rows: slice) -> None:
-        """Add the gradient ``[g, T, C, c]`` of what ``load`` gives, where all sums are gradients
+        """Add the gradient ``[g, T, C, c]`` of the result of ``load``. All sums must be gradients
         that began as 0.
         """
         if self.horizon == 0:
@@ -87,7 +87,7 @@ class RowClasses:
         self.above[:, rows] += grad[:, :, 0]
         self.below[:, rows] += grad[:, :, -1]
         window = grad[:, :, 1:-1]
-        # Row i and class j meet at i + j: loop over the fewer of the two.
+        # Row i and class j meet at i + j: loop over the shorter axis.
         if window.shape[1] > window.shape[2]:
             window = window.transpose(1, 2)
         for i, part in enumerate(window.unbind(1), rows.start):
@@ -125,14 +125,14 @@ class _Chunk:
         self.q = part_of(q, chunk)
         rows = rows.flatten(0, 1)
         keys = part_of_shared(keys, chunk).unsqueeze(2)
-        # The number of keys goes along as a column behind the values: it is what the mass sums.
+        # The number of keys is an extra column after the values: the mass is its sum.
         self.sums = RowClasses(
             torch.cat([rows, keys.expand(len(rows), -1, -1)], dim=2), self.horizon
         )
         self.total = None if total is None else part_of_shared(total, chunk)
 
     def bands(self, e: int) -> list[Band]:
-        """Return pairs of slices (rows, columns) that cover the grid; what one of them needs stays
+        """Return pairs of slices (rows, columns) that cover the grid; the data of each pair stays
         in cache.
         """
         heads, (height, width, d), classes = len(self.q), self.q.shape[1:], self.table.shape[1]
@@ -151,8 +151,8 @@ class _Chunk:
         )
 
     def class_sums(self, band: Band) -> tuple[Tensor, Tensor | None]:
-        """Return the sums of values and keys ``[g * rows, C, e + 1]`` that the weights multiply,
-        and the factor in them, for "mean".
+        """Return the sums of values and keys ``[g * rows, C, e + 1]`` for the weights, and, for
+        "mean", the factor included in them.
         """
         sums, scale = self.sums.load(band[0]).flatten(0, 1), None
         if self.total is not None:
@@ -163,7 +163,7 @@ class _Chunk:
 
 
 def _row_elements(width: int, d: int, e: int, classes: int) -> int:
-    """Count the floats that a row of queries needs while it is worked on."""
+    """Count the floats that a row of queries needs while it is processed."""
     return width * (2 * d + e + classes) + classes * (e + 1)
 
 
@@ -178,13 +178,13 @@ def _chunks(q: Tensor, table: Tensor, v: Tensor, keys: Tensor, total: Tensor | N
 
 
 def _empty_sums(q: Tensor, table: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return memory for values ``[B, h, H, W, e]`` and mass ``[B, h, H, W]``."""
+    """Return uninitialised memory for values ``[B, h, H, W, e]`` and mass ``[B, h, H, W]``."""
     return table.new_empty(*q.shape[:4], v.shape[4]), table.new_empty(q.shape[:4])
 
 
 def _flops(q, table, v, *, backward: bool) -> int:
-    """Count the products of each query with the classes of rows that occur, and of those with the
-    sums of rows, the mass being a column.
+    """Count the products of each query with the occurring classes of rows, and of the weights with
+    the sums of rows; the mass is a column.
     """
     d, e, classes = q[4], v[4], 2 * min(table[1] // 2, q[2]) + 1
     return 2 * prod(q[:4]) * classes * (3 * d + 2 * e + 1 if backward else d + e + 1)
@@ -203,9 +203,10 @@ def axis_sums(
             dtype of the sums.
         v: ``[B, h, H, W, e]``, any dtype, zero where a patch is absent.
         keys: number of patches present in each row, ``[1 or B, H]``, in the dtype of the table.
-        total: all keys, ``[1 or B, 1, 1, 1]``: with ``mean`` a key weighs ``w_c total / n``, n
-            being the keys of its class as seen from the query. Without, or None: ``w_c``.
-        mean: see ``total``, by which the plain form divides either way.
+        total: number of all keys,
+            ``[1 or B, 1, 1, 1]``. With ``mean`` a key weighs ``w_c total / n``, with n the number
+            of keys of its class for the query; without ``mean``, or if None, ``w_c``.
+        mean: see ``total``. The plain form divides by ``total`` either way.
 
     Returns:
         values ``[B, h, H, W, e]`` and mass ``[B, h, H, W]``.
@@ -243,7 +244,7 @@ def axis_sums_backward(
     mean: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of ``axis_sums`` with respect to q, table and any one column of v,
-    ``[B, h, H, 1, e]``: all are the same.
+    ``[B, h, H, 1, e]``: all columns are equal.
     """
     e = v.shape[4]
     dq, d_table, dv = _empty_gradients(q, table, v)
@@ -257,11 +258,11 @@ def axis_sums_backward(
             upstream = torch.cat([grad[:, *band], grad_mass[:, *band].unsqueeze(3)], dim=3).flatten(
                 0, 1
             )
-            # To the sums of rows, and from there to all values of a row alike.
+            # Gradient of the sums of rows, which all values of a row share.
             d_classes = torch.bmm(weights.mT, upstream[..., :-1])
             d_classes = d_classes if scale is None else d_classes.mul_(scale)
             d_sums.add(d_classes.unflatten(0, (len(grad), -1)), band[0])
-            # To the table, and to the queries through elu1.
+            # Gradient of the table, and of the queries through elu1.
             d_weights = torch.bmm(upstream, sums.mT).view(len(grad), -1, chunk.table.shape[1])
             own_table = torch.bmm(d_weights.mT, phi)
             add_of_heads(d_table[:, chunk.classes], own_table, chunk.chunk[1])

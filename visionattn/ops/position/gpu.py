@@ -1,7 +1,8 @@
-"""Joint relative position by GPU kernels, for the operators of the attentions: for which inputs
-there are kernels, and what runs them.
+"""Joint relative position by GPU kernels, for the operators of the attentions: supported inputs and
+calls.
 
-Other rooms take the kernels of this one from here alone. Triton is imported when one first runs.
+Other packages use these kernels only through this module. Triton is imported when a kernel first
+runs.
 """
 
 from collections.abc import Sequence
@@ -15,20 +16,20 @@ from visionattn.ops.position.kinds import Joint, RelativePosition
 from visionattn.ops.sums import tokens_first
 
 MAX_HORIZON_X = {2: 16, 4: 8}
-"""Largest Rx by the bytes of an element: as far as kernels compile without a spilled register."""
+"""Largest Rx, by the bytes of an element, for which kernels compile without spilled registers."""
 MAX_WIDTH = {2: 128, 4: 64}
 """Largest d and e by the bytes of an element."""
 MAX_CLASSES = 128
-"""Most classes ``(2Ry+1) * (2Rx+1)`` where elements have 2 bytes and d is at most 64."""
+"""Maximum number of classes ``(2Ry+1) * (2Rx+1)`` for 2-byte elements and d up to 64."""
 MAX_CLASSES_ELSEWHERE = 64
-"""Most classes where d is larger or elements have 4 bytes."""
+"""Maximum number of classes for larger d or 4-byte elements."""
 
 
 def why_not(
     relative: RelativePosition | None, q: Tensor, v: Tensor, key_mask: Tensor | None
 ) -> str | None:
-    """Say why there are no kernels for a relative position beside ``q [B, h, N, d]`` and
-    ``v [B, h, M, e]``, in one sentence; None where there are.
+    """Return the reason why no kernels exist for a relative position with
+    ``q [B, h, N, d]`` and ``v [B, h, M, e]``, in one sentence; None if they exist.
     """
     if relative is None:
         return None
@@ -43,8 +44,8 @@ def why_not(
 
 
 def why_not_sizes(d: int, e: int, dtype: torch.dtype, horizons: tuple[int, int]) -> str | None:
-    """Return what speaks against kernels for widths d and e, a dtype and the horizons Ry and Rx;
-    None if nothing does.
+    """Return the reason against kernels for widths d and e, a dtype and the horizons Ry and Rx;
+    None if there is none.
     """
     size = dtype.itemsize
     odd = d % launch.OCTET or e % launch.OCTET
@@ -66,7 +67,7 @@ def why_not_sizes(d: int, e: int, dtype: torch.dtype, horizons: tuple[int, int])
 
 
 def place_of(relative: Joint | None) -> list[int]:
-    """Return the numbers of a ``Place`` as an operator takes them; none without a position."""
+    """Return a ``Place`` as a list of numbers for an operator; empty without a position."""
     if relative is None:
         return []
     grid, (_, rows, columns, _) = relative.layout.grid, relative.table.shape
@@ -75,7 +76,7 @@ def place_of(relative: Joint | None) -> list[int]:
 
 
 def place_from(numbers: Sequence[int]) -> Place | None:
-    """Return the ``Place`` that such a list stands for; None for an empty one."""
+    """Return the ``Place`` of a list from ``place_of``; None for an empty list."""
     if not numbers:
         return None
     *sizes, mean = numbers
@@ -83,8 +84,8 @@ def place_from(numbers: Sequence[int]) -> Place | None:
 
 
 def flops(q, v, table, place: Sequence[int], *, backward: bool) -> int:
-    """Count what joint relative position adds for each patch: as many products as ``class_sums``
-    counts in its tiled form.
+    """Count the operations that joint relative position adds per patch, as ``class_sums`` does in
+    its tiled form.
     """
     if table is None:
         return 0
@@ -96,9 +97,10 @@ def flops(q, v, table, place: Sequence[int], *, backward: bool) -> int:
 def mean_beside_sums(
     q: Tensor, table: Tensor, v: Tensor, values: Tensor, mass: Tensor, place: Place
 ) -> tuple[Tensor, Tensor]:
-    """Return the mean under both terms and its mass, for sums of the content:
-    ``values [B, h, N, e]`` and ``mass [B, h, N]``, divided by M. Tokens of a prefix have only
-    content.
+    """Return the mean under both terms and its mass, from sums of the content.
+
+    The sums are ``values [B, h, N, e]`` and ``mass [B, h, N]``, divided by M. Prefix tokens have
+    only content.
     """
     from visionattn.ops.position.kernels.joint import FromSums, joint_means
 
@@ -120,8 +122,8 @@ def write_means_beside_state(
     out: Tensor,
     mass: Tensor,
 ) -> None:
-    """Write the patches' part of mean and mass for a content of S, Z and the feature map, the
-    ``state``.
+    """Write the patches' part of mean and mass, with the content given as ``state``: S, Z and the
+    feature map.
     """
     from visionattn.ops.position.kernels.joint import FromState, joint_means
 
@@ -139,10 +141,11 @@ def backward(
     dv: Tensor,
     *of_content: Tensor | str,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of q, and of the table in its dtype; add that of the values to ``dv``.
+    """Return the gradients of q, and of the table in its dtype; add the gradient of the values to
+    ``dv``.
 
-    ``of_content`` are the fields of ``OfContent``: what the content's backward pass leaves to do.
-    The others are those of ``joint_backward``.
+    ``of_content`` are the fields of ``OfContent``: the unfinished part of the content's backward
+    pass. The others are as for ``joint_backward``.
     """
     from visionattn.ops.position.kernels.backward import joint_backward
     from visionattn.ops.position.kernels.queries_backward import OfContent

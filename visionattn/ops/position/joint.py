@@ -1,14 +1,15 @@
 """Weighted sums of values over the classes of clipped relative position on a grid, forward and
 backward, as one operator.
 
-Each class (a, b) of the offset ``(clip(dy), clip(dx))`` has, for the query at (y, x), the sum
-``U_ab(y, x)`` of the values of its keys; the output is ``sum_ab w_ab U_ab`` with
-``w_ab = phi(q) . r_ab`` and ``phi = elu1``. Two forms give it: products of tiles with windows of
-the values (``tiles.py``), linear in the number of patches, and on small grids a weight for
-each pair of places, which is cheaper there (``direct_is_faster``).
+Each class (a, b) of the offset
+``(clip(dy), clip(dx))`` has, for the query at (y, x), the sum ``U_ab(y, x)`` of the values of its
+keys. The output is ``sum_ab w_ab U_ab`` with ``w_ab = phi(q) . r_ab`` and ``phi = elu1``. Two forms
+compute it: products of tiles with windows of the values (``tiles.py``), linear in the number of
+patches, and on small grids a weight for each pair of places, which is cheaper there
+(``direct_is_faster``).
 
-The operator takes queries and values as the caller has them, of any dtype and strides, and
-multiplies in the dtype of the table, some heads at a time: autograd keeps no copy of anything.
+The operator takes queries and values of any dtype and strides, and multiplies in the dtype of the
+table, some heads at a time. Autograd saves no copies.
 """
 
 from functools import partial
@@ -57,12 +58,12 @@ def axis_classes(x: Tensor, horizon: int, num_queries: int) -> Tensor:
 
 
 def direct_is_faster(keys: int, rows: int) -> bool:
-    """Tell whether a weight for each pair costs less than the tiled form: few keys for
+    """Return whether a weight per pair costs less than the tiled form: few keys for
     ``rows = 2Ry+1`` classes of rows.
 
-    Measured on a CPU, forward and backward: the two meet near 220 keys on one row and near 700 at R
-    = 3, for e from 16 to 256. The bound does not depend on the number of queries, so memory stays
-    linear in it.
+    Measured on a CPU, forward and backward: both break even near 220 keys on one row and near 700
+    at R = 3, for e from 16 to 256. The bound does not depend on the number of queries, so memory
+    stays linear in it.
     """
     return tokens_asked(keys) < 150 + 80 * rows
 
@@ -84,7 +85,7 @@ class _Chunk:
         return part_of(x, (self.images, self.heads))
 
     def part_shared(self, x: Tensor | None) -> Tensor | None:
-        """Return the chunk's part of what all heads share, ``[1 or B, ...]``."""
+        """Return the chunk's part of a tensor ``[1 or B, ...]`` that all heads share."""
         return None if x is None else part_of_shared(x, (self.images, self.heads))
 
 
@@ -96,13 +97,13 @@ def _chunks(q: Tensor, table: Tensor, size: int) -> list[_Chunk]:
 def _counts_and_scale(
     counts: Tensor, total: Tensor | None, mean: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """Return counts in a dtype, and what turns the weight of a class into that of each of its keys,
-    a factor for "mean"; None for "sum".
+    """Return counts in a dtype, and the factor from the weight of a class to the weight of each of
+    its keys for "mean"; None for "sum".
     """
     counts = counts.to(dtype)
     if total is None or not mean:
         return counts, None
-    # A class without keys adds nothing, whatever it weighs.
+    # A class without keys adds nothing, for any weight.
     return counts, total.to(dtype) / counts.clamp(min=1)
 
 
@@ -120,8 +121,8 @@ def _weights_backward(
     scale: Tensor | None,
     d_table: Tensor,
 ) -> Tensor:
-    """Return the gradient ``[g, n, d]`` of the queries for that of the weights, ``[g, n, C]``; add
-    that of the table to ``d_table``.
+    """Return the gradient ``[g, n, d]`` of the queries from the gradient of the weights,
+    ``[g, n, C]``; add the table's gradient to ``d_table``.
     """
     if scale is not None:
         d_weights = d_weights.mul_(scale)
@@ -130,7 +131,7 @@ def _weights_backward(
 
 
 def _empty_sums(q: Tensor, table: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return memory for values ``[B, h, H, W, e]`` and mass ``[B, h, H, W]``."""
+    """Return uninitialised memory for values ``[B, h, H, W, e]`` and mass ``[B, h, H, W]``."""
     dtype = wide(table.dtype)
     return tuple(  # type: ignore[return-value]
         table.new_empty(size, dtype=dtype) for size in ((*q.shape[:4], v.shape[4]), q.shape[:4])
@@ -138,8 +139,8 @@ def _empty_sums(q: Tensor, table: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _flops(q, table, v, horizon_y: int, *, backward: bool) -> int:
-    """Count the products of each query with the table and, in the form that runs, with sums of
-    classes or with values.
+    """Count the products of each query with the table and, in the chosen form, with sums of classes
+    or with values.
     """
     keys, e = v[2] * v[3], v[4]
     terms = keys if direct_is_faster(keys, 2 * horizon_y + 1) else table[1]
@@ -165,21 +166,22 @@ def class_sums(
     Args:
         q: ``[B, h, H, Wq, d]``, any dtype.
         table: ``[h or 1, C, d]``, ``C = (2Ry+1) * (2Rx+1)`` classes row by row, in the dtype of
-            products: float32, float64, or bfloat16, whose sums are float32; without gradients.
-        v: ``[B, h, H, Wk, e]``, any dtype, zero where a patch is absent. Wq and Wk differ on a
-            single row alone.
-        counts: keys of each class as seen from each query, ``[1 or B, H, Wq, C]``.
-        total: all keys, what broadcasts to ``[1 or B, H, Wq, 1]``: with ``mean`` a key weighs
-            ``w_ab total / counts``. Without, or None: ``w_ab``.
+            products: float32, float64, or bfloat16 (float32 sums, no gradients).
+        v: ``[B, h, H, Wk, e]``, any dtype, zero where a patch is absent. Wq and Wk may differ only
+            on a single row.
+        counts: keys of each class for each query, ``[1 or B, H, Wq, C]``.
+        total: number of all keys, broadcast to
+            ``[1 or B, H, Wq, 1]``. With ``mean`` a key weighs ``w_ab total / counts``; without ``mean``, or if None, ``w_ab``.
         horizon_y, horizon_x: Ry and Rx.
-        later: places by which keys stand farther to the right than ``v`` says, on a single row.
-        mean: see ``total``, by which the plain form divides either way.
+        later: number of places by which keys are shifted to the right compared with ``v``, on a
+            single row.
+        mean: see ``total``. The plain form divides by ``total`` either way.
 
     Returns:
         values ``[B, h, H, Wq, e]`` and mass ``[B, h, H, Wq]``.
 
-    Source: the linear relative position of Scaleformer (section 4) in one dimension; in two it is
-    ours.
+    Source: the linear relative position of Scaleformer (section 4) in one dimension; two dimensions
+    are ours.
     """
     e, v = v.shape[4], _moved(_with_a_column(v), later)
     values, mass = _empty_sums(q, table, v)
@@ -190,14 +192,14 @@ def class_sums(
 
 
 def _with_a_column(x: Tensor) -> Tensor:
-    """Return ``x [..., e]``, or one column of zeros where e is 0: tiles need a width, and the mass
+    """Return ``x [..., e]``, or one column of zeros if e is 0: tiles need a width, and the mass
     does not depend on it.
     """
     return x if x.shape[-1] else x.new_zeros(*x.shape[:-1], 1)
 
 
 def _moved(v: Tensor, later: int) -> Tensor:
-    """Return values with so many places of zeros before them."""
+    """Return values with ``later`` places of zeros before them."""
     return F.pad(v, (0, 0, later, 0)) if later else v
 
 
@@ -206,7 +208,8 @@ def _takes_direct(v: Tensor, horizon_y: int) -> bool:
 
 
 def _tiled_chunks(q: Tensor, table: Tensor, v: Tensor, tiles: Tiles):
-    """Yield the chunks of the tiled form: the chunk, the keys that its windows read, its bands."""
+    """Yield for each chunk of the tiled form: the chunk, the keys for its windows, and its bands.
+    """
     for chunk in in_turn(_chunks(q, table, KEY_ELEMENTS // max(1, prod(v.shape[2:])))):
         keys, heads = tiles.keys(chunk.part(v), table.dtype), len(chunk.table)
         yield chunk, keys, in_turn(tiles.bands(heads, v.shape[4]))
@@ -249,8 +252,8 @@ def _direct_chunks(
     scale: Tensor | None,
     horizons: tuple[int, int],
 ):
-    """Yield the chunks of the direct form: the chunk, its queries, values, counts and scale, and
-    the class of each query and key.
+    """Yield for each chunk of the direct form: the chunk, its queries, values, counts and scale,
+    and the class of each pair.
     """
     index = _class_index(tuple(q.shape[2:4]), tuple(v.shape[2:4]), horizons, v.device)
     counts, scale = counts.flatten(1, 2), None if scale is None else scale.flatten(1, 2)
@@ -269,7 +272,7 @@ def _direct_chunks(
 def _class_index(
     queries: tuple[int, int], keys: tuple[int, int], horizons: tuple[int, int], device
 ) -> Tensor:
-    """Return the class of each key as seen from each query, ``[Hq * Wq, Hk * Wk]``."""
+    """Return the class of each key for each query, ``[Hq * Wq, Hk * Wk]``."""
     axes = []
     for n, m, horizon in zip(queries, keys, horizons, strict=True):
         delta = torch.arange(m, device=device) - torch.arange(n, device=device)[:, None]
@@ -308,8 +311,8 @@ def class_sums_backward(
     later: int = 0,
     mean: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of ``class_sums`` with respect to q, table and v; the weights are made
-    anew, not kept.
+    """Return the gradients of ``class_sums`` with respect to q, table and v; the weights are
+    recomputed, not saved.
     """
     e, v = v.shape[4], _moved(_with_a_column(v), later)
     d_values = _with_a_column(d_values)
@@ -360,7 +363,7 @@ def _direct_backward(
         phi = elu1(query)
         w = _weights(phi, chunk.table, scale_)
         chunk.part(dv).flatten(1, 2).copy_(torch.bmm(w.gather(2, index).mT, grad))
-        # A score for each pair, added up by class.
+        # A score for each pair, summed by class.
         d_w = (
             torch.zeros_like(w)
             .scatter_add_(2, index, torch.bmm(grad, value.mT))

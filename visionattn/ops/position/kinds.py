@@ -1,15 +1,15 @@
-"""Linear relative position: weights ``S_ij = phi(q_i) . r_class(i,j)`` that are added to those of
-the content.
+"""Linear relative position: weights ``S_ij = phi(q_i) . r_class(i,j)``, added to the weights of the
+content.
 
 Relative position is key minus query; tables run from past to future: entry
-``clip(delta, -R, R) + R``. Three forms of the class: ``Flat`` clips the offset in the sequence,
-``Joint`` the pair of offsets on the grid, ``Axial`` adds a table of rows and one of columns. Prefix
-tokens take no part. ``phi`` is ``elu1`` of the queries as given.
+``clip(delta, -R, R) + R``. There are three kinds of classes: ``Flat`` clips the offset in the sequence, ``Joint`` clips the pair of offsets on the grid, ``Axial``
+adds a table of rows and a table of columns. Prefix tokens take no part. ``phi`` is ``elu1`` of the
+unscaled queries.
 
 With ``normalization="sum"`` the weights are S, as in the papers. With "mean" each class counts as
 the mean of its keys: S is divided by the number of keys of the class that the query sees, and the
-content by the number of all keys it sees, so that classes that grow with the image cannot drown the
-near ones.
+content by the number of all keys that it sees. Classes that grow with the image then cannot
+dominate the near ones.
 
 Source: Scaleformer (Favier and Dal'Maz Silva 2021), section 4, for one dimension and "sum"; the
 rest is ours.
@@ -36,8 +36,7 @@ class Flat:
 
     Args:
         table: ``[h or 1, 2R+1, d]``, non-negative (signed for ``softmax_attention``).
-        layout: with one, the prefix is skipped and patches count row by row; None: every token
-            counts.
+        layout: skips the prefix and counts patches row by row; None: every token counts.
         normalization: "sum" or "mean".
     """
 
@@ -54,8 +53,8 @@ class Axial:
     Args:
         rows, columns: ``[h or 1, 2R+1, d]``, each with its own R, non-negative (signed for
             ``softmax_attention``).
-        layout: where the tokens lie.
-        normalization: "sum" or "mean"; each part over the keys of its own classes.
+        layout: the places of the tokens.
+        normalization: "sum" or "mean"; each part has its own classes.
     """
 
     rows: Tensor
@@ -71,7 +70,7 @@ class Joint:
     Args:
         table: ``[h or 1, 2R+1, 2R+1, d]``, rows (dy) first, non-negative (signed for
             ``softmax_attention``).
-        layout: where the tokens lie.
+        layout: the places of the tokens.
         normalization: "sum" or "mean".
     """
 
@@ -82,7 +81,7 @@ class Joint:
 
 RelativePosition = Flat | Axial | Joint
 KINDS: dict[str, type[RelativePosition]] = {"joint": Joint, "axial": Axial, "flat": Flat}
-"""Relative positions by the names that layers, models and tools give them."""
+"""Classes of relative position by their names in layers, models and tools."""
 
 
 def tables_of(relative: RelativePosition) -> dict[str, Tensor]:
@@ -99,8 +98,9 @@ def key_counts(
     num_queries: int = 0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Count the keys that each query sees, ``[B or 1, 1, 1]``, or causal ``[B or 1, 1, N]``, in the
-    ``counting_dtype`` of ``dtype`` or of ``k [B, h, M, d]``.
+    """Count the keys that each query sees, ``[B or 1, 1, 1]``, or causal ``[B or 1, 1, N]``.
+
+    The result is in the ``counting_dtype`` of ``dtype`` or of ``k [B, h, M, d]``.
     """
     dtype = counting_dtype(dtype or k.dtype)
     if not causal:
@@ -133,16 +133,16 @@ def count_classes(
     device: torch.device | str = "cpu",
     present: Tensor | None = None,
 ) -> Tensor:
-    """Count the keys of each class as seen from each place of the grid:
+    """Count the keys of each class for each place of the grid:
     ``[1 or B, H, W, (2Ry+1) * (2Rx+1)]``.
 
     Args:
         layout: the grid, and which patches are present.
         horizons: Ry and Rx.
-        present: ``[B, 1, H, W]`` of 0 and 1 that replaces what the layout says; None: the layout's.
+        present: ``[B, 1, H, W]`` of 0 and 1, in place of the layout's; None: the layout's.
 
     Raises:
-        ValueError: a grid of negative sides.
+        ValueError: a grid with negative sides.
     """
     layout.check_sizes()
     height, width = layout.grid.height, layout.grid.width
@@ -159,8 +159,8 @@ def count_classes(
 
 
 def _present(layout: TokenLayout, key_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return ``[B, 1, H, W]`` of 0 and 1 under a mask of the tokens, 0 where a patch was left out;
-    None where all are present.
+    """Return ``[B, 1, H, W]`` of 0 and 1 under a mask of the tokens, 0 for patches left out; None
+    if all are present.
     """
     kept = layout.kept
     if key_mask is None and kept is None:
@@ -173,11 +173,11 @@ def _present(layout: TokenLayout, key_mask: Tensor | None, dtype: torch.dtype) -
 def mask_absent(
     relative: RelativePosition | None, key_mask: Tensor | None
 ) -> tuple[RelativePosition | None, Tensor | None]:
-    """Turn what the layout says is absent into a mask of keys, under which the relative position
-    that is returned beside it means the same. Counts of the layout stay where no other mask takes
-    keys away.
+    """Convert absent places of the layout to a mask of keys, and return the equivalent relative
+    position with it.
 
-    Operations call this first, so that forms and kernels know masks alone.
+    Counts of the layout are kept unless another mask removes keys. Operations call this first, so
+    that forms and kernels handle only masks.
     """
     if relative is None or relative.layout is None:
         return relative, key_mask
@@ -194,8 +194,8 @@ def mask_absent(
 
 
 def _places_in_sequence(present: Tensor) -> Tensor:
-    """Return where each place of the grid stands along the sequence, ``[B, H*W]``: those that hold
-    something in their order, and the others behind them.
+    """Return the place of each grid place along the sequence, ``[B, H*W]``: first places with
+    content in their order, then the others.
     """
     there, absent = present.cumsum(1), (~present).cumsum(1)
     return torch.where(present, there, there[:, -1:] + absent) - 1
@@ -224,10 +224,10 @@ def _axial_sums(
 def joint_classes(
     relative: Joint, key_mask: Tensor | None, total: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the table, the keys of each class ``[1 or B, H, W, C]`` and, for "mean", all keys
-    ``[1 or B, 1, 1, 1]``.
+    """Return the table, the keys of each class
+    ``[1 or B, H, W, C]`` and, for "mean", all keys ``[1 or B, 1, 1, 1]``.
 
-    All are in the dtype of ``total``, which is that of ``relative_sums``.
+    All are in the dtype of ``total``; ``total`` is as for ``relative_sums``.
     """
     dtype = total.dtype
     return (
@@ -240,7 +240,7 @@ def joint_classes(
 def _joint_counts(
     relative: Joint, key_mask: Tensor | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return the keys of each class, those of the layout if it has them."""
+    """Return the number of keys of each class, from the layout if it has them."""
     if relative.layout.counts is not None:
         return relative.layout.counts
     present = _present(relative.layout, key_mask, dtype)
@@ -249,8 +249,10 @@ def _joint_counts(
 
 
 def _products(q: Tensor, v: Tensor) -> torch.dtype:
-    """Return the dtype of products of class sums: in bfloat16 without gradients only, since the
-    gradients of content and relative term nearly cancel.
+    """Return the dtype of products of class sums.
+
+    It is bfloat16 only without gradients, because the gradients of content and relative term nearly
+    cancel.
     """
     return accumulation_dtype(q, v) if torch.is_grad_enabled() else product_dtype(q, v)
 
@@ -283,10 +285,10 @@ def relative_sums(
     Args:
         q: ``[B, h, N, d]`` as given to the attention.
         v: ``[B, h, M, e]``, zero where masked.
-        key_mask: bool ``[B, M]``, all that takes part (``mask_absent``); None: every key.
-        total: keys that each query sees, ``[B or 1, 1, 1 or N]``; with "mean" the sums are in units
-            of the mean of so many keys.
-        causal: with ``Flat``, token i sees tokens j <= i alone.
+        key_mask: bool ``[B, M]``, all keys that take part (``mask_absent``); None: every key.
+        total: number of keys that each query sees, ``[B or 1, 1, 1 or N]``; with "mean", the sums
+            are means times this number.
+        causal: with ``Flat``, token i attends to tokens j <= i only.
     """
     dtype = accumulation_dtype(q, v)
     if isinstance(relative, Flat):
@@ -312,7 +314,7 @@ def _flat_relative_sums(
     dtype: torch.dtype,
     causal: bool,
 ) -> Sums:
-    """Return the sums along a sequence, which is a grid of one row; queries may be more or fewer
+    """Return the sums along a sequence, treated as a grid of one row; queries may be more or fewer
     than keys.
     """
     table, layout = relative.table.to(_products(q, v)), relative.layout
@@ -333,14 +335,14 @@ def _flat_relative_sums(
             total = layout.on_grid(total.unsqueeze(3)).flatten(2)
     horizon, factor = table.shape[1] // 2, None
     if causal and horizon == 0:
-        # One class: what came before and the token itself, which each weigh as the whole class.
+        # One class: earlier tokens and the token itself, each with the weight of the whole class.
         table, horizon = table.expand(-1, 3, -1), 1
         mean, factor = False, total if mean else None
     past, later = horizon, 0
     if causal:
         table, later = _of_the_past(table)
         present, horizon = F.pad(present, (later, 0)), table.shape[1] // 2
-    # Keys of each class as seen from each query; causal, those of the future are none.
+    # Keys of each class for each query; causal queries have none in the future.
     counts = axis_classes(present, horizon, q.shape[3]).mT
     if causal:
         future = torch.arange(2 * horizon + 1, device=table.device) > past
@@ -358,11 +360,11 @@ def _flat_relative_sums(
 
 
 def _of_the_past(table: Tensor) -> tuple[Tensor, int]:
-    """Return a table of the classes of the past alone, about half as many as
-    ``table [h or 1, 2R+1, d]`` has, and by how many places keys have to stand later for it.
+    """Return a table of past classes only, and the number of places by which keys must shift to the
+    right for it.
 
-    So the offsets from -R to 0 become those from ``-R'`` to ``R - R'`` with ``R' = R // 2 + 1``;
-    what follows weighs nothing.
+    It has about half the classes of ``table [h or 1, 2R+1, d]``. The offsets from -R to 0 become
+    offsets from ``-R'`` to ``R - R'`` with ``R' = R // 2 + 1``; later entries are zero.
     """
     horizon = table.shape[1] // 2
     later = (horizon - 1) // 2
@@ -378,18 +380,19 @@ def mean_with_relative(
     key_mask: Tensor | None,
     causal: bool = False,
 ) -> Tensor:
-    """Return the weighted mean ``[B, h, N, e]`` under content and relative term, both in the unit
-    that ``normalization`` asks for.
+    """Return the weighted mean ``[B, h, N, e]`` under content and relative term, in the unit of
+    ``normalization``.
 
-    With "mean" that is ``content / M + S / n``, all times M: the same mean, and the content stays
-    as it is.
+    With "mean" that is ``content / M + S / n``, all times M: the mean is the same, and the content
+    is unchanged.
 
     Args:
         content: the sums of the content term.
-        relative: None leaves the content alone.
+        relative: None: content only.
         q: ``[B, h, N, d]`` as given to the attention.
         v, key_mask, causal: see ``relative_sums``.
-        count: keys that each query sees, ``[B or 1, 1, 1 or N]``, in the dtype of the sums.
+        count: number of keys that each query sees, ``[B or 1, 1, 1 or N]``, in the dtype of the
+            sums.
     """
     if relative is None:
         return content.divide()

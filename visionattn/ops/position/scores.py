@@ -1,14 +1,13 @@
-"""Scores of clipped relative position for every pair of places, by strides: what a softmax needs of
-them, forward and backward.
+"""Scores of clipped relative position for every pair of places, by strides, forward and backward,
+for use in a softmax.
 
-It owns the step from one score per class to one score per pair. It knows nothing of softmax, masks
-or kinds of relative position: both axes of the table are given, and an axis that does not matter
-has length 1.
+This module expands one score per class to one score per pair. Softmax, masks and kinds of relative
+position are handled elsewhere: both axes of the table are given, and an unused axis has length 1.
 
-Along a row of the grid the scores of a block of b queries with all offsets in their reach, from
-``1 - b - x0`` on, stand in lines that are one longer than needed per query. Read with lines shorter
-by one, each key of each query is in its place, and no index is looked up. For b = 3 queries and 4
-keys, ``c`` being the place in the line (``.`` is not read):
+Along a row of the grid, a block of b queries has scores for all offsets in its reach, from
+``1 - b - x0`` on. They are stored in lines one longer than needed per query. Read with lines
+shorter by one, each key of each query is in its place without an index lookup. For b = 3 queries
+and 4 keys, with ``c`` the place in the line (``.`` is not read):
 
     c         0  1  2  3  4  5          line of 6, read in lines of 5 from c = 2
     query 0   .  .  0  1  2  3    ->    0  1  2  3
@@ -35,8 +34,8 @@ BLOCK_QUERIES = 128
 
 @dataclass(frozen=True)
 class _Reach:
-    """Consecutive offsets of one axis: their classes, and how many more of them the first and the
-    last class take.
+    """Consecutive offsets along one axis: their classes, and the extra offsets in the first and the
+    last class.
     """
 
     classes: slice
@@ -44,7 +43,7 @@ class _Reach:
     after: int
 
     def spread(self, x: Tensor, dim: int) -> Tensor:
-        """Turn one entry for each class into one for each offset."""
+        """Expand one entry per class to one per offset."""
         if not (self.before or self.after):
             return x
         before, after = list(x.shape), list(x.shape)
@@ -64,8 +63,8 @@ class _Reach:
 
 
 def _reach(first: int, count: int, num_classes: int) -> _Reach:
-    """Make the reach of the offsets ``first .. first + count - 1``, first <= 0, under a table of
-    ``num_classes`` = 2R+1 entries.
+    """Return the reach of the offsets
+    ``first .. first + count - 1``, first <= 0, for a table of ``num_classes`` = 2R+1 entries.
     """
     horizon = num_classes // 2
     low, high = (max(-horizon, min(horizon, offset)) for offset in (first, first + count - 1))
@@ -76,8 +75,8 @@ def _reach(first: int, count: int, num_classes: int) -> _Reach:
 
 
 def _shifted(lines: Tensor, width: int) -> Tensor:
-    """Read contiguous lines ``[..., b, H, b - 1 + width]`` of query i from place ``b - 1 - i`` on:
-    ``[..., b, H, width]``.
+    """Return a view of contiguous lines
+    ``[..., b, H, b - 1 + width]``, query i from place ``b - 1 - i`` on: ``[..., b, H, width]``.
     """
     block, heads = lines.shape[-3], lines.stride()[:-3]
     strides = (*heads, lines.stride(-3) - 1, lines.stride(-2), 1)
@@ -85,8 +84,8 @@ def _shifted(lines: Tensor, width: int) -> Tensor:
 
 
 def _blocks(q: Tensor, table: Tensor, height: int, width: int):
-    """Yield, for each block of queries, its row, its columns, and what it reaches of the rows and
-    the columns of the table.
+    """Yield for each block of queries its row, its columns, and its reach in the rows and columns
+    of the table.
     """
     for y in range(q.shape[2]):
         for x in chunks(q.shape[3], BLOCK_QUERIES):
@@ -102,15 +101,15 @@ def _by_head(x: Tensor, y: int, columns: slice) -> Tensor:
 
 
 def _classes(table: Tensor, rows: _Reach, columns: _Reach, q: Tensor) -> Tensor:
-    """Return the entries that a block reaches, in one line and in the dtype of q: ``[h, n, d]``."""
+    """Return the entries in a block's reach, in one line and in the dtype of q: ``[h, n, d]``."""
     return (
         table[:, rows.classes, columns.classes].flatten(1, 2).to(q.dtype).expand(q.shape[1], -1, -1)
     )
 
 
 def _pairs(matrix: Tensor, q: Tensor, height: int, width: int, prefix: int) -> Tensor:
-    """Return a view ``[B, h, H, W, height, width]`` of the pairs of patches in
-    ``matrix [B, h, P + H*W, P + height*width]``.
+    """Return a view
+    ``[B, h, H, W, height, width]`` of the pairs of patches in ``matrix [B, h, P + H*W, P + height*width]``.
     """
     return matrix[:, :, prefix:, prefix:].unflatten(3, (height, width)).unflatten(2, q.shape[2:4])
 
@@ -120,8 +119,8 @@ def _empty_scores(q: Tensor, height: int, width: int, prefix: int) -> Tensor:
 
 
 def score_flops(q, table, height: int, width: int, *, backward: bool) -> int:
-    """Count the products of each query with the entries that its block of queries reaches, counted
-    as if it reached them all.
+    """Count the products of each query with the entries in its block's reach, as if it reached them
+    all.
     """
     _, _, rows, columns, _ = q
     classes = min(table[1], rows + height - 1) * min(table[2], columns + width - 1)
@@ -130,24 +129,24 @@ def score_flops(q, table, height: int, width: int, *, backward: bool) -> int:
 
 @operator(fake=_empty_scores, flops=partial(score_flops, backward=False))
 def relative_scores(q: Tensor, table: Tensor, height: int, width: int, prefix: int = 0) -> Tensor:
-    """Return ``q_yx . r`` with the class ``(clip(u - y), clip(w - x))`` of each key (u, w):
-    ``[B, h, P + H*W, P + height*width]``.
+    """Return
+    ``q_yx . r`` with the class ``(clip(u - y), clip(w - x))`` of each key (u, w): ``[B, h, P + H*W, P + height*width]``.
 
-    Differentiable once; keeps q and the table alone. Beside the result, one block of at most 128
-    queries is in memory.
+    Differentiable once; autograd saves only q and the table. In addition to the result, one block
+    of at most 128 queries is in memory.
 
     Args:
         q: ``[B, h, H, W, d]``, any strides.
         table: ``[h or 1, 2Ry+1, 2Rx+1, d]``, past to future; any horizon, beyond the grid too.
-        height, width: grid of the keys; its top left is that of the queries.
+        height, width: grid of the keys; its top left is the top left of the queries' grid.
         prefix: P, rows and columns of 0 in front.
 
     Returns:
-        In the dtype of q; a gradient of the table is summed in float32 or wider.
+        Scores in the dtype of q; a gradient of the table is summed in float32 or wider.
 
-    Source: Shaw et al. 2018, eq. 5, with its clipping. The strided view is what Ukhov's relative
-    attention stacks of diagonals (future to past there), here block by block; two dimensions are
-    ours.
+    Source: Shaw et al. 2018, eq. 5, with its clipping. The strided view corresponds to the stacked
+    diagonals of Ukhov's relative attention (future to past there), here block by block; two
+    dimensions are ours.
     """
     out = _empty_scores(q, height, width, prefix)
     out[:, :, :prefix] = 0
@@ -157,8 +156,8 @@ def relative_scores(q: Tensor, table: Tensor, height: int, width: int, prefix: i
         return out
     for y, x, rows, columns in _blocks(q, table, height, width):
         queries, entries = _by_head(q, y, x), _classes(table, rows, columns, q)
-        # One score for each entry in reach, repeated beyond the horizon, and read with a shift that
-        # puts each key in its place.
+        # One score per entry in reach, repeated beyond the horizon, and read with a shift that puts
+        # each key in its place.
         scores = torch.bmm(queries.flatten(1, 2), entries.mT)
         num_rows = rows.classes.stop - rows.classes.start
         scores = scores.unflatten(1, queries.shape[1:3]).unflatten(3, (num_rows, -1))
@@ -177,8 +176,8 @@ def relative_scores(q: Tensor, table: Tensor, height: int, width: int, prefix: i
 def relative_scores_backward(
     grad: Tensor, q: Tensor, table: Tensor, height: int, width: int, prefix: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of ``relative_scores`` with respect to q and the table for
-    ``grad [B, h, P + H*W, P + height*width]``.
+    """Return the gradients of
+    ``relative_scores`` with respect to q and the table for ``grad [B, h, P + H*W, P + height*width]``.
     """
     d_q = q.new_zeros(q.shape)
     d_table = table.new_zeros(table.shape, dtype=accumulation_dtype(q, table))
@@ -187,7 +186,7 @@ def relative_scores_backward(
         return d_q, d_table.to(table.dtype)
     for y, x, rows, columns in _blocks(q, table, height, width):
         queries, entries = _by_head(q, y, x), _classes(table, rows, columns, q)
-        # The same steps backwards: repeated scores add up, and the shifted view scatters.
+        # The same steps backwards: repeated scores are summed, and the shifted view scatters.
         d_scores = rows.collect(_by_head(pairs, y, x), 3)
         lines = d_scores.new_zeros(*d_scores.shape[:4], x.stop - x.start - 1 + width)
         _shifted(lines, width).copy_(d_scores)

@@ -1,19 +1,19 @@
 """Sums over the classes of relative position in the tiled form: one matrix product for each tile of
 queries and its window of keys.
 
-The grid is cut into tiles of queries. Along one axis, a tile of ``t`` queries reads ``t + 2R``
-keys: the ``t + 2R - 2`` places within the horizon of some query, and before and after them one sum
-of all places beyond. With t = 4, R = 2 and tiles at 0, 4, 8:
+The grid is cut into tiles of queries. Along one axis, a tile of
+``t`` queries reads ``t + 2R`` keys: the ``t + 2R - 2`` places within the horizon of some query, and
+before and after them one sum of all places beyond. With t = 4, R = 2 and tiles at 0, 4, 8:
 
     places    -1 0 1 2 3 4 5 6 7 8 9 10 ...
     tile 1    [sum to 2] 3 4 5 6 7 8 [sum from 9 on]      the queries are 4 5 6 7
 
 The key at position j of the window has the class ``clip(j - R - p, -R, R)`` for query p of the
-tile, so weights of classes become weights of keys by one gather with the same index in every tile.
-On a grid both axes are treated alike. R = 0 is one class: the sum of all places.
+tile, so one gather with the same index in every tile turns weights of classes into weights of keys.
+Both axes of a grid are handled alike. R = 0 is one class: the sum of all places.
 
-Sums of far places are running sums of whole tiles, never differences: nothing is lost in float32.
-This file knows neither feature maps nor counts; ``joint.py`` does.
+Sums of far places are running sums of whole tiles, never differences: float32 loses no precision.
+Feature maps and counts are in ``joint.py``.
 """
 
 from dataclasses import dataclass
@@ -33,12 +33,12 @@ BAND_ELEMENTS, MOST_THREADS = 1 << 21, 8
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of a grid of keys: places with zeros around them, then the sums that tiles read.
+    """One axis of a grid of keys: places padded with zeros, then the sums that tiles read.
 
     Args:
-        places: places of queries or keys, whichever are more.
+        places: number of places of queries or keys, whichever is larger.
         horizon: R of the ``2R+1`` classes.
-        size: queries of a tile.
+        size: number of queries per tile.
     """
 
     places: int
@@ -51,12 +51,12 @@ class Axis:
 
     @property
     def window(self) -> int:
-        """Keys that a tile reads."""
+        """Number of keys that a tile reads."""
         return self.size + 2 * self.horizon if self.horizon else 1
 
     @property
     def margin(self) -> int:
-        """Zeros before the first and after the last tile."""
+        """Number of zeros before the first and after the last tile."""
         return max(self.horizon - 1, 0)
 
     @property
@@ -65,7 +65,7 @@ class Axis:
 
     @property
     def length(self) -> int:
-        """Padded places and sums: before and after each tile, or of all places."""
+        """Number of padded places and sums (before and after each tile, or of all places)."""
         return self.padded + (2 * self.tiles if self.horizon else 1)
 
     def classes(self, device: torch.device) -> Tensor:
@@ -75,7 +75,7 @@ class Axis:
         return (key - query).clamp(-self.horizon, self.horizon) + self.horizon
 
     def windows(self, device: torch.device) -> Tensor:
-        """Return where the keys of each tile stand along the axis, ``[tiles, window]``."""
+        """Return the indices of each tile's keys along the axis, ``[tiles, window]``."""
         tile = torch.arange(self.tiles, device=device)[:, None]
         if not self.horizon:
             return torch.full_like(tile, self.padded)
@@ -84,14 +84,14 @@ class Axis:
         return torch.cat([before, inside, before + self.tiles], dim=1)
 
     def add_up(self, x: Tensor) -> None:
-        """Write the sums of places of ``x [..., length, m]`` behind them."""
+        """Write the sums of places of ``x [..., length, m]`` after the places."""
         places, sums = x.split([self.padded, self.length - self.padded], -2)
         if not self.horizon:
             torch.sum(places, -2, keepdim=True, out=sums)
             return
-        # The sum before the window of tile i is over the first i blocks of t places from the first
-        # place on, the sum after it over the blocks past i from twice the margin on: both are sums
-        # of steps.
+        # The sum before the window of tile i covers the first i blocks of t places, from the first
+        # place on. The sum after it covers the blocks past i, from twice the margin on. Both are
+        # sums of steps.
         step = gcd(self.size, 2 * self.margin)
         steps, count = places.unflatten(-2, (-1, step)).sum(-2), self.size // step
         first, last = (
@@ -122,7 +122,7 @@ def _earlier(x: Tensor) -> Tensor:
 
 
 class Band(NamedTuple):
-    """Tiles that are worked on at once: some rows and columns of tiles."""
+    """Tiles that are processed at once: some rows and columns of tiles."""
 
     rows: slice
     columns: slice
@@ -132,7 +132,7 @@ class Tiles:
     """A grid of queries, cut into tiles.
 
     Args:
-        height, width: places; ``width`` is of queries or keys, whichever are more.
+        height, width: places; ``width`` of queries or keys, whichever is larger.
         horizons: Ry and Rx.
     """
 
@@ -150,7 +150,7 @@ class Tiles:
         y, x = self.rows.classes(device), self.columns.classes(device)
         index = y[:, None, :, None] * (2 * horizons[1] + 1) + x[None, :, None, :]
         self.index = index.flatten(2).flatten(0, 1)
-        # Where the keys of each tile stand along either axis, [tiles, window].
+        # The indices of each tile's keys along either axis, [tiles, window].
         self.places = self.rows.windows(device) * self.columns.length, self.columns.windows(device)
 
     def bands(self, heads: int, e: int) -> list[Band]:
@@ -162,8 +162,8 @@ class Tiles:
         return [Band(r, c) for r in rows for c in chunks(self.columns.tiles, most)]
 
     def keys(self, v: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return ``v [g, H, W', e]`` with margins and sums along both axes,
-        ``[g, length of rows, length of columns, e]``.
+        """Return
+        ``v [g, H, W', e]`` with margins and sums along both axes, ``[g, length of rows, length of columns, e]``.
         """
         size = v.shape[0], self.rows.length, self.columns.length, v.shape[3]
         keys = v.new_empty(size, dtype=dtype)
@@ -177,8 +177,8 @@ class Tiles:
         return keys
 
     def keys_backward(self, grad: Tensor, width: int) -> Tensor:
-        """Return the gradient of values, ``[g, H, width, e]``, for the gradient of keys, which
-        this uses up.
+        """Return the gradient of values, ``[g, H, width, e]``, from the gradient of keys, which is
+        overwritten.
         """
         self.columns.add_up_backward(grad)
         self.rows.add_up_backward(grad.flatten(2))
@@ -190,14 +190,14 @@ class Tiles:
         return keys[:, y : y + self.rows.places, x : x + width]
 
     def windows(self, keys: Tensor, places: Tensor) -> Tensor:
-        """Return the keys of windows, ``[g * tiles, window, e]``, for what ``where`` returns."""
+        """Return the keys of windows, ``[g * tiles, window, e]``, at the indices of ``where``."""
         out = self._memory("windows", (len(places), keys.shape[3]), keys)
         torch.index_select(keys.flatten(0, 2), 0, places, out=out)
         return out.view(-1, self.window, keys.shape[3])
 
     def where(self, heads: int, band: Band) -> Tensor:
-        """Return where in ``keys.flatten(0, 2)`` the windows of a band stand,
-        ``[g * tiles * window]``.
+        """Return the indices in
+        ``keys.flatten(0, 2)`` of a band's windows, ``[g * tiles * window]``.
         """
         rows, columns = self.places[0][band.rows], self.places[1][band.columns]
         head = torch.arange(heads, device=self.device) * (self.rows.length * self.columns.length)
@@ -237,8 +237,8 @@ class Tiles:
         return rows, self.rows.size, columns, self.columns.size
 
     def spread(self, weights: Tensor) -> Tensor:
-        """Turn weights of classes, ``[g, n, C]``, into weights of keys,
-        ``[g * tiles, queries, window]``.
+        """Expand weights of classes,
+        ``[g, n, C]``, to weights of keys, ``[g * tiles, queries, window]``.
         """
         weights = weights.view(-1, self.queries, weights.shape[2])
         index = self.index.expand(len(weights), -1, -1)
@@ -250,14 +250,14 @@ class Tiles:
         return out
 
     def _memory(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return memory that the next band takes over: new memory costs more than its use."""
+        """Return a buffer that the next band reuses: allocation costs more than its use."""
         if name not in self.buffers or self.buffers[name].shape != shape:
             self.buffers[name] = like.new_empty(shape)
         return self.buffers[name]
 
     def collect(self, grad: Tensor, classes: int) -> Tensor:
-        """Return the gradient of weights of classes, ``[g * n, C]``, for the gradient of what
-        ``spread`` returns, in float32 or float64.
+        """Return the gradient of weights of classes,
+        ``[g * n, C]``, from the gradient of the result of ``spread``, in float32 or float64.
         """
         out = grad.new_zeros(*grad.shape[:2], classes)
         out.scatter_add_(2, self.index.expand(len(grad), -1, -1), grad)

@@ -1,3 +1,3 @@
-"""TaylorShift: softmax attention with its exponential cut off after the square. Source: Nauen,
-Palacio, Dengel 2024.
+"""TaylorShift: attention with the exponential of softmax replaced by its second-order Taylor
+polynomial. Source: Nauen, Palacio, Dengel 2024.
 """

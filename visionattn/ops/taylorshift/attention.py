@@ -2,9 +2,9 @@
 two forms.
 
 ``w_ij = a x_ij^2 + b x_ij + c`` with ``x_ij = q_i . k_j`` needs no exponential and no maximum, and
-its sums can be formed in time linear in the number of tokens. Source: Nauen, Palacio and Dengel
-2024, "TaylorShift" (its d^(1/4) and 1/N steps guard against overflow only; sums in float32 do not
-need them).
+its sums take time linear in the number of tokens. Source: Nauen, Palacio and Dengel 2024,
+"TaylorShift" (its d^(1/4) and 1/N steps only guard against overflow; sums in float32 do not need
+them).
 """
 
 from functools import partial
@@ -55,35 +55,39 @@ def taylorshift_attention(
     Args:
         q, k, v: ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]``; sums are float32 (float64 for
             float64 inputs).
-        temperature: tau, ``[h]``; q becomes ``tau q / |q|`` and k becomes ``k / |k|``. None takes
-            them as they are.
+        temperature: tau, ``[h]``; q becomes ``tau q / |q|`` and k becomes ``k / |k|``. None: both
+            are unchanged.
         coefficients: (a, b, c) with ``a > 0`` and ``c > b^2 / (4 a)``.
         relative: linear relative position; see ``position/kinds.py``.
-        key_mask: bool ``[B, M]``, True takes part. A query without any key gets 0. What masked keys
-            hold plays no part, NaN and inf included.
-        output_scale: multiply the output by ``sqrt(keys / d)``, keys being those that take part.
+        key_mask: bool ``[B, M]``, True takes part. A query without keys gets 0. Contents of masked
+            keys have no effect, NaN and inf included.
+        output_scale: multiply the output by ``sqrt(keys / d)``, with ``keys`` the number of keys
+            that take part.
         value_drop: drop whole rows of v with this probability and scale up the others; see
             ``drop_values``.
-        generator: of the draws of value_drop.
-        form: "direct" is O(N M d), "efficient" O((N + M) d^2 e), "auto" the one expected to be
-            faster. They agree to rounding, which the efficient form multiplies: a result errs by up
-            to a quarter of eps times ``(a |q|^2 |k|^2 + c) / w`` of the largest value, w being the
-            mean weight of the query. That is little with a temperature (``tau^2 + 2`` at most) and
-            where q points along keys. Where long q and k are orthogonal, results leave the range
-            of the values: with the default coefficients by 1e-3 from ``|q| |k|`` of 250 on in
-            float32 and of 6e6 in float64. There "auto" takes the direct form, from 2.5e-4 and
-            1.5e-8 on. It does so for all inputs without a temperature on an accelerator, whose
-            entries nobody looks at; a form that is named runs as it is.
-        impl: "triton" runs the GPU kernels or raises why not, "eager" PyTorch's own; "auto" takes
-            kernels on a GPU where they exist (``gpu.py``). They agree within the precision of the
-            inputs.
+        generator: random generator for value_drop.
+        form: "direct" is O(N M d), "efficient" O((N + M) d^2 e), "auto" takes the form expected to
+            be faster. They agree to rounding, but the efficient form amplifies rounding errors; see
+            below.
+        impl: "triton" runs the GPU kernels or raises the reason why not, "eager" runs PyTorch
+            operations; "auto" takes kernels on a GPU if they exist (``gpu.py``). They agree within
+            the precision of the inputs.
 
     Returns:
         ``[B, h, N, e]`` in the dtype of v.
 
     Raises:
         ValueError: shapes, dtypes, devices, coefficients or tables that do not fit.
-        NotImplementedError: impl="triton" where there is no kernel for these inputs.
+        NotImplementedError: impl="triton" without a kernel for these inputs.
+
+    The error of the efficient form, relative to the largest value, is up to a quarter of eps times
+    ``(a |q|^2 |k|^2 + c) / w``, with w the mean weight of the query. This is small with a
+    temperature (the factor is at most ``tau^2 + 2``), and if q points along keys. If long q and k
+    are orthogonal, results leave the range of the values: with the default coefficients by 1e-3
+    from ``|q| |k|`` = 250 on in float32, and from 6e6 on in float64. "auto" therefore takes the
+    direct form for expected errors from 2.5e-4 (float64: 1.5e-8) on. On an accelerator, where
+    entries are not read, it takes the direct form for all inputs without a temperature. An explicit
+    form always runs.
 
     Source: TaylorShift, "How does TaylorShift work?"; temperature and output factor its
     "Normalization".
@@ -123,15 +127,16 @@ def _form_taken(
     relative: RelativePosition | None,
     key_mask: Tensor | None,
 ) -> str:
-    """Decide what runs: "pairs", "direct", "efficient", or "direct triton" and the like.
+    """Return the code path to run: "pairs", "direct", "efficient", or "direct triton" and the like.
 
-    "auto" is left to the operator by compilers, which see one operator for all numbers of tokens.
+    Under a compiler "auto" stays "auto": the operator decides at run time, for any number of
+    tokens.
     """
     auto, compiling = form == "auto", torch.compiler.is_compiling()
     reason = partial(why_not, q, k, v, key_mask=key_mask, relative=relative)
     if takes_kernels(impl, "taylorshift", q, reason):
-        # How far the efficient form would lose digits without a temperature depends on entries,
-        # and to look at them would be to wait for the GPU.
+        # Without a temperature, the error of the efficient form depends on entries, and reading
+        # them would wait for the GPU.
         if auto and temperature is None:
             form = "direct"
         elif auto and not compiling:
@@ -161,11 +166,11 @@ def _mean(
     key_mask: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the mean by PyTorch's own operations."""
+    """Return the mean from PyTorch operations."""
     if form == "pairs":
         options = dict(temperature=temperature, coefficients=coefficients)
         return mean_of_pairs(q, k, v, key_mask, relative, **options)[0]
-    if relative is not None:  # gradients of two terms add in the dtype of products
+    if relative is not None:  # gradients of both terms add in the dtype of products
         q, v = (x.to(product_dtype(q, k, v)) for x in (q, v))
     values, mass, *_ = taylor_sums(q, k, v, temperature, key_mask, *coefficients, form)
     if relative is None:

@@ -1,16 +1,15 @@
 """Sums of values and of weights under TaylorShift's weights: both forms, chunked, as one operator
 with its gradient.
 
-Chunks of q, k and v are prepared by ``features.py`` in the forward pass and again in the
-backward pass, so that autograd keeps q, k and v themselves and, of the efficient form, its state.
-Loops over tokens and the choice of the form by length stand inside the operator: a compiler sees
-one node whatever N is.
+``features.py`` prepares chunks of q, k and v in the forward pass and again in the backward pass, so
+autograd saves only q, k, v and, for the efficient form, its state. Loops over tokens and the choice
+of the form by length are inside the operator: a compiler sees one node for any N.
 
-The state of the efficient form has one row for each feature of ``f(x) = [phi2(x), x, 1]``, weighted
-so that ``f(q) . state`` are the sums of the values: ``state = W sum_j f(k_j) v_j^T`` with W = a or
-2a, b, c. The mass needs no features: ``a q^T (K^T K) q + b q . sum k + c M``, in both forms but for
-the direct one without a temperature, whose mass comes from its scores. The relative term and the
-division belong to ``attention.py``.
+The state of the efficient form has one row per feature of
+``f(x) = [phi2(x), x, 1]``, weighted so that ``f(q) . state`` gives the sums of the values: ``state = W sum_j f(k_j) v_j^T``
+with W = a or 2a, b, c. The mass needs no features: ``a q^T (K^T K) q + b q . sum k + c M``. Both
+forms compute it this way, except the direct form without a temperature, which sums its scores. The
+relative term and the division are in ``attention.py``.
 """
 
 import torch
@@ -35,8 +34,8 @@ from visionattn.ops.taylorshift.features import (
 
 
 def _product_dtype(q: Tensor, k: Tensor, v: Tensor, temperature: Tensor | None) -> torch.dtype:
-    """Return the dtype of products: without a temperature nothing bounds how far they cancel, and
-    it is that of the sums.
+    """Return the dtype of products: the dtype of sums without a temperature, since nothing bounds
+    the cancellation then.
     """
     return accumulation_dtype(q, k, v) if temperature is None else product_dtype(q, k, v)
 
@@ -73,8 +72,8 @@ def _read(
 
 
 def _direct_values(step: Pass, abc: tuple[float, float, float], v: Tensor) -> Tensor:
-    """Return the sums of ``v [g, M, c]``, ``[g, N, c]``, through blocks of scores:
-    ``a ((x + b/2a)^2 + c/a - (b/2a)^2)``.
+    """Return the sums of
+    ``v [g, M, c]``, ``[g, N, c]``, through blocks of scores: ``a ((x + b/2a)^2 + c/a - (b/2a)^2)``.
     """
     a, b, c = abc
     query, key = (x.load(slice(None)).to(step.dtype) for x in (step.q, step.k))
@@ -84,11 +83,11 @@ def _direct_values(step: Pass, abc: tuple[float, float, float], v: Tensor) -> Te
 
 
 def _with_ones(step: Pass, v: Tensor) -> Tensor:
-    """Return ``[v, 1]``, or ``[0, 0]`` for absent keys: the sums of it are those of values and of
+    """Return ``[v, 1]``, or ``[0, 0]`` for absent keys: its sums are the sums of values and of
     weights, from the same scores.
 
-    Without a temperature the direct form goes this way. A mass through ``K^T K`` would lose the
-    digits that the efficient form loses.
+    The direct form uses this without a temperature. A mass through ``K^T K`` would be as imprecise
+    as the efficient form.
     """
     ones = v.new_ones(*v.shape[:2], 1)
     if step.absent is not None:
@@ -105,15 +104,17 @@ def linear_form(
     key_mask: Tensor | None,
     abc: tuple[float, float, float],
 ) -> str:
-    """Return "direct" or "efficient": the form that is named, or the faster one by ``choose_form``
-    that keeps its digits, which the efficient one does with a temperature.
+    """Return "direct" or "efficient": the named form, or for "auto" the faster form that keeps
+    precision.
+
+    With a temperature the efficient form always keeps precision.
     """
     if form != "auto":
         return form
     chosen = form_of_shapes("taylorshift", q.shape, v.shape)
     if chosen == "direct" or temperature is not None or q.device.type == "meta":
         return chosen
-    # Only a processor's tensors are looked at: to ask an accelerator would be to wait for it.
+    # Only CPU tensors are read: reading on an accelerator would wait for it.
     keeps = q.device.type == "cpu" and cancels_little(q, k, v, key_mask, abc)
     return "efficient" if keeps else "direct"
 
@@ -121,12 +122,12 @@ def linear_form(
 def flops(
     q, k, v, form: str, *, backward: bool, columns: int | None = None, state_kept: bool = False
 ) -> int:
-    """Count the multiply-adds of the products, times 2, for ``[B, h, N, d]``, ``[B, h, M, d]`` and
-    ``[B, h, M, e]``.
+    """Count 2 times the multiply-adds of the products, for
+    ``[B, h, N, d]``, ``[B, h, M, d]`` and ``[B, h, M, e]``.
 
     Args:
-        columns: what the scores of the direct form multiply, where its mass comes from them; None:
-            its mass is that of the efficient form, through ``K^T K``.
+        columns: number of columns that the scores of the direct form multiply, if its mass comes
+            from them; None: the mass goes through ``K^T K``, as in the efficient form.
     """
     (batch, heads, n, d), m, e = q, k[2], v[3]
     groups = batch * heads
@@ -159,8 +160,8 @@ def _flops_backward(q, k, v, temperature, state, form: str) -> int:
 
 
 def _empty_sums(q: Tensor, k: Tensor, v: Tensor, form: str) -> tuple[Tensor, ...]:
-    """Return memory for values and mass, and for what the gradient needs: state, ``K^T K``,
-    ``sum k``.
+    """Return uninitialised memory for values, mass, and the tensors that the gradient needs: state,
+    ``K^T K``, ``sum k``.
     """
     (batch, heads, n, d), e, dtype = q.shape, v.shape[3], accumulation_dtype(q, k, v)
     rows = num_features(d) + d + 1 if form == "efficient" else 0
@@ -180,24 +181,25 @@ def taylor_sums(
     c: float,
     form: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return ``sum_j w_ij v_j`` and ``sum_j w_ij`` with ``w = a x^2 + b x + c``,
-    ``x_ij = q_i . k_j``.
+    """Return
+    ``sum_j w_ij v_j`` and ``sum_j w_ij`` with ``w = a x^2 + b x + c``, ``x_ij = q_i . k_j``.
 
     Args:
-        q, k, v: ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]``, any floating dtype and
+        q, k, v: ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]``, any floating point dtype and
             strides.
-        temperature: ``[h]``: q is brought to this length and k to unit length. None: both as they
-            are.
+        temperature: ``[h]``, length to which q is scaled; k is scaled to unit length. None: both
+            are unchanged.
         key_mask: bool ``[B, M]``, True takes part.
         a, b, c: coefficients, ``a > 0``.
         form: "direct" completes the square and works on blocks of scores, O(N M d); "efficient"
-            goes through the packed products of each key, O((N + M) d^2 e); "auto" takes the one
-            that is expected to be faster.
+            uses the packed products of each key, O((N + M) d^2 e); "auto" takes the form expected
+            to be faster.
 
     Returns:
-        values ``[B, h, N, e]``, mass ``[B, h, N]``, and for the gradient the state
-        ``[B, h, F + d + 1, e]`` (of "efficient" alone, empty otherwise), ``K^T K [B, h, d, d]`` and
-        ``sum k [B, h, d]``; float32 (float64 for float64 inputs).
+        values
+        ``[B, h, N, e]``, mass ``[B, h, N]``, and for the gradient the state ``[B, h, F + d + 1, e]``
+        (empty unless the form is "efficient"), ``K^T K [B, h, d, d]`` and ``sum k [B, h, d]``;
+        float32 (float64 for float64 inputs).
 
     Source: TaylorShift, "Efficient TaylorShift"; the packed products, the mass and the completed
     square are ours.
@@ -214,7 +216,7 @@ def taylor_sums(
                 _reduce(step, weights, own_state, *moments)
                 _read(step, (a, b, c), own_state, moments, (out, out_mass))
                 continue
-            for moment in moments:  # which nothing reads without a temperature
+            for moment in moments:  # not read without a temperature
                 moment.zero_()
             value = step.v.load(slice(None))
             if temperature is None:
@@ -228,7 +230,7 @@ def taylor_sums(
 
 
 def _kept_state(state: Tensor, weights: Tensor) -> Tensor:
-    """Return the chunk's part of the state, or memory for it where "auto" keeps none."""
+    """Return the chunk's part of the state, or new memory if "auto" saves none."""
     return (
         state
         if state.shape[1]
@@ -239,8 +241,8 @@ def _kept_state(state: Tensor, weights: Tensor) -> Tensor:
 def _mass_backward(
     abc: tuple[float, float, float], query: Tensor, d_mass: Tensor, moments: list, grads: list
 ) -> Tensor:
-    """Return the gradient of ``query [g, T, d]`` through the mass, and add those of ``K^T K`` and
-    ``sum k`` to ``grads``.
+    """Return the gradient of
+    ``query [g, T, d]`` through the mass; add the gradients of ``K^T K`` and ``sum k`` to ``grads``.
     """
     (a, b, _), (second, first), (d_second, d_first), d_mass = abc, moments, grads, d_mass[..., None]
     weighed = d_mass * query
@@ -257,12 +259,12 @@ def _efficient_backward(
     moments: list,
     grads: tuple,
 ) -> Tensor | None:
-    """Write the chunk's gradients through the efficient form; returns that of the length of the
-    queries.
+    """Write the chunk's gradients through the efficient form; return the gradient of the length of
+    the queries.
 
-    With the products P of ``[q, 1]`` and the gradients, ``[g, (d + 1) e, T]``, the gradient of q is
-    ``S^T P``, and ``P q^T`` that of ``S [g, (d + 1) e, d]``, which holds what is summed of the
-    keys. Keys go the same way.
+    P holds the products of
+    ``[q, 1]`` and the gradients, ``[g, (d + 1) e, T]``. The gradient of q is ``S^T P``, and the gradient of ``S [g, (d + 1) e, d]``, the sums over keys, is ``P q^T``.
+    Keys are handled the same way.
     """
     (a, b, c), (d_values, dq, dk, dv) = abc, grads
     (groups, _, e), d, d_length = state.shape, step.d, None
@@ -270,7 +272,7 @@ def _efficient_backward(
     sums[:, :d], sums[:, d] = slopes(state, d), state[:, -d - 1 : -1].mT
     read, d_sums = sums.flatten(1, 2).to(step.dtype).mT, torch.zeros_like(sums)
     d_moments = [torch.zeros_like(x) for x in moments]
-    # Queries first: they sum up the gradient of what the keys left.
+    # Queries first: they accumulate the gradient of the keys' sums.
     for t in step.slices(step.q.x):
         query = step.q.load(t)
         across, d_query = (
@@ -310,8 +312,8 @@ def _direct_backward(
     moments: list,
     grads: tuple,
 ) -> Tensor | None:
-    """Write the chunk's gradients through blocks of scores; returns that of the length of the
-    queries.
+    """Write the chunk's gradients through blocks of scores; return the gradient of the length of
+    the queries.
     """
     (a, b, c), (d_values, dq, dk, dv), everything = abc, grads, slice(None)
     query, key, value, grad = (x.load(everything) for x in (step.q, step.k, step.v, d_values))
@@ -355,11 +357,11 @@ def taylor_sums_backward(
     c: float,
     form: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of ``taylor_sums`` with respect to q, k, v and temperature (empty
-    without one).
+    """Return the gradients of ``taylor_sums`` with respect to q, k, v and temperature (empty if
+    None).
 
-    The gradients of values and mass are ``d_values [B, h, N, e]`` and ``d_mass [B, h, N]``;
-    features are made anew, not kept.
+    The upstream gradients are ``d_values [B, h, N, e]`` and ``d_mass [B, h, N]``; features are
+    recomputed, not saved.
     """
     dtype = _product_dtype(q, k, v, temperature)
     form = linear_form(form, q, k, v, temperature, key_mask, (a, b, c))

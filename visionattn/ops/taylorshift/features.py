@@ -1,19 +1,19 @@
-"""The second-order features of TaylorShift, packed, and what each pass over one chunk of heads
-needs: queries, keys and values as it works on them, features, and the sums of the weights.
+"""The packed second-order features of TaylorShift, and the operands of each pass over one chunk of
+heads: queries, keys, values, features, and the sums of the weights.
 
-All products of a vector of width d with itself are ``d * d``, but ``x_i x_j = x_j x_i``: half are
-enough. Here d is cut into tiles of four and of each pair of tiles ``I <= J`` all products are kept,
-which needs few operations on long runs of memory:
+A vector of width d has ``d * d`` products with itself, but ``x_i x_j = x_j x_i``: half are enough.
+Here d is cut into tiles of four, and for each pair of tiles ``I <= J`` all products are kept, which
+takes few operations on long runs of memory:
 
     tile I   x_i * x_j  for i in I and all j from the start of I on
 
-Products within one tile occur in both orders and weigh a, the others 2a. Tokens are contiguous:
-``x [g, d, T]`` gives ``[g, F, T]``.
+Products within one tile occur in both orders and have weight a, the others 2a. Tokens are
+contiguous: ``x [g, d, T]`` gives ``[g, F, T]``.
 
-Tensors come as the caller has them: ``[B, h, tokens, width]`` of any strides and any floating
-dtype. A chunk of tokens is cast, normalised, masked and laid out with tokens contiguous, in float32
-or float64; gradients go the same way back. Sums of weights need neither weights nor features:
-``sum_j (a x_ij^2 + b x_ij + c) = a q^T (K^T K) q + b q . sum k + c M``.
+Inputs are ``[B, h, tokens, width]`` of any strides and any floating point dtype. A chunk of tokens
+is cast, normalised, masked and laid out with contiguous tokens, in float32 or float64; gradients
+take the same way back. Sums of weights need neither weights nor features: ``sum_j (a x_ij^2 + b
+x_ij + c) = a q^T (K^T K) q + b q . sum k + c M``.
 """
 
 from collections.abc import Iterator
@@ -38,9 +38,12 @@ TILE = 4
 BUFFER_BYTES = 1 << 23
 CHUNK_TOKENS = (128, 512)
 MOST_CANCELLATION = {torch.float32: 2.0**13, torch.float64: 2.0**28}
-"""How many times a query's mass the terms of its sums may be in the efficient form that "auto"
-takes, by the dtype of the sums. The error of the result is up to a quarter of eps times as many of
-the largest value: 2.5e-4 in float32, 1.5e-8 in float64."""
+"""Limit, by the dtype of sums, on the size of the efficient form's terms relative to a query's
+mass; above it "auto" takes the direct form.
+
+The error of the result, relative to the largest value, is up to a quarter of eps times this limit:
+2.5e-4 in float32, 1.5e-8 in float64.
+"""
 
 
 def unit(x: Tensor) -> Tensor:
@@ -49,8 +52,8 @@ def unit(x: Tensor) -> Tensor:
 
 
 def _tiles(packed: Tensor, d: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yield for each tile its entries of x, and its products in ``packed [g, >= F, ...]`` as
-    ``[g, entries, d - first entry, ...]``.
+    """Yield for each tile its entries of x, and its products in
+    ``packed [g, >= F, ...]`` as ``[g, entries, d - first entry, ...]``.
     """
     begin = 0
     for rows in chunks(d, TILE):
@@ -61,14 +64,14 @@ def _tiles(packed: Tensor, d: int) -> Iterator[tuple[slice, Tensor]]:
 
 
 def num_features(d: int) -> int:
-    """Count the products that are kept of a vector of width d: ``d (d + 4) / 2`` where d is a
+    """Return the number of products kept for a vector of width d: ``d (d + 4) / 2`` if d is a
     multiple of four.
     """
     return sum((rows.stop - rows.start) * (d - rows.start) for rows in chunks(d, TILE))
 
 
 def feature_weights(d: int, a: float, like: Tensor) -> Tensor:
-    """Return weights ``[F, 1]`` that make the products kept count like all ``d * d``: a within a
+    """Return weights ``[F, 1]`` with which the kept products stand for all ``d * d``: a within a
     tile, 2a across.
     """
     weights = like.new_full((1, num_features(d), 1), 2 * a)
@@ -78,8 +81,8 @@ def feature_weights(d: int, a: float, like: Tensor) -> Tensor:
 
 
 def chunk_tokens(d: int) -> int:
-    """Return how many tokens' features are held at once: a power of two for which a head's features
-    stay in cache.
+    """Return the number of tokens whose features are in memory at once: a power of two for which a
+    head's features stay in cache.
     """
     fewest, most = CHUNK_TOKENS
     return max(fewest, min(most, 1 << (BUFFER_BYTES // (4 * num_features(d))).bit_length() - 1))
@@ -92,8 +95,9 @@ def fill_features(x: Tensor, out: Tensor) -> None:
 
 
 def slopes(state: Tensor, d: int) -> Tensor:
-    """Return ``S [g, d, e, d]`` for which ``sum_jc x_j y_c S_jci`` is the gradient with respect to
-    ``x_i`` of ``phi2(x) state y``, for ``state [g, F, e]``.
+    """Return ``S [g, d, e, d]`` for ``state [g, F, e]``.
+
+    ``sum_jc x_j y_c S_jci`` is the gradient of ``phi2(x) state y`` with respect to ``x_i``.
     """
     full = state.new_zeros(state.shape[0], d, d, state.shape[2])
     for rows, products in _tiles(state, d):
@@ -102,18 +106,19 @@ def slopes(state: Tensor, d: int) -> Tensor:
 
 
 def pack(full: Tensor, out: Tensor) -> None:
-    """Write the sums ``full [g, d, e, d]`` of ``x_j y_c x_i`` to ``out [g, >= F, e]``, as those of
-    ``phi2(x) y^T``.
+    """Write the sums
+    ``full [g, d, e, d]`` of ``x_j y_c x_i`` to ``out [g, >= F, e]``, packed as ``phi2(x) y^T``.
     """
     for rows, products in _tiles(out, full.shape[1]):
         products.copy_(full[:, rows.start :, :, rows].permute(0, 3, 1, 2))
 
 
 class Vectors:
-    """Queries or keys of one chunk of heads, some tokens at a time, and the way back for gradients.
+    """Queries or keys of one chunk of heads, loaded some tokens at a time, and their gradients.
 
-    With ``length [g, 1, 1]``, or 1, they are brought to that length (``x / max(|x|, 1e-6)`` times
-    it); those of ``absent [g, tokens]`` are 0.
+    With
+    ``length [g, 1, 1]``, or 1, they are scaled to that length (``x / max(|x|, 1e-6)`` times it). Tokens in ``absent [g, tokens]``
+    are 0.
     """
 
     def __init__(
@@ -122,9 +127,9 @@ class Vectors:
         self.x, self.dtype, self.length, self.absent = x, dtype, length, absent
 
     def load(self, t: slice) -> Tensor:
-        """Cast, normalised and masked, ``[g, T, d]``."""
+        """Return tokens cast, normalised and masked, ``[g, T, d]``."""
         x = self.x[:, t].to(self.dtype, copy=True, memory_format=torch.contiguous_format)
-        if self.absent is not None:  # before anything else: NaN would pass through products with 0
+        if self.absent is not None:  # first of all: NaN would pass through products with 0
             x.masked_fill_(self.absent[:, t, None], 0)
         if self.length is None:
             return x
@@ -134,8 +139,8 @@ class Vectors:
         return x * self.scale
 
     def store(self, grad: Tensor, t: slice, out: Tensor) -> Tensor | None:
-        """Write the gradient to ``out[:, t]``, for ``grad [g, T, d]`` of what was loaded last;
-        returns that of the length, ``[g]``.
+        """Write the gradient to ``out[:, t]``, for ``grad [g, T, d]`` of the tokens loaded last;
+        return the gradient of the length, ``[g]``.
         """
         grad = grad.to(self.dtype)
         if self.absent is not None:
@@ -151,8 +156,8 @@ class Vectors:
 
 
 class Values:
-    """Values, or gradients, of one chunk of heads as ``[g, T, e]``; those of ``absent [g, tokens]``
-    are 0.
+    """Values, or gradients, of one chunk of heads as
+    ``[g, T, e]``; tokens in ``absent [g, tokens]`` are 0.
     """
 
     def __init__(self, x: Tensor, dtype: torch.dtype, absent: Tensor | None = None):
@@ -164,12 +169,14 @@ class Values:
 
 
 class Pass:
-    """What one chunk of heads needs in either direction: its operands, a buffer of features, and
-    the slices of tokens.
+    """The operands of one chunk of heads in either direction, a buffer of features, and the slices
+    of tokens.
     """
 
     def __init__(self, chunk: HeadChunk, operands: tuple, dtype: torch.dtype):
-        """Vectors are in the dtype of sums, values and features in ``dtype``, that of products."""
+        """Prepare vectors in the dtype of sums, and values and features in ``dtype``, the dtype of
+        products.
+        """
         q, k, v, temperature, key_mask = operands
         self.chunk, (images, heads) = chunk, chunk
         absent = None if key_mask is None else part_of_shared(~key_mask, chunk)
@@ -189,7 +196,7 @@ class Pass:
         return in_turn(chunks(x.shape[-2], chunk_tokens(self.d)))
 
     def _rows(self, count: int, x: Tensor) -> Tensor:
-        """Return memory ``[g, count, T]`` for ``x [g, d, T]``, which the next call uses again."""
+        """Return memory ``[g, count, T]`` for ``x [g, d, T]``; the next call reuses it."""
         shape = x.shape[0], count, x.shape[2]
         if self.buffer is None or self.buffer.numel() < prod(shape):
             self.buffer = x.new_empty(prod(shape))
@@ -215,8 +222,10 @@ class Pass:
         return out
 
     def add_moments(self, key: Tensor, second: Tensor, first: Tensor) -> None:
-        """Add ``K^T K`` to ``second [g, d, d]`` and ``sum k`` to ``first [g, d]`` for
-        ``key [g, T, d]``, in their dtype: an error there is one of the masses of all queries.
+        """Add
+        ``K^T K`` to ``second [g, d, d]`` and ``sum k`` to ``first [g, d]`` for ``key [g, T, d]``.
+
+        Their dtype is used throughout, because an error here affects the masses of all queries.
         """
         second.baddbmm_(key.mT, key)
         first += key.sum(1)
@@ -231,14 +240,14 @@ class Pass:
 
 
 def heads_at_once(device: str) -> int:
-    """Return how many heads, or groups of them that fit one buffer, are worked on together: one for
-    each thread of a processor, up to 8.
+    """Return how many heads, or groups of heads that fit one buffer, are processed together: one
+    per CPU thread, up to 8.
     """
     return min(torch.get_num_threads(), 8) if device == "cpu" else 1
 
 
 def passes(operands: tuple, dtype: torch.dtype) -> Iterator[Pass]:
-    """Yield what each chunk of heads needs."""
+    """Yield the operands of each chunk of heads."""
     q, k = operands[:2]
     tokens = max(1, min(max(q.shape[2], k.shape[2]), chunk_tokens(q.shape[3])))
     rows = num_features(q.shape[3]) + q.shape[3] + 1
@@ -251,11 +260,11 @@ def passes(operands: tuple, dtype: torch.dtype) -> Iterator[Pass]:
 def cancels_little(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, abc: tuple[float, float, float]
 ) -> bool:
-    """Tell whether for each query the terms of its sums, ``a |q|^2 |k|^2 + c`` of each key, are no
-    more than ``MOST_CANCELLATION`` times its mass.
+    """Return whether the efficient form keeps precision: each query's terms are at most
+    ``MOST_CANCELLATION`` times its mass.
 
-    Products of features have either sign. Where q is orthogonal to keys and both are long, large
-    ones cancel, and their rounding stays.
+    The terms of its sums are ``a |q|^2 |k|^2 + c`` for each key. Products of features have either
+    sign. If long q and k are orthogonal, large products cancel and their rounding errors remain.
     """
     (a, b, c), dtype = abc, accumulation_dtype(q, k, v)
     with torch.no_grad(), without_autocast(q):
@@ -268,7 +277,7 @@ def cancels_little(
                 of_keys.masked_fill_(step.absent, 0)
             count = torch.as_tensor(step.count, dtype=dtype)
             terms = a * of_queries * of_keys.sum(1, keepdim=True) + c * count
-            # No mass is less than this: where it is enough, the masses themselves are not needed.
+            # A lower bound of the mass: if it suffices, the masses are not computed.
             least = (c - b * b / (4 * a)) * count
             if (terms <= MOST_CANCELLATION[dtype] * least).all():
                 continue

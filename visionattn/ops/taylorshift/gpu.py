@@ -1,10 +1,9 @@
-"""TaylorShift as one operator of GPU kernels: normalisation, either form, joint relative position,
-division; with its gradient.
+"""TaylorShift as one operator of GPU kernels: normalisation, either form, joint relative position
+and division, with its gradient.
 
-What ``attention.py`` makes of ``taylor_sums``, ``class_sums`` and ``weighted_mean`` in eager
-PyTorch, the kernels of ``kernels`` make here. Autograd keeps q, k, v, the mean, its mass and, of a
-named efficient form, the state; queries and keys of unit length are made anew. ``why_not`` says for
-which inputs.
+It replaces ``taylor_sums``, ``class_sums`` and ``weighted_mean`` of the eager ``attention.py``.
+Autograd saves q, k, v, the mean, its mass and, for an explicit efficient form, the state.
+Unit-length queries and keys are recomputed. ``why_not`` lists the supported inputs.
 """
 
 from collections.abc import Sequence
@@ -20,15 +19,18 @@ from visionattn.ops.sums import tokens_first
 from visionattn.ops.taylorshift.eager import flops
 
 WIDEST: machine.Widest = {16: (64, 128), 32: (32, 32)}
-"""As far as the kernels compile without a spilled register."""
+"""The largest widths for which the kernels compile without spilled registers."""
 TILE = 16
 WITH_EACH_PAIR = 16
 FORWARD_COSTS = 1.45, 2e8
 BOTH_COST = 1.15, 2e7
-"""What decides between the forms, in multiply-adds of the direct kernels: what these do with each
-pair beside its products; then of the efficient kernels, forward, and forward and backward, how much
-longer a multiply-add takes, and what few heads, which do not fill a GPU, lose. They were fitted to
-counts of machine code; no GPU has measured them."""
+"""Constants of the choice between forms, in multiply-adds of the direct kernels.
+
+``WITH_EACH_PAIR`` is the work per pair in addition to the products. The pairs for the efficient
+kernels (forward; forward and backward) are the relative time of a multiply-add, and the loss when
+few heads do not fill a GPU. They were fitted to counts of machine code and have not been measured
+on a GPU.
+"""
 
 
 def why_not(
@@ -39,8 +41,8 @@ def why_not(
     key_mask: Tensor | None = None,
     relative: RelativePosition | None = None,
 ) -> str | None:
-    """Say why the kernels do not run for these inputs, which are as the operation takes them,
-    checked; None where they do.
+    """Return the reason why the kernels do not support these inputs, already checked; None if they
+    do.
     """
     return machine.why_not("taylorshift", WIDEST, q, k, v) or position.why_not(
         relative, q, v, key_mask
@@ -58,8 +60,7 @@ def tile_features(d: int) -> int:
 def takes_efficient_kernels(
     form: str, q: Tensor, k: Tensor, v: Tensor, gradients: bool = False
 ) -> bool:
-    """Tell whether the efficient form runs: named, or by "auto" where it is expected to take less
-    time.
+    """Return whether the efficient form runs: requested, or expected to be faster under "auto".
 
     Args:
         gradients: a backward pass follows, or this is one.
@@ -82,7 +83,7 @@ def _of_unit_length(q: Tensor, k: Tensor, temperature: Tensor | None) -> tuple[T
 
 
 def _flops(q, k, v, table, form: str, place: Sequence[int]) -> int:
-    own = flops(q, k, v, form, backward=False, columns=v[3])  # the mass is summed, no product
+    own = flops(q, k, v, form, backward=False, columns=v[3])  # the mass is a plain sum
     return own + position.flops(q, v, table, place, backward=False)
 
 
@@ -122,19 +123,19 @@ def taylor_mean(
 
     Args:
         q, k, v: ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]`` of one dtype and any strides.
-        temperature: ``[h]``: q is brought to this length and k to unit length. None: both as they
-            are.
+        temperature: ``[h]``, length to which q is scaled; k is scaled to unit length. None: both
+            are unchanged.
         key_mask: bool ``[B, M]``, True takes part; not with a table.
         table: ``[h or 1, 2Ry+1, 2Rx+1, d]``.
         a, b, c: coefficients, ``a > 0``.
-        form: "direct", "efficient" or "auto"; "auto" keeps no state, so that what is kept does not
-            depend on N.
-        place: the numbers of ``place_of`` where there is a table, else empty.
+        form: "direct", "efficient" or "auto"; "auto" saves no state, so that the saved tensors do
+            not depend on N.
+        place: the numbers of ``place_of`` with a table, else empty.
 
     Returns:
         the mean ``[B, h, N, e]`` in the dtype of v, tokens before heads in memory; for the gradient
-        the mass ``[B, h, N]``, float32 and divided by M, and the two tensors of the state (of
-        "efficient" alone, else empty).
+        the mass ``[B, h, N]``, float32 and divided by M, and the two tensors of the state (empty
+        unless the form is "efficient").
     """
     own, options = position.place_from(place), dict(coefficients=(a, b, c), divide=not place)
     taken = "efficient" if takes_efficient_kernels(form, q, k, v) else "direct"
@@ -152,7 +153,8 @@ def taylor_mean(
 
             query, key = _of_unit_length(q, k, temperature)
             out, mass = direct.forward(query, key, v, key_mask, **options)
-        # Beside a position the kernels leave sums, which one division makes the mean of both terms.
+        # With relative position the kernels write sums, and one division gives the mean of both
+        # terms.
         if own is not None:
             out, mass = position.mean_beside_sums(q, table, v, out, mass, own)
     if form != "efficient":
@@ -184,18 +186,18 @@ def taylor_mean_backward(
     form: str,
     place: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of ``taylor_mean`` with respect to q, k, v, in their dtype, temperature
-    and table (empty without one).
+    """Return the gradients of ``taylor_mean`` with respect to q, k, v, in their dtypes, temperature
+    and table (empty if None).
     """
     coefficients, normalised = (a, b, c), temperature is not None
     length = temperature.float() if normalised else None
-    # The relative term adds its part to dq before that is rounded.
+    # The relative term adds its part to dq before rounding.
     dtype = None if table is None else torch.float32
     if takes_efficient_kernels(form, q, k, v, gradients=True):
         from visionattn.ops.taylorshift.kernels import efficient, efficient_backward
 
         state = efficient.State(features, moments)
-        if form == "auto":  # which keeps none
+        if form == "auto":  # "auto" saves none
             state = efficient.state_of_keys(k, v, key_mask, coefficients, normalised=normalised)
         grads = efficient_backward.backward(
             grad, out, mass, q, k, v, length, key_mask, state, coefficients, dtype
@@ -205,7 +207,7 @@ def taylor_mean_backward(
         from visionattn.ops.taylorshift.kernels import direct_backward
 
         query, key = _of_unit_length(q, k, temperature)
-        # With a temperature, rounded once, after the gradient of the normalisation.
+        # With a temperature, round once, after the gradient of the normalisation.
         wide = torch.float32 if normalised else None
         grads = direct_backward.backward(
             grad, out, mass, query, key, v, key_mask, coefficients, wide or dtype, wide
@@ -216,7 +218,7 @@ def taylor_mean_backward(
 
             dq, d_temperature = unit_backward(q, length, dq, dtype)
             dk, _ = unit_backward(k, None, dk)
-            if key_mask is not None:  # through the length of a masked key, which may be NaN
+            if key_mask is not None:  # the gradient of a masked key's length may be NaN
                 dk.masked_fill_(~key_mask[:, None, :, None], 0)
     d_temperature = d_temperature.to(temperature.dtype) if normalised else mass.new_empty(0)
     d_table = mass.new_empty(0)

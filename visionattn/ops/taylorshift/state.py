@@ -1,8 +1,9 @@
-"""The packed second-order features of keys reduced to a state, and read by queries: two operators
-with their gradients.
+"""Packed second-order features: keys reduced to a state, and the readout by queries, as two
+operators with gradients.
 
-Flattened heads, ``G = B * h``; float32 or float64. No tensor of features of all tokens is ever held
-or kept. Weights of the features, the other sums and the division belong to ``states.py``.
+Heads are flattened, ``G = B * h``; float32 or float64. The features of all tokens are never in
+memory at once or saved. Weights of the features, the other sums and the division are in
+``states.py``.
 """
 
 import torch
@@ -52,8 +53,8 @@ def _expand(x: Tensor, state: Tensor, out: Tensor) -> Tensor:
 
 
 def _expand_backward(x: Tensor, state: Tensor, y: Tensor, out: Tensor) -> Tensor:
-    """Add to ``out [G, N, d]`` in place the gradient of ``sum(phi2(x) state * y)`` with respect to
-    ``x``.
+    """Add the gradient of ``sum(phi2(x) state * y)`` with respect to ``x`` to ``out [G, N, d]`` in
+    place.
     """
     for g, t in _head_and_token_chunks(x):
         outer = (x[g, t, :, None] * y[g, t, None]).flatten(2)
@@ -62,7 +63,7 @@ def _expand_backward(x: Tensor, state: Tensor, y: Tensor, out: Tensor) -> Tensor
 
 
 def _flops(x, e: int) -> int:
-    """Count the products of the features of ``x [G, N, d]`` with a state or with values, of e
+    """Count the products of the features of ``x [G, N, d]`` with a state or with values of e
     columns.
     """
     return 2 * x[0] * x[1] * num_features(x[2]) * e
@@ -105,7 +106,8 @@ def expand_state(q: Tensor, state: Tensor) -> Tensor:
     fake=lambda q, state: contiguous_like(q, state), flops=lambda q, state: 2 * _flops(q, state[2])
 )
 def expand_state_backward(grad: Tensor, q: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of ``expand_state`` in q and state for ``grad [G, N, e]``."""
+    """Return the gradients of ``expand_state`` with respect to q and state for ``grad [G, N, e]``.
+    """
     if not q.shape[1]:
         return torch.zeros_like(q), torch.zeros_like(state)
     grad = grad.contiguous()

@@ -1,9 +1,9 @@
-"""The state of bidirectional kernelized attention: how keys and values become parts of it, and how
-the parts are added.
+"""The state of bidirectional kernelized attention: partial states of segments of keys, and their
+sum.
 
-In units of the number of keys M (see ``ops/gpu``) it is ``S = sum_j phi(k_j) v_j^T / M`` and
-``Z = sum_j phi(k_j) / M``. One stretch of float32 holds both: S ``[B, h, d, e]``, and Z
-``[B, h, d]`` behind it. Each segment of the keys has such a stretch, one after the other.
+In units of the number of keys M (see
+``ops/gpu``) it is ``S = sum_j phi(k_j) v_j^T / M`` and ``Z = sum_j phi(k_j) / M``. One float32 buffer holds S ``[B, h, d, e]``, then Z ``[B, h, d]``.
+The buffers of the segments follow each other.
 """
 
 import torch
@@ -28,7 +28,7 @@ from visionattn.ops.gpu.sums import sums_of_parts
 
 @triton.jit
 def state_at(p_state, i_part, i_group, groups, D: tl.constexpr, E: tl.constexpr):
-    """Return the addresses of S and of Z of one head in one part."""
+    """Return the addresses of S and Z of one head in one part."""
     p_part = p_state + i_part * groups.to(tl.int64) * (D * E + D)
     return p_part + i_group.to(tl.int64) * (D * E), p_part + groups.to(tl.int64) * (
         D * E
@@ -62,10 +62,11 @@ def _kernelized_state(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Sum ``phi(k) v^T`` and ``phi(k)`` over one segment of the keys of one head, times ``scale``.
+    """Sum ``phi(k) v^T`` and ``phi(k)`` over one segment of a head's keys, times ``scale``.
 
-    The features of masked keys become 0. Their values, which may hold NaN, are read as 0: a left
-    operand is best as it was loaded, and a step waits for the mask once wherever that is used.
+    The features of masked keys are set to 0. Their values, which may hold NaN, are read as 0: a
+    left operand is fastest unmodified, and a step waits for the mask only once, wherever the mask
+    is used.
     """
     i_segment, i_group, i_batch, i_head = program_of(segments, heads)
     p_present += i_batch.to(tl.int64) * tokens
@@ -73,7 +74,7 @@ def _kernelized_state(
     p_v = head(p_v, i_batch, i_head, v_batch, v_head)
     o_d, o_e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     last = tl.minimum(tokens, (i_segment + 1) * segment_tokens)
-    # S is summed transposed, [E, D], so that v is the left operand; Z stays apart by token.
+    # S is summed transposed, [E, D], with v as the left operand; Z is kept per token of the block.
     b_s = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
     b_z = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for start in range(i_segment * segment_tokens, last, BLOCK_N):
@@ -83,11 +84,12 @@ def _kernelized_state(
         m_n = present_rows(p_present, o_n, m_n, MASKED)
         b_v = read(p_v, o_n, v_token, o_e, m_n, E)  # [N, E]
         b_left = tl.trans(b_v)
-        # phi(0) may be 1: features past the segment, the width and the mask are set to 0.
+        # phi(0) may be 1: features beyond the segment and the width, and of masked keys, are set to
+        # 0.
         m_k = m_n[:, None] & (o_d < D)[None, :]
         if MAP == "elu1" and tl.float32 != b_v.dtype:
-            # phi(k) = max(k, 0) + exp(min(k, 0)): the first needs no rounding, and the other is at
-            # most 1.
+            # phi(k) = max(k, 0) + exp(min(k, 0)): the first term needs no rounding, and the second
+            # is at most 1.
             b_above = tl.maximum(b_k.to(tl.float32), 0)
             b_below = tl.where(m_k, phi_slope(b_k, MAP), 0)
             if MASKED:
@@ -99,8 +101,8 @@ def _kernelized_state(
             b_phi = tl.where(m_k, phi(b_k, MAP), 0)
             b_right = b_phi.to(b_v.dtype)
         b_s = tl.dot(b_left, b_right, acc=b_s, input_precision=PRECISION)
-        # Added up once, at the end: a sum over tokens in each step would make threads wait for
-        # each other.
+        # Summed over tokens once, at the end: a sum in each step would make threads wait for each
+        # other.
         b_z += b_phi
     p_s, p_z = state_at(p_state, i_segment, i_group, groups, D, E)
     m_s = (o_d < D)[None, :] & (o_e < E)[:, None]
@@ -109,7 +111,7 @@ def _kernelized_state(
 
 
 def parts_of(kernel_name: str, q: Tensor, v: Tensor) -> int:
-    """Return into how many segments a kernel cuts the tokens of ``q [B, h, N, d]``."""
+    """Return the number of segments into which a kernel cuts the tokens of ``q [B, h, N, d]``."""
     batch, heads, tokens, d = q.shape
     asked = kernel_name, d, v.shape[3], q.dtype, q.device
     return launch.segments(
@@ -121,8 +123,8 @@ def parts_of(kernel_name: str, q: Tensor, v: Tensor) -> int:
 
 
 def state_of_keys(k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str) -> Tensor:
-    """Return the state of ``k [B, h, M, d]`` and ``v [B, h, M, e]``: float32, S ``[B, h, d, e]``
-    and behind it Z, in one axis.
+    """Return the state of ``k [B, h, M, d]`` and ``v [B, h, M, e]``: float32, S ``[B, h, d, e]``,
+    then Z, in one axis.
     """
     (batch, heads, tokens, d), e = k.shape, v.shape[3]
     parts = parts_of("kernelized state", k, v)

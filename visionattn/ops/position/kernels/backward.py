@@ -1,7 +1,7 @@
-"""The backward pass of ``Joint`` relative position by its kernels, and that of the table.
+"""The backward pass of ``Joint`` relative position by its kernels, with the gradient of the table.
 
-What queries receive comes from scores of classes (``scores.py``, ``queries_backward.py``), what
-values receive from shares of keys (``values_backward.py``).
+Gradients of queries come from scores of classes (``scores.py``, ``queries_backward.py``), gradients
+of values from shares of keys (``values_backward.py``).
 """
 
 import torch
@@ -48,20 +48,20 @@ def _joint_table_backward(
     PADDED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write what one segment of the queries of one head gives to the gradient of the table."""
+    """Write the contribution of one segment of a head's queries to the gradient of the table."""
     CLASSES: tl.constexpr = (2 * HORIZON_Y + 1) * (2 * HORIZON_X + 1)
     i_segment, i_group, i_batch, i_head = program_of(segments, heads)
     p_q = head(p_q, i_batch, i_head, q_batch, q_head)
     o_d, o_c = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_C)
-    # The gradient of a row of the table is the sum over queries of phi(q) times the gradient of its
+    # The gradient of a table row is the sum over queries of phi(q) times the gradient of its
     # weight.
     b_d_table, b_unit = tl.zeros([BLOCK_D, BLOCK_C], tl.float32), tl.cast(1e-30, tl.float32)
     last = tl.minimum(patches, (i_segment + 1) * segment_patches)
     for start in range(i_segment * segment_patches, last, BLOCK_N):
         o_n = start + tl.arange(0, BLOCK_N)
         m_n = o_n < last
-        # Gradients of weights come as the operand they are for, in float16 divided by a unit of
-        # each query.
+        # Gradients of weights are already operands; in float16 they are divided by a unit per
+        # query.
         p_rows = (
             p_d_weights + (i_group.to(tl.int64) * patches + o_n)[:, None] * PADDED + o_c[None, :]
         )
@@ -89,7 +89,7 @@ def _to_table(d_weights: Tensor, units: Tensor, q: Tensor, place: Place) -> Tens
         patches, batch * heads, row["BLOCK_N"], launch.resident_programs(*asked)
     )
     sizes = 2 * place.horizon_y + 1, 2 * place.horizon_x + 1, d
-    # One table for each segment and image; adding them is left to torch.
+    # One table per segment and image; torch adds them.
     d_table = q.new_empty(segments * batch, heads, *sizes, dtype=torch.float32)
     launch.run(
         _joint_table_backward,
@@ -117,16 +117,16 @@ def joint_backward(
     content: OfContent,
     dv: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of q and, float32, of the table; add that of the values to ``dv`` in
-    place.
+    """Return the gradients of q and, float32, of the table; add the gradient of the values to
+    ``dv`` in place.
 
     Args:
         grad, out: ``[B, h, N, e]``, the gradient of the mean under all terms, and the mean itself.
-        mass: ``[B, h, N]``, float32, contiguous, as ``joint_means`` writes it.
+        mass: ``[B, h, N]``, float32, contiguous, from ``joint_means``.
         q, v: ``[B, h, N, d]`` and ``[B, h, N, e]`` as given to the attention.
         table: ``[h or 1, 2Ry+1, 2Rx+1, d]``, float32.
-        content: what the backward pass of the content leaves to do.
-        dv: like v, readable by kernels; the backward pass of the content has filled it.
+        content: the unfinished part of the content's backward pass.
+        dv: like v, readable by kernels, already holding the content's gradient.
     """
     grad, out, q, v = (launch.readable(x) for x in (grad, out, q, v))
     table = table.contiguous()

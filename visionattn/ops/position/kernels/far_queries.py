@@ -1,20 +1,21 @@
-"""Kernels of ``Joint`` relative position, backward: what values receive from queries of their rows
-that are far to the side.
+"""Kernels of ``Joint`` relative position, backward: the values' gradient from queries in the same
+row, far to the side.
 
-A tile of T keys sees the queries beside it one by one. For all that lie further before or after it,
-its keys are of the outermost class of columns, so that they give the same to each of its keys: one
-vector for each row of keys, tile and side, which is a sum over tiles of queries.
+A tile of T keys sees nearby queries individually. All queries further before or after the tile put
+its keys in the outermost class of columns, so they contribute equally to each of its keys. This
+gives one vector per row of keys, tile and side: a sum over tiles of queries.
 
-The first launch makes, for each tile of queries, what it gives to CHUNK rows of keys, in one
-product for each row of queries. The rows of this product are
+The first launch computes, for each tile of queries, its contribution to CHUNK rows of keys, with
+one product per row of queries. The rows of this product are
 
-    0 .. CHUNK - 1    rows of keys: what the rows of queries around the chunk give, by class of rows
-    CHUNK             what rows of queries give to all keys below the chunk: the rows that the next
-                      chunk does not read, each in one chunk only
+    0 .. CHUNK - 1    rows of keys: contributions of the rows of queries around the chunk, by class
+                      of rows
+    CHUNK             contribution to all keys below the chunk, from the rows of queries that the
+                      next chunk does not read, each counted in one chunk only
     CHUNK + 1         the same for all keys above: the rows that the chunk before does not read
 
-The second adds up the tiles from either side, and with them the last two rows of all chunks above
-and below.
+The second launch sums the tiles from either side, together with the last two rows of all chunks
+above and below.
 """
 
 import torch
@@ -28,7 +29,7 @@ from visionattn.ops.position.kernels.place import TILE, Place
 
 ROWS = tl.constexpr(16)
 CHUNK = tl.constexpr(ROWS.value - 2)
-"""How many of the ROWS of one product are rows of keys."""
+"""Number of rows of keys among the ROWS of one product."""
 
 
 @kernel
@@ -58,8 +59,8 @@ def _joint_far_queries(
     HORIZON_X: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write what BLOCK_X queries of each row give to a chunk of rows of keys far after them (side
-    0) or before them (side 1).
+    """Write the contribution of BLOCK_X queries of each row to a chunk of rows of keys far after
+    them (side 0) or before them (side 1).
     """
     A: tl.constexpr = 2 * HORIZON_Y + 1
     TILES: tl.constexpr = BLOCK_X // BLOCK_T
@@ -70,12 +71,11 @@ def _joint_far_queries(
     p_grad = head(p_grad, i_group // heads, i_group % heads, grad_batch, grad_head)
     p_grad += prefix.to(tl.int64) * grad_token * 8
     p_shares += i_group.to(tl.int64) * height * A * width * SLOTS
-    # Pairs of a row of keys and a query: the shares of the query are those of the outermost class
-    # of columns.
+    # Pairs of a row of keys and a query use the query's shares of the outermost class of columns.
     o_k, o_i = pairs(ROWS, BLOCK_T, TILES)
     o_x = (i_block * TILES + o_k // ROWS) * BLOCK_T + shift + o_i
     o_k = o_k % ROWS
-    # A query beside the grid is given the nearest one that is in it, and a share that is 0.
+    # A query outside the grid is replaced by the nearest one inside, with a share of 0.
     o_class = tl.where(
         (o_x >= 0) & (o_x < width), tl.where(i_side == 0, 2 * HORIZON_X, 0), 2 * HORIZON_X + 1
     )
@@ -86,21 +86,21 @@ def _joint_far_queries(
     o_query = tl.minimum(tl.maximum(o_query, 0), width - 1)
     o_query = o_query[:, :, None] * (grad_token * 8) + o_e[None, None, :]
     b_sum = tl.zeros([TILES, ROWS, BLOCK_E], tl.float32)
-    # Rows of queries that have to do with the chunk: those within the horizon of one of its rows.
+    # Relevant rows of queries: within the horizon of a row of the chunk.
     first, end = tl.maximum(top - HORIZON_Y + 1, 0), tl.minimum(top + CHUNK + HORIZON_Y - 1, height)
     for step in range(0, end - first):
         y = first + step
-        # The class of rows of each row of keys; the last two rows are of the outermost classes.
+        # The class of rows of each row of keys; the last two rows belong to the outermost classes.
         o_a = tl.minimum(tl.maximum(top + o_k - y, -HORIZON_Y), HORIZON_Y) + HORIZON_Y
         o_a = tl.where(o_k == CHUNK, 2 * HORIZON_Y, tl.where(o_k == CHUNK + 1, 0, o_a))
-        # A row of queries counts for all below, or all above, in one chunk only: the masks leave
-        # out what another chunk has.
+        # A row of queries counts for all below, or all above, in one chunk only: the masks exclude
+        # rows of other chunks.
         m_a = (o_k != CHUNK) | (o_k < tl.where(y < top + CHUNK - HORIZON_Y + 1, ROWS, 0))
         m_a = m_a & ((o_k != CHUNK + 1) | (o_k < tl.where(y >= top + HORIZON_Y - 1, ROWS, 0)))
         p_row = p_shares + y.to(tl.int64) * (A * SLOTS) * width
         b_pairs = tl.load(p_row + (o_share + o_a * (width * SLOTS)), mask=m_a, other=0)
         p_queries = p_grad + y.to(tl.int64) * width * grad_token * 8 + o_query
-        # The gradient of these queries, as given: shares need no division of it.
+        # The unmodified gradient of these queries: shares include the division.
         b_grad = (
             tl.load(p_queries)
             if E == BLOCK_E
@@ -131,7 +131,7 @@ def _joint_far_sums(
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Write, for each tile of keys of a chunk of rows, the sum of the tiles of queries before it
+    """Write, for each tile of keys in a chunk of rows, the sum of the tiles of queries before it
     (side 0) or after it (side 1).
     """
     i_side, i_chunk = tl.program_id(0) % 2, tl.program_id(0) // 2 % chunks
@@ -143,8 +143,7 @@ def _joint_far_sums(
     p_sums += i_sided * height * tiles * E
     p_parts += i_sided * chunks * tiles * ROWS * E
     b_sum = tl.zeros([ROWS, BLOCK_E], tl.float32)
-    # Tile by tile from the side where no queries are far: each sum is written before its own tile
-    # joins it.
+    # Start at the side without far queries: each sum is written before its own tile is added.
     for step in range(0, tiles):
         i_tile = tl.where(i_side == 0, step, tiles - 1 - step)
         tl.store(p_sums + (o_y * tiles + i_tile)[:, None] * E + o_e[None, :], b_sum, mask=m_sums)
@@ -154,8 +153,8 @@ def _joint_far_sums(
             mask=(o_k < CHUNK)[:, None] & m_e[None, :],
             other=0,
         )
-        # From other chunks: those above give what they have for all below, those below what they
-        # have for all above.
+        # Other chunks: chunks above add their rows for all below, chunks below their rows for all
+        # above.
         for start in range(0, chunks, ROWS):
             o_c = start + o_k
             o_other = (o_c * tiles + i_tile) * ROWS + tl.where(o_c < i_chunk, CHUNK, CHUNK + 1)
@@ -169,10 +168,11 @@ def _joint_far_sums(
 
 
 def far_queries(shares: Tensor, grad: Tensor, place: Place, inverse_unit: float) -> Tensor:
-    """Return what each tile of each row of keys receives from far queries before it and after it,
-    ``[2, B, h, H, tiles, e]``, float32; it is empty where one tile holds a row.
+    """Return the contribution of far queries before and after each tile of each row of keys,
+    ``[2, B, h, H, tiles, e]``, float32.
 
-    ``grad [B, h, N, e]`` is readable by kernels, and ``shares`` are those of ``shares_of_classes``.
+    It is empty if one tile holds a row. Kernels must be able to read
+    ``grad [B, h, N, e]``; ``shares`` come from ``shares_of_classes``.
     """
     (batch, heads, _, e), height, tiles = grad.shape, place.height, launch.cdiv(place.width, TILE)
     if tiles == 1:

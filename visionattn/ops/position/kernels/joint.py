@@ -1,20 +1,20 @@
 """Kernels of ``Joint`` relative position on a full grid, forward, fused with the division by the
 mass of all terms.
 
-A program goes down a strip of the grid, some tiles of T queries wide. For each row it makes the
+A program goes down a strip of the grid, some tiles of T queries wide. For each row it computes the
 weights of the classes of all its queries in one product, and then reads one line of keys (see
-``lines.py``) after another. Each tile gathers the weights of its pairs from those of the classes,
-within the horizon and beyond it alike, and multiplies them by the keys on the matrix units. What
-lies further away is of the outermost classes, and comes as one key for each line and side, all
-lines in one product. Nothing of size N x C exists: the weights that are gathered from take as much
-memory as the programs that run at once.
+``lines.py``) after another. Each tile gathers the weights of its pairs from the weights of the
+classes, within the horizon and beyond it alike, and multiplies them by the keys on the matrix
+units. Keys further away belong to the outermost classes and are summed to one key per line and
+side, all lines in one product. Nothing of size N x C exists: the buffer of weights is as large as
+the concurrently running programs need.
 
-Weights are kept in units in which half precision holds them on any grid. A line of several rows is
-their mean, so the weight of a key of a line is ``w_c rows(a, y)`` times that of one key of the
-class:
+Weights are stored in units that half precision holds on any grid. A line of several rows is their
+mean, so the weight of a key of a line is ``w_c rows(a, y)`` times the weight of one key of the
+class c:
 
     "mean"    w_c rows / (rows columns) = w_c / columns(b, x)        in units of 1
-    "sum"     w_c rows / M, kept as w_c rows / H                     in units of H/M
+    "sum"     w_c rows / M, stored as w_c rows / H                   in units of H/M
 
 Source: Scaleformer (Favier and Dal'Maz Silva 2021), section 4, for one dimension; two dimensions
 and the means are ours.
@@ -81,20 +81,21 @@ def table_of_lines(
     HORIZON_Y: tl.constexpr,
     HORIZON_X: tl.constexpr,
 ):
-    """Read ``[D, LINES * SLOTS]`` in DTYPE: the table from class of rows ``i_chunk * LINES`` on,
-    with ``b_z [D]`` in free slots.
+    """Read
+    ``[D, LINES * SLOTS]`` in DTYPE: the table from class of rows ``i_chunk * LINES`` on, with ``b_z [D]``
+    in free slots.
 
-    Z has the slot after the last class of columns: its rounded value in line 0, and in line 1 what
-    rounding took. So the mass of the content comes with the weights of the classes, from the same
-    rounded features as the sums that it divides.
+    Z uses the slot after the last class of columns: its rounded value in line 0, and the rounding
+    error in line 1. So one product gives the content's mass with the weights of the classes, from
+    the same rounded features as the sums that it divides.
     """
     o_d, o_c = tl.arange(0, BLOCK_D), tl.arange(0, LINES * SLOTS)
     o_a, o_b = i_chunk * LINES + o_c // SLOTS, o_c % SLOTS
     m_table = ((o_a <= 2 * HORIZON_Y) & (o_b <= 2 * HORIZON_X))[None, :] & (o_d < D)[:, None]
     p_classes = p_table + (o_a * (2 * HORIZON_X + 1) + o_b)[None, :] * D + o_d[:, None]
     b_table = tl.load(p_classes, mask=m_table, other=0).to(DTYPE)
-    # Slots after the last class of columns are free: there is one in each line, and two lines at
-    # least.
+    # Slots after the last class of columns are free: one per line, and there are at least two
+    # lines.
     m_z = o_b == 2 * HORIZON_X + 1
     b_high, b_low = parts(b_z, DTYPE)
     b_table = tl.where((m_z & (o_a == 0))[None, :], b_high[:, None], b_table)
@@ -119,25 +120,25 @@ def _put_weights(
     MAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write the weights of LINES classes of rows for ``b_phi [BLOCK_Q, D]`` of row ``y``, and
-    return their mass ``[BLOCK_Q]``.
+    """Write the weights of LINES classes of rows for
+    ``b_phi [BLOCK_Q, D]`` of row ``y``, and return their mass ``[BLOCK_Q]``.
 
     ``b_columns [BLOCK_Q, SLOTS]`` is 1 / keys of the class in a row with "mean", else their number
-    times ``Place.unit``; it is 0 where there is no key. ``b_content [1, SLOTS]`` is the unit of Z
-    in the slot that holds it.
+    times ``Place.unit``; it is 0 without keys. ``b_content [1, SLOTS]`` is the unit of Z in the
+    slot that holds it.
     """
     BLOCK_Q: tl.constexpr = b_phi.shape[0]
     o_b, o_i = tl.arange(0, SLOTS), tl.arange(0, BLOCK_Q)
     o_a = i_chunk * LINES + tl.arange(0, LINES)
-    # Weights of all queries and all classes of these rows, Z's slots among them.
+    # Weights of all queries and all classes of these rows, including Z's slots.
     b_w = tl.reshape(tl.dot(b_phi, b_table, input_precision=PRECISION), [BLOCK_Q, LINES, SLOTS])
     b_part = tl.zeros([BLOCK_Q, SLOTS], tl.float32)
     # The content's mass, from the slots of Z in lines 0 and 1; elsewhere b_content is 0.
     if MAP == "elu1":
         b_part += tl.sum(tl.where((o_a < 2)[None, :, None], b_w, 0), 1) * b_content
-    # Keys of each class along the column of the query: none beyond the border.
+    # Number of keys of each class along the column of the query: none beyond the border.
     b_rows = tl.where(o_a <= 2 * HORIZON_Y, axis_keys(o_a, y, height, HORIZON_Y), 0)
-    # A mean counts each class that has a key once, a sum counts all of its keys.
+    # "mean" counts each class with a key once, "sum" counts all of its keys.
     if MEAN:
         b_some = tl.sum(tl.where((b_rows > 0)[None, :, None], b_w, 0), 1)  # [BLOCK_Q, SLOTS]
         b_part += tl.where(b_columns > 0, b_some, 0)
@@ -168,13 +169,13 @@ def far_means(
     E: tl.constexpr,
     HORIZON_Y: tl.constexpr,
 ):
-    """Read for row ``y`` what lies before (even ``o_f``) and after the keys of each tile, line by
-    line: ``[TILES, 16, E]``.
+    """Read for row ``y`` the remainders before (even ``o_f``) and after the window of each tile,
+    line by line: ``[TILES, 16, E]``.
     """
     i_class, i_side = o_f // 2, o_f % 2
     i_row = y + i_class - HORIZON_Y
-    # The outermost classes of rows read the remainders of means, above (1) or below (2); others
-    # those of rows (0).
+    # The outermost classes of rows read the remainders of means, above (1) or below (2); others the
+    # remainders of rows (0).
     i_kind = tl.where(i_class == 0, 1, tl.where(i_class == 2 * HORIZON_Y, 2, 0))
     m_some = (i_class <= 2 * HORIZON_Y) & (i_row >= 0) & (i_row < height) & (o_tile < tiles)
     o_head = (i_kind.to(tl.int64) * groups + i_group) * height
@@ -239,19 +240,19 @@ def _joint_means(
     MAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write mean and mass under content and relative term of a strip: ``strip_rows`` rows of
-    ``BLOCK_Q`` queries, ``BLOCK_E`` columns.
+    """Write mean and mass under content and relative term of a strip:
+    ``strip_rows`` rows of ``BLOCK_Q`` queries, ``BLOCK_E`` columns.
 
-    ``MAP`` "" reads sums instead of a state. The weights of a row's classes pass through
-    ``p_weights``, where each program has its own ``[lines, BLOCK_Q, SLOTS]``: few enough to stay in
-    the first cache, from which they are gathered.
+    With ``MAP`` "" it reads sums instead of a state. The weights of a row's classes pass through
+    ``p_weights``, where each program has its own ``[lines, BLOCK_Q, SLOTS]``: small enough to stay
+    in the L1 cache, from which they are gathered.
     """
     DTYPE: tl.constexpr = p_q.dtype.element_ty
     TILES: tl.constexpr = BLOCK_Q // BLOCK_T
     BESIDE: tl.constexpr = (KEYS - BLOCK_T) // 2
     CHUNKS: tl.constexpr = (2 * HORIZON_Y + LINES) // LINES
     FAR: tl.constexpr = 2 * (2 * HORIZON_Y + 1)
-    # Where the strip lies.
+    # Position of the strip.
     SHARES: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
     i_share, i_strip = tl.program_id(0) % SHARES, tl.program_id(0) // SHARES // blocks
     i_block = tl.program_id(0) // SHARES % blocks
@@ -283,8 +284,8 @@ def _joint_means(
         p_table, b_z if MAP == "elu1" else tl.zeros_like(b_z), 0, DTYPE, D, BLOCK_D, LINES, SLOTS,
         HORIZON_Y, HORIZON_X
     )  # fmt: skip
-    # Keys of a class of columns, as the queries of the block see them, and what that makes of a
-    # weight.
+    # Number of keys in each class of columns for the queries of the block, and the resulting factor
+    # of a weight.
     o_b = tl.arange(0, SLOTS)[None, :]
     b_columns = tl.where(
         o_b <= 2 * HORIZON_X, axis_keys(o_b, o_x[:, None], width, HORIZON_X), 0
@@ -294,13 +295,13 @@ def _joint_means(
     else:
         b_columns *= unit
     b_content = tl.where(o_b == 2 * HORIZON_X + 1, b_unit_z, 0.0)  # [1, SLOTS]
-    # Where weights are put, and where those of pairs are: of keys one by one, and of the means
-    # before and after them.
+    # Address for storing weights, and addresses of the weights of pairs: for individual keys, and
+    # for the means before and after them.
     p_weights += tl.program_id(0).to(tl.int64) * CHUNKS * LINES * BLOCK_Q * SLOTS
     o_i, o_j = pairs(BLOCK_T, KEYS, TILES)
     p_pairs = p_weights + (o_i % 8 + o_i // BLOCK_T * BLOCK_T) * SLOTS
     p_pairs += class_of(o_j - BESIDE - o_i % BLOCK_T, HORIZON_X)
-    p_pairs += o_i % BLOCK_T // 8 * 8 * SLOTS  # by itself, for it is known when compiled
+    p_pairs += o_i % BLOCK_T // 8 * 8 * SLOTS  # separate: known at compile time
     o_i, o_f = pairs(BLOCK_T, 16, TILES)
     b_far_keys = far_keys(i_block * TILES + o_i // BLOCK_T, o_f % 2, width, BLOCK_T, BESIDE)
     b_far_scale = power_of_two(b_far_keys) / far_unit
@@ -310,22 +311,22 @@ def _joint_means(
     m_keys = ((o_keys >= 0) & (o_keys < width))[:, :, None] & m_e[None, None, :]
     p_means += i_group.to(tl.int64) * height * width * E
     means_below = groups.to(tl.int64) * height * width * E
-    # Row by row down the strip.
+    # Loop over the rows of the strip, downwards.
     first_row = i_strip * strip_rows
     for step in range(0, tl.minimum(strip_rows, height - first_row)):
         y = first_row + step
         o_token = prefix + y * width + o_x
-        # The features of the row's queries, and from them the weights of all classes, written for
-        # the gather below.
+        # Features of the row's queries, and the weights of all classes, written for the gather
+        # below.
         b_q = read(p_q, o_token, q_token, o_d, m_x, D)  # [BLOCK_Q, D]
         b_phi = tl.where(m_d[None, :], phi(b_q, "elu1"), 0).to(DTYPE)
-        tl.debug_barrier()  # all have read the weights of the row before
+        tl.debug_barrier()  # all have read the previous row's weights
         b_mass = _put_weights(
             b_phi, b_table, 0, p_weights, b_columns, b_content, y, height, row_scale,
             LINES, SLOTS, HORIZON_Y, MEAN, MAP, PRECISION,
         )  # fmt: skip
-        # More classes of rows than one product takes: the table of the others is read again in each
-        # row, for want of registers.
+        # If one product cannot take all classes of rows, the rest of the table is read again in
+        # each row, for lack of registers.
         for i_chunk in range(1, CHUNKS):
             b_more = table_of_lines(
                 p_table, b_z, i_chunk, DTYPE, D, BLOCK_D, LINES, SLOTS, HORIZON_Y, HORIZON_X
@@ -334,8 +335,8 @@ def _joint_means(
                 b_phi, b_more, i_chunk, p_weights, b_columns, b_content, y, height, row_scale,
                 LINES, SLOTS, HORIZON_Y, MEAN, MAP, PRECISION,
             )  # fmt: skip
-        tl.debug_barrier()  # the threads read what others have written
-        # The content: its sums as they were made, or the features times the state.
+        tl.debug_barrier()  # threads read what others have written
+        # The content: precomputed sums, or features times the state.
         if MAP == "":
             b_sum = read(p_content, o_token, content_token, o_e, m_x, E)  # [BLOCK_Q, E]
             b_mass += tl.load(p_content_mass + o_token, mask=m_x, other=0)
@@ -348,11 +349,11 @@ def _joint_means(
             if tl.float32 != DTYPE:
                 b_sum = tl.dot(b_phi, b_low, b_sum, input_precision=PRECISION)
             b_sum *= b_unit_s
-        # With "sum" all terms are added in units of H / M (see the head of this file).
+        # With "sum" all terms are added in units of H / M (see the module docstring).
         if not MEAN:
             b_sum *= 1 / unit
         b_sum = tl.reshape(b_sum, [TILES, BLOCK_T, BLOCK_E])
-        # Line by line, those of the keys around the tiles.
+        # Line by line, the keys around the tiles.
         first_class = tl.maximum(HORIZON_Y - y, 0)
         end_class = tl.minimum(height + HORIZON_Y - y, 2 * HORIZON_Y + 1)
         for i_line in range(0, end_class - first_class):
@@ -361,7 +362,7 @@ def _joint_means(
                 p_v, p_means, i_class, y + i_class - HORIZON_Y, prefix, width, v_token,
                 means_below, E, HORIZON_Y,
             )  # fmt: skip
-            # One weight for each pair of query and key, gathered in the order of a left operand.
+            # One weight per pair of query and key, gathered in the order of a left operand.
             b_pairs = as_operand(
                 tl.load(p_pairs + i_class * (BLOCK_Q * SLOTS)), BLOCK_T, KEYS, TILES
             )
@@ -369,8 +370,8 @@ def _joint_means(
             p_keys = p_line + (o_keys - start)[:, :, None] * (line_token * 8) + o_e[None, None, :]
             b_keys = tl.load(p_keys, mask=m_keys, other=0)  # [TILES, KEYS, E]
             b_sum = tl.dot(b_pairs, b_keys, b_sum, input_precision=PRECISION)
-        # Of all lines at once, the means of what lies further away: a key before the tile's and one
-        # after them each.
+        # For all lines at once, the means further away: one key before and one after each tile's
+        # window.
         if tiles > 1:
             for first in range(0, FAR, 16):
                 m_far = o_f < FAR - first
@@ -394,8 +395,8 @@ def _joint_means(
 def _options_of_means(
     d: int, e: int, dtype: torch.dtype, device: torch.device, place: Place, feature_map: str
 ) -> dict[str, object]:
-    """Return the row of ``launches.json``, made smaller for wide horizons, and all else that is
-    compiled in.
+    """Return the row of ``launches.json``, reduced for wide horizons, and all other compile-time
+    values.
 
     With a wider horizon a program holds more weights of classes and more addresses of pairs, and so
     takes fewer queries.
@@ -436,11 +437,11 @@ def joint_means(
     content and relative term, and its mass.
 
     Args:
-        q: ``[B, h, N, d]`` as given to the attention, the prefix in front.
+        q: ``[B, h, N, d]`` as given to the attention, prefix first.
         table: ``[h or 1, 2Ry+1, 2Rx+1, d]``, float32, non-negative.
         v: ``[B, h, N, e]``, in the dtype of q.
         content: the content term's state or sums.
-        out, mass: what is written to; rows of prefix tokens stay as they are. The mass is float32,
+        out, mass: written in place; rows of prefix tokens are unchanged. The mass is float32,
             contiguous, in units of the number of keys M.
     """
     (batch, heads, tokens, e), d = v.shape, q.shape[3]
@@ -460,15 +461,14 @@ def joint_means(
     shares = launch.cdiv(e, options["BLOCK_E"])
     tiles = launch.cdiv(place.width, TILE)
     resident = launch.resident_programs("joint means", d, e, v.dtype, v.device)
-    # Strips as high as they can be with as many programs as the device holds: state and table are
-    # read once for each.
+    # Strips as high as possible with as many programs as the device holds: state and table are read
+    # once per strip.
     strips = launch.segments(place.height, blocks * shares * batch * heads, 1, resident, 1)
     strip_rows = max(1, launch.cdiv(place.height, strips))
     strips = launch.cdiv(place.height, strip_rows)  # none without rows
     programs, num_lines = shares * blocks * strips * batch * heads, options["LINES"]
     chunks = launch.cdiv(2 * place.horizon_y + 1, num_lines)
-    # Memory to gather from: that of the programs of one launch, not that of all queries and
-    # classes.
+    # Buffer for the gather: sized for the programs of one launch, not for all queries and classes.
     weights = q.new_empty(programs, chunks * num_lines, options["BLOCK_Q"], options["SLOTS"])
     launch.run(
         _joint_means,

@@ -1,23 +1,21 @@
-"""The grid and the classes of ``Joint`` relative position as its kernels count them, without
-Triton.
-"""
+"""Grid and classes of ``Joint`` relative position for its kernels, without Triton."""
 
 from typing import NamedTuple
 
 from visionattn.ops.gpu import launch
 
 TILE = 16
-"""How many queries a tile has."""
+"""Number of queries per tile."""
 
 
 class Place(NamedTuple):
-    """Where the patches lie, and which of them are one class of a query.
+    """The grid of patches, and the horizons that define the classes of a query.
 
     Args:
-        height, width: H and W of the grid; all of its patches are present.
+        height, width: H and W of the grid; all patches are present.
         prefix: P, the tokens in front of the patches, which take no part.
-        horizon_y, horizon_x: Ry and Rx, at least 1 each: patches this far away or further, up or
-            down, left or right, are of the outermost class.
+        horizon_y, horizon_x: Ry and Rx, at least 1 each: patches at this distance or further, up or
+            down, left or right, belong to the outermost class.
         mean: whether the normalization is "mean"; else it is "sum".
     """
 
@@ -35,14 +33,12 @@ class Place(NamedTuple):
 
     @property
     def padded_classes(self) -> int:
-        """Elements from the weights of one query to those of the next: whole octets that hold all
-        classes.
-        """
+        """Elements from one query's weights to the next: whole octets that hold all classes."""
         return -(-self.classes // launch.OCTET) * launch.OCTET
 
     @property
     def unit(self) -> float:
-        """What sums of weighted lines are multiplied by at the end: 1, or H / M with "sum"."""
+        """Final factor of sums of weighted lines: 1, or H / M with "sum"."""
         return 1.0 if self.mean else self.height / max(1, self.prefix + self.height * self.width)
 
     @property
@@ -52,31 +48,30 @@ class Place(NamedTuple):
 
     @property
     def far_unit(self) -> float:
-        """With "sum", what the weight of all keys of a row that a tile does not read is multiplied
-        by at the end.
+        """With "sum", the final factor of the weight of all keys of a row outside a tile's window.
         """
         return 1.0 if self.mean else float(1 << max(0, self.width - 1).bit_length())
 
     @property
     def beside(self) -> int:
-        """Keys that a tile of queries reads one by one on either side: at least as many as the
-        horizon along rows.
+        """Keys that a tile of queries reads individually on either side: at least the horizon along
+        rows.
         """
         return 8 if self.horizon_x <= 8 else 24
 
     @property
     def slots(self) -> int:
-        """Places for the classes of columns in one class of rows; at least one place is free."""
+        """Slots for the classes of columns in one class of rows; at least one slot is free."""
         return max(8, 1 << (2 * self.horizon_x + 1).bit_length())
 
     @property
     def lines_at_once(self) -> int:
-        """Classes of rows whose weights one product of some 64 columns makes."""
+        """Classes of rows whose weights one product of about 64 columns computes."""
         return min(
             1 << (2 * self.horizon_y).bit_length(),
             max(1, (64 if self.slots == 8 else 32) // self.slots),
         )
 
     def horizons(self) -> dict[str, int]:
-        """Return what kernels have to know of the horizons when they are compiled."""
+        """Return the compile-time values that depend on the horizons."""
         return dict(HORIZON_Y=self.horizon_y, HORIZON_X=self.horizon_x, PADDED=self.padded_classes)

@@ -1,13 +1,15 @@
-"""Kernel of ``Joint`` relative position, backward: what queries and weights of classes receive.
+"""Kernel of ``Joint`` relative position, backward: the gradients of queries and of weights of
+classes.
 
-The gradient of a weight is ``(s_c - n_c <g, out>) / mass`` with the score s_c of the class
-(``scores.py``) and the score n_c that keys of 1 would have. Where a query looks at one class, this
-is a small difference of large numbers, and the mean as it was written is too coarse for it.
+The gradient of a weight is
+``(s_c - n_c <g, out>) / mass`` with the score s_c of the class (``scores.py``) and the score n_c of
+keys equal to 1. If a query attends to one class only, this is a small difference of large numbers,
+and the rounded mean is too coarse for it.
 
-With a state as content ``<g, out>`` and the mass are therefore added up again, from weights that
-nothing rounds: phi(q) meets the products of scores and of n_c with the table, which dq needs
-anyway. With other content they are corrected by what rounding took from the weights. The table
-comes in two parts, and dq is rounded once, with the content's part, which comes in float32.
+With a state as content, ``<g, out>`` and the mass are therefore summed again, from unrounded
+weights: phi(q) is multiplied by the products of scores and of n_c with the table, which dq needs
+anyway. With other content they are corrected by the rounding errors of the weights. The table comes
+in two parts, and dq is rounded once, after adding the content's part in float32.
 """
 
 from typing import NamedTuple
@@ -35,16 +37,16 @@ from visionattn.ops.position.kernels.place import Place
 
 
 class OfContent(NamedTuple):
-    """What the content's backward pass leaves to that of the relative term.
+    """The part of the content's backward pass that is left to the relative term.
 
     Args:
         dq: its part of the gradient of q, ``[B, h, N, d]``, float32, readable by kernels.
         along: ``[B, h, N]``, float32: its part of ``<g, out>``, to which the classes add theirs; dq
-            is then the gradient of the features, without what the mass receives. With None dq is
+            is then the gradient of the features, without the part from the mass. None: dq is
             complete.
         z: ``[B, h, d]``, contiguous: the sum of the features of keys divided by M; given with
             ``along``.
-        feature_map: that of the content; given with ``along``.
+        feature_map: feature map of the content; given with ``along``.
     """
 
     dq: Tensor
@@ -68,8 +70,8 @@ def _scores_and_keys(
     MEAN: tl.constexpr,
     SHARE: tl.constexpr,
 ):
-    """Read the scores of classes ``o_c``, and make those of keys that are 1 and, where SHARE, the
-    part of a weight that is one key's; ``[N, C]`` each.
+    """Read the scores of classes ``o_c``; compute the scores of keys equal to 1 and, with SHARE,
+    the part of a weight per key; ``[N, C]`` each.
     """
     COLUMNS: tl.constexpr = 2 * HORIZON_X + 1
     m_c = m_n[:, None] & (o_c < (2 * HORIZON_Y + 1) * COLUMNS)[None, :]
@@ -84,7 +86,7 @@ def _scores_and_keys(
             m_c, axis_keys((o_c // COLUMNS)[None, :], (o_n // width)[:, None], height, HORIZON_Y), 0
         )
         b_columns = axis_keys((o_c % COLUMNS)[None, :], (o_n % width)[:, None], width, HORIZON_X)
-    # A mean of keys that are 1 is 1 for any class that has a key: the others have a score of minus
+    # The mean of keys equal to 1 is 1 for any class with a key: the others have a score of minus
     # infinity.
     if MEAN:
         b_keys = tl.where(b_s > float("-inf"), 1.0, 0.0)
@@ -101,10 +103,11 @@ def _scores_and_keys(
 def _add_times_table(
     b_sum, x, b_high, b_low, DTYPE: tl.constexpr, PRECISION: tl.constexpr, LOW: tl.constexpr
 ):
-    """Add to ``b_sum [N, D]`` the product of ``x [N, C]``, in two parts where LOW, and the table
-    ``[C, D]`` in two parts.
+    """Add to
+    ``b_sum [N, D]`` the product of ``x [N, C]`` (in two parts with LOW) and the table ``[C, D]`` in
+    two parts.
     """
-    # Of the four products of parts that of both low ones is too small to matter.
+    # The product of both low parts is negligible.
     x_high, x_low = parts(x, DTYPE)
     b_sum = tl.dot(x_high, b_high, b_sum, input_precision=PRECISION)
     if tl.float32 != DTYPE:
@@ -166,9 +169,9 @@ def _joint_queries_backward(
     PRECISION: tl.constexpr,
 ):
     """Write the gradients of one block of queries, and of the weights of their classes in units of
-    ``p_units``, which only float16 has.
+    ``p_units`` (float16 only).
 
-    ``MAP`` "" takes the content's part as it is, and ``<g, out>`` from the mean that was written.
+    With ``MAP`` "" it takes the content's part unchanged, and ``<g, out>`` from the written mean.
     """
     CLASSES: tl.constexpr = (2 * HORIZON_Y + 1) * (2 * HORIZON_X + 1)
     DTYPE: tl.constexpr = p_q.dtype.element_ty
@@ -184,7 +187,7 @@ def _joint_queries_backward(
     p_mass += i_group.to(tl.int64) * tokens
     p_along += i_group.to(tl.int64) * tokens
     p_scores += i_group.to(tl.int64) * height * width * PADDED
-    # Tokens of the prefix have content alone.
+    # Prefix tokens have only content.
     for start in range(0, tl.where(i_block == 0, prefix, 0), BLOCK_N):
         o_n = start + tl.arange(0, BLOCK_N)
         m_n = o_n < prefix
@@ -198,7 +201,7 @@ def _joint_queries_backward(
     o_n = i_block * BLOCK_N + tl.arange(0, BLOCK_N)
     m_n = o_n < height * width
     b_q = read(p_q, prefix + o_n, q_token, o_d, m_n, D)  # [N, D]
-    # Float16 holds the scores of a query divided by the largest.
+    # In float16 the scores of a query are divided by the largest.
     b_unit = tl.full([BLOCK_N], 1.0, tl.float32)
     if tl.float16 == DTYPE:
         b_most = tl.zeros([BLOCK_N], tl.float32)
@@ -209,8 +212,8 @@ def _joint_queries_backward(
             )  # fmt: skip
             b_most = tl.maximum(b_most, tl.max(tl.abs(b_s), 1))
         b_unit = tl.maximum(b_most / 16, 1e-30)
-    # What phi receives for the sum of weighted values and for the mass, and what rounding of
-    # weights took from both.
+    # Gradients of phi from the sum of weighted values and from the mass, and the rounding errors of
+    # the weights in both.
     b_to_values = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     b_to_mass = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     b_values, b_masses = tl.zeros([BLOCK_N], tl.float32), tl.zeros([BLOCK_N], tl.float32)
@@ -225,8 +228,8 @@ def _joint_queries_backward(
         )  # [C, D]
         b_high, b_low = parts(b_table, DTYPE)
         b_to_mass = _add_times_table(b_to_mass, b_keys, b_high, b_low, DTYPE, PRECISION, not MEAN)
-        # What rounding takes: weights are made again as the forward pass rounded them, and taken
-        # off.
+        # Rounding errors: recompute the weights as the forward pass rounded them, and subtract
+        # them.
         if MAP == "":
             b_phi = tl.where(m_d[None, :], phi(b_q, "elu1"), 0).to(DTYPE)
             b_w = tl.dot(b_phi, tl.trans(b_high), input_precision=PRECISION)
@@ -240,7 +243,7 @@ def _joint_queries_backward(
     b_masses += tl.sum(b_phi * b_to_mass, 1)
     b_mass = tl.load(p_mass + prefix + o_n, mask=m_n, other=0)
     b_dq = read(p_content_dq, prefix + o_n, content_token, o_d, m_n, D)
-    # Corrected by the difference of unrounded and rounded sums, or, beside a state, added up from
+    # Corrected by the difference of unrounded and rounded sums or, with a state, summed from
     # scratch.
     if MAP == "":
         b_grad = read(p_grad, prefix + o_n, grad_token, o_e, m_n, E).to(tl.float32)
@@ -255,7 +258,7 @@ def _joint_queries_backward(
         ) * b_inverse
         b_dq = b_dq * (b_mass * b_inverse)[:, None] - (b_along * b_inverse)[:, None] * b_z[None, :]
     b_inverse *= unit
-    # What phi(q) receives through all weights of its classes; each term has the slope of its own
+    # The gradient of phi(q) through all weights of its classes; each term has the slope of its own
     # feature map.
     b_to_phi = (
         b_to_values * (b_unit * b_inverse)[:, None] - b_to_mass * (b_along * b_inverse)[:, None]
@@ -267,7 +270,7 @@ def _joint_queries_backward(
     else:
         b_dq = b_dq * phi_slope(b_q, MAP) + b_to_phi * b_slope
     write(p_dq, prefix + o_n, dq_token, o_d, b_dq, m_n, D)
-    # Gradients of the weights, which float16 holds divided by no less than the largest.
+    # Gradients of the weights; in float16 they are divided by at least the largest.
     i_first = i_group.to(tl.int64) * height * width
     if tl.float16 == DTYPE:
         b_unit = tl.maximum(
@@ -295,12 +298,12 @@ def queries_backward(
     content: OfContent,
     place: Place,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q and of the weights of classes, ``[B, h, H*W, C padded]``, and the
-    units of the latter, ``[B, h, H*W]``, which only float16 has.
+    """Return the gradients of q and of the weights of classes,
+    ``[B, h, H*W, C padded]``, and the units of the latter, ``[B, h, H*W]`` (float16 only).
     """
     (batch, heads, tokens, d), e = q.shape, grad.shape[3]
     row = launch.launch_row("joint queries backward", d, place.padded_classes, q.dtype, q.device)
-    if content.along is None:  # gradients and means are read too, for which there are no registers
+    if content.along is None:  # gradients and means are read too and take registers
         row = row | dict(BLOCK_N=row["BLOCK_N"] // 2)
     d_weights = torch.empty_like(scores, dtype=q.dtype)
     units = scores.new_empty(scores.shape[:3] if q.dtype == torch.float16 else 0)

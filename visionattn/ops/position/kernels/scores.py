@@ -1,9 +1,9 @@
 """Kernel of ``Joint`` relative position, backward: scores of classes.
 
-Tiles and lines are those of the forward pass. g, the gradient of the mean, of a tile of queries
-times the keys of a line gives a score for each pair, and scores are added up by class. What lies
-further away is one product for each outermost class. With "mean" the score s_c of a class is that
-of the mean of its keys, with "sum" that of their sum, in the units of ``joint.py``.
+Tiles and lines are as in the forward pass. The gradient g of the mean, for a tile of queries, times
+the keys of a line gives a score for each pair; scores are summed by class. Keys further away take
+one product for each outermost class. With "mean" the score s_c of a class is the score of the mean
+of its keys, with "sum" the score of their sum, in the units of ``joint.py``.
 """
 
 import torch
@@ -78,13 +78,13 @@ def _joint_scores(
     p_grad = head(p_grad, i_batch, i_head, grad_batch, grad_head)
     p_grad += (prefix + y * width).to(tl.int64) * grad_token * 8
     o_q = start + tl.arange(0, BLOCK_Q)
-    # The gradient stays in registers for all lines, if one share of its columns is all of them.
+    # The gradient stays in registers for all lines if one share covers all of its columns.
     b_grad = _tiles_of(p_grad, o_q, grad_token, o_e, width, TILES, BLOCK_T, E)
     p_v = head(p_v, i_batch, i_head, v_batch, v_head)
     p_means += i_group.to(tl.int64) * height * width * E
     means_below = groups.to(tl.int64) * height * width * E
-    # Queries and keys of the tiles, and how many keys of a row the outermost classes of columns
-    # have.
+    # Queries and keys of the tiles, and the number of keys per row in the outermost classes of
+    # columns.
     o_tile, o_i = i_block * TILES + tl.arange(0, TILES), tl.arange(0, BLOCK_T)
     o_x = o_tile[:, None] * BLOCK_T + o_i[None, :]  # [TILES, T]
     o_keys = o_tile[:, None] * BLOCK_T - BESIDE + tl.arange(0, KEYS)[None, :]  # [TILES, KEYS]
@@ -93,8 +93,7 @@ def _joint_scores(
     b_after = axis_keys(2 * HORIZON_X, o_x, width, HORIZON_X)
     p_scores += i_row.to(tl.int64) * width * PADDED
     p_first = p_scores + o_x * PADDED
-    # A pair within the horizon is the only key of its class in a line: its score has a place of its
-    # own.
+    # A pair within the horizon is the only key of its class in a line: its score has its own place.
     p_window = p_first[:, :, None] + (o_apart + HORIZON_X)[None, :, :]
     m_window = (o_apart > -HORIZON_X) & (o_apart < HORIZON_X)
     m_window = m_window[None, :, :] & (o_x < width)[:, :, None]
@@ -107,8 +106,7 @@ def _joint_scores(
         p_line += start.to(tl.int64) * line_token * 8
         p_keys = p_line + (o_keys - start)[:, :, None] * (line_token * 8) + o_e[None, None, :]
         m_keys = (o_keys >= 0) & (o_keys < tl.where(num_rows > 0, width, 0))
-        # Scores of the keys beside the tile, one by one; the sum over columns is made share by
-        # share.
+        # Scores of the keys in the tile's window; the sum over columns is computed share by share.
         b_s = tl.zeros([TILES, BLOCK_T, KEYS], tl.float32)
         for i_share in tl.static_range(SHARES):
             if SHARES > 1:
@@ -118,12 +116,12 @@ def _joint_scores(
             m_line = m_keys[:, :, None] & (i_share * BLOCK_E + o_e < E)[None, None, :]
             b_keys = tl.load(p_keys + i_share * BLOCK_E, mask=m_line, other=0)  # [TILES, KEYS, E]
             b_s = tl.dot(b_grad, tl.permute(b_keys, [0, 2, 1]), b_s, input_precision=PRECISION)
-        # Keys at the horizon or beyond, on either side, are of the outermost classes: their scores
-        # are added.
+        # Keys at or beyond the horizon on either side belong to the outermost classes: their scores
+        # are summed.
         b_first = tl.sum(tl.where((o_apart <= -HORIZON_X)[None, :, :], b_s, 0), 2)  # [TILES, T]
         b_last = tl.sum(tl.where((o_apart >= HORIZON_X)[None, :, :], b_s, 0), 2)
-        # "mean" divides by the number of keys of the class in a row, and marks classes without any;
-        # "sum" multiplies by the rows that the line, a mean, stands for.
+        # "mean" divides by the number of keys of the class in a row, and marks classes without
+        # keys; "sum" multiplies by the number of rows whose mean the line is.
         if MEAN:
             b_s = tl.where(m_keys[:, None, :], b_s, float("-inf"))
             b_first = tl.where(
@@ -139,7 +137,8 @@ def _joint_scores(
         tl.store(p_window + i_class * COLUMNS, b_s, mask=m_window)
         tl.store(p_first + i_class * COLUMNS, b_first, mask=o_x < width)
         tl.store(p_first + i_class * COLUMNS + 2 * HORIZON_X, b_last, mask=o_x < width)
-    # Of all lines at once, what lies further away: a key before the tile's and one after them each.
+    # For all lines at once, the means further away: one key before and one after each tile's
+    # window.
     if tiles > 1:
         tl.debug_barrier()  # the threads add to what others have written
         for first in range(0, 2 * (2 * HORIZON_Y + 1), 16):
@@ -156,7 +155,7 @@ def _joint_scores(
                 b_far = tl.dot(
                     b_grad, tl.permute(b_keys, [0, 2, 1]), b_far, input_precision=PRECISION
                 )
-            # Remainders were divided by a power of two; it is put back here, in float32.
+            # Remainders were divided by a power of two; multiply by it here, in float32.
             b_scale = power_of_two(far_keys(o_tile[:, None], o_f % 2, width, BLOCK_T, BESIDE))[
                 :, None, :
             ]
@@ -177,12 +176,12 @@ def _joint_scores(
 
 
 def scores_of_classes(grad: Tensor, v: Tensor, place: Place) -> Tensor:
-    """Return the scores of classes, ``[B, h, H*W, C padded]``, float32; with "mean", a class
-    without a key has minus infinity.
+    """Return the scores of classes, ``[B, h, H*W, C padded]``, float32; with "mean", minus infinity
+    for a class without keys.
     """
     (batch, heads, _, e), groups = v.shape, v.shape[0] * v.shape[1]
     row = launch.launch_row("joint scores", 0, e, v.dtype, v.device)
-    if place.beside > 8:  # of as many more pairs
+    if place.beside > 8:  # for as many more pairs
         row = row | dict(BLOCK_Q=row["BLOCK_Q"] // 2)
     lines, patches = lines_of(v, place), place.height * place.width
     scores = v.new_empty(batch, heads, patches, place.padded_classes, dtype=torch.float32)

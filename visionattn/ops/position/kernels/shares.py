@@ -1,13 +1,13 @@
-"""The kernel of ``Joint`` relative position that makes shares: which part of a query's mean one key
-of a class is.
+"""The kernel of ``Joint`` relative position that computes shares: the part of a query's mean that
+comes from one key of a class.
 
-A share is the weight of one key over the mass of all terms, so that the values receive
+A share is the weight of one key over the mass of all terms, so the values receive
 
     dv_j = sum over queries i of share[i, class of (i, j)] grad_i
 
-and the gradient of the mean is an operand as it was given, without another rounding. Shares lie
-between 0 and 1. They are kept times ``UNIT``, because float16 loses digits below 6e-5. For each row
-of the grid they lie line by line:
+and the unmodified gradient of the mean is an operand, without another rounding. Shares lie between
+0 and 1. They are stored times ``UNIT``, because float16 loses precision below 6e-5. For each row of
+the grid they are stored line by line:
 
     shares [B, h, H, 2Ry+1, W, slots]    the class of columns last, in ``Place.slots`` places
 """
@@ -21,7 +21,7 @@ from visionattn.ops.position.kernels.joint import table_of_lines
 from visionattn.ops.position.kernels.place import Place
 
 UNIT = 2.0**14
-"""What shares are multiplied by; float16 still holds the largest."""
+"""Factor of stored shares; float16 still holds the largest."""
 
 
 @kernel
@@ -54,7 +54,7 @@ def _joint_shares(
 ):
     """Write the shares of LINES classes of rows for ``part_blocks`` blocks of BLOCK_N patches.
 
-    A class that has no key gets a number without meaning, finite as the weights are.
+    Classes without keys get undefined but finite numbers.
     """
     DTYPE: tl.constexpr = p_q.dtype.element_ty
     A: tl.constexpr = 2 * HORIZON_Y + 1
@@ -87,7 +87,7 @@ def _joint_shares(
         b_phi = tl.where((o_d < D)[None, :], phi(b_q, "elu1"), 0).to(DTYPE)
         b_w = tl.reshape(tl.dot(b_phi, b_table, input_precision=PRECISION), [BLOCK_N, LINES, SLOTS])
         if MEAN:
-            # The outermost classes have many keys, and each of them its part of the weight.
+            # The outermost classes have many keys, and each key takes its part of the weight.
             b_top = b_inverse / tl.maximum(y - HORIZON_Y + 1, 1).to(tl.float32)
             b_bottom = b_inverse / tl.maximum(height - HORIZON_Y - y, 1).to(tl.float32)
             b_left = 1 / tl.maximum(x - HORIZON_X + 1, 1).to(tl.float32)
@@ -101,7 +101,8 @@ def _joint_shares(
             b_w *= b_rows[:, :, None] * b_columns[:, None, :]
         else:
             b_w *= b_inverse[:, None, None]
-        # Line by line: for each row of the grid and class of rows, the patches of the row in turn.
+        # Stored line by line: for each row of the grid and class of rows, the patches of the row in
+        # order.
         p_rows = p_shares + (y * (A * width) + x) * SLOTS
         p_out = p_rows[:, None, None] + (o_a * width * SLOTS)[None, :, None] + o_b[None, None, :]
         tl.store(p_out, b_w.to(DTYPE), mask=m_n[:, None, None] & (o_a < A)[None, :, None])
@@ -111,7 +112,7 @@ def shares_of_classes(q: Tensor, table: Tensor, mass: Tensor, place: Place) -> T
     """Return the shares of all classes times ``UNIT``, ``[B, h, H, 2Ry+1, W, slots]`` in q's dtype.
 
     Args:
-        q: ``[B, h, N, d]`` as given to the attention, the prefix in front; readable.
+        q: ``[B, h, N, d]`` as given to the attention, prefix first; readable by kernels.
         table: ``[h or 1, 2Ry+1, 2Rx+1, d]``, float32, non-negative, contiguous.
         mass: ``[B, h, N]`` of all terms, float32, contiguous, as ``joint_means`` writes it.
     """
@@ -120,7 +121,7 @@ def shares_of_classes(q: Tensor, table: Tensor, mass: Tensor, place: Place) -> T
     row, patches = launch.launch_row(*asked), place.height * place.width
     shares = q.new_empty(batch, heads, place.height, num_rows, place.width, place.slots)
     groups = batch * heads * launch.cdiv(num_rows, place.lines_at_once)
-    # About as many programs as the device holds at once, each with some blocks of patches.
+    # About as many programs as the device holds at once, each with several blocks of patches.
     parts = launch.segments(patches, groups, row["BLOCK_N"], launch.resident_programs(*asked))
     launch.run(
         _joint_shares,

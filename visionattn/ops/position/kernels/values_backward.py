@@ -1,16 +1,15 @@
-"""Kernels of ``Joint`` relative position, backward: what the values receive.
+"""Kernels of ``Joint`` relative position, backward: the gradient of the values.
 
-The pairs are those of the forward pass with the roles exchanged: a program goes down a strip of the
-grid, some tiles of T keys wide. For each row of keys it reads the rows of queries within the
-horizon one after another, and multiplies the shares of its pairs (``shares.py``) by the gradient of
-the mean on the matrix units. Queries far to the side give one vector to each tile
-(``far_queries.py``). Rows of queries beyond the horizon give to keys a sum that grows from row to
-row:
+The pairs are as in the forward pass, with exchanged roles: a program goes down a strip of the grid,
+some tiles of T keys wide. For each row of keys it reads the rows of queries within the horizon one
+after another, and multiplies the shares of its pairs (``shares.py``) by the gradient of the mean on
+the matrix units. Queries far to the side add one vector per tile (``far_queries.py``). Rows of
+queries beyond the horizon add running sums over rows:
 
-    from above    added up on the way down: what row y - Ry of queries gives counts for all rows
-                  of keys from y on
-    from below    added up on a way up through the same strip beforehand, and kept for each row
-    other strips  their sums, one for each of the two ways
+    from above    accumulated on the way down: row y - Ry of queries counts for all rows of keys
+                  from y on
+    from below    accumulated in a first pass up the same strip, and stored for each row
+    other strips  their totals, one for each direction
 
 No sum is a difference.
 """
@@ -41,11 +40,11 @@ def _pairs_and_queries(
     HORIZON_X: tl.constexpr,
     BYTES: tl.constexpr,
 ):
-    """Return, for the pairs of keys from ``start`` on, the offsets of their shares in a line and
-    those of their queries in a row of the gradient.
+    """Return two kinds of offsets for the pairs of keys from ``start`` on: of their shares in a
+    line, and of their queries in a row of the gradient.
 
-    In place of a query beside the grid stands the nearest one in it, with a share that is 0: that
-    of the slot after the last class.
+    A query outside the grid is replaced by the nearest one inside, with a share of 0 from the slot
+    after the last class.
     """
     BESIDE: tl.constexpr = (QUERIES - BLOCK_T) // 2
     o_j, o_i = pairs(BLOCK_T, QUERIES, TILES)
@@ -60,8 +59,7 @@ def _pairs_and_queries(
         start + tl.arange(0, TILES)[:, None] * BLOCK_T - BESIDE + tl.arange(0, QUERIES)[None, :]
     )  # [TILES, QUERIES]
     o_x = tl.minimum(tl.maximum(o_x, 0), width - 1)
-    # Offsets of shares in bytes and unsigned: they are held for all lines, and need one register
-    # each.
+    # Offsets of shares are unsigned bytes: they are kept for all lines, one register each.
     o_pairs = (o_pairs * BYTES).to(tl.uint32)
     return o_pairs, o_x[:, :, None] * (token_octets * 8) + o_e[None, None, :]
 
@@ -81,12 +79,11 @@ def _add_line(
     TILES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add to ``b_sum [TILES, T, E]`` of keys what one row of queries gives in one class of rows,
-    the line of which begins at ``p_shares``.
+    """Add to ``b_sum [TILES, T, E]`` of keys the contribution of one row of queries in one class of
+    rows, whose line begins at ``p_shares``.
     """
     BYTE: tl.constexpr = tl.pointer_type(tl.uint8)
-    # Only the address of the line changes from row to row; what the pairs add to it stays in
-    # registers.
+    # Only the address of the line changes from row to row; the pairs' offsets stay in registers.
     p_pairs = (p_shares.to(BYTE, bitcast=True) + o_pairs).to(p_shares.dtype, bitcast=True)
     b_pairs = as_operand(tl.load(p_pairs), BLOCK_T, QUERIES, TILES)
     if E % BLOCK_E == 0:
@@ -124,11 +121,11 @@ def _joint_rows_below_backward(
     HORIZON_X: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Go up a strip, and write what its rows receive from the rows of queries far below that belong
-    to this strip.
+    """Go up a strip, and write for its rows the contribution of rows of queries far below, within
+    this strip.
 
-    Write too what all rows of other strips receive through this one: those below it from above (0),
-    those above it from below (1).
+    Also write the totals for all rows of other strips: for strips below, from above (0), and for
+    strips above, from below (1).
     """
     A: tl.constexpr = 2 * HORIZON_Y + 1
     SHARES: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
@@ -164,15 +161,15 @@ def _joint_rows_below_backward(
         b_out = tl.reshape(b_from_below, [BLOCK_K, BLOCK_E]) * inverse_unit
         p_out = p_below + (y * width + o_x).to(tl.int64)[:, None] * E + o_e[None, :]
         tl.store(p_out, b_out.to(p_below.dtype.element_ty), mask=m_out)
-        # On the same way, what row y - Ry gives to all rows below: as a total only, for the strips
-        # below.
+        # At the same time, sum what row y - Ry contributes to all rows below: only as a total for
+        # the strips below.
         if y >= HORIZON_Y:
             p_line = p_shares + (y - HORIZON_Y) * shares_row + 2 * HORIZON_Y * width * SLOTS
             b_from_above = _add_line(
                 b_from_above, p_line, o_pairs, p_grad + (y - HORIZON_Y) * grad_row, o_queries, o_e,
                 E, BLOCK_E, BLOCK_T, QUERIES, TILES, PRECISION,
             )  # fmt: skip
-    # Totals lie as [2, B, h, strips, W, E]: from above first, from below second.
+    # Totals are stored as [2, B, h, strips, W, E]: first from above, then from below.
     p_totals += (
         (i_group.to(tl.int64) * strips + i_strip) * width * E + o_x[:, None] * E + o_e[None, :]
     )
@@ -219,7 +216,7 @@ def _joint_values_backward(
     HORIZON_X: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Go down a strip, and write the gradient of its values, from content and the relative term."""
+    """Go down a strip, and write the gradient of its values from content and relative term."""
     A: tl.constexpr = 2 * HORIZON_Y + 1
     SHARES: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
     TILES: tl.constexpr = BLOCK_K // BLOCK_T
@@ -247,10 +244,10 @@ def _joint_values_backward(
     ]  # one tile has no far queries
     p_far += i_group.to(tl.int64) * height * tiles * E + o_tile[:, None] * E + o_e[None, :]
     far_after = groups.to(tl.int64) * height * tiles * E
-    # What the strips above and below give to all rows of this one.
+    # Contributions of the strips above and below to all rows of this strip.
     b_beyond = tl.zeros([BLOCK_K, BLOCK_E], tl.float32)
     p_totals += i_group.to(tl.int64) * strips * width * E + o_x[:, None] * E + o_e[None, :]
-    # Strips above give their first total, strips below their second, in a fixed order.
+    # Strips above add their first total, strips below their second, in a fixed order.
     for other in range(0, strips):
         i_other = tl.where(other > i_strip, groups, 0).to(tl.int64) * strips + other
         m_other = m_out & (o_e < tl.where(other != i_strip, E, 0))[None, :]
@@ -261,13 +258,13 @@ def _joint_values_backward(
     m_keys = (o_keys < width)[:, :, None] & m_e[None, None, :]
     b_unit = tl.where(o_t[:, None] == o_t[None, :], 1 / inverse_unit, 0.0).to(p_dv.dtype.element_ty)
     b_unit = tl.broadcast_to(b_unit[None, :, :], [TILES, BLOCK_T, BLOCK_T])
-    # From one row of queries to the next, the line of their shares for one row of keys is that of
-    # the class before.
+    # For the next row of queries, the line of shares for the same row of keys belongs to the class
+    # before.
     line_step, grad_row = width.to(tl.int64) * (A - 1) * SLOTS, width.to(tl.int64) * grad_token * 8
     first_row = i_strip * strip_rows
     for step in range(0, tl.minimum(strip_rows, height - first_row)):
         y = first_row + step
-        # Row y - Ry of queries is beyond the horizon from here on: it joins the sum for this row
+        # Row y - Ry of queries is beyond the horizon from here on: add it to the sum for this row
         # and all below.
         if y >= HORIZON_Y:
             p_line = p_shares + (y - HORIZON_Y) * line_step + (y + HORIZON_Y) * width * SLOTS
@@ -275,7 +272,7 @@ def _joint_values_backward(
                 b_beyond, p_line, o_pairs, p_grad + (y - HORIZON_Y) * grad_row, o_queries, o_e, E,
                 BLOCK_E, BLOCK_T, QUERIES, TILES, PRECISION,
             )  # fmt: skip
-        # What the content's backward pass left, and what comes from far below.
+        # The gradient from the content, and the contribution from far below.
         o_place = y * width + o_keys
         p_keys = (
             p_content
@@ -291,8 +288,8 @@ def _joint_values_backward(
         if tl.float32 == p_dv.dtype.element_ty:
             b_sum = b_beyond + (b_content + b_below) * (1 / inverse_unit)
         else:
-            # Products with a unit matrix add them without widening them first, which takes more
-            # instructions.
+            # Products with an identity matrix add them without conversion to float32, which would
+            # take more instructions.
             b_sum = tl.dot(b_unit, b_content, b_beyond, input_precision=PRECISION)
             b_sum = tl.dot(b_unit, b_below, b_sum, input_precision=PRECISION)
         # The rows of queries within the horizon, one line each.
@@ -333,10 +330,11 @@ def _row_of_values(
 def values_backward(
     q: Tensor, table: Tensor, grad: Tensor, mass: Tensor, place: Place, dv: Tensor
 ) -> None:
-    """Add to ``dv [B, h, N, e]`` what the relative term gives for ``grad [B, h, N, e]`` of the
-    mean.
+    """Add the relative term's gradient of the values to
+    ``dv [B, h, N, e]``, for ``grad [B, h, N, e]`` of the mean.
 
-    ``q``, ``table`` and ``mass`` are those of ``shares_of_classes``; kernels can read all of them.
+    ``q``, ``table`` and ``mass`` are as for ``shares_of_classes``; kernels must be able to read all
+    of them.
     """
     batch, heads, tokens, e = grad.shape
     groups, height, width = batch * heads, place.height, place.width
@@ -350,7 +348,7 @@ def values_backward(
     options |= dict(
         HORIZON_Y=place.horizon_y, HORIZON_X=place.horizon_x, PRECISION=launch.precision(grad.dtype)
     )
-    # Shares first, then the sums of far queries, then the strips: up, and down into dv.
+    # First shares, then the sums of far queries, then the strips: up, and down into dv.
     shares = shares_of_classes(q, table, mass, place)
     far = far_queries(shares, grad, place, 1 / UNIT)
     below = grad.new_empty(batch, heads, height, width, e)

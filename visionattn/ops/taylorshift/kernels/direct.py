@@ -1,10 +1,10 @@
-"""The kernel of direct TaylorShift, and how it is launched; its gradients are in
-``direct_backward.py``.
+"""The kernel of direct TaylorShift and its launch; its gradients are in ``direct_backward.py``.
 
-With ``y = x + b/2a``, ``x = q.k``, the weight is ``a x^2 + b x + c = a (y^2 + r)``,
-``r = c/a - (b/2a)^2 > 0``: the product of queries and keys starts at b/2a, one multiply-add makes
-the weight, and there is neither an exponential nor a maximum. One program holds a block of queries
-and goes over all keys; weights never leave its registers.
+With
+``y = x + b/2a``, ``x = q.k``, the weight is ``a x^2 + b x + c = a (y^2 + r)``, ``r = c/a - (b/2a)^2 > 0``.
+The product of queries and keys starts at b/2a and one multiply-add gives the weight, without
+exponential or maximum. One program holds a block of queries and loops over all keys; weights stay
+in registers.
 
 Sums are divided by the number of keys M (see ``ops/gpu``). Registers hold d up to 64 and e up to
 128 in half precision, and up to 32 of both in float32.
@@ -31,8 +31,8 @@ from visionattn.ops.gpu.language import (
 
 @triton.jit
 def shifted_scores(b_left, b_right, shift, PRECISION: tl.constexpr):
-    """Return ``left right^T + shift``, float32: the product starts at the shift, which is then
-    free.
+    """Return ``left right^T + shift``, float32: the product starts at the shift, which costs
+    nothing.
     """
     b_start = tl.full([b_left.shape[0], b_right.shape[0]], shift, tl.float32)
     return tl.dot(b_left, tl.trans(b_right), acc=b_start, input_precision=PRECISION)
@@ -61,7 +61,8 @@ def _add_keys(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add what one block of keys gives to the sums of values and of weights, both in units of a.
+    """Add the contribution of one block of keys to the sums of values and of weights, in units of
+    a.
 
     In float16 the sum of values is in units of 256 a, for the range of its operands.
     """
@@ -69,15 +70,15 @@ def _add_keys(
     m_m = present_rows(p_present, o_m, o_m < keys, MASKED)
     b_k = read(p_k, o_m, k_token, tl.arange(0, BLOCK_D), m_m, D, RAGGED)  # [M, D]
     b_v = read(p_v, o_m, v_token, tl.arange(0, BLOCK_E), m_m, E, RAGGED)  # [M, E]
-    # y = x + b/2a, then the weight in units of a: y^2 + r, one multiply-add for each pair.
+    # y = x + b/2a, then the weight in units of a: y^2 + r, one multiply-add per pair.
     b_y = shifted_scores(b_q, b_k, shift, PRECISION)
     b_p = b_y * b_y + rest
-    # A key that takes no part was read as 0, which still has the weight of y = b/2a: it is set to
-    # 0.
+    # An absent key was read as 0 but still has the weight of y = b/2a: set it to 0.
     if RAGGED:
         b_p = tl.where(m_m[None, :], b_p, 0)
     b_mass += tl.sum(b_p, 1)
-    # Scores above 256 give weights that float16 cannot hold; the mass, in float32, is added before.
+    # Scores above 256 give weights that float16 cannot hold; the float32 mass is summed before
+    # scaling.
     if b_v.dtype == tl.float16:
         b_p *= 1 / 256
     b_values += tl.dot(b_p.to(b_v.dtype), b_v, input_precision=PRECISION)
@@ -121,7 +122,7 @@ def _taylor_direct_means(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write the mass of one block of queries, and their mean or, where not DIVIDE, the sum of
+    """Write the mass of one block of queries, and their mean or, without DIVIDE, the sum of
     weighted values times ``scale``.
     """
     i_block, i_group, i_batch, i_head = program_of(blocks, heads)
@@ -136,8 +137,8 @@ def _taylor_direct_means(
     b_q = read(head(p_q, i_batch, i_head, q_batch, q_head), o_n, q_token, o_d, m_n, D)  # [N, D]
     b_values = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
     b_mass = tl.zeros([BLOCK_N], tl.float32)
-    # Whole blocks of keys first, without a mask; the last, ragged one after them. With a mask of
-    # keys every block is ragged.
+    # Whole blocks of keys first, without a bounds mask; then a ragged last block. With a key mask
+    # every block counts as ragged.
     whole = 0
     if not MASKED:
         whole = keys - keys % BLOCK_M
@@ -151,10 +152,10 @@ def _taylor_direct_means(
             b_values, b_mass, b_q, p_k, p_v, p_present, start, keys, shift, rest, k_token,
             v_token, D, E, BLOCK_D, BLOCK_E, BLOCK_M, True, MASKED, PRECISION,
         )  # fmt: skip
-    # Undo the 256 of ``_add_keys``.
+    # Undo the factor 1 / 256 of ``_add_keys``.
     if p_v.dtype.element_ty == tl.float16:
         b_values *= 256
-    # The factor a is common to values and mass: a mean does not need it.
+    # The factor a is common to values and mass and cancels in a mean.
     if DIVIDE:
         b_values *= reciprocal(b_mass)[:, None]
     else:
@@ -165,7 +166,8 @@ def _taylor_direct_means(
 
 
 def completed_square(coefficients: tuple[float, float, float]) -> tuple[float, float]:
-    """Return ``b / 2a`` and ``c/a - (b/2a)^2`` of ``(a, b, c)``: the shift y = x + b/2a, and r."""
+    """Return ``b / 2a`` and ``c/a - (b/2a)^2`` of ``(a, b, c)``: the shift of y = x + b/2a, and r.
+    """
     a, b, c = coefficients
     return b / (2 * a), c / a - (b / (2 * a)) ** 2
 
@@ -182,19 +184,19 @@ def forward(
     """Return the mean of the values under ``a x^2 + b x + c``, and the mass.
 
     Args:
-        q, k, v: ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]`` of one dtype, q and k as they
-            enter the scores.
+        q, k, v: ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]`` of one dtype; q and k as used
+            in the scores.
         key_mask: bool ``[B, M]``, True takes part.
         coefficients: (a, b, c) with ``a > 0`` and ``c > b^2 / (4 a)``.
-        divide: whether to give the mean, or ``sum_j w_ij v_j / M`` in float32.
+        divide: whether to return the mean, or ``sum_j w_ij v_j / M`` in float32.
 
     Returns:
         out ``[B, h, N, e]``, the mean in the dtype of v or the sum in float32, and mass
-        ``[B, h, N]``, ``sum_j w_ij / M``, float32. Both are 0 where no key takes part.
+        ``[B, h, N]``, ``sum_j w_ij / M``, float32. Both are 0 if no key takes part.
     """
     (batch, heads, queries, _), (keys, e) = q.shape, v.shape[2:]
     options = launch.options("taylor direct", q, v)
-    # One program for each block of queries of each head.
+    # One program per block of queries of each head.
     blocks = launch.cdiv(queries, options["BLOCK_N"])
     out = launch.tokens_first(v, batch, heads, queries, e, None if divide else torch.float32)
     mass = q.new_empty(batch, heads, queries, dtype=torch.float32)

@@ -1,16 +1,15 @@
-"""Kernels for the gradients of direct TaylorShift, and how they are launched.
+"""Kernels for the gradients of direct TaylorShift and their launches.
 
-``direct.py`` has the weights ``w = a (y^2 + r)``. The gradients of the sums of values and of
-weights are ``g = grad / mass`` and ``z = -<g, out>``; that of a score is
-``a (g_i.v_j + z_i) 2 y_ij / M``.
+``direct.py`` defines the weights ``w = a (y^2 + r)``. The gradients of the sums of values and of
+weights are
+``g = grad / mass`` and ``z = -<g, out>``; the gradient of a score is ``a (g_i.v_j + z_i) 2 y_ij / M``.
 
-A first launch holds queries and goes over keys, for dq; it leaves ``1 / mass`` and z of each query
-to the second, which holds keys and goes over queries, for dk and dv. Absent keys are read as 0, and
-queries past the last one have ``1 / mass = z = 0``: neither adds anything. The factors a and 1 / M
-enter at the end, in float32.
+The first launch holds queries and loops over keys, for dq. It also writes ``1 / mass`` and z of
+each query for the second launch, which holds keys and loops over queries, for dk and dv. Absent
+keys are read as 0, and queries past the last have ``1 / mass = z = 0``: neither adds anything. The
+factors a and 1 / M are applied at the end, in float32.
 
-Source: the shape of the passes is that of Dao et al. 2022, "FlashAttention", algorithm 4; the
-gradients are ours.
+Source: the passes follow Dao et al. 2022, "FlashAttention", algorithm 4; the gradients are ours.
 """
 
 import torch
@@ -55,14 +54,16 @@ def _add_keys(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add what one block of keys gives to the gradient of a block of queries; units of 2a / M."""
+    """Add the contribution of one block of keys to the gradient of a block of queries, in units of
+    2a / M.
+    """
     o_m = start + tl.arange(0, BLOCK_M)
     m_m = present_rows(p_present, o_m, o_m < keys, MASKED)
     b_k = read(p_k, o_m, k_token, tl.arange(0, BLOCK_D), m_m, D, RAGGED or MASKED)  # [M, D]
     b_v = read(p_v, o_m, v_token, tl.arange(0, BLOCK_E), m_m, E, RAGGED or MASKED)  # [M, E]
-    # The weight w = a (y^2 + r) has the slope 2 a y, so y is what this pass needs of the scores.
+    # The weight w = a (y^2 + r) has the slope 2 a y, so this pass needs only y of the scores.
     b_y = shifted_scores(b_q, b_k, shift, PRECISION)
-    # g . v + z, with 1 / mass put after the product: grad enters it as it was given, unrounded.
+    # g . v + z, with 1 / mass applied after the product: grad enters it unrounded.
     b_dp = tl.dot(b_grad, tl.trans(b_v), input_precision=PRECISION)
     b_dx = (b_dp * b_inverse[:, None] + b_z[:, None]) * b_y
     b_dq += tl.dot(b_dx.to(b_k.dtype), b_k, input_precision=PRECISION)
@@ -114,9 +115,7 @@ def _taylor_direct_queries_backward(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write the gradient of one block of queries, and ``1 / mass``, or 0 where the mass is 0, and
-    z.
-    """
+    """Write the gradient of one block of queries, ``1 / mass`` (0 for a mass of 0), and z."""
     i_block, i_group, i_batch, i_head = program_of(blocks, heads)
     o_n = i_block * BLOCK_N + tl.arange(0, BLOCK_N)
     o_d = tl.arange(0, BLOCK_D)
@@ -125,7 +124,7 @@ def _taylor_direct_queries_backward(
     p_v = head(p_v, i_batch, i_head, v_batch, v_head)
     p_present += i_batch.to(tl.int64) * keys
     i_first, m_n = i_group.to(tl.int64) * queries, o_n < queries
-    # What belongs to the queries stays in registers through the pass.
+    # Data of the queries stays in registers through the pass.
     b_q = read(head(p_q, i_batch, i_head, q_batch, q_head), o_n, q_token, o_d, m_n, D)  # [N, D]
     p_grad = head(p_grad, i_batch, i_head, grad_batch, grad_head)
     b_grad = read(p_grad, o_n, grad_token, o_e, m_n, E)  # [N, E]
@@ -137,7 +136,7 @@ def _taylor_direct_queries_backward(
     tl.store(p_z + i_first + o_n, b_z, mask=m_n)
     b_grad = b_grad.to(b_q.dtype)
     b_dq = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    # Whole blocks of keys without a mask for their end, then the last one, if it is ragged.
+    # Whole blocks of keys need no bounds mask; a ragged last block follows.
     whole = keys - keys % BLOCK_M
     for start in range(0, whole, BLOCK_M):
         b_dq = _add_keys(
@@ -176,8 +175,8 @@ def _add_queries(
     RAGGED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add what one block of queries gives to the gradients of a block of keys, in units of 2a / M,
-    and of its values, in units of a / M.
+    """Add the contribution of one block of queries to the gradients of a block of keys (units of 2a
+    / M) and values (units of a / M).
     """
     o_n = start + tl.arange(0, BLOCK_N)
     m_n = o_n < queries
@@ -185,18 +184,18 @@ def _add_queries(
     b_grad = read(p_grad, o_n, grad_token, tl.arange(0, BLOCK_E), m_n, E, RAGGED).to(
         b_v.dtype
     )  # [N, E]
-    # Past the last query both terms are 0, so that nothing below needs a mask.
+    # Past the last query both terms are 0, so that no code below needs a mask.
     if RAGGED:
         b_inverse = tl.load(p_inverse + o_n, mask=m_n, other=0)
         b_z = tl.load(p_z + o_n, mask=m_n, other=0)
     else:
         b_inverse, b_z = tl.load(p_inverse + o_n), tl.load(p_z + o_n)
-    # Scores come transposed, keys by queries: then both products over queries take them as a left
-    # operand, as they are.
+    # Scores are transposed, keys by queries: both products over queries take them directly as left
+    # operand.
     b_y = shifted_scores(b_k, b_q, shift, PRECISION)  # [M, N]
     b_p = (b_y * b_y + rest) * b_inverse[None, :]
     b_dv += tl.dot(b_p.to(b_v.dtype), b_grad, input_precision=PRECISION)
-    # The gradient of the scores, as in ``_add_keys``, transposed too.
+    # The gradient of the scores, as in ``_add_keys``, transposed.
     b_dp = tl.dot(b_v, tl.trans(b_grad), input_precision=PRECISION)
     b_dx = (b_dp * b_inverse[None, :] + b_z[None, :]) * b_y
     b_dk += tl.dot(b_dx.to(b_k.dtype), b_q, input_precision=PRECISION)
@@ -255,7 +254,7 @@ def _taylor_direct_keys_backward(
     o_e = tl.arange(0, BLOCK_E)
     p_present += i_batch.to(tl.int64) * keys
     m_m = present_rows(p_present, o_m, o_m < keys, MASKED)
-    # What belongs to the keys stays in registers, and so do the two sums.
+    # Data of the keys and both sums stay in registers.
     b_k = read(head(p_k, i_batch, i_head, k_batch, k_head), o_m, k_token, o_d, m_m, D)  # [M, D]
     b_v = read(head(p_v, i_batch, i_head, v_batch, v_head), o_m, v_token, o_e, m_m, E)  # [M, E]
     p_q = head(p_q, i_batch, i_head, q_batch, q_head)
@@ -264,7 +263,7 @@ def _taylor_direct_keys_backward(
     p_z += i_group.to(tl.int64) * queries
     b_dk = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     b_dv = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-    # Whole blocks of queries, then the last one, if it is ragged.
+    # Whole blocks of queries, then a ragged last block.
     whole = queries - queries % BLOCK_N
     for start in range(0, whole, BLOCK_N):
         b_dk, b_dv = _add_queries(
@@ -276,11 +275,11 @@ def _taylor_direct_keys_backward(
             b_dk, b_dv, b_k, b_v, p_q, p_grad, p_inverse, p_z, whole, queries, shift, rest,
             q_token, grad_token, D, E, BLOCK_D, BLOCK_E, BLOCK_N, True, PRECISION,
         )  # fmt: skip
-    # A key that was read as 0 still has scores of b/2a, and so gradients: they are set to 0.
+    # A key read as 0 still has scores of b/2a, and so gradients: set them to 0.
     if MASKED:
         m_m = (
             tl.load(p_present + o_m, mask=o_m < keys, other=0, volatile=True) != 0
-        )  # again: there is no register to keep it
+        )  # read again: no register is free to keep it
         b_dk, b_dv = tl.where(m_m[:, None], b_dk, 0), tl.where(m_m[:, None], b_dv, 0)
     m_m = o_m < keys
     p_dk = head(p_dk, i_batch, i_head, dk_batch, dk_head)
@@ -304,12 +303,12 @@ def backward(
     """Return the gradients of q, k and v for ``grad [B, h, N, e]`` of the mean under all terms.
 
     Args:
-        out, mass: the mean and the sum of all weights, the latter float32 ``[B, h, N]``,
-            contiguous, in units of M.
-        dq_dtype, dk_dtype: dtypes of the gradients of q and k; float32 where more is done to them
-            before they are rounded. None takes those of q and k.
+        out, mass: the mean, and the sum of all weights in units of M, float32 ``[B, h, N]``,
+            contiguous.
+        dq_dtype, dk_dtype: dtypes of the gradients of q and k, such as float32 if later steps add
+            to them before rounding. None: the dtypes of q and k.
 
-    The other arguments are those of ``direct.forward``.
+    The other arguments are as for ``direct.forward``.
     """
     (batch, heads, queries, d), (keys, e) = q.shape, v.shape[2:]
     grad, out, q, k, v = (launch.readable(x) for x in (grad, out, q, k, v))
@@ -320,7 +319,7 @@ def backward(
     present, masked = q if key_mask is None else key_mask.contiguous(), key_mask is not None
     shift, rest = completed_square(coefficients)
 
-    # Hold queries, go over keys.
+    # Hold queries, loop over keys.
     options = launch.options("taylor direct queries backward", q, v)
     blocks = launch.cdiv(queries, options["BLOCK_N"])
     launch.run(
@@ -333,7 +332,7 @@ def backward(
         MASKED=masked,
     )
 
-    # Hold keys, go over queries.
+    # Hold keys, loop over queries.
     options = launch.options("taylor direct keys backward", q, v)
     blocks = launch.cdiv(keys, options["BLOCK_M"])
     launch.run(

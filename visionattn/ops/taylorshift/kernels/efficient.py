@@ -1,10 +1,10 @@
-"""The efficient form of TaylorShift, forward: a state of the keys, and what each query reads of it.
+"""The efficient form of TaylorShift, forward: a state of the keys, and its readout by each query.
 
 ``w_ij = a x^2 + b x + c`` with ``x = q_i . k_j`` is linear in the features ``[phi2(q), q, 1]``, so
-sums over keys are formed once. phi2 keeps products of tiles of 16 columns
-(``efficient_states.py``). The mass needs no features. Queries are not brought to their length
-beforehand: their factor multiplies the rows of each product with the state. There are launches for
-d of 8 to 64 and e of 8 to 128, in float32 for 8 to 32 of both, in multiples of 8.
+sums over keys are computed once. phi2 keeps products of tiles of 16 columns
+(``efficient_states.py``). The mass needs no features. Queries are not scaled to their length in
+advance: their factor multiplies the rows of each product with the state. Launches exist for d of 8
+to 64 and e of 8 to 128, in float32 for 8 to 32 of both, in multiples of 8.
 
 Sums are in units of the number of keys M (see ``ops/gpu``).
 
@@ -46,8 +46,8 @@ from visionattn.ops.taylorshift.kernels.efficient_states import (
 
 
 class State(NamedTuple):
-    """What queries need of the keys and values: features ``[B, h, d * d, e]`` in the dtype of v,
-    and moments, float32.
+    """The sums over keys and values that queries need: features ``[B, h, d * d, e]`` in the dtype
+    of v, and moments, float32.
 
     Features are ``a sum_j k_j k_j^T v_j^T / M``, symmetric in the first two axes. Moments are
     ``b K^T V / M``, ``c sum v / M``, ``K^T K / M``, ``sum k / M`` and the share of keys present, in
@@ -62,20 +62,20 @@ class State(NamedTuple):
 def state_shapes(
     batch: int, heads: int, d: int, e: int, dtype: torch.dtype
 ) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-    """Return shape and dtype of each tensor of a state; ``dtype`` is that of v."""
+    """Return shape and dtype of each tensor of a state; ``dtype`` is the dtype of v."""
     return ((batch, heads, d * d, e), dtype), ((batch, heads, num_moments(d, e)), torch.float32)
 
 
 @triton.jit
 def row_factors(b_x, p_length, i_head, LENGTH: tl.constexpr):
-    """Return for each row, float32 ``[N]``, a power of two, what brings the row to length 1 after
-    it, and the length.
+    """Return for each row, float32 ``[N]``, a power of two, the remaining factor to length 1, and
+    the length.
 
-    Float16 rows are multiplied by the power (``times_power``), whether they are brought to a length
-    or not, so that products of their elements stay in range; other dtypes have 1 there. Without
-    ``LENGTH`` the second undoes the first.
+    Float16 rows are multiplied by the power (``times_power``), with or without ``LENGTH``, so that
+    products of their elements stay in range. Other dtypes have 1 there. Without ``LENGTH`` the
+    second factor undoes the first.
     """
-    # Without a length, and outside float16, the factors are ones and nothing is computed.
+    # Without a length, and outside float16, the factors are ones and cost nothing.
     b_one = tl.full([b_x.shape[0]], 1.0, tl.float32)
     b_power, b_factor, length = b_one, b_one, 1.0
     if LENGTH or b_x.dtype == tl.float16:
@@ -87,18 +87,20 @@ def row_factors(b_x, p_length, i_head, LENGTH: tl.constexpr):
             b_factor *= inverse_power(b_power)
     if LENGTH == 2:
         length = tl.load(p_length + i_head)
-        length = tl.where(tl.abs(length) < 1e-12, 1e-12, length)  # it divides what is not squared
+        length = tl.where(tl.abs(length) < 1e-12, 1e-12, length)  # divides unsquared terms
     return b_power, b_factor, length
 
 
 @triton.jit
 def times_moments(b_left, p, o_rows, row, o_columns, column, m, b_start, PRECISION: tl.constexpr):
-    """Return ``start + left @ m`` for the float32 matrix at ``p`` with strides ``row`` and
-    ``column``, which is split in two in half precision.
+    """Return
+    ``start + left @ m`` for the float32 matrix at ``p`` with strides ``row`` and ``column``.
+
+    In half precision the matrix is split into two parts.
     """
     b_right = tl.load(p + o_rows[:, None] * row + o_columns[None, :] * column, mask=m, other=0)
-    # Moments are sums of many tokens: rounded to half precision at once, they would lose what a few
-    # of them gave.
+    # Moments are sums of many tokens: rounded to half precision, they would lose the contribution
+    # of a few tokens.
     if b_left.dtype == tl.float32:
         return tl.dot(b_left, b_right, acc=b_start, input_precision=PRECISION)
     else:
@@ -158,7 +160,7 @@ def taylor_efficient_expand(
     b_power, b_factor, length = row_factors(b_x, p_length, i_head, LENGTH)
     b_factor *= length
     b_x = times_power(b_x, b_power)
-    # The mass is a quadratic form of x itself, without features.
+    # The mass is a quadratic form of x, without features.
     if MASS:
         b_mass = mass_of_rows(b_x, b_factor, p_moments + D * E + E, a, b, c, D, BLOCK_D, PRECISION)
         unit = unit_of(p_features, p_moments, D, E)
@@ -171,15 +173,15 @@ def taylor_efficient_expand(
     b_i = times_power(read(p_x, o_n, x_token, o_i, m_x, D), b_power)  # [N, ROWS]
     b_j = times_power(read(p_x, o_n, x_token, o_j, m_x, D), b_power)  # [N, 16]
     b_state = features_of(p_features, o_fi, o_fj, D, E, BLOCK_E)  # [F, E]
-    # The linear term comes first, divided by one of the two factors that all sums are multiplied by
-    # at the end.
+    # The linear term comes first, divided by one of the two factors that multiply all sums at the
+    # end.
     m_xy, b_start = m_d[:, None] & m_e[None, :], tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
     b_values = (
         times_moments(b_x, p_moments, o_d, E, o_e, 1, m_xy, b_start, PRECISION)
         * (1 / b_factor)[:, None]
     )
-    # Each step multiplies what the step before has loaded, so that memory is read while the matrix
-    # unit works.
+    # Each step multiplies the data loaded by the previous step, so that memory reads overlap with
+    # products.
     for step in tl.range(STEPS, num_stages=1):
         i, j = tiles_of_pair(step // (16 // ROWS))
         following = tl.minimum(step + 1, STEPS - 1)
@@ -188,12 +190,12 @@ def taylor_efficient_expand(
         b_next_i = times_power(read(p_x, o_n, x_token, next_i_column + o_i, m_x, D), b_power)
         b_next_j = times_power(read(p_x, o_n, x_token, next_j_column + o_j, m_x, D), b_power)
         b_next = features_of(p_features, next_i_column + o_fi, next_j_column + o_fj, D, E, BLOCK_E)
-        # Pairs of unequal tiles stand for their mirror image too.
+        # Pairs of unequal tiles count for their mirror image too.
         b_features = left_features(b_i * tl.where(i == j, 1.0, 2.0).to(b_i.dtype), b_j)
         b_values += tl.dot(b_features, b_state, input_precision=PRECISION)
         b_i, b_j, b_state = b_next_i, b_next_j, b_next
-    # Squares have the factor of a row twice, the linear term, divided by it before, once; the
-    # constant term, which comes now, never.
+    # Squares have the factor of a row twice and the linear term, divided by it before, once. The
+    # constant term, added now, has none.
     b_values *= (b_factor * b_factor)[:, None]
     b_values += tl.load(p_moments + D * E + o_e, mask=m_e, other=0)[None, :]
     if DIVIDED:
@@ -208,8 +210,8 @@ def taylor_efficient_expand(
 
 @triton.jit
 def features_of(p_features, o_i, o_j, D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Read the sums of products of columns ``o_i`` and ``o_j``, both ``[F]``, with all columns of
-    y, ``[F, E]``; 0 beyond the widths.
+    """Read the sums of products of columns
+    ``o_i`` and ``o_j``, both ``[F]``, with all columns of y, ``[F, E]``; 0 beyond the widths.
     """
     o_e = tl.arange(0, BLOCK_E)
     p = p_features + ((o_i * D + o_j) * E)[:, None] + o_e[None, :]
@@ -223,7 +225,7 @@ def features_of(p_features, o_i, o_j, D: tl.constexpr, E: tl.constexpr, BLOCK_E:
 def left_features(b_i, b_j):
     """Multiply each column of ``b_i [N, I]`` by each of ``b_j [N, J]``, ``[N, I * J]``.
 
-    The result is what the left side of a product wants. ``b_i [N]`` is a single column.
+    The result is laid out as a left operand. ``b_i [N]`` is a single column.
     """
     if len(b_i.shape) == 1:
         return b_i[:, None] * b_j
@@ -246,7 +248,7 @@ def mass_of_rows(
     b_start = tl.zeros([b_x.shape[0], BLOCK_D], tl.float32)
     b_score = times_moments(b_x, p_xx, o_d, D, o_c, 1, m_xx, b_start, PRECISION)
     b_x_sum = tl.load(p_xx + D * D + o_c, mask=o_c < D, other=0)
-    # a (K^T K) y + b sum k, whose product with y is all but the constant term.
+    # a (K^T K) y + b sum k: its product with y is everything but the constant term.
     b_weights = a * b_score * b_factor[:, None] + b * b_x_sum[None, :]
     return tl.sum(b_weights * b_x.to(tl.float32), 1) * b_factor + c * tl.load(p_xx + D * D + D)
 
@@ -291,8 +293,8 @@ def state_of_keys(
     *,
     normalised: bool,
 ) -> State:
-    """Return the state of ``k [B, h, M, d]``, brought to length 1 where ``normalised``, and
-    ``v [B, h, M, e]``.
+    """Return the state of
+    ``k [B, h, M, d]``, scaled to length 1 if ``normalised``, and ``v [B, h, M, e]``.
 
     Args:
         key_mask: bool ``[B, M]``, True takes part.
@@ -313,14 +315,14 @@ def forward(
     *,
     divide: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return what ``q [B, h, N, d]``, brought to length ``temperature [h]``, reads of the state.
+    """Return the state's output for ``q [B, h, N, d]``, scaled to length ``temperature [h]``.
 
     Args:
-        temperature: float32; None takes q as it is.
+        temperature: float32; None: q is unchanged.
 
     Returns:
-        out ``[B, h, N, e]`` and mass, float32 ``[B, h, N]``. Divided, out is the mean in the dtype
-        of v, 0 where the mass is 0; else the sums of weighted values in float32.
+        out ``[B, h, N, e]`` and mass, float32 ``[B, h, N]``. With ``divide``, out is the mean in
+        the dtype of v, 0 for a mass of 0; else the sums of weighted values in float32.
     """
     (batch, heads, tokens, _), e = q.shape, state.features.shape[3]
     dtype = state.features.dtype if divide else torch.float32

@@ -1,12 +1,12 @@
-"""The efficient form of TaylorShift, backward: the gradient of the state from the queries, then
-that of keys and values.
+"""The efficient form of TaylorShift, backward: the gradient of the state from the queries, then the
+gradients of keys and values.
 
 With ``g = dO / mass`` and ``z = -<g, O>`` per query, the gradient of the features' state is again a
-sum of features (``sums`` of q and g), the gradients of the moments are moments of q, g and z, and
-that of v is an expansion of k (``expand``). Gradients of q and k through their features are
-``sum_c x_c (y . S_cr)`` with the symmetric S: products of x with y against S, so that the matrix
-unit contracts over both, and the kernel is an expansion too. Those of q and k as given, and of the
-temperature, follow in registers.
+sum of features (``sums`` of q and g). The gradients of the moments are moments of q, g and z, and
+the gradient of v is an expansion of k (``expand``). Gradients of q and k through their features are
+``sum_c x_c (y . S_cr)`` with the symmetric S. Products of x with y are multiplied by S, so that the
+matrix unit contracts over both, and the kernel is an expansion too. The gradients of the unscaled q
+and k, and of the temperature, are computed in registers.
 
 Gradients of the state are divided by the number of keys, as the state is, and in float16 by the
 largest gradient of each head.
@@ -90,12 +90,12 @@ def taylor_efficient_gradient(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write the gradient of one block of x through ``<y, [phi2(x), x, 1] state>``,
-    ``x^T (X^T X) x`` and ``x . sum x``.
+    """Write the gradient of one block of x through
+    ``<y, [phi2(x), x, 1] state>``, ``x^T (X^T X) x`` and ``x . sum x``.
 
-    ``DIVIDED`` takes ``g = y / mass`` for y, weights the latter two with ``z = -<g, out>``, else 1,
-    and writes z. Rows are scaled after the products of matrices, whose operands then lie in memory
-    as they are.
+    ``DIVIDED`` uses ``g = y / mass`` for y, weights the last two terms with ``z = -<g, out>`` (else
+    1), and writes z. Rows are scaled after the matrix products, whose operands are then read
+    unmodified.
     """
     i_block, i_group, i_batch, i_head = program_of(blocks, heads)
     o_n = i_block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -111,14 +111,13 @@ def taylor_efficient_gradient(
     p_moments += i_group.to(tl.int64) * (D * E + E + D * D + D + 8)
     b_y = read(p_y, o_n, y_token, o_e, m_n, E)  # [N, E]
     b_scale = tl.full([BLOCK_N], 1.0, tl.float32)
-    if b_y.dtype == tl.float16:  # products with small gradients are to stay in range too
+    if b_y.dtype == tl.float16:  # keeps products with small gradients in range
         b_scale = power_above(1 / tl.maximum(tl.max(tl.abs(b_y), 1).to(tl.float32), 1e-30))
         b_y = times_power(b_y, b_scale)
-    # The weight of the gradient of the mass, and what all is multiplied by at the end; absent rows
-    # get 0.
+    # The weight of the gradient of the mass, and the final factor; absent rows get 0.
     b_mass_weight = b_scale
     b_scale = tl.where(m_n, inverse_power(b_scale), 0)
-    # <y, out> comes from the scaled y, and ``b_scale`` undoes the scale: z is stored without it.
+    # <y, out> uses the scaled y, and ``b_scale`` undoes the scale: z is stored unscaled.
     if DIVIDED:
         p_out = head(p_out, i_batch, i_head, out_batch, out_head)
         b_out = read(p_out, o_n, out_token, o_e, m_n, E)  # [N, E]
@@ -127,20 +126,20 @@ def taylor_efficient_gradient(
         tl.store(
             p_z + i_group.to(tl.int64) * tokens + o_n, b_mass_weight * b_scale, mask=o_n < tokens
         )
-    # The gradient of the mass, and that of the linear term.
+    # The gradients of the mass and of the linear term.
     b_x = read(p_x, o_n, x_token, o_d, m_n, D)  # [N, D]
     b_power, b_factor, length = row_factors(b_x, p_length, i_head, LENGTH)
     p_xx = p_moments + D * E + E
     b_start = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     b_left, m_xx = times_power(b_x, b_power), m_c[:, None] & m_d[None, :]
-    # xx_weight (X^T X) x + x_weight sum x, in which x has its length, times the weight of the mass.
+    # xx_weight (X^T X) x + x_weight sum x, where x has its length, times the weight of the mass.
     b_dx = (
         times_moments(b_left, p_xx, o_c, D, o_d, 1, m_xx, b_start, PRECISION)
         * (xx_weight * length * b_factor)[:, None]
     )
     b_dx += tl.load(p_xx + D * D + o_d, mask=m_d, other=0)[None, :] * x_weight
     b_dx *= b_mass_weight[:, None]
-    # Squares: products of x with y, as many columns of x in one step as give BLOCK_F. All is
+    # Squares: products of x with y. One step takes as many columns of x as give BLOCK_F. All are
     # multiplied by their factor at the end.
     b_dx = times_moments(
         b_y, p_moments, o_e, 1, o_d, E, m_e[:, None] & m_d[None, :], b_dx, PRECISION
@@ -153,8 +152,8 @@ def taylor_efficient_gradient(
     p_state = p_features + (o_fc * (D * E) + o_fe)[:, None] + (o_d * E)[None, :]
     b_column = columns_of(p_x, o_n, x_token, o_x, m_n, b_power, D, COLUMNS)  # [N, COLUMNS], or [N]
     b_state = state_of(p_state, o_fc, o_fe, o_d, D, E, BLOCK_D, BLOCK_E, BLOCK_F)  # [F, D]
-    # Each step multiplies what the step before has loaded, so that memory is read while the matrix
-    # unit works.
+    # Each step multiplies the data loaded by the previous step, so that memory reads overlap with
+    # products.
     for first in tl.range(0, D, COLUMNS, num_stages=1):
         following = tl.minimum(first + COLUMNS, D - 1) // COLUMNS * COLUMNS
         b_next_column = columns_of(p_x, o_n, x_token, following + o_x, m_n, b_power, D, COLUMNS)
@@ -162,13 +161,13 @@ def taylor_efficient_gradient(
         b_next = state_of(p_next, following + o_fc, o_fe, o_d, D, E, BLOCK_D, BLOCK_E, BLOCK_F)
         b_dx += tl.dot(left_features(b_column, b_y), b_state, input_precision=PRECISION)
         if LENGTH == 0 and b_y.dtype != tl.float32:
-            # What rounding takes from the products: with a length, less of their error stays.
+            # The rounding error of the products; with a length, less of it remains.
             b_low = left_features(b_column.to(tl.float32), b_y.to(tl.float32))
             b_low -= left_features(b_column, b_y).to(tl.float32)
             b_dx += tl.dot(b_low.to(b_y.dtype), b_state)
         b_column, b_state = b_next_column, b_next
-    # Rows and their factors again, and addresses from the first row of the block on: then the loop
-    # keeps registers for neither.
+    # Reload rows and factors, and address from the first row of the block: the loop then keeps
+    # registers for neither.
     i_first, o_r = (i_block * BLOCK_N).to(tl.int64), tl.arange(0, BLOCK_N)
     m_dx = o_r < tokens - i_block * BLOCK_N
     m_r = present_rows(p_present + i_first, o_r, m_dx, MASKED)
@@ -190,8 +189,10 @@ def taylor_efficient_gradient(
 
 @triton.jit
 def columns_of(p_x, o_n, x_token, o_x, m_n, b_power, D: tl.constexpr, COLUMNS: tl.constexpr):
-    """Read columns ``o_x`` of x, in float16 times a power of each row, ``[N, COLUMNS]``; 0 beyond
-    the width. A single column comes as ``[N]``.
+    """Read columns ``o_x`` of x, in float16 times a power for each row, ``[N, COLUMNS]``; 0 beyond
+    the width.
+
+    A single column is returned as ``[N]``.
     """
     if COLUMNS == 1:
         p_x += o_n.to(tl.int64) * (x_token * 8) + tl.max(o_x, 0)
@@ -213,8 +214,8 @@ def state_of(
     BLOCK_E: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """Read the sums of columns of x times columns of y, ``[F]`` both, and each other column of x,
-    ``[F, D]``; 0 beyond the widths.
+    """Read the sums of products of columns of x and y, both
+    ``[F]``, with every column of x, ``[F, D]``; 0 beyond the widths.
     """
     if D == BLOCK_D and E == BLOCK_E and D % (BLOCK_F // BLOCK_E) == 0:
         return tl.load(p_state)
@@ -234,18 +235,17 @@ def _gradient_of(
     weights: tuple[float, float],
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradient of ``x [B, h, N, d]`` for ``y [B, h, N, e]``; rows outside
-    ``key_mask [B, N]`` get 0.
+    """Return the gradient of
+    ``x [B, h, N, d]`` for ``y [B, h, N, e]``; rows outside ``key_mask [B, N]`` get 0.
 
     Args:
-        length: float32 ``[h]``, or 1, to which x is brought, or 0: x as it is.
-        divided: ``out [B, h, N, e]`` and ``mass [B, h, N]``; None takes y as it is.
-        weights: those of ``(X^T X) x`` and of ``sum x`` in the gradient.
-        dtype: that of the gradient; None takes that of x.
+        length: length to which x is scaled: float32 ``[h]`` or 1; 0: x is unchanged.
+        divided: ``out [B, h, N, e]`` and ``mass [B, h, N]``; None: y is unchanged.
+        weights: weights of ``(X^T X) x`` and of ``sum x`` in the gradient.
+        dtype: dtype of the gradient; None: the dtype of x.
 
     Returns:
-        the gradient; ``z [B, h, N]`` where divided; the gradient of the length, ``[h]``, where it
-        is given.
+        the gradient; ``z [B, h, N]`` if divided; the gradient of the length, ``[h]``, if given.
     """
     (batch, heads, tokens, d), e = x.shape, y.shape[3]
     options, kind = launch.options("taylor efficient gradient", x, y), length_kind(length)
@@ -274,8 +274,8 @@ def _gradient_of(
 
 
 def _largest(grad: Tensor, mass: Tensor) -> Tensor:
-    """Return the largest ``|grad| / mass`` of each head, float32 ``[B, h]``: float16 holds what is
-    divided by it.
+    """Return the largest ``|grad| / mass`` of each head, float32 ``[B, h]``: divided by it,
+    gradients fit float16.
     """
     shares = torch.where(mass == 0, 0, grad.abs().amax(3).float() / mass)
     return torch.nn.functional.pad(shares, (0, 1), value=1e-30).amax(2)
@@ -294,26 +294,25 @@ def backward(
     coefficients: tuple[float, float, float],
     dq_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of q, k, v and of the temperature for ``grad [B, h, N, e]`` of the mean
-    under weights that add up to ``mass``.
+    """Return the gradients of q, k, v and the temperature for
+    ``grad [B, h, N, e]`` of the mean under weights with sum ``mass``.
 
     Args:
         out, mass: the mean ``[B, h, N, e]``, and float32 ``[B, h, N]`` in units of the number of
-            keys; both may hold other terms beside this one.
-        temperature: float32 ``[h]``; None takes q and k as they are.
-        dq_dtype: that of the gradient of q; None takes that of q.
+            keys; both may include other terms.
+        temperature: float32 ``[h]``; None: q and k are unchanged.
+        dq_dtype: dtype of the gradient of q; None: the dtype of q.
     """
     (a, b, c), scale = coefficients, 1 / max(1, k.shape[2])
     length, one = (0, 0) if temperature is None else (temperature, 1)
     divided = out, mass
-    # Queries first: z, which their pass leaves, weights the moments of the state's gradient.
+    # Queries first: their pass writes z, the weights for the moments of the state's gradient.
     dq, z, d_temperature = _gradient_of(q, length, grad, divided, None, state, (2 * a, b), dq_dtype)
     half = q.dtype == torch.float16
     if half:
         unit = _largest(grad, mass)
         mass, z = mass * unit[..., None], z / unit[..., None]
-    # The gradient of the state is a state of queries: the same sums, with the weights of the chain
-    # rule.
+    # The gradient of the state is a state of queries: the same sums, weighted by the chain rule.
     weights = a * scale, b * scale, c * scale, a * scale, b * scale, 0.0
     d_features, d_moments = sums(q, grad, length, Divided(mass, z), None, weights)
     if half:

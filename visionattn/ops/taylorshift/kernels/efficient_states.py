@@ -1,21 +1,22 @@
-"""Sums over tokens that the efficient form of TaylorShift needs: products of features with values,
-and moments.
+"""Sums over tokens for the efficient form of TaylorShift: products of features with values, and
+moments.
 
-Columns are cut into tiles of 16. Pair ``p = i (i + 1) / 2 + j`` of tiles ``i >= j`` has the 256
-features ``x_i x_j^T``. One launch sums them over segments of the tokens, with the moments as one
-more share of the work, and a second one adds the segments. The same kernels sum over keys
-(``x = k, y = v``) and, in the backward pass, over queries (``x = q, y = grad / mass``).
+Columns are cut into tiles of 16. Pair
+``p = i (i + 1) / 2 + j`` of tiles ``i >= j`` has the 256 features ``x_i x_j^T``. One launch sums
+them over segments of the tokens, with the moments as one extra share of the work; a second launch
+adds the segments. The same kernels sum over keys (``x = k, y = v``) and, in the backward pass, over
+queries (``x = q, y = grad / mass``).
 
-No pass brings x to its length first: ``phi2(s x) = s^2 phi2(x)``, so the squared factor of a token
+No pass scales x to its length first: ``phi2(s x) = s^2 phi2(x)``, so the squared factor of a token
 multiplies its y. In float16 the tiles are multiplied by the power of two next to the factor, which
-rounds nothing and keeps their products in range.
+is exact and keeps their products in range.
 
-Moments of one head lie in one row of float32:
+The moments of one head are one row of float32:
 
     X^T Y [d, e] | sum y [e] | X^T diag(w) X [d, d] | sum w x [d] | 8 places
 
-The 8 places, an octet for alignment, all hold the number of tokens present; in float16 the second
-of them holds the unit of the head.
+The 8 places, an octet for alignment, all hold the number of tokens present. In float16 the second
+place holds the unit of the head.
 
 Source: Nauen et al. 2024, "Efficient TaylorShift"; tiles and mass without features are ours.
 """
@@ -42,13 +43,13 @@ from visionattn.ops.gpu.language import (
 TILE = 16
 PAIR = TILE * TILE
 PLAIN, OF_LENGTH_ONE, OF_GIVEN_LENGTH = 0, 1, 2
-"""``LENGTH`` of a kernel says what it does to x: nothing, bring it to length 1, or to the length of
-its head.
+"""Values of the kernel option ``LENGTH``: keep x, scale it to length 1, or scale it to the length
+of its head.
 """
 
 
 def num_tiles(d: int) -> int:
-    """Return how many tiles of 16 columns hold a width."""
+    """Return the number of tiles of 16 columns that hold a width."""
     return -(-d // TILE)
 
 
@@ -64,8 +65,8 @@ def num_moments(d: int, e: int) -> int:
 
 @dataclass(frozen=True)
 class Divided:
-    """What each token's y is divided by, ``mass`` (0 gives 0), and what its x is weighted by,
-    ``weights``; both float32 ``[B, h, N]``.
+    """Divisors and weights of the tokens, float32
+    ``[B, h, N]``: y is divided by ``mass`` (0 gives 0), x is multiplied by ``weights``.
     """
 
     mass: Tensor
@@ -81,9 +82,7 @@ def tiles_of_pair(pair):
 
 @triton.jit
 def power_above(b):
-    """Return the least power of two above each ``b >= 0``, float32: its exponent alone, and one
-    more.
-    """
+    """Return the smallest power of two above each ``b >= 0``, float32: its exponent plus one."""
     bits = b.to(tl.int32, bitcast=True) & 0x7F800000
     return (bits + 0x00800000).to(tl.float32, bitcast=True)
 
@@ -96,8 +95,8 @@ def inverse_power(b_power):
 
 @triton.jit
 def times_power(b_x, b_power):
-    """Multiply rows of float16 by powers of two, exactly; rows of other dtypes, which have the
-    range of float32, stay as they are.
+    """Multiply rows of float16 by powers of two, exactly; other dtypes, with the range of float32,
+    are unchanged.
     """
     if b_x.dtype == tl.float16:
         return (b_x.to(tl.float32) * b_power[:, None]).to(tl.float16)
@@ -107,12 +106,12 @@ def times_power(b_x, b_power):
 
 @triton.jit
 def _factors(b_x, p_length, i_head, LENGTH: tl.constexpr):
-    """Return, for each row, the power of two that multiplies it in float16 and what brings it to
-    its length after that, float32 ``[N]``.
+    """Return two factors for each row, float32 ``[N]``: a power of two for float16, and the
+    remaining factor to its length.
     """
     b_factor = inverse_length(b_x)
     b_power = power_above(b_factor)
-    # Times the power and then times the factor, a row has length 1: only the factor rounds.
+    # Power times factor scales a row to length 1: only the factor rounds.
     if b_x.dtype == tl.float16:
         b_factor *= inverse_power(b_power)
     if LENGTH == 2:
@@ -145,9 +144,9 @@ def _sum_features(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Sum features of ``PAIRS`` pairs of tiles times y over the tokens of one segment."""
+    """Sum features of ``PAIRS`` pairs of tiles, times y, over the tokens of one segment."""
     o_d, o_e, o_t = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E), tl.arange(0, 16)
-    # Tuples, as the number of pairs is known when compiled: each pair has a sum and two tiles.
+    # Tuples, because the number of pairs is known at compile time: one sum and two tiles per pair.
     b_sums, b_tiles = (), ()
     for _ in tl.static_range(PAIRS):
         b_sums = b_sums + (tl.zeros([256, BLOCK_E], tl.float32),)
@@ -156,30 +155,30 @@ def _sum_features(
             tl.zeros([BLOCK_N, 16], p_x.dtype.element_ty),
         )
     b_y = tl.zeros([BLOCK_N, BLOCK_E], p_y.dtype.element_ty)
-    # Each step multiplies what the step before has loaded, so that memory is read while the matrix
-    # unit works.
+    # Each step multiplies the data loaded by the previous step, so that memory reads overlap with
+    # products.
     for start in range(first - BLOCK_N, last, BLOCK_N):
         o_n = start + BLOCK_N + tl.arange(0, BLOCK_N)
         m_n = present_rows(p_present, o_n, o_n < last, MASKED)
         b_next_y = read(p_y, o_n, y_token, o_e, m_n, E)  # [N, E]
         if LENGTH:
-            b_x = read(p_x, o_n, x_token, o_d, m_n, D)  # [N, D], for the length alone
+            b_x = read(p_x, o_n, x_token, o_d, m_n, D)  # [N, D], only for the length
         if DIVIDED:
             b_inverse = inverse_mass(p_mass, o_n, m_n)
         b_loaded, b_next_tiles, b_next_sums = (), (), ()
         for p in tl.static_range(PAIRS):
-            # Loads of all pairs come first, so that the products below hide the time they take.
+            # Loads of all pairs come first, so that the products below hide their latency.
             i, j = tiles_of_pair(i_share * PAIRS + p)
             b_i = read(p_x, o_n, x_token, 16 * i + o_t, m_n, D)  # [N, 16]
             b_loaded = b_loaded + (b_i, read(p_x, o_n, x_token, 16 * j + o_t, m_n, D))
         for p in tl.static_range(PAIRS):
-            # The features of the tokens loaded before, as a left operand: [256, N].
+            # The features of the previously loaded tokens, as a left operand: [256, N].
             b_i, b_j = tl.trans(b_tiles[2 * p]), tl.trans(b_tiles[2 * p + 1])
             b_features = tl.reshape(b_i[:, None, :] * b_j[None, :, :], [256, BLOCK_N])
             b_next_sums = b_next_sums + (
                 b_sums[p] + tl.dot(b_features, b_y, input_precision=PRECISION),
             )
-        # What features lack of their token's squared length goes into y.
+        # The squared length factor of each token, missing in the features, goes into y.
         if LENGTH:
             b_power, b_factor = _factors(b_x, p_length, i_head, LENGTH)
             b_factor *= b_factor
@@ -193,7 +192,7 @@ def _sum_features(
             if DIVIDED:
                 b_next_y = (b_next_y.to(tl.float32) * b_inverse[:, None]).to(b_y.dtype)
         b_y, b_tiles, b_sums = b_next_y, b_next_tiles, b_next_sums
-    # Whole pairs are written, 256 rows each; columns beyond D are dropped when parts are added.
+    # Whole pairs of 256 rows are written; columns beyond D are dropped when parts are added.
     o_f = tl.arange(0, 256)
     for p in tl.static_range(PAIRS):
         p_pair = p_part + (i_share * PAIRS + p) * (256 * E)
@@ -226,7 +225,7 @@ def _sum_moments(
 ):
     """Sum the moments over the tokens of one segment.
 
-    Operands that were scaled here are split in two, so that they keep 16 bits in half precision.
+    Operands scaled here are split in two parts, so that they keep 16 bits in half precision.
     """
     o_d, o_e, o_c = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_D)
     m_d, m_e, m_c = o_d < D, o_e < E, o_c < D
@@ -234,7 +233,7 @@ def _sum_moments(
     b_xy, b_xx = tl.zeros([BLOCK_D, BLOCK_E], tl.float32), tl.zeros([BLOCK_D, BLOCK_D], tl.float32)
     b_low_xy = tl.zeros([BLOCK_D, BLOCK_E], tl.float32)
     b_low_xx = tl.zeros([BLOCK_D, BLOCK_D], tl.float32)
-    # Sums over tokens stay apart by token of a block until the end: adding across threads once is
+    # Sums over tokens are kept per token of the block: one reduction across threads at the end is
     # enough.
     b_y_sums = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
     b_x_sums = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -249,9 +248,9 @@ def _sum_moments(
         if DIVIDED:
             b_right *= inverse_mass(p_mass, o_n, m_n)[:, None]
         b_y_sums += b_right
-        # x itself takes only the exact power of two; the factor, which rounds, goes to the right
-        # operand, which keeps more bits. The sum of y takes no factor, that of x one, X^T Y one,
-        # X^T X two.
+        # x takes only the exact power of two; the factor, which rounds, goes to the right operand,
+        # which keeps more bits. The sum of y takes no factor, the sum of x and X^T Y one, X^T X
+        # two.
         if LENGTH:
             b_power, b_factor = _factors(b_x, p_length, i_head, LENGTH)
             b_x = times_power(b_x, b_power)
@@ -262,15 +261,15 @@ def _sum_moments(
         b_x_sums += b_weighted
         if LENGTH:
             b_weighted *= b_factor[:, None]
-        # Both matrices share their left operand.
+        # Both products share their left operand.
         b_left = tl.trans(b_x)
-        # High and low parts are summed apart wherever registers hold both sums.
+        # High and low parts are summed separately if registers hold both sums.
         if HALF and (LENGTH or DIVIDED):
             b_high, b_low = parts(b_right, b_x.dtype)
             b_high_x, b_low_x = parts(b_weighted, b_x.dtype)
             b_xy += tl.dot(b_left, b_high)
             b_xx += tl.dot(b_left, b_high_x)
-            if BLOCK_E > 64:  # of wide values registers hold the sums of both parts alone
+            if BLOCK_E > 64:  # wide values: registers hold only one sum for both parts
                 b_xy += tl.dot(b_left, b_low)
             else:
                 b_low_xy += tl.dot(b_left, b_low)
@@ -279,7 +278,7 @@ def _sum_moments(
             b_xy += tl.dot(b_left, b_right.to(b_x.dtype), input_precision=PRECISION)
             b_xx += tl.dot(b_left, b_weighted.to(b_x.dtype), input_precision=PRECISION)
         b_count += m_n.to(tl.float32)
-    # The row of moments, in the order that the head of this file gives.
+    # Store the row of moments in the order of the module docstring.
     tl.store(
         p_part + o_d[:, None] * E + o_e[None, :], b_xy + b_low_xy, mask=m_d[:, None] & m_e[None, :]
     )
@@ -324,13 +323,13 @@ def taylor_efficient_sums(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Make one share of the sums over one segment of one head: ``PAIRS`` pairs of tiles or, in the
-    last share, the moments.
+    """Compute one share of the sums over one segment of one head: ``PAIRS`` pairs of tiles or, in
+    the last share, the moments.
 
-    ``DIVIDED`` takes ``y / mass`` for y, and weights x in the moments of x alone. ``LENGTH`` brings
-    x to a length.
+    ``DIVIDED`` uses ``y / mass`` for y, and weights x in the moments of x only. ``LENGTH`` scales x
+    to a length.
     """
-    # Shares of the same tokens follow each other, so that they read them from cache.
+    # Shares of the same tokens are consecutive, so that they read them from cache.
     i_share, i_rest = tl.program_id(0) % (SHARES + 1), tl.program_id(0) // (SHARES + 1)
     i_segment, i_group = i_rest % segments, i_rest // segments
     i_batch, i_head = i_group // heads, i_group % heads
@@ -345,7 +344,7 @@ def taylor_efficient_sums(
     )
     first = i_segment * segment_tokens
     last = tl.minimum(tokens, first + segment_tokens)
-    # Moments are one more share of the same tokens, so that no launch of their own reads them
+    # The moments are an extra share of the same tokens, so that no other launch reads the tokens
     # again.
     if i_share < SHARES:
         _sum_features(
@@ -381,8 +380,8 @@ def taylor_efficient_state(
     """Add the sums of all segments and multiply them by their weights, for one block of the numbers
     of one head.
 
-    Features of a pair of tiles ``i > j`` are written for ``x_j x_i^T`` too: ``[D, D, E]`` is whole
-    and symmetric.
+    Features of a pair of tiles ``i > j`` are written for ``x_j x_i^T`` too: ``[D, D, E]`` is
+    complete and symmetric.
     """
     i_group = tl.program_id(0) // blocks
     SIZE: tl.constexpr = PAIRS * 256 * E
@@ -390,7 +389,7 @@ def taylor_efficient_state(
     o = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     p_parts += i_group.to(tl.int64) * (SIZE + ROW) + o
     b_sum = sum_of_parts(p_parts, groups.to(tl.int64) * (SIZE + ROW), segments, o < SIZE + ROW, 8)
-    # Features: i and j of the pair, the columns that are multiplied, and the column of y.
+    # Features: i and j of the pair, the multiplied columns, and the column of y.
     o_f, o_e = o // E, o % E
     i, j = tiles_of_pair(o_f // 256)
     o_i, o_j = 16 * i + o_f // 16 % 16, 16 * j + o_f % 16
@@ -421,23 +420,23 @@ def sums(
     """Return the sums over the tokens of ``x [B, h, N, d]`` and ``y [B, h, N, e]``.
 
     Args:
-        length: float32 ``[h]``, or 1, to which x is brought, or 0: x as it is.
-        divided: what y is divided by and x weighted by; None takes y as it is, and w = 1.
+        length: length to which x is scaled: float32 ``[h]`` or 1; 0: x is unchanged.
+        divided: divisors of y and weights of x; None: y is unchanged and w = 1.
         key_mask: bool ``[B, N]``, the tokens that count.
-        weights: factors of the features and of the moments ``X^T Y``, ``sum y``, ``X^T diag(w) X``,
-            ``sum w x`` and the count.
+        weights: factors of the features and of the moments
+            ``X^T Y``, ``sum y``, ``X^T diag(w) X``, ``sum w x`` and the count.
 
     Returns:
-        ``sum_n x_n x_n^T y_n^T``, ``[B, h, d * d, e]`` in the dtype of y, float32 for float16
-        (``in_half_range``), and moments, float32 ``[B, h, num_moments(d, e)]``.
+        ``sum_n x_n x_n^T y_n^T``, ``[B, h, d * d, e]`` in the dtype of y (float32 for float16, see
+        ``in_half_range``), and moments, float32 ``[B, h, num_moments(d, e)]``.
     """
     (batch, heads, tokens, d), e = x.shape, y.shape[3]
     pairs, groups = num_pairs(d), batch * heads
     options = launch.options("taylor efficient sums", x, y)
     shares = pairs // options["PAIRS"]
     assert shares * options["PAIRS"] == pairs, "programs share the pairs evenly"
-    # A partial sum is as large as what it is made of some hundreds of tokens: segments are longer
-    # than elsewhere.
+    # A partial sum takes as much memory as some hundreds of its tokens, so segments are longer than
+    # elsewhere.
     resident = launch.resident_programs("taylor efficient sums", d, e, x.dtype, x.device)
     segments = launch.segments(tokens, (shares + 1) * groups, 4 * options["BLOCK_N"], resident)
     size = pairs * PAIR * e + num_moments(d, e)
@@ -456,7 +455,7 @@ def sums(
         DIVIDED=divided is not None,
         MASKED=key_mask is not None,
     )
-    # Features of float16 stay in float32 until ``in_half_range`` has found their unit.
+    # Float16 features stay in float32 until ``in_half_range`` has found their unit.
     features = y.new_empty(
         batch, heads, d * d, e, dtype=torch.float32 if y.dtype == torch.float16 else y.dtype
     )
@@ -476,23 +475,23 @@ def sums(
 
 
 def length_kind(length: Tensor | int) -> int:
-    """Return ``LENGTH`` of a kernel for a length: a tensor ``[h]``, or 1 or 0."""
+    """Return the kernel option ``LENGTH`` for a length: a tensor ``[h]``, or 1 or 0."""
     return OF_GIVEN_LENGTH if isinstance(length, Tensor) else length
 
 
 def length_pointer(x: Tensor, length: Tensor | int) -> Tensor:
-    """Return what a kernel is given for lengths: ``x`` where it reads none."""
+    """Return the pointer argument for lengths; ``x`` as placeholder if the kernel reads none."""
     return length.contiguous() if isinstance(length, Tensor) else x
 
 
 def in_half_range(features: Tensor, moments: Tensor, unit: Tensor | None = None) -> Tensor:
-    """Return the features in float16, in units of the largest number of each head; put the moments
-    into the same units in place.
+    """Return the features in float16, in units of the largest number of each head; convert the
+    moments to the same units in place.
 
-    That keeps small sums above the end of float16 at 6e-8. The unit, times ``unit [B, h]``, is left
-    in the row of moments.
+    This keeps small sums above float16's minimum of 6e-8. The unit, times ``unit [B, h]``, is
+    stored in the row of moments.
     """
-    # One unit for features and moments: a mean, which is a quotient of both, is free of it.
+    # One unit for features and moments cancels in a mean, their quotient.
     own = (
         moments[..., : -launch.OCTET]
         .abs()

@@ -1,11 +1,11 @@
-"""Kernels that bring queries and keys to a given length, the prologue of TaylorShift, and how they
-are launched.
+"""Kernels that scale queries and keys to a given length, the prologue of TaylorShift, and their
+launches.
 
-``y = length_h x / max(|x|, 1e-6)`` is finite at the zero vector, and so are its gradients there.
-Norms are taken in float32. Each program reads a block of tokens of one head once and writes it
-once; programs of the same tokens follow each other head by head, as the heads lie in memory.
+``y = length_h x / max(|x|, 1e-6)`` is finite at the zero vector, as are its gradients. Norms are
+computed in float32. Each program reads and writes one block of tokens of one head once. Programs of
+the same tokens are consecutive over the heads, as the heads are in memory.
 
-Source: Nauen et al. 2024, "Normalization"; the guard is that of ``features.unit``.
+Source: Nauen et al. 2024, "Normalization"; the guard is the same as in ``features.unit``.
 """
 
 import torch
@@ -19,7 +19,9 @@ from visionattn.ops.gpu.language import head, inverse_length, kernel, read, writ
 
 @triton.jit
 def _place(heads, blocks):
-    """Give the image, the block of tokens and the head of this program; heads come in turn."""
+    """Return image, block of tokens and head of this program; consecutive programs have consecutive
+    heads.
+    """
     i_program = tl.program_id(0)
     return i_program // (heads * blocks), i_program // heads % blocks, i_program % heads
 
@@ -43,7 +45,7 @@ def _unit(
     BLOCK_N: tl.constexpr,
     LENGTH: tl.constexpr,
 ):
-    """Bring one block of tokens of one head to its length."""
+    """Scale one block of tokens of one head to its length."""
     i_batch, i_block, i_head = _place(heads, blocks)
     o_n, o_d = i_block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     p_x = head(p_x, i_batch, i_head, x_batch, x_head)
@@ -79,8 +81,8 @@ def _unit_backward(
     BLOCK_N: tl.constexpr,
     LENGTH: tl.constexpr,
 ):
-    """Write the gradient of one block of tokens of one head, and what it adds to that of the
-    length.
+    """Write the gradient of one block of tokens of one head, and its contribution to the gradient
+    of the length.
     """
     i_batch, i_block, i_head = _place(heads, blocks)
     o_n, o_d = i_block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
@@ -90,18 +92,18 @@ def _unit_backward(
     p_grad = head(p_grad, i_batch, i_head, grad_batch, grad_head)
     b_x = read(p_x, o_n, x_token, o_d, m_n, D).to(tl.float32)  # [N, D]
     b_grad = read(p_grad, o_n, grad_token, o_d, m_n, D).to(tl.float32)  # [N, D]
-    # The factor of the forward pass, again: x is read here anyway, so nothing was kept for it.
+    # Recompute the factor of the forward pass: x is read here anyway, so it was not saved.
     b_inverse = inverse_length(b_x)
     b_unit = b_x * b_inverse[:, None]
-    # What of the gradient points along x: with a length, its sum over tokens is the length's own
-    # gradient. Each program writes its part, and the launch adds them.
+    # The component of the gradient along x. With a length, its sum over tokens is the gradient of
+    # the length; each program writes its part, and the parts are summed after the launch.
     b_along = tl.sum(b_grad * b_unit, 1)
     b_scale = b_inverse
     if LENGTH:
         b_scale *= tl.load(p_length + i_head).to(tl.float32)
         tl.store(p_parts + tl.program_id(0), tl.sum(b_along, 0))
-    # A vector of given length can only turn, so what points along it is taken off. One shorter than
-    # the guard was multiplied by a constant: all of its gradient stays.
+    # A vector of given length can only rotate, so the component along it is subtracted. A vector
+    # shorter than the guard was multiplied by a constant: it keeps its whole gradient.
     b_across = b_grad - b_unit * tl.where(b_inverse < 0.9999e6, b_along, 0)[:, None]
     write(p_dx, o_n, dx_token, o_d, b_across * b_scale[:, None], m_n, D)
 
@@ -113,7 +115,7 @@ def _options(name: str, x: Tensor, length: Tensor | None) -> dict[str, int]:
 
 
 def unit(x: Tensor, length: Tensor | None) -> Tensor:
-    """Bring ``x [B, h, N, d]`` to ``length [h]``, or to 1 where it is None; in the dtype of x."""
+    """Scale ``x [B, h, N, d]`` to ``length [h]``, or to 1 if it is None; in the dtype of x."""
     batch, heads, tokens, d = x.shape
     options, y = _options("unit", x, length), launch.tokens_first(x, batch, heads, tokens, d)
     blocks, x = launch.cdiv(tokens, options["BLOCK_N"]), launch.readable(x)
@@ -137,15 +139,15 @@ def unit_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of x and of the length for ``grad [B, h, N, d]`` of any dtype.
 
-    The first is in ``dtype``, or in that of x where it is None; the second is float32 ``[h]``, or
-    None without a length.
+    The first is in ``dtype``, or the dtype of x if None; the second is float32 ``[h]``, or None
+    without a length.
     """
     batch, heads, tokens, d = x.shape
     options = _options("unit backward", x, length)
     dx = launch.tokens_first(x, batch, heads, tokens, d, dtype)
     blocks = launch.cdiv(tokens, options["BLOCK_N"])
     x, grad = launch.readable(x), launch.readable(grad)
-    # One number for each block of tokens and head, none without a length.
+    # One number per block of tokens and head; none without a length.
     parts = x.new_empty(0 if length is None else batch * blocks, heads, dtype=torch.float32)
     launch.run(
         _unit_backward,
