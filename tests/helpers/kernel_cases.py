@@ -73,14 +73,13 @@ class Case:
 
 FUNCTIONS = {"kernelized": kernelized_attention, "taylorshift": taylorshift_attention}
 LEARNED, UNEQUAL = {"temperature": True}, {"coefficients": (0.7, -0.6, 1.3)}
-WIDE = dict(d=32, e=16)
 CASES = {
     "kernelized, elu1": Case("kernelized"),
     "kernelized, relu, masked": Case("kernelized", {"feature_map": "relu"}, True),
     "direct, learned, masked": Case("taylorshift", LEARNED, True, e=24),
-    "direct, plain": Case("taylorshift", UNEQUAL, **WIDE),
-    "efficient, learned, masked": Case("taylorshift", LEARNED, True, e=24),
-    "efficient, plain": Case("taylorshift", UNEQUAL, **WIDE),
+    "direct, plain": Case("taylorshift", UNEQUAL, d=32, e=16),
+    "efficient, learned, masked": Case("taylorshift", LEARNED, True, e=24, queries=35, keys=67),
+    "efficient, plain": Case("taylorshift", UNEQUAL, d=16),
     # Three tiles of columns; more rows than a chunk of far queries; one patch.
     "kernelized, joint": Case("kernelized", grid=(3, 37), d=16, e=24),
     "kernelized, joint sum": Case(
