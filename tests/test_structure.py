@@ -45,13 +45,17 @@ def imported_modules(path):
                 yield parts[1:]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_go_one_way(path):
-    part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    if part == "__init__":
-        return
+def part_of(path):
+    """The part of the package that a file is in: a folder, or the file itself."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def test_every_part_has_a_place_in_the_order_and_imports_go_one_way():
+    assert {part_of(path) for path in FILES} - {"__init__"} == set(RANKS)
     above = {
-        names[0]
+        (str(path.relative_to(PACKAGE)), names[0])
+        for path in FILES
+        if (part := part_of(path)) != "__init__"
         for names in imported_modules(path)
         if names[0] in RANKS and names[0] != part and RANKS[names[0]] >= RANKS[part]
     }
@@ -77,6 +81,13 @@ def test_files_import_each_other_in_no_circle():
     TopologicalSorter(graph).prepare()  # its error names the circle
 
 
+def run(code):
+    """Exit code and both outputs of Python."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.usefixtures("started_quickly")
 def test_training_and_inference_import_what_is_heavy_where_they_use_it():
     """These take seconds, and most runs use one of them or none."""
     heavy = ("albumentations", "jinja2", "jsonargparse", "matplotlib", "rich", "scipy", "sklearn")
@@ -90,10 +101,10 @@ import visionattn.cli.ends, visionattn.cli.files, visionattn.cli.fresh_process
 import visionattn.cli.parsing, visionattn.cli.progress, visionattn.cli.provenance
 import visionattn.cli.tables
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    assert run(code) == (0, "", "")
 
 
+@pytest.mark.usefixtures("started_quickly")
 def test_predictions_import_neither_trainer_nor_bands():
     """What reads bands of large images and what trains is imported where it is used. The operations
     and models that ``import visionattn`` registers are most of the modules.
@@ -108,14 +119,8 @@ import visionattn.inference.predict
 unwanted = ("visionattn.training", "visionattn.models.large", "visionattn.data.large")
 print(len(loaded() - before), *(name for name in loaded() if name.startswith(unwanted)))
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    count, *unwanted = result.stdout.split()
+    count, *unwanted = run(code)[1].split()
     assert int(count) <= 32 and unwanted == []
-
-
-def test_every_part_has_a_place_in_the_order():
-    parts = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES}
-    assert parts - {"__init__"} == set(RANKS)
 
 
 WRITERS = r"\.write_text|\.write_bytes|\.touch|\.savefig|save_file|\.tofile|_dump_snapshot"
@@ -166,39 +171,35 @@ def test_files_are_written_through_one_check():
 IN_OPS = [path for path in FILES if path.relative_to(PACKAGE).parts[0] == "ops"]
 
 
-def of_ops(path):
-    return str(path.relative_to(ROOT))
-
-
-@pytest.mark.parametrize("path", IN_OPS, ids=of_ops)
-def test_rooms_of_operations_leave_the_operators_and_kernels_of_others_alone(path):
-    room = path.relative_to(PACKAGE).parts[1]
+def test_rooms_of_operations_leave_the_operators_and_kernels_of_others_alone():
     entered = {
-        names[1:3]
+        (str(path.relative_to(PACKAGE)), names[1])
+        for path in IN_OPS
         for names in imported_modules(path)
         if names[0] == "ops" and set(names[1:2]) <= set(ROOMS) and names[2:3] in INNER
+        if (room := path.relative_to(PACKAGE).parts[1]) in ROOMS and names[1] != room
     }
-    from_others = {names for names in entered if room in ROOMS and names[0] != room}
-    assert from_others == set()
+    assert entered == set()
 
 
-@pytest.mark.parametrize("path", IN_OPS, ids=of_ops)
-def test_kernels_alone_import_triton(path):
+def test_kernels_alone_import_triton():
     """What imports no Triton imports what does within functions alone."""
-    name, tree = str(path.relative_to(PACKAGE)), ast.parse(path.read_text())
-    if "kernels" in path.parts or name in LANGUAGE:
-        return
-    anywhere = {
-        alias.name if isinstance(node, ast.Import) else node.module
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for alias in node.names
-    }
-    assert not [module for module in anywhere if module.split(".")[0] == "triton"]
-    at_once = {node.module for node in tree.body if isinstance(node, ast.ImportFrom)}
+    language = {f"visionattn.{name[:-3].replace('/', '.')}" for name in LANGUAGE}
     without = {"visionattn.ops.position.kernels.place"}
-    assert not [module for module in at_once - without if "kernels" in module.split(".")]
-    assert not {f"visionattn.{name[:-3].replace('/', '.')}" for name in LANGUAGE} & at_once
+    for path in IN_OPS:
+        name, tree = str(path.relative_to(PACKAGE)), ast.parse(path.read_text())
+        if "kernels" in path.parts or name in LANGUAGE:
+            continue
+        anywhere = {
+            alias.name if isinstance(node, ast.Import) else node.module
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for alias in node.names
+        }
+        at_once = {node.module for node in tree.body if isinstance(node, ast.ImportFrom)} - without
+        wrong = {module for module in anywhere if module.split(".")[0] == "triton"}
+        wrong |= {module for module in at_once if "kernels" in module.split(".")}
+        assert not wrong | (language & at_once), name
 
 
 def test_operations_know_neither_timm_nor_the_reference():
@@ -255,5 +256,4 @@ for family in ("scaleformer_vit", "taylorshift_vit"):
     model = timm.create_model(family + "_pixel", embed_dim=24, num_heads=3)
     assert model(torch.randn(1, 256, 32, 32)).shape == (1, 10)
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    assert run(code) == (0, "", "")

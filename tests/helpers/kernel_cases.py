@@ -27,6 +27,7 @@ class Case:
     e: int = 40
     queries: int = 67
     keys: int = 131
+    batch: int = 2
     grid: tuple[int, int] | None = None
     horizons: tuple[int, int] = (2, 2)
     prefix: int = 2
@@ -43,7 +44,10 @@ class Case:
         """Inputs by name in float64, an upstream gradient, and the key mask."""
         (n, m), heads = self.tokens, 2 if self.grid is None else 1
         widths = {"q": (n, self.d), "k": (m, self.d), "v": (m, self.e)}
-        made = {x: draw(2, heads, *shape, seed=i) for i, (x, shape) in enumerate(widths.items())}
+        made = {
+            x: draw(self.batch, heads, *shape, seed=i)
+            for i, (x, shape) in enumerate(widths.items())
+        }
         if self.name == "taylorshift" and "temperature" not in self.options:
             made["q"] /= 4
         if "temperature" in self.options:
@@ -73,18 +77,17 @@ class Case:
 
 FUNCTIONS = {"kernelized": kernelized_attention, "taylorshift": taylorshift_attention}
 LEARNED, UNEQUAL = {"temperature": True}, {"coefficients": (0.7, -0.6, 1.3)}
-WIDE = dict(d=32, e=16)
 CASES = {
     "kernelized, elu1": Case("kernelized"),
     "kernelized, relu, masked": Case("kernelized", {"feature_map": "relu"}, True),
     "direct, learned, masked": Case("taylorshift", LEARNED, True, e=24),
-    "direct, plain": Case("taylorshift", UNEQUAL, **WIDE),
-    "efficient, learned, masked": Case("taylorshift", LEARNED, True, e=24),
-    "efficient, plain": Case("taylorshift", UNEQUAL, **WIDE),
+    "direct, plain": Case("taylorshift", UNEQUAL, d=32, e=16),
+    "efficient, learned, masked": Case("taylorshift", LEARNED, True, 16, 24, queries=35, keys=67),
+    "efficient, plain": Case("taylorshift", UNEQUAL, d=24, e=32, batch=1),
     # Three tiles of columns; more rows than a chunk of far queries; one patch.
     "kernelized, joint": Case("kernelized", grid=(3, 37), d=16, e=24),
     "kernelized, joint sum": Case(
-        "kernelized", grid=(17, 18), d=8, e=8, horizons=(2, 1), prefix=0, normalization="sum"
+        "kernelized", grid=(17, 9), d=8, e=8, horizons=(2, 1), prefix=0, normalization="sum"
     ),
     "kernelized, relu, joint": Case(
         "kernelized", {"feature_map": "relu"}, grid=(5, 9), d=8, e=16, horizons=(1, 8)

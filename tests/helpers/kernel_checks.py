@@ -40,20 +40,11 @@ interpreted = pytest.mark.skipif(NOT_INTERPRETED is not None, reason=str(NOT_INT
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 
-def _place(device: str, dtype: torch.dtype):
-    marks, name = on_gpu if device == "cuda" else interpreted, str(dtype).removeprefix("torch.")
-    return pytest.param(device, dtype, marks=marks, id=f"{device} {name}")
-
-
-every_place = pytest.mark.parametrize(
-    ("device", "dtype"),
-    [_place("cpu", torch.float32), _place("cpu", torch.float16)]
-    + [_place("cuda", dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)],
-)
-"""float16 has code of its own, which keeps sums in its range."""
-once = pytest.mark.parametrize(
-    ("device", "dtype"), [_place("cpu", torch.float32), _place("cuda", torch.bfloat16)]
-)
+def place(device: str, dtype: torch.dtype, name: str):
+    """A parameter: a case on the processor, interpreted, or on a GPU under the marker ``gpu``."""
+    marks = on_gpu if device == "cuda" else interpreted
+    names = device, str(dtype).removeprefix("torch."), name
+    return pytest.param(device, dtype, name, marks=marks, id=" ".join(names))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Every operation once, beside its definition, for the tests of what all of them owe."""
+"""Operations beside their definitions, for the tests of memory and dtypes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -85,101 +85,63 @@ class InDtype:
     key = query
 
 
-def content_operations() -> dict[str, Operation]:
-    """Every operation without relative position: each form and feature map, causal or not."""
-    tau = {"temperature": torch.tensor([0.7, 1.9, 4.0], dtype=torch.float64)}
-    taylor, kernel = taylorshift_attention, kernelized_attention
-    slow_taylor, slow_kernel = reference.taylorshift_attention, reference.kernelized_attention
-    named = {}
-    for form in ("direct", "efficient"):
-        named[f"taylorshift {form}"] = Operation(partial(taylor, form=form), slow_taylor, tau)
-        named[f"taylorshift {form}, plain"] = Operation(partial(taylor, form=form), slow_taylor, {})
-        for causal, maps in ((False, ("elu1", "relu", "softmax")), (True, ("elu1", "relu"))):
-            for feature_map in maps:
-                options = {"feature_map": feature_map, "causal": causal}
-                named[f"kernelized {'causal ' * causal}{form}, {feature_map}"] = Operation(
-                    partial(kernel, form=form, **options), partial(slow_kernel, **options), {}
-                )
-    features = RandomFeatures(
-        16, 20, torch.Generator().manual_seed(25)
-    ).double()  # cast to the dtype of what it maps
-    named["kernelized random features"] = Operation(
-        partial(kernel, feature_map=features),
-        partial(slow_kernel, feature_map=InDtype(features)),
+TAU = {"temperature": torch.tensor([0.7, 1.9, 4.0], dtype=torch.float64)}
+JOINT, ROWS = {"table": draw_table(3, 5, 5, 16, seed=21)}, draw_table(3, 3, 16, seed=22)
+FLAT, AXIAL = {"table": ROWS}, {"rows": ROWS, "columns": draw_table(3, 7, 16, seed=23)}
+SIGNED = {"table": draw(3, 5, 5, 16, seed=24)}
+# Cast to the dtype of what it maps.
+FEATURES = RandomFeatures(16, 20, torch.Generator().manual_seed(25)).double()
+TAYLOR = taylorshift_attention, reference.taylorshift_attention
+KERNEL = kernelized_attention, reference.kernelized_attention
+SOFTMAX = softmax_attention, reference.softmax_attention
+WINDOW = window_attention, reference.window_attention
+
+
+def of(functions: tuple, learned: dict[str, Tensor], form: str | None = None, **options):
+    """An operation without position, in a form if one is named."""
+    fast, slow = (partial(function, **options) for function in functions)
+    return Operation(partial(fast, form=form) if form else fast, slow, learned)
+
+
+def at(functions: tuple, kind: type, normalization: str, learned, form=None, **options):
+    """An operation with relative position, in a form if one is named."""
+    fast, slow = functions
+    return Operation(
+        relative(fast, kind, normalization, **options, **({"form": form} if form else {})),
+        relative(slow, kind, normalization, **options),
+        learned,
+    )
+
+
+OPERATIONS = {
+    "taylorshift direct": of(TAYLOR, TAU, "direct"),
+    "taylorshift efficient": of(TAYLOR, TAU, "efficient"),
+    "taylorshift efficient, plain": of(TAYLOR, {}, "efficient"),
+    "kernelized efficient, elu1": of(KERNEL, {}, "efficient"),
+    "kernelized direct, relu": of(KERNEL, {}, "direct", feature_map="relu"),
+    "kernelized efficient, softmax": of(KERNEL, {}, "efficient", feature_map="softmax"),
+    "kernelized causal efficient, relu": of(
+        KERNEL, {}, "efficient", feature_map="relu", causal=True
+    ),
+    "kernelized causal direct, elu1": of(KERNEL, {}, "direct", causal=True),
+    "kernelized random features": Operation(
+        partial(kernelized_attention, feature_map=FEATURES),
+        partial(reference.kernelized_attention, feature_map=InDtype(FEATURES)),
         {},
-    )
-    for causal in (False, True):
-        named[f"softmax{' causal' * causal}"] = Operation(
-            partial(softmax_attention, causal=causal),
-            partial(reference.softmax_attention, causal=causal),
-            {},
-        )
-    return named
-
-
-def relative_operations() -> dict[str, Operation]:
-    """Every operation with each kind of relative position."""
-    tau = {"temperature": torch.tensor([0.7, 1.9, 4.0], dtype=torch.float64)}
-    joint, rows = {"table": draw_table(3, 5, 5, 16, seed=21)}, draw_table(3, 3, 16, seed=22)
-    axial = {"rows": rows, "columns": draw_table(3, 7, 16, seed=23)}
-    taylor, kernel = taylorshift_attention, kernelized_attention
-    slow_taylor, slow_kernel = reference.taylorshift_attention, reference.kernelized_attention
-    named = {}
-    for normalization in ("sum", "mean"):
-        for kind, tables in ((Flat, {"table": rows}), (Axial, axial), (Joint, joint)):
-            arguments, suffix = (kind, normalization), f"{kind.__name__.lower()} {normalization}"
-            named[f"taylorshift, {suffix}"] = Operation(
-                relative(taylor, *arguments), relative(slow_taylor, *arguments), tau | tables
-            )
-            named[f"kernelized, {suffix}"] = Operation(
-                relative(kernel, *arguments), relative(slow_kernel, *arguments), tables
-            )
-            for form in (
-                ("direct", "efficient") if kind is Joint else ()
-            ):  # few tokens take the direct form by themselves
-                fast = (
-                    relative(taylor, *arguments, form=form),
-                    relative(kernel, *arguments, form=form),
-                )
-                slow = relative(slow_taylor, *arguments), relative(slow_kernel, *arguments)
-                named[f"taylorshift {form}, {suffix}"] = Operation(fast[0], slow[0], tau | tables)
-                named[f"kernelized {form}, {suffix}"] = Operation(fast[1], slow[1], tables)
-        arguments = (Flat, normalization)
-        named[f"kernelized causal, flat {normalization}"] = Operation(
-            relative(kernel, *arguments, causal=True),
-            relative(slow_kernel, *arguments, causal=True),
-            {"table": rows},
-        )
-    signed = {"table": draw(3, 5, 5, 16, seed=24)}
-    named["softmax twin"] = Operation(relative(softmax_attention, Joint, "sum"), twin, signed)
-    windows = (
-        relative(function, Joint, "sum", window_size=4, shifted=True)
-        for function in (window_attention, reference.window_attention)
-    )
-    named["softmax in windows"] = Operation(*windows, signed)
-    return named
-
-
-OPERATIONS = content_operations() | relative_operations()
+    ),
+    "softmax causal": of(SOFTMAX, {}, causal=True),
+    "taylorshift direct, joint mean": at(TAYLOR, Joint, "mean", TAU | JOINT, "direct"),
+    "taylorshift efficient, joint sum": at(TAYLOR, Joint, "sum", TAU | JOINT, "efficient"),
+    "kernelized efficient, joint mean": at(KERNEL, Joint, "mean", JOINT, "efficient"),
+    "kernelized, axial sum": at(KERNEL, Axial, "sum", AXIAL),
+    "taylorshift, flat mean": at(TAYLOR, Flat, "mean", TAU | FLAT),
+    "kernelized causal, flat mean": at(KERNEL, Flat, "mean", FLAT, causal=True),
+    "softmax twin": Operation(relative(softmax_attention, Joint, "sum"), twin, SIGNED),
+    "softmax in windows": at(WINDOW, Joint, "sum", SIGNED, window_size=4, shifted=True),
+}
+"""One for each way through the code."""
 NOT_SOFTMAX = [name for name in OPERATIONS if not name.startswith("softmax")]
 LINEAR = [name for name in NOT_SOFTMAX if " direct" not in name]
 RELATIVE = [name for name in NOT_SOFTMAX if name.endswith((" sum", " mean"))]
 every_operation = pytest.mark.parametrize("name", OPERATIONS)
 every_linear_operation = pytest.mark.parametrize("name", LINEAR)
-every_relative_operation = pytest.mark.parametrize("name", RELATIVE)
-SOME = (
-    "taylorshift direct",
-    "taylorshift efficient, plain",
-    "kernelized efficient, elu1",
-    "kernelized direct, softmax",
-    "kernelized causal efficient, relu",
-    "kernelized random features",
-    "softmax causal",
-    "taylorshift efficient, joint mean",
-    "kernelized, axial sum",
-    "kernelized causal, flat mean",
-    "softmax twin",
-    "softmax in windows",
-)
-"""One for each way through the code."""
-some_operations = pytest.mark.parametrize("name", SOME)

@@ -14,8 +14,8 @@ pytest.importorskip("triton", reason="GPU kernels need Triton")
 SHARED_BYTES = 227 * 1024
 OF_CI = "3.9."
 """The Triton in which no kernel spills a register."""
-CASES = (
-    "kernelized 64 64 bf16 joint",
+FIRST = "kernelized 64 64 bf16 joint"
+OTHERS = (
     "kernelized 128 128 fp16",
     "direct 64 64 bf16",
     "direct 40 24 fp16 joint",
@@ -27,19 +27,15 @@ PER_CASE = {"kernelized": 4, "direct": 3, "efficient": 4}
 """Kernels that each operation has at least."""
 
 
-@pytest.fixture(scope="module")
-def compiled() -> dict[str, dict]:
-    """What ``tests.helpers.kernel_launches`` prints, in a process that does not interpret."""
+@pytest.mark.parametrize("cases", [[FIRST], pytest.param(OTHERS, marks=pytest.mark.slow)], ids=len)
+def test_every_kernel_compiles_once_for_all_sizes_and_fits_into_shared_memory(cases):
+    """In a process that does not interpret."""
     given = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.helpers.kernel_launches", "--cases", *CASES]
+    command = [sys.executable, "-m", "tests.helpers.kernel_launches", "--cases", *cases]
     options = dict(capture_output=True, text=True, env=given, cwd=Path(__file__).parents[2])
     done = subprocess.run(command, **options)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
-
-
-def test_every_kernel_compiles_once_for_all_sizes_and_fits_into_shared_memory(compiled):
-    for case, found in compiled.items():
+    for case, found in json.loads(done.stdout).items():
         assert len(found["kernels"]) >= PER_CASE[case.split()[0]], case
         assert found["anew"] == [], case
         for kernel in found["kernels"]:

@@ -48,10 +48,9 @@ def nothing_launched(monkeypatch):
 
 
 @interpreted
-@pytest.mark.parametrize("form", ["direct", "efficient"])
-def test_options_of_taylorshift_mean_what_they_mean_in_eager(form):
+def test_options_of_taylorshift_mean_what_they_mean_in_eager():
     q, k, v = (x.float() for x in draw_qkv(queries=40, keys=33, d=8, e=16).values())
-    options = dict(form=form, output_scale=True, key_mask=draw_mask(2, 33), value_drop=0.4)
+    options = dict(form="direct", output_scale=True, key_mask=draw_mask(2, 33), value_drop=0.4)
     results = []
     for impl in ("triton", "eager"):
         torch.manual_seed(5)
@@ -74,7 +73,7 @@ def test_a_table_of_all_heads_is_one_of_each_head():
 @interpreted
 # opcheck itself looks at gradients of tensors that are no leaves.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")
-@pytest.mark.parametrize("name", ["kernelized", "direct", "efficient", "auto"])
+@pytest.mark.parametrize("name", ["kernelized", "auto"])
 def test_the_operators_are_sound(name):
     q, k, v = few_tokens().values()
     table = draw_table(1, 3, 3, 8, seed=2).float().requires_grad_()
@@ -149,13 +148,13 @@ def test_an_exported_program_holds_one_node_for_every_length():
 
 @interpreted
 @BOTH
-@pytest.mark.parametrize("sizes", [(0, 2, 5, 5), (1, 0, 5, 5), (1, 2, 0, 5), (1, 2, 5, 0)], ids=str)
-def test_nothing_to_do_is_done_as_in_eager(function, sizes):
-    batch, heads, n, m = sizes
-    shapes = {"q": (n, 16), "k": (m, 16), "v": (m, 16)}
-    tensors = {name: torch.ones(batch, heads, *shape) for name, shape in shapes.items()}
-    for name, want in run(partial(function, impl="eager"), tensors).items():
-        assert torch.equal(run(partial(function, impl="triton"), tensors)[name], want), name
+def test_nothing_to_do_is_done_as_in_eager(function):
+    for batch, heads, n, m in ((0, 2, 5, 5), (1, 0, 5, 5), (1, 2, 0, 5), (1, 2, 5, 0)):
+        shapes = {"q": (n, 16), "k": (m, 16), "v": (m, 16)}
+        tensors = {name: torch.ones(batch, heads, *shape) for name, shape in shapes.items()}
+        found = run(partial(function, impl="triton"), tensors)
+        for name, want in run(partial(function, impl="eager"), tensors).items():
+            assert torch.equal(found[name], want), name
 
 
 @interpreted

@@ -8,13 +8,28 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from visionattn.layout import Grid, TokenLayout
-from visionattn.ops import Axial, Flat, Joint, quadratic, sums, window
+from visionattn.ops import (
+    OPERATIONS,
+    Axial,
+    Flat,
+    Joint,
+    RandomFeatures,
+    count_classes,
+    nonfinite,
+    quadratic,
+    reference,
+    strips,
+    sums,
+    window,
+)
 from visionattn.ops import pairs as pairs_of_tokens
+from visionattn.ops.attentions import ATTENTIONS
 from visionattn.ops.choice import choosing_as
 from visionattn.ops.kernelized import eager as kernelized_eager
 from visionattn.ops.kernelized import operands
@@ -38,6 +53,7 @@ SMALL = {
     (tiles, "LONGEST_TILE"): 7,
     (scores, "BLOCK_QUERIES"): 3,
     (window, "CACHED_ELEMENTS"): 1,
+    (strips, "LINE_ELEMENTS"): 300,
     (sums, "CHUNK_ELEMENTS"): 64,
 }
 """Sizes of blocks, bands and chunks for which a few tokens make many of them."""
@@ -66,6 +82,14 @@ class Drawn:
     e: int = 5
     small_blocks: bool = False
     many_tokens: bool = False
+    later: int = 0
+    """In causal attention: tokens at the end whose queries do not count."""
+    garbage: float = float("nan")
+    """What tokens hold that play no part."""
+    counted: bool = False
+    """Whether a joint position comes with its number of keys of each class."""
+    unread: bool = False
+    """Whether operations may not look at numbers, as on a GPU."""
     seed: int = 0
 
     def generator(self, more: int = 0) -> torch.Generator:
@@ -105,6 +129,8 @@ class Drawn:
             return {"relative": None, "key_mask": taken}
         kind = {"flat": Flat, "axial": Axial, "joint": Joint}[self.kind]
         normalization = "mean" if self.mean and not signed else "sum"
+        if self.counted and kind is Joint:
+            layout = layout._replace(counts=count_classes(layout, self.horizons))
         relative = kind(**tables, layout=layout, normalization=normalization)
         return {"relative": relative, "key_mask": mask}
 
@@ -138,16 +164,24 @@ class Drawn:
         shape = self.batch, self.tokens()[1]
         return torch.zeros(shape, dtype=torch.bool) if taken is None else ~taken
 
-    def idle_queries(self) -> Tensor:
-        """Which queries are absent tokens, whose results mean nothing, bool ``[B, N]``."""
-        if not self.absent or self.lengths is not None:
-            return torch.zeros(self.batch, self.tokens()[0], dtype=torch.bool)
-        return ~self.layout().key_mask()
+    def idle(self, tokens: int) -> Tensor:
+        """Which of the first tokens have queries that do not count, bool ``[B, tokens]``: absent
+        ones, whose results mean nothing, and later ones.
+        """
+        last = torch.arange(tokens) >= self.tokens()[0] - self.later
+        if self.absent and self.lengths is None:
+            return ~self.layout().key_mask() | last
+        return last.expand(self.batch, -1)
 
     @contextmanager
-    def blocks(self) -> Iterator[None]:
-        """Let operations go in blocks of few tokens, and as for many tokens."""
-        with pytest.MonkeyPatch.context() as patch:
+    def circumstances(self) -> Iterator[None]:
+        """Let operations go in blocks of few tokens, as for many tokens, or without a look at their
+        numbers. Memory that nobody wrote holds NaN.
+        """
+        with pytest.MonkeyPatch.context() as patch, poisoned_memory():
+            if self.unread:
+                for module in (nonfinite, window):
+                    patch.setattr(module, "is_known_finite", lambda *tensors: False)
             for (module, name), value in SMALL.items() if self.small_blocks else ():
                 patch.setattr(module, name, value)
             if self.small_blocks:
@@ -159,7 +193,20 @@ class Drawn:
                 yield
 
 
-def cases(*, kinds: tuple[str, ...], sequences: bool = True) -> st.SearchStrategy[Drawn]:
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Let memory that ``torch.empty`` gives hold NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(3).isnan().all()
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def cases(
+    *, kinds: tuple[str, ...], sequences: bool = True, causal: bool = False
+) -> st.SearchStrategy[Drawn]:
     """Draw cases: every axis has a size of its own most of the time."""
     length = st.integers(1, 70)
     return st.builds(
@@ -180,22 +227,80 @@ def cases(*, kinds: tuple[str, ...], sequences: bool = True) -> st.SearchStrateg
         e=st.integers(1, 11),
         small_blocks=st.booleans(),
         many_tokens=st.booleans(),
+        later=st.integers(0, 40) if causal else st.just(0),
+        garbage=st.sampled_from([float("nan"), float("inf"), 1e30, -1e15]),
+        counted=st.booleans(),
+        unread=st.booleans(),
         seed=st.integers(0, 999),
     )
+
+
+class SquareAndSoftplus:
+    """A feature map that is an object, another one for queries than for keys."""
+
+    query = staticmethod(torch.square)
+    key = staticmethod(F.softplus)
+
+
+def map_of(case: Drawn, name: str):
+    """The feature map of that name, or an object."""
+    if name == "random":
+        return RandomFeatures(case.d, 6, case.generator(6), dtype=torch.float64)
+    return SquareAndSoftplus if name == "object" else name
+
+
+def softmax_definition(q, k, v, *, relative, key_mask, causal=False) -> Tensor:
+    """``reference.softmax_attention`` with the arguments of the operation."""
+    bias = None
+    if relative is not None:
+        bias = reference.relative_bias(relative, q, k.shape[2])
+        key_mask = key_mask if relative.layout is None else relative.layout.key_mask(key_mask)
+    options = dict(bias=bias, key_mask=key_mask, causal=causal)
+    return reference.softmax_attention(q, k, v, **options)
+
+
+DEFINITIONS = {name: getattr(reference, f"{name}_attention") for name in ATTENTIONS}
+DEFINITIONS["softmax"] = softmax_definition
+
+
+def tables_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Take the tables out of the arguments of a call."""
+    return {name: tensors.pop(name) for name in ("table", "rows", "columns") if name in tensors}
+
+
+def paired(
+    case: Drawn, name: str, operation: Callable | None = None, **options
+) -> tuple[Callable[..., Tensor], Callable[..., Tensor], dict[str, Tensor]]:
+    """An attention or another ``operation`` with its arguments, and the definition, as functions of
+    tensors by name, tables among them; and the tensors.
+    """
+    kind = ATTENTIONS[name]
+
+    def bound(function: Callable) -> Callable[..., Tensor]:
+        def call(**tensors: Tensor) -> Tensor:
+            given = case.given(tables_of(tensors), signed=kind.signed)
+            if kind.windows:
+                given["key_mask"] = case.mask()
+                given |= {"layout": case.layout()} if given["relative"] is None else {}
+            return function(**tensors, **given, **options)
+
+        return call
+
+    fast, slow = bound(operation or OPERATIONS[name]), bound(DEFINITIONS[name])
+    return fast, slow, case.tensors(signed=kind.signed)
 
 
 def differentiated(
     function: Callable[..., Tensor], tensors: dict[str, Tensor], counts: Tensor
 ) -> dict[str, Tensor]:
     """The result where queries ``counts [B, N]`` and, by name, the gradients for an upstream
-    gradient that is 0 elsewhere.
+    gradient that is 0 elsewhere and whose heads lie after the tokens in memory.
     """
     inputs = {name: x.detach().requires_grad_() for name, x in tensors.items()}
     out = function(**inputs)
     where = counts[:, None, :, None]
-    upstream = torch.randn(
-        out.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64
-    )
+    shape, generator = out.transpose(1, 2).shape, torch.Generator().manual_seed(9)
+    upstream = torch.randn(shape, generator=generator, dtype=torch.float64).transpose(1, 2)
     grads = torch.autograd.grad(out, list(inputs.values()), upstream * where, allow_unused=True)
     found = {"out": out.detach().masked_fill(~where, 0)}
     for (name, x), grad in zip(inputs.items(), grads, strict=True):
@@ -204,22 +309,26 @@ def differentiated(
 
 
 def compare(case: Drawn, fast: Callable, slow: Callable, tensors: dict[str, Tensor]) -> None:
-    """Compare values and all gradients of an operation, whose keys that take no part and queries
-    that are idle hold NaN, with its definition, where they hold 0.
+    """Compare values and all gradients of an operation with its definition. Keys that take no part
+    and queries that are idle hold garbage for the operation and 0 for the definition.
     """
-    keys, queries = (x[:, None, :, None] for x in (case.absent_keys(), case.idle_queries()))
-    where = {"q": queries, "k": keys, "v": keys}
-    clean, spoilt = (
-        tensors | {name: tensors[name].masked_fill(mask, value) for name, mask in where.items()}
-        for value in (0.0, float("nan"))
-    )
-    counts = ~case.idle_queries()
-    expected = differentiated(slow, clean, counts)
-    with case.blocks():
-        actual = differentiated(fast, spoilt, counts)
+    n, m = case.tokens()
+    queries, keys = case.idle(n), case.absent_keys()
+    if case.later:
+        keys = keys | case.idle(m)
+    where = {name: x[:, None, :, None] for name, x in (("q", queries), ("k", keys), ("v", keys))}
+    clean = tensors | {name: tensors[name].masked_fill(x, 0) for name, x in where.items()}
+    spoilt = tensors | {
+        name: tensors[name].masked_fill(x, case.garbage) for name, x in where.items()
+    }
+    expected = differentiated(slow, clean, ~queries)
+    with case.circumstances():
+        actual = differentiated(fast, spoilt, ~queries)
     for name, want in expected.items():
         got = actual[name]
         assert got.shape == want.shape and got.dtype == want.dtype, name
         if want.numel():
             error, scale = (got - want).abs().max().item(), max(want.abs().max().item(), 1.0)
             assert error <= TOLERANCE * scale, f"{name}: off by {error:.2e} of {scale:.2e}"
+    for name, absent in where.items():
+        assert not actual[name].masked_select(absent).any(), f"{name}: gradients of garbage"

@@ -11,46 +11,33 @@ import torch
 
 from visionattn import ops
 from visionattn.ops import OPERATIONS, choice, reference
-from visionattn.ops.attentions import ATTENTIONS, FORMS, get_attention
-from visionattn.ops.checks import check_form
+from visionattn.ops.attentions import ATTENTIONS, FORMS
+from visionattn.ops.rows import ROWS
 
 PACKAGE = Path(ops.__file__).parents[1]
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)
-def test_a_row_says_what_the_operation_takes(name):
+def test_a_row_says_what_the_operation_and_its_definition_take(name):
     kind, takes = ATTENTIONS[name], signature(OPERATIONS[name]).parameters
     assert OPERATIONS[name].__name__ == f"{kind.name}_attention" and kind.name == name
     for option in ("causal", "temperature", "feature_map", "impl"):
         assert getattr(kind, option) == (option in takes), option
     assert bool(kind.forms) == ("form" in takes) and set(kind.forms) <= set(FORMS)
     assert {"relative", "key_mask", "value_drop"} <= set(takes)
-
-
-@pytest.mark.parametrize("name", ATTENTIONS)
-def test_every_attention_has_a_definition_of_all_that_it_takes(name):
-    takes = signature(getattr(reference, f"{name}_attention")).parameters
+    defined = signature(getattr(reference, f"{name}_attention")).parameters
     for option in ("causal", "temperature", "feature_map"):
-        assert getattr(ATTENTIONS[name], option) <= (option in takes), option
+        assert getattr(kind, option) <= (option in defined), option
 
 
-def test_between_the_forms_of_every_operation_there_is_a_choice():
+def test_what_has_forms_has_a_choice_states_have_a_kind_and_all_have_rows():
     assert set(choice.OPERATIONS) == {"taylorshift", "kernelized", "kernelized causal"}
     for operation in choice.OPERATIONS:
         assert choice.choose_form(operation, 77, 77, 16, 24) in FORMS
-
-
-@pytest.mark.parametrize("name", [name for name, kind in ATTENTIONS.items() if kind.states])
-def test_an_attention_with_states_is_a_kind_of_them(name):
     k = torch.ones(1, 1, 3, 4)
-    assert ops.attend(k, ops.summarize(k, k, name)).values.shape == k.shape
-
-
-def test_a_name_that_is_none_is_refused_in_one_line():
-    with pytest.raises(ValueError, match="^attention 'linear': wanted one of taylorshift, "):
-        get_attention("linear")
-    with pytest.raises(ValueError, match="^form 'linear': wanted one of auto, direct, efficient$"):
-        check_form("linear")
+    for name in (name for name, kind in ATTENTIONS.items() if kind.states):
+        assert ops.attend(k, ops.summarize(k, k, name)).values.shape == k.shape
+    assert set(ROWS) == set(ATTENTIONS)
 
 
 def names_listed(path):

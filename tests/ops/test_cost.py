@@ -2,25 +2,26 @@
 data it must follow.
 """
 
+import itertools
 import re
 from fractions import Fraction
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from visionattn.ops import choice, published
-from visionattn.ops.pairs import takes_pairs
+from tests.helpers.oracles import draw_qkv
+from visionattn.layout import Grid, TokenLayout
+from visionattn.ops import Joint, choice, kernelized_attention, published
+from visionattn.ops.kernelized import attention as kernelized_room
+from visionattn.ops.operator import count_operations, function_of
+from visionattn.ops.pairs import _remembered_classes, takes_pairs
 from visionattn.ops.position import joint
+from visionattn.ops.taylorshift import attention as taylorshift_room
 
 WIDTHS = (8, 16, 32, 64, 128)
 ODD_WIDTHS = (1, 3, 7, 24, 77)
-
-
-def published_ops_efficient(n, d):
-    """The paper's list of steps, added up."""
-    features = 2 * n * d * d
-    products = 2 * n * d * d * (d + 1) + 2 * n * d * d * (d + 1) + 4 * n * d * (d + 1)
-    return features + products + n * (d + 1) + 3 * n * (d + 1) + n * d
+ROOMS = {"taylorshift": taylorshift_room, "kernelized": kernelized_room}
 
 
 def test_crossovers_are_those_of_the_published_table():
@@ -35,43 +36,46 @@ def test_web_page_shows_the_upper_bound_of_the_crossover_of_memory():
         assert published.N1_bound(d) - 1 < Fraction(d * d, 2) + 2 * d + Fraction(1, 2)
 
 
-@pytest.mark.parametrize("d", ODD_WIDTHS)
-def test_published_counts_are_the_sums_of_their_steps(d):
+def test_published_counts_are_the_sums_of_their_steps():
     n = 91
-    assert published.ops_efficient(n, d) == published_ops_efficient(n, d)
-    assert published.ops_direct(n, d) == sum([2 * n * n * d, 4 * n * n, 2 * n * n, 2 * n * n * d])
-    assert published.entries_direct(n, d) == sum([n * d, n * n, n * n])
-    assert published.entries_efficient(n, d) == sum(
-        [2 * n * d, n * (d + 1), n * d * d, d * d * (d + 1)]
-    )
+    for d in ODD_WIDTHS:
+        features = 2 * n * d * d
+        products = 2 * (2 * n * d * d * (d + 1)) + 4 * n * d * (d + 1)
+        steps = features + products + n * (d + 1) + 3 * n * (d + 1) + n * d
+        assert published.ops_efficient(n, d) == steps
+        assert published.ops_direct(n, d) == 2 * n * n * d + 4 * n * n + 2 * n * n + 2 * n * n * d
+        assert published.entries_direct(n, d) == n * d + n * n + n * n
+        entries = 2 * n * d + n * (d + 1) + n * d * d + d * d * (d + 1)
+        assert published.entries_efficient(n, d) == entries
 
 
-@pytest.mark.parametrize("d", WIDTHS)
-def test_forms_cost_the_same_at_the_exact_crossover(d):
-    exact = Fraction(4 * d**3 + 10 * d**2 + 9 * d + 4, 4 * d + 6)
-    assert exact * published.ops_direct(1, d) == published.ops_efficient(
-        1, d
-    )  # quadratic and linear in N
-    assert exact <= published.N0(d) < exact + 1
+CROSSOVERS = [
+    (published.N0, published.ops_direct, published.ops_efficient),
+    (published.N1, published.entries_direct, published.entries_efficient),
+    (published.N0_packed, published.ops_direct, published.ops_efficient_packed),
+    (published.N1_packed, published.entries_direct, published.entries_efficient_packed),
+]
 
 
-@pytest.mark.parametrize("d", WIDTHS + ODD_WIDTHS)
-@pytest.mark.parametrize(
-    "crossover, direct, efficient",
-    [
-        (published.N0, published.ops_direct, published.ops_efficient),
-        (published.N1, published.entries_direct, published.entries_efficient),
-        (published.N0_packed, published.ops_direct, published.ops_efficient_packed),
-        (published.N1_packed, published.entries_direct, published.entries_efficient_packed),
-    ],
-    ids=["operations", "entries", "packed operations", "packed entries"],
-)
+@pytest.mark.parametrize("crossover, direct, efficient", CROSSOVERS)
 def test_crossover_is_the_first_length_at_which_the_efficient_form_costs_no_more(
-    d, crossover, direct, efficient
+    crossover, direct, efficient
 ):
-    n = crossover(d)
-    assert direct(n, d) >= efficient(n, d)
-    assert n == 1 or direct(n - 1, d) < efficient(n - 1, d)
+    for d in WIDTHS + ODD_WIDTHS:
+        n = crossover(d)
+        assert direct(n, d) >= efficient(n, d)
+        assert n == 1 or direct(n - 1, d) < efficient(n - 1, d)
+
+
+def test_packed_crossover_of_memory_follows_the_chunk():
+    for chunk_tokens in (5, 50, 5000):
+        n = published.N1_packed(32, chunk_tokens=chunk_tokens)
+        entries = [
+            published.entries_efficient_packed(tokens, 32, chunk_tokens=chunk_tokens)
+            for tokens in (n, n - 1)
+        ]
+        assert published.entries_direct(n, 32) >= entries[0]
+        assert published.entries_direct(n - 1, 32) < entries[1]
 
 
 def test_heads_multiply_the_cost_of_one_and_follow_the_published_polynomials():
@@ -88,52 +92,21 @@ def test_heads_multiply_the_cost_of_one_and_follow_the_published_polynomials():
     assert published.entries_direct_heads(n, dim, heads) == dim * n + 2 * heads * n * n
 
 
-@pytest.mark.parametrize(
-    "count", [published.ops_efficient_heads, published.entries_efficient_heads]
-)
-def test_more_heads_make_the_efficient_form_cheaper(count):
-    costs = [count(1024, 256, heads) for heads in (4, 8, 16, 32, 64, 128, 256)]
-    assert costs == sorted(costs, reverse=True) and len(set(costs)) == 7
-
-
-def test_heads_that_do_not_divide_the_width_are_refused():
+def test_more_heads_make_the_efficient_form_cheaper_and_must_divide_the_width():
+    for count in (published.ops_efficient_heads, published.entries_efficient_heads):
+        costs = [count(1024, 256, heads) for heads in (4, 8, 16, 32, 64, 128, 256)]
+        assert costs == sorted(costs, reverse=True) and len(set(costs)) == 7
     with pytest.raises(ValueError, match="^width 50: wanted a multiple of the number of heads, 3$"):
         published.ops_efficient_heads(77, 50, 3)
 
 
-@pytest.mark.parametrize("d", ODD_WIDTHS)
-def test_packed_operations_are_the_sums_of_their_steps(d):
-    n, features = 91, d * (d + 1) // 2
-    values = 2 * n * features + 2 * (2 * n * features * d) + 2 * (2 * n * d * d) + n * d + 2 * n * d
-    mass = 2 * n * d * d + n * d + (2 * n * d * d + 2 * n * d) + 2 * n * d + 4 * n
-    division = n * d
-    assert (
-        published.ops_efficient_packed(n, d)
-        == values + mass + division
-        == n * (2 * d**3 + 11 * d**2 + 10 * d + 4)
-    )
-
-
-def test_packed_entries_stop_growing_with_the_features_at_one_chunk():
-    d, features = 24, 300
-    assert published.entries_efficient_packed(77, d, chunk_tokens=100) == 3 * 77 * d + features * (
-        d + 77
-    )
-    assert published.entries_efficient_packed(
-        1077, d, chunk_tokens=100
-    ) == 3 * 1077 * d + features * (d + 100)
-
-
-@pytest.mark.parametrize("chunk_tokens", [5, 50, 5000])
-def test_packed_crossover_of_memory_follows_the_chunk(chunk_tokens):
-    d = 32
-    n = published.N1_packed(d, chunk_tokens=chunk_tokens)
-    assert published.entries_direct(n, d) >= published.entries_efficient_packed(
-        n, d, chunk_tokens=chunk_tokens
-    )
-    assert published.entries_direct(n - 1, d) < published.entries_efficient_packed(
-        n - 1, d, chunk_tokens=chunk_tokens
-    )
+def test_packed_operations_are_the_sums_of_their_steps():
+    n = 91
+    for d in ODD_WIDTHS:
+        f = d * (d + 1) // 2
+        values = 2 * n * f + 2 * (2 * n * f * d) + 2 * (2 * n * d * d) + n * d + 2 * n * d
+        mass = 2 * n * d * d + n * d + (2 * n * d * d + 2 * n * d) + 2 * n * d + 4 * n
+        assert published.ops_efficient_packed(n, d) == values + mass + n * d
 
 
 def test_scaleformer_rules_take_the_smaller_memory_and_the_quadratic_form_when_equal():
@@ -165,30 +138,23 @@ def test_once_efficient_stays_efficient_as_tokens_grow(operation):
         assert choice.choose_form(operation, first, first, d, d, **options) == "efficient"
 
 
-@pytest.mark.parametrize("size", [0, -3, 2.0, True, "7"], ids=repr)
-def test_sizes_that_are_none_are_refused_in_one_line(size):
-    def refused(name, call, *sizes):
-        with pytest.raises(
-            ValueError, match=re.escape(f"{name}={size!r}: wanted a whole number from 1") + "$"
-        ):
-            call(*sizes)
-
-    for name in ("ops_direct", "ops_efficient", "entries_direct", "entries_efficient"):
-        refused("n", getattr(published, name), size, 7)
-        refused("d", getattr(published, name), 7, size)
-        refused("heads", getattr(published, f"{name}_heads"), 7, 24, size)
-    for count in (published.ops_efficient_packed, published.entries_efficient_packed):
-        refused("n", count, size, 7)
-        refused("d", count, 7, size)
-    for name in ("N0", "N1", "N1_bound", "N0_packed", "N1_packed"):
-        refused("d", getattr(published, name), size)
-    with pytest.raises(ValueError, match="^d=.*: wanted a whole number from 1$"):
-        choice.choose_form("kernelized", 5, 7, size, 4)
-    for bad in ({"n": -3}, {"m": 2.5}, {"heads": "7"}, {"batch": True}):
+def test_sizes_that_are_none_are_refused_in_one_line():
+    functions = [
+        *((name, dict(n=7, d=7)) for name in ("ops_direct", "entries_efficient_packed")),
+        *(
+            (f"{name}_heads", dict(n=7, dim=24, heads=3))
+            for name in ("ops_direct", "ops_efficient")
+        ),
+        *((name, dict(d=7)) for name in ("N0", "N1", "N1_bound", "N0_packed", "N1_packed")),
+    ]
+    for name, sizes in functions:
+        for which, size in itertools.product(sizes, (0, -3, 2.0, True, "7")):
+            wanted = re.escape(f"{size!r}: wanted a whole number from 1") + "$"
+            with pytest.raises(ValueError, match=wanted):
+                getattr(published, name)(**sizes | {which: size})
+    for bad in ({"d": 0}, {"n": -3}, {"m": 2.5}, {"heads": "7"}, {"batch": True}):
         sizes = {"n": 5, "m": 7, "d": 3, "e": 4} | bad
-        with pytest.raises(
-            ValueError, match=f"^{next(iter(bad))}=.*: wanted a whole number from 0$"
-        ):
+        with pytest.raises(ValueError, match=f"^{next(iter(bad))}=.*: wanted a whole number from"):
             choice.choose_form(operation="taylorshift", **sizes)
 
 
@@ -207,6 +173,29 @@ def test_the_form_of_less_work_is_taken():
         choice.choose_form("softmax", 5, 7, 3, 4)
 
 
+def form_on(operation: str, form: str, side: int, horizon: int = 3, kept: bool = False) -> str:
+    """The form that an attention takes on a grid of ``side`` patches with a joint position."""
+    size, patches = 2 * horizon + 1, torch.arange(side * side)[None] if kept else None
+    layout = TokenLayout(1, Grid(side, side), patches)
+    relative, x = Joint(torch.ones(6, size, size, 64), layout), torch.empty(1, 6, side**2 + 1, 64)
+    options = dict(name="elu1", causal=False)
+    if operation == "taylorshift":
+        options = dict(temperature=torch.ones(6), coefficients=(0.5, 1.0, 1.0))
+    given = dict(q=x, k=x, v=x, key_mask=None, relative=relative)
+    return ROOMS[operation]._form_taken(form, "auto", **given, **options)
+
+
+@pytest.mark.parametrize("operation", ROOMS)
+def test_small_grids_take_the_matrix_of_all_pairs_and_never_again_larger_ones(operation):
+    for horizon in (0, 3):
+        taken = [form_on(operation, "auto", side, horizon) == "pairs" for side in range(1, 60)]
+        assert taken[0] and not taken[-1] and taken == sorted(taken, reverse=True)
+    assert form_on(operation, "auto", 14) == form_on(operation, "direct", 28) == "pairs"
+    # Sums over classes cost less on larger grids, and know patches that are missing.
+    others = (("direct", 32, False), ("efficient", 3, False), ("direct", 5, True))
+    assert all(form_on(operation, form, n, kept=kept) != "pairs" for form, n, kept in others)
+
+
 def test_choices_are_made_as_for_other_tokens_within_a_context_alone():
     def chosen():
         x = torch.empty(1, 1, 5000, 4)
@@ -218,6 +207,45 @@ def test_choices_are_made_as_for_other_tokens_within_a_context_alone():
     with choice.choosing_as(tokens=720):
         assert chosen() == ("direct", False, True)
     assert chosen() == before
+
+
+def test_what_a_forward_pass_without_gradients_remembers_serves_a_backward_pass():
+    _remembered_classes.cache_clear()
+    q = draw_qkv(batch=1, queries=12, d=7, e=7)["q"]
+    relative = Joint(torch.ones(1, 3, 3, 7), TokenLayout(0, Grid(3, 4)))
+    with torch.inference_mode():
+        kernelized_attention(q, q, q, relative=relative)
+    kernelized_attention(q.requires_grad_(), q, q, relative=relative).sum().backward()
+    assert q.grad.isfinite().all()
+
+
+def operations_counted(operator, args):
+    """Compare what the formula of an operator counts with the products that run; the results."""
+    count_operations()
+    with FlopCounterMode(display=False) as formula:
+        results = operator(*args)
+
+    def in_place(out, left, right, *scalars, out_shape=None, **options):
+        return 2 * left[0] * left[1] * left[2] * right[2]
+
+    mapping = {torch.ops.aten.baddbmm_: in_place}
+    with FlopCounterMode(display=False, custom_mapping=mapping) as products:
+        function_of(operator)(*args)
+    assert formula.get_total_flops() == products.get_total_flops() > 0
+    return results
+
+
+@pytest.mark.parametrize("form", ["direct", "efficient"])
+def test_the_operations_that_are_counted_are_those_of_the_products_that_run(form):
+    q, k, v = draw_qkv(queries=37, keys=29).values()
+    operators, options = torch.ops.visionattn, (0.5, 1.0, 1.0, form)
+    for temperature in (None, torch.ones(3, dtype=q.dtype)):
+        inputs = q, k, v, temperature, None
+        values, mass, *state = operations_counted(
+            operators.taylor_sums.default, (*inputs, *options)
+        )
+        given = (torch.ones_like(values), torch.ones_like(mass), *inputs, *state, *options)
+        operations_counted(operators.taylor_sums_backward.default, given)
 
 
 def test_calculator_prints_the_published_crossovers_beside_ours(capsys):

@@ -2,16 +2,14 @@
 local to their token.
 """
 
-import contextlib
 import math
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.helpers.oracles import assert_agree, draw, draw_mask, draw_qkv, relative_error, run
-from visionattn.ops import RandomFeatures, attend, kernelized_attention, reference, summarize
+from tests.helpers.oracles import draw, draw_mask, draw_qkv, relative_error, run
+from visionattn.ops import RandomFeatures, kernelized_attention, reference
 from visionattn.ops.feature_maps import Elu1, PositionSoftmax, Relu, orthogonal_rows
 
 
@@ -105,27 +103,6 @@ def test_a_model_saves_and_loads_its_features():
     assert torch.equal(second.query(x), first.query(x))
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("form", ["direct", "efficient"])
-def test_attention_with_random_features_agrees_with_the_reference(form, causal):
-    tensors = draw_qkv(queries=37, keys=41, d=7, e=5)
-    mask = draw_mask(2, 41)
-    features = RandomFeatures(7, 19, generator())
-    options = {"feature_map": features, "causal": causal, "key_mask": mask}
-    actual = run(partial(kernelized_attention, form=form, **options), tensors)
-    assert_agree(actual, run(partial(reference.kernelized_attention, **options), tensors))
-
-
-def test_features_of_a_token_do_not_depend_on_the_others():
-    features, x = RandomFeatures(7, 19, generator()), draw(2, 3, 23, 7, seed=1)
-    whole = features.key(x)
-    one_by_one = torch.cat([features.key(x[:, :, i : i + 1]) for i in range(23)], 2)
-    torch.testing.assert_close(one_by_one, whole, rtol=1e-12, atol=0)
-    huge = x.clone()
-    huge[:, :, 11:] *= 1000
-    torch.testing.assert_close(features.key(huge)[:, :, :11], whole[:, :, :11], rtol=1e-12, atol=0)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_features_are_computed_in_float32_at_least(dtype):
     features, x = RandomFeatures(32, 64, generator()), draw(2, 3, 23, 32, seed=1).to(dtype)
@@ -139,92 +116,24 @@ def test_features_are_computed_in_float32_at_least(dtype):
     assert all(value.dtype == dtype and value.isfinite().all() for value in actual.values())
 
 
-@pytest.mark.parametrize("scale", [0.0, 0.5, 1.0, 1.4])
+@pytest.mark.parametrize("scale", [0.0, 1.4])
 def test_tokens_on_the_rows_of_the_draw_stay_finite_and_right_in_float32(scale):
     features, tensors = RandomFeatures(32, 77, generator()), draw_qkv(queries=77, d=32, e=5)
-    tensors["q"] = tensors["k"] = (features.projection.double() * 32**0.25).expand(
-        2, 3, -1, -1
-    ) * scale
-    actual = run(
-        partial(kernelized_attention, feature_map=features),
-        {name: x.float() for name, x in tensors.items()},
-    )
+    rows = features.projection.double() * 32**0.25 * scale
+    tensors["q"] = tensors["k"] = rows.expand(2, 3, -1, -1)
+    single = {name: x.float() for name, x in tensors.items()}
+    actual = run(partial(kernelized_attention, feature_map=features), single)
     expected = run(partial(reference.kernelized_attention, feature_map=features), tensors)
     assert all(value.isfinite().all() for value in actual.values())
     assert relative_error(actual["out"], expected["out"]) < 1e-4  # an exponent of 100 has lost 1e-5
 
 
-@pytest.mark.parametrize("sizes", [(0, 3), (3, 0), (2.5, 3), (3, 2.5), ("3", 3), (-1, 3)])
-def test_sizes_that_make_no_sense_are_refused(sizes):
-    with refused(f"1 or more, got {sizes[0]} and {sizes[1]}"):
-        RandomFeatures(*sizes)
-
-
-def test_a_width_other_than_that_of_the_draw_is_refused():
-    with refused("width 5"):
-        kernelized_attention(*draw_qkv(queries=7, d=4).values(), feature_map=RandomFeatures(5, 3))
-
-
-@contextlib.contextmanager
-def refused(match: str):
-    """A ValueError of one line."""
-    with pytest.raises(ValueError, match=match) as caught:
-        yield
-    assert "\n" not in str(caught.value)
-
-
-def two_maps(query, key):
-    """A feature map of two functions."""
-    return SimpleNamespace(query=query, key=key)
-
-
-def test_objects_that_are_no_feature_maps_are_refused():
-    q, k, v = draw_qkv(queries=7, d=5, e=4).values()
-    for wrong in (
-        None,
-        3,
-        torch.relu,
-        SimpleNamespace(query=torch.relu),
-        two_maps(torch.relu, "relu"),
-    ):
-        with refused(f"feature_map {type(wrong).__name__}: wanted one of.*query and .key"):
-            kernelized_attention(q, k, v, feature_map=wrong)
-    with refused("feature_map SimpleNamespace: wanted one of"):
-        summarize(k, v, feature_map=SimpleNamespace())
-
-
-def test_features_that_do_not_fit_each_other_or_their_tokens_are_refused():
-    q, k, v = draw_qkv(queries=7, keys=11, d=5, e=4).values()
-    wider = two_maps(torch.relu, lambda x: x.repeat(1, 1, 1, 2))
-    flat = two_maps(lambda x: x.flatten(2), torch.relu)
-    with refused("feature_map.key: wanted 5 features.*got 10"):
-        kernelized_attention(q, k, v, feature_map=wider)
-    with refused("feature_map.query: wanted 10 features.*got 5"):
-        attend(q, summarize(k, v, feature_map=wider))
-    with refused(r"feature_map.query: wanted features \[2, 3, 7, f\], got \(2, 3, 35\)"):
-        kernelized_attention(q, k, v, feature_map=flat)
-    with refused(r"feature_map.query: wanted features \[2, 3, 7, f\], got \(2, 3, 35\)"):
-        attend(q, summarize(k, v, feature_map=flat))
-    with refused(r"feature_map.key: wanted features \[2, 3, 11, f\], got list"):
-        summarize(k, v, feature_map=two_maps(torch.relu, lambda x: [x]))
-
-
-def test_an_instance_of_the_softmax_map_is_the_softmax_map():
-    q, k, v = draw_qkv(queries=17, d=5, e=4).values()
-    mask = draw_mask(2, 17)
-    by_name = kernelized_attention(q, k, v, feature_map="softmax", key_mask=mask)
-    assert torch.equal(
-        kernelized_attention(q, k, v, feature_map=PositionSoftmax(), key_mask=mask), by_name
-    )
-    with refused("causal.*softmax"):
-        kernelized_attention(q, k, v, feature_map=PositionSoftmax(), causal=True)
-    with refused("softmax.*no state"):
-        summarize(k, v, feature_map=PositionSoftmax())
-
-
-def test_instances_of_maps_per_token_are_those_maps():
-    q, k, v = draw_qkv(queries=17, d=5, e=4).values()
-    for name, instance in (("elu1", Elu1()), ("relu", Relu())):
-        expected = kernelized_attention(q, k, v, feature_map=name, causal=True)
-        actual = kernelized_attention(q, k, v, feature_map=instance, causal=True)
-        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-13)
+@pytest.mark.parametrize(
+    "name, instance", [("softmax", PositionSoftmax()), ("elu1", Elu1()), ("relu", Relu())]
+)
+def test_instances_of_maps_are_those_maps(name, instance):
+    tensors = draw_qkv(queries=17, d=5, e=4) | {"key_mask": draw_mask(2, 17)}
+    tensors |= {"causal": name != "softmax"}
+    by_name = kernelized_attention(**tensors, feature_map=name)
+    given = kernelized_attention(**tensors, feature_map=instance)
+    torch.testing.assert_close(given, by_name, rtol=1e-12, atol=1e-13)

@@ -1,8 +1,6 @@
-"""What every operation owes of memory: which it reads, which strides and masks it accepts, how much
-it takes, where.
+"""How much memory operations take, and where; that they read none that nobody wrote is tested in
+``test_definitions.py``.
 """
-
-from functools import partial
 
 import pytest
 import torch
@@ -16,55 +14,21 @@ from tests.helpers.operations import (
     every_linear_operation,
     every_operation,
 )
-from tests.helpers.oracles import assert_agree, draw_mask, peak_bytes, run
-from visionattn.ops import pairs
+from tests.helpers.oracles import (
+    assert_agree,
+    draw,
+    draw_mask,
+    draw_table,
+    peak_bytes,
+    run,
+    saved_bytes,
+)
+from visionattn.layout import Grid, TokenLayout
+from visionattn.ops import Axial, Flat, Joint, pairs, window, window_attention
 from visionattn.ops.position import tiles
-
-
-@pytest.fixture
-def poisoned_memory():
-    """Every uninitialised tensor is filled with NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@every_operation
-def test_memory_that_nobody_wrote_is_never_read(name, poisoned_memory):
-    """And an image whose keys are all masked gives zero and zero gradients."""
-    operation = OPERATIONS[name]
-    tensors, mask = operation.tensors(), draw_mask(2, TOKENS)
-    mask[1] = False
-    actual = run(partial(operation.fast, key_mask=mask), tensors)
-    assert_agree(actual, run(partial(operation.slow, key_mask=mask), tensors))
-    assert all(actual[part][1].eq(0).all() for part in ("out", "q", "k", "v"))
-
-
-@every_operation
-def test_slices_of_one_projection_are_as_good_as_contiguous_tensors(name):
-    operation = OPERATIONS[name]
-    tensors = operation.tensors(e=16)
-    stacked = {
-        "qkv": torch.stack([tensors.pop(part) for part in "qkv"])
-        .permute(1, 3, 0, 2, 4)
-        .contiguous()
-    }
-
-    def sliced(function):
-        def call(qkv, **inputs):
-            q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
-            assert not (q.is_contiguous() or k.is_contiguous() or v.is_contiguous())
-            # The gradient arrives transposed too, as from a model that puts the heads side by side.
-            return function(q=q, k=k, v=v, **inputs).transpose(1, 2).flatten(2)
-
-        return call
-
-    assert_agree(
-        run(sliced(operation.fast), stacked | tensors),
-        run(sliced(operation.slow), stacked | tensors),
-    )
+from visionattn.ops.position.axial import axis_sums
+from visionattn.ops.rows import ROWS
+from visionattn.ops.softmax import relative_bias
 
 
 @every_operation
@@ -74,64 +38,62 @@ def test_values_that_broadcast_and_a_gradient_that_broadcasts_are_right(name):
 
     def repeated(function):
         def call(q, k, v, **inputs):
-            out = function(
-                q=q.expand(2, -1, -1, -1),
-                k=k.expand(2, -1, -1, -1),
-                v=v.expand(2, -1, -1, -1),
-                **inputs,
-            )
-            return out.sum((0, 2, 3))
+            qkv = {x: t.expand(2, -1, -1, -1) for x, t in dict(q=q, k=k, v=v).items()}
+            return function(**qkv, **inputs).sum((0, 2, 3))
 
         return call
 
-    actual = run(repeated(operation.fast), tensors)
-    expected = run(repeated(operation.slow), tensors)
-    assert_agree(actual, expected)
+    assert_agree(run(repeated(operation.fast), tensors), run(repeated(operation.slow), tensors))
 
 
-@pytest.mark.parametrize("name", [name for name in NOT_SOFTMAX if not name.endswith(" sum")])
+def peak_of_passes(name: str, tokens: int) -> int:
+    """Of a forward and a backward pass."""
+    inputs = OPERATIONS[name].tensors(torch.float32, batch=1, heads=3, queries=tokens)
+    inputs = {key: x.requires_grad_() for key, x in inputs.items()}
+    OPERATIONS[name].fast(**inputs)  # classes of pairs are remembered
+    return peak_bytes(lambda: OPERATIONS[name].fast(**inputs).sum().backward())
+
+
+@pytest.mark.parametrize("name", NOT_SOFTMAX)
 def test_no_pair_of_tokens_and_no_features_of_all_tokens_are_in_memory_at_once(name, monkeypatch):
-    monkeypatch.setattr(pairs, "MOST_PAIRS", 0)  # test_pairs.py is about its memory
-    monkeypatch.setattr(
-        tiles, "BAND_ELEMENTS", 1 << 13
-    )  # weights of a band do not grow beyond its size: make that small
-    operation = OPERATIONS[name]
-
-    def peak(tokens: int) -> int:
-        """Of one forward and backward pass."""
-        inputs = operation.tensors(torch.float32, batch=1, heads=3, queries=tokens)
-        inputs = {key: x.requires_grad_() for key, x in inputs.items()}
-        return peak_bytes(lambda: operation.fast(**inputs).sum().backward())
-
+    monkeypatch.setattr(pairs, "MOST_PAIRS", 0)
+    # Weights of a band do not grow beyond its size: make that small.
+    monkeypatch.setattr(tiles, "BAND_ELEMENTS", 1 << 13)
     first, second = 49 * 40, 49 * 80
-    floats = (peak(second) - peak(first)) / (second - first) / 4 / 3
+    growth = peak_of_passes(name, second) - peak_of_passes(name, first)
+    floats = growth / (second - first) / 4 / 3
     # A matrix of pairs would add 5,880 floats per token and head, packed features 136, a state per
     # token 384. A joint table lays out values with their sums of rows, for several heads as long as
     # these are few elements.
     assert floats < (450 if "joint" in name else 180 if " efficient" in name else 320)
 
 
+def test_all_pairs_of_a_small_grid_are_in_memory_block_by_block(monkeypatch):
+    monkeypatch.setattr(pairs, "MOST_PAIRS", 1 << 22)
+    name, first, second = "taylorshift direct, joint mean", 49 * 14, 49 * 28
+    growth = peak_of_passes(name, second) - peak_of_passes(name, first)
+    # A matrix of pairs would add 2,058 for each token and head.
+    assert growth / (second - first) / 4 / 3 < 450
+
+
 D, E, HEADS = 16, 24, 3
-MAPPED_OUTSIDE = {
-    "kernelized efficient, softmax": D,
-    "kernelized random features": 2 * 2 * 20,
-}  # floats per token and head more
+# Floats per token and head more, of maps that autograd sees.
+MAPPED = {"kernelized efficient, softmax": D, "kernelized random features": 2 * 2 * 20}
 
 
-def kept_storages(name: str, tokens: int, masked: bool) -> tuple[int, dict[str, int]]:
+def kept_storages(name: str, tokens: int) -> tuple[int, dict[str, int]]:
     """Bytes of the storages that autograd keeps and that are no input, and bytes of the inputs
-    among them, by name.
+    among them, by name; under a mask of keys.
     """
     inputs = OPERATIONS[name].tensors(torch.float32, batch=1, heads=HEADS, queries=tokens, d=D, e=E)
-    inputs = {key: x.requires_grad_() for key, x in inputs.items()}
-    mask, kept = draw_mask(1, tokens) if masked else None, {}
+    inputs, kept = {key: x.requires_grad_() for key, x in inputs.items()}, {}
 
     def remember(x: torch.Tensor) -> torch.Tensor:
         kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(remember, lambda x: x):
-        out = OPERATIONS[name].fast(**inputs, key_mask=mask)
+        out = OPERATIONS[name].fast(**inputs, key_mask=draw_mask(1, tokens))
     assert out.requires_grad
     pointers = {key: x.untyped_storage().data_ptr() for key, x in inputs.items()}
     own = {key: kept.pop(pointer) for key, pointer in pointers.items() if pointer in kept}
@@ -139,49 +101,99 @@ def kept_storages(name: str, tokens: int, masked: bool) -> tuple[int, dict[str, 
 
 
 @every_linear_operation
-@pytest.mark.parametrize("masked", [False, True])
-def test_what_autograd_keeps_is_the_inputs_themselves_output_mass_counts_and_a_state(name, masked):
+def test_what_autograd_keeps_is_the_inputs_themselves_output_mass_counts_and_a_state(name):
     once, twice = 49 * 11, 49 * 22
-    others, own = kept_storages(name, once, masked)
-    more_others, more_own = kept_storages(name, twice, masked)
+    others, own = kept_storages(name, once)
+    more_others, more_own = kept_storages(name, twice)
     per_token = (more_others - others) / (twice - once) / HEADS / 4
-    counts = (
-        3 if "flat" in name else 25 if "joint" in name else 0
-    )  # keys of each class, and causal of all
+    # Keys of each class, and causal of all; axial keeps a number for each row and column.
+    counts = 3 if "flat" in name else 25 if "joint" in name else 0
     counts += "kernelized causal, flat" in name
-    bound = E + 1 + counts / HEADS + 0.05  # axial keeps a number for each row and column
-    if masked:
-        bound += 2 / 4 / HEADS  # a byte for each key in the mask, and in its negative
-        bound += E if name in RELATIVE else 0  # values that are 0 where masked are others than v
-    if name in MAPPED_OUTSIDE:
-        assert own.keys() >= {"v"}
-        assert per_token <= bound + 2 * D + MAPPED_OUTSIDE[name]
-    else:
-        assert own.keys() >= {"q", "k", "v"}
-        assert per_token <= bound
+    bound = E + 1 + counts / HEADS + 0.05
+    bound += 2 / 4 / HEADS  # a byte for each key in the mask, and in its negative
+    bound += E if name in RELATIVE else 0  # values that are 0 where masked are others than v
+    bound += 2 * D + MAPPED[name] if name in MAPPED else 0
+    assert per_token <= bound and own.keys() >= ({"v"} if name in MAPPED else {"q", "k", "v"})
     assert 1.8 < (more_others + sum(more_own.values())) / (others + sum(own.values())) < 2.1
 
 
 @every_operation
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_what_an_operation_makes_itself_is_on_the_device_of_its_inputs(name, dtype):
-    operation = OPERATIONS[name]
-    inputs = operation.tensors(dtype)
-    # Shapes, dtypes and devices alone: no CUDA needed. The rows of random features are numbers, and
-    # cast as they are.
+def test_what_an_operation_makes_itself_is_on_the_device_of_its_inputs(name):
+    """Shapes, dtypes and devices alone: on a GPU that is not there, and on meta."""
+    inputs, shape = OPERATIONS[name].tensors(torch.float16), (2, 3, TOKENS, 24)
+    out = OPERATIONS[name].fast(**{key: x.to("meta") for key, x in inputs.items()})
+    assert (out.device.type, out.dtype, out.shape) == ("meta", torch.float16, shape)
+    # The rows of random features are numbers, and cast as they are.
     with FakeTensorMode(allow_non_fake_inputs=True):
         inputs = {
             key: torch.empty(x.shape, dtype=x.dtype, device="cuda") for key, x in inputs.items()
         }
-        out = operation.fast(
-            **inputs, key_mask=torch.ones(2, TOKENS, dtype=torch.bool, device="cuda")
-        )
-        assert (out.device.type, out.dtype, out.shape) == ("cuda", dtype, (2, 3, TOKENS, 24))
+        mask = torch.ones(2, TOKENS, dtype=torch.bool, device="cuda")
+        out = OPERATIONS[name].fast(**inputs, key_mask=mask)
+        assert (out.device.type, out.dtype, out.shape) == ("cuda", torch.float16, shape)
 
 
-@every_operation
-def test_shapes_can_be_asked_for_without_memory_on_the_meta_device(name):
-    operation = OPERATIONS[name]
-    inputs = {key: x.to("meta") for key, x in operation.tensors(torch.bfloat16).items()}
-    out = operation.fast(**inputs)
-    assert (out.device.type, out.dtype, out.shape) == ("meta", torch.bfloat16, (2, 3, TOKENS, 24))
+def test_the_whole_grid_as_horizon_takes_no_memory_for_each_pair_of_a_query_and_a_class():
+    sizes, c = (1, 2, 160, 120), 2 * 160 + 1
+    q, v = torch.ones(*sizes, 4, requires_grad=True), torch.ones(*sizes, 5, requires_grad=True)
+    table, keys = torch.ones(1, c, 4, requires_grad=True), torch.full((1, 160), 120.0)
+
+    def both_ways():
+        values, mass = axis_sums(q, table, v, keys, None)
+        torch.autograd.grad(values.sum() + mass.sum(), (q, table, v))
+
+    assert peak_bytes(both_ways) < 2 * 160 * 120 * c * 4 / 2
+
+
+def test_a_horizon_as_long_as_the_sequence_does_not_lengthen_the_tiles():
+    found = tiles.Tiles(1, 2048, (0, 1500), torch.device("cpu"))
+    assert found.columns.size == tiles.LONGEST_TILE < 1500
+
+
+GRID = TokenLayout(0, Grid(23, 41))
+BIASES = {
+    "flat": lambda table: Flat(table[:, :, 0]),
+    "axial": lambda table: Axial(table[:, :, 0], table[:, :, 1], GRID),
+    "joint": lambda table: Joint(table, GRID),
+}
+
+
+@pytest.mark.parametrize("kind", BIASES)
+def test_a_bias_takes_little_more_memory_than_itself_and_keeps_its_inputs_alone(kind):
+    tensors = {"q": draw(1, 2, 943, 4, seed=1).float(), "table": draw(2, 45, 81, 4, seed=2).float()}
+
+    def bias(q, table):
+        return relative_bias(q, BIASES[kind](table), 943)
+
+    own, inputs = 4 * 2 * 943**2, sum(x.nbytes for x in tensors.values())
+    assert peak_bytes(lambda: bias(**tensors)) < 1.5 * own
+    assert saved_bytes(bias, tensors) <= 2.1 * inputs  # q of both axes and scaled tables
+    leaves = {name: x.requires_grad_() for name, x in tensors.items()}
+    out, upstream = bias(**leaves), torch.ones(2, 943, 943).expand(1, -1, -1, -1)
+    backward = lambda: torch.autograd.grad(out, list(leaves.values()), upstream)  # noqa: E731
+    assert peak_bytes(backward) < 0.7 * own + 3 * inputs
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_memory_of_rows_is_linear_in_the_keys(name):
+    """Pairs of all tokens would take four times as much for twice the tokens."""
+
+    def peak(height):
+        layout = TokenLayout(0, Grid(height, 49))
+        q, k = (draw(1, 3, layout.num_tokens, 16, seed=i).float() for i in (1, 2))
+        relative = Joint(draw_table(3, 7, 7, 16, seed=3).float(), layout, "sum")
+        return peak_bytes(lambda: ROWS[name](q, k, torch.tensor([0, 77]), relative=relative))
+
+    first, second = peak(20), peak(40)
+    assert second < 2.1 * first
+    assert second / (40 * 49) < 1500  # bytes per token; all pairs of one head would take 7,840
+
+
+def test_weights_of_a_few_windows_are_in_memory_at_a_time(monkeypatch):
+    monkeypatch.setattr(window, "CACHED_ELEMENTS", 1 << 17)
+    layout = TokenLayout(1, Grid(42, 56))
+    q, k, v = (draw(1, 4, layout.num_tokens, 4, seed=i).float() for i in range(3))
+    relative = Joint(draw(4, 13, 13, 4, seed=1).float(), layout)
+    peak = peak_bytes(lambda: window_attention(q, k, v, relative=relative))
+    # Two copies of such a piece at most, where those of all windows have 1.9 MB each.
+    assert peak < 4 * q.numel() + 2 * 4 * (1 << 17)

@@ -10,19 +10,37 @@ import torch
 from torch import Tensor
 
 from tests.helpers.operations import (
+    LINEAR,
     OPERATIONS,
-    RELATIVE,
-    every_linear_operation,
     every_operation,
-    some_operations,
 )
 from tests.helpers.oracles import draw, draw_qkv, draw_table, relative_error, run
 from visionattn.layout import Grid, TokenLayout
-from visionattn.ops import Axial, Flat, Joint, kernelized_attention, sums, taylorshift_attention
+from visionattn.ops import (
+    Axial,
+    Flat,
+    Joint,
+    kernelized_attention,
+    reference,
+    sums,
+    taylorshift_attention,
+)
+from visionattn.ops.choice import choosing_as
+from visionattn.ops.position import kinds
 from visionattn.ops.position.kinds import relative_sums
+from visionattn.ops.position.scores import relative_scores
 
 LOW = (torch.float16, torch.bfloat16)
-CONTENT = [name for name in OPERATIONS if name not in RELATIVE]
+
+
+def under_autocast(function):
+    """The forward pass alone in autocast."""
+
+    def call(**inputs: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return function(**inputs)
+
+    return call
 
 
 @every_operation
@@ -37,54 +55,46 @@ def test_float32_is_within_two_millionths_of_float64(name):
 
 
 @every_operation
-@pytest.mark.parametrize("dtype", LOW)
-def test_half_precision_errs_at_most_twice_as_much_as_the_definition_in_it(name, dtype):
+def test_half_precision_errs_at_most_twice_as_much_as_the_definition_in_it(name, monkeypatch):
+    """Also where a processor multiplies bfloat16."""
     operation = OPERATIONS[name]
-    tensors = operation.tensors(dtype)
-    expected = run(operation.slow, {key: x.double() for key, x in tensors.items()})
-    actual = run(operation.fast, tensors)
-    in_dtype = run(operation.slow, {key: x.to(dtype) for key, x in tensors.items()})
-    for key, x in actual.items():
-        assert x.dtype == (tensors[key].dtype if key != "out" else dtype)
-        # Rounding the result once is owed to nobody: without this a lucky definition would set no
-        # budget at all.
-        budget = 2 * relative_error(in_dtype[key], expected[key]) + torch.finfo(dtype).eps / 2
-        assert relative_error(x, expected[key]) < budget, key
+    for dtype, products in (
+        (torch.float16, False),
+        (torch.bfloat16, False),
+        (torch.bfloat16, True),
+    ):
+        monkeypatch.setattr(sums, "has_bfloat16_products", lambda: products)  # noqa: B023
+        tensors = operation.tensors(dtype)
+        expected = run(operation.slow, {key: x.double() for key, x in tensors.items()})
+        actual = run(operation.fast, tensors)
+        in_dtype = run(operation.slow, {key: x.to(dtype) for key, x in tensors.items()})
+        for key, x in actual.items():
+            assert x.dtype == (tensors[key].dtype if key != "out" else dtype)
+            # Rounding the result once is owed to nobody: without this a lucky definition would set
+            # no budget at all.
+            budget = 2 * relative_error(in_dtype[key], expected[key]) + torch.finfo(dtype).eps / 2
+            assert relative_error(x, expected[key]) < budget, (dtype, key)
 
 
-@some_operations
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *LOW])
-@pytest.mark.parametrize("autocast", [False, True])
-def test_the_result_has_the_dtype_of_v_and_gradients_that_of_their_inputs(name, dtype, autocast):
+@every_operation
+def test_the_result_has_the_dtype_of_v_and_gradients_that_of_their_inputs(name):
+    for dtype in (torch.float64, torch.bfloat16):
+        tensors = OPERATIONS[name].tensors(dtype, batch=1)
+        tensors["v"] = tensors["v"].to(torch.float32)
+        for function in (OPERATIONS[name].fast, under_autocast(OPERATIONS[name].fast)):
+            found = run(function, tensors)
+            wanted = {"out": torch.float32} | {key: x.dtype for key, x in tensors.items()}
+            assert {key: x.dtype for key, x in found.items()} == wanted
+
+
+@pytest.mark.parametrize("name", [*LINEAR, "softmax in windows"])
+def test_autocast_around_one_pass_or_both_changes_no_precision(name):
     operation = OPERATIONS[name]
-    tensors = operation.tensors(dtype, batch=1)
-    tensors["v"] = tensors["v"].to(torch.float32)
-    inputs = {key: x.requires_grad_() for key, x in tensors.items()}
-    with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else contextlib.nullcontext():
-        out = operation.fast(**inputs)
-    assert out.dtype == torch.float32
-    gradients = torch.autograd.grad(out.sum(), list(inputs.values()))
-    assert [g.dtype for g in gradients] == [x.dtype for x in inputs.values()]
-
-
-@every_linear_operation
-@pytest.mark.parametrize("dtype", [torch.float32, *LOW])
-def test_autocast_around_the_forward_pass_changes_nothing(name, dtype):
-    operation = OPERATIONS[name]
-    tensors = operation.tensors(dtype)
-
-    def under_autocast(**inputs: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return operation.fast(**inputs)
-
-    expected, actual = run(operation.fast, tensors), run(under_autocast, tensors)
-    for key, x in expected.items():
-        assert torch.equal(actual[key], x), key
-
-
-@every_linear_operation
-def test_a_backward_pass_under_autocast_is_as_exact_as_outside(name):
-    operation = OPERATIONS[name]
+    for dtype in (torch.float32, torch.float16):
+        tensors = operation.tensors(dtype)
+        expected = run(operation.fast, tensors)
+        actual = run(under_autocast(operation.fast), tensors)
+        assert all(torch.equal(actual[key], x) for key, x in expected.items())
     tensors = operation.tensors(torch.float32)
     expected = run(operation.fast, tensors)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -93,21 +103,9 @@ def test_a_backward_pass_under_autocast_is_as_exact_as_outside(name):
         assert relative_error(actual[key], x) < 1e-6, key
 
 
-@pytest.mark.parametrize("name", [name for name in RELATIVE if name.startswith("kernelized, ")])
-def test_float32_loses_nothing_on_a_large_grid(name):
-    # Differences of running sums over the grid would lose three digits here; the values have a mean
-    # far from 0.
-    operation = OPERATIONS[name]
-    tensors = operation.tensors(torch.float32, batch=1, queries=49 * 400, e=3)
-    tensors["v"] += 10
-    actual = run(operation.fast, tensors)
-    expected = run(operation.fast, {key: x.double() for key, x in tensors.items()})
-    for key in ("out", "v"):  # the others are small differences of large sums by their definition
-        assert relative_error(actual[key], expected[key]) < 2e-6, key
-
-
 @pytest.mark.parametrize("kind, normalization", [(Joint, "sum"), (Axial, "mean"), (Flat, "sum")])
 def test_sums_over_a_grid_of_512_x_512_lose_nothing_in_float32(kind, normalization):
+    """Differences of running sums over the grid would lose three digits here."""
     # All numbers are positive, so that every single sum can be asked for, of the window and of
     # 200,000 keys alike.
     side, tokens, total = (7,), 512 * 512, torch.full((1, 1, 1), 512.0 * 512)
@@ -123,68 +121,65 @@ def test_sums_over_a_grid_of_512_x_512_lose_nothing_in_float32(kind, normalizati
     tensors = {name: x.float() for name, x in tensors.items()}
     upstream = 10 + draw(1, 1, tokens, 2, seed=5)
 
-    def sums(dtype: torch.dtype) -> dict[str, Tensor]:
+    def sums_in(dtype: torch.dtype) -> dict[str, Tensor]:
         inputs = {name: x.to(dtype) for name, x in tensors.items()}
         q, v = inputs.pop("q"), inputs.pop("v").requires_grad_()
-        position = kind(
-            **inputs, layout=TokenLayout(0, Grid(512, 512)), normalization=normalization
-        )
+        layout = TokenLayout(0, Grid(512, 512))
+        position = kind(**inputs, layout=layout, normalization=normalization)
         got = relative_sums(position, q, v, None, total.to(dtype))
         (dv,) = torch.autograd.grad(got.values, v, upstream.to(dtype))
         return {"values": got.values.detach(), "mass": got.mass.detach(), "v": dv}
 
-    expected = sums(torch.float64)
-    for name, x in sums(torch.float32).items():
+    expected = sums_in(torch.float64)
+    for name, x in sums_in(torch.float32).items():
         assert ((x - expected[name]).abs() / expected[name]).max() < 4e-6, name
 
 
-@pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("feature_map", ["elu1", "relu", "softmax"])
-def test_sums_over_16384_tokens_do_not_overflow_in_half_precision(feature_map, dtype):
-    # Summed in float16 the mass of elu1 overflows and every result is 0.
-    tensors = {key: x.to(dtype) for key, x in draw_qkv(1, 1, 16384, d=16, e=4).items()}
-    actual = run(partial(kernelized_attention, feature_map=feature_map), tensors)
-    exact = run(
-        partial(kernelized_attention, feature_map=feature_map),
-        {key: x.double() for key, x in tensors.items()},
-    )
-    assert actual["out"].ne(0).float().mean() > 0.9
-    for key, x in actual.items():
-        assert relative_error(x, exact[key]) < torch.finfo(dtype).eps, key
+LONG = [
+    ("taylorshift efficient", torch.float16, False),
+    ("taylorshift efficient, plain", torch.float16, False),
+    ("kernelized efficient, elu1", torch.float16, False),
+    ("kernelized efficient, softmax", torch.float16, False),
+    ("kernelized causal efficient, relu", torch.float16, False),
+    ("taylorshift efficient", torch.bfloat16, True),
+    ("kernelized efficient, elu1", torch.bfloat16, True),
+    ("taylorshift efficient, joint sum", torch.bfloat16, False),
+    ("kernelized efficient, joint mean", torch.bfloat16, True),
+]
+"""Operation, dtype, and whether the processor multiplies bfloat16."""
 
 
-@pytest.mark.parametrize("products", [False, True], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "name, dtype",
-    [
-        *((name, torch.float16) for name in CONTENT if "efficient" in name),
-        ("taylorshift efficient", torch.bfloat16),
-        ("kernelized efficient, elu1", torch.bfloat16),
-        ("taylorshift efficient, joint sum", torch.bfloat16),
-        ("kernelized, joint mean", torch.bfloat16),
-    ],
-)
+@pytest.mark.parametrize("name, dtype, products", LONG)
 def test_65562_tokens_sixteen_times_too_large_stay_within_rounding_in_half_precision(
     name, dtype, products, monkeypatch
 ):
-    if products and dtype == torch.float16:
-        pytest.skip("float16 is multiplied in float32 on every processor")
+    """Summed in float16 the mass overflows, and every result is 0."""
     monkeypatch.setattr(sums, "has_bfloat16_products", lambda: products)
     operation = OPERATIONS[name]
     tensors = operation.tensors(dtype, scale=16, batch=1, heads=1, queries=49 * 1338, e=4)
-    tensors |= {
-        learned: tensors[learned][-1:] for learned in operation.learned
-    }  # those of one head
+    tensors |= {learned: tensors[learned][-1:] for learned in operation.learned}  # of one head
     actual = run(operation.fast, tensors)
     expected = run(operation.fast, {key: x.double() for key, x in tensors.items()})
+    with torch.no_grad():
+        actual["without gradients"] = operation.fast(**tensors)
+    expected["without gradients"] = expected["out"]
     if products:  # the gradient of a temperature is one number, whose terms cancel
-        actual.pop("temperature", None)  # test_bfloat16.py bounds it
+        actual.pop("temperature", None)
     for key, x in actual.items():
+        # A gradient of 1e-7 is subnormal.
         smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-        floor = (
-            smallest * expected[key].numel() ** 0.5 / expected[key].norm().item()
-        )  # a gradient of 1e-7 is subnormal
+        floor = smallest * expected[key].numel() ** 0.5 / expected[key].norm().item()
         assert relative_error(x, expected[key]) < torch.finfo(dtype).eps + floor, key
+
+
+@pytest.mark.parametrize("form", ["direct", "efficient"])
+def test_causal_sums_of_thousands_of_tokens_far_from_zero_lose_no_more_than_rounding(form):
+    tensors = draw_qkv(batch=1, heads=1, queries=4096, d=16, e=4)
+    attend = partial(kernelized_attention, causal=True, form=form)
+    for dtype in (torch.float32, torch.float16):
+        given = {name: (x + 3).to(dtype) for name, x in tensors.items()}
+        expected = attend(**{name: x.double() for name, x in given.items()})
+        assert relative_error(attend(**given), expected) < max(2e-6, torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("function", [taylorshift_attention, kernelized_attention])
@@ -198,3 +193,55 @@ def test_the_form_that_is_named_is_the_form_that_runs(function):
     for key, x in direct.items():
         assert not torch.equal(x, efficient[key]), key
         assert relative_error(x, efficient[key]) < 5e-6, key
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_table_of_scores_gets_the_gradient_that_its_dtype_can_hold(dtype):
+    # Thousands of queries add to the outermost class; a sum of theirs in half precision would
+    # stall.
+    q = draw(1, 1, 1, 9001, 3, seed=1, dtype=dtype).abs()
+    table = draw(1, 1, 3, 3, seed=2, dtype=torch.float32)
+    actual = run(lambda table: relative_scores(q, table, 1, 5).sum(3).float(), {"table": table})
+    wide = {"table": table.double()}
+    expected = run(lambda table: relative_scores(q.double(), table, 1, 5).sum(3), wide)["table"]
+    assert actual["table"].dtype == torch.float32
+    error = (actual["table"] - expected).abs().max() / expected.abs().max()
+    assert error < torch.finfo(dtype).eps
+
+
+def test_class_sums_are_of_bfloat16_products_without_gradients_alone(monkeypatch):
+    """Under recorded gradients, which nearly cancel, tables are float32."""
+    monkeypatch.setattr(sums, "has_bfloat16_products", lambda: True)
+    seen, own = [], kinds.class_sums
+    monkeypatch.setattr(
+        kinds,
+        "class_sums",
+        lambda q, table, *more: seen.append(table.dtype) or own(q, table, *more),
+    )
+    q, k, v = (x.bfloat16() for x in draw_qkv(queries=35, d=12, e=12).values())
+    table, layout = draw_table(3, 7, 7, 12, seed=4).bfloat16(), TokenLayout(0, Grid(5, 7))
+    for given in (Joint(table, layout), Flat(table[:, 0], layout)):
+        kernelized_attention(q, k, v, relative=given, form="efficient")
+        with torch.no_grad():
+            kernelized_attention(q, k, v, relative=given, form="efficient")
+    assert seen == [torch.float32, torch.bfloat16] * 2
+
+
+@pytest.mark.parametrize("grid, tiled", [((13, 18), False), ((1, 200), True)])
+def test_class_sums_of_bfloat16_err_at_most_twice_as_much_as_the_definition_in_it(grid, tiled):
+    """The sums over classes by themselves, which the sums of the content would hide."""
+    tokens = grid[0] * grid[1]
+    q, v = (draw(1, 2, tokens, 12, seed=i, dtype=torch.bfloat16) for i in (1, 2))
+    table, layout = draw_table(2, 7, 5, 12, seed=3).bfloat16(), TokenLayout(0, Grid(*grid))
+    present, total = torch.ones(1, tokens, dtype=torch.bool), torch.full((1, 1, 1), float(tokens))
+
+    def defined(dtype):
+        relative = Joint(table.to(dtype), layout, "mean")
+        weights = reference.relative_weights(relative, q.to(dtype), present) * tokens
+        return weights @ v.to(dtype) / weights.sum(-1, keepdim=True)
+
+    with choosing_as(tokens=1 << 20) if tiled else contextlib.nullcontext():
+        found = relative_sums(Joint(table, layout, "mean"), q, v, None, total)
+    assert found.values.dtype == found.mass.dtype == torch.float32
+    exact, mean = defined(torch.float64), found.values / found.mass.unsqueeze(3)
+    assert relative_error(mean, exact) <= 2 * relative_error(defined(torch.bfloat16), exact)

@@ -5,11 +5,11 @@ training alone.
 import pytest
 import torch
 
-from tests.helpers.operations import OPERATIONS, TOKENS, some_operations
+from tests.helpers.operations import OPERATIONS, TOKENS, every_operation
 from tests.helpers.oracles import assert_agree, draw, draw_mask, run
 from visionattn.layers import Attention
 from visionattn.layout import Grid, TokenLayout
-from visionattn.ops import kernelized_attention, taylorshift_attention
+from visionattn.ops import kernelized_attention, softmax_attention, taylorshift_attention
 from visionattn.ops.sums import drop_values
 
 P = 0.3
@@ -24,12 +24,6 @@ def factors(*shape: int) -> torch.Tensor:
     return drop_values(torch.ones(*shape, 1, dtype=torch.float64), P, seeded())
 
 
-def dropping(name: str, **options):
-    return lambda **inputs: OPERATIONS[name].fast(
-        **inputs, value_drop=P, generator=seeded(), **options
-    )
-
-
 def test_a_row_is_dropped_whole_or_scaled_up_and_the_share_of_the_dropped_is_p():
     v = draw(5, 7, 211, 3, seed=1)
     out = drop_values(v, P, seeded())
@@ -38,67 +32,40 @@ def test_a_row_is_dropped_whole_or_scaled_up_and_the_share_of_the_dropped_is_p()
     assert torch.equal(dropped, zero.any(3))  # [0, 1.43, 1.43] is no row
     torch.testing.assert_close(out[~dropped], v[~dropped] / (1 - P), rtol=1e-12, atol=0)
     assert abs(dropped.double().mean() - P) < 5 * (P * (1 - P) / dropped.numel()) ** 0.5
-    for a, b in (
-        (dropped[0], dropped[1]),
-        (dropped[:, 0], dropped[:, 1]),
-    ):  # every image and head draws for itself
-        assert (a != b).any()
+    # Every image and head draws for itself.
+    assert (dropped[0] != dropped[1]).any() and (dropped[:, 0] != dropped[:, 1]).any()
 
 
-@some_operations
-@pytest.mark.parametrize("masked", [False, True])
-def test_some_operations_is_its_definition_applied_to_values_with_rows_dropped(name, masked):
-    operation, options = OPERATIONS[name], {"key_mask": draw_mask(2, TOKENS)} if masked else {}
-    factor = factors(2, 3, TOKENS)
+@every_operation
+def test_an_operation_is_its_definition_applied_to_values_with_rows_dropped(name):
+    """The mass is that of all keys; in half precision too the gradient is zero for dropped rows and
+    for no others.
+    """
+    operation, factor = OPERATIONS[name], factors(2, 3, TOKENS)
 
-    def dropped(v, **inputs):
-        return operation.slow(v=factor * v, **inputs, **options)
+    def dropping(**inputs):
+        return operation.fast(**inputs, value_drop=P, generator=seeded())
 
-    assert_agree(
-        run(dropping(name, **options), operation.tensors()), run(dropped, operation.tensors())
-    )
+    def masked(**inputs):
+        return dropping(**inputs, key_mask=draw_mask(2, TOKENS))
 
+    def defined(v, **inputs):
+        return operation.slow(v=factor * v, **inputs, key_mask=draw_mask(2, TOKENS))
 
-@some_operations
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
-def test_the_gradient_is_zero_for_dropped_rows_and_for_no_others_in_any_dtype(name, dtype):
-    gradient = run(dropping(name), OPERATIONS[name].tensors(dtype))["v"]
-    assert torch.equal(gradient.eq(0).all(3, keepdim=True), factors(2, 3, TOKENS) == 0)
-
-
-@some_operations
-def test_a_probability_of_zero_draws_nothing_and_is_the_operation_without_dropout(name):
-    operation = OPERATIONS[name]
-    tensors, before = operation.tensors(torch.float32), torch.get_rng_state()
-    plain = run(operation.fast, tensors)
-    undropped = run(lambda **i: operation.fast(**i, value_drop=0.0), tensors)
-    assert torch.equal(torch.get_rng_state(), before)
-    for key, x in plain.items():
-        assert torch.equal(undropped[key], x), key
+    assert_agree(run(masked, operation.tensors()), run(defined, operation.tensors()))
+    gradient = run(dropping, operation.tensors(torch.float16))["v"]
+    assert torch.equal(gradient.eq(0).all(3, keepdim=True), factor == 0)
 
 
-@pytest.mark.parametrize("function", [kernelized_attention, taylorshift_attention])
-@pytest.mark.parametrize("form", ["direct", "efficient"])
-def test_the_mass_is_that_of_all_keys(function, form):
-    # With k = 0 all 11 keys weigh the same; of values that are 1 what is left is the share of the
-    # kept, scaled up.
-    tensors = dict(
-        q=draw(1, 2, 3, 5, seed=1), k=torch.zeros(1, 2, 11, 5), v=torch.ones(1, 2, 11, 4)
-    )
-    tensors = {name: x.double() for name, x in tensors.items()}
-    out = function(**tensors, value_drop=P, generator=seeded(), form=form)
-    kept = (factors(1, 2, 11) > 0).double().sum(2, keepdim=True)
-    assert kept.min() < 11
-    torch.testing.assert_close(out, (kept / (1 - P) / 11).expand(1, 2, 3, 4), rtol=1e-12, atol=0)
-
-
-def test_without_a_generator_the_draws_are_those_of_torch_itself():
-    tensors = OPERATIONS["kernelized efficient, elu1"].tensors()
+def test_a_probability_of_zero_draws_nothing_and_without_a_generator_torch_draws():
+    tensors, before = OPERATIONS["kernelized direct, relu"].tensors(), torch.get_rng_state()
+    for function in (taylorshift_attention, kernelized_attention, softmax_attention):
+        assert torch.equal(function(**tensors, value_drop=0.0), function(**tensors))
+        assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(4)
     out = kernelized_attention(**tensors, value_drop=P)
-    torch.testing.assert_close(
-        out, dropping("kernelized efficient, elu1")(**tensors), rtol=1e-12, atol=1e-13
-    )
+    again = kernelized_attention(**tensors, value_drop=P, generator=seeded())
+    torch.testing.assert_close(out, again, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("attention", ["kernelized", "taylorshift", "softmax"])
