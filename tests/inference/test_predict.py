@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import visionattn
 import visionattn.models.machine as machine
 from tests.helpers import inference_files
 from tests.helpers.inference_files import (
@@ -17,10 +18,10 @@ from tests.helpers.inference_files import (
     write_image,
     write_weights,
 )
-from tests.helpers.tools import assert_one_error, load_tool, read_csv, written
+from tests.helpers.tools import read_csv, written
+from visionattn.command import run
 from visionattn.inference.image_run import ImageRun
 
-predict = load_tool("predict")
 SEEN = "scaleformer_vit_t of best.safetensors; preprocessing: native size"
 SHAPES = [(16, 24), (40, 8), (16, 24), (16, 16)]
 
@@ -33,8 +34,8 @@ def case(tmp_path, monkeypatch):
     return tmp_path, write_folder(tmp_path / "images", SHAPES)
 
 
-def flags(*more: str, output: str | None = "out.csv") -> list[str]:
-    return inference_files.flags("--img_size", "native", *more, output=output)
+def predict(*more: str, output: str | None = "out.csv") -> int:
+    return run("predict", inference_files.flags("--img_size", "native", *more, output=output))
 
 
 def by_hand(weights, image, spec=COLOUR) -> list[tuple[str, float]]:
@@ -47,7 +48,7 @@ def by_hand(weights, image, spec=COLOUR) -> list[tuple[str, float]]:
 
 def test_csv_has_a_row_per_image_with_names_and_probabilities(case, capsys):
     folder, pixels = case
-    assert predict(flags("--top_k", "3")) == 0
+    assert predict("--top_k", "3") == 0
     rows = read_csv("out.csv")
     assert [row["path"] for row in rows] == [f"images/{i}.png" for i in range(4)]
     for row, image in zip(rows, pixels, strict=True):
@@ -68,7 +69,7 @@ def test_csv_has_a_row_per_image_with_names_and_probabilities(case, capsys):
 
 def test_json_has_the_same_rows_and_where_they_come_from(case):
     folder, pixels = case
-    assert predict(flags("--batch_size", "3")) == 0 and predict(flags(output="out.json")) == 0
+    assert predict("--batch_size", "3") == 0 and predict(output="out.json") == 0
     content = json.loads((folder / "out.json").read_text())
     assert content["provenance"]["options"]["img_size"] == "native"
     assert "commit" in content["provenance"]
@@ -81,13 +82,12 @@ def test_json_has_the_same_rows_and_where_they_come_from(case):
             assert pair["probability"] == pytest.approx(wanted, abs=2e-6)
 
 
-def test_classes_without_names_are_numbers_and_grey_models_read_grey(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    weights = write_weights(tmp_path / "best.safetensors", GREY)
-    grey = write_image(tmp_path / "images" / "a.png", 24, 24, 0)[..., :1]
-    Image.fromarray(grey.repeat(3, axis=2)).save(tmp_path / "images" / "a.png")
+def test_classes_without_names_are_numbers_and_grey_models_read_grey(case):
+    weights = write_weights(case[0] / "best.safetensors", GREY)
+    grey = write_image(case[0] / "a.png", 24, 24, 0)[..., :1]
+    Image.fromarray(grey.repeat(3, axis=2)).save("a.png")
     wanted = by_hand(weights, grey, GREY)
-    assert predict(flags("--img_size", "24")) == 0
+    assert predict("--images", "a.png") == 0
     [row] = read_csv("out.csv")
     assert [row[f"class_{i}"] for i in (1, 2, 3)] == [name for name, _ in wanted]
     assert float(row["probability_1"]) == pytest.approx(wanted[0][1], abs=1e-5)
@@ -100,7 +100,7 @@ def test_images_that_cannot_be_read_are_rows_with_the_reason(case, capsys):
     os.rename(folder / "images" / "3.png", os.fsencode(folder / "images") + b"/3\xff.png")
     (folder / "list.txt").write_text("images/0.png\nimages/gone.png\n")
     for output in ("out.csv", "out.json"):
-        assert predict(flags("--images", "images", "list.txt", output=output)) == 0
+        assert predict("--images", "images", "list.txt", output=output) == 0
         assert "4 of 6 images have classes" in capsys.readouterr().out
     rows = read_csv("out.csv")
     assert [row["status"] for row in rows] == ["ok", "ok", "unreadable", "ok", "ok", "unreadable"]
@@ -116,7 +116,7 @@ def test_without_an_output_a_table_is_printed_and_nothing_written(case, capsys):
     folder, pixels = case
     (folder / "images" / "2.png").write_bytes(b"no image")
     before = written(folder)
-    assert predict(flags(output=None)) == 0
+    assert predict(output=None) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:3] == [SEEN, "| image | 1 | 2 | 3 |", "|---|---|---|---|"] and len(lines) == 7
     cells = [
@@ -130,7 +130,7 @@ def test_without_an_output_a_table_is_printed_and_nothing_written(case, capsys):
 def test_when_no_image_can_be_read_the_rows_stay_and_the_exit_code_says_so(case, capsys):
     for image in (case[0] / "images").iterdir():
         image.write_bytes(b"no image")
-    assert predict(flags()) == 2
+    assert predict() == 2
     said = "none of the 4 images has a result; the first: images/0.png: cannot identify"
     assert said in capsys.readouterr().err
     assert [row["status"] for row in read_csv("out.csv")] == ["unreadable"] * 4
@@ -147,38 +147,26 @@ def test_a_run_that_ends_early_leaves_what_was_there(case, capsys, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ImageRun, "batches", interrupted)
-    assert predict(flags("--overwrite")) == 130
+    assert predict("--overwrite") == 130
     assert capsys.readouterr().err == "interrupted\n" and written(folder) == before
 
 
-BAD = {
-    "--checkpoint null --model scaleformer_vit_t": "predictions need weights",
-    "--top_k 0": "top_k must be from 1 to the model's 4 classes, got 0",
-    "--output out.txt": "must end in .csv or .json",
-    "--output no/out.csv": "no folder",
-    "--output there.csv": "there.csv exists; --overwrite replaces it",
-    "--output null --overwrite": "overwrite replaces the file of --output, which is missing",
-}
-
-
-@pytest.mark.parametrize("more", BAD)
-def test_bad_input_ends_with_one_line_code_2_and_nothing_written(case, capsys, more):
-    folder, _ = case
-    (folder / "there.csv").write_text("mine")
-    before = written(folder)
-    assert predict(flags(*more.split())) == 2
-    assert_one_error(capsys, BAD[more])
-    assert written(folder) == before
-
-
-@pytest.mark.parametrize("has, precision", [(True, "bf16"), (False, "none")])
-def test_amp_auto_takes_what_the_processor_multiplies(case, monkeypatch, has, precision):
+def test_amp_auto_takes_what_the_processor_multiplies(case, monkeypatch):
     folder, _ = case
     # At 40 x 8 px the bfloat16 convolution of oneDNN reads memory that it has not written.
     (folder / "images" / "1.png").unlink()
-    monkeypatch.setattr(machine, "has_bfloat16_products", lambda: has)
-    assert predict(flags("--amp", precision, output="named.csv")) == 0
-    assert predict(flags("--amp", "auto", output="auto.csv")) == 0
-    assert (folder / "auto.csv").read_text() == (folder / "named.csv").read_text()
-    assert predict(flags("--amp", "none" if has else "bf16", output="other.csv")) == 0
-    assert (folder / "auto.csv").read_text() != (folder / "other.csv").read_text()
+    for precision in ("bf16", "none"):
+        monkeypatch.setattr(machine, "has_bfloat16_products", lambda has=precision == "bf16": has)
+        assert predict("--amp", precision, output=f"{precision}.csv") == 0
+        assert predict("--amp", "auto", output=f"auto.{precision}.csv") == 0
+        assert read_csv(f"auto.{precision}.csv") == read_csv(f"{precision}.csv")
+    assert read_csv("bf16.csv") != read_csv("none.csv")
+
+
+def test_a_trained_classifier_names_the_colours_of_quadrants(trained_classifier):
+    found = visionattn.predict(trained_classifier.checkpoint, trained_classifier.images, top_k=1)
+    right = [
+        path.split("/")[-2] == names[0]
+        for path, names in zip(found.paths, found.classes, strict=True)
+    ]
+    assert len(right) == 16 and np.mean(right) > 0.9

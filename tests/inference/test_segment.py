@@ -1,5 +1,6 @@
-"""Masks of images in files: their sizes and values, the table of them, and what is refused."""
+"""Masks of images in files: their sizes, values and table."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,45 +9,27 @@ import torch
 from PIL import Image
 
 import visionattn
-from tests.helpers.tools import assert_one_error, load_tool, read_csv, written
+from tests.helpers.inference_files import MODEL, PAINTED, PAINTER, write_folder, write_segmenter
+from tests.helpers.tools import assert_one_error, read_csv
+from tests.helpers.trained_models import block_mask
+from visionattn.command import run
 from visionattn.inference.segment import mask_files
-from visionattn.models.registration import create
 from visionattn.models.segmentation import IGNORED
-from visionattn.models.weights import DataSpec, load_model, save_model
+from visionattn.models.weights import load_model, save_model
 
-predict, features = load_tool("predict"), load_tool("extract_features")
-ARGS = dict(img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2, head_stride=2)
 COLOURS = ((0, 0, 0), (250, 10, 10), (0, 120, 240))
 NAMES = ("ground", "house", "road")
 SIZES = [(16, 24), (21, 35), (40, 8), (16, 24)]
-PAINTED = DataSpec(
-    3, 3, NAMES, (0.5,) * 3, (0.25,) * 3, None, None, "native", task="segmentation", colours=COLOURS
-)
-
-
-def write_weights(path, spec=PAINTED, bias=None):
-    torch.manual_seed(0)
-    model = create("scaleformer_vit_t", "segmentation", spec.num_classes, spec.in_chans, ARGS)
-    torch.nn.init.normal_(model.head.weight)
-    if bias is not None:
-        model.head.bias.data[:] = bias
-    save_model(path, model, "scaleformer_vit_t", ARGS, spec)
-
-
-def write_images(folder):
-    folder.mkdir()
-    rng = np.random.default_rng(0)
-    arrays = [rng.integers(0, 256, (*size, 3), dtype=np.uint8) for size in SIZES]
-    for number, array in enumerate(arrays):
-        Image.fromarray(array).save(folder / f"{number}.png")
-    return arrays
+FLAGS = ["--checkpoint", "best.safetensors", "--images", "images", "--workers", "0"]
 
 
 @pytest.fixture
 def case(tmp_path, monkeypatch):
+    """The current folder, with weights and images of several sizes, and the images' pixels."""
     monkeypatch.chdir(tmp_path)
-    write_weights(tmp_path / "best.safetensors")
-    return tmp_path, write_images(tmp_path / "images")
+    spec = replace(PAINTED, class_names=NAMES, colours=COLOURS)
+    write_segmenter(tmp_path / "best.safetensors", spec)
+    return tmp_path, write_folder(tmp_path / "images", SIZES)
 
 
 def by_hand(path, image):
@@ -64,12 +47,9 @@ def agree(found, wanted):
     return (np.asarray(found) == wanted).mean() > 0.995
 
 
-FLAGS = ["--checkpoint", "best.safetensors", "--images", "images", "--workers", "0"]
-
-
 def test_each_image_gets_a_png_of_its_size_in_the_colours_of_the_data(case, capsys):
     folder, arrays = case
-    assert predict([*FLAGS, "--output", "out"]) == 0
+    assert run("predict", [*FLAGS, "--output", "out"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "4 of 4 images have masks: out"
     for number, array in enumerate(arrays):
         picture = Image.open(folder / "out" / f"{number}.png")
@@ -89,7 +69,7 @@ def test_each_image_gets_a_png_of_its_size_in_the_colours_of_the_data(case, caps
 @pytest.mark.parametrize("fit", ["pad", "stretch", "crop"])
 def test_masks_come_back_to_the_size_of_the_file(case, fit):
     folder, arrays = case
-    assert predict([*FLAGS, "--fit", fit, "--img-size", "32", "--output", "out"]) == 0
+    assert run("predict", [*FLAGS, "--fit", fit, "--img-size", "32", "--output", "out"]) == 0
     for number, (height, width) in enumerate(SIZES):
         mask = np.array(Image.open(folder / "out" / f"{number}.png"))
         wanted = np.ones((height, width), bool)
@@ -103,9 +83,8 @@ def test_masks_come_back_to_the_size_of_the_file(case, fit):
 
 def test_classes_without_names_or_colours_are_numbers_in_colours_of_their_own(case):
     folder, _ = case
-    spec = DataSpec(3, 30, (), (0.5,) * 3, (0.25,) * 3, None, None, "native", task="segmentation")
-    write_weights(folder / "best.safetensors", spec)
-    assert predict([*FLAGS, "--output", "out"]) == 0
+    write_segmenter(folder / "best.safetensors", replace(PAINTED, num_classes=30))
+    assert run("predict", [*FLAGS, "--output", "out"]) == 0
     picture = Image.open(folder / "out" / "0.png")
     palette = np.array(picture.getpalette()).reshape(-1, 3)
     # Those of PASCAL VOC: aeroplane, bicycle, bird and the last one, television.
@@ -123,8 +102,10 @@ def test_files_of_masks_differ_whatever_images_are_called():
 
 def test_logits_that_are_not_finite_give_no_mask(case, capsys):
     folder, _ = case
-    write_weights(folder / "best.safetensors", bias=torch.inf)
-    assert predict([*FLAGS, "--output", "out"]) == 2
+    model = load_model("best.safetensors")
+    model.head.bias.data[:] = torch.inf
+    save_model(folder / "best.safetensors", model, MODEL, PAINTER, PAINTED)
+    assert run("predict", [*FLAGS, "--output", "out"]) == 2
     assert "outputs are not finite" in capsys.readouterr().err
     assert not (folder / "out").exists()
 
@@ -142,9 +123,9 @@ def test_a_call_gives_what_the_command_writes(case):
 
 def test_the_body_gives_feature_maps_and_no_vectors(case, capsys):
     folder, _ = case
-    assert features([*FLAGS, "--output", "f"]) == 2
+    assert run("features", [*FLAGS, "--output", "f"]) == 2
     assert_one_error(capsys, "has feature maps and no vector of an image")
-    assert features([*FLAGS, "--dense", "--output", "f"]) == 0
+    assert run("features", [*FLAGS, "--dense", "--output", "f"]) == 0
     maps = visionattn.extract_features("best.safetensors", "images", dense=True)
     assert [tuple(each.shape) for each in maps[:2]] == [(16, 2, 3), (16, 3, 5)]
     model = load_model("best.safetensors")
@@ -154,23 +135,7 @@ def test_the_body_gives_feature_maps_and_no_vectors(case, capsys):
         visionattn.extract_features(model, "images")
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ([], "--output is missing: a folder for a PNG of each mask"),
-        (["--output", "out.csv"], "this model gives masks; name a folder"),
-        (["--output", "m.npy"], "holds one mask, and there are 4 images"),
-        (["--output", "out", "--top-k", "2"], "top_k is of classes of images"),
-        (["--output", "there"], "exists; --overwrite replaces it"),
-        (["--output", "out", "--images", "images/0.png", "images/0.png"], "is named twice"),
-        (["--output", "images", "--overwrite"], "a mask would replace the image images/0.png"),
-    ],
-)
-def test_what_cannot_be_is_one_line_and_nothing_is_written(case, capsys, given, words):
-    folder, _ = case
-    (folder / "there").mkdir()
-    (folder / "there" / "2.png").write_text("mine")
-    before = written(folder)
-    assert predict([*FLAGS, *given]) == 2
-    assert_one_error(capsys, words)
-    assert written(folder) == before
+def test_a_trained_segmenter_finds_the_materials(trained_segmenter):
+    found = visionattn.segment(trained_segmenter.checkpoint, trained_segmenter.images)
+    right = [(mask.numpy() == block_mask(100 + i)).mean() for i, mask in enumerate(found)]
+    assert len(right) == 4 and np.mean(right) > 0.9
