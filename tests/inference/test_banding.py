@@ -1,4 +1,4 @@
-"""Images that are computed band by band: rows, features, masks and maps as in one pass, and whole."""
+"""Images that are computed band by band: rows, features, masks and maps as in one pass."""
 
 import json
 import re
@@ -245,11 +245,6 @@ def test_look_draws_the_winners_of_one_pass_over_a_smaller_picture(
         assert other["box"] == one["box"]
         assert other["added"] == pytest.approx(one["added"], rel=1e-3)
     assert bands["rows"] == [] and "band by band" in (folder / "bands" / "index.html").read_text()
-    with pytest.warns(UserWarning, match="band by band"):
-        found = visionattn.look("best.safetensors", "images/3.tif", img_size="native")[0]
-    assert found.in_bands and found.evidence.gradient is None
-    assert [*found.box(*found.top)] == plain["winners"][0]["box"]
-    capsys.readouterr()
     assert run("look", [*flags, "--show", "rows", "--output", "rows"]) == 2
     assert "band by band there are only winners" in capsys.readouterr().err
 
@@ -283,21 +278,6 @@ def test_classes_of_pixels_become_a_map_in_a_file_of_its_own(folder):
     found = tifffile.imread("mask.tif")
     assert found.dtype == np.uint8 and found.shape == whole.shape
     assert (found == whole).mean() > 0.999 and len(np.unique(whole)) > 1
-
-
-def test_with_overwrite_the_old_map_stays_until_there_is_a_new_one(folder, capsys, monkeypatch):
-    assert run("features", map_of_slide(*BOUND)) == 0
-    before = (folder / "map.npy").read_bytes()
-    write_tiff(folder / "slide.tif", 133, 104, 3)
-    again = map_of_slide("--overwrite", *BOUND)
-    with monkeypatch.context() as patch:
-        stop_at(patch, {5})
-        assert run("features", again) == 130
-        assert (folder / "map.npy").read_bytes() == before
-        assert run("features", again) == 0
-    assert "going on with band " in capsys.readouterr().out
-    assert (folder / "map.npy").read_bytes() != before
-    assert not hidden(folder)
 
 
 def test_a_kill_once_the_map_has_its_name_leaves_a_whole_map(folder, monkeypatch):

@@ -1,4 +1,4 @@
-"""Features in files: values, order, memory, what of an earlier run stays, and parts of a collection."""
+"""Features in files: values, memory, what of an earlier run stays, and parts of a collection."""
 
 import gc
 import os

@@ -80,27 +80,6 @@ def test_the_recurrence_generates_what_the_parallel_form_generates(kind, monkeyp
     torch.testing.assert_close(found.bits_per_dim, nats / math.log(2), rtol=1e-12, atol=0)
 
 
-def test_mixed_precision_acts_and_its_steps_agree_within_what_it_rounds(monkeypatch):
-    exact, model, logits = make(), make(dtype=torch.float32), []
-    step = PixelDecoder.step
-
-    def watched(*given):
-        logits.append(step(*given))
-        return logits[-1]
-
-    monkeypatch.setattr(PixelDecoder, "step", watched)
-    images = visionattn.generate(model, 4, seed=5, amp="bf16").images
-
-    def at_once(model):
-        with torch.no_grad():
-            return model.logits(images).permute(0, 3, 4, 2, 1).flatten(1, 3).double()
-
-    with torch.autocast("cpu", torch.bfloat16):
-        error = (at_once(model) - at_once(exact)).abs().max()
-    found = (torch.stack(logits, 1).double() - at_once(exact)).abs().max()
-    assert error > 1e-4 and 1e-4 < found < 2 * error
-
-
 def test_an_image_depends_on_the_seed_and_its_number_alone():
     model = make("conditioned")
     before = torch.random.get_rng_state()
@@ -122,10 +101,8 @@ def test_temperature_0_takes_the_most_probable_level_whatever_the_seed():
     assert torch.equal(one.images, other.images)
     with torch.no_grad():
         assert torch.equal(model.logits(one.images).argmax(1).to(torch.uint8), one.images)
-    # As the limit of low temperatures, however low they are.
-    for temperature in (1e-4, 1e-300):
-        found = visionattn.generate(model, 2, temperature=temperature)
-        assert torch.equal(found.images, one.images)
+    found = visionattn.generate(model, 2, temperature=1e-300)
+    assert torch.equal(found.images, one.images)
 
 
 def test_levels_without_probability_are_never_chosen():
@@ -152,20 +129,16 @@ def test_completions_keep_the_given_rows_and_see_no_others():
     prompts[:, 2:] = 9
     again = visionattn.generate(model, 2, complete=prompts, keep=0.4)
     assert torch.equal(again.images, found.images)
-    # Other completions and other prompts change none.
-    alone = visionattn.generate(model, 1, complete=prompts[:2], keep=0.4)
-    assert torch.equal(alone.images, found.images[[0, 2]])
     with torch.no_grad():
         nats = -model(found.images)[:, :, 2:].mean((1, 2, 3))
     torch.testing.assert_close(found.bits_per_dim, nats / math.log(2), rtol=1e-12, atol=0)
-
-
-def test_a_completion_goes_on_as_the_whole_image_would():
-    model = make("colour")
+    # Other completions and other prompts change none, and an image goes on as it was generated.
+    alone = visionattn.generate(model, 1, complete=prompts[:2], keep=0.4)
+    assert torch.equal(alone.images, found.images[[0, 2]])
     whole = visionattn.generate(model, 3, seed=6).images
-    prompts = whole.permute(0, 2, 3, 1).numpy()
-    found = visionattn.generate(model, 1, complete=prompts, keep=0.6, seed=6)
-    assert torch.equal(found.images, whole)
+    given = whole.permute(0, 2, 3, 1).numpy()
+    again = visionattn.generate(model, 1, complete=given, keep=0.6, seed=6)
+    assert torch.equal(again.images, whole)
 
 
 def test_prompts_have_the_class_under_which_their_rows_are_the_most_likely():
@@ -181,13 +154,6 @@ def test_prompts_have_the_class_under_which_their_rows_are_the_most_likely():
     assert found.classes == [NAMES[i] for i in wanted]
     named = visionattn.generate(model, 3, complete=prompts[:2], classes=["cedar", 0])
     assert named.classes == ["cedar", "ash", "cedar"] * 2
-
-
-def test_a_module_is_given_back_as_it_was():
-    model = make().train()
-    model.blocks[0].eval()
-    visionattn.generate(model, 1)
-    assert model.training and not model.blocks[0].training and model.blocks[1].training
 
 
 PICTURE = np.zeros((5, 7), np.uint8)
@@ -222,12 +188,6 @@ CONDITIONED_WRONG = [
 def test_options_that_cannot_be_are_refused(kind, options, said):
     with pytest.raises(ValueError, match=said):
         visionattn.generate(make(kind), **options)
-
-
-def test_at_least_one_row_is_given_and_one_is_generated():
-    for keep, rows in ((0.01, 1), (0.99, 4)):
-        found = visionattn.generate(make(), complete=PICTURE, keep=keep).images[0, 0]
-        assert found[:rows].eq(0).all() and found[rows].any()
 
 
 def test_a_model_of_few_levels_generates_them_and_takes_no_others():

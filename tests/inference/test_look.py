@@ -16,7 +16,6 @@ from tests.helpers.tools import written
 from visionattn.command import run
 from visionattn.data.geometry import Box
 from visionattn.inference.attribution_folder import cut
-from visionattn.inference.image_attribution import of_patches
 from visionattn.inference.look_options import parse_look
 from visionattn.inference.pictures import Picture
 from visionattn.models.attribution import find_attribution
@@ -129,12 +128,6 @@ def test_a_model_that_comes_with_weights_may_stand_first(folder):
     options = parse_look(["scaleformer_vit_digits", "a.png", "b.png", "--output", "out"])
     assert (options.model, options.pretrained) == ("scaleformer_vit_digits", True)
     assert options.images == ["a.png", "b.png"] and options.checkpoint is None
-
-
-def test_sums_of_patches_are_those_of_their_pixels():
-    gradient = torch.arange(12.0).reshape(3, 4) - 5
-    found = of_patches(gradient, (2, 2))  # the last row of patches is not full
-    assert found.tolist() == [[5 + 4 + 1 + 0, 3 + 2 + 1 + 2], [3 + 4, 5 + 6]]
 
 
 def test_many_bands_of_any_range_and_grey_levels_as_channels_are_drawn(folder):

@@ -77,7 +77,7 @@ class Drawn:
         return picture[down][:, right]
 
     def inside(self, places=(0, 0), count=None, around=0):
-        """A mask of the picture: some patches from a place on, all by default, and a line around."""
+        """A mask of the picture: ``count`` patches from a place on, or all, and a line around."""
         case, side = self.case, PATCH * self.case.each
         mask = np.zeros([px * case.times for px in case.file], bool)
         slices = []
@@ -217,7 +217,7 @@ def test_tables_are_drawn_with_the_offsets_where_they_are(tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     write_weights(tmp_path / "best.safetensors", args=TINY | dict(relative=kind))
     Image.fromarray(np.zeros((16, 24, 3), np.uint8)).save("a.png")
-    assert run("look", "best.safetensors a.png --output out --show tables".split()) == 0
+    assert run("look", ["best.safetensors", "a.png", "--output", "out", "--show", "tables"]) == 0
     weights, wanted = load_file("best.safetensors"), []
     for number in range(2):
         start = f"blocks.{number}.attn.relative."

@@ -22,12 +22,11 @@ from visionattn.data.data_config import DataConfig
 from visionattn.data.drawn_images import patch_labels
 from visionattn.data.embedded import CanvasDataset, digit_splits
 from visionattn.data.geometry import Geometry
-from visionattn.inference.drawn import Division, Drawn
+from visionattn.inference.drawn import Drawn
 from visionattn.inference.probes import (
     DenseResult,
     divide_folder,
     fit_and_judge,
-    fit_probes,
     patches_of,
     pixel_map,
 )
@@ -124,19 +123,10 @@ def test_features_that_are_there_are_not_computed_again_for_a_probe(folder, caps
     assert int(found[3]) + int(found[5]) == 29
 
 
-def test_what_cannot_be_probed_is_refused_in_one_line(folder, capsys):
+def test_too_few_images_are_refused_in_one_line(folder, capsys):
     write_classes(folder / "images", 2, seed=1)
-    shutil.copytree(folder / "images" / "fern", folder / "alone" / "fern")
-    for more, part in (
-        (["--neighbours", "9"], "neighbours 9 of 3 images to fit on; name fewer"),
-        (["--images", "alone"], "probe needs two classes or more; alone has fern alone"),
-    ):
-        assert probe(*more) == 2
-        assert_one_error(capsys, part)
-    vectors = [(f"{i}", torch.full((3,), float(i))) for i in range(9)]
-    one_class = Division({str(i): 0 for i in range(6)}, {"7": 0}, "test", ("a",))
-    with pytest.raises(ValueError, match="a probe wants at least 2 images"):
-        fit_probes(vectors, one_class, 2)
+    assert probe("--neighbours", "9") == 2
+    assert_one_error(capsys, "neighbours 9 of 3 images to fit on; name fewer")
 
 
 def images_of(features, labels, per_image: int = 40):
@@ -282,19 +272,3 @@ def test_pooled_features_of_canvases_are_probed_for_their_classes(folder, capsys
     for split, named in (("validation", division.fitted), ("test", division.judged)):
         labels = digit_splits(0.1, 0)[split].labels[:30].tolist()
         assert named == {f"canvas/{split}/{i}": label for i, label in enumerate(labels)}
-
-
-def test_images_without_maps_are_counted_and_left_out(folder, capsys, monkeypatch):
-    real = features.last_map
-
-    def some(model, inputs, sizes):
-        found = real(model, inputs, sizes)
-        found[1] = torch.nan
-        return found
-
-    monkeypatch.setattr(features, "last_map", some)
-    assert probe_canvases("--dense", "--probe", "--batch_size", "20") == 0
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[-4] == "labelled images without features, which count nowhere: 3"
-    # The second image of the last batch of three is a test image.
-    assert printed[-3].endswith("validation images and judged on 1,044 of 30 test images")

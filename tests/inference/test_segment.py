@@ -125,7 +125,6 @@ def test_the_body_gives_feature_maps_and_no_vectors(case, capsys):
     folder, _ = case
     assert run("features", [*FLAGS, "--output", "f"]) == 2
     assert_one_error(capsys, "has feature maps and no vector of an image")
-    assert run("features", [*FLAGS, "--dense", "--output", "f"]) == 0
     maps = visionattn.extract_features("best.safetensors", "images", dense=True)
     assert [tuple(each.shape) for each in maps[:2]] == [(16, 2, 3), (16, 3, 5)]
     model = load_model("best.safetensors")

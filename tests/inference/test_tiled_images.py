@@ -1,4 +1,4 @@
-"""``--tiles`` of predict and features: classes, features, maps and masks of the tiles of an image."""
+"""``--tiles`` of predict and features: classes, features, maps and masks of tiles."""
 
 import numpy as np
 import pytest
