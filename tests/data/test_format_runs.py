@@ -6,12 +6,7 @@ import warnings
 import numpy as np
 import pytest
 
-from tests.helpers.image_files import config_of
 from tests.helpers.tools import load_tool, read_csv
-from visionattn.data.geometry import Geometry
-from visionattn.data.splits import build_splits
-from visionattn.inference.image_listing import find_images
-from visionattn.inference.image_reading import ReadImages
 from visionattn.models.weights import load_model
 
 tifffile = pytest.importorskip("tifffile")
@@ -55,24 +50,3 @@ def test_a_model_trained_on_bands_of_12_bits_reads_them_in_every_tool(tmp_path, 
     assert json.loads((tmp_path / "a.json").read_text())["rows"][0]["images"] == 8
     rows = read_csv(tmp_path / "a.csv")
     assert [row["status"] for row in rows] == ["ok"] * 8
-
-
-def test_a_range_that_was_found_is_read_by_all_tools_as_in_training(tmp_path):
-    """Files of 12 bits in 16 that do not say so, and one that says that it has 14."""
-    draw = np.random.default_rng(0)
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        for number in range(3):
-            levels = draw.integers(0, 4096, (32, 32)).astype(np.uint16)
-            tifffile.imwrite(tmp_path / name / f"{number}.tif", levels)
-    stated, path = draw.integers(0, 2**14, (32, 32)).astype(np.uint16), tmp_path / "a" / "9.tif"
-    tifffile.imwrite(path, stated, extratags=[(281, "H", 1, 2**14 - 1, True)])
-    with pytest.warns(UserWarning, match="read as 12 bits"):
-        splits = build_splits(config_of(tmp_path, val_fraction=0.3, img_size=32), 3)
-    assert splits.spec.value_range == (0, 4095) and splits.spec.range_found
-    geometry = Geometry("crop", (32, 32), None, (8, 8))
-    reader = ReadImages(find_images([str(path)]), splits.spec, geometry)
-    np.testing.assert_allclose(reader[0].pixels[0], stated / (2**14 - 1), atol=1e-6)
-    tifffile.imwrite(tmp_path / "above.tif", np.full((32, 32), 9000, np.uint16))
-    reader = ReadImages(find_images([str(tmp_path / "above.tif")]), splits.spec, geometry)
-    assert reader[0].pixels is None and "give --value_range LOW HIGH" in reader[0].reason

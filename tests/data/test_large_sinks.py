@@ -103,21 +103,6 @@ def test_what_is_unfinished_is_gone_on_with_and_ends_with_the_same_bytes(tmp_pat
     assert content(path) == content(written(tmp_path / f"whole{suffix}", values))
 
 
-@every_format
-def test_an_unfinished_map_of_another_kind_is_begun_anew(tmp_path, suffix):
-    path, values = tmp_path / f"map{suffix}", map_of(np.uint8)
-    for shape, dtype in (((5, 83, 60), np.uint8), (SHAPE, np.int8)):
-        with open_sink(path) as sink:
-            sink.begin(shape, dtype)
-            sink.write(0, np.full(shape, 99, dtype))
-    with open_sink(path) as sink:
-        sink.begin(SHAPE, values.dtype)
-        sink.write(0, values[:, :32])
-        sink.finish()
-    np.testing.assert_array_equal(read(path)[:, :32], values[:, :32])
-    assert not read(path)[:, 32:].any()
-
-
 PLACES = {"_write", "_write_all", "_begin", "empty", "_write_tiff", "forget", "reserve_bytes"}
 PLACES |= {"flush_to_disk", "flush_folder", "_rename_folder", "_forget_parts", "_cast", "finish"}
 
@@ -186,28 +171,14 @@ def test_only_whole_shards_are_written_by_bands_and_there_are_a_few_hundred_file
         assert chunks[2] == 1 or np.prod(chunks) * itemsize <= 2**20
 
 
-def test_a_zarr_has_its_shards_and_bands_that_fit_decode_none_of_them(tmp_path, monkeypatch):
-    values, decoded = map_of(np.float32, (48, 256, 256)), []
-    decode = zarr.codecs.ZstdCodec._decode_single
-
-    async def count(codec, *given):
-        decoded.append(codec)
-        return await decode(codec, *given)
-
-    monkeypatch.setattr(zarr.codecs.ZstdCodec, "_decode_single", count)
-    with open_sink(tmp_path / "a.zarr") as sink:
-        sink.begin(values.shape, values.dtype)
-        for _ in range(2):
-            write_bands(sink, values, sink.rows)
-        assert decoded == []
-        write_bands(sink, values, sink.rows // 2)
-        assert decoded != []
-        sink.finish()
-    array = zarr.open_array(tmp_path / "a.zarr", mode="r")
+def test_a_zarr_has_its_shards_and_the_names_of_its_axes(tmp_path):
+    values = map_of(np.float32, (48, 256, 256))
+    path = written(tmp_path / "a.zarr", values)
+    array = zarr.open_array(path, mode="r")
     assert array.metadata.zarr_format == 3 and array.metadata.dimension_names == ("c", "y", "x")
     assert (array.shards, array.chunks) == shards_of(values.shape, 4)
-    assert len(content(tmp_path / "a.zarr")) == 256 // sink.rows + 1
-    with open_source(tmp_path / "a.zarr") as source:
+    assert len(content(path)) == 256 // array.shards[1] + 1
+    with open_source(path) as source:
         assert (source.height, source.width, source.channels) == (256, 256, 48)
         part = source.read(slice(100, 200), slice(7, 30))
     np.testing.assert_array_equal(part, values[:, 100:200, 7:30].transpose(1, 2, 0))

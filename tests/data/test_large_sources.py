@@ -2,7 +2,6 @@
 
 import io
 import warnings
-import zlib
 
 import numpy as np
 import pytest
@@ -102,59 +101,24 @@ def test_bands_of_rows_are_what_an_image_holds_and_become_the_usual_input(tmp_pa
     assert inputs.dtype == torch.float32 and torch.equal(inputs, usual(listing, spec))
 
 
-def with_nodata():
-    values = np.random.default_rng(0).normal(size=(HEIGHT, WIDTH, 3)).astype(np.float32)
-    values[:9, :7] = -9999
-    values[20, 20], values[21, 20, 1], values[22, 21, 0] = np.nan, np.inf, -np.inf
-    return values
-
-
-VALUES = {
-    "16 bits with a range": (pixels_of(3, np.uint16, 9000), {}, dict(value_range=(100, 8000))),
-    "16 bits, 12 of which are found": (pixels_of(3, np.uint16, 4000), {}, {}),
-    "signed": (pixels_of(3, np.int16, 900), {}, dict(value_range=(-50, 800))),
-    "floats, NaN and no data": (
-        with_nodata(),
-        {"extratags": [(42113, 2, 0, "-9999", False)]},
-        dict(value_range=(-2, 2)),
-    ),
-    "4 bands of 6": (pixels_of(6), {}, dict(in_chans=4, bands=(4, 2, 6, 1))),
-    "colours of 4": (pixels_of(4), {"photometric": "rgb", "extrasamples": [2]}, {}),
-    "grey of colours": (pixels_of(), {}, dict(in_chans=1)),
-    "colours of grey": (pixels_of(1), {}, {}),
-    "white is the smallest": (pixels_of(1), {"photometric": "miniswhite"}, {}),
-    "one-hot of 12 bits": (
-        pixels_of(1, np.uint16, 4095),
-        {},
-        dict(in_chans=256, encoding="grey_one_hot", mean=(), std=(), value_range=(0, 4095)),
-    ),
-}
-
-
-@pytest.mark.parametrize("values", VALUES)
-@pytest.mark.filterwarnings("ignore:16-bit images hold values up to 4,000. read as 12 bits")
-def test_bands_and_values_become_the_usual_input_to_the_bit(tmp_path, values):
-    pixels, writing, asked = VALUES[values]
-    spec, path, held = spec_of(**asked), str(tmp_path / "image.tif"), pixels.shape[2]
-    (tmp_path / "image.tif").write_bytes(tiff(pixels, tile=(16, 32), **writing).getvalue())
-    for options, channels in ((options_of(spec), {4: 3, 6: 4}.get(held, held)), (None, held)):
-        with open_source(path, options=options) as source:
-            assert source.channels == channels
-            prepare = source.prepare(spec)
-            inputs = torch.cat([prepare(band) for band in bands_of_rows(source)], 2)
-        assert torch.equal(inputs, usual(ListedFiles([path]), spec))
-
-
-def test_a_range_that_is_found_is_told_and_is_that_of_the_whole_image(tmp_path):
-    pixels = pixels_of(1, np.uint16, 200)
-    pixels[-1, -1] = 4000
-    (tmp_path / "a.tif").write_bytes(tiff(pixels, rowsperstrip=7).getvalue())
-    with open_source(str(tmp_path / "a.tif")) as source:
-        with pytest.warns(UserWarning, match="read as 12 bits; --value_range LOW HIGH") as told:
-            prepare = source.prepare(spec_of(in_chans=1, mean=(0.0,), std=(1.0,)))
-        assert len(told) == 1
-        first = prepare(source.read(slice(0, 4), slice(0, WIDTH)))
-    np.testing.assert_allclose(first[0, 0], pixels[:4, :, 0] / 4095, rtol=1e-6)
+@pytest.mark.parametrize(
+    ("pixels", "asked"),
+    [
+        (pixels_of(), dict(in_chans=1)),
+        (pixels_of(1), {}),
+        (
+            pixels_of(1, np.uint16, 4095),
+            dict(in_chans=256, encoding="grey_one_hot", mean=(), std=(), value_range=(0, 4095)),
+        ),
+    ],
+)
+def test_bands_become_grey_coloured_and_one_hot_to_the_bit(tmp_path, pixels, asked):
+    spec, path = spec_of(**asked), str(tmp_path / "image.tif")
+    (tmp_path / "image.tif").write_bytes(tiff(pixels, tile=(16, 32)).getvalue())
+    with open_source(path, options=options_of(spec)) as source:
+        prepare = source.prepare(spec)
+        inputs = torch.cat([prepare(band) for band in bands_of_rows(source)], 2)
+    assert torch.equal(inputs, usual(ListedFiles([path]), spec))
 
 
 @pytest.mark.parametrize(
@@ -333,28 +297,6 @@ def test_what_is_no_image_or_not_what_the_model_takes_is_one_line(tmp_path):
         said = "^the array: float32 values .* nothing says which of them are black and white"
         with pytest.raises(NotAsAsked, match=said):
             prepare(source.read(slice(0, 4), slice(0, 4)))
-
-
-def test_bands_of_a_bigtiff_of_16384_px_are_read_without_the_rest(tmp_path, monkeypatch):
-    side, tile = 16_384, 512
-    encoded = zlib.compress(np.full((tile, tile), 7, np.uint8).tobytes())
-    options = dict(tile=(tile, tile), compression="zlib", photometric="minisblack")
-    with tifffile.TiffWriter(tmp_path / "large.tif", bigtiff=True) as file:
-        tiles = (encoded for _ in range((side // tile) ** 2))
-        file.write(tiles, shape=(side, side), dtype=np.uint8, **options)
-    counts, read = [], tifffile.FileHandle.read_segments
-
-    def count(file, offsets, *given, **options):
-        counts.append(len(offsets))
-        return read(file, offsets, *given, **options)
-
-    monkeypatch.setattr(tifffile.FileHandle, "read_segments", count)
-    with open_source(tmp_path / "large.tif") as source:
-        assert (source.height, source.width, source.channels) == (side, side, 1)
-        assert source.held_bytes == tile * side
-        for rows in (slice(0, 300), slice(300, 700), slice(16_000, side)):
-            assert (source.read(rows, slice(0, side)) == 7).all()
-        assert counts == [side // tile] * 3
 
 
 def test_passes_open_what_can_be_opened(tmp_path):
