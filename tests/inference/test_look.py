@@ -3,23 +3,26 @@
 import json
 import os
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 import visionattn
 from tests.helpers.inference_files import ARGS, COLOUR, write_image, write_weights
 from tests.helpers.tools import written
 from visionattn.command import run
 from visionattn.data.geometry import Box
+from visionattn.inference import attribution_folder
 from visionattn.inference.attribution_folder import cut
 from visionattn.inference.look_options import parse_look
 from visionattn.inference.pictures import Picture
-from visionattn.models.attribution import find_attribution
-from visionattn.models.weights import DataSpec, load_model
+from visionattn.models.attribution import find_attribution, principal, watch
+from visionattn.models.weights import load_model
 
 MAX = ARGS | dict(global_pool="max", class_token=False)
 FILE = "best.safetensors"
@@ -130,23 +133,10 @@ def test_a_model_that_comes_with_weights_may_stand_first(folder):
     assert options.images == ["a.png", "b.png"] and options.checkpoint is None
 
 
-def test_many_bands_of_any_range_and_grey_levels_as_channels_are_drawn(folder):
-    spec = DataSpec(5, 2, (), (0.4,) * 5, (0.3,) * 5, None, 16, bands=(1, 2, 3, 4, 5))
-    write_weights(folder / "bands.safetensors", replace(spec, value_range=(0.0, 4.0)), args=MAX)
-    np.save("bands.npy", np.random.default_rng(3).uniform(0, 4, (40, 48, 5)).astype(np.float32))
-    assert look("bands.npy", file="bands.safetensors") == 0
-    assert summary(folder / "out")[0]["class"] in ("0", "1")
-    spec = DataSpec(256, 3, (), (), (), "grey_one_hot", 16)
-    write_weights(folder / "levels.safetensors", spec, args=MAX)
-    assert look("a.png", file="levels.safetensors", output="grey") == 0
-
-
 def test_from_python_the_same_is_found_and_the_model_is_left_as_it_was(folder):
     model = load_model(FILE).train()
     options = dict(blocks=[0], target=3, img_size="native")
-    found = visionattn.look(
-        model, ["a.png", "b.png"], queries=["top", (9, 20)], show=["rows", "gradient"], **options
-    )
+    found = visionattn.look(model, ["a.png", "b.png"], show=["rows", "gradient"], **options)
     assert model.training and all(each.requires_grad for each in model.parameters())
     assert [each.path for each in found] == ["a.png", "b.png"] and found[0].components is None
     pixels = np.asarray(Image.open("a.png"))
@@ -160,8 +150,6 @@ def test_from_python_the_same_is_found_and_the_model_is_left_as_it_was(folder):
     assert [row.place for row in again.rows] == [(1, 6), again.top]
     assert again.components.shape == (3, 5, 7) and again.shares.shape == (3,)
     assert again.patch_at(39, 0) == (4, 0) and again.box(4, 6) == Box(32, 48, 8, 8)
-    with pytest.raises(ValueError, match="image 0: query 99,0 is outside"):
-        visionattn.look(FILE, pixels, queries=[(99, 0)])
 
 
 def test_a_detail_is_of_the_image_and_not_of_the_sentences_below_it():
@@ -170,3 +158,213 @@ def test_a_detail_is_of_the_image_and_not_of_the_sentences_below_it():
     picture = Picture("a", "a", (), sheet, Box(490, 1890, 8, 8), (1900, 500))
     part = cut(picture)
     assert part.size == (640, 500) and part.getextrema() == ((0, 0),) * 3
+
+
+PREFIX = 2
+TINY = ARGS | dict(global_pool="avgmax", class_token=True, reg_tokens=PREFIX - 1, horizon=2)
+ORANGE, BLUE, GREEN = (213, 94, 0), (0, 114, 178), (0, 128, 80)
+GREY = (107, 107, 107)
+PATCH, ASKED = 8, (1, 2)
+"""Pixels of a patch, and the patch whose row of attention is drawn: no mirror image of itself."""
+LARGE_PX = 1921
+
+
+@dataclass(frozen=True)
+class Case:
+    """An image, how the model sees it, and where pixels of its input come to lie."""
+
+    file: tuple[int, int]
+    seen: tuple[int, int]
+    """The size at which the model sees what it sees."""
+    flags: str
+    each: int = 1
+    """Pixels of the file along the side of one of the model's."""
+    first: tuple[int, int] = (0, 0)
+    """Where in the file the part begins that the model sees."""
+    times: int = 9
+    """Pixels of the picture along the side of one of the file."""
+    canvas: tuple[int, int] | None = None
+    """The size of the input, where the image does not fill it."""
+
+
+CASES = {
+    "native": Case((37, 52), (37, 52), "--img-size native"),
+    "cropped": Case((144, 131), (48, 32), "--img-size 48 32 --fit crop", 3, (0, 17), 3),
+    "too large to draw": Case((280, 336), (32, 48), "--img-size 32 48 --fit crop", 7, (28, 0)),
+    "padded": Case((40, 56), (40, 56), "--img-size 56 56 --fit pad", canvas=(56, 56)),
+}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The folder of a case, where its pictures have pixels of the model's input, and the file."""
+
+    case: Case
+    folder: Path
+    grey: np.ndarray
+
+    def picture(self, name):
+        """The pixels of a picture without what stands below the image."""
+        (path,) = self.folder.glob(f"1-{name}*.png")
+        height, width = (px * self.case.times for px in self.case.file)
+        return np.asarray(Image.open(path)).astype(float)[:height, :width]
+
+    def sampled(self, picture):
+        """The colour of the picture in the middle of each pixel of the model's input."""
+        case = self.case
+        down, right = (
+            np.array([int((first + (i + 0.5) * case.each) * case.times) for i in range(count)])
+            for first, count in zip(case.first, case.seen, strict=True)
+        )
+        return picture[down][:, right]
+
+    def inside(self, places=(0, 0), count=None, around=0):
+        """A mask of the picture: ``count`` patches from a place on, or all, and a line around."""
+        case, side = self.case, PATCH * self.case.each
+        mask = np.zeros([px * case.times for px in case.file], bool)
+        slices = []
+        for first, place, seen in zip(case.first, places, case.seen, strict=True):
+            start = first + place * side
+            last = first + seen * case.each
+            end = last if count is None else min(start + count * side, last)
+            slices.append(slice(max(0, start * case.times - around), end * case.times + around))
+        mask[tuple(slices)] = True
+        return mask
+
+    def frame(self, place):
+        """The line around a patch, one pixel away from it."""
+        return self.inside(place, 1, 1) & ~self.inside(place, 1)
+
+
+def strength(colours):
+    """How strong the colour over grey paper is, from -1, blue, to 1, orange."""
+    more = colours[..., 0] - colours[..., 2]
+    return np.where(more > 0, more / ORANGE[0], more / BLUE[2]) / 0.8
+
+
+def assert_drawn(drawn, name, wanted):
+    """Colours are as strong as is wanted; below them lies the image, pale where it is not seen."""
+    picture, case = drawn.picture(name), drawn.case
+    sampled = drawn.sampled(picture)
+    np.testing.assert_allclose(strength(sampled), wanted, atol=0.01)
+    share = 0.8 * np.abs(strength(sampled))[..., None]
+    colour = np.where(strength(sampled)[..., None] > 0, ORANGE, BLUE)
+    grey = drawn.grey.repeat(case.times, 0).repeat(case.times, 1)[..., None]
+    assert np.abs(sampled - drawn.sampled(grey) * (1 - share) - colour * share).max() <= 3
+    outside = ~drawn.inside(around=2)  # and frames
+    pale = 255 - 0.35 * (255 - grey[outside])
+    assert np.abs(picture[outside] - pale).max(initial=0) <= 1.5
+    return picture
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_pictures_show_the_numbers_where_they_are(tmp_path, monkeypatch, name):
+    case, random = CASES[name], np.random.default_rng(7)
+    own = random.integers(0, 256, (*case.seen, 3)).astype(np.uint8)
+    file = random.integers(0, 256, (*case.file, 3)).astype(np.uint8)
+    (top, left), large = case.first, np.kron(own, np.ones((case.each, case.each, 1), np.uint8))
+    file[top : top + large.shape[0], left : left + large.shape[1]] = large
+    monkeypatch.chdir(tmp_path)
+    Image.fromarray(file).save("a.png")
+    write_weights(tmp_path / "best.safetensors", args=TINY)
+    asked = [
+        first + int((place + 0.5) * PATCH * case.each)
+        for first, place in zip(case.first, ASKED, strict=True)
+    ]
+    if name == "too large to draw":
+        monkeypatch.setattr(attribution_folder, "MOST_DRAWN_PX", LARGE_PX)
+    words = f"best.safetensors a.png --output out --target birch {case.flags} --queries"
+    assert run("look", [*words.split(), f"{asked[0]},{asked[1]}"]) == 0
+    if name == "too large to draw":  # a smaller picture of the file is drawn
+        case = replace(case, file=(40, 48), each=1, first=(4, 0), times=10)
+        file = file.reshape(40, 7, 48, 7, 3).mean((1, 3)).round().astype(np.uint8)
+    drawn = Drawn(case, tmp_path / "out", np.asarray(Image.fromarray(file).convert("L")) * 1.0)
+
+    # What the model gives, by hand.
+    model = load_model("best.safetensors")
+    height, width = (-(-px // PATCH) for px in case.seen)
+    canvas = case.canvas or (height * PATCH, width * PATCH)
+    beyond = [(0, side - px) for side, px in zip(canvas, case.seen, strict=True)]
+    inputs = (np.pad(own, (*beyond, (0, 0)), mode="edge") / 255 - COLOUR.mean) / COLOUR.std
+    inputs = torch.tensor(inputs.transpose(2, 0, 1)[None], dtype=torch.float32)
+    sizes = torch.tensor([case.seen]) if case.canvas else None
+    evidence = find_attribution(model, inputs, sizes=sizes, target=1)
+    across = canvas[1] // PATCH
+    token = PREFIX + ASKED[0] * across + ASKED[1]
+    rows, features = watch(model, inputs, {1: [token]}, sizes=sizes, features=1)
+
+    def of_pixels(patches):
+        return np.kron(patches, np.ones((PATCH, PATCH)))[: case.seen[0], : case.seen[1]]
+
+    added = evidence.patches.numpy()[:height, :width]
+    assert added.min() < 0 < added.max()
+    picture = assert_drawn(drawn, "winners", of_pixels(added / np.abs(added).max()))
+    orange = (picture == ORANGE).all(-1)  # colours over paper are never as strong
+    highest = {divmod(int(place), width) for place in np.argsort(-added, axis=None)[:5]}
+    for place in np.ndindex(height, width):
+        assert (orange[drawn.frame(place)].mean() > 0.5) == (place in highest)
+
+    gradient = evidence.gradient.numpy()
+    order = np.sort(np.abs(gradient), axis=None)[::-1]
+    most = order[round(0.005 * order.size) - 1]
+    gradient = gradient[: case.seen[0], : case.seen[1]]
+    assert_drawn(drawn, "gradient", np.clip(gradient / most, -1, 1))
+
+    row = rows[1].total[0, :, 0, PREFIX:].mean(0).unflatten(0, (-1, across))
+    row = row[:height, :width].numpy()
+    rank = row.argsort(axis=None).argsort().reshape(row.shape)
+    wanted = -np.log10(1 - (rank + 0.5) / row.size) / np.log10(2 * row.size)
+    picture = assert_drawn(drawn, "block-1-1-2", of_pixels(wanted))
+    assert ((picture == GREEN).all(-1) == drawn.frame(ASKED)).all()
+    ranked = np.sort(row, axis=None)[::-1] * row.size
+    said = f"Colours go by rank: half of the patches above {ranked[row.size // 2]:.3g}"
+    assert said in (tmp_path / "out" / "index.html").read_text()
+
+    components = principal(features[:, :height, :width])[0].numpy()
+    low, high = np.quantile(components, (0.01, 0.99), axis=(1, 2))[..., None, None]
+    wanted = [of_pixels(255 * each) for each in np.clip((components - low) / (high - low), 0, 1)]
+    picture = drawn.picture("features")
+    np.testing.assert_allclose(drawn.sampled(picture), np.stack(wanted, -1), atol=1)
+    assert (picture[~drawn.inside()] == 255).all()
+
+
+def squares(picture):
+    """The insides of the squares that are framed in a picture, line by line."""
+    frame = (picture == GREY).all(-1)
+    edges = np.diff(np.pad(frame, ((0, 0), (1, 1))).astype(int))
+    lines = [
+        (y, x, end)
+        for y, edge in enumerate(edges)
+        for x, end in zip(np.flatnonzero(edge > 0), np.flatnonzero(edge < 0), strict=True)
+        if end - x > 50  # letters have shorter strokes
+    ]
+    for y, x, end in lines:
+        below = [line for line in lines if line[0] > y and line[1:] == (x, end)]
+        if frame[y + 1, x] and frame[y + 1, end - 1] and below:
+            yield picture[y + 1 : below[0][0], x + 1 : end - 1]
+
+
+def test_tables_are_drawn_with_the_offsets_where_they_are(tmp_path, monkeypatch):
+    """An entry is that of the key's place less the query's, from the upper left."""
+    monkeypatch.chdir(tmp_path)
+    write_weights(tmp_path / "best.safetensors", args=TINY | dict(relative="axial"))
+    Image.fromarray(np.zeros((16, 24, 3), np.uint8)).save("a.png")
+    assert run("look", ["best.safetensors", "a.png", "--output", "out", "--show", "tables"]) == 0
+    counts = {
+        key: torch.where(value > 0, value + 1, value.exp()).sum(-1)
+        for key, value in load_file("best.safetensors").items()
+    }
+    wanted = []
+    for block in range(2):
+        rows = counts[f"blocks.{block}.attn.relative.rows"]
+        columns = counts[f"blocks.{block}.attn.relative.columns"]
+        wanted += [rows[head][:, None] + columns[head] for head in range(3)]
+    found = list(squares(np.asarray(Image.open("out/tables.png"))))
+    assert len(found) == len(wanted) == 6
+    for square, table in zip(found, wanted, strict=True):
+        level = table.log().numpy()
+        tint = (level - level.min()) / (level.max() - level.min())
+        cell = square.shape[1] // level.shape[1]
+        assert square.shape[:2] == tuple(cell * count for count in level.shape)
+        got = 1 - square[cell // 2 :: cell, cell // 2 :: cell, 2] / 255  # orange has no blue
+        np.testing.assert_allclose(got, tint, atol=0.01)
