@@ -30,11 +30,9 @@ def held_out():
     return CanvasDataset(digit_splits(0.1, 5)["test"], "test", 400, seed=5)
 
 
-@pytest.mark.parametrize(
-    ("height", "width", "vary"), [(48, 48, True), (56, 64, False), (104, 176, True)]
-)
-def test_the_whole_digit_lies_inside_the_canvas_and_nothing_overlaps_it(height, width, vary):
-    data = CanvasDataset(digit_splits(0.1, 5)["train"], "train", 100, seed=5, vary=vary)
+@pytest.mark.parametrize(("height", "width"), [(48, 48), (56, 64), (104, 176)])
+def test_the_whole_digit_lies_inside_the_canvas_and_nothing_overlaps_it(height, width):
+    data = CanvasDataset(digit_splits(0.1, 5)["train"], "train", 100, seed=5, vary=height != 56)
     for index in range(60):
         canvas = data.canvas(index, 0, height, width)
         assert canvas.image.shape == (height, width, 1) and canvas.image.dtype == np.uint8

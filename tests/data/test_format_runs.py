@@ -6,13 +6,7 @@ import warnings
 import numpy as np
 import pytest
 
-from tests.helpers.geometry import square
-from tests.helpers.image_files import config_of
-from tests.helpers.tools import assert_one_error, load_tool, read_csv
-from visionattn.data.geometry import Geometry
-from visionattn.data.splits import SampleKey, build_splits
-from visionattn.inference.image_listing import find_images
-from visionattn.inference.image_reading import ReadImages
+from tests.helpers.tools import load_tool, read_csv
 from visionattn.models.weights import load_model
 
 tifffile = pytest.importorskip("tifffile")
@@ -56,46 +50,3 @@ def test_a_model_trained_on_bands_of_12_bits_reads_them_in_every_tool(tmp_path, 
     assert json.loads((tmp_path / "a.json").read_text())["rows"][0]["images"] == 8
     rows = read_csv(tmp_path / "a.csv")
     assert [row["status"] for row in rows] == ["ok"] * 8
-
-
-def test_bands_and_range_reach_the_model_as_fractions(tmp_path):
-    root = write_bands(tmp_path)
-    config = config_of(root, bands=[5, 1], value_range=[100, 2100], val_fraction=0.5, img_size=24)
-    splits = build_splits(config, 3)
-    image, label, _ = splits.train[SampleKey(0, 0, square(24))]
-    path = splits.train.source.name(splits.train.indices[0])
-    stored = tifffile.imread(path)[:, 4:28, [4, 0]].astype(float)
-    np.testing.assert_allclose(image, ((stored - 100) / 2000).clip(0, 1), atol=1e-6)
-    assert image.dtype == np.float32 and label == splits.train.labels[0]
-    assert splits.spec.mean == pytest.approx([(0.485 + 0.456 + 0.406) / 3] * 2)
-    assert splits.spec.std == pytest.approx([(0.229 + 0.224 + 0.225) / 3] * 2)
-
-
-def test_a_run_on_files_that_are_not_as_asked_ends_with_one_line_before_it_writes(tmp_path, capsys):
-    root = write_bands(tmp_path / "floats", dtype=np.float32)
-    flags = ["--data.name", "folder", "--data.root", str(root), "--data.bands", "1"]
-    flags += ["--output", str(tmp_path / "runs"), "--run", "run", "--data.img_size", "16"]
-    assert load_tool("train")(flags) == 2
-    assert_one_error(capsys, "and nothing says which of them are black and white; give --data.val")
-    assert not (tmp_path / "runs").exists()
-
-
-def test_a_range_that_was_found_is_read_by_all_tools_as_in_training(tmp_path):
-    """Files of 12 bits in 16 that do not say so, and one that says that it has 14."""
-    draw = np.random.default_rng(0)
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        for number in range(3):
-            levels = draw.integers(0, 4096, (32, 32)).astype(np.uint16)
-            tifffile.imwrite(tmp_path / name / f"{number}.tif", levels)
-    stated, path = draw.integers(0, 2**14, (32, 32)).astype(np.uint16), tmp_path / "a" / "9.tif"
-    tifffile.imwrite(path, stated, extratags=[(281, "H", 1, 2**14 - 1, True)])
-    with pytest.warns(UserWarning, match="read as 12 bits"):
-        splits = build_splits(config_of(tmp_path, val_fraction=0.3, img_size=32), 3)
-    assert splits.spec.value_range == (0, 4095) and splits.spec.range_found
-    geometry = Geometry("crop", (32, 32), None, (8, 8))
-    reader = ReadImages(find_images([str(path)]), splits.spec, geometry)
-    np.testing.assert_allclose(reader[0].pixels[0], stated / (2**14 - 1), atol=1e-6)
-    tifffile.imwrite(tmp_path / "above.tif", np.full((32, 32), 9000, np.uint16))
-    reader = ReadImages(find_images([str(tmp_path / "above.tif")]), splits.spec, geometry)
-    assert reader[0].pixels is None and "give --value_range LOW HIGH" in reader[0].reason

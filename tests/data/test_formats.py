@@ -2,9 +2,6 @@
 
 import importlib.util
 import io
-import struct
-import warnings
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 import cv2
@@ -39,19 +36,18 @@ STORED = {
 """How a camera stores a picture under each orientation of EXIF: 6 is shown turned clockwise."""
 
 
-@pytest.mark.parametrize(
-    ("image_format", "orientation"), [*(("tiff", turn) for turn in STORED), ("png", 6), ("webp", 6)]
-)
-def test_the_turns_of_exif_are_done_for_sizes_pixels_and_parts(image_format, orientation):
+@pytest.mark.parametrize("image_format", ["tiff", "png", "webp"])
+def test_the_turns_of_exif_are_done_for_sizes_pixels_and_parts(image_format):
     picture, exif = pattern(), Image.Exif()
-    exif[274] = orientation
-    stored = np.ascontiguousarray(STORED[orientation](picture))
-    content = saved(stored, image_format, exif=exif, lossless=True).getvalue()
-    assert read_size(io.BytesIO(content)) == (HEIGHT, WIDTH)
-    with open_image(io.BytesIO(content)) as reader:
-        np.testing.assert_array_equal(whole(reader), picture)
-        part = reader.read(Box(3, 11, 17, 5), 17, 5)
-        np.testing.assert_array_equal(part, picture[3:20, 11:16])
+    for orientation, turn in STORED.items():
+        exif[274] = orientation
+        stored = np.ascontiguousarray(turn(picture))
+        content = saved(stored, image_format, exif=exif, lossless=True).getvalue()
+        assert read_size(io.BytesIO(content)) == (HEIGHT, WIDTH)
+        with open_image(io.BytesIO(content)) as reader:
+            np.testing.assert_array_equal(whole(reader), picture)
+            part = reader.read(Box(3, 11, 17, 5), 17, 5)
+            np.testing.assert_array_equal(part, picture[3:20, 11:16])
 
 
 def test_a_jpeg_is_decoded_at_the_smallest_size_that_is_large_enough():
@@ -82,32 +78,27 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_grey_palettes_and_transparency_become_the_channels_that_are_wanted(mode):
+def test_grey_palettes_and_transparency_become_the_channels_that_are_wanted():
     grey = pattern(1)
-    expected = np.where(grey >= 128, 255, 0) if mode == "1" else grey
-    for channels in (1, 3):
-        got = seen(saved(MODES[mode](grey), "png"), channels=channels)
-        assert got.dtype == np.uint8
-        np.testing.assert_array_equal(got, expected.repeat(channels, 2))
+    for mode, make in MODES.items():
+        expected = np.where(grey >= 128, 255, 0) if mode == "1" else grey
+        for channels in (1, 3):
+            got = seen(saved(make(grey), "png"), channels=channels)
+            assert got.dtype == np.uint8
+            np.testing.assert_array_equal(got, expected.repeat(channels, 2), err_msg=mode)
 
 
-def test_colours_become_grey_as_pillow_makes_them():
+def test_colours_become_grey_as_pillow_makes_them_and_cmyk_and_palettes_become_rgb():
     picture = pattern()
     expected = np.asarray(Image.fromarray(picture).convert("L"))
     np.testing.assert_array_equal(seen(saved(picture, "png"), channels=1)[..., 0], expected)
-
-
-def test_cmyk_and_palettes_with_transparency_become_rgb():
-    ink = pattern(3)
-    image = Image.fromarray(np.concatenate([ink, np.zeros_like(ink[..., :1])], 2), mode=None)
+    image = Image.fromarray(np.concatenate([picture, np.zeros_like(picture[..., :1])], 2))
     cmyk = Image.frombytes("CMYK", image.size, image.tobytes())
-    np.testing.assert_array_equal(seen(saved(cmyk, "tiff")), 255 - ink)
+    np.testing.assert_array_equal(seen(saved(cmyk, "tiff")), 255 - picture)
     palette = Image.new("P", (4, 2), 1)
     palette.putpalette([10, 20, 30, 200, 100, 50])
-    np.testing.assert_array_equal(
-        seen(saved(palette, "png", transparency=0)), np.full((2, 4, 3), [200, 100, 50])
-    )
+    got = seen(saved(palette, "png", transparency=0))
+    np.testing.assert_array_equal(got, np.full((2, 4, 3), [200, 100, 50]))
 
 
 def test_the_second_picture_of_a_phone_is_no_page_unless_it_is_asked_for():
@@ -132,7 +123,7 @@ def test_threads_that_read_large_images_leave_the_limit_of_pillow_as_it_was(monk
 def test_more_pixels_than_are_allowed_are_not_decoded_and_the_size_is_read_all_the_same():
     array = io.BytesIO()
     np.save(array, pattern())
-    count, view = HEIGHT * WIDTH, Geometry("native", None, None, (1, 1)).view(HEIGHT, WIDTH)
+    count, view = HEIGHT * WIDTH, Geometry("native", None).view(HEIGHT, WIDTH)
     for content, most in (
         (saved(pattern(), "jpeg").getvalue(), count),
         (cv2.imencode(".png", pattern().astype(np.uint16))[1].tobytes(), count),
@@ -150,89 +141,6 @@ def test_more_pixels_than_are_allowed_are_not_decoded_and_the_size_is_read_all_t
             pytest.raises(ValueError, match=f"^.*more than data.max_pixels {most - 1:,}; raise it"),
         ):
             read_image(reader, view, small)
-
-
-EXIF = Image.Exif()
-EXIF[274] = 6
-GARBLED = {
-    "cut off": EXIF.tobytes()[:12],
-    "of other types": EXIF.tobytes().replace(b"\x12\x01\x03", b"\x12\x01\x0c"),
-    "of many values": EXIF.tobytes().replace(b"\x03\0\x01\0\0\0", b"\x03\0\xff\xff\xff\x7f"),
-    "elsewhere": b"Exif\0\0II*\0\xff\xff\xff\x7f",
-    "no EXIF": b"\xff" * 40,
-}
-
-
-@pytest.mark.parametrize(
-    ("image_format", "what"),
-    [*(("png", what) for what in GARBLED), ("jpeg", "of other types"), ("webp", "cut off")],
-)
-def test_garbled_exif_does_not_stop_reading(image_format, what):
-    picture = pattern()
-    content = saved(picture, image_format, exif=GARBLED[what], lossless=True).getvalue()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow's, which tools print as a line
-        with open_image(io.BytesIO(content)) as reader:
-            assert {reader.height, reader.width} == {HEIGHT, WIDTH}
-            assert whole(reader).shape[:2] == (reader.height, reader.width)
-
-
-@pytest.mark.parametrize("kind", [b"eXIf", b"zTXt", None])
-def test_exif_of_png_counts_before_and_behind_the_pixels_and_only_the_latter_decodes_them(
-    monkeypatch, kind
-):
-    content = saved(pattern(), "png", exif=EXIF if kind is None else None).getvalue()
-    exif = EXIF.tobytes()[6:]
-    profile = b"\nexif\n%8d\n%s\n" % (len(exif) + 6, (b"Exif\0\0" + exif).hex().encode())
-    bodies = {b"eXIf": exif, b"zTXt": b"Raw profile type exif\0\0" + zlib.compress(profile)}
-    if kind is not None:
-        body = bodies[kind]
-        sums = struct.pack(">I", zlib.crc32(kind + body))
-        content = content[:-12] + struct.pack(">I", len(body)) + kind + body + sums + content[-12:]
-    else:
-        monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("it is decoded"))
-    assert read_size(io.BytesIO(content)) == (WIDTH, HEIGHT)
-
-
-LAYOUTS = {
-    "strips": ("uint8", {"rowsperstrip": 7}),
-    "tiles": ("int16", {"tile": (16, 32)}),
-    "planes": ("uint16", {"planarconfig": "separate", "tile": (16, 16)}),
-    "planes of strips": ("uint8", {"planarconfig": "separate", "rowsperstrip": 5}),
-    "compressed": ("uint16", {"tile": (16, 16), "compression": "zlib", "predictor": True}),
-    "LZW": ("float32", {"rowsperstrip": 11, "compression": "lzw"}),
-    "BigTIFF": ("int16", {"bigtiff": True, "rowsperstrip": 8}),
-    "big-endian": ("float32", {"byteorder": ">", "tile": (16, 16)}),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_tiff_of_any_layout_gives_its_bands_whole_and_in_parts(layout):
-    dtype, options = LAYOUTS[layout]
-    pixels = pattern(5, np.uint16, 200).astype(dtype)
-    with open_image(tiff(pixels, **options)) as reader:
-        assert (reader.height, reader.width, reader.bands) == (HEIGHT, WIDTH, 5)
-        assert reader.dtype == dtype and reader.pages == 1
-        np.testing.assert_array_equal(whole(reader), pixels)
-        part = reader.read(Box(5, 14, 29, 20), 29, 20, [4, 1])
-        np.testing.assert_array_equal(part, pixels[5:34, 14:34][..., [3, 0]])
-
-
-def test_a_part_of_a_tiff_reads_no_segment_that_it_does_not_lie_in():
-    """Of the 12 tiles all are garbled but the two that the part lies in."""
-    pixels = pattern(1)
-    stream = tiff(pixels, tile=(16, 16), compression="zlib")
-    with pytest.importorskip("tifffile").TiffFile(stream) as file:
-        places = list(zip(file.pages[0].dataoffsets, file.pages[0].databytecounts, strict=True))
-    content = bytearray(stream.getvalue())
-    for number, (start, length) in enumerate(places):
-        if number not in (5, 9):  # columns 16 to 31 of rows 16 to 47
-            content[start : start + length] = b"\xff" * length
-    with open_image(io.BytesIO(bytes(content))) as reader:
-        part = reader.read(Box(17, 18, 20, 13), 20, 13)
-        np.testing.assert_array_equal(part, pixels[17:37, 18:31])
-        with pytest.raises(ValueError, match="TIFF that cannot be read"):
-            reader.read(Box(17, 15, 20, 13), 20, 13)
 
 
 def test_a_part_is_that_of_the_whole_image_resized():
@@ -288,8 +196,6 @@ def test_pages_are_read_by_their_numbers_from_1():
     np.testing.assert_array_equal(seen(io.BytesIO(content)), pages[0])
     np.testing.assert_array_equal(seen(io.BytesIO(content), page=2), pages[1])
     assert read_size(io.BytesIO(content), ReadOptions(page=2)) == (20, WIDTH)
-    with open_image(io.BytesIO(content)) as reader:
-        assert reader.pages == 2
     with pytest.raises(ValueError, match="wanted page 3, the image has 2 pages"):
         open_image(io.BytesIO(content), ReadOptions(page=3))
     first, second = (Image.new("L", (4, 3), level) for level in (10, 200))
@@ -297,97 +203,41 @@ def test_pages_are_read_by_their_numbers_from_1():
     assert (seen(gif, page=2) == 200).all()
 
 
-@pytest.mark.parametrize("kind", ["path", "file", "stream", "zarr"])
-def test_npy_and_zarr_are_images_with_channels_last(tmp_path, kind):
-    path = tmp_path / "a.npy"
-    for pixels in (pattern(7), pattern(1, np.uint16)[..., 0], pattern(1)[..., 0] > 99):
-        np.save(path, pixels)
-        if kind == "zarr":
-            zarr = pytest.importorskip("zarr")
-            source = str(tmp_path / "a.zarr")
-            zarr.create_array(
-                source, data=pixels, chunks=(16, 16, 1)[: pixels.ndim], overwrite=True
-            )
-        elif kind == "path":
-            source = str(path)
-        else:
-            source = path.open("rb") if kind == "file" else io.BytesIO(path.read_bytes())
-        expected = pixels * np.uint8(255) if pixels.dtype == bool else pixels
-        expected = expected.reshape(HEIGHT, WIDTH, -1)
-        with open_image(source) as reader:
-            assert reader.dtype == expected.dtype
-            np.testing.assert_array_equal(whole(reader), expected)
-            part = reader.read(Box(5, 14, 29, 20), 29, 20)
-            np.testing.assert_array_equal(part, expected[5:34, 14:34])
-
-
-def test_an_array_that_is_no_image_is_one_line(tmp_path):
-    for array, said in (
-        (np.array(["a"]), r"wanted an array of numbers, \[H, W\] or \[H, W, C\], got <U1"),
-        (np.array([None]), "Python objects in dtype"),
-    ):
-        np.save(tmp_path / "a.npy", array, allow_pickle=True)
-        with pytest.raises(ValueError, match=said):
-            open_image(str(tmp_path / "a.npy"))
-
-
 def test_a_georeferenced_raster_is_read_by_windows_and_overviews(tmp_path):
     rasterio = pytest.importorskip("rasterio")
-    from rasterio.enums import Resampling
-    from rasterio.transform import Affine
-
     pixels = np.random.default_rng(1).integers(0, 4096, (96, 160, 5), np.uint16)
     profile = dict(driver="GTiff", height=96, width=160, count=5, dtype="uint16", nbits=12)
-    profile |= dict(transform=Affine(10, 0, 100, 0, -10, 500), crs="EPSG:3857", tiled=True)
-    profile |= dict(blockxsize=16, blockysize=16)
+    profile |= dict(transform=rasterio.Affine(10, 0, 100, 0, -10, 500), crs="EPSG:3857")
     path = str(tmp_path / "a.tif")
-    with rasterio.open(path, "w", **profile) as file:
+    with rasterio.open(path, "w", tiled=True, blockxsize=16, blockysize=16, **profile) as file:
         file.write(pixels.transpose(2, 0, 1))
     with rasterio.open(path, "r+") as file:
-        file.build_overviews([2], Resampling.average)
+        file.build_overviews([2], rasterio.enums.Resampling.average)
     with open_image(path) as reader:
         assert type(reader).__name__ == "Raster"
         assert (reader.bands, reader.bits, reader.height, reader.width) == (5, 12, 96, 160)
-        np.testing.assert_array_equal(whole(reader), pixels)
-        part = reader.read(Box(32, 48, 64, 80), 33, 41, [4, 1])
-        np.testing.assert_array_equal(part, pixels[32:96, 48:128][..., [3, 0]])
         part = reader.read(Box(32, 48, 64, 80), 32, 40, [4, 1]).astype(float)
         assert np.abs(part - halved(pixels)[16:48, 24:64][..., [3, 0]]).max() <= 1
-    got = seen(path, bands=(5,))
-    np.testing.assert_allclose(got, pixels[..., 4:] / 4095, atol=1e-6)
-    # a stream has no path that GDAL could open
-    with open(path, "rb") as file, open_image(io.BytesIO(file.read())) as reader:
-        assert type(reader).__name__ == "TiffImage"
-        np.testing.assert_array_equal(whole(reader), pixels)
 
 
-@pytest.fixture
-def without(monkeypatch):
-    """Packages that are not installed."""
+def test_a_missing_package_is_one_line_that_installs_it(tmp_path, monkeypatch):
     find = importlib.util.find_spec
-
-    def hide(*names):
-        monkeypatch.setattr(
-            importlib.util, "find_spec", lambda name, *rest: None if name in names else find(name)
-        )
-
-    return hide
-
-
-def test_a_missing_package_is_one_line_that_installs_it(tmp_path, without):
     holes = tiff(pattern(), extratags=[NODATA]).getvalue()
     (tmp_path / "a.zarr").mkdir()
     (tmp_path / "a.vrt").write_bytes(holes)
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name in ("rasterio", "zarr") else find(name),
+    )
     for source, extra, package in (
         (io.BytesIO(holes), "raster", "rasterio"),
         (str(tmp_path / "a.vrt"), "raster", "rasterio"),
         (str(tmp_path / "a.zarr"), "arrays", "zarr"),
     ):
-        without(package)
-        with pytest.raises(MissingPackage) as caught:
+        said = rf"^[^\n]* needs {package}: pip install 'visionattn\[{extra}\]'$"
+        with pytest.raises(MissingPackage, match=said):
             seen(source)
-        assert str(caught.value).endswith(f" needs {package}: pip install 'visionattn[{extra}]'")
-        assert "\n" not in str(caught.value)
 
 
 def test_pages_that_say_what_holds_nothing_are_refused():

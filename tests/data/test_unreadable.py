@@ -1,11 +1,9 @@
-"""The user's own images in folders, and what is said when something is wrong with them."""
+"""Images in folders that cannot be read stop a run with their path, or are left out and counted."""
 
 import gc
+import multiprocessing
 
-import numpy as np
 import pytest
-import torch
-from PIL import Image
 
 from tests.helpers.geometry import square
 from tests.helpers.image_files import (
@@ -15,14 +13,15 @@ from tests.helpers.image_files import (
     encoded,
     write_classes,
 )
-from visionattn.data.splits import SampleKey, build_splits, eval_batches, train_batches
+from visionattn.data.splits import build_splits, eval_batches, train_batches
 
 
 @pytest.fixture
 def workers_end():
     """End the workers of loaders that a caught error still holds, as other tests count them."""
     yield
-    gc.collect()
+    if multiprocessing.active_children():
+        gc.collect()
 
 
 @pytest.fixture
@@ -30,29 +29,6 @@ def split_root(tmp_path):
     write_classes(tmp_path / "train", COUNTS)
     write_classes(tmp_path / "val", VAL_COUNTS)
     return tmp_path
-
-
-@pytest.mark.parametrize("augment", ["light", "three", "rand"])
-def test_augmented_batches_are_a_function_of_seed_epoch_and_index_alone(tmp_path, augment):
-    rng = np.random.default_rng(0)
-    for name in ("bird", "cat"):
-        (tmp_path / name).mkdir()
-        for index in range(8):
-            picture = Image.fromarray(rng.integers(0, 256, (9, 7, 3), dtype=np.uint8))
-            picture.resize((70, 90), Image.BILINEAR).save(tmp_path / name / f"{index}.png")
-    runs = []
-    for workers in (0, 2):
-        config = config_of(tmp_path, augment=augment, workers=workers, img_size_choices=[24, 40])
-        batches = train_batches(build_splits(config, 3), config, batch_size=3, seed=3)
-        runs.append([batch for epoch in (0, 1) for batch in batches.epoch(epoch)])
-    for first, second in zip(*runs, strict=True):
-        assert torch.equal(first.images, second.images)
-        assert torch.equal(first.labels, second.labels)
-    splits = build_splits(config, 3)
-    assert len({splits.train[SampleKey(2, n, square(32))][0].tobytes() for n in range(6)}) == 6
-    # evaluation is left as it is
-    held_out = [splits.validation[SampleKey(0, n, square(32))][0] for n in (0, 5)]
-    np.testing.assert_array_equal(*held_out)
 
 
 BROKEN = {

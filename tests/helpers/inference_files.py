@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import tifffile
 import timm
 import torch
 from PIL import Image
@@ -24,6 +25,8 @@ COLOUR = DataSpec(
 )
 DECODER = dict(embed_dim=16, depth=2, num_heads=2, mlp_ratio=2.0)
 GREY = DataSpec(1, 3, (), (0.3,), (0.2,), None, 24)
+PAINTER = dict(patch_size=8, embed_dim=16, depth=2, num_heads=2, head_stride=2, horizon=1)
+PAINTED = DataSpec(3, 3, (), (0.5,) * 3, (0.25,) * 3, None, None, "native", task="segmentation")
 
 
 def flags(*more: str, output: str | None = "out") -> list[str]:
@@ -71,6 +74,23 @@ def write_decoder(
     spec = DataSpec(channels, len(names), names, (), (), None, size, fit, task="generate")
     save_model(path, model, "pixel_decoder", args, spec)
     return path
+
+
+def write_segmenter(path: Path, spec: DataSpec = PAINTED) -> Path:
+    """A checkpoint of random weights that gives masks of images of any size."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = create(MODEL, "segmentation", spec.num_classes, spec.in_chans, PAINTER)
+        torch.nn.init.normal_(model.head.weight)
+    save_model(path, model, MODEL, PAINTER, spec)
+    return path
+
+
+def write_tiff(path: Path, height: int, width: int, seed: int = 1, **how: object) -> np.ndarray:
+    """A noisy colour image in tiles of 16 x 16 px; returns its pixels, ``[H, W, 3]``."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8)
+    tifffile.imwrite(path, pixels, tile=(16, 16), photometric="rgb", **how)
+    return pixels
 
 
 def write_image(path: Path, height: int, width: int, seed: int) -> np.ndarray:

@@ -1,7 +1,8 @@
-"""Images that are computed band by band: the same rows, features and masks as in one pass."""
+"""Images that are computed band by band: rows, features, masks and maps as in one pass."""
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,13 @@ import torch
 
 import visionattn
 from tests.helpers.inference_files import (
+    ARGS,
+    COLOUR,
+    MODEL,
     flags,
     read_index,
+    write_segmenter,
+    write_tiff,
     write_weights,
 )
 from tests.helpers.tiled import stop_at
@@ -21,15 +27,14 @@ from visionattn.cli.ends import OutOfMemory
 from visionattn.command import run
 from visionattn.inference import attribution_folder as look
 from visionattn.inference import banding, forecast, image_reading
-from visionattn.inference.banding import WorkFolder
 from visionattn.inference.inference_options import InferenceOptions
 from visionattn.inference.model_opening import open_model
 from visionattn.models import cost
 from visionattn.models.cost import Passes
 from visionattn.models.large import band_plan as planning
 from visionattn.models.large import forward_bands
-from visionattn.models.registration import create
-from visionattn.models.weights import DataSpec, save_model
+from visionattn.models.large.token_store import PassFolder
+from visionattn.models.weights import save_model
 
 SHAPES = [(16, 24), (40, 120), (21, 35), (133, 64)]
 BOUND = ("--memory_gib", "0.0005")
@@ -38,24 +43,25 @@ BOUND = ("--memory_gib", "0.0005")
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
+    """A folder with weights, four images and a slide, as the current folder."""
     monkeypatch.setattr(planning, "BAND_TOKENS", 16)
     monkeypatch.chdir(tmp_path)
     write_weights(tmp_path / "best.safetensors")
+    write_segmenter(tmp_path / "painter.safetensors")
     (tmp_path / "images").mkdir()
-    for number, (height, width) in enumerate(SHAPES):
-        write_tiff(tmp_path / "images" / f"{number}.tif", height, width, number)
+    for number, shape in enumerate(SHAPES):
+        write_tiff(tmp_path / "images" / f"{number}.tif", *shape, number)
+    write_tiff(tmp_path / "slide.tif", 133, 104)
     return tmp_path
 
 
-def write_tiff(path: Path, height: int, width: int, seed: int) -> np.ndarray:
-    """A noisy colour image in tiles; returns its pixels, ``[H, W, 3]``."""
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8)
-    tifffile.imwrite(path, pixels, tile=(16, 16), photometric="rgb")
-    return pixels
-
-
-def native(*more: str, output: str | None = "out") -> list[str]:
+def native(*more: str, output: str = "out") -> list[str]:
     return flags("--img_size", "native", *more, output=output)
+
+
+def map_of_slide(*more: str, output: str = "map.npy") -> list[str]:
+    given = "--checkpoint best.safetensors --images slide.tif --img_size native --dense --output"
+    return [*given.split(), output, *more]
 
 
 def hidden(folder: Path) -> list[Path]:
@@ -63,22 +69,35 @@ def hidden(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.name.startswith(".")]
 
 
-def test_calls_are_those_of_one_pass_and_say_so(folder):
-    paths = [f"images/{i}.tif" for i in range(4)]
-    arrays = [tifffile.imread(path) for path in paths]
+def spoil_tile(path: Path, number: int) -> None:
+    """Garble a tile of a compressed TIFF."""
+    with tifffile.TiffFile(path) as file:
+        place = file.pages[0].dataoffsets[number]
+    data = bytearray(path.read_bytes())
+    data[place : place + 8] = bytes(8)
+    path.write_bytes(data)
+
+
+def test_functions_give_what_one_pass_gives_and_say_so(folder):
+    arrays = [tifffile.imread(f"images/{i}.tif") for i in range(4)]
     weights, bound = "best.safetensors", {"img_size": "native", "memory_gib": 0.0005}
-    for given in (paths[:1], arrays):
-        plain = visionattn.predict(weights, given, img_size="native")
-        with pytest.warns(UserWarning, match="images, .* band by band"):
-            bands = visionattn.predict(weights, given, **bound)
-        assert plain.classes == bands.classes and plain.paths == bands.paths
-        assert torch.allclose(plain.probabilities, bands.probabilities, atol=1e-5)
+    plain = visionattn.predict(weights, arrays, img_size="native")
+    with pytest.warns(UserWarning, match="images, .* band by band"):
+        bands = visionattn.predict(weights, arrays, **bound)
+    assert plain.classes == bands.classes and plain.paths == bands.paths
+    assert torch.allclose(plain.probabilities, bands.probabilities, atol=1e-5)
     for dense in (False, True):
-        whole = visionattn.extract_features(weights, arrays, dense=dense, img_size="native")
+        whole = visionattn.extract_features(weights, "images", dense=dense, img_size="native")
         with pytest.warns(UserWarning, match="band by band"):
-            parts = visionattn.extract_features(weights, arrays, dense=dense, **bound)
+            parts = visionattn.extract_features(weights, "images", dense=dense, **bound)
         for one, other in zip(whole, parts, strict=True):
             assert torch.allclose(one, other, atol=1e-4, rtol=1e-5)
+    wanted = visionattn.segment("painter.safetensors", "images")
+    with pytest.warns(UserWarning, match="4 of 4 images, .* band by band"):
+        found = visionattn.segment("painter.safetensors", "images", memory_gib=0.0005)
+    for one, other in zip(wanted, found, strict=True):
+        assert one.shape == other.shape and (one == other).float().mean() > 0.999
+        assert len(one.unique()) > 1
 
 
 @pytest.fixture
@@ -92,20 +111,20 @@ def there(monkeypatch):
     return lambda count: monkeypatch.setattr(cost, "memory_there_is", lambda *how: count)
 
 
+def forward_bytes(*shape: int) -> int:
+    opened = open_model(InferenceOptions(checkpoint="best.safetensors"), classifies=True)
+    return Passes(opened.model, opened.spec, opened.device, "none").forward_bytes(shape)
+
+
 def test_only_images_that_clearly_do_not_fit_are_computed_so_and_never_read(
     folder, capsys, monkeypatch, there
 ):
     """The smaller image takes no more than 1.2 times the memory there is, the larger one more."""
     for number in (0, 2):
         (folder / "images" / f"{number}.tif").unlink()
-    opened = open_model(InferenceOptions(checkpoint="best.safetensors"), classifies=True)
-    needed = {
-        pixels: Passes(opened.model, opened.spec, opened.device, "none").forward_bytes(pixels)
-        for pixels in ((1, 40, 120), (1, 136, 64))
-    }
-    sums = [count + 2 * 3 * h * w for (_, h, w), count in needed.items()]
-    there(int(sums[0] / 1.19))
-    assert sums[1] > sums[0] * 1.01
+    smaller, larger = (forward_bytes(1, h, w) + 2 * 3 * h * w for h, w in ((40, 120), (136, 64)))
+    there(int(smaller / 1.19))
+    assert larger > smaller * 1.01
     read = []
     real = image_reading.read_image
 
@@ -136,29 +155,23 @@ def test_a_model_that_cannot_be_computed_so_says_why(folder, capsys):
         visionattn.predict("best.safetensors", "images", img_size="native", memory_gib=0.0005)
 
 
-def test_an_image_that_cannot_be_read_to_its_end_is_a_row(folder):
-    path = folder / "images" / "3.tif"
-    pixels = np.zeros((133, 64, 3), np.uint8)
-    tifffile.imwrite(path, pixels, tile=(16, 16), compression="zlib")
-    with tifffile.TiffFile(path) as file:
-        place = file.pages[0].dataoffsets[16]
-    data = bytearray(path.read_bytes())
-    data[place : place + 8] = bytes(8)
-    path.write_bytes(data)
-    assert run("features", native("--dense", *BOUND)) == 0
-    rows = read_index(folder / "out")
-    assert [row["status"] for row in rows] == ["ok", "ok", "ok", "unreadable"]
-    assert re.match(r"rows \d+ to \d+ of images/3.tif cannot be read", rows[3]["reason"])
-    assert not hidden(folder)
-
-
-def test_an_image_of_which_one_band_is_above_the_bound_is_a_row(folder):
+def test_an_image_that_cannot_be_computed_is_a_row_or_ends_its_map(folder, capsys):
+    write_tiff(folder / "images" / "3.tif", 133, 64, compression="zlib")
+    spoil_tile(folder / "images" / "3.tif", 16)
     # A wide image takes more for a band than one that has more pixels.
     write_tiff(folder / "images" / "4.tif", 24, 320, 4)
-    assert run("features", native(*BOUND)) == 0
+    assert run("features", native("--dense", *BOUND)) == 0
     rows = read_index(folder / "out")
-    assert [row["status"] for row in rows] == ["ok"] * 4 + ["oom"]
+    assert [row["status"] for row in rows] == ["ok", "ok", "ok", "unreadable", "oom"]
+    assert re.match(r"rows \d+ to \d+ of images/3.tif cannot be read", rows[3]["reason"])
     assert "is below one band: " in rows[4]["reason"]
+    write_tiff(folder / "slide.tif", 133, 104, compression="zlib")
+    spoil_tile(folder / "slide.tif", 16)
+    before = written(folder)
+    assert run("features", map_of_slide(*BOUND)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: rows ") and " of slide.tif cannot be read: " in error
+    assert written(folder) == before
 
 
 def test_another_bound_of_memory_goes_on_and_other_options_say_which_they_are(
@@ -178,38 +191,21 @@ def test_another_bound_of_memory_goes_on_and_other_options_say_which_they_are(
     assert not hidden(folder)
 
 
-def test_the_memory_of_the_first_pass_stays_unless_another_bound_is_asked_for(tmp_path):
-    def work(bound_gib):
-        return WorkFolder(tmp_path / "out", lambda: {"a": 1}, overwrite=False, bound_gib=bound_gib)
-
-    with pytest.raises(KeyboardInterrupt), work(None) as first:
-        assert [first.options(index, 100 - index)["memory"] for index in (0, 7)] == [100, 100]
-        first.result(0).write_bytes(b"done")
-        raise KeyboardInterrupt
-    with pytest.raises(KeyboardInterrupt), work(None) as same:
-        assert same.options(8, 60)["memory"] == 100
-        raise KeyboardInterrupt
-    with pytest.raises(KeyboardInterrupt), work(0.5) as other:
-        assert [other.options(index, 50 - index)["memory"] for index in (8, 9)] == [42, 42]
-        raise KeyboardInterrupt
-    with work(0.5) as last:
-        assert last.options(9, 1)["memory"] == 42 and last.result(0).read_bytes() == b"done"
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("kind", ["classes", "maps", "masks"])
-def test_what_was_stopped_goes_on_to_the_same_bytes(folder, capsys, monkeypatch, kind):
+@pytest.mark.parametrize(
+    ("command", "made"),
+    [
+        (["predict", *native(*BOUND, output="out.csv")], "out.csv"),
+        (["features", *native("--dense", *BOUND)], "out/*"),
+        (["predict", *native("--checkpoint", "painter.safetensors", *BOUND)], "out/*.png"),
+    ],
+)
+def test_what_was_stopped_goes_on_to_the_same_bytes(folder, capsys, monkeypatch, command, made):
     """Of several images, those that are done are not computed again."""
-    write_segmenter(folder / "painter.safetensors")
-    command = native(*BOUND, output=None)
-    tool, more = {
-        "classes": ("predict", []),
-        "maps": ("features", ["--dense"]),
-        "masks": ("predict", ["--checkpoint", "painter.safetensors"]),
-    }[kind]
-    command += [*more, "--output"]
-    end = ".csv" if kind == "classes" else ""
-    assert run(tool, [*command, f"whole{end}"]) == 0
+    name, *words = command
+    assert run(name, words) == 0
+    wanted = {path: path.read_bytes() for path in folder.glob(made)}
+    output = folder / words[words.index("--output") + 1]
+    shutil.rmtree(output) if output.is_dir() else output.unlink()
     begun, real_tiled = [], forward_bands.forward_tiled
 
     def tiled(model, source, *more, **options):
@@ -219,49 +215,23 @@ def test_what_was_stopped_goes_on_to_the_same_bytes(folder, capsys, monkeypatch,
     with monkeypatch.context() as patch:
         stop_at(patch, {19})
         patch.setattr(forward_bands, "forward_tiled", tiled)
-        assert run(tool, [*command, f"out{end}"]) == 130
+        assert run(name, words) == 130
         assert capsys.readouterr().err.endswith("the same command goes on\n")
         first = begun[:]
-        assert run(tool, [*command, f"out{end}"]) == 0
+        assert run(name, words) == 0
     assert "going on with band" in capsys.readouterr().out
     assert begun[len(first)] == first[-1] and len(begun) == 5
-    pattern = {"classes": "{}.csv", "maps": "{}/*", "masks": "{}/*.png"}[kind]
-    found, wanted = (
-        [path.read_bytes() for path in sorted(folder.glob(pattern.format(name)))]
-        for name in ("out", "whole")
-    )
-    assert found == wanted != []
+    assert {path: path.read_bytes() for path in folder.glob(made)} == wanted != {}
     assert not hidden(folder)
-
-
-def write_segmenter(path: Path) -> None:
-    args = dict(patch_size=8, embed_dim=16, depth=2, num_heads=2, head_stride=2, horizon=1)
-    spec = DataSpec(3, 3, (), (0.5,) * 3, (0.25,) * 3, None, None, "native", task="segmentation")
-    torch.manual_seed(0)
-    model = create("scaleformer_vit_t", "segmentation", 3, 3, args)
-    torch.nn.init.normal_(model.head.weight)
-    save_model(path, model, "scaleformer_vit_t", args, spec)
-
-
-def test_masks_are_those_of_one_pass(folder):
-    write_segmenter(folder / "painter.safetensors")
-    wanted = visionattn.segment("painter.safetensors", "images")
-    with pytest.warns(UserWarning, match="4 of 4 images, .* band by band"):
-        found = visionattn.segment("painter.safetensors", "images", memory_gib=0.0005)
-    for one, other in zip(wanted, found, strict=True):
-        assert one.shape == other.shape and (one == other).float().mean() > 0.999
-        assert len(one.unique()) > 1
 
 
 def test_look_draws_the_winners_of_one_pass_over_a_smaller_picture(
     folder, capsys, monkeypatch, there
 ):
-    opened = open_model(InferenceOptions(checkpoint="best.safetensors"), classifies=True)
-    forward_bytes = Passes(opened.model, opened.spec, opened.device, "none").forward_bytes
     flags = ["best.safetensors", "images/3.tif", "--img_size", "native"]
     there(1 << 40)
     assert run("look", [*flags, "--output", "plain"]) == 0
-    there(int(forward_bytes((1, 136, 64)) / 2))
+    there(forward_bytes(1, 136, 64) // 2)
     monkeypatch.setattr(look, "REDUCED_PX", 133 * 64 // 4)
     assert run("look", [*flags, "--output", "bands"]) == 0
     plain, bands = (
@@ -275,10 +245,88 @@ def test_look_draws_the_winners_of_one_pass_over_a_smaller_picture(
         assert other["box"] == one["box"]
         assert other["added"] == pytest.approx(one["added"], rel=1e-3)
     assert bands["rows"] == [] and "band by band" in (folder / "bands" / "index.html").read_text()
-    with pytest.warns(UserWarning, match="band by band"):
-        found = visionattn.look("best.safetensors", "images/3.tif", img_size="native")[0]
-    assert found.in_bands and found.evidence.gradient is None
-    assert [*found.box(*found.top)] == plain["winners"][0]["box"]
-    capsys.readouterr()
     assert run("look", [*flags, "--show", "rows", "--output", "rows"]) == 2
     assert "band by band there are only winners" in capsys.readouterr().err
+
+
+def opened(path: str) -> np.ndarray:
+    if path.endswith(".npy"):
+        return np.load(path)
+    if path.endswith(".zarr"):
+        import zarr
+
+        return zarr.open_array(path, mode="r")[:]
+    return tifffile.imread(path)
+
+
+@pytest.mark.parametrize("output", ["map.npy", "map.zarr", "map.tif"])
+def test_features_become_a_map_in_a_file_of_its_own(folder, capsys, output):
+    assert run("features", map_of_slide(*BOUND, output=output)) == 0
+    said = capsys.readouterr().out
+    assert said.splitlines()[-1] == f"{output}: 24 x 17 x 13 float32"
+    assert "17 x 13 patches in " in said and " 1 bands" not in said
+    options = dict(dense=True, img_size="native")
+    whole = visionattn.extract_features("best.safetensors", "slide.tif", **options)[0].numpy()
+    assert np.abs(opened(output) - whole).max() < 1e-5 * np.abs(whole).max()
+    assert not hidden(folder)
+
+
+def test_classes_of_pixels_become_a_map_in_a_file_of_its_own(folder):
+    given = ["--checkpoint", "painter.safetensors", "--images", "slide.tif", *BOUND]
+    assert run("predict", [*given, "--output", "mask.tif"]) == 0
+    whole = visionattn.segment("painter.safetensors", "slide.tif")[0].numpy()
+    found = tifffile.imread("mask.tif")
+    assert found.dtype == np.uint8 and found.shape == whole.shape
+    assert (found == whole).mean() > 0.999 and len(np.unique(whole)) > 1
+
+
+def test_a_kill_once_the_map_has_its_name_leaves_a_whole_map(folder, monkeypatch):
+    words = map_of_slide(*BOUND, output="map.zarr")
+    assert run("features", words) == 0
+    expected = opened("map.zarr")
+    shutil.rmtree("map.zarr")
+
+    class Killed(BaseException):
+        pass
+
+    def finish(self):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PassFolder, "finish", finish)
+        with pytest.raises(Killed):
+            run("features", words)
+    assert (folder / "map.zarr").exists() and hidden(folder)
+    assert run("features", words) == 0
+    assert np.array_equal(opened("map.zarr"), expected)
+    assert not hidden(folder)
+
+
+def test_numbers_that_are_not_finite_make_no_map(folder, capsys):
+    model = visionattn.load_model("best.safetensors")
+    model.blocks[1].mlp.fc2.bias.data[3] = float("nan")
+    save_model(folder / "best.safetensors", model, MODEL, ARGS, COLOUR)
+    assert run("features", map_of_slide()) == 2
+    assert "error: slide.tif: outputs are not finite in rows 0 to " in capsys.readouterr().err
+    assert not hidden(folder)
+
+
+def test_a_map_lies_where_its_image_does_and_smaller_sizes_are_levels(folder):
+    import rasterio
+    from affine import Affine
+
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 128, 96)).astype(np.uint8)
+    profile = dict(driver="GTiff", count=3, height=128, width=96, dtype="uint8", tiled=True)
+    profile |= dict(blockxsize=32, blockysize=32, crs="EPSG:32633", photometric="rgb")
+    profile["transform"] = Affine(10, 0, 5e5, 0, -10, 5e6)
+    with rasterio.open("slide.tif", "w", **profile) as file:
+        file.write(pixels)
+        file.build_overviews([2])
+    for level, side in ((0, 80), (1, 160)):
+        output = f"map{level}.tif"
+        assert run("features", map_of_slide("--level", str(level), output=output)) == 0
+        with rasterio.open(output) as file:
+            assert (file.height, file.width) == (16 >> level, 12 >> level)
+            assert file.crs == profile["crs"] and file.count == 24
+            wanted = Affine(side, 0, 5e5, 0, -side, 5e6)
+            assert file.transform.almost_equals(wanted)

@@ -2,12 +2,10 @@
 
 import math
 import re
-from dataclasses import replace
 
-import numpy as np
 import pytest
-from PIL import Image
 
+from tests.helpers.inference_files import write_folder
 from visionattn.cli.ends import DoesNotFit
 from visionattn.inference import forecast
 from visionattn.inference.banding import Banding
@@ -39,10 +37,7 @@ def there(monkeypatch):
 
 def given(tmp_path, sizes, **options):
     folder = tmp_path / "images"
-    folder.mkdir(parents=True)
-    for number, (rows, columns) in enumerate(sizes):
-        pixels = np.full((rows, columns, 3), number, np.uint8)
-        Image.fromarray(pixels).save(folder / f"{number:03d}.png")
+    write_folder(folder, sizes)
     asked = InferenceOptions(images=[str(folder)], model="taylorshift_vit_t", args=MODEL, **options)
     opened = open_model(asked, classifies=False)
     return opened, ReadImages(find_images([str(folder)]), opened.spec, opened.geometry)
@@ -57,25 +52,16 @@ def bytes_of(opened, images, size):
     return memory.bytes_of((images, *size))
 
 
-def test_a_line_says_sizes_patches_memory_and_seconds(tmp_path):
-    opened, images = given(tmp_path, [(640, 960), (800, 320), (1600, 640)], img_size="native")
-    found = told(opened, images, batch_size=1)
-    pattern = (
-        r"3 images of 800 x 320 to 1600 x 640 px, 1000 to 4000 patches; memory: [\d.]+ [MG]iB "
-        r"expected, [\d.]+ [MG]iB there; computing takes [\d.]+ s per image, [\d.]+ s in all"
-    )
-    assert found.batch_size == 1 and re.fullmatch(pattern, found.lines[0])
-
-
-def test_what_is_done_at_once_has_no_line_and_no_trial(tmp_path, monkeypatch):
-    opened, images = given(tmp_path, [(64, 48)] * 3, img_size=32)
-    monkeypatch.setattr(Passes, "forward_seconds", lambda *given: pytest.fail("a trial"))
-    assert told(opened, images).lines == ()
-
-
-def test_seconds_are_those_of_computing_all_images_that_are_left(tmp_path, monkeypatch, alone):
+def test_a_line_says_sizes_patches_memory_and_the_seconds_of_all_that_is_left(
+    tmp_path, monkeypatch, alone
+):
     sizes = [(32, 32), (48, 64), (16, 32), (16, 16)]
     opened, images = given(tmp_path, sizes, img_size="native")
+    pattern = (
+        r"4 images of 16 x 16 to 48 x 64 px, 1 to 12 patches; memory: [\d.]+ [MG]iB expected, "
+        r"[\d.]+ [MG]iB there; computing takes [\d.]+ m?s per image, [\d.]+ m?s in all"
+    )
+    assert re.fullmatch(pattern, told(opened, images).lines[0])
     tried = []
 
     def forward_seconds(passes, shape, patch_px, clock):
@@ -90,6 +76,8 @@ def test_seconds_are_those_of_computing_all_images_that_are_left(tmp_path, monke
         assert tried.pop() == (count, 48, 64)
     monkeypatch.setattr(Passes, "forward_seconds", lambda *given: None)
     assert told(opened, images).lines[0].endswith(" there")
+    monkeypatch.setattr(forecast, "FEW_PIXELS", 10_000)  # what is done at once has no line
+    assert told(opened, images).lines == ()
 
 
 def test_a_batch_that_does_not_fit_is_refused_with_the_one_that_does(tmp_path, alone, there):
@@ -109,7 +97,6 @@ def test_auto_takes_the_most_of_the_largest_images_that_fit(tmp_path, alone, the
     assert found.batch_size == 4  # of 7, a power of two
     assert found.lines[0] == "batch_size auto: 4 images fit, of 64 x 96 pixels"
     assert told(opened, images, "auto", trial=False).batch_size == 4
-    assert told(opened, images, 3, trial=False).batch_size == 3
     there(1 << 50)
     assert told(opened, images, batch_size="auto").batch_size == 8  # of 12 images
     there(None)
@@ -117,17 +104,9 @@ def test_auto_takes_the_most_of_the_largest_images_that_fit(tmp_path, alone, the
         told(opened, images, batch_size="auto")
 
 
-def test_a_model_that_is_told_what_images_fill_is_counted_so(tmp_path):
-    padded, _ = given(tmp_path, [(8, 8)], img_size=64, fit="pad")
-    stretched = replace(padded, geometry=replace(padded.geometry, fit="stretch"))
-    for opened, leaves_out in ((padded, True), (stretched, False)):
-        memory = memory_of(opened, pooled, amp="none", workers=0, held_bytes=0)
-        assert memory.passes.leaves_out == leaves_out
-
-
 def test_sizes_of_a_few_files_tell_those_of_many_and_damaged_ones_nothing(tmp_path, monkeypatch):
     opened, images = given(tmp_path, [(16 * n, 32) for n in range(1, 10)], fit="native")
-    (tmp_path / "images" / "002.png").write_bytes(b"damaged")
+    (tmp_path / "images" / "2.png").write_bytes(b"damaged")
     rows = sizes_seen(opened, images, 0, lambda: 0.0)[:, 0]
     assert rows.tolist() == [16 * n for n in (1, 2, 4, 5, 6, 7, 8, 9)]
     ticks = iter(range(100))

@@ -1,51 +1,40 @@
-"""``visionattn look``: which patches, tokens and classes are meant, what is drawn where, and what
-is refused before anything is written.
-"""
+"""``visionattn look``: which patches, tokens and classes are meant, and what the folder holds."""
 
 import json
 import os
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
-import timm
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 import visionattn
 from tests.helpers.inference_files import ARGS, COLOUR, write_image, write_weights
-from tests.helpers.tools import load_tool, written
+from tests.helpers.tools import written
+from visionattn.command import run
 from visionattn.data.geometry import Box
+from visionattn.inference import attribution_folder
 from visionattn.inference.attribution_folder import cut
-from visionattn.inference.image_attribution import of_patches
 from visionattn.inference.look_options import parse_look
 from visionattn.inference.pictures import Picture
-from visionattn.models.attribution import find_attribution
-from visionattn.models.weights import DataSpec, load_model, save_model
+from visionattn.models.attribution import find_attribution, principal, watch
+from visionattn.models.weights import load_model
 
-look = load_tool("look")
 MAX = ARGS | dict(global_pool="max", class_token=False)
 FILE = "best.safetensors"
-NATIVE = ("--img-size", "native")
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    """A folder with weights of a model that pools by the maximum, and two images."""
-    folder = tmp_path_factory.mktemp("look")
-    write_weights(folder / FILE, args=MAX)
-    write_image(folder / "a.png", 40, 56, seed=1)
-    write_image(folder / "b.png", 24, 24, seed=2)
-    return folder
 
 
 @pytest.fixture
-def folder(files, tmp_path, monkeypatch):
-    """The same files in the current folder."""
-    for path in files.iterdir():
-        (tmp_path / path.name).symlink_to(path)
+def folder(tmp_path, monkeypatch):
+    """The current folder, with weights of a model that pools by the maximum, and two images."""
     monkeypatch.chdir(tmp_path)
+    write_weights(tmp_path / FILE, args=MAX)
+    write_image(tmp_path / "a.png", 40, 56, seed=1)
+    write_image(tmp_path / "b.png", 24, 24, seed=2)
     return tmp_path
 
 
@@ -58,19 +47,23 @@ def attributed(path, image, **options):
     return find_attribution(model, inputs, **options)
 
 
+def look(*more: str, file: str = FILE, output: str = "out") -> int:
+    return run("look", [file, *more, "--img-size", "native", "--output", output])
+
+
 def summary(folder):
     return json.loads((folder / "look.json").read_text())["images"]
 
 
 def test_the_folder_holds_the_pictures_the_page_and_the_numbers(folder, capsys):
-    assert look([FILE, "a.png", "b.png", "--output", "out", *NATIVE]) == 0
+    assert look("a.png", "b.png") == 0
     found, out = attributed(FILE, "a.png"), folder / "out"
     first, second = summary(out)
     place = divmod(int(found.patches.argmax()), 7)
     names = {f"{i}-{name}.png" for i in (1, 2) for name in ("winners", "gradient", "features")}
     names |= {f"1-block-1-{place[0]}-{place[1]}.png", "tables.png", "index.html", "look.json"}
-    others = set(os.listdir(out)) - names
-    assert len(others) == 1 and re.fullmatch(r"2-block-1-\d-\d\.png", others.pop())
+    (other,) = set(os.listdir(out)) - names
+    assert re.fullmatch(r"2-block-1-\d-\d\.png", other)
     assert first["class"] == COLOUR.class_names[found.target]
     assert first["margin"] == pytest.approx(found.margin, abs=1e-5)
     assert first["logits"] == pytest.approx(found.logits.tolist(), abs=1e-5)
@@ -79,10 +72,8 @@ def test_the_folder_holds_the_pictures_the_page_and_the_numbers(folder, capsys):
     assert best["box"] == [8 * place[0], 8 * place[1], 8, 8]
     assert best["added"] == pytest.approx(float(found.patches.max()), abs=1e-5)
     assert best["channels"] == int(found.channels[place])
-    assert [(row["block"], row["query"]) for row in first["rows"]] == [
-        (1, f"row {place[0]}, column {place[1]}")
-    ]
-    row = first["rows"][0]
+    (row,) = first["rows"]
+    assert (row["block"], row["query"]) == (1, f"row {place[0]}, column {place[1]}")
     assert row["content"] + row["place"] + row["prefix"] == pytest.approx(1)
     assert (first["path"], second["path"]) == ("a.png", "b.png")
     printed = capsys.readouterr()
@@ -98,13 +89,13 @@ def test_places_the_top_and_the_class_token_are_queried(folder):
     args = MAX | dict(class_token=True, reg_tokens=1)
     write_weights(folder / "class.safetensors", args=args)
     flags = ("--queries", "9,55", "class", "top", "--blocks", "0", "-1", "--show", "rows")
-    assert look(["class.safetensors", "a.png", "--output", "out", *flags, *NATIVE]) == 0
+    assert look("a.png", *flags, file="class.safetensors") == 0
     rows = summary(folder / "out")[0]["rows"]
     assert [row["block"] for row in rows] == [0, 0, 0, 1, 1, 1]
     assert [row["query"] for row in rows[:2]] == ["row 1, column 6", "class"]
     assert rows[1]["place"] == 0 and rows[0]["prefix"] > 0
     write_weights(folder / "token.safetensors", args=args | dict(global_pool="token"))
-    assert look(["token.safetensors", "a.png", "--output", "token", *NATIVE]) == 0
+    assert look("a.png", file="token.safetensors", output="token") == 0
     (found,) = summary(folder / "token")
     assert [row["query"] for row in found["rows"]] == ["class"] and "winners" not in found
     assert "Only the class token is pooled" in (folder / "token" / "index.html").read_text()
@@ -112,8 +103,7 @@ def test_places_the_top_and_the_class_token_are_queried(folder):
 
 def test_rows_are_of_a_head_or_of_the_mean_of_all(folder):
     def row(*flags):
-        given = [FILE, "a.png", "--output", "out", "--overwrite", "--show", "rows", *NATIVE]
-        assert look([*given, "--queries", "0,0", *flags]) == 0
+        assert look("a.png", "--overwrite", "--show", "rows", "--queries", "0,0", *flags) == 0
         return summary(folder / "out")[0]["rows"][0]
 
     heads = [row("--head", str(head))["content"] for head in range(3)]
@@ -125,67 +115,16 @@ def test_rows_are_of_a_head_or_of_the_mean_of_all(folder):
 
 
 def test_the_same_twice_and_a_folder_is_replaced_when_asked(folder):
-    given = [FILE, "a.png", "b.png", "--output", "out", *NATIVE]
-    assert look(given) == 0
+    assert look("a.png", "b.png") == 0
     first = written(folder / "out")
-    assert look([FILE, "b.png", "--output", "out", "--overwrite", *NATIVE]) == 0
-    assert not [name for name in os.listdir(folder / "out") if name.startswith("2-")]
-    assert look([*given, "--overwrite"]) == 0
-    (folder / "mine").mkdir()
-    assert look([FILE, "b.png", "--output", "mine", "--overwrite"]) == 2
+    assert look("b.png", "--overwrite") == 0
+    assert not [name for name in os.listdir("out") if name.startswith("2-")]
+    assert look("a.png", "b.png", "--overwrite") == 0
     again = written(folder / "out")
     assert again.keys() == first.keys()
     assert all(again[name] == first[name] for name in first if name.endswith(".png"))
-
-
-BAD = {
-    "no image": ([FILE, "torn.png"], "torn.png: "),
-    "no head": (["headless.safetensors", "a.png"], "has no classes, so there is nothing"),
-    "block": ([FILE, "a.png", "--blocks", "2"], "no block 2; the 2 blocks are 0 to 1"),
-    "head": ([FILE, "a.png", "--head", "3"], "no head 3; the 3 heads are 0 to 2"),
-    "query of the second": (
-        [FILE, "a.png", "b.png", "--queries", "30,3", *NATIVE],
-        "b.png: query 30,3 is outside of what the model sees of the image, 24 x 24 pixels from 0,0",
-    ),
-    "query cut off": ([FILE, "a.png", "--queries", "9,2"], "40 x 40 pixels from 0,8 on"),
-    "query of words": ([FILE, "a.png", "--queries", "left"], "queries must be places such as"),
-    "class token": ([FILE, "a.png", "--queries", "class"], "has no class token to query"),
-    "class": ([FILE, "a.png", "--target", "oak"], "no class oak; the classes are ash, birch"),
-    "idle query": (
-        [FILE, "a.png", "--show", "winners", "--queries", "top"],
-        "queries is for rows of attention, which show leaves out",
-    ),
-    "twice": ([FILE, "a.png", "--images", "b.png"], "images stand first or behind --images"),
-    "no place": (
-        ["plain.safetensors", "a.png", "--term", "place"],
-        "block 1 has no share of place next to content",
-    ),
-}
-
-
-@pytest.fixture(scope="module")
-def refused(files, tmp_path_factory):
-    """The files, and such as are refused."""
-    folder = tmp_path_factory.mktemp("refused")
-    for path in files.iterdir():
-        (folder / path.name).symlink_to(path)
-    (folder / "torn.png").write_bytes((folder / "a.png").read_bytes()[:200])
-    model = timm.create_model("scaleformer_vit_t", num_classes=0, **MAX)
-    spec = replace(COLOUR, num_classes=0, class_names=())
-    save_model(folder / "headless.safetensors", model, "scaleformer_vit_t", MAX, spec)
-    args = {key: value for key, value in MAX.items() if key != "horizon"} | dict(relative="none")
-    write_weights(folder / "plain.safetensors", args=args)
-    return folder, written(folder)
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_and_leaves_nothing(refused, capsys, monkeypatch, case):
-    (folder, before), (argv, said) = refused, BAD[case]
-    monkeypatch.chdir(folder)
-    assert look([*argv, "--output", "out"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and said in error and error.count("\n") == 1, error
-    assert written(folder) == before and not (folder / "out").exists()
+    (folder / "mine").mkdir()
+    assert look("b.png", "--overwrite", output="mine") == 2
 
 
 def test_a_model_that_comes_with_weights_may_stand_first(folder):
@@ -194,29 +133,10 @@ def test_a_model_that_comes_with_weights_may_stand_first(folder):
     assert options.images == ["a.png", "b.png"] and options.checkpoint is None
 
 
-def test_sums_of_patches_are_those_of_their_pixels():
-    gradient = torch.arange(12.0).reshape(3, 4) - 5
-    found = of_patches(gradient, (2, 2))  # the last row of patches is not full
-    assert found.tolist() == [[5 + 4 + 1 + 0, 3 + 2 + 1 + 2], [3 + 4, 5 + 6]]
-
-
-def test_many_bands_of_any_range_and_grey_levels_as_channels_are_drawn(folder):
-    spec = DataSpec(5, 2, (), (0.4,) * 5, (0.3,) * 5, None, 16, bands=(1, 2, 3, 4, 5))
-    write_weights(folder / "bands.safetensors", replace(spec, value_range=(0.0, 4.0)), args=MAX)
-    np.save("bands.npy", np.random.default_rng(3).uniform(0, 4, (40, 48, 5)).astype(np.float32))
-    assert look(["bands.safetensors", "bands.npy", "--output", "out", *NATIVE]) == 0
-    assert summary(folder / "out")[0]["class"] in ("0", "1")
-    spec = DataSpec(256, 3, (), (), (), "grey_one_hot", 16)
-    write_weights(folder / "levels.safetensors", spec, args=MAX)
-    assert look(["levels.safetensors", "a.png", "--output", "grey"]) == 0
-
-
 def test_from_python_the_same_is_found_and_the_model_is_left_as_it_was(folder):
     model = load_model(FILE).train()
     options = dict(blocks=[0], target=3, img_size="native")
-    found = visionattn.look(
-        model, ["a.png", "b.png"], queries=["top", (9, 20)], show=["rows", "gradient"], **options
-    )
+    found = visionattn.look(model, ["a.png", "b.png"], show=["rows", "gradient"], **options)
     assert model.training and all(each.requires_grad for each in model.parameters())
     assert [each.path for each in found] == ["a.png", "b.png"] and found[0].components is None
     pixels = np.asarray(Image.open("a.png"))
@@ -230,12 +150,6 @@ def test_from_python_the_same_is_found_and_the_model_is_left_as_it_was(folder):
     assert [row.place for row in again.rows] == [(1, 6), again.top]
     assert again.components.shape == (3, 5, 7) and again.shares.shape == (3,)
     assert again.patch_at(39, 0) == (4, 0) and again.box(4, 6) == Box(32, 48, 8, 8)
-    (plain,) = visionattn.look(FILE, pixels, show=["winners"], img_size="native")
-    assert plain.rows == [] and plain.evidence.gradient is None
-    with pytest.raises(ValueError, match="image 0: query 99,0 is outside"):
-        visionattn.look(FILE, pixels, queries=[(99, 0)])
-    with pytest.raises(ValueError, match="is no model of visionattn"):
-        visionattn.look(timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32), pixels)
 
 
 def test_a_detail_is_of_the_image_and_not_of_the_sentences_below_it():
@@ -244,3 +158,213 @@ def test_a_detail_is_of_the_image_and_not_of_the_sentences_below_it():
     picture = Picture("a", "a", (), sheet, Box(490, 1890, 8, 8), (1900, 500))
     part = cut(picture)
     assert part.size == (640, 500) and part.getextrema() == ((0, 0),) * 3
+
+
+PREFIX = 2
+TINY = ARGS | dict(global_pool="avgmax", class_token=True, reg_tokens=PREFIX - 1, horizon=2)
+ORANGE, BLUE, GREEN = (213, 94, 0), (0, 114, 178), (0, 128, 80)
+GREY = (107, 107, 107)
+PATCH, ASKED = 8, (1, 2)
+"""Pixels of a patch, and the patch whose row of attention is drawn: no mirror image of itself."""
+LARGE_PX = 1921
+
+
+@dataclass(frozen=True)
+class Case:
+    """An image, how the model sees it, and where pixels of its input come to lie."""
+
+    file: tuple[int, int]
+    seen: tuple[int, int]
+    """The size at which the model sees what it sees."""
+    flags: str
+    each: int = 1
+    """Pixels of the file along the side of one of the model's."""
+    first: tuple[int, int] = (0, 0)
+    """Where in the file the part begins that the model sees."""
+    times: int = 9
+    """Pixels of the picture along the side of one of the file."""
+    canvas: tuple[int, int] | None = None
+    """The size of the input, where the image does not fill it."""
+
+
+CASES = {
+    "native": Case((37, 52), (37, 52), "--img-size native"),
+    "cropped": Case((144, 131), (48, 32), "--img-size 48 32 --fit crop", 3, (0, 17), 3),
+    "too large to draw": Case((280, 336), (32, 48), "--img-size 32 48 --fit crop", 7, (28, 0)),
+    "padded": Case((40, 56), (40, 56), "--img-size 56 56 --fit pad", canvas=(56, 56)),
+}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The folder of a case, where its pictures have pixels of the model's input, and the file."""
+
+    case: Case
+    folder: Path
+    grey: np.ndarray
+
+    def picture(self, name):
+        """The pixels of a picture without what stands below the image."""
+        (path,) = self.folder.glob(f"1-{name}*.png")
+        height, width = (px * self.case.times for px in self.case.file)
+        return np.asarray(Image.open(path)).astype(float)[:height, :width]
+
+    def sampled(self, picture):
+        """The colour of the picture in the middle of each pixel of the model's input."""
+        case = self.case
+        down, right = (
+            np.array([int((first + (i + 0.5) * case.each) * case.times) for i in range(count)])
+            for first, count in zip(case.first, case.seen, strict=True)
+        )
+        return picture[down][:, right]
+
+    def inside(self, places=(0, 0), count=None, around=0):
+        """A mask of the picture: ``count`` patches from a place on, or all, and a line around."""
+        case, side = self.case, PATCH * self.case.each
+        mask = np.zeros([px * case.times for px in case.file], bool)
+        slices = []
+        for first, place, seen in zip(case.first, places, case.seen, strict=True):
+            start = first + place * side
+            last = first + seen * case.each
+            end = last if count is None else min(start + count * side, last)
+            slices.append(slice(max(0, start * case.times - around), end * case.times + around))
+        mask[tuple(slices)] = True
+        return mask
+
+    def frame(self, place):
+        """The line around a patch, one pixel away from it."""
+        return self.inside(place, 1, 1) & ~self.inside(place, 1)
+
+
+def strength(colours):
+    """How strong the colour over grey paper is, from -1, blue, to 1, orange."""
+    more = colours[..., 0] - colours[..., 2]
+    return np.where(more > 0, more / ORANGE[0], more / BLUE[2]) / 0.8
+
+
+def assert_drawn(drawn, name, wanted):
+    """Colours are as strong as is wanted; below them lies the image, pale where it is not seen."""
+    picture, case = drawn.picture(name), drawn.case
+    sampled = drawn.sampled(picture)
+    np.testing.assert_allclose(strength(sampled), wanted, atol=0.01)
+    share = 0.8 * np.abs(strength(sampled))[..., None]
+    colour = np.where(strength(sampled)[..., None] > 0, ORANGE, BLUE)
+    grey = drawn.grey.repeat(case.times, 0).repeat(case.times, 1)[..., None]
+    assert np.abs(sampled - drawn.sampled(grey) * (1 - share) - colour * share).max() <= 3
+    outside = ~drawn.inside(around=2)  # and frames
+    pale = 255 - 0.35 * (255 - grey[outside])
+    assert np.abs(picture[outside] - pale).max(initial=0) <= 1.5
+    return picture
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_pictures_show_the_numbers_where_they_are(tmp_path, monkeypatch, name):
+    case, random = CASES[name], np.random.default_rng(7)
+    own = random.integers(0, 256, (*case.seen, 3)).astype(np.uint8)
+    file = random.integers(0, 256, (*case.file, 3)).astype(np.uint8)
+    (top, left), large = case.first, np.kron(own, np.ones((case.each, case.each, 1), np.uint8))
+    file[top : top + large.shape[0], left : left + large.shape[1]] = large
+    monkeypatch.chdir(tmp_path)
+    Image.fromarray(file).save("a.png")
+    write_weights(tmp_path / "best.safetensors", args=TINY)
+    asked = [
+        first + int((place + 0.5) * PATCH * case.each)
+        for first, place in zip(case.first, ASKED, strict=True)
+    ]
+    if name == "too large to draw":
+        monkeypatch.setattr(attribution_folder, "MOST_DRAWN_PX", LARGE_PX)
+    words = f"best.safetensors a.png --output out --target birch {case.flags} --queries"
+    assert run("look", [*words.split(), f"{asked[0]},{asked[1]}"]) == 0
+    if name == "too large to draw":  # a smaller picture of the file is drawn
+        case = replace(case, file=(40, 48), each=1, first=(4, 0), times=10)
+        file = file.reshape(40, 7, 48, 7, 3).mean((1, 3)).round().astype(np.uint8)
+    drawn = Drawn(case, tmp_path / "out", np.asarray(Image.fromarray(file).convert("L")) * 1.0)
+
+    # What the model gives, by hand.
+    model = load_model("best.safetensors")
+    height, width = (-(-px // PATCH) for px in case.seen)
+    canvas = case.canvas or (height * PATCH, width * PATCH)
+    beyond = [(0, side - px) for side, px in zip(canvas, case.seen, strict=True)]
+    inputs = (np.pad(own, (*beyond, (0, 0)), mode="edge") / 255 - COLOUR.mean) / COLOUR.std
+    inputs = torch.tensor(inputs.transpose(2, 0, 1)[None], dtype=torch.float32)
+    sizes = torch.tensor([case.seen]) if case.canvas else None
+    evidence = find_attribution(model, inputs, sizes=sizes, target=1)
+    across = canvas[1] // PATCH
+    token = PREFIX + ASKED[0] * across + ASKED[1]
+    rows, features = watch(model, inputs, {1: [token]}, sizes=sizes, features=1)
+
+    def of_pixels(patches):
+        return np.kron(patches, np.ones((PATCH, PATCH)))[: case.seen[0], : case.seen[1]]
+
+    added = evidence.patches.numpy()[:height, :width]
+    assert added.min() < 0 < added.max()
+    picture = assert_drawn(drawn, "winners", of_pixels(added / np.abs(added).max()))
+    orange = (picture == ORANGE).all(-1)  # colours over paper are never as strong
+    highest = {divmod(int(place), width) for place in np.argsort(-added, axis=None)[:5]}
+    for place in np.ndindex(height, width):
+        assert (orange[drawn.frame(place)].mean() > 0.5) == (place in highest)
+
+    gradient = evidence.gradient.numpy()
+    order = np.sort(np.abs(gradient), axis=None)[::-1]
+    most = order[round(0.005 * order.size) - 1]
+    gradient = gradient[: case.seen[0], : case.seen[1]]
+    assert_drawn(drawn, "gradient", np.clip(gradient / most, -1, 1))
+
+    row = rows[1].total[0, :, 0, PREFIX:].mean(0).unflatten(0, (-1, across))
+    row = row[:height, :width].numpy()
+    rank = row.argsort(axis=None).argsort().reshape(row.shape)
+    wanted = -np.log10(1 - (rank + 0.5) / row.size) / np.log10(2 * row.size)
+    picture = assert_drawn(drawn, "block-1-1-2", of_pixels(wanted))
+    assert ((picture == GREEN).all(-1) == drawn.frame(ASKED)).all()
+    ranked = np.sort(row, axis=None)[::-1] * row.size
+    said = f"Colours go by rank: half of the patches above {ranked[row.size // 2]:.3g}"
+    assert said in (tmp_path / "out" / "index.html").read_text()
+
+    components = principal(features[:, :height, :width])[0].numpy()
+    low, high = np.quantile(components, (0.01, 0.99), axis=(1, 2))[..., None, None]
+    wanted = [of_pixels(255 * each) for each in np.clip((components - low) / (high - low), 0, 1)]
+    picture = drawn.picture("features")
+    np.testing.assert_allclose(drawn.sampled(picture), np.stack(wanted, -1), atol=1)
+    assert (picture[~drawn.inside()] == 255).all()
+
+
+def squares(picture):
+    """The insides of the squares that are framed in a picture, line by line."""
+    frame = (picture == GREY).all(-1)
+    edges = np.diff(np.pad(frame, ((0, 0), (1, 1))).astype(int))
+    lines = [
+        (y, x, end)
+        for y, edge in enumerate(edges)
+        for x, end in zip(np.flatnonzero(edge > 0), np.flatnonzero(edge < 0), strict=True)
+        if end - x > 50  # letters have shorter strokes
+    ]
+    for y, x, end in lines:
+        below = [line for line in lines if line[0] > y and line[1:] == (x, end)]
+        if frame[y + 1, x] and frame[y + 1, end - 1] and below:
+            yield picture[y + 1 : below[0][0], x + 1 : end - 1]
+
+
+def test_tables_are_drawn_with_the_offsets_where_they_are(tmp_path, monkeypatch):
+    """An entry is that of the key's place less the query's, from the upper left."""
+    monkeypatch.chdir(tmp_path)
+    write_weights(tmp_path / "best.safetensors", args=TINY | dict(relative="axial"))
+    Image.fromarray(np.zeros((16, 24, 3), np.uint8)).save("a.png")
+    assert run("look", ["best.safetensors", "a.png", "--output", "out", "--show", "tables"]) == 0
+    counts = {
+        key: torch.where(value > 0, value + 1, value.exp()).sum(-1)
+        for key, value in load_file("best.safetensors").items()
+    }
+    wanted = []
+    for block in range(2):
+        rows = counts[f"blocks.{block}.attn.relative.rows"]
+        columns = counts[f"blocks.{block}.attn.relative.columns"]
+        wanted += [rows[head][:, None] + columns[head] for head in range(3)]
+    found = list(squares(np.asarray(Image.open("out/tables.png"))))
+    assert len(found) == len(wanted) == 6
+    for square, table in zip(found, wanted, strict=True):
+        level = table.log().numpy()
+        tint = (level - level.min()) / (level.max() - level.min())
+        cell = square.shape[1] // level.shape[1]
+        assert square.shape[:2] == tuple(cell * count for count in level.shape)
+        got = 1 - square[cell // 2 :: cell, cell // 2 :: cell, 2] / 255  # orange has no blue
+        np.testing.assert_allclose(got, tint, atol=0.01)

@@ -1,17 +1,23 @@
-"""Probes of patches against masks: the figures by hand, and the command from images to its last
-line.
+"""Probes on features of images and of patches: the figures by hand and by scikit-learn, and the
+command from images to its last line.
 """
 
 import re
+import shutil
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics.pairwise import cosine_similarity
 
 import visionattn.inference.extraction as features
+from tests.helpers import inference_files
 from tests.helpers.inference_files import GREY, feature_of, read_index, write_weights
-from tests.helpers.tools import assert_one_error, load_tool, written
+from tests.helpers.tools import assert_one_error, written
 from visionattn.cli.parsing import yaml_text
+from visionattn.command import run
 from visionattn.data.data_config import DataConfig
 from visionattn.data.drawn_images import patch_labels
 from visionattn.data.embedded import CanvasDataset, digit_splits
@@ -19,44 +25,125 @@ from visionattn.data.geometry import Geometry
 from visionattn.inference.drawn import Drawn
 from visionattn.inference.probes import (
     DenseResult,
+    divide_folder,
     fit_and_judge,
     patches_of,
     pixel_map,
 )
 
-extract = load_tool("extract_features")
+CLASSES = {"fern": (60, 180, 70), "moss": (90, 120, 60), "sand": (190, 170, 90)}
+FIGURES = re.compile(
+    r"linear probe (\d+\.\d\d) %, kNN \(k = (\d+)\) (\d+\.\d\d) % of (\d+) (\w+) images, "
+    r"fitted on (\d+) images of (\d+) classes"
+)
 SHARE = r"(\d+\.\d\d) %"
-LINE = re.compile(
+DENSE = re.compile(
     rf"(pixels|dense probe)(?: \(.*\))?: mean IoU {SHARE} \(background {SHARE}, "
-    rf"(?:distractors {SHARE}, )?(\d+) classes {SHARE}\), "
-    rf"accuracy {SHARE}"
+    rf"(?:distractors {SHARE}, )?(\d+) classes {SHARE}\), accuracy {SHARE}"
 )
 
 
-def generator(seed: int = 0) -> np.random.Generator:
-    return np.random.default_rng(seed)
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_weights(tmp_path / "best.safetensors")
+    write_weights(tmp_path / "grey.safetensors", GREY)
+    return tmp_path
+
+
+def write_classes(folder, count: int, *, seed: int) -> None:
+    """``count`` images of each class: its colour, in noise that hides it from single pixels."""
+    rng = np.random.default_rng(seed)
+    for name, colour in CLASSES.items():
+        (folder / name).mkdir(parents=True)
+        for i in range(count):
+            pixels = np.clip(rng.normal(colour, 60, (16, 16, 3)), 0, 255).astype(np.uint8)
+            Image.fromarray(pixels).save(folder / name / f"{i}.png")
+
+
+def probe(*more: str) -> int:
+    return run("features", inference_files.flags("--batch_size", "40", "--probe", *more))
+
+
+def figures(line: str) -> tuple[str, ...]:
+    return FIGURES.fullmatch(line).groups()
+
+
+def last_line(capsys) -> str:
+    return capsys.readouterr().out.splitlines()[-1]
+
+
+def test_both_accuracies_are_those_of_scikit_learn_and_of_neighbours_by_hand(folder, capsys):
+    write_classes(folder / "images" / "train", 30, seed=1)
+    write_classes(folder / "images" / "val", 17, seed=2)
+    assert probe("--neighbours", "99") == 2
+    assert_one_error(capsys, "neighbours 99 of 90 images to fit on; name fewer")
+    assert probe("--neighbours", "7") == 0
+    x, y = {"train": [], "val": []}, {"train": [], "val": []}
+    for row in read_index(folder / "out"):
+        _, split, name, _ = row["path"].split("/")
+        x[split].append(feature_of(folder / "out", row))
+        y[split].append(sorted(CLASSES).index(name))
+    mean, std = np.mean(x["train"], 0), np.std(x["train"], 0)
+    linear = LogisticRegression(max_iter=1000).fit((x["train"] - mean) / std, y["train"])
+    by_linear = 100 * linear.score((x["val"] - mean) / std, y["val"])
+    nearest = np.argsort(-cosine_similarity(x["val"], x["train"]), axis=1)[:, :7]
+    votes = [np.bincount(np.array(y["train"])[row], minlength=3).argmax() for row in nearest]
+    by_neighbours = 100 * np.mean(np.array(votes) == y["val"])
+    wanted = (f"{by_linear:.2f}", "7", f"{by_neighbours:.2f}", "51", "validation", "90", "3")
+    assert figures(last_line(capsys)) == wanted
+    assert by_linear > 80 and 60 < by_neighbours < 100
+
+
+def test_class_folders_alone_hold_a_share_out_and_a_test_split_comes_before_the_validation_split(
+    folder, capsys
+):
+    write_classes(folder / "images", 10, seed=1)
+    assert probe("--val_fraction", "0.3") == 0
+    assert figures(last_line(capsys))[3:] == ("9", "validation", "21", "3")
+    first, other = (divide_folder("images", val_fraction=0.3, seed=seed) for seed in (0, 1))
+    assert first.judged != other.judged and not set(first.judged) & set(first.fitted)
+    assert first.judged | first.fitted == other.judged | other.fitted
+    for split, seed in (("train", 1), ("val", 2), ("test", 3)):
+        write_classes(folder / "three" / split, 6, seed=seed)
+    assert probe("--images", "three/", "--output", "three_out") == 0
+    assert figures(last_line(capsys))[3:] == ("18", "test", "18", "3")
+
+
+def test_features_that_are_there_are_not_computed_again_for_a_probe(folder, capsys):
+    write_classes(folder / "images", 10, seed=1)
+    shutil.copy(folder / "images" / "fern" / "0.png", folder / "images" / "stray.png")
+    (folder / "images" / "moss" / "3.png").write_bytes(b"no image")
+    assert run("features", inference_files.flags("--batch_size", "40")) == 0
+    capsys.readouterr()
+    with pytest.warns(UserWarning, match="left out of images: images in no class or split fol"):
+        assert probe("--val_fraction", "0.3") == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert "31 of 31 images are done" in printed[1]
+    assert printed[-1] == "labelled images without features, which count nowhere: 1"
+    found = figures(printed[-2])
+    assert int(found[3]) + int(found[5]) == 29
 
 
 def images_of(features, labels, per_image: int = 40):
     """Patches divided into images."""
-    return [
-        (features[i : i + per_image], labels[i : i + per_image])
-        for i in range(0, len(labels), per_image)
-    ]
+    starts = range(0, len(labels), per_image)
+    return [(features[i : i + per_image], labels[i : i + per_image]) for i in starts]
 
 
-def test_features_that_name_the_values_give_one_and_noise_gives_the_background_alone():
-    rng = generator()
+def test_features_that_name_the_values_give_one_and_noise_gives_the_background_alone(monkeypatch):
+    rng = np.random.default_rng(0)
     labels = rng.choice(6, 2000, p=[0.7, 0.1, 0.05, 0.05, 0.05, 0.05])
     one_hot = np.eye(6, dtype=np.float32)[labels]
     result = fit_and_judge(images_of(one_hot, labels), images_of(one_hot, labels), 8, 0)
     assert (result.confusion == np.diag(np.bincount(labels, minlength=8))).all()
     assert result.note == ""
-    noise = rng.normal(size=(4000, 3)).astype(np.float32)
-    labels = np.concatenate([labels, rng.permutation(labels)])
-    judged = images_of(noise[2000:], labels[2000:])
-    result = fit_and_judge(images_of(noise[:2000], labels[:2000]), judged, 6, 0)
+    noise = images_of(rng.normal(size=(2000, 3)).astype(np.float32), labels)
+    judged = images_of(rng.normal(size=(2000, 3)).astype(np.float32), labels)
+    result = fit_and_judge(noise, judged, 6, 0)
     assert (result.confusion.sum(0) == [2000, 0, 0, 0, 0, 0]).all()
+    monkeypatch.setattr("visionattn.inference.probes.STEPS", 1)
+    assert "not converged after 1 steps" in fit_and_judge(noise, judged, 6, 0).note
 
 
 def test_intersections_over_unions_are_those_of_the_table_by_hand():
@@ -64,32 +151,11 @@ def test_intersections_over_unions_are_those_of_the_table_by_hand():
     confusion[0] = [90, 4, 0, 6, 0]  # background: 90 of 100 + 2 + 1
     confusion[1] = [2, 6, 1, 0, 1]
     confusion[3] = [1, 0, 0, 4, 0]
-    result = DenseResult(confusion, 77, "")
     # 90 / 103, 6 / 14 and 4 / 11, their mean, and 100 / 115.
-    assert result.line("pixels") == (
+    assert DenseResult(confusion, 77, "").line("pixels") == (
         "pixels: mean IoU 55.53 % (background 87.38 %, distractors 42.86 %, 1 classes "
         "36.36 %), accuracy 86.96 %"
     )
-
-
-def test_a_fit_on_some_of_the_background_is_one_to_all_of_it(monkeypatch):
-    """Two bells, 2 apart: with all weights equal the border would lie at 1 instead of 2.5."""
-    rng = generator(3)
-    labels = np.repeat([0, 2], [4000, 200])
-    features = (rng.normal(size=(4200, 1)) + (labels[:, None] == 2) * 2).astype(np.float32)
-    shuffled = rng.permutation(4200)
-    images = images_of(features[shuffled], labels[shuffled], 525)
-    line = np.linspace(-5, 5, 1001, dtype=np.float32)[:, None]
-
-    def border(seed):
-        found = fit_and_judge(images, [(line, np.zeros(1001, np.int64))], 3, seed)
-        assert found.fitted == sum(
-            min(50, (known == 0).sum()) + (known == 2).sum() for _, known in images
-        )
-        return 5 - found.confusion[0, 2] / 100
-
-    assert border(0) == pytest.approx(1 + np.log(20) / 2, abs=0.3)
-    assert border(0) != border(1)
 
 
 def test_patches_that_an_image_does_not_fill_are_left_out():
@@ -107,32 +173,26 @@ def test_patches_that_an_image_does_not_fill_are_left_out():
         assert px == 32 or (rows, columns) != grid
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_weights(tmp_path / "best.safetensors", GREY)
-    return tmp_path
+def probe_canvases(*more: str, output: str = "out") -> int:
+    given = "--checkpoint grey.safetensors --data canvas --img_size 48 --data_args.eval_images 30"
+    return run("features", [*given.split(), "--workers", "0", "--output", output, *more])
 
 
-def flags(*more: str, output: str = "out") -> list[str]:
-    given = ["--checkpoint", "best.safetensors", "--data", "canvas", "--img_size", "48"]
-    return [*given, "--data_args.eval_images", "30", "--workers", "0", "--output", output, *more]
-
-
-def figures(line: str) -> list[str]:
-    return list(LINE.fullmatch(line).groups())
+def dense_figures(lines: list[str]) -> list[tuple[str, ...]]:
+    """The figures of the last two lines: of pixels, and of the maps."""
+    return [DENSE.fullmatch(line).groups() for line in lines[-2:]]
 
 
 def test_the_command_probes_the_maps_that_it_wrote_and_pixels_beside_them(folder, capsys):
-    assert extract(flags("--dense", "--probe")) == 0
-    *lines, fitted, pixels, last = capsys.readouterr().out.splitlines()
+    assert probe_canvases("--dense", "--probe") == 0
+    lines = capsys.readouterr().out.splitlines()
     assert lines[1] == (
         "canvas: 30 validation and 30 test images; distractors null, "
         "digit_px (16, 40), whole_digits 1, val_fraction 0.1, seed 0"
     )
-    found = [figures(line) for line in (pixels, last)]
+    found = dense_figures(lines)
     assert [each[0] for each in found] == ["pixels", "dense probe"]
-    assert {each[4] for each in found} == {"9"} and " 1,080 of 30 test images" in fitted
+    assert {each[4] for each in found} == {"9"} and " 1,080 of 30 test images" in lines[-3]
     # By hand: the maps of the files, the masks of the data set.
     parts = []
     for split in ("validation", "test"):
@@ -144,12 +204,13 @@ def test_the_command_probes_the_maps_that_it_wrote_and_pixels_beside_them(folder
         labels = [patch_labels(mask, (6, 6), 12).ravel() for mask in masks]
         parts.append(list(zip(maps, labels, strict=True)))
     wanted = fit_and_judge(*parts, 12, 0)
-    assert last == wanted.line("dense probe") and f"on {wanted.fitted:,} patches of 30" in fitted
+    assert lines[-1] == wanted.line("dense probe")
+    assert f"on {wanted.fitted:,} patches of 30" in lines[-3]
     # The same command computes nothing anew, and says the same.
     before = written(folder / "out")
-    assert extract(flags("--dense", "--probe")) == 0
+    assert probe_canvases("--dense", "--probe") == 0
     again = capsys.readouterr().out.splitlines()
-    assert "60 of 60 images are done" in again[2] and again[-1] == last
+    assert "60 of 60 images are done" in again[2] and again[-1] == lines[-1]
     assert written(folder / "out") == before
 
 
@@ -161,8 +222,8 @@ def test_maps_that_are_the_pixels_give_the_figures_of_the_pixels(folder, capsys,
 
     monkeypatch.setattr(features, "last_map", same)
     more = ["--data", "documents", "--fit", "native", "--img_size", "100", "--batch_size", "1"]
-    assert extract(flags("--dense", "--probe", *more)) == 0
-    pixels, last = (figures(line) for line in capsys.readouterr().out.splitlines()[-2:])
+    assert probe_canvases("--dense", "--probe", *more) == 0
+    pixels, last = dense_figures(capsys.readouterr().out.splitlines())
     assert pixels[1:] == last[1:]
     assert float(last[2]) > 80 and float(last[3]) > 5
 
@@ -173,71 +234,20 @@ def test_canvases_are_those_of_the_run_beside_the_weights_unless_flags_say_other
     args = {"distractors": 2, "digit_px": [12, 20]}
     config = {"data": {"name": "canvas", "args": args, "val_fraction": 0.3}, "seed": 4}
     (folder / "config.yaml").write_text(yaml_text(config))
-    command = ["--dense", "--data_args.eval_images", "8"]
-    for output, more, shown in (
-        ("out", ["whole_digits", "2"], "distractors 2, digit_px (12, 20), whole_digits 2, val_"),
-        # Nothing, too, is a value of a flag.
-        ("two", ["distractors", "null"], "distractors null, digit_px (12, 20), whole_digits 1, "),
-    ):
-        assert extract(flags(*command, f"--data_args.{more[0]}", more[1], output=output)) == 0
-        line = capsys.readouterr().out.splitlines()[1]
-        assert shown in line and line.endswith("val_fraction 0.3, seed 4")
-    assert extract(flags(*command, "--data_args.distractors", "3")) == 2
+    assert probe_canvases("--dense", "--data_args.whole_digits", "2") == 0
+    assert (
+        capsys.readouterr()
+        .out.splitlines()[1]
+        .endswith("distractors 2, digit_px (12, 20), whole_digits 2, val_fraction 0.3, seed 4")
+    )
+    assert probe_canvases("--dense", "--data_args.distractors", "null") == 2
     assert "out holds other features: list_of_images" in capsys.readouterr().err
 
 
 def test_pooled_features_of_canvases_are_probed_for_their_classes(folder, capsys):
-    assert extract(flags("--probe", "--neighbours", "3")) == 0
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.endswith("of 30 test images, fitted on 30 images of 10 classes")
+    assert probe_canvases("--probe", "--neighbours", "3") == 0
+    assert last_line(capsys).endswith("of 30 test images, fitted on 30 images of 10 classes")
     config = DataConfig(name="canvas", args={"eval_images": 30})
     division = Drawn(config, 0, Geometry("crop", (48, 48), None, (8, 8))).divide()
-    for split, named in (("validation", division.fitted), ("test", division.judged)):
-        labels = digit_splits(0.1, 0)[split].labels[:30].tolist()
-        assert named == {f"canvas/{split}/{i}": label for i, label in enumerate(labels)}
-
-
-BAD = {
-    "--data digits": "digits have no masks, which a probe of patches needs: leave --dense out, or",
-    "--images .": "give either --images or --data digits, canvas or documents",
-    "--data documents --data_args.distractors 3": "data_args has an unknown key",
-    "--probe false --dense false --data digits --data_args.eval_images 3": "data_args is for",
-    "--data_args.distractors -1": "data_args.distractors must be at least 0, got -1",
-    "--img_size 40": "canvas of 40 pixels is too small for its digits; wanted 48 or more",
-    "--img_size native": "canvas is drawn at a size in pixels; name it: --img-size",
-}
-
-
-@pytest.mark.parametrize("more", BAD)
-def test_what_cannot_be_drawn_or_probed_is_refused_in_one_line(folder, capsys, more):
-    given = [
-        flag
-        for flag in flags("--dense", "--probe")
-        if flag not in ("--data_args.eval_images", "30")
-    ]
-    assert extract([*given, *more.split()]) == 2
-    assert_one_error(capsys, BAD[more])
-    assert not (folder / "out").exists()
-
-
-def test_images_without_maps_are_counted_and_left_out(folder, capsys, monkeypatch):
-    real = features.last_map
-
-    def some(model, inputs, sizes):
-        found = real(model, inputs, sizes)
-        found[1] = torch.nan
-        return found
-
-    monkeypatch.setattr(features, "last_map", some)
-    assert extract(flags("--dense", "--probe", "--batch_size", "20")) == 0
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[-4] == "labelled images without features, which count nowhere: 3"
-    # The second image of the last batch of three is a test image.
-    assert printed[-3].endswith("validation images and judged on 1,044 of 30 test images")
-
-
-def test_a_probe_that_does_not_converge_says_so(monkeypatch):
-    monkeypatch.setattr("visionattn.inference.probes.STEPS", 1)
-    rng = generator()
-    patches = images_of(rng.normal(size=(200, 4)).astype(np.float32), rng.integers(0, 3, 200))
-    assert "not converged after 1 steps" in fit_and_judge(patches, patches, 3, 0).note
+    labels = digit_splits(0.1, 0)["test"].labels[:30].tolist()
+    assert division.judged == {f"canvas/test/{i}": label for i, label in enumerate(labels)}

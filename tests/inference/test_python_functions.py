@@ -1,13 +1,223 @@
-"""``visionattn.predict`` and ``visionattn.extract_features`` against models called by hand."""
+"""Functions of Python and flags: the same classes and features, of images of any kind and size."""
 
+import math
+from dataclasses import replace
+
+import cv2
 import numpy as np
 import pytest
+import tifffile
 import timm
 import torch
 from PIL import Image
+from timm.layers import PatchEmbed
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 import visionattn
-from tests.helpers.inference_files import COLOUR, write_image, write_weights
+from tests.helpers.inference_files import (
+    COLOUR,
+    feature_of,
+    flags,
+    read_index,
+    write_image,
+    write_weights,
+)
+from tests.helpers.tools import read_csv
+from visionattn.command import run
+from visionattn.inference.image_listing import as_held
+from visionattn.models.weights import DataSpec
+
+PATCH_PX = 8
+FOLDERS = {"ash/0": (21, 35), "birch/0": (64, 20), "cedar/0": (13, 90), "elm/0": (17, 30)}
+FOLDERS |= {"elm/1": (11, 17)}
+SHAPES = list(FOLDERS.values())
+WHOLE = [(32, 48)] * 5
+CASES = {
+    "native": ({"fit": "native", "img_size": None}, SHAPES, "--img_size native"),
+    "at most a size": (
+        {"fit": "native", "img_size": 32},
+        [(16, 32), (32, 8), (8, 32), (17, 30), (11, 17)],
+        None,
+    ),
+    "max_patches": (
+        {"fit": "native", "img_size": None, "max_patches": 6},
+        [(16, 24), (32, 8), (8, 48), (16, 24), (11, 17)],
+        "--fit native --max_patches 6",
+    ),
+    "pad": (
+        {"fit": "pad", "img_size": (32, 48)},
+        [(32, 48), (32, 8), (8, 48), (24, 48), (32, 48)],
+        None,
+    ),
+    "stretch": (
+        {"fit": "stretch", "img_size": (32, 48)},
+        WHOLE,
+        "--fit stretch --img_size 32 48",
+    ),
+}
+"""How images are seen; the height and width that each image has then, by hand; and the flags that
+say so, None where the checkpoint says it.
+"""
+
+
+def by_hand(image: np.ndarray, content: tuple[int, int], fit: str) -> np.ndarray:
+    """The model's input ``[H, W, C]``, from the definition: normalised, and 0 where absent."""
+    if image.shape[:2] != content:
+        shrinks = image.shape[0] >= content[0] and image.shape[1] >= content[1]
+        way = cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR
+        image = cv2.resize(image, content[::-1], interpolation=way)
+    image = (image / 255 - np.array(COLOUR.mean)) / np.array(COLOUR.std)
+    if fit != "native":
+        canvas = np.zeros((*WHOLE[0], 3))
+        canvas[: content[0], : content[1]] = image
+        return canvas
+    rows, columns = (math.ceil(px / PATCH_PX) * PATCH_PX for px in content)
+    return image[np.arange(rows).clip(max=content[0] - 1)][
+        :, np.arange(columns).clip(max=content[1] - 1)
+    ]
+
+
+@pytest.fixture
+def take():
+    """Takes what has reached the patch embedding of models, an array ``[H, W, C]`` per image."""
+    pixels = []
+
+    def keep(module, given):
+        if isinstance(module, PatchEmbed):
+            pixels.extend(image.numpy().transpose(1, 2, 0) for image in given[0])
+
+    handle = register_module_forward_pre_hook(keep)
+    yield lambda: [pixels.pop(0) for _ in range(len(pixels))]
+    handle.remove()
+
+
+@pytest.fixture
+def images(tmp_path, monkeypatch):
+    """A folder with class folders of images of odd sizes, as the current folder; their pixels."""
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate(("ash", "birch", "cedar", "elm")):
+        write_image(tmp_path / "tree" / "train" / name / "0.png", 16, 16, number)
+    (tmp_path / "images").symlink_to(tmp_path / "tree" / "val")
+    return [
+        write_image(tmp_path / "tree" / "val" / f"{name}.png", *shape, seed=50 + i)
+        for i, (name, shape) in enumerate(FOLDERS.items())
+    ]
+
+
+def checkpoint(folder, **seen) -> str:
+    return str(write_weights(folder / "best.safetensors", replace(COLOUR, **seen)))
+
+
+def assert_same(got: list[np.ndarray], wanted: list[np.ndarray]) -> None:
+    assert [image.shape for image in got] == [image.shape for image in wanted]
+    for image, other in zip(got, wanted, strict=True):
+        assert np.abs(image - other).max() < 1e-5
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_images_are_seen_as_the_checkpoint_or_flags_say(images, tmp_path, take, case):
+    seen, contents, more = CASES[case]
+    path = checkpoint(tmp_path, **({} if more else seen))
+    words = more.split() if more else []
+    options = {} if not more else {"img_size": "native"} if case == "native" else seen
+    wanted = [by_hand(i, c, seen["fit"]) for i, c in zip(images, contents, strict=True)]
+
+    assert run("predict", flags("--batch_size", "3", *words, output="out.csv")) == 0
+    assert_same(take(), wanted)
+    for row, shape, image in zip(read_csv("out.csv"), SHAPES, wanted, strict=True):
+        assert (row["status"], int(row["height"]), int(row["width"])) == ("ok", *shape)
+        assert (int(row["input_height"]), int(row["input_width"])) == image.shape[:2]
+    assert run("features", flags(*words)) == 0
+    assert_same(take(), wanted)
+
+    classes = visionattn.predict(path, "images", top_k=1, device="cpu", **options).classes
+    assert_same(take(), wanted)
+    assert [row["class_1"] for row in read_csv("out.csv")] == [first for (first,) in classes]
+    features = visionattn.extract_features(path, images, batch_size=2, device="cpu", **options)
+    assert_same(take(), wanted)
+    for row, feature in zip(read_index(tmp_path / "out"), features.numpy(), strict=True):
+        assert np.abs(feature_of(tmp_path / "out", row) - feature).max() < 1e-5
+
+    if case in ("max_patches", "pad"):  # and as in validation, which orders images otherwise
+        checkpoint(tmp_path, **seen)
+        given = "--checkpoint best.safetensors --data.name folder --data.root tree --split=val"
+        assert run("validate", [*given.split(), "--data.workers", "0", "--device", "cpu"]) == 0
+        found = take()
+        for image in wanted:
+            alike = (other for other in found if other.shape == image.shape)
+            assert min(np.abs(image - other).max() for other in alike) < 1e-5
+
+
+def test_what_images_do_not_fill_takes_no_part_in_features(images, tmp_path):
+    seen, contents, _ = CASES["pad"]
+    path = checkpoint(tmp_path, **seen)
+    ways = [cv2.INTER_LINEAR, cv2.INTER_AREA, cv2.INTER_AREA, cv2.INTER_LINEAR, cv2.INTER_LINEAR]
+    alone = [
+        cv2.resize(image, (width, height), interpolation=way)
+        for image, (height, width), way in zip(images, contents, ways, strict=True)
+    ]
+    own = {"img_size": "native", "batch_size": 1, "device": "cpu"}
+    wanted = visionattn.extract_features(path, alone, **own)
+    padded = visionattn.extract_features(path, images, batch_size=5, device="cpu")
+    torch.testing.assert_close(padded, wanted, rtol=0, atol=1e-5)
+    shares = visionattn.predict(path, images, device="cpu").probabilities
+    others = visionattn.predict(path, alone, **own).probabilities
+    torch.testing.assert_close(shares, others, rtol=0, atol=1e-5)
+
+    maps = visionattn.extract_features(path, images, dense=True, device="cpu")
+    assert maps.shape == (5, 24, 4, 6)
+    found = visionattn.extract_features(path, alone, dense=True, **own)
+    for padded, whole, (height, width) in zip(maps, found, contents, strict=True):
+        rows, columns = height // PATCH_PX, width // PATCH_PX
+        torch.testing.assert_close(padded[:, :rows, :columns], whole, rtol=0, atol=1e-5)
+        assert padded[:, rows:].abs().sum() == padded[:, :, columns:].abs().sum() == 0
+
+
+def test_a_model_of_timm_sees_what_is_padded_as_black(images):
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, patch_size=8, depth=1, embed_dim=24, num_classes=4
+    ).eval()
+    model.data_spec = replace(COLOUR, fit="pad", img_size=32)
+    image = images[2]
+    black = np.zeros((32, 32, 3), np.uint8)
+    black[:8] = cv2.resize(image, (32, 8), interpolation=cv2.INTER_AREA)
+    scaled = (black / 255 - np.array(COLOUR.mean)) / np.array(COLOUR.std)
+    with torch.no_grad():
+        wanted = model(torch.tensor(scaled.transpose(2, 0, 1)[None], dtype=torch.float32))
+    with pytest.warns(UserWarning, match="sees what padding adds to images as black"):
+        found = visionattn.predict(model, [Image.fromarray(image)], top_k=4)
+    values = wanted[0].softmax(0).sort(descending=True)[0]
+    torch.testing.assert_close(found.probabilities[0], values, rtol=0, atol=1e-5)
+
+
+def test_a_picture_of_pillow_is_turned_as_its_file_would_be(tmp_path):
+    turned, exif = Image.new("RGB", (6, 4)), Image.Exif()
+    exif[0x112] = 6
+    turned.save(tmp_path / "turned.jpg", exif=exif)
+    with Image.open(tmp_path / "turned.jpg") as picture:
+        assert as_held(picture).size == (4, 6)
+
+
+def test_arrays_of_bands_and_of_other_values_are_seen_as_their_files_are(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    args = {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2, "img_size": 16}
+    model = timm.create_model("scaleformer_vit_t", num_classes=2, in_chans=2, **args)
+    model.data_spec = DataSpec(
+        2, 2, (), (0.5,) * 2, (0.2,) * 2, None, 16, bands=(5, 1), value_range=(0.0, 4095.0)
+    )
+    levels = np.random.default_rng(0).integers(0, 4096, (24, 16, 5)).astype(np.uint16)
+    tifffile.imwrite("five.tif", levels, photometric="minisblack", planarconfig="contig")
+    wanted = visionattn.predict(model, "five.tif").probabilities
+    for held in (levels, torch.from_numpy(levels.astype(np.int32)).permute(2, 0, 1)):
+        found = visionattn.predict(model, [held]).probabilities
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+    again = visionattn.predict(model, [levels], bands=(5, 1), value_range=(0, 4095))
+    torch.testing.assert_close(again.probabilities, wanted, rtol=0, atol=1e-6)
+    other = visionattn.predict(model, [levels], bands=(1, 5)).probabilities
+    assert (other - wanted).abs().max() > 1e-4
+    with pytest.raises(ValueError, match=r"image 0: .*band"):
+        visionattn.predict(model, [levels[..., :3]])
+
 
 PX = COLOUR.img_size
 

@@ -1,50 +1,192 @@
-"""Options that no image fits: one line, exit code 2, and nothing written."""
+"""What predict, features, look and generate refuse: one line, exit code 2, and nothing written."""
 
 import importlib.util
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import timm
+from PIL import Image
 
-from tests.helpers.inference_files import COLOUR, flags, write_image, write_weights
-from tests.helpers.tools import assert_one_error, load_tool, written
+from tests.helpers.inference_files import (
+    ARGS,
+    COLOUR,
+    GREY,
+    write_decoder,
+    write_folder,
+    write_image,
+    write_segmenter,
+    write_tiff,
+    write_weights,
+)
+from tests.helpers.tools import written
+from visionattn.command import main
+from visionattn.models.weights import save_model
 
-REFUSED = {
-    "--bands 4 5 6": " wanted band 6, the image has 3 bands",
-    "--page 3": " wanted page 3, the image has 1 page",
-    "--value_range 5 5": "value_range must be two finite numbers, the lower one first",
-    "--images float": "and nothing says which of them are black and white; give --value_range LOW",
-    "--images five": "the image has 5 bands; name those to read, in their order, as in --bands",
-    "--images packed": "0.zarr: a zarr array needs zarr: pip install 'visionattn[arrays]'",
-    "--images thin": "none of the 2 images can be read so; the first: thin/0.png: image of 40 x 7",
+MAX = ARGS | dict(global_pool="max", class_token=False)
+PLAIN = dict(patch_size=8, embed_dim=24, depth=2, num_heads=3, relative="none")
+SOFTMAX = PLAIN | dict(attention="softmax")
+FILES = "--images images --workers 0"
+CANVAS = "--dense --probe --data canvas --img_size 48 --workers 0 --output out"
+COMMANDS = {
+    "predict": f"predict --checkpoint best.safetensors {FILES} --output out.csv {{}}",
+    "native": f"predict --checkpoint native.safetensors {FILES} --output out.csv {{}}",
+    "tiles": f"predict --checkpoint best.safetensors {FILES} --output out.csv --tiles 24 {{}}",
+    "masks": f"predict --checkpoint painter.safetensors {FILES} {{}}",
+    "features": f"features --checkpoint best.safetensors {FILES} --output out {{}}",
+    "shard": f"features --checkpoint best.safetensors {FILES} --output out --shard {{}}",
+    "drawn": f"features --checkpoint grey.safetensors {CANVAS} {{}}",
+    "map": "features --checkpoint best.safetensors --images slide.tif --img_size native --dense "
+    "--output map.npy {}",
+    "look": "look max.safetensors a.png {} --output out",
+    "look at": "look {} --output out",
+    "generate": "generate --checkpoint decoder.safetensors {}",
+    "untold": "generate --checkpoint untold.safetensors --output new.png {}",
 }
+REFUSED = [
+    # Where results go.
+    ("predict", "--output out.txt", "must end in .csv or .json"),
+    ("predict", "--output no/out.csv", "no folder"),
+    ("predict", "--output there.csv", "there.csv exists; --overwrite replaces it"),
+    ("predict", "--output null --overwrite", "overwrite replaces the file of --output, which is"),
+    ("masks", "", "--output is missing: a folder for a PNG of each mask"),
+    ("masks", "--output out.csv", "this model gives masks; name a folder"),
+    ("masks", "--output m.npy", "holds one mask, and there are 2 images"),
+    ("masks", "--output there", "exists; --overwrite replaces it"),
+    ("masks", "--output out --images a.png a.png", "is named twice"),
+    ("masks", "--output images --overwrite", "a mask would replace the image images/0.png"),
+    ("features", "--output null", "--output is missing"),
+    ("features", "--output full", "full holds other things (notes.txt)"),
+    ("features", "--output full/notes.txt", "full/notes.txt is a file, so"),
+    ("features", "--output foreign", "is no file of features of this visionattn"),
+    ("map", "--images own.npy --overwrite --output own.npy", "own.npy would replace the image"),
+    ("map", "--images slide.tif slide.tif", "map.npy holds the map of one image, and there are 2"),
+    ("map", "--dense false", "add --dense, or name a folder"),
+    ("generate", "", "--output is missing: a .png"),
+    ("generate", "--output a.jpg", "--output a.jpg must end in .png or .npy, or be a"),
+    ("generate", "--output there.png", "there.png exists; --overwrite replaces it"),
+    ("generate", "--output images --overwrite", "images has no generate.json, so --overwrite keep"),
+    # Options that are out of range, contradict each other or do nothing.
+    ("predict", "--checkpoint null --model scaleformer_vit_t", "predictions need weights"),
+    ("predict", "--top_k 0", "top_k must be from 1 to the model's 4 classes, got 0"),
+    ("masks", "--output out --top-k 2", "top_k is of classes of images"),
+    ("features", "--data digits", "give either --images or --data digits"),
+    ("features", "--shard_mib 0", "shard_mib must be above 0, got 0"),
+    ("features", "--probe --dense", "leave --dense out"),
+    ("features", "--probe", "images has images outside of class folders"),
+    ("shard", "0/4", "shard must be i/n with i from 1 to n"),
+    ("shard", "1/10", "10 parts of 2 images would leave some empty; name at most 2"),
+    ("shard", "1/2 --probe", "probe wants the features of all images: call the command without"),
+    ("shard", "1/2 --merge", "merge takes everything from the parts in --output; leave "),
+    ("shard", "1/2 --parts 3", "parts is for --engine ray alone"),
+    ("shard", "1/2 --engine ray --address local", "engine ray divides the images itself; leave"),
+    ("map", "--memory_gib 1e-6", "memory 0 MiB is below one band"),
+    ("map", "--level 1", "wanted level 1, the image has 1, counted from 0: 133 x 104 pixels"),
+    ("map", "--batch_size 2", "batch_size does nothing for the map of one image"),
+    ("map", "--checkpoint softmax.safetensors", "is written band by band: "),
+    ("predict", "--overlap 8", "overlap is for --tiles alone"),
+    ("tiles", "--tiles 20", "tiles of 20 pixels are no whole number of 8-pixel patches; take 16"),
+    ("tiles", "--overlap 4", "overlap of 4 pixels are no whole number"),
+    ("tiles", "--overlap 24", "overlap from 0 to below them"),
+    ("tiles", "--img-size 24", "do nothing: images are brought to 24 x 24 px"),
+    ("tiles", "--img-size 16 32 --fit pad", "no tile should see"),
+    ("tiles", "--batch-size auto", "batch_size counts tiles"),
+    ("tiles", "--checkpoint painter.safetensors --output out --combine max", "combine"),
+    # Sizes.
+    ("native", "--fit pad", "fit pad needs img_size, the size to bring images to"),
+    ("native", "--img_size 32 --max_patches 6", "img_size and max_patches both limit the size of"),
+    ("native", "--fit pad --max_patches 6", "max_patches is for fit native, under which images"),
+    ("native", "--img_size native --max_patches 6", "own size, which max_patches contradicts"),
+    ("native", "--img_size native --fit pad", "each image at its own size, which fit pad contra"),
+    ("native", "--img_size [16]", "img_size must be one number of pixels, or height and width"),
+    ("native", "--img_size 4 24", "img_size 4 x 24 is smaller than a patch of 8 x 8 pixels; make"),
+    ("native", "--fit pad --img_size 20 24", "20 x 24 pixels is not a whole number of 8-pixel"),
+    ("native", "--fit whole", "fit must be one of native, pad, stretch, crop or null, got whole"),
+    ("map", "--img_size 64", "slide.tif of 133 x 104 px would be preprocessed (center crop to 64"),
+    # What no image has.
+    ("native", "--bands 4 5 6", " wanted band 6, the image has 3 bands"),
+    ("native", "--page 3", " wanted page 3, the image has 1 page"),
+    ("native", "--value_range 5 5", "value_range must be two finite numbers, the lower one first"),
+    ("native", "--images float.npy", "nothing says which of them are black and white; give --val"),
+    ("native", "--images five.npy", "the image has 5 bands; name those to read, in their order"),
+    ("native", "--images 0.zarr", "0.zarr: a zarr array needs zarr: pip install 'visionattn[arra"),
+    ("native", "--images thin.png", "thin.png: image of 40 x 7"),
+    # Probes of drawn images.
+    (
+        "drawn",
+        "--data digits",
+        "digits have no masks, which a probe of patches needs: leave --dens",
+    ),
+    ("drawn", "--images .", "give either --images or --data digits, canvas or documents"),
+    ("drawn", "--data documents --data_args.distractors 3", "data_args has an unknown key"),
+    ("drawn", "--probe false --dense false --data digits --data_args.eval_images 3", "data_args"),
+    ("drawn", "--data_args.distractors -1", "data_args.distractors must be at least 0, got -1"),
+    ("drawn", "--img_size 40", "canvas of 40 pixels is too small for its digits; wanted 48 or"),
+    ("drawn", "--img_size native", "canvas is drawn at a size in pixels; name it: --img-size"),
+    # Attribution.
+    ("look at", "max.safetensors torn.png", "torn.png: "),
+    ("look", "--blocks 2", "no block 2; the 2 blocks are 0 to 1"),
+    ("look", "--head 3", "no head 3; the 3 heads are 0 to 2"),
+    ("look", "b.png --queries 30,3 --img-size native", "b.png: query 30,3 is outside of what the"),
+    ("look", "--queries 9,2", "40 x 40 pixels from 0,8 on"),
+    ("look", "--queries left", "queries must be places such as"),
+    ("look", "--queries class", "has no class token to query"),
+    ("look", "--target oak", "no class oak; the classes are ash, birch"),
+    ("look", "--show winners --queries top", "queries is for rows of attention, which show leaves"),
+    ("look", "--images b.png", "images stand first or behind --images"),
+    ("look at", "headless.safetensors a.png", "has no classes, so there is nothing"),
+    ("look at", "plain.safetensors a.png --term place", "has no share of place next to cont"),
+    # Generation.
+    ("generate", "--count 10001 --output new.png", "a .png has at most 10,000 images side by side"),
+    ("untold", "", "img_size is missing: the model was"),
+    ("untold", "--complete tiny.png b.png", "b.png is seen as 24 x 24 px, and images of 6 x 9 px"),
+    ("untold", "--checkpoint five.safetensors", "pictures have 1 or 3 channels"),
+]
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """A folder with images of many kinds, as the current folder."""
-    monkeypatch.chdir(tmp_path)
-    write_weights(tmp_path / "best.safetensors", replace(COLOUR, fit="native", img_size=None))
-    for name in ("float", "five", "packed/0.zarr"):
-        (tmp_path / name).mkdir(parents=True)
-    for number in range(2):
-        write_image(tmp_path / "images" / f"{number}.png", 21, 35, seed=number)
-        write_image(tmp_path / "thin" / f"{number}.png", 40, 7, seed=0)
-        np.save(tmp_path / "float" / f"{number}.npy", np.full((16, 24), 0.5, np.float32))
-        np.save(tmp_path / "five" / f"{number}.npy", np.zeros((16, 24, 5), np.uint8))
-    return tmp_path
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A folder with weights and images of many kinds, and the bytes of all its files."""
+    folder = tmp_path_factory.mktemp("refused")
+    for name in ("there", "full", "foreign", "0.zarr"):
+        (folder / name).mkdir()
+    for name in ("there.csv", "there.png", "there/1.png", "full/notes.txt"):
+        (folder / name).write_text("mine")
+    weights = write_weights(folder / "best.safetensors").read_bytes()
+    (folder / "foreign" / "features-00000.safetensors").write_bytes(weights)
+    write_weights(folder / "native.safetensors", replace(COLOUR, fit="native", img_size=None))
+    write_weights(folder / "grey.safetensors", GREY)
+    write_weights(folder / "max.safetensors", args=MAX)
+    write_weights(folder / "plain.safetensors", args=PLAIN | dict(global_pool="avg"))
+    write_weights(folder / "softmax.safetensors", args=SOFTMAX)
+    body, spec = timm.create_model("scaleformer_vit_t", num_classes=0, **MAX), COLOUR
+    spec = replace(spec, num_classes=0, class_names=())
+    save_model(folder / "headless.safetensors", body, "scaleformer_vit_t", MAX, spec)
+    write_segmenter(folder / "painter.safetensors")
+    write_decoder(folder / "decoder.safetensors", conditioned=True)
+    write_decoder(folder / "five.safetensors", 5)
+    write_decoder(folder / "untold.safetensors", size=None, fit="native")
+    write_folder(folder / "images", [(21, 35), (16, 24)])
+    for name, shape in {"a": (40, 56), "b": (24, 24), "thin": (40, 7)}.items():
+        write_image(folder / f"{name}.png", *shape, seed=1)
+    Image.fromarray(np.zeros((6, 9), np.uint8)).save(folder / "tiny.png")
+    (folder / "torn.png").write_bytes((folder / "a.png").read_bytes()[:200])
+    write_tiff(folder / "slide.tif", 133, 104)
+    np.save(folder / "own.npy", np.zeros((40, 40, 3), np.uint8))
+    np.save(folder / "float.npy", np.full((16, 24), 0.5, np.float32))
+    np.save(folder / "five.npy", np.zeros((16, 24, 5), np.uint8))
+    return folder, written(folder)
 
 
-@pytest.mark.parametrize("more", REFUSED)
-def test_what_no_image_has_is_one_line_with_code_2_and_nothing_written(
-    folder, capsys, monkeypatch, more
-):
+@pytest.mark.parametrize(("command", "more", "said"), REFUSED)
+def test_one_line_with_code_2_and_nothing_written(files, capsys, monkeypatch, command, more, said):
+    folder, before = files
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *_: None if name == "zarr" else find(name)
     )
-    before = written(folder)
-    for tool, output in ((load_tool("predict"), "out.csv"), (load_tool("extract_features"), "out")):
-        assert tool(flags(*more.split(), output=output)) == 2
-        assert_one_error(capsys, REFUSED[more])
+    monkeypatch.chdir(folder)
+    assert main(COMMANDS[command].format(more).split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and said in error and error.count("\n") == 1, error
     assert written(folder) == before and not (folder / "out").exists()
