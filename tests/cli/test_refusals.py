@@ -82,7 +82,7 @@ EMPTY = {
     "predict --checkpoint best.safetensors --images images --output=": "output is empty",
     "profile --csv=": "csv is empty",
     "report images --title=": "title is empty",
-    "benchmark operations sdpa --csv=": "--csv is empty",
+    "benchmark operations sdpa --csv=": "csv is empty",
     "sweep --base digits --heads 2 --set init_from=": "init_from is empty",
 }
 
@@ -182,7 +182,6 @@ ABSURD = {
     "operations kernelized --tokens 64 --heads 1000000000000000": "its inputs alone take",
     "operations kernelized+joint --tokens 64 --horizon 1000000000": "its inputs alone take",
     "operations sdpa --tokens 64 --batch 999999999999999999": "its inputs alone take",
-    "operations sdpa --tokens 16000000 --heads 1 --width 1 --batch 40": "takes days; name smaller",
     "operations taylorshift --form direct --tokens 8000000000 --heads 1 --width 1": "name smaller",
     "models vit_tiny_patch16_224 --img-size 100000000": "its inputs alone take",
     "models scaleformer_vit_t --img-size 64 1000000000000": "its inputs alone take",

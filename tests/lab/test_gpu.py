@@ -69,8 +69,9 @@ def test_after_an_error_of_the_gpu_and_after_the_time_no_row_is_begun(monkeypatc
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(gpu_table, "measure", broken)
+    rows, bench = chosen("Taylor", rehearse=True), Bench.on(torch.device("cpu"))
     for minutes, first in ((1, "failed: RuntimeError: CUDA error"), (0, "not measured: 0 minutes")):
-        records, _ = gpu_table.run_gpu("Taylor", minutes, True, {}, print, print)
+        records = gpu_table.run_gpu(rows, bench, minutes, {}, print, print)
         assert records[0]["status"].startswith(first)
         assert all(record["status"].startswith("not measured") for record in records[1:])
 

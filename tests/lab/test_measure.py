@@ -17,7 +17,6 @@ from visionattn.lab.measure import (
     count_flops,
     flops_of,
     interleaved_seconds,
-    model_table,
     warm_up,
 )
 from visionattn.ops.position.axial import axis_sums
@@ -25,54 +24,27 @@ from visionattn.ops.position.scores import relative_scores
 from visionattn.ops.sums import product
 
 ROOT = Path(__file__).parents[2]
-linux = pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="memory of a CPU is measured under Linux only"
-)
+SMALL = dict(embed_dim=24, num_heads=3, class_token=False)
 
 
 def test_flops_of_a_block_are_those_worked_out_by_hand():
-    args = dict(
-        embed_dim=24,
-        num_heads=3,
-        num_classes=5,
-        img_size=64,
-        patch_size=16,
-        class_token=False,
-        relative="none",
-    )
-    counted = [
-        count_flops(create_model("scaleformer_vit_t", depth=depth, **args), 64, 96)
-        for depth in (1, 2)
-    ]
+    args = SMALL | dict(num_classes=5, img_size=64, relative="none")
+    models = [create_model("scaleformer_vit_t", depth=depth, **args).train() for depth in (1, 2)]
+    counted = [count_flops(model, 64, 96) for model in models]
     n, width, d, heads = 24, 24, 8, 3
     linear = n * width * (3 * width + width + width + 8 * width)
     convolution = n * width * 9
     attention = heads * 2 * n * n * d  # all pairs, which take less time for few tokens
     assert counted[1] - counted[0] == 2 * (linear + convolution + attention)
+    assert models[0].training and not models[0].head.weight.is_meta
 
 
 def test_relative_position_adds_its_classes_to_the_count():
-    args = dict(embed_dim=24, num_heads=3, depth=1, class_token=False)
-    without = create_model("taylorshift_vit_t", relative="none", **args)
-    with_it = create_model("taylorshift_vit_t", horizon=2, **args)
+    without = create_model("taylorshift_vit_t", relative="none", depth=1, **SMALL)
+    with_it = create_model("taylorshift_vit_t", horizon=2, depth=1, **SMALL)
     # 24 patches add their weights to those of the pairs, 672 sum values over the 25 classes.
-    assert count_flops(with_it, 64, 96) - count_flops(without, 64, 96) == 2 * 24 * 3 * 25 * 8
-    assert count_flops(with_it, 384, 448) - count_flops(without, 384, 448) == 2 * 672 * 3 * (
-        25 * 8 + 25 * 8
-    )
-
-
-def test_counting_leaves_the_model_as_it_is():
-    model = create_model("scaleformer_vit_t", depth=1).train()
-    count_flops(model, 64, 96)
-    assert model.training and not model.head.weight.is_meta
-
-
-def test_table_has_a_row_per_model_and_grows_linearly():
-    (row,) = model_table(["scaleformer_vit_t"], [1024, 2048])
-    assert row["model"] == "scaleformer_vit_t"
-    assert row["parameters (M)"] == pytest.approx(6.3, abs=0.1)
-    assert row["GFLOP at 2048"] / row["GFLOP at 1024"] == pytest.approx(4, rel=0.01)
+    for size, more in (((64, 96), 24 * 25 * 8), ((384, 448), 672 * (25 * 8 + 25 * 8))):
+        assert count_flops(with_it, *size) - count_flops(without, *size) == 2 * 3 * more
 
 
 class FakeClock:
@@ -105,46 +77,30 @@ def test_works_take_turns_in_an_order_that_rotates():
     assert samples == [[2.0] * 4, [3.0] * 4, [5.0] * 4]
 
 
-def test_a_sample_is_the_mean_of_as_many_calls_as_fill_it():
+def test_a_sample_is_the_mean_of_as_many_calls_as_fill_it_and_rounds_fill_the_time():
     clock = FakeClock()
     works = [clock.work("a", 0.25, 0.25, 0.5, 1.0), clock.work("b", 8.0)]
-    samples = interleaved_seconds(
-        works, [0.25, 8.0], rounds=1, seconds_per_work=0, sample_seconds=1.0, clock=clock
-    )
+    given = dict(sample_seconds=1.0, clock=clock)
+    samples = interleaved_seconds(works, [0.25, 8.0], rounds=1, seconds_per_work=0, **given)
     assert "".join(clock.calls) == "aaaab" and samples == [[0.5], [8.0]]
-
-
-@pytest.mark.parametrize("seconds, rounds", [(0.0, 3), (8.0, 4), (1000.0, 7)])
-def test_rounds_fill_the_time_for_each_work_between_the_two_bounds(seconds, rounds):
-    clock = FakeClock()
-    works = [clock.work("a", 1.0), clock.work("b", 3.0)]
-    options = dict(rounds=3, max_rounds=7, clock=clock)
-    samples = interleaved_seconds(works, [1.0, 3.0], seconds_per_work=seconds, **options)
-    assert [len(times) for times in samples] == [rounds, rounds]
+    for seconds, rounds in ((0.0, 3), (36.0, 4), (1000.0, 7)):
+        given = dict(rounds=3, max_rounds=7, seconds_per_work=seconds, clock=clock)
+        assert [len(x) for x in interleaved_seconds(works, [8.0, 8.0], **given)] == [rounds] * 2
 
 
 def test_warming_up_gives_the_second_call_of_a_short_work_and_the_first_of_a_long_one():
     clock = FakeClock()
     assert warm_up(clock.work("a", 0.25, 0.125), clock=clock) == 0.125
     assert warm_up(clock.work("b", 0.5, 0.125), clock=clock) == 0.5
-    assert "".join(clock.calls) == "aab"
 
 
 def test_bytes_kept_count_each_storage_once_and_leave_out_what_is_named():
     x, weight = torch.randn(7, 11, requires_grad=True), torch.randn(11, 13, requires_grad=True)
+    both = 4 * (7 * 11 + 11 * 13)
     assert bytes_kept(lambda: x.exp()) == 4 * 7 * 11  # its result alone
-    assert bytes_kept(lambda: x @ weight) == 4 * (7 * 11 + 11 * 13)
     assert bytes_kept(lambda: x @ weight, without=[weight]) == 4 * 7 * 11
-    assert bytes_kept(lambda: (x @ weight, x * x)) == 4 * (7 * 11 + 11 * 13)
-    assert bytes_kept(lambda: x[:2] @ weight) == 4 * (
-        7 * 11 + 11 * 13
-    )  # a view keeps its whole storage
-    assert bytes_kept(lambda: x + x) == 0
-
-
-def test_flops_of_a_callable_are_those_of_its_products():
-    a, b = torch.empty(7, 11, device="meta"), torch.empty(11, 13, device="meta")
-    assert flops_of(lambda: a @ b + 1) == 2 * 7 * 11 * 13
+    assert bytes_kept(lambda: (x @ weight, x * x)) == both
+    assert bytes_kept(lambda: x[:2] @ weight) == both  # a view keeps its whole storage
 
 
 def both_ways(function, **shapes):
@@ -161,32 +117,23 @@ def both_ways(function, **shapes):
 
 def test_flops_of_the_sums_over_rows_are_those_worked_out_by_hand():
     keys = torch.empty(2, 5, device="meta")
-    for horizon, classes in (
-        (0, 1),
-        (2, 5),
-        (7, 11),
-    ):  # of 15 classes 11 occur on 5 rows, one more on each side
+    # Of 15 classes 11 occur on 5 rows, one more on each side.
+    for horizon, classes in ((2, 5), (7, 11)):
         shapes = {"q": (2, 3, 5, 9, 7), "table": (3, 2 * horizon + 1, 7), "v": (2, 3, 5, 9, 4)}
         forward, backward = both_ways(
             lambda q, table, v: axis_sums(q, table, v, keys, None)[0], **shapes
         )
-        queries = 2 * 3 * 5 * 9
-        assert forward == 2 * queries * classes * (
-            7 + 4 + 1
-        )  # the weight, the values and the mass of each class
-        assert backward == 2 * queries * classes * (3 * 7 + 2 * 4 + 1)
+        each = 2 * 2 * 3 * 5 * 9 * classes
+        assert forward == each * (7 + 4 + 1)  # weight, values and mass of each class
+        assert backward == each * (3 * 7 + 2 * 4 + 1)
 
 
 def test_flops_of_relative_scores_are_those_of_the_classes_that_can_be_reached():
-    for horizons, classes in (
-        ((1, 2), 3 * 5),
-        ((9, 1), 9 * 3),
-        ((2, 40), 5 * 17),
-    ):  # on 5 x 9: 9 rows, 17 columns at most
+    # On 5 x 9: 9 rows, 17 columns at most.
+    for horizons, classes in (((1, 2), 3 * 5), ((9, 1), 9 * 3), ((2, 40), 5 * 17)):
         shapes = {"q": (2, 3, 5, 9, 7), "table": (3, 2 * horizons[0] + 1, 2 * horizons[1] + 1, 7)}
         forward, backward = both_ways(lambda q, table: relative_scores(q, table, 5, 9), **shapes)
-        assert forward == 2 * 2 * 3 * 45 * classes * 7
-        assert backward == 2 * forward
+        assert (forward, backward) == (2 * 2 * 3 * 45 * classes * 7, 2 * forward)
 
 
 def test_flops_of_a_product_outside_autocast_are_those_of_the_product():
@@ -195,49 +142,37 @@ def test_flops_of_a_product_outside_autocast_are_those_of_the_product():
     assert both_ways(product, x=(2, 3, 11, 7), y=(7, 5)) == (forward, backward)
 
 
-def printed_by(code):
-    """The integer that a fresh process prints, each of whose tensors has pages of its own: what is
-    freed is seen to be.
-    """
-    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=env, check=True
-    )
-    return int(result.stdout)
-
-
-@linux
-def test_peak_is_what_was_allocated_above_the_level_before(started_quickly):
-    peak = printed_by(
-        "import torch\n"
-        "from visionattn.lab.measure import peak_bytes\n"
-        "work = lambda: torch.ones(1 << 24).sum()\n"
-        "work()\n"
-        "print(peak_bytes(work))"
-    )
-    assert peak == pytest.approx(4 << 24, abs=8 << 20)  # the kernel counts pages in batches
-
-
-GROWTH = """
+MEMORY = """
 import timm, torch, visionattn
 from visionattn.lab.measure import peak_bytes
 torch.set_num_threads(1)
-model = timm.create_model({name!r}, num_heads={heads}, depth=1).eval()
-image = torch.randn(1, 3, {size}, {size})
-with torch.inference_mode():
-    model(image)
-    print(peak_bytes(lambda: model(image)))
+
+def peak(work):
+    work()
+    return peak_bytes(work)
+
+peaks = [peak(lambda: torch.ones(1 << 24).sum())]
+for name, heads in (("scaleformer_vit_s", 6), ("taylorshift_vit_s", 12)):
+    model = timm.create_model(name, num_heads=heads, depth=1).eval()
+    for size in (1024, 2048):
+        image = torch.randn(1, 3, size, size)
+        with torch.inference_mode():
+            peaks.append(peak(lambda: model(image)))
+print(*peaks)
 """
 
 
-@linux
-@pytest.mark.parametrize("name, heads", [("scaleformer_vit_s", 6), ("taylorshift_vit_s", 12)])
-def test_memory_of_a_forward_grows_with_the_patches(name, heads, started_quickly):
+@pytest.mark.skipif(sys.platform != "linux", reason="memory of a CPU is measured under Linux only")
+def test_peaks_are_what_was_allocated_and_grow_with_the_patches(started_quickly):
     """From 1024 to 2048 px, four times the patches; depth 1 has the peak of depth 12, whose blocks
-    come one by one.
+    come one by one. Tensors have pages of their own: what is freed is seen to be.
     """
-    peaks = [printed_by(GROWTH.format(name=name, heads=heads, size=size)) for size in (1024, 2048)]
-    assert peaks[1] / peaks[0] <= 4.4
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    given = dict(capture_output=True, text=True, cwd=ROOT, env=env, check=True)
+    printed = subprocess.run([sys.executable, "-c", MEMORY], **given).stdout
+    ones, *peaks = map(int, printed.split())
+    assert ones == pytest.approx(4 << 24, abs=8 << 20)  # the kernel counts pages in batches
+    assert peaks[1] / peaks[0] <= 4.4 and peaks[3] / peaks[2] <= 4.4
 
 
 @pytest.mark.parametrize("form", ["direct", "efficient"])
@@ -256,24 +191,20 @@ def test_the_backend_that_ran_is_the_form_that_was_named(family, form):
 
 def test_an_automatic_form_is_reported_as_what_it_became():
     model = create_model("taylorshift_vit_t", depth=1, relative="none").eval()
-    with torch.no_grad():
-        small, large = (
-            attention_backends(lambda size=size: model(torch.zeros(1, 3, size, size)))
-            for size in (32, 1024)
-        )
-    assert (small, large) == (("taylorshift direct",), ("taylorshift efficient",))
+    for size, form in ((32, "direct"), (1024, "efficient")):
+        image = torch.zeros(1, 3, size, size)
+        with torch.no_grad():
+            ran = attention_backends(lambda image=image: model(image))
+        assert ran == (f"taylorshift {form}",)
 
 
 def test_attention_of_pytorch_is_reported_by_its_backend():
     vit = create_model("vit_tiny_patch16_224", depth=1).eval()
     image = torch.zeros(1, 3, 224, 224)
-    q = torch.randn(1, 2, 7, 16)
     with torch.no_grad():
         assert attention_backends(lambda: vit(image)) == ("sdpa flash",)
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            assert attention_backends(lambda: vit(image)) == ("sdpa math",)
         vit.blocks[0].attn.fused_attn = False
         assert attention_backends(lambda: vit(image)) == ("eager softmax",)
-        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-            assert attention_backends(
-                lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q)
-            ) == ("sdpa math",)
-        assert attention_backends(lambda: q + 1) == ()
+        assert attention_backends(lambda: image + 1) == ()

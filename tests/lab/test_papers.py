@@ -3,7 +3,7 @@
 import pytest
 
 from visionattn.lab.cases import Case
-from visionattn.lab.compare import Quartiles, Row, record_of
+from visionattn.lab.compare import Row, record_of
 from visionattn.lab.papers import FIGURES, crossing, crossings, heads_table, milliseconds_of
 
 
@@ -11,7 +11,7 @@ def rows_of(sizes, direct, efficient):
     """Records of both forms of TaylorShift."""
     return [
         record_of(Row(Case("operation", "taylorshift", n, 8, form=form, heads=3),
-                      seconds=Quartiles(y / 2, y, y * 2), samples=[y], peak_bytes=peak))
+                      samples=[y], peak_bytes=peak))
         for n, *values in zip(sizes, direct, efficient, strict=True)
         for form, y, peak in zip(("direct", "efficient"), values, (n << 14, n << 15), strict=True)
     ]  # fmt: skip
@@ -60,7 +60,7 @@ def test_head_counts_stand_beside_the_published_ones():
         for form in ("direct", "efficient")
     ]
     rows = [
-        Row(cases[0], seconds=Quartiles(1, 2, 3), peak_bytes=5 << 20),
+        Row(cases[0], samples=[2], peak_bytes=5 << 20),
         Row(cases[1], status="out of memory"),
     ]
     (record,) = heads_table([record_of(row) for row in rows])

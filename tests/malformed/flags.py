@@ -14,7 +14,7 @@ from visionattn.inference.feature_options import ExtractOptions
 from visionattn.inference.generate_options import GenerateOptions
 from visionattn.inference.look_options import LookOptions
 from visionattn.inference.predict import PredictOptions
-from visionattn.lab.benchmark_flags import COMMANDS, FLAGS
+from visionattn.lab.benchmark import COMMANDS
 from visionattn.lab.profile.config import ProfileConfig
 from visionattn.lab.report.page import ReportConfig
 from visionattn.lab.sweep.config import SweepConfig
@@ -77,6 +77,14 @@ TOOLS = {
         ProfileConfig,
     ),
     "report": Tool(("report", "run", "--output", "out.html"), ReportConfig),
+}
+BENCHMARKS = {"operations": "taylorshift", "models": "vit_tiny_patch16_224", "loader": "digits"}
+BENCHMARKS |= {"papers": "taylorshift-heads"}
+TOOLS |= {
+    f"benchmark {name}": Tool(
+        ("benchmark", name, *filter(None, [BENCHMARKS.get(name)])), command.options
+    )
+    for name, command in COMMANDS.items()
 }
 
 
@@ -148,21 +156,8 @@ def shown(value: str) -> str:
 
 
 def benchmark_cases() -> Iterator[Case]:
-    """Return a case for each flag of each command of the benchmark and values that it refuses."""
-    starts = {"operations": ("taylorshift",), "models": ("vit_tiny_patch16_224",)}
-    starts |= {"papers": ("taylorshift-heads",), "loader": ("digits",)}
-    for command, row in COMMANDS.items():
-        start = ("benchmark", command, *starts.get(command, ()))
-        for flag in row.flags.split():
-            told = FLAGS[flag] | (row.changed or {}).get(flag, {})
-            if told.get("action") == "store_true":
-                values = ("x",)
-            elif "type" in told or "choices" in told:
-                values = ("x", "-1", "1.5.2", ".nan", "", LONG, "9" * 30, "[1]", "1e400")
-            else:
-                continue
-            for value in some(list(values), 3):
-                words = (f"--{flag}={value}",)
-                yield Case(f"flag benchmark {command}/{flag}={shown(value)}", (*start, *words))
+    """Return the cases of the commands of the benchmark that are no flags."""
     for words in ((), ("x",), ("operations",), ("operations", "nothing"), ("models", "nothing")):
         yield Case(f"flag benchmark/{' '.join(words)}", ("benchmark", *words))
+    for flag in ("--minutes=x", "--minutes=-1", "--minutes=.nan", "--only=(", "--rehearse=x"):
+        yield Case(f"flag benchmark gpu/{flag}", ("benchmark", "gpu", flag))

@@ -102,7 +102,7 @@ def parse(
     parser = jsonargparse.ArgumentParser(
         prog=program(command),
         description=description,
-        epilog=example and f"try:\n  {typed(command)} {example}",
+        epilog=example and f"try:\n  {typed(*command.split())} {example}",
         formatter_class=HelpFormatter,
         exit_on_error=False,
     )

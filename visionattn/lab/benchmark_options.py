@@ -1,182 +1,290 @@
-"""What the flags of ``visionattn benchmark`` mean, and what they must be. It times nothing."""
+"""The options of the commands of ``visionattn benchmark``, and what they must be. It times nothing.
 
-import argparse
+``gpu`` has its own in ``gpu/gpu_table.py``, which needs nothing that reads configurations.
+"""
+
 import contextlib
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from visionattn.cli.files import check_free
 from visionattn.data.ranges import check_workers
-from visionattn.lab.benchmark_flags import parse_flags
 from visionattn.lab.cases import Case, check_sizes
 from visionattn.lab.compare import Plan
-from visionattn.lab.gpu.gpu_rows import chosen
-from visionattn.lab.gpu.gpu_table import make_bench
 from visionattn.lab.memory import build
 from visionattn.lab.networks import has_forms
-from visionattn.lab.operations import FORMED, has_position
-from visionattn.lab.target_table import choose
+from visionattn.lab.operations import FORMED
+from visionattn.lab.papers import FIGURES, Figure
+from visionattn.lab.targets import Target, choose
 from visionattn.models.machine import pick_device
+from visionattn.ops.attentions import FormChoice
 
 if TYPE_CHECKING:  # reading images needs libraries that a machine with a GPU may lack
-    from visionattn.lab.loader import LoaderCase, Source
+    from visionattn.lab.loader import LoaderCase
 
-TARGET_ROUNDS, TARGET_SECONDS = 5, 2.0
-"""How long a figure to reach is measured where no flag says so."""
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
 
-@dataclass(frozen=True)
-class Options:
-    """Checked flags."""
+@dataclass
+class BenchmarkOptions:
+    """What all commands have in common."""
 
-    flags: argparse.Namespace
-    sources: "tuple[Source, ...]" = ()
-    """What ``loader`` names."""
+    csv: str | None = None
+    """File for the rows, with provenance."""
+    threads: int | None = None
+    """Threads of a processor; None: what torch takes."""
+    overwrite: bool = False
+    """Replace files that exist."""
+
+    def files(self) -> list[str | None]:
+        """Return the files that will be written; None is no file."""
+        return [self.csv]
+
+    def prepare(self) -> Any:
+        """Check all that can be known before anything is measured, and return what will be.
+
+        Raises:
+            ValueError, OSError: an option has no such value, does nothing, or a file is in the way.
+        """
+        check_least(1, threads=self.threads)
+        for path in filter(None, self.files()):
+            check_free(Path(path), self.overwrite)
+
+
+def check_least(least: float, **numbers: float | Sequence[float] | None) -> None:
+    """Raise ValueError for an option, by its name, with a number below ``least``; None is none."""
+    for name, given in numbers.items():
+        for number in given if isinstance(given, Sequence) else [given]:
+            if number is not None and not least <= number < math.inf:
+                raise ValueError(f"{name} must be at least {least:g}, got {number}")
+
+
+@dataclass
+class CaseOptions(BenchmarkOptions):
+    """What ``operations`` and ``models`` have in common."""
+
+    names: list[str] = field(default_factory=list)
+    """What is measured; the names may stand first, without ``--names``."""
+    form: list[FormChoice] | None = None
+    """Any of auto, direct, efficient, of what has forms; None: efficient for operations, auto for
+    models.
+    """
+    dtype: list[Dtype] = field(default_factory=lambda: ["float32"])
+    """Any of float32, bfloat16, float16, float64."""
+    backward: bool = False
+    """Time forward and backward, not the forward alone."""
+    batch: int = 1
+    """Images at once."""
+    baseline: str | None = None
+    """The case that ratios are taken to, as the table names it, form included; None: sdpa, or the
+    first case.
+    """
+    rounds: int = 5
+    """Rounds of the interleaved run at least."""
+    seconds: float = 1.0
+    """Seconds for each case while more rounds are made."""
+    no_memory: bool = False
+    """Leave out peak memory, which takes a process of some seconds per case."""
+    device: str = "cpu"
+    """cpu or cuda."""
+    plot: str | None = None
+    """PNG of time and memory over size, log-log, with fitted slopes."""
+
+    def files(self) -> list[str | None]:
+        """Return the files that will be written; None is no file."""
+        return [self.csv, self.plot]
 
     @property
     def plan(self) -> Plan:
-        """Return what to measure and how long, of a command that times."""
-        flags = self.flags
-        return Plan(
-            rounds=flags.rounds or TARGET_ROUNDS,
-            seconds=TARGET_SECONDS if flags.seconds is None else flags.seconds,
-            memory=not flags.no_memory,
-            device=flags.device,
-        )
+        """What to measure and how long."""
+        memory, device = not self.no_memory, self.device
+        return Plan(rounds=self.rounds, seconds=self.seconds, memory=memory, device=device)
 
-    @property
-    def paced(self) -> bool:
-        """Tell whether the flags say how long to measure."""
-        return self.flags.rounds is not None or self.flags.seconds is not None
+    def cases(self) -> list[Case]:
+        """Return the cases in the order of the options."""
+        raise NotImplementedError
 
-    def cases(self) -> list[list[Case]]:
-        """Return the cases, those of one place together."""
-        flags, groups = self.flags, []
-        shared = dict(backward=flags.backward, batch=flags.batch)
-        if flags.command == "operations":
-            horizon = Case.horizon if flags.horizon is None else flags.horizon
-            shared |= dict(kind="operation", heads=flags.heads, horizon=horizon)
-            places = [(size, width) for width in flags.width for size in flags.tokens]
-        else:
-            shared |= dict(kind="model")
-            places = [(size, None) for size in flags.img_size]
-        for dtype in flags.dtype:
-            for size, width in places:
-                cases = [
-                    Case(name=name, size=size, width=width, form=form, dtype=dtype, **shared)
-                    for name in flags.names
-                    for form in self._forms(name)
-                ]
-                groups.append(list(dict.fromkeys(cases)))
-        return groups
-
-    def loader_cases(self) -> "list[LoaderCase]":
-        """Return what ``loader`` measures, all in one run."""
-        from visionattn.lab.loader import LoaderCase
-
-        flags = self.flags
-        cases = [
-            LoaderCase(source, workers, flags.batch or source.config.batch_size, size, read_all)
-            for source in self.sources
-            for size in flags.img_size or [None]
-            for workers in flags.workers
-            for read_all in ([False, True] if flags.read_all else [False])
-        ]
-        return list(dict.fromkeys(cases))
-
-    def _forms(self, name: str) -> Sequence[str]:
-        if not self._has_forms(name):
-            return ["auto"]
-        return self.flags.form or (
-            ["efficient"] if self.flags.command == "operations" else ["auto"]
-        )
-
-    def _has_forms(self, name: str) -> bool:
-        if self.flags.command == "operations":
-            return name.split("+")[0] in FORMED
-        return has_forms(name)
-
-    def check_acts(self) -> None:
-        """Raise ValueError for a flag that acts on none of the cases that are named."""
-        flags, names = self.flags, ", ".join(self.flags.names)
-        if flags.form and not any(map(self._has_forms, flags.names)):
-            raise ValueError(f"--form does nothing here: {names} have no forms")
-        if flags.horizon is not None and not any(map(has_position, flags.names)):
-            raise ValueError(f"--horizon does nothing here: {names} have no relative position")
-
-    def baseline(self, cases: Sequence[Case]) -> str:
+    def baseline_of(self, cases: Sequence[Case]) -> str:
         """Return the label of the case that ratios are taken to.
 
         Raises:
             ValueError: there is no such case.
         """
         labels = [case.label for case in cases]
-        if self.flags.baseline is None:
-            return "sdpa" if "sdpa" in labels else labels[0]
-        if self.flags.baseline not in labels:
-            raise ValueError(
-                f"--baseline {self.flags.baseline!r}: wanted one of the cases: {', '.join(labels)}"
-            )
-        return self.flags.baseline
+        baseline = self.baseline or ("sdpa" if "sdpa" in labels else labels[0])
+        if baseline not in labels:
+            raise ValueError(f"baseline {baseline}: wanted one of the cases: {', '.join(labels)}")
+        return baseline
+
+    def prepare(self) -> list[list[Case]]:
+        """Check that names, sizes and devices exist and options act; return the cases, those of one
+        place together.
+        """
+        check_least(1, batch=self.batch, rounds=self.rounds)
+        check_least(0, seconds=self.seconds)
+        super().prepare()
+        pick_device(self.device)
+        places: dict[Case, list[Case]] = {}
+        for case in self.cases():
+            places.setdefault(case.place, []).append(case)
+        groups = [list(dict.fromkeys(cases)) for cases in places.values()]
+        if not groups:
+            raise ValueError("name what to measure; --help has an example")
+        if self.form not in (None, ["auto"]) and all(
+            case.form == "auto" for cases in groups for case in cases
+        ):
+            raise ValueError(f"form does nothing here: {', '.join(self.names)} have no forms")
+        for cases in groups:
+            self.baseline_of(cases)
+            for case in cases:
+                check_sizes(case)
+                # What is not built yet is no bad input: its row will say so.
+                with contextlib.suppress(NotImplementedError), torch.no_grad():
+                    build(case, "meta").forward()
+        return groups
 
 
-def parse_options(argv: Sequence[str]) -> Options:
-    """Read and check the flags; nothing is measured or written.
-
-    Raises:
-        ValueError: a flag is wrong, two contradict each other, or a file is in the way.
+@dataclass
+class OperationOptions(CaseOptions):
+    """Operations against each other and against what a user would otherwise take: taylorshift,
+    kernelized, softmax, window, relative, sdpa, eager, eager-kernelized; options behind plus signs:
+    taylorshift+temperature+joint.
     """
-    flags = parse_flags(argv)
-    options = Options(flags)
-    if flags.command in ("operations", "models"):
-        check_cases(options)
-    if flags.command == "targets":
-        targets = choose(flags.only)
-        if options.paced and all(target.baseline is None for target in targets):
-            raise ValueError(
-                "--rounds and --seconds do nothing here: the figures that --only leaves are not "
-                "timed"
-            )
-    for path in outputs(flags):
-        check_free(path, flags.overwrite)
-    if flags.command == "papers" and flags.processor_time and flags.threads != 1:
-        raise ValueError("--processor-time adds up the seconds of all threads; give --threads 1")
-    if flags.command == "loader":
-        from visionattn.lab.loader import open_sources
 
-        for workers in flags.workers:
+    tokens: list[int] = field(default_factory=lambda: [1024, 4096])
+    """Numbers of tokens N."""
+    width: list[int] = field(default_factory=lambda: [64])
+    """Widths d of a head."""
+    heads: int = 6
+    """Heads."""
+    horizon: int = 3
+    """R of the relative position; 0 is one class."""
+
+    def cases(self) -> list[Case]:
+        """Return the cases in the order of the options."""
+        how = dict(backward=self.backward, batch=self.batch, heads=self.heads)
+        how["horizon"] = self.horizon
+        return [
+            Case("operation", name, size, width, form, dtype, **how)
+            for dtype, width, size, name in product(self.dtype, self.width, self.tokens, self.names)
+            for form in ((self.form or ["efficient"]) if name.split("+")[0] in FORMED else ["auto"])
+        ]
+
+    def prepare(self) -> list[list[Case]]:
+        """Check sizes too."""
+        check_least(1, tokens=self.tokens, width=self.width, heads=self.heads)
+        check_least(0, horizon=self.horizon)
+        return super().prepare()
+
+
+@dataclass
+class ModelOptions(CaseOptions):
+    """Whole models, ours and timm's, by timm's names; options behind plus signs:
+    scaleformer_vit_s+identity, vit_small_patch16_224+eager, taylorshift_vit_s+heads=12.
+    """
+
+    img_size: list[int] = field(default_factory=lambda: [224, 512])
+    """Heights and widths in pixels."""
+
+    def cases(self) -> list[Case]:
+        """Return the cases in the order of the options."""
+        return [
+            Case("model", name, px, None, form, dtype, self.backward, self.batch)
+            for dtype, px, name in product(self.dtype, self.img_size, self.names)
+            for form in ((self.form or ["auto"]) if has_forms(name) else ["auto"])
+        ]
+
+    def prepare(self) -> list[list[Case]]:
+        """Check sizes too."""
+        check_least(1, img_size=self.img_size)
+        return super().prepare()
+
+
+@dataclass
+class TargetOptions(BenchmarkOptions):
+    """The figures to reach, and what they come to here; minutes."""
+
+    only: str | None = None
+    """The rows that this regular expression fits."""
+
+    def prepare(self) -> list[Target]:
+        """Return the targets."""
+        super().prepare()
+        return choose(self.only)
+
+
+@dataclass
+class PaperOptions(BenchmarkOptions):
+    """A figure of the papers, redrawn on this machine."""
+
+    figure: str | None = None
+    """crossover, scaleformer-4, scaleformer-5, scaleformer-6 or taylorshift-heads; it may stand
+    first, without ``--figure``.
+    """
+    csv: str | None = None
+    """File for the rows, with provenance; the PNG lies beside it. None: the name of the figure."""
+    quick: bool = False
+    """A short version that shows no more than that it runs."""
+    processor_time: bool = False
+    """Seconds that a processor spends, not those of a clock: other work on the machine does not
+    count; with ``--threads 1``.
+    """
+
+    def files(self) -> list[str | None]:
+        """Return the files that will be written."""
+        csv = Path(self.csv or f"{self.figure}.csv")
+        return [str(csv), str(csv.with_suffix(".png"))]
+
+    def prepare(self) -> Figure:
+        """Return the figure."""
+        if self.figure not in FIGURES:
+            raise ValueError(f"figure must be one of {', '.join(FIGURES)}, got {self.figure}")
+        if self.processor_time and self.threads != 1:
+            raise ValueError("processor_time adds up all threads' seconds; give --threads 1")
+        super().prepare()
+        return FIGURES[self.figure]
+
+
+@dataclass
+class LoaderOptions(BenchmarkOptions):
+    """The data pipeline alone, by YAML files of trainings or names of data sets; options behind
+    plus signs: configs/canvas.yaml+augment=none, folder+root=PATH.
+    """
+
+    names: list[str] = field(default_factory=list)
+    """What is loaded; the names may stand first, without ``--names``."""
+    img_size: list[int] | None = None
+    """Heights and widths in pixels; None: as the data say."""
+    batch: int | None = None
+    """Images at once; None: as in the training."""
+    workers: list[int] = field(default_factory=lambda: [0, 1, 2])
+    """Numbers of processes that load; 0 loads in the main process."""
+    read_all: bool = False
+    """Also decode all of each image, where a part or a smaller size is enough."""
+    rounds: int = 5
+    """Rounds of the interleaved run."""
+    seconds: float = 3.0
+    """Seconds for each case, in all its rounds."""
+
+    def prepare(self) -> "list[LoaderCase]":
+        """Find the images, and return the ways to load them."""
+        from visionattn.lab.loader import loader_cases
+
+        if not self.names:
+            raise ValueError("name what to load; --help has an example")
+        check_least(1, img_size=self.img_size, batch=self.batch, rounds=self.rounds)
+        check_least(0, seconds=self.seconds)
+        for workers in self.workers:
             check_workers(workers, "workers")
-        for size in flags.img_size or []:
-            check_sizes(Case("model", "loader", size, batch=flags.batch or 1))
-        sources = open_sources(flags.names, flags.img_size, flags.workers, read_all=flags.read_all)
-        return replace(options, sources=sources)
-    if flags.command == "gpu":
-        chosen(flags.only, rehearse=flags.rehearse)
-        make_bench(flags.rehearse)
-    return options
-
-
-def check_cases(options: Options) -> None:
-    """Raise ValueError for a device that is not here, a flag without effect, and a case whose name,
-    options or size do not exist or fit; shapes alone are followed.
-    """
-    pick_device(options.flags.device)
-    options.check_acts()
-    for cases in options.cases():
-        options.baseline(cases)
-        for case in cases:
-            check_sizes(case)
-            # What is not built yet is no bad input: its row will say so.
-            with contextlib.suppress(NotImplementedError), torch.no_grad():
-                build(case, "meta").forward()
-
-
-def outputs(flags: argparse.Namespace) -> list[Path]:
-    """Return the files that will be written."""
-    if flags.command == "papers":
-        return [Path(flags.output) / f"{flags.names}.{end}" for end in ("png", "csv")]
-    return [Path(name) for name in (flags.csv, flags.json, flags.plot) if name]
+        for px in self.img_size or []:
+            check_sizes(Case("model", "loader", px, batch=self.batch or 1))
+        super().prepare()
+        return loader_cases(
+            self.names, self.img_size, self.workers, self.batch, read_all=self.read_all
+        )

@@ -6,13 +6,13 @@ measured. A sweep varies a training instead, which its configuration names (``sw
 """
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
 
+from visionattn.cli.memory import MARGIN, memory_there_is
 from visionattn.ops.attentions import FORM_CHOICES
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -90,17 +90,9 @@ class Case:
         return self.name if self.form == "auto" else f"{self.name} {self.form}"
 
     @property
-    def place(self) -> tuple:
-        """What two cases share that may be compared."""
-        sizes = (
-            self.size,
-            self.image_width,
-            self.width,
-            self.batch,
-            self.kind == "model" or self.heads,
-        )
-        how = (self.dtype, self.amp, self.backward, self.update, self.checkpointing, self.depth)
-        return (self.kind, *sizes, *how)
+    def place(self) -> "Case":
+        """The same without name and form: cases that may be compared share it."""
+        return replace(self, name="", form="auto")
 
     @property
     def series(self) -> "Case":
@@ -135,47 +127,22 @@ def forms_to_check(case: Case, has_forms: bool) -> tuple[str, ...]:
 
 
 def check_sizes(case: Case) -> None:
-    """Check that a case is within reach of a machine, before anything of its size is made or
-    followed. What may be too much is measured nevertheless: its row says so.
+    """Check that the inputs of a case fit into the memory there is, before they are made. What may
+    be too much for another reason is measured nevertheless: its row says so.
 
     Raises:
-        ValueError: the inputs alone take several times the memory that there is, or a pass over all
-            pairs of tokens would take days; one line.
+        ValueError: they do not; one line.
     """
     values = case.batch * 3 * math.prod(case.image_size)
-    pairs = 0
     if case.kind == "operation":
-        classes = 2 * case.horizon + 1
-        classes = classes**2 if {"joint"} & set(case.options) else classes
-        values = case.heads * case.width * (3 * case.batch * case.size + classes)
-        if case.base in ("sdpa", "eager", "softmax") or case.form == "direct":
-            pairs = case.batch * case.heads * case.size**2 * case.width
-    inputs, memory = values * case.torch_dtype.itemsize, memory_bytes()
-    what = f"{case.label} at {case.size:,}"
-    if inputs > FAR_BEYOND * memory:
+        classes = (2 * case.horizon + 1) ** (2 if "joint" in case.options else 1)
+        values = case.heads * (case.width or 1) * (3 * case.batch * case.size + classes)
+    inputs, memory = values * case.torch_dtype.itemsize, memory_there_is(torch.device("cpu"))
+    if memory is not None and inputs > MARGIN * memory:
         raise ValueError(
-            f"{what}: its inputs alone take {inputs / 2**30:,.4g} GiB, and this machine has "
-            f"{memory / 2**30:,.4g} GiB; name smaller sizes"
+            f"{case.label} at {case.size:,}: its inputs alone take {inputs / 2**30:,.4g} GiB, and "
+            f"there are {memory / 2**30:,.4g}; name smaller sizes"
         )
-    if pairs > MOST_PAIRS:
-        raise ValueError(
-            f"{what}: all pairs of tokens are {4 * pairs:.2g} operations in each run, which takes "
-            "days; name smaller sizes"
-        )
-
-
-FAR_BEYOND = 4
-"""How many times the memory of a machine inputs may take to be tried all the same."""
-MOST_PAIRS = 10**16
-"""Pairs of tokens times widths of heads in one run: 4e16 operations, 11 hours at 1e12 a second."""
-
-
-def memory_bytes() -> int:
-    """Return the memory of this machine; where the system does not tell it, a TiB."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return 2**40
 
 
 @dataclass(frozen=True)

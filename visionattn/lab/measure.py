@@ -1,11 +1,9 @@
 """What a callable costs: time, operations, peak memory, bytes kept.
-``python -m visionattn.lab.measure`` prints the table of models.
 
 Nothing here trains or reads data; models are counted on the meta device, without computing
 anything.
 """
 
-import argparse
 import copy
 import gc
 import sys
@@ -13,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import timm
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -34,9 +31,8 @@ def count_flops(model: nn.Module, height: int, width: int) -> int:
     """
     model = copy.deepcopy(model).to("meta").eval()
     image = torch.empty(1, model.patch_embed.proj.in_channels, height, width, device="meta")
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(image)
-    return counter.get_total_flops()
+    with torch.no_grad():
+        return flops_of(lambda: model(image))
 
 
 def peak_bytes(work: Callable[[], object], device: torch.device | str = "cpu") -> int:
@@ -198,53 +194,3 @@ def _seconds(
     for _ in range(repeats):
         work()
     return (clock() - before) / repeats
-
-
-def model_table(names: Sequence[str], sizes: Sequence[int], **args) -> list[dict[str, object]]:
-    """Return a row per timm model, built with ``args``: name, parameters in millions, and GFLOP at
-    each square size in pixels.
-    """
-    rows = []
-    for name in names:
-        with torch.device("meta"):
-            model = timm.create_model(name, **args)
-        row = {
-            "model": name,
-            "parameters (M)": round(sum(p.numel() for p in model.parameters()) / 1e6, 1),
-        }
-        rows.append(
-            row
-            | {f"GFLOP at {size}": round(count_flops(model, size, size) / 1e9, 1) for size in sizes}
-        )
-    return rows
-
-
-def main() -> None:
-    """Print the table of models in Markdown, with timm's ViT (SDPA) for comparison."""
-    about = (
-        "Print parameters and operations of a forward of every model, and of timm's ViT, in "
-        "Markdown; takes half a minute."
-    )
-    argparse.ArgumentParser("python -m visionattn.lab.measure", description=about).parse_args()
-    sizes = (224, 1024, 4096)
-    families = ("scaleformer_vit", "taylorshift_vit", "taylorshift_abs_vit")
-    rows = model_table([f"{family}_{size}" for family in families for size in "tsbl"], sizes)
-    plain = [f"vit_{word}_patch16_224" for word in ("tiny", "small", "base", "large")]
-    rows += [
-        row | {"model": f"timm {row['model']}"}
-        for row in model_table(plain, sizes, dynamic_img_size=True)
-    ]
-    print("| " + " | ".join(rows[0]) + " |")
-    print("|" + "---|" * len(rows[0]))
-    for row in rows:
-        print(
-            "| "
-            + " | ".join(
-                f"{value:,}" if isinstance(value, float) else value for value in row.values()
-            )
-            + " |"
-        )
-
-
-if __name__ == "__main__":
-    main()

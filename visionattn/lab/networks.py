@@ -35,39 +35,18 @@ NEAR = 0.2
 """The standard deviation of convolutions of values where results are checked."""
 
 
-class IdentityAttention(Attention):
-    """The attention layer without attention: the result is v. Parameters, both projections, and
-    where the layer has them the convolution of values and the output gate stay.
-    """
-
-    def forward(self, x: Tensor, layout=None, attn_mask=None, is_causal: bool = False) -> Tensor:
-        """Map ``[B, N, D]`` to the same shape; a mask or causality would have nothing to act on and
-        raises.
-        """
-        if attn_mask is not None or is_causal:
-            raise ValueError("the identity attends to nothing: there is nothing to mask")
-        out = v = self.qkv(x)[..., 2 * self.num_heads * self.head_dim :]
-        if self.value_conv is not None:
-            heads = v.unflatten(2, (self.num_heads, self.head_dim)).transpose(1, 2)
-            near = self.value_conv(heads, self._layout(layout, x.shape[1]))
-            out = v + near.transpose(1, 2).flatten(2)
-        return self.project(out, x)
+def values_alone(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
+    """Return the values as they are: an operation without attention."""
+    return v
 
 
 def identity_twin(model: VisionAttnTransformer) -> VisionAttnTransformer:
     """Return a copy of a model of ours, with equal parameters, whose attention layers return the
-    values as they are.
-
-    Raises:
-        ValueError: a model that is not ours.
+    values as they are. Projections, the convolution of values and the output gate stay.
     """
-    if not isinstance(model, VisionAttnTransformer):
-        raise ValueError(
-            f"an identity twin is made of visionattn's models, got a {type(model).__name__}"
-        )
     twin = copy.deepcopy(model)
-    for block in twin.blocks:
-        block.attn.__class__ = IdentityAttention
+    for layer in attentions_of(twin):
+        layer.operation = values_alone
     return twin
 
 
@@ -89,50 +68,38 @@ def as_trained(model: nn.Module) -> None:
             weight.copy_(NEAR * torch.randn(weight.shape, generator=generator))
 
 
-def check_name(case: Case) -> None:
-    """Raise ValueError for a model that timm does not know, or an option or a form that it has
-    not.
-    """
-    options = read_options(case)
-    if not timm.is_model(case.base):
-        raise ValueError(
-            f"timm knows no model {case.base!r}; try scaleformer_vit_s, taylorshift_vit_s, "
-            f"vit_small_patch16_224"
-        )
-    ours = is_ours(case.base)
-    if "identity" in options and not ours:
-        raise ValueError(f"{case.name}: an identity twin is made of visionattn's models")
-    if "eager" in options and (ours or not case.base.startswith("vit_")):
-        raise ValueError(f"{case.name}: eager attention is an option of timm's vit_*")
-    if case.form != "auto" and not ours:
-        raise ValueError(f"{case.label}: forms are for visionattn's models")
-
-
 def has_forms(model: str) -> bool:
     """Tell whether forms are for this model: one of ours, whose attention is there."""
     base, *options = model.split("+")
     return timm.is_model(base) and is_ours(base) and "identity" not in options
 
 
-def read_options(case: Case) -> dict[str, str | int]:
+def read_options(case: Case) -> dict[str, str]:
     """Return the options of a model's name: "identity", "eager", and ``heads=12``.
 
     Raises:
-        ValueError: another option, or two that contradict each other.
+        ValueError: a model that timm does not know, an option or a form that it has not, or two
+            that contradict each other.
     """
-    found: dict[str, str | int] = {}
-    for option in case.options:
-        name, _, value = option.partition("=")
-        if name == "heads" and value.isdecimal() and int(value) > 0:
-            found["heads"] = int(value)
-        elif option in ("identity", "eager"):
-            found[option] = option
-        else:
-            raise ValueError(
-                f"{case.base} has no option {option!r}; models have identity, eager, heads=NUMBER"
-            )
-    if "identity" in found and ("eager" in found or case.form != "auto"):
-        raise ValueError(f"{case.label}: the identity has neither forms nor an eager variant")
+    if not timm.is_model(case.base):
+        raise ValueError(
+            f"timm knows no model {case.base!r}; try scaleformer_vit_s, taylorshift_vit_s, "
+            f"vit_small_patch16_224"
+        )
+    found = {name: value for name, _, value in (each.partition("=") for each in case.options)}
+    heads = found.get("heads", "1")
+    if set(found) - {"identity", "eager", "heads"} or not heads.isdecimal() or int(heads) < 1:
+        raise ValueError(
+            f"{case.name}: options of models are identity, eager and heads=NUMBER, got "
+            f"{'+'.join(case.options)}"
+        )
+    ours = is_ours(case.base)
+    if "identity" in found and not ours:
+        raise ValueError(f"{case.name}: an identity twin is made of visionattn's models")
+    if "eager" in found and (ours or not case.base.startswith("vit_")):
+        raise ValueError(f"{case.name}: eager attention is an option of timm's vit_*")
+    if case.form != "auto" and not has_forms(case.name):
+        raise ValueError(f"{case.label}: forms are for visionattn's models that have attention")
     return found
 
 
@@ -144,10 +111,9 @@ def build_model(case: Case, device: str = "cpu", **args: object) -> nn.Module:
     Raises:
         ValueError: an unknown name, an option that this model has not, or a depth beyond its own.
     """
-    check_name(case)
     options = read_options(case)
     if "heads" in options:
-        args["num_heads"] = options["heads"]
+        args["num_heads"] = int(options["heads"])
     if not is_ours(case.base):
         args["dynamic_img_size"] = "img_size" not in args
     with torch.random.fork_rng(devices=[]), torch.device("meta" if device == "meta" else "cpu"):
@@ -156,8 +122,7 @@ def build_model(case: Case, device: str = "cpu", **args: object) -> nn.Module:
     if "identity" in options:
         model = identity_twin(model)
     if "eager" in options:
-        for block in model.blocks:
-            block.attn.fused_attn = False
+        unfuse(model)
     if case.depth is not None:
         if case.depth > len(model.blocks):
             raise ValueError(f"depth {case.depth}: {case.name} has {len(model.blocks)} blocks")
@@ -172,19 +137,16 @@ def make_image(case: Case, model: nn.Module, height: int, width: int, device: st
     """Make seeded images ``[B, C, height, width]``; for the models of single pixels one-hot grey
     levels.
     """
-    channels = model.patch_embed.proj.in_channels
+    shape = (case.batch, model.patch_embed.proj.in_channels, height, width)
     if device == "meta":
-        return torch.empty(
-            case.batch, channels, height, width, dtype=case.torch_dtype, device=device
-        )
+        return torch.empty(shape, dtype=case.torch_dtype, device=device)
     generator = torch.Generator().manual_seed(height + width)
-    if channels == 256:
+    if shape[1] == 256:
         levels = torch.randint(256, (case.batch, height, width), generator=generator)
         images = rearrange(nn.functional.one_hot(levels, 256), "b h w level -> b level h w")
-        return images.to(device, case.torch_dtype).contiguous()
-    return torch.randn(case.batch, channels, height, width, generator=generator).to(
-        device, case.torch_dtype
-    )
+    else:
+        images = torch.randn(shape, generator=generator)
+    return images.to(device, case.torch_dtype).contiguous()
 
 
 def set_form(model: nn.Module, form: str) -> None:
@@ -194,6 +156,12 @@ def set_form(model: nn.Module, form: str) -> None:
     if form != "auto":
         for block in model.blocks:
             block.attn.form = form
+
+
+def unfuse(model: nn.Module) -> None:
+    """Let every attention layer of a model of timm's make its matrix of all pairs."""
+    for block in model.blocks:
+        block.attn.fused_attn = False
 
 
 def attentions_of(model: nn.Module) -> list[Attention]:
@@ -206,7 +174,7 @@ def set_impl(model: nn.Module, impl: str) -> None:
     both.
     """
     for layer in attentions_of(model):
-        if layer.kind.impl:
+        if layer.kind.impl and layer.operation is not values_alone:
             layer.operation = partial(OPERATIONS[layer.kind.name], impl=impl)
 
 
@@ -242,13 +210,10 @@ def check_network(case: Case, device: str = "cpu") -> str | None:
     ours = isinstance(model, VisionAttnTransformer)
     definition = copy.deepcopy(model).double()
     if not ours:
-        for block in definition.blocks:
-            block.attn.fused_attn = False
+        unfuse(definition)
     for layer in attentions_of(definition):
-        layer.operation = definition_of(layer.kind)
-        if "identity" in case.options:
-            layer.__class__ = Attention
-            layer.operation = lambda q, k, v, **options: v
+        if layer.operation is not values_alone:
+            layer.operation = definition_of(layer.kind)
     expected = results(lambda image: definition(image), {"image": image.double()}, case.backward)
     for form in forms_to_check(case, ours and "identity" not in case.options):
         set_form(model, form)
@@ -261,13 +226,10 @@ def check_network(case: Case, device: str = "cpu") -> str | None:
 
 
 def definition_of(kind: AttentionKind) -> Callable[..., Tensor]:
-    """Return the definition of an attention as a function of what the layer passes; dropout of
-    values must be off.
-    """
+    """Return the definition of an attention as a function of what the layer passes."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, *, value_drop: float, form=None, **options) -> Tensor:
-        if value_drop:
-            raise ValueError(f"models are compared without dropout, got value_drop={value_drop}")
+        assert value_drop == 0, "models are compared without dropout"
         return defined(kind)(q, k, v, **options)
 
     return call

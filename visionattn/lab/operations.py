@@ -8,16 +8,16 @@ of models and of time.
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import visionattn.ops as ops
 from visionattn.lab.accuracy import disagreement, tolerance
 from visionattn.lab.cases import Case, Work, forms_to_check
 from visionattn.layout import Grid, TokenLayout
-from visionattn.ops import OPERATIONS, Axial, Flat, Joint, count_classes, reference
+from visionattn.ops import OPERATIONS, Flat, RandomFeatures, count_classes, reference
 from visionattn.ops.attentions import ATTENTIONS, AttentionKind
 from visionattn.ops.choice import choosing_as
 from visionattn.ops.feature_maps import FEATURE_MAPS, elu1
@@ -43,6 +43,8 @@ OPTIONS |= {kind.name: _options_of(kind) for kind in ATTENTIONS.values()}
 """Options of each operation. Relative position has ``normalization="mean"``, as in the models,
 unless "sum" is named; with "masked" every fourth key takes no part.
 """
+TABLES = {"joint": ("table",), "axial": ("rows", "columns"), "flat": ("table",)}
+"""Names of the tables of each relative position."""
 FORMED = (*(kind.name for kind in ATTENTIONS.values() if kind.forms), "relative")
 """Operations that have a direct and an efficient form."""
 CHECK_TOKENS = 33 * 41
@@ -61,10 +63,11 @@ def check_name(case: Case) -> None:
         raise ValueError(f"{case.name}: one relative position at a time")
 
 
-def has_position(name: str) -> bool:
-    """Tell whether the operation of this name has relative position, and so a horizon."""
-    base, *options = name.split("+")
-    return base == "relative" or bool(set(options) & set(POSITIONS))
+def position_named(case: Case) -> str | None:
+    """Return the kind of relative position of an operation; None: it has none."""
+    if case.base == "relative":
+        return "flat"
+    return next((word for word in case.options if word in POSITIONS), None)
 
 
 def grid_of(tokens: int) -> Grid:
@@ -90,45 +93,34 @@ def make_tensors(case: Case, tokens: int, device: str) -> dict[str, Tensor]:
         tensors["q"] /= case.width**0.5  # scores of about 1, as with a temperature
     if "temperature" in case.options:
         tensors["temperature"] = draw(case.heads).abs() + 1
-    sides = {
-        "joint": {"table": (side, side)},
-        "axial": {"rows": (side,), "columns": (side,)},
-        "flat": {"table": (side,)},
-    }
-    kinds = (
-        ["flat"]
-        if case.base == "relative"
-        else [word for word in case.options if word in POSITIONS]
-    )
-    for kind in kinds:
-        for name, extent in sides[kind].items():  # type: ignore[attr-defined]
-            tensors[name] = draw(case.heads, *extent, case.width).abs() * 16 / case.width
+    kind = position_named(case)
+    extent = (side, side) if kind == "joint" else (side,)
+    for name in TABLES.get(kind, ()):
+        tensors[name] = draw(case.heads, *extent, case.width).abs() * 16 / case.width
     return tensors
 
 
-def position_of(case: Case, tokens: int, device: str) -> Callable[..., object]:
-    """Make the relative position of tables. Counts per class are made here, once, as a model makes
-    them once per forward.
+def arguments_of(case: Case, tokens: int, device: str) -> dict[str, object]:
+    """Return what the options of one of our attentions ask for, besides relative position and what
+    is learned. With "masked" every fourth key is left out, others in each image.
     """
-    signed = case.base in ATTENTIONS and ATTENTIONS[case.base].signed
-    mode = "sum" if signed or "sum" in case.options or case.base == "relative" else "mean"
-    layout = TokenLayout(0, grid_of(tokens))
-    if "joint" in case.options and not signed:
-        wide = torch.float64 if case.dtype == "float64" else torch.float32
-        layout = layout._replace(
-            counts=count_classes(layout, (case.horizon,) * 2, dtype=wide, device=device)
-        )
-
-    def position(tables: dict[str, Tensor]):
-        if not tables:
-            return None
-        if "joint" in case.options:
-            return Joint(tables["table"], layout, mode)
-        if "axial" in case.options:
-            return Axial(tables["rows"], tables["columns"], layout, mode)
-        return Flat(tables["table"], None, mode)
-
-    return position
+    arguments: dict[str, object] = {}
+    kind = ATTENTIONS.get(case.base)
+    if kind is not None and kind.windows and position_named(case) is None:
+        arguments["layout"] = TokenLayout(0, grid_of(tokens))
+    if "causal" in case.options:
+        arguments["causal"] = True
+    if "masked" in case.options:
+        image = torch.arange(case.batch, device=device)[:, None]
+        key = torch.arange(tokens, device=device)
+        arguments["key_mask"] = (key + image) % 4 != 3
+    if "favor" in case.options:
+        seeded = torch.Generator().manual_seed(1)
+        arguments["feature_map"] = RandomFeatures(case.width, case.width, seeded).to(device)
+    elif kind is not None and kind.feature_map:
+        named = (word for word in case.options if word in MAPS)
+        arguments["feature_map"] = next(named, "elu1")
+    return arguments
 
 
 def function_of(
@@ -137,57 +129,60 @@ def function_of(
     """Return the operation of the case as a function of its tensors; ``impl`` "eager" or "triton"
     is passed on to it where it has both.
     """
-    position, causal = position_of(case, tokens, device), "causal" in case.options
     kind, options = ATTENTIONS.get(case.base), arguments_of(case, tokens, device)
-    if kind is not None and kind.forms:
-        options["form"] = case.form
-    if impl is not None and kind is not None and kind.impl:
-        options["impl"] = impl
+    if kind is None:
+        function = {
+            "sdpa": sdpa,
+            "eager": eager_attention,
+            "eager-kernelized": eager_kernelized_attention,
+            "relative": dense_relative if case.form == "direct" else linear_relative,
+        }[case.base]
+    else:
+        function = OPERATIONS[kind.name]
+        options |= {"form": case.form} if kind.forms else {}
+        options |= {"impl": impl} if impl is not None and kind.impl else {}
+    return _with_position(case, tokens, device, partial(function, **options))
 
-    def call(
-        q: Tensor, k: Tensor, v: Tensor, temperature: Tensor | None = None, **tables: Tensor
-    ) -> Tensor:
-        relative = position(tables)
-        if case.base == "sdpa":
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-        if case.base == "eager":
-            return eager_attention(q, k, v, causal)
-        if case.base == "eager-kernelized":
-            return eager_kernelized_attention(q, k, v, causal)
-        if kind is not None:
-            learned = {"temperature": temperature} if kind.temperature else {}
-            return OPERATIONS[kind.name](q, k, v, relative=relative, **learned, **options)
-        if case.form == "direct":
-            return dense_relative(q, v, relative, causal)
-        total = q.new_full((1, 1, 1), v.shape[2], dtype=accumulation_dtype(q, v))
-        return relative_sums(relative, q, v, None, total, causal).values
+
+def definition_of(case: Case, tokens: int, device: str) -> Callable[..., Tensor]:
+    """Return what the case means, from ``visionattn.ops.reference``, as a function of
+    its tensors.
+    """
+    meant = {"sdpa": "softmax", "eager": "softmax", "eager-kernelized": "kernelized"}
+    kind = ATTENTIONS.get(meant.get(case.base, case.base))
+    function = dense_relative if kind is None else defined(kind)
+    options = arguments_of(case, tokens, device)
+    return _with_position(case, tokens, device, partial(function, **options))
+
+
+def _with_position(
+    case: Case, tokens: int, device: str, function: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
+    """Return a function of tensors by name that makes the relative position of its tables. Counts
+    per class are made here, once, as a model makes them once per forward.
+    """
+    kind, signed = position_named(case), case.base in ATTENTIONS and ATTENTIONS[case.base].signed
+    if kind is None:
+        return function
+    mode = "sum" if signed or "sum" in case.options or case.base == "relative" else "mean"
+    layout = TokenLayout(0, grid_of(tokens))
+    if kind == "joint" and not signed:
+        wide = torch.float64 if case.dtype == "float64" else torch.float32
+        counts = count_classes(layout, (case.horizon,) * 2, dtype=wide, device=device)
+        layout = layout._replace(counts=counts)
+    names, place = TABLES[kind], None if kind == "flat" else layout
+
+    def call(**tensors: Tensor) -> Tensor:
+        tables = {name: tensors.pop(name) for name in names}
+        relative = KINDS[kind](**tables, layout=place, normalization=mode)
+        return function(**tensors, relative=relative)
 
     return call
 
 
-def arguments_of(case: Case, tokens: int, device: str) -> dict[str, object]:
-    """Return what the options of one of our attentions ask for, besides relative position and what
-    is learned. With "masked" every fourth key is left out, others in each image.
-    """
-    arguments: dict[str, object] = {}
-    if case.base in ATTENTIONS and ATTENTIONS[case.base].windows and not has_position(case.name):
-        arguments["layout"] = TokenLayout(0, grid_of(tokens))
-    if "causal" in case.options:
-        arguments["causal"] = True
-    if "masked" in case.options:
-        image = torch.arange(case.batch, device=device)[:, None]
-        key = torch.arange(tokens, device=device)
-        arguments["key_mask"] = (key + image) % 4 != 3
-    if case.base in ATTENTIONS and ATTENTIONS[case.base].feature_map:
-        arguments["feature_map"] = feature_map_of(case, device)
-    return arguments
-
-
-def feature_map_of(case: Case, device: str):
-    """Return the name of the feature map, or FAVOR+ as an object with seeded features."""
-    if "favor" not in case.options:
-        return next((word for word in case.options if word in MAPS), "elu1")
-    return ops.RandomFeatures(case.width, case.width, torch.Generator().manual_seed(1)).to(device)
+def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+    """Compute softmax attention by what PyTorch takes for it."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
 def eager_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
@@ -211,13 +206,36 @@ def eager_kernelized_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = F
     return torch.matmul(weights, v) / weights.sum(3, keepdim=True)
 
 
-def dense_relative(q: Tensor, v: Tensor, relative: Flat, causal: bool) -> Tensor:
+def dense_relative(q: Tensor, k: Tensor, v: Tensor, relative: Flat, causal: bool = False) -> Tensor:
     """Return the relative term with all its weights in memory, ``A_rel`` of Scaleformer by its
-    definition.
+    definition; k plays no part.
     """
     present = torch.ones(v.shape[0], v.shape[2], dtype=torch.bool, device=v.device)
     weights = reference.relative_weights(relative, q, present)
     return torch.matmul(weights.tril() if causal else weights, v)
+
+
+def linear_relative(
+    q: Tensor, k: Tensor, v: Tensor, relative: Flat, causal: bool = False
+) -> Tensor:
+    """Return the same by sums over classes, as models have it."""
+    total = q.new_full((1, 1, 1), v.shape[2], dtype=accumulation_dtype(q, v))
+    return relative_sums(relative, q, v, None, total, causal).values
+
+
+def defined(kind: AttentionKind) -> Callable[..., Tensor]:
+    """Return the definition of an attention, which is called as the operation is but
+    has no forms.
+    """
+    definition = getattr(reference, f"{kind.name}_attention")
+
+    def call(q: Tensor, k: Tensor, v: Tensor, *, relative=None, **options) -> Tensor:
+        if kind.windows or not kind.signed:
+            return definition(q, k, v, relative=relative, **options)
+        bias = None if relative is None else reference.relative_bias(relative, q)
+        return definition(q, k, v, bias=bias, **options)
+
+    return call
 
 
 def build_operation(case: Case, device: str = "cpu") -> Work:
@@ -226,9 +244,8 @@ def build_operation(case: Case, device: str = "cpu") -> Work:
     tensors = make_tensors(case, case.size, device)
     if case.backward:
         tensors = {name: tensor.requires_grad_() for name, tensor in tensors.items()}
-    return Work(
-        function_of(case, case.size, device), tensors, tuple(tensors.values()), case.backward
-    )
+    function = function_of(case, case.size, device)
+    return Work(function, tensors, tuple(tensors.values()), case.backward)
 
 
 def check_operation(case: Case, device: str = "cpu") -> str | None:
@@ -241,15 +258,12 @@ def check_operation(case: Case, device: str = "cpu") -> str | None:
     """
     case = replace(case, batch=min(case.batch, 2))
     tensors = make_tensors(case, CHECK_TOKENS, device)
-    meaning = definition_of(case, CHECK_TOKENS, device)
-    expected = results(
-        meaning, {name: tensor.double() for name, tensor in tensors.items()}, case.backward
-    )
+    wide = {name: tensor.double() for name, tensor in tensors.items()}
+    expected = results(definition_of(case, CHECK_TOKENS, device), wide, case.backward)
     for form in forms_to_check(case, case.base in FORMED):
+        function = function_of(replace(case, form=form), CHECK_TOKENS, device)
         with choosing_as(tokens=case.size):
-            actual = results(
-                function_of(replace(case, form=form), CHECK_TOKENS, device), tensors, case.backward
-            )
+            actual = results(function, tensors, case.backward)
         wrong = disagreement(actual, expected, tolerance(case.torch_dtype))
         if wrong:
             return wrong
@@ -278,39 +292,3 @@ def with_gradients(out: Tensor, inputs: dict[str, Tensor], upstream: Tensor) -> 
     gradients = torch.autograd.grad(out, tuple(inputs.values()), upstream, allow_unused=True)
     named = zip((f"gradient of {name}" for name in inputs), gradients, strict=True)
     return {"out": out.detach()} | dict(named)
-
-
-def definition_of(case: Case, tokens: int, device: str) -> Callable[..., Tensor]:
-    """Return what the case means, from ``visionattn.ops.reference``, as a function of
-    its tensors.
-    """
-    position, causal = position_of(case, tokens, device), "causal" in case.options
-    meant = {"sdpa": "softmax", "eager": "softmax", "eager-kernelized": "kernelized"}
-    kind = ATTENTIONS.get(meant.get(case.base, case.base))
-    arguments = arguments_of(case, tokens, device)
-
-    def call(
-        q: Tensor, k: Tensor, v: Tensor, temperature: Tensor | None = None, **tables: Tensor
-    ) -> Tensor:
-        relative = position(tables)
-        if kind is None:
-            return dense_relative(q, v, relative, causal)
-        learned = {"temperature": temperature} if kind.temperature else {}
-        return defined(kind)(q, k, v, relative=relative, **learned, **arguments)
-
-    return call
-
-
-def defined(kind: AttentionKind) -> Callable[..., Tensor]:
-    """Return the definition of an attention, which is called as the operation is but
-    has no forms.
-    """
-    definition = getattr(reference, f"{kind.name}_attention")
-
-    def call(q: Tensor, k: Tensor, v: Tensor, *, relative=None, **options) -> Tensor:
-        if kind.windows or not kind.signed:
-            return definition(q, k, v, relative=relative, **options)
-        bias = None if relative is None else reference.relative_bias(relative, q)
-        return definition(q, k, v, bias=bias, **options)
-
-    return call

@@ -75,14 +75,14 @@ def redraw(
     records: list[Record] = []
     if processor_time:
         provenance = provenance | {"device": f"{provenance['device']}, {PROCESSOR_TIME}"}
-    show(heading(COLUMNS))
+    show(heading(list(COLUMNS)))
     for group in figure.cases(quick):
         compared = figure.table is not None
         plan = QUICK if quick else figure.plan(group[0].size)
         plan = replace(plan, memory=compared, processor_time=processor_time)
         for row in measure_together(group, plan, group[0].label if compared else None):
             records.append(record_of(row))
-            show(line(list(cells_of(row).values())))
+            show(line(cells_of(records[-1], COLUMNS)))
         write_text(folder / f"{name}.csv", csv_text(records, provenance))
     if figure.table is not None:
         show("\n" + markdown(figure.table(records)))

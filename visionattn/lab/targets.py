@@ -1,33 +1,33 @@
-"""What targets and results are, on a processor and on a GPU, and how those of a processor are
-measured. ``target_table.py`` lists all of them.
+"""The figures to reach on two cores in float32, of six heads and one image, and how they are
+measured; ``gpu/gpu_rows.py`` has those of a GPU.
 
-Every ratio is taken within one interleaved run; targets of one size share it. Models run in
-bfloat16 too, weights and images, where the processor multiplies it.
+Every ratio is taken within one interleaved run; targets of one size share it.
 """
 
-import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from visionattn.cli.tables import Record, duration
+from visionattn.cli.tables import Record
 from visionattn.lab.cases import Case
 from visionattn.lab.compare import (
     Plan,
-    Quartiles,
     Row,
-    attempt,
     case_bytes_kept,
     check_case,
     measure_together,
-    ratio_of,
+    ratios_of,
+    spread,
+    status_of,
 )
 from visionattn.lab.memory import build, case_peak_bytes
-from visionattn.ops.sums import has_bfloat16_products
 
-COLUMNS = ("what", "at", "reach", "measured", "spread", "met", "bfloat16")
-COLUMNS += ("time", "baseline time", "rounds")
-NO_PRODUCTS = "not run: no bfloat16 products"
+COLUMNS = {name: name for name in ("what", "at", "reach", "measured", "low", "high", "met")}
+COLUMNS |= {"time": "seconds", "baseline time": "baseline_seconds", "rounds": "rounds"}
+PLAN = Plan(rounds=5, seconds=2.0, memory=False, counts=False)
+MODEL_PLAN = Plan(rounds=5, seconds=0.0, memory=False, counts=False)
+"""How long operations and models are measured."""
+TIMM = "vit_small_patch16_224"
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class Target:
     case: Case
     most: float | None
     """The number may be at most this; None: it is there for comparison."""
-    least: float | None = None
-    """The number is to be at least this; None: any."""
     baseline: Case | None = None
     """The case that times are taken to."""
     measure: Callable[[Case], float] | None = None
     """Gives the number, where it is no ratio of times."""
+    least: float = 0.0
+    """The number is to be at least this."""
 
     @property
     def name(self) -> str:
@@ -57,55 +57,105 @@ class Target:
         """What is to be reached, in words."""
         if self.most is None:
             return "-"
-        return f"{self.most:g}" if self.least is None else f"{self.least:g} to {self.most:g}"
+        return f"{self.least:g} to {self.most:g}" if self.least else f"{self.most:g}"
 
-
-@dataclass
-class Result:
-    """The result of a target."""
-
-    target: Target
-    status: str = "ok"
-    value: float | None = None
-    seconds: Quartiles | None = None
-    """The seconds of the case."""
-    ratio: Quartiles | None = None
-    """The seconds of the case over those of the baseline, round by round."""
-    bfloat16: Quartiles | str | None = None
-    """The ratio with both models in bfloat16, or why there is none; None: no model is timed."""
-    baseline_seconds: float | None = None
-    rounds: int | None = None
-
-    @property
-    def met(self) -> str:
-        """ "yes" or "no", "-" where nothing is to be reached; without a number the status."""
-        if self.status != "ok":
-            return self.status
-        if self.target.most is None:
+    def met(self, value: float) -> str:
+        """Tell whether a number reaches what is to be reached; "-" where nothing is."""
+        if self.most is None:
             return "-"
-        low = -math.inf if self.target.least is None else self.target.least
-        return "yes" if low <= self.value <= self.target.most else "no"
+        return "yes" if self.least <= value <= self.most else "no"
 
-    def record(self) -> Record:
-        """Return the result as plain values."""
-        target, ratio = self.target, self.ratio
-        record: Record = {"what": target.what, "at": target.at, "reach": target.reach}
-        record |= {"measured": self.value, "low": ratio and ratio.low, "high": ratio and ratio.high}
-        record |= {"met": self.met, "bfloat16": getattr(self.bfloat16, "median", self.bfloat16)}
-        record["seconds"] = self.seconds and self.seconds.median
-        return record | {"baseline_seconds": self.baseline_seconds, "rounds": self.rounds}
 
-    def cells(self) -> list[str | None]:
-        """Return the result for people, under ``COLUMNS``."""
-        record = self.record()
-        spread = self.ratio and f"{self.ratio.low:.3g}-{self.ratio.high:.3g}"
-        measured = None if self.value is None else f"{self.value:.3g}"
-        times = [
-            record[name] and duration(record[name]) for name in ("seconds", "baseline_seconds")
-        ]
-        named = [record[name] for name in ("what", "at", "reach")]
-        half = self.bfloat16 and str(self.bfloat16)
-        return [*named, measured, spread, record["met"], half, *times, self.rounds]
+def memory_over_inputs(case: Case) -> float:
+    """Return the peak memory of a forward above its inputs and its output, over the size of q, k
+    and v together.
+    """
+    tensors = build(case, "meta").tensors
+    return (case_peak_bytes(case) - tensors["v"].nbytes) / sum(tensors[x].nbytes for x in "qkv")
+
+
+def growth_of_bytes_kept(case: Case) -> float:
+    """Return bytes kept for backward at twice the tokens over those at the tokens of the case."""
+    return case_bytes_kept(replace(case, size=2 * case.size)) / case_bytes_kept(case)
+
+
+def targets() -> list[Target]:
+    """Return the figures of a processor, in order."""
+    memory = "memory above inputs and output, efficient TaylorShift forward / size of q, k, v"
+    case = operation("taylorshift", 65536)
+    one = Target(memory, place_of(case), case, 1.0, measure=memory_over_inputs)
+    return [*_operations(), one, *_models(), *_kept()]
+
+
+def operation(name: str, tokens: int, form: str = "efficient", width: int = 64, **more) -> Case:
+    """Return an operation; ``more`` is of ``Case``."""
+    return Case("operation", name, tokens, width, form, **more)
+
+
+def place_of(case: Case) -> str:
+    """Return the size of an operation in words."""
+    return f"N = {case.size}, d = {case.width}"
+
+
+def _operations() -> Iterator[Target]:
+    for words, tokens, backward, limits in (
+        ("forward / SDPA", 4096, False, (0.18, 0.38, 1.0)),
+        ("forward / SDPA", 16384, False, (0.05, 0.12, 0.28)),
+        ("forward+backward / SDPA's", 4096, True, (0.25, 0.4, 1.0)),
+    ):
+        for width, limit in zip((16, 32, 64), limits, strict=True):
+            case = operation("taylorshift", tokens, width=width, backward=backward)
+            base = replace(case, name="sdpa", form="auto")
+            yield Target(f"efficient TaylorShift {words}", place_of(case), case, limit, base)
+    chunked, causal = operation("kernelized+causal", 4096), "causal kernelized, chunked"
+    quadratic = operation("eager-kernelized+causal", 4096, "auto")
+    blocks = f"{causal} / our quadratic blocks, which skip the future"
+    for what, case, base, limit in (
+        ("direct TaylorShift forward / SDPA", operation("taylorshift", 4096, "direct"), None, 1.3),
+        ("kernelized forward / SDPA", operation("kernelized", 16384), None, 0.025),
+        (
+            "kernelized + Joint R = 3 forward / SDPA",
+            operation("kernelized+joint", 16384),
+            None,
+            0.045,
+        ),
+        (f"{causal} / quadratic masked", chunked, quadratic, 0.1),
+        (blocks, chunked, operation("kernelized+causal", 4096, "direct"), None),
+    ):
+        base = base or replace(case, name="sdpa", form="auto")
+        yield Target(what, place_of(case), case, limit, base)
+
+
+def _models() -> Iterator[Target]:
+    ours = "scaleformer_vit_s"
+    for name, base, limits in (
+        (ours, TIMM, (0.47, 0.16)),
+        (ours, f"{ours}+identity", (1.3, 1.3)),
+        ("taylorshift_vit_s", TIMM, (0.7, 0.24)),
+        (f"{ours}+identity", TIMM, (None, None)),
+    ):
+        for px, limit in zip((1024, 2048), limits, strict=True):
+            case, other = Case("model", name, px), Case("model", base, px)
+            yield Target(f"{name} forward / {base}", f"{px} px", case, limit, other)
+
+
+def _kept() -> Iterator[Target]:
+    shift = ("", "+temperature", "+joint", "+axial", "+flat")
+    kernelized = ("", "+relu", "+softmax", "+favor", "+causal", "+joint", "+axial", "+flat")
+    names = [f"taylorshift{more}" for more in shift] + [f"kernelized{more}" for more in kernelized]
+    for name in [*names, "kernelized+causal+flat"]:
+        what = f"bytes kept for backward, N -> 2N, {name} efficient"
+        case = operation(name, 4096, backward=True)
+        place = "N = 4096 -> 8192, d = 64"
+        yield Target(what, place, case, 2.1, measure=growth_of_bytes_kept, least=1.8)
+
+
+def choose(pattern: str | None) -> list[Target]:
+    """Return the targets of a processor whose text, ``what at``, contains the regular expression;
+    see ``choose_rows``.
+    """
+    every = targets()
+    return [every[i] for i in choose_rows(pattern, [target.name for target in every])]
 
 
 def choose_rows(pattern: str | None, names: Sequence[str]) -> list[int]:
@@ -127,86 +177,63 @@ def choose_rows(pattern: str | None, names: Sequence[str]) -> list[int]:
     return chosen
 
 
-def memory_over_inputs(case: Case) -> float:
-    """Return the peak memory of a forward above its inputs and its output, over the size of q, k
-    and v together.
-    """
-    tensors = build(case, "meta").tensors
-    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
-    return (case_peak_bytes(case) - sizes["v"]) / (sizes["q"] + sizes["k"] + sizes["v"])
-
-
-def growth_of_bytes_kept(case: Case) -> float:
-    """Return bytes kept for backward at twice the tokens over those at the tokens of the case."""
-    return case_bytes_kept(replace(case, size=2 * case.size)) / case_bytes_kept(case)
-
-
-def measure_targets(targets: Sequence[Target], plan: Plan, *, few: bool = True) -> Iterator[Result]:
-    """Measure targets and yield their results as they are ready, those of one interleaved run one
-    after the other.
+def measure_targets(chosen: Sequence[Target], plan: Plan | None = None) -> Iterator[Record]:
+    """Measure targets and yield records as they are ready, those of one interleaved run one after
+    the other.
 
     Args:
-        targets: some of ``target_table.targets()``.
-        plan: how long; memory and counts are left out.
-        few: of models, which take seconds each, no more than 5 rounds are made, 3 above 1024
-            pixels.
+        chosen: some of ``targets()``.
+        plan: how long; None: as the size asks for.
     """
-    plan, done = replace(plan, memory=False, flops=False, kept=False), set()
-    for target in targets:
+    done = set()
+    for target in chosen:
         if target.measure is not None:
             yield _measure_figure(target)
         elif target.case.place not in done:
             done.add(target.case.place)
-            yield from _measure_place(
-                [other for other in targets if other.case.place == target.case.place], plan, few
-            )
+            pairs = [
+                (each, each.baseline)
+                for each in chosen
+                if each.baseline and each.case.place == target.case.place
+            ]
+            cases = dict.fromkeys(case for each, base in pairs for case in (base, each.case))
+            rows = measure_together(list(cases), plan or plan_of(target.case))
+            found = dict(zip(cases, rows, strict=True))
+            for each, base in pairs:
+                yield _ratio_record(each, found[each.case], found[base])
 
 
-def _measure_place(targets: Sequence[Target], plan: Plan, few: bool) -> Iterator[Result]:
-    """Measure the ratios of one size, in one run of all their cases."""
-    targets = [target for target in targets if target.baseline is not None]
-    cases = list(
-        dict.fromkeys(case for target in targets for case in (target.baseline, target.case))
-    )
-    if few and cases[0].kind == "model":
-        plan = replace(
-            plan, rounds=min(plan.rounds, 3 if cases[0].size > 1024 else 5), max_rounds=plan.rounds
-        )
-    half = {case: replace(case, dtype="bfloat16") for case in cases if case.kind == "model"}
-    runs = [*cases, *half.values()] if has_bfloat16_products() else cases
-    rows = {row.case: row for row in measure_together(runs, plan)}
-    for target in targets:
-        row, base = rows[target.case], rows[target.baseline]
-        result = Result(target, seconds=row.seconds, rounds=len(row.samples))
-        result.baseline_seconds = base.seconds and base.seconds.median
-        ratio = _ratio(row, base)
-        if isinstance(ratio, str):
-            result.status = ratio
-        else:
-            result.ratio, result.value = ratio, ratio.median
-        if target.case in half:
-            pair = [rows.get(half[case]) for case in (target.case, target.baseline)]
-            result.bfloat16 = _ratio(*pair) if all(pair) else NO_PRODUCTS
-        if row.seconds is None:
-            result.baseline_seconds = result.rounds = None
-        yield result
+def plan_of(case: Case) -> Plan:
+    """Return how long the cases of a size are measured: fewer rounds where a forward takes
+    seconds.
+    """
+    if case.kind == "operation":
+        return PLAN
+    return MODEL_PLAN if case.size <= 1024 else replace(MODEL_PLAN, rounds=3)
 
 
-def _ratio(row: Row, base: Row) -> Quartiles | str:
-    """Return the ratio of the seconds, or the status of the row that has none."""
-    if row.samples and base.samples:
-        return ratio_of(row.samples, base.samples)
-    return next(r.status for r in (row, base) if r.status != "ok")
+def _ratio_record(target: Target, row: Row, base: Row) -> Record:
+    """Return the record of a ratio of times."""
+    if not row.samples or not base.samples:
+        return _record(target, Row(target.case, row.status if row.status != "ok" else base.status))
+    ratio = spread("ratio", ratios_of(row.samples, base.samples))
+    record = _record(target, row, ratio["ratio_median"])
+    seconds, others = (spread("", each.samples)["_median"] for each in (row, base))
+    record |= {"low": ratio["ratio_low"], "high": ratio["ratio_high"], "seconds": seconds}
+    return record | {"baseline_seconds": others, "rounds": len(row.samples)}
 
 
-def _measure_figure(target: Target) -> Result:
-    """Measure a figure that is not a ratio of times."""
-    result = Result(target)
+def _measure_figure(target: Target) -> Record:
+    """Return the record of a figure that is not a ratio of times."""
+    row, value = Row(target.case), None
+    with status_of(row):
+        row.status = check_case(target.case) or "ok"
+        if row.status == "ok":
+            value = target.measure(target.case)
+    return _record(target, row, value)
 
-    def measure() -> None:
-        result.status = check_case(target.case) or "ok"
-        if result.status == "ok":
-            result.value = target.measure(target.case)
 
-    attempt(result, measure)
-    return result
+def _record(target: Target, row: Row, value: float | None = None) -> Record:
+    record: Record = dict.fromkeys(COLUMNS.values())
+    record |= {"what": target.what, "at": target.at, "reach": target.reach, "measured": value}
+    return record | {"met": row.status if value is None else target.met(value)}

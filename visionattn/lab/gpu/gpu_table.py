@@ -1,32 +1,85 @@
 """``visionattn benchmark gpu``: the rows of the table on the GPU at hand, each checked before it is
 timed and written as it comes.
+
+It needs torch, Triton, timm and einops alone: its options are read by argparse.
 """
 
+import argparse
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
 
 import timm
 import torch
 
-from visionattn.cli.tables import Record, duration, heading, line
+from visionattn.cli.commands import program
+from visionattn.cli.ends import Failed
+from visionattn.cli.files import add_line, check_free, write_text
+from visionattn.cli.provenance import provenance_of, summary
+from visionattn.cli.tables import Record, csv_text, heading, line
+from visionattn.lab.compare import cells_of
 from visionattn.lab.gpu.gpu_models import measure_model
 from visionattn.lab.gpu.gpu_operations import Bench, measure_operation
 from visionattn.lab.gpu.gpu_rows import MOST, GpuRow, chosen
 from visionattn.lab.gpu.gpu_timing import Ceilings, in_words, is_broken, pick_gpu
 
 Print = Callable[[str], None]
-Keep = Callable[[Record], None]
 TIMES = ("seconds", "floor_seconds", "sdpa_seconds", "flash_seconds", "eager_seconds")
 TIMES += ("identity_seconds",)
-COLUMNS = ("what", "size", "dtype", "time", "floor", "SDPA", "Flash", "eager", "identity")
-COLUMNS += ("reached", "error", "status")
+NAMES = ("time", "floor", "SDPA", "Flash", "eager", "identity")
+COLUMNS = {name: name for name in ("what", "size", "dtype")} | dict(zip(NAMES, TIMES, strict=True))
+COLUMNS |= {name: name for name in ("reached", "error", "status")}
 MEASURED = (
     "Medians, random data (seed {seed}). Operations and inference are replayed from CUDA graphs, "
     "so that launches do not count; eager operations, training and the large image are called as "
     "they are. Blocks of models are compiled. Floor: operations or bytes over the rates above. A "
     "result that is wrong has no time."
 )
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises ValueError where argparse would print its usage and leave."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; --help lists the options")
+
+
+def benchmark_gpu(argv: Sequence[str], show: Print) -> None:
+    """Do what the flags say; ``show`` gets the table line by line.
+
+    Raises:
+        ValueError, OSError: a flag is wrong, there is no GPU, or a file cannot be written.
+        Failed: rows are wrong, or could not be measured.
+    """
+    parser = _Parser(program("benchmark gpu"), allow_abbrev=False)
+    parser.add_argument("--only", metavar="PATTERN", help="rows that this regular expression fits")
+    parser.add_argument("--minutes", type=float, default=5.0, help="after which no row is begun")
+    parser.add_argument("--rehearse", action="store_true", help="on a processor, at tiny sizes")
+    parser.add_argument("--rows", metavar="FILE", help="each row as a line of JSON; added to it")
+    parser.add_argument("--csv", metavar="FILE", help="the rows as CSV, with provenance")
+    parser.add_argument("--overwrite", action="store_true", help="replace files that exist")
+    flags = parser.parse_args(argv)
+    if not 0 <= flags.minutes < math.inf:
+        raise ValueError(f"--minutes must be at least 0, got {flags.minutes}")
+    if flags.csv:
+        check_free(Path(flags.csv), flags.overwrite)
+    rows, bench = chosen(flags.only, rehearse=flags.rehearse), make_bench(flags.rehearse)
+    provenance = provenance_of(str(bench.device), ["benchmark", "gpu", *argv])
+    show(summary(provenance) + "\n")
+
+    def keep(record: Record) -> None:
+        if flags.rows:
+            add_line(flags.rows, record)
+
+    records = run_gpu(rows, bench, flags.minutes, provenance, show, keep)
+    if flags.csv:
+        write_text(flags.csv, csv_text(records, provenance))
+    broken = sum(record["status"].startswith(("wrong", "failed")) for record in records)
+    if broken:
+        raise Failed(f"{broken} rows are wrong or failed; the table says how")
 
 
 def make_bench(rehearse: bool) -> Bench:
@@ -57,30 +110,35 @@ def describe(bench: Bench) -> Record:
 
 
 def run_gpu(
-    only: str | None, minutes: float, rehearse: bool, provenance: Record, show: Print, keep: Keep
-) -> tuple[list[Record], int]:
-    """Measure and print, row by row.
+    rows: Sequence[GpuRow],
+    bench: Bench,
+    minutes: float,
+    provenance: Record,
+    show: Print,
+    keep: Callable[[Record], None],
+) -> list[Record]:
+    """Measure and print, row by row; returns a record of each row.
 
     Args:
-        only: regular expression that the rows are to fit; None: all.
+        rows: to be measured.
+        bench: where.
         minutes: after which no row is begun.
         provenance: gets what only a GPU has, rates included.
-        keep: gets the provenance, then each row as it is ready.
-
-    Returns:
-        All rows, and how many of them are wrong or failed.
+        show: gets the table line by line.
+        keep: gets the provenance, then each record as it is ready.
     """
-    end, bench = time.monotonic() + 60 * minutes, make_bench(rehearse)
-    sizes = dict(size=16, copied=2**12) if rehearse else {}
+    end = time.monotonic() + 60 * minutes
+    sizes = dict(size=16, copied=2**12) if bench.rehearsed else {}
     bench.ceilings = Ceilings.measured(bench.device, **sizes)
-    provenance |= describe(bench) | vars(bench.ceilings)
-    show(", ".join(f"{name} {value}" for name, value in describe(bench).items()))
-    show(f"measured: {bench.ceilings}\n\n{MEASURED.format(seed=provenance['seed'])}\n")
+    about = describe(bench)
+    provenance |= about | vars(bench.ceilings)
+    show(", ".join(f"{name} {value}" for name, value in about.items()))
+    show(f"measured: {bench.ceilings}\n\n{MEASURED.format(seed=about['seed'])}\n")
     keep({"kind": "provenance", **provenance})
-    show(heading(COLUMNS))
+    show(heading(list(COLUMNS)))
     records: list[Record] = []
     why_over = None
-    for row in chosen(only, rehearse=rehearse):
+    for row in rows:
         if time.monotonic() > end:
             why_over = why_over or f"{minutes:g} minutes were over"
         try:
@@ -89,10 +147,9 @@ def run_gpu(
             found = {"status": f"failed: {in_words(error)}"}
             why_over = "an earlier row broke this process" if is_broken(error) else None
         records.append(record_of(row, found))
-        show(line(cells_of(records[-1])))
+        show(line(cells_of(records[-1], COLUMNS)))
         keep({"kind": "row"} | records[-1])
-    broken = sum(record["status"].startswith(("wrong", "failed")) for record in records)
-    return records, broken
+    return records
 
 
 def measure(row: GpuRow, bench: Bench) -> Record:
@@ -120,14 +177,3 @@ def _told(name: str, limit: float, value: float | None) -> str:
         return f"{name} {limit:g}: not measured"
     met = value <= limit if name in MOST else value >= limit
     return f"{'reached' if met else 'MISSED'} {value:.3g} {name} of {limit:g}"
-
-
-def cells_of(record: Record) -> Sequence[str | None]:
-    """Return the row for people, under ``COLUMNS``."""
-    times = [
-        duration(record[name]) if isinstance(record[name], float) else record[name]
-        for name in TIMES
-    ]
-    error = None if record["error"] is None else f"{record['error']:.1e}"
-    named = [record[name] for name in ("what", "size", "dtype")]
-    return [*named, *times, record["reached"], error, record["status"]]
