@@ -23,7 +23,7 @@ from visionattn.data.batches import Unreadable
 from visionattn.data.streams import Shards, StreamTrainBatches
 from visionattn.models.building import ModelConfig
 from visionattn.models.weights import load_model
-from visionattn.training import engine, learner, start
+from visionattn.training import checkpoint, engine, trainer
 from visionattn.training import evaluate as evaluation
 from visionattn.training.distributed import joined
 from visionattn.training.engine import train
@@ -225,7 +225,7 @@ def no_memory(*args, **options):
 def test_too_little_memory_before_the_first_step_of_one_process_ends_all_as_that(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(learner, "Spread", on_second(learner.Spread, no_memory))
+    monkeypatch.setattr(trainer, "Spread", on_second(trainer.Spread, no_memory))
     ended = run_on(2, tmp_path, code=3)
     assert ended[0].err.startswith("error: out of memory before the first step; ")
     assert ended[0].err.endswith(f" {HOST}\n")
@@ -304,14 +304,14 @@ def test_batch_norm_is_for_one_process(tmp_path):
 def test_a_parameter_that_takes_no_part_in_the_loss_is_told_where_it_would_stop_the_run(
     tmp_path, monkeypatch, kind, code
 ):
-    real = start.build_model
+    real = checkpoint.build_model
 
     def build(*args):
         model, rest = real(*args)
         model.blocks[1].forward = lambda tokens, *more: 1.0 * tokens
         return model, rest
 
-    monkeypatch.setattr(start, "build_model", build)
+    monkeypatch.setattr(checkpoint, "build_model", build)
     ended = run_on(2, tmp_path, code=code, parallel=kind, epochs=1)
     if code:
         line = (

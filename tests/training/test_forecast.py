@@ -25,8 +25,8 @@ from visionattn.models.cost import Expected
 from visionattn.models.machine import random_state
 from visionattn.training import engine
 from visionattn.training import forecast as forecast_module
-from visionattn.training.forecast import Forecast, batch_of, forecast, step_seconds, undone
-from visionattn.training.record import BEST, LAST
+from visionattn.training.run_folder import BEST, LAST
+from visionattn.training.training_cost import Forecast, batch_of, forecast, step_seconds, undone
 
 EVERYTHING = {"ema_decay": 0.9, "mixup": 0.4, "clip_grad": 0.5, "label_smoothing": 0.1}
 MIB = 2**20

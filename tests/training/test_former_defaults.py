@@ -25,7 +25,7 @@ from visionattn.inference.inference_options import InferenceOptions
 from visionattn.inference.model_opening import open_model
 from visionattn.models.registration import DEFAULTS, FORMER, complete, is_ours
 from visionattn.models.weights import load_model, read_metadata, save_model
-from visionattn.training import states
+from visionattn.training import checkpoint
 
 pytestmark = pytest.mark.usefixtures("small_data")
 
@@ -216,7 +216,9 @@ def test_a_run_that_goes_on_reads_its_state_once_for_its_options_and_once_for_it
     tmp_path, monkeypatch
 ):
     config, _ = stopped_run(tmp_path, monkeypatch)
-    real, read = states.read_state, []
-    monkeypatch.setattr(states, "read_state", lambda path: (read.append(path.name), real(path))[1])
+    real, read = checkpoint.read_state, []
+    monkeypatch.setattr(
+        checkpoint, "read_state", lambda path: (read.append(path.name), real(path))[1]
+    )
     run(replace(config, resume=True, batch_size="auto"))
     assert read == ["last.pt", "last.pt"]

@@ -29,16 +29,15 @@ from visionattn.models import cost
 from visionattn.models.building import ModelConfig, build_model
 from visionattn.models.cost import SHARE, WORKER_BYTES, Expected
 from visionattn.models.machine import random_state
-from visionattn.training import engine
-from visionattn.training import memory as memory_module
+from visionattn.training import engine, training_cost
 from visionattn.training.distributed import Processes
-from visionattn.training.memory import (
+from visionattn.training.run_folder import CONFIG, LAST, STATUS
+from visionattn.training.training_cost import (
     TrainingMemory,
     largest_shape,
     share_of,
     with_batch,
 )
-from visionattn.training.record import CONFIG, LAST, STATUS
 
 EVERYTHING = {"ema_decay": 0.9, "mixup": 0.4, "clip_grad": 0.5, "label_smoothing": 0.1}
 CPU = torch.device("cpu")
@@ -299,7 +298,7 @@ def test_checkpointed_blocks_hold_less_and_leave_more_gaps(tmp_path, monkeypatch
         return memory_of(config).step_bytes((8, 32, 32))
 
     usual = step_bytes(True)
-    monkeypatch.setattr(memory_module, "SCATTERED_CHECKPOINTED", cost.SCATTERED)
+    monkeypatch.setattr(training_cost, "SCATTERED_CHECKPOINTED", cost.SCATTERED)
     assert step_bytes(True) < min(usual, step_bytes(False))
 
 

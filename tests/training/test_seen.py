@@ -228,7 +228,7 @@ def test_a_model_of_timm_sees_padding_as_black_and_the_run_says_so(capsys):
 
 
 def test_a_run_of_before_geometries_goes_on_cropped_or_not_at_all():
-    from visionattn.training.states import check_options, differences
+    from visionattn.training.checkpoint import check_options, differences
 
     old = {"seed": 0, "init_from": None, "optim": {"name": "adamw", "layer_decay": None}}
     old["optim"]["ema_decay"] = None

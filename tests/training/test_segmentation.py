@@ -20,13 +20,12 @@ from visionattn.models.building import ModelConfig, build_model
 from visionattn.models.pixel_classes import ious_of
 from visionattn.models.segmentation import IGNORED, Segmenter
 from visionattn.models.weights import DataSpec, load_model, read_metadata, save_model
+from visionattn.training.checkpoint import best_figures, started_model
 from visionattn.training.config import OptimConfig, check
 from visionattn.training.distributed import joined
 from visionattn.training.engine import train
 from visionattn.training.evaluate import evaluate
-from visionattn.training.segmentation import Segmenting, confusion_of
-from visionattn.training.start import started_model
-from visionattn.training.states import best_figures
+from visionattn.training.objectives import PixelClasses, confusion_of
 from visionattn.training.trainer import Trainer
 
 train_tool, validate_tool = load_tool("train"), load_tool("validate")
@@ -86,7 +85,7 @@ def test_the_loss_is_the_mean_over_pixels_that_count_then_over_images(smoothing)
     masks[0, :2], masks[2] = IGNORED, IGNORED
     wanted = [by_pixels(*pair, smoothing) for pair in zip(logits, masks, strict=True)]
     assert wanted[2] == 0
-    objective = Segmenting(OptimConfig(label_smoothing=smoothing))
+    objective = PixelClasses(OptimConfig(label_smoothing=smoothing))
     found = objective.loss(torch.from_numpy(logits), torch.from_numpy(masks))
     assert found.item() == pytest.approx(np.mean(wanted), rel=1e-9)
 

@@ -24,10 +24,9 @@ from visionattn.models.large import row_parallel
 from visionattn.training import engine
 from visionattn.training import evaluate as evaluation
 from visionattn.training.config import check
-from visionattn.training.distributed import joined
+from visionattn.training.distributed import joined, ranks_per_image
 from visionattn.training.engine import train
-from visionattn.training.parallel import ranks_per_image
-from visionattn.training.record import BY_CLASS
+from visionattn.training.run_folder import BY_CLASS
 
 
 @pytest.fixture(autouse=True)

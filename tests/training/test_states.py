@@ -30,11 +30,11 @@ from tests.helpers.small_runs import quadrants, same
 from visionattn.cli import files
 from visionattn.cli.ends import Stopped, run_tool
 from visionattn.data.data_config import DataConfig
-from visionattn.training import engine, record, states, trainer
+from visionattn.training import checkpoint, engine, run_folder, trainer
 from visionattn.training.checkpoint import save_state
 from visionattn.training.config import TrainConfig
 from visionattn.training.evaluate import Evaluation
-from visionattn.training.status import Status
+from visionattn.training.run_folder import Status
 
 pytestmark = [
     pytest.mark.usefixtures("small_data"),
@@ -131,7 +131,7 @@ def fail_to_flush(patch: pytest.MonkeyPatch, victim: str | None, time_of_failure
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(path)
 
-    for module in (files, record):
+    for module in (files, run_folder):
         patch.setattr(module, "flush_to_disk", flush)
 
 
@@ -331,9 +331,9 @@ def test_options_that_move_images_are_refused_on_resumption(stopped, options, li
 def test_a_run_on_drawn_images_goes_on_with_as_many_and_as_hard_ones():
     old = asdict(TrainConfig(data=DataConfig(name="canvas")))
     new = old | {"data": old["data"] | {"args": {"train_images": 9}}}
-    states.check_options(old, old, amid_epoch=False, done=False)
+    checkpoint.check_options(old, old, amid_epoch=False, done=False)
     with pytest.raises(ValueError, match="the run has data.args {}, not {'train_images': 9}; res"):
-        states.check_options(old, new, amid_epoch=False, done=False)
+        checkpoint.check_options(old, new, amid_epoch=False, done=False)
 
 
 def test_a_state_of_before_there_was_an_option_has_it_as_it_is_by_default(stopped):
@@ -382,7 +382,7 @@ def test_two_runs_are_never_at_work_in_one_folder(tmp_path, whole):
         ):
             run(config_of(tmp_path, **options))
     with pytest.raises(ValueError, match="another run is at work"):
-        record.clear(folder)
+        run_folder.clear(folder)
     with pytest.raises(ValueError, match="another run is at work"), Status(folder, {}):
         pass  # as of a run that found no folder yet when it began
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before

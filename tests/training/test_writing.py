@@ -27,14 +27,14 @@ from visionattn.models.export import check_exportable
 from visionattn.models.pixel_decoder import PixelDecoder
 from visionattn.models.weights import load_model
 from visionattn.training import engine
+from visionattn.training.batch_pictures import show_batch
 from visionattn.training.config import OptimConfig
 from visionattn.training.distributed import joined
 from visionattn.training.evaluate import evaluate
-from visionattn.training.first_batches import show_batch
-from visionattn.training.report import report
+from visionattn.training.objectives import Likelihood
+from visionattn.training.run_progress import report
 from visionattn.training.share import ShareConfig, share
 from visionattn.training.trainer import Trainer
-from visionattn.training.writing import Writing
 
 train_tool, validate_tool = load_tool("train"), load_tool("validate")
 CPU = torch.device("cpu")
@@ -82,7 +82,7 @@ def test_the_figure_is_the_mean_of_bits_over_values_then_over_images(kind):
     wanted = bits_by_value(
         model, images, labels if conditioned else None, counted if kind == "counted" else None
     )
-    objective = Writing(OptimConfig())
+    objective = Likelihood(OptimConfig())
     found = objective.loss(objective.outputs(model, images, None, targets), targets)
     assert found.item() == pytest.approx(np.mean(wanted), rel=1e-5)
     judged = objective.judge(model, images, None, targets)

@@ -11,9 +11,8 @@ from tests.helpers.small_runs import SPEC, quadrants_for, small_config, small_tr
 from tests.helpers.tools import assert_one_error, load_tool
 from visionattn.data.data_config import AugmentConfig, DataConfig
 from visionattn.models.weights import DataSpec
-from visionattn.training import engine, start
-from visionattn.training.engine import train
-from visionattn.training.first_batches import (
+from visionattn.training import checkpoint, engine
+from visionattn.training.batch_pictures import (
     MOST_PX,
     Part,
     Picture,
@@ -25,6 +24,7 @@ from visionattn.training.first_batches import (
     unprepared,
     visible,
 )
+from visionattn.training.engine import train
 
 COLOUR = (250, 3, 120)
 """A colour that nothing else on a sheet has."""
@@ -33,7 +33,7 @@ COLOUR = (250, 3, 120)
 def seen_in_training(config, monkeypatch):
     """The first input of the model in training and the first in evaluation, of a whole run."""
     seen = {}
-    build_model = start.build_model
+    build_model = checkpoint.build_model
 
     def watched(*args):
         model, built = build_model(*args)
@@ -44,7 +44,7 @@ def seen_in_training(config, monkeypatch):
         seen.setdefault(module.training, inputs[0].clone())
 
     with monkeypatch.context() as patch:
-        patch.setattr(start, "build_model", watched)
+        patch.setattr(checkpoint, "build_model", watched)
         # Neither the count of memory nor the trial before the first step sees images.
         patch.setattr(engine, "check_memory", lambda trainer, memory: None)
         patch.setattr(engine, "forecast", lambda trainer, memory: None)
