@@ -169,21 +169,8 @@ def stopped_run(output, monkeypatch):
     return config, output / "small"
 
 
-def as_before(folder):
-    """Let a folder be as runs left it when files did not state defaults."""
-    given = config_of(folder).model.args | {"img_size": 16}
-    for name in ("last.pt", "previous.pt"):
-        torch.save(state_of(folder, name) | {"version": 2, "args": given}, folder / name)
-    metadata, weights = best_of(folder)
-    metadata |= {"version": "2", "args": json.dumps(given)}
-    save_file(weights, folder / "best.safetensors", metadata=metadata)
-
-
-@pytest.mark.parametrize("version", [2, 3])
-def test_runs_go_on_as_the_model_they_began_as(tmp_path, monkeypatch, later, whole, version):
+def test_runs_go_on_as_the_model_they_began_as(tmp_path, monkeypatch, later, whole):
     config, folder = stopped_run(tmp_path, monkeypatch)
-    if version == 2:
-        as_before(folder)
     later()
     said = run(replace(config, resume=True))
     assert "model.args.output_gate is False, the default when the run began" in said
@@ -194,13 +181,6 @@ def test_runs_go_on_as_the_model_they_began_as(tmp_path, monkeypatch, later, who
     same(weights, expected)
     assert json.loads(metadata["args"])["value_conv"] == 0 and metadata["version"] == "3"
     assert load_model(folder / "best.safetensors").blocks[0].attn.output_gate is None
-
-
-def test_runs_with_new_defaults_go_on_and_say_nothing_of_it(tmp_path, monkeypatch, later):
-    later()
-    config, folder = stopped_run(tmp_path, monkeypatch)
-    assert "the default when" not in run(replace(config, resume=True))
-    assert load_model(folder / "best.safetensors").blocks[0].attn.output_gate is not None
 
 
 def test_another_model_that_is_asked_for_by_name_is_refused(tmp_path, monkeypatch, later):
