@@ -296,7 +296,8 @@ def best_columns(parts: Sequence[Part], largest: int, most_px: int) -> tuple[int
         width = (most_px - 2 * MARGIN) // columns - GAP
         heads = 2 * MARGIN + len(parts) * (HEAD_PX + GAP)
         height = (most_px - heads) // rows - GAP - 6 - lines * CAPTION_PX
-        found.append((max(min(LEAST_PX, largest), min(largest, width, height)), columns))
+        if columns == 1 or width >= NARROWEST:
+            found.append((max(min(LEAST_PX, largest), min(largest, width, height)), columns))
     cap, columns = max(found)
     return columns, cap
 
