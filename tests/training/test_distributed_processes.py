@@ -290,7 +290,6 @@ def process_of(launcher: subprocess.Popen, rank: int) -> int:
     raise AssertionError("torchrun has no such process")
 
 
-@pytest.mark.slow
 def test_torchrun_trains_on_two_processes(tmp_path, started_quickly):
     launcher = torchrun(tmp_path, *words("--epochs 1 --optim.warmup_epochs 0.2 --log_every 1"))
     assert launcher.wait(LIMIT_S) == 0, (tmp_path / "err").read_text()
@@ -304,10 +303,9 @@ def test_torchrun_trains_on_two_processes(tmp_path, started_quickly):
     assert found["provenance"]["processes"] == 2 and found["result"]["test_images"] == 359
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_killed_process_ends_the_run_and_a_single_one_goes_on_with_it(
-    tmp_path, rank, capsys, started_quickly
-):
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_process_ends_the_run_and_a_single_one_goes_on_with_it(tmp_path, rank, capsys):
     launcher = torchrun(tmp_path, *words("--epochs 5000 --log_every 1 --save_every 1"))
     start = time.monotonic()
     while not any(line["step"] == 3 for line in lines(tmp_path)):

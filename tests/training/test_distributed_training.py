@@ -289,9 +289,7 @@ def test_a_number_of_processes_that_does_not_fit_is_one_line(tmp_path, size, opt
 
 def test_models_that_would_train_otherwise_on_several_processes_are_refused():
     norm, _ = build_model(ModelConfig("resnet10t"), SPEC)
-    with pytest.raises(
-        ValueError, match="^model resnet10t has batch norm .conv1.1., whose statistic"
-    ):
+    with pytest.raises(ValueError, match="^model resnet10t has batch norm .conv1.1., "):
         check_model(norm, "resnet10t", 2)
     check_model(norm, "resnet10t", 1)
     for args, line in (

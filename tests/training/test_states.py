@@ -220,7 +220,8 @@ def test_best_weights_lost_after_the_last_epoch_ask_for_one_more(stopped):
     assert status_of(stopped)["result"]["best_epoch"] == 4 and best_of(stopped)
 
 
-DATA, OPTIMISATION = asdict(DataConfig()), asdict(OptimConfig())
+NATIVE = TrainConfig(data=DataConfig(fit="native"))
+DATA, OPTIMISATION = asdict(NATIVE.data), asdict(OptimConfig())
 
 
 @pytest.mark.parametrize(
@@ -236,6 +237,11 @@ DATA, OPTIMISATION = asdict(DataConfig()), asdict(OptimConfig())
             "the run has batch_size 64, not 16; resume with the same until the epoch is over",
         ),
         (
+            {"data": DATA | {"img_size_choices": [48, 64]}},
+            "the run has data.img_size_choices None, not [48, 64]; resume with the same until the "
+            "epoch is over",
+        ),
+        (
             {"optim": OPTIMISATION | {"accumulate": 4}},
             "the run has optim.accumulate 1, not 4; resume with the same until the epoch is over",
         ),
@@ -247,7 +253,7 @@ DATA, OPTIMISATION = asdict(DataConfig()), asdict(OptimConfig())
     ],
 )
 def test_options_that_move_images_are_refused_on_resumption(options, line):
-    old = asdict(TrainConfig())
+    old = asdict(NATIVE)
     assert checkpoint.check_options(old, old, amid_epoch=True, done=False) == []
     with pytest.raises(ValueError) as error:
         checkpoint.check_options(old, old | options, amid_epoch=True, done=False)
@@ -256,7 +262,7 @@ def test_options_that_move_images_are_refused_on_resumption(options, line):
         checkpoint.check_options(old, old | options, amid_epoch=False, done=False)
     # Options that the version of the state did not have were at their defaults.
     del old["data"]["val_fraction"], old["dist_timeout"]
-    assert checkpoint.check_options(old, asdict(TrainConfig()), amid_epoch=True, done=False) == []
+    assert checkpoint.check_options(old, asdict(NATIVE), amid_epoch=True, done=False) == []
 
 
 def test_other_images_than_those_of_the_run_are_refused(stopped, monkeypatch):
