@@ -23,11 +23,11 @@ Say = Callable[[str], None]
 def train(argv: Words, say: Say) -> None:
     """Train with the given flags, in one process or in each process that ``torchrun`` started."""
     from visionattn.cli.ends import Stopped
+    from visionattn.training.batch_pictures import show_batch
     from visionattn.training.distributed import joined
     from visionattn.training.engine import train
-    from visionattn.training.first_batches import show_batch
     from visionattn.training.options import parse_train
-    from visionattn.training.report import how_to_resume, report
+    from visionattn.training.run_progress import how_to_resume, report
 
     with joined() as processes:
         config = processes.together(lambda: parse_train(argv))

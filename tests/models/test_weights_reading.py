@@ -19,8 +19,7 @@ from visionattn.models.weights import (
     read_state_dict,
     save_model,
 )
-from visionattn.training.checkpoint import read_state
-from visionattn.training.states import BestFigures, best_figures
+from visionattn.training.checkpoint import BestFigures, best_figures, read_state
 
 TENSORS = {"a.weight": torch.arange(6.0).reshape(2, 3), "b": torch.ones(5)}
 LIKE_A_PICKLE = 0x80

@@ -90,8 +90,8 @@ def test_the_threads_that_a_run_asks_for_are_those_that_its_status_names(small_r
 
 PLACES = [
     "timm.create_model",
-    "visionattn.training.learner.ModelEmaV3",
-    "visionattn.training.learner.Spread",
+    "visionattn.training.trainer.ModelEmaV3",
+    "visionattn.training.trainer.Spread",
 ]
 
 
@@ -117,7 +117,7 @@ def test_too_little_memory_on_a_resumption_replaces_the_old_status_and_keeps_the
         for path in (tmp_path / "small").iterdir()
         if path.name != "status.json"
     }
-    monkeypatch.setattr("visionattn.training.learner.Learner.load_weights", no_memory)
+    monkeypatch.setattr("visionattn.training.trainer.load_whole", no_memory)
     code, status = small_run(resume=True, epochs=2)
     assert (code, status["status"], status["result"]) == (3, "oom", None)
     assert {name: (tmp_path / "small" / name).read_bytes() for name in kept} == kept

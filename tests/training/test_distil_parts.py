@@ -28,7 +28,7 @@ from visionattn.training.distil.run import Whole
 from visionattn.training.distil.search import BlockLosses, measure_blocks
 from visionattn.training.distil.student import Preparing, carry, images_of, open_taught
 from visionattn.training.distributed import Processes
-from visionattn.training.objective import Objective
+from visionattn.training.objectives import Objective
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,6 @@ from torch import nn
 from tests.helpers.geometry import square
 from tests.helpers.several_processes import run_processes
 from tests.helpers.small_runs import MODEL, SPEC, quadrants
-from visionattn.cli.ends import run_tool
 from visionattn.data.batches import Batch, SampleKey, collate
 from visionattn.models.building import ModelConfig, build_model
 from visionattn.training.distributed import joined
@@ -63,26 +62,3 @@ def test_every_image_counts_once_on_any_number_of_processes(tmp_path, size, coun
         seen, accuracy, mean, fast = json.loads(each.out)
         assert (seen, accuracy, fast) == (count, hits / count, True)
         assert mean == pytest.approx(loss, abs=1e-6)
-
-
-@pytest.mark.slow
-def test_what_one_process_meets_during_an_evaluation_ends_that_of_all(tmp_path):
-    def work(rank):
-        def broken(model, inputs):
-            if rank == 1 and len(inputs[0]) < 4:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-
-        def tool():
-            model = small_model()
-            model.register_forward_pre_hook(broken)
-            with joined() as processes:
-                evaluate(
-                    model, images_of(range(rank, 23, 2)), SPEC, device=CPU, processes=processes
-                )
-
-        return run_tool(tool, several=True)
-
-    ended = run_processes(2, work, tmp_path)
-    assert [each.code for each in ended] == [3, 3]
-    assert ended[0].err.startswith("error: CUDA out of memory (process 1 on ")
-    assert ended[1].err == ""

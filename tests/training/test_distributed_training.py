@@ -7,7 +7,6 @@ import math
 import os
 import re
 import signal
-import socket
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -17,15 +16,14 @@ import torch
 
 from tests.helpers.geometry import square
 from tests.helpers.several_processes import Ended, run_processes
-from tests.helpers.small_runs import Quadrants, quadrants, small_config
+from tests.helpers.small_runs import MODEL, SPEC, Quadrants, quadrants, small_config
 from visionattn.cli.ends import run_tool
 from visionattn.data.batches import Unreadable
 from visionattn.data.streams import Shards, StreamTrainBatches
-from visionattn.models.building import ModelConfig
+from visionattn.models.building import ModelConfig, build_model
 from visionattn.models.weights import load_model
-from visionattn.training import engine, learner, start
-from visionattn.training import evaluate as evaluation
-from visionattn.training.distributed import joined
+from visionattn.training import checkpoint, engine
+from visionattn.training.distributed import check_model, choose_kind, joined
 from visionattn.training.engine import train
 from visionattn.training.trainer import Trainer
 
@@ -96,24 +94,23 @@ def assert_alike(one: Path, several: Path) -> None:
         torch.testing.assert_close(value, best[name], rtol=1e-3, atol=2e-5, msg=name)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "size"), [("ddp", 3), ("fsdp", 2)])
+@pytest.mark.parametrize(
+    ("kind", "size", "optim"),
+    [
+        ("ddp", 2, EVERYTHING),
+        pytest.param("ddp", 3, EVERYTHING, marks=pytest.mark.slow),
+        pytest.param("fsdp", 2, EVERYTHING, marks=pytest.mark.slow),
+        pytest.param("fsdp", 2, {"name": "lamb"}, marks=pytest.mark.slow),
+    ],
+)
 def test_several_processes_train_as_one_does_with_accumulation_mixing_and_an_incomplete_last_batch(
-    tmp_path, kind, size
+    tmp_path, kind, size, optim
 ):
-    run_on(1, tmp_path / "one", optim=EVERYTHING)
-    ended = run_on(size, tmp_path / "more", optim=EVERYTHING, parallel=kind)
+    run_on(1, tmp_path / "one", optim=optim)
+    ended = run_on(size, tmp_path / "more", optim=optim, parallel=kind)
     assert f"on {size} processes ({kind}), cpu" in ended[0].out and "epoch 2/2" in ended[0].out
     assert ended[0].err == ""
     assert_alike(tmp_path / "one" / "small", tmp_path / "more" / "small")
-
-
-@pytest.mark.slow
-def test_lamb_takes_the_norms_of_whole_tensors_also_where_they_are_cut(tmp_path):
-    options = {"optim": {"name": "lamb"}, "epochs": 1}
-    run_on(1, tmp_path / "one", **options)
-    run_on(2, tmp_path / "two", parallel="fsdp", **options)
-    assert_alike(tmp_path / "one" / "small", tmp_path / "two" / "small")
 
 
 def stop_after(monkeypatch, step: int, rank: int) -> None:
@@ -190,7 +187,7 @@ def test_a_loss_that_is_not_finite_on_one_process_ends_all_as_that(tmp_path, mon
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["fsdp"])
 def test_too_little_memory_on_one_process_ends_all_as_that(tmp_path, monkeypatch, kind):
     real, calls = Trainer.inputs, iter(range(100))
 
@@ -200,7 +197,6 @@ def test_too_little_memory_on_one_process_ends_all_as_that(tmp_path, monkeypatch
         return real(self, batch)
 
     monkeypatch.setattr(Trainer, "inputs", big)
-    monkeypatch.setattr(engine, "forecast", lambda trainer, memory: None)  # its trial calls too
     ended = run_on(2, tmp_path, code=3, parallel=kind, save_every=2)
     line = "out of memory at batches of 4 images of 16 x 16 pixels; a smaller batch_size"
     assert ended[0].err.startswith(f"error: {line}") and ended[0].err.count("\n") == 1
@@ -209,109 +205,19 @@ def test_too_little_memory_on_one_process_ends_all_as_that(tmp_path, monkeypatch
     assert "the state of step 2 is kept, --resume goes on from it" in ended[0].err
 
 
-HOST = f"(process 1 on {socket.gethostname()})"
-
-
-def on_second(real, work):
-    """A function that does other work in the second process."""
-    return lambda *args, **options: (work if os.environ["RANK"] == "1" else real)(*args, **options)
-
-
-def no_memory(*args, **options):
-    raise torch.OutOfMemoryError("CUDA out of memory")
-
-
-@pytest.mark.slow
-def test_too_little_memory_before_the_first_step_of_one_process_ends_all_as_that(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(learner, "Spread", on_second(learner.Spread, no_memory))
-    ended = run_on(2, tmp_path, code=3)
-    assert ended[0].err.startswith("error: out of memory before the first step; ")
-    assert ended[0].err.endswith(f" {HOST}\n")
-    assert ended[0].err == f"error: {status(tmp_path)['reason']}\n"
-    assert status(tmp_path)["status"] == "oom"
-
-
-@pytest.mark.slow
-def test_too_little_memory_in_an_evaluation_names_the_process_and_its_batches(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(evaluation, "_sums", on_second(evaluation._sums, no_memory))
-    ended = run_on(2, tmp_path, code=3)
-    line = (
-        rf"error: out of memory at batches of 4 images of 16 x 16 pixels {re.escape(HOST)}; a "
-        rf"smaller batch_size.*\n"
-    )
-    assert re.fullmatch(line, ended[0].err) and ended[0].err.count(HOST) == 1
-
-
-class Killed(Quadrants):
-    """Ends the process that loads its images."""
-
-    def __getitem__(self, key):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_a_killed_loader_of_one_process_is_told_with_its_name(tmp_path, monkeypatch):
-    kinds = on_second(Quadrants, Killed)
-    monkeypatch.setattr(
-        engine, "build_splits", lambda config, seed: replace(quadrants(57), train=kinds(57, 1))
-    )
-    ended = run_on(2, tmp_path, code=4, data={"workers": 1})
-    assert ended[0].err.startswith(
-        f"error: a process that loads data ended {HOST}: DataLoader worker (pid"
-    )
-    assert ended[0].err.count("\n") == ended[0].err.count(HOST) == 1
-
-
-@pytest.mark.slow
-def test_an_evaluation_that_is_not_finite_on_one_process_ends_all_as_that(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        evaluation,
-        "_sums",
-        on_second(evaluation._sums, lambda *args: (11, math.nan, 3.0, 8.0, 11.0, 1.0)),
-    )
-    ended = run_on(2, tmp_path, code=1)
-    assert ended[0].err.startswith("error: the loss on the validation images of epoch 1 is nan")
-    assert not ended[1].err
-    assert status(tmp_path)["status"] == "nan"
-    assert not (tmp_path / "small" / "best.safetensors").exists()
-
-
-@pytest.mark.slow
-def test_batch_norm_is_for_one_process(tmp_path):
-    config = replace(small_config(tmp_path, epochs=1), model=ModelConfig("resnet10t"))
-
-    def work(rank):
-        def tool():
-            with joined() as processes:
-                train(config, processes=processes)
-
-        return run_tool(tool, several=True)
-
-    ended = run_processes(2, work, tmp_path / "streams")
-    assert [each.code for each in ended] == [2, 2] and ended[1].err == ""
-    assert not (tmp_path / "small").exists()
-    assert ended[0].err.startswith("error: model resnet10t has batch norm (")
-    assert ended[0].err.count("\n") == 1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "code"), [("ddp", 2), ("fsdp", 0)])
 def test_a_parameter_that_takes_no_part_in_the_loss_is_told_where_it_would_stop_the_run(
     tmp_path, monkeypatch, kind, code
 ):
-    real = start.build_model
+    real = checkpoint.build_model
 
     def build(*args):
         model, rest = real(*args)
         model.blocks[1].forward = lambda tokens, *more: 1.0 * tokens
         return model, rest
 
-    monkeypatch.setattr(start, "build_model", build)
+    monkeypatch.setattr(checkpoint, "build_model", build)
     ended = run_on(2, tmp_path, code=code, parallel=kind, epochs=1)
     if code:
         line = (
@@ -362,32 +268,38 @@ def test_an_image_that_one_process_cannot_read_ends_all_with_one_line_or_is_left
     assert figures(tmp_path / "skip" / "small", "epoch", "left_out") == [1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "options", "line"),
     [
-        (
-            3,
-            {"batch_size": 2},
-            "batch_size 2 is that of all 3 processes together and leaves some without an image",
-        ),
+        (3, {"batch_size": 2}, "batch_size 2 is that of all 3 processes together and leaves some"),
         (3, {"batch_size": 5, "optim": {"mixup": 0.2}}, "wanted at least 6, or fewer processes"),
-        (2, {"epochs": 0}, "epochs must be above 0"),
-        (2, {"model": {"num_headz": 4}}, "num_headz"),
-        (2, {"resume": True}, "resume"),
-        (1, {"parallel": "fsdp"}, ""),
+        (
+            4,
+            {"batch_size": 1, "parallel": "sequence", "sequence_ranks": 2},
+            "wanted at least 2, or fewer processes",
+        ),
+        (3, {"parallel": "sequence", "sequence_ranks": 2}, "does not divide the 3 processes that"),
     ],
 )
-def test_a_number_of_processes_that_does_not_fit_and_bad_input_are_one_line_from_one_process(
-    tmp_path, size, options, line
-):
-    if not line:  # one process that torchrun has started trains as any other
-        run_on(size, tmp_path / "out", epochs=1, **options)
-        return
-    ended = run_on(size, tmp_path / "out", code=2, **options)
-    assert line in ended[0].err and ended[0].err.startswith("error: ")
-    assert ended[0].err.count("\n") == 1
-    assert not (tmp_path / "out" / "small").exists()
+def test_a_number_of_processes_that_does_not_fit_is_one_line(tmp_path, size, options, line):
+    with pytest.raises(ValueError, match=line) as error:
+        choose_kind(small_config(tmp_path, **options), size)
+    assert "\n" not in str(error.value)
+
+
+def test_models_that_would_train_otherwise_on_several_processes_are_refused():
+    norm, _ = build_model(ModelConfig("resnet10t"), SPEC)
+    with pytest.raises(ValueError, match="^model resnet10t has batch norm .conv1.1., "):
+        check_model(norm, "resnet10t", 2)
+    check_model(norm, "resnet10t", 1)
+    for args, line in (
+        ({"softmax_blocks": [0]}, "block 0 is a softmax over all tokens, of which"),
+        ({"proj_drop_rate": 0.1}, "proj_drop drops single entries of tokens"),
+    ):
+        model, _ = build_model(ModelConfig("scaleformer_vit_t", MODEL | args), SPEC)
+        with pytest.raises(ValueError, match=line):
+            check_model(model, "scaleformer_vit_t", 2, "sequence")
+        check_model(model, "scaleformer_vit_t", 2, "ddp")
 
 
 def test_several_processes_are_for_torchrun_to_start_and_for_the_caller_to_join(

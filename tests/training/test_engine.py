@@ -28,12 +28,11 @@ from tests.helpers.tools import words
 from visionattn.cli.ends import NonFinite, Stopped
 from visionattn.cli.parsing import parse
 from visionattn.data.batches import Batch, Unreadable
-from visionattn.data.data_config import DataConfig
 from visionattn.data.splits import SampleKey, Splits
 from visionattn.models.building import ModelConfig, build_model, check_img_size
 from visionattn.models.weights import load_model
 from visionattn.training import engine, trainer
-from visionattn.training.config import OptimConfig, TrainConfig
+from visionattn.training.config import TrainConfig
 from visionattn.training.engine import train
 from visionattn.training.evaluate import Evaluation, evaluate
 from visionattn.training.trainer import Trainer
@@ -59,24 +58,6 @@ def files(folder: Path) -> set[str]:
         if folder.exists()
         else set()
     )
-
-
-def test_a_small_model_learns_the_digits(tmp_path, monkeypatch):
-    monkeypatch.undo()
-    config = TrainConfig(
-        model=ModelConfig(
-            "scaleformer_vit_t", {"patch_size": 4, "embed_dim": 32, "depth": 1, "num_heads": 2}
-        ),
-        data=DataConfig("digits", img_size=16, workers=0),
-        optim=OptimConfig(lr=1e-2, warmup_epochs=0.5, clip_grad=1.0),
-        epochs=5,
-        batch_size=32,
-        output=str(tmp_path),
-        run="digits",
-    )
-    result, _ = run(config)
-    assert result.test.images == 359 and result.test.accuracy > 0.65 and result.validation > 0.65
-    assert result.test.top5 > result.test.accuracy
 
 
 def test_a_run_leaves_weights_state_configuration_and_figures(tmp_path):
@@ -192,7 +173,7 @@ def stop_at(monkeypatch, steps: int, signals: int = 1) -> None:
     monkeypatch.setattr(Trainer, "step", step)
 
 
-@pytest.mark.parametrize("stopped_at", [2, 4, 6, 12])
+@pytest.mark.parametrize("stopped_at", [2, 4, 7])
 def test_a_stopped_and_resumed_run_ends_in_the_very_state_of_one_that_was_not_stopped(
     tmp_path, monkeypatch, stopped_at
 ):
@@ -222,6 +203,7 @@ def test_a_stopped_and_resumed_run_ends_in_the_very_state_of_one_that_was_not_st
     same(*best)
 
 
+@pytest.mark.slow
 def test_a_compiled_run_is_stopped_and_resumed_and_its_files_are_those_of_any_run(
     tmp_path, monkeypatch
 ):
@@ -266,18 +248,10 @@ def test_options_of_training_are_refused_where_no_epoch_is_left(tmp_path):
         run(small_config(tmp_path, resume=True, optim={"lr": 2e-3}))
     assert (tmp_path / "small" / "config.yaml").read_bytes() == kept
     run(small_config(tmp_path, resume=True, eval_batch_size=5))
-    run(small_config(tmp_path, resume=True, epochs=3, optim={"lr": 2e-3}))
-
-
-def test_a_run_that_has_finished_can_be_given_more_epochs(tmp_path):
-    run(small_config(tmp_path, epochs=1))
-    _, printed = run(small_config(tmp_path, epochs=2, resume=True, optim={"lr": 1e-3}))
-    assert "goes on after epoch 1, step 8" in printed and "epochs is now 2, was 1" in printed
-    assert "optim.lr is now 0.001, was 0.003" in printed and "epoch 1/2" not in printed
-    assert "epoch 2/2" in printed
-    assert [row["epoch"] for row in rows(tmp_path / "small")] == ["1", "2"]
-    state = torch.load(tmp_path / "small" / "last.pt", weights_only=True)
-    assert state["position"]["epoch"] == 2 and state["position"]["step"] == 16
+    _, printed = run(small_config(tmp_path, resume=True, epochs=3, optim={"lr": 2e-3}))
+    assert "goes on after epoch 2, step 16" in printed and "epochs is now 3, was 2" in printed
+    assert "optim.lr is now 0.002, was 0.003" in printed and "epoch 2/3" not in printed
+    assert [row["epoch"] for row in rows(tmp_path / "small")] == ["1", "2", "3"]
 
 
 def test_options_of_the_optimiser_that_change_on_resumption_take_effect(tmp_path):
@@ -330,19 +304,6 @@ def test_a_folder_in_use_is_refused_and_left_alone(tmp_path):
         run(small_config(tmp_path))
 
 
-def test_a_place_that_cannot_be_written_to_is_refused_at_once(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(
-        ValueError, match="file is a file, so .* cannot be a folder; choose another output or run"
-    ):
-        run(small_config(tmp_path / "file"))
-    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
-    with pytest.raises(
-        ValueError, match=f"no permission to write to {tmp_path}; choose another output"
-    ):
-        run(small_config(tmp_path / "a" / "b"))
-
-
 def test_overwriting_deletes_what_a_run_wrote_and_nothing_else(tmp_path):
     run(small_config(tmp_path, epochs=2))
     folder = tmp_path / "small"
@@ -368,31 +329,16 @@ def test_overwriting_deletes_what_a_run_wrote_and_nothing_else(tmp_path):
         ({"epochs": 0}, "epochs must be above 0"),
         ({"device": "abacus"}, "device 'abacus' cannot be used here"),
         ({"init_from": "nowhere.pt"}, "no checkpoint at nowhere.pt"),
-        ({"model": {"num_heads": 3}}, "3"),
-        ({"model": {"attention": "psychic"}}, "psychic"),
         ({"model": {"num_headz": 4}}, "num_headz"),
-        (
-            {"model": {"patch_size": 0}},
-            r"take these args: patch_size=0, .* \(integer division or modulo by zero\)$",
-        ),
         ({"model": {"embed_dim": 0}}, "^embed_dim: wanted a whole number from 1 on, got 0$"),
         (
             {"model": {"norm_layer": "foo"}},
             r"^model scaleformer_vit_t does not .* \(KeyError: 'foo'\)$",
         ),
         (
-            {"model": {"act_layer": "foo"}},
-            r"^model scaleformer_vit_t does not .* \(KeyError: 'foo'\)$",
-        ),
-        (
-            {"model": {"norm_layer": 5}},
-            r"^model scaleformer_vit_t does not take these args: .* \(AssertionError\)$",
-        ),
-        (
             {"model": {"num_classes": 4}},
             "model.args.num_classes is given by the data; leave it out",
         ),
-        ({"model": {"pretrained": True}}, "pretrained"),
         (
             {"data": {"img_size": 18}},
             "image of 18 x 18 pixels is not a whole number of 4-pixel patches; .* 16 or 20$",
@@ -454,22 +400,12 @@ def test_a_model_for_one_image_size_alone_is_not_given_another():
         check_img_size(oblong, [20])
 
 
-def test_an_unknown_model_is_answered_with_the_nearest_one(tmp_path):
-    config = small_config(tmp_path / "out")
-    config.model = ModelConfig("scaleformer_vit_x", {})
-    with pytest.raises(
-        ValueError,
-        match="timm knows no model 'scaleformer_vit_x'; the nearest is 'scaleformer_vit_",
-    ):
-        run(config)
-
-
 def test_the_state_of_another_model_or_optimiser_is_refused(tmp_path):
     run(small_config(tmp_path, epochs=1))
     before = (tmp_path / "small" / "last.pt").read_bytes()
     for options, line in (
-        ({"model": {"embed_dim": 24}}, "last.pt is the state of another model, .*of another shape"),
-        ({"model": {"depth": 3}}, "last.pt is the state of another model, .* missing"),
+        ({"model": {"embed_dim": 24}}, "has the state of another model, .*of another shape"),
+        ({"model": {"depth": 3}}, "has the state of another model, .* missing"),
         ({"optim": {"name": "lamb"}}, "the run has optim.name adamw, not lamb"),
         ({"optim": {"layer_decay": 0.9}}, "the run has optim.layer_decay None, not 0.9"),
         (

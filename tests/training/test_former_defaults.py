@@ -25,7 +25,7 @@ from visionattn.inference.inference_options import InferenceOptions
 from visionattn.inference.model_opening import open_model
 from visionattn.models.registration import DEFAULTS, FORMER, complete, is_ours
 from visionattn.models.weights import load_model, read_metadata, save_model
-from visionattn.training import states
+from visionattn.training import checkpoint
 
 pytestmark = pytest.mark.usefixtures("small_data")
 
@@ -169,21 +169,8 @@ def stopped_run(output, monkeypatch):
     return config, output / "small"
 
 
-def as_before(folder):
-    """Let a folder be as runs left it when files did not state defaults."""
-    given = config_of(folder).model.args | {"img_size": 16}
-    for name in ("last.pt", "previous.pt"):
-        torch.save(state_of(folder, name) | {"version": 2, "args": given}, folder / name)
-    metadata, weights = best_of(folder)
-    metadata |= {"version": "2", "args": json.dumps(given)}
-    save_file(weights, folder / "best.safetensors", metadata=metadata)
-
-
-@pytest.mark.parametrize("version", [2, 3])
-def test_runs_go_on_as_the_model_they_began_as(tmp_path, monkeypatch, later, whole, version):
+def test_runs_go_on_as_the_model_they_began_as(tmp_path, monkeypatch, later, whole):
     config, folder = stopped_run(tmp_path, monkeypatch)
-    if version == 2:
-        as_before(folder)
     later()
     said = run(replace(config, resume=True))
     assert "model.args.output_gate is False, the default when the run began" in said
@@ -194,13 +181,6 @@ def test_runs_go_on_as_the_model_they_began_as(tmp_path, monkeypatch, later, who
     same(weights, expected)
     assert json.loads(metadata["args"])["value_conv"] == 0 and metadata["version"] == "3"
     assert load_model(folder / "best.safetensors").blocks[0].attn.output_gate is None
-
-
-def test_runs_with_new_defaults_go_on_and_say_nothing_of_it(tmp_path, monkeypatch, later):
-    later()
-    config, folder = stopped_run(tmp_path, monkeypatch)
-    assert "the default when" not in run(replace(config, resume=True))
-    assert load_model(folder / "best.safetensors").blocks[0].attn.output_gate is not None
 
 
 def test_another_model_that_is_asked_for_by_name_is_refused(tmp_path, monkeypatch, later):
@@ -216,7 +196,9 @@ def test_a_run_that_goes_on_reads_its_state_once_for_its_options_and_once_for_it
     tmp_path, monkeypatch
 ):
     config, _ = stopped_run(tmp_path, monkeypatch)
-    real, read = states.read_state, []
-    monkeypatch.setattr(states, "read_state", lambda path: (read.append(path.name), real(path))[1])
+    real, read = checkpoint.read_state, []
+    monkeypatch.setattr(
+        checkpoint, "read_state", lambda path: (read.append(path.name), real(path))[1]
+    )
     run(replace(config, resume=True, batch_size="auto"))
     assert read == ["last.pt", "last.pt"]

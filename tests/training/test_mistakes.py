@@ -13,7 +13,6 @@ import torch
 from PIL import Image
 
 from tests.helpers.geometry import square
-from tests.helpers.several_processes import run_processes
 from tests.helpers.small_runs import (
     SPEC,
     Quadrants,
@@ -26,11 +25,9 @@ from tests.helpers.small_runs import (
 )
 from visionattn.data.batches import EvalBatches, Item, SampleKey, Unreadable
 from visionattn.data.data_config import DataConfig
-from visionattn.data.geometry import Geometry
 from visionattn.models.weights import load_model
 from visionattn.training import engine
-from visionattn.training.distributed import joined
-from visionattn.training.evaluate import Tally, evaluate
+from visionattn.training.evaluate import Tally
 from visionattn.training.mistakes import (
     ADDRESS,
     MOST_BYTES,
@@ -165,41 +162,6 @@ def test_unreadable_images_do_not_shift_the_numbers_of_others():
         assert labels.tolist() == [i % 4 for i in batches.numbers]
 
 
-@pytest.mark.slow
-def test_several_processes_keep_what_one_does(tmp_path):
-    size = 3
-
-    def kept(rank, count, processes=None):
-        trainer = small_trainer(small_config(tmp_path))
-        with torch.no_grad():
-            trainer.model.head.weight.normal_(std=0.5, generator=torch.Generator().manual_seed(2))
-        batches, tally = trainer.batches_of(trainer.splits.validation), Tally()
-        batches.divide(rank, count)
-        evaluate(
-            trainer.model, batches, SPEC, device=trainer.device, processes=processes, tally=tally
-        )
-        rows = tally.rows(batches.numbers)
-        rows = np.concatenate(processes.gather(rows) if processes else [rows])
-        images = trainer.splits.validation
-        return kept_of(rows, images, spec=SPEC, geometry=trainer.geometry)
-
-    def work(rank):
-        with joined() as processes:
-            write_by_class(tmp_path / f"{rank}.json", kept(rank, size, processes))
-
-    write_by_class(tmp_path / "alone.json", kept(0, 1))
-    assert [each.code for each in run_processes(size, work, tmp_path)] == [0] * size
-    alone = read_by_class(tmp_path / "alone.json")
-    assert len(alone.mistakes) > 3
-    for rank in range(size):
-        found = read_by_class(tmp_path / f"{rank}.json")
-        assert (tmp_path / f"{rank}.json").read_bytes() == (tmp_path / "0.json").read_bytes()
-        assert (found.classes, found.confusions) == (alone.classes, alone.confusions)
-        for one, other in zip(found.mistakes, alone.mistakes, strict=True):
-            assert (one.picture, one.said, one.label) == (other.picture, other.said, other.label)
-            assert one.probability == pytest.approx(other.probability, abs=1e-5)
-
-
 def test_the_names_of_files_are_told_below_the_root(tmp_path):
     draw = np.random.default_rng(3)
     for split in ("train", "val"):
@@ -312,24 +274,3 @@ def test_a_short_run_has_lines_about_each_step_and_a_long_one_about_each_fiftiet
             small_trainer(small_config(tmp_path, log_every=None, epochs=epochs)).log_every == every
         )
     assert small_trainer(small_config(tmp_path, log_every=7)).log_every == 7
-
-
-def test_images_of_many_sizes_keep_their_numbers(tmp_path):
-    class Two(Quadrants):
-        def canvases(self, geometry):
-            return np.array([(16, 16 if i % 3 else 32) for i in range(len(self))])
-
-        def __getitem__(self, key):
-            shape = (16, 16 if key.index % 3 else 32, 1)
-            pixels = np.full(shape, key.index, np.uint8)
-            return (
-                super()
-                .__getitem__(key._replace(geometry=square(16)))
-                ._replace(pixels=pixels, present=shape[:2])
-            )
-
-    config = DataConfig(workers=0)
-    native = Geometry("native", None, None, (4, 4))
-    batches = EvalBatches(Two(23, 2), config, batch_size=4, choices=(native,))
-    values = [value for batch in batches for value in batch.images[:, 0, 0, 0].tolist()]
-    assert values == batches.numbers and sorted(values) == list(range(23)) != values

@@ -227,54 +227,6 @@ def test_a_model_of_timm_sees_padding_as_black_and_the_run_says_so(capsys):
     assert geometry.describe() == "letterbox to 32 x 32 px"
 
 
-def test_a_run_of_before_geometries_goes_on_cropped_or_not_at_all():
-    from visionattn.training.states import check_options, differences
-
-    old = {"seed": 0, "init_from": None, "optim": {"name": "adamw", "layer_decay": None}}
-    old["optim"]["ema_decay"] = None
-    old["data"] = {"name": "folder", "val_fraction": 0.1}
-    for fit, right in ((None, False), ("native", False), ("crop", True)):
-        data = old["data"] | {"fit": fit, "aug": {"turn": None, "blur": 0.5}}
-        new = old | {"data": data, "epochs": 3}
-        if right:
-            check_options(old, new, amid_epoch=False, done=False)
-        else:
-            with pytest.raises(ValueError, match="the run has data.fit crop, not"):
-                check_options(old, new, amid_epoch=False, done=False)
-    assert [line.split()[0] for line in differences(old["data"], data)] == ["fit", "aug.blur"]
-    digits = old | {"data": old["data"] | {"name": "digits"}}
-    check_options(
-        digits, digits | {"data": digits["data"] | {"fit": None}}, amid_epoch=False, done=False
-    )
-
-
-def test_sizes_that_make_the_batches_stay_until_the_epoch_is_over(capsys, monkeypatch):
-    from visionattn.training.trainer import Trainer
-
-    real, calls = Trainer.step, iter(range(100))
-
-    def stopped(self, group, *more):
-        if next(calls) == 3:
-            raise KeyboardInterrupt
-        return real(self, group, *more)
-
-    flags = ("--data.img_size=48", "--save_every=1")
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "step", stopped)
-        assert train(*flags) != 0
-    capsys.readouterr()
-    assert train("--data.img_size=64", "--save_every=1", "--resume") == 2
-    assert "the run has data.img_size 48, not 64" in capsys.readouterr().err
-    assert train(*flags, "--resume") == 0
-
-
-def test_a_sheet_of_images_of_many_sizes_is_filled_from_several_batches(capsys):
-    assert train("--show-batch=seen.png", "--data.batch_patches=40") == 0
-    assert "16 training and 8 validation images as the model sees them" in capsys.readouterr().out
-    with Image.open("seen.png") as sheet:
-        assert sheet.size[0] > 300 and not Path("checkpoints").exists()
-
-
 def test_a_size_of_two_sides_is_kept_in_what_a_run_says_to_try_next(capsys):
     assert train("--data.fit=stretch", "--data.img_size", "24", "40", "--epochs=1") == 0
     lines = capsys.readouterr().out.splitlines()

@@ -22,12 +22,10 @@ from tests.training.test_distributed_training import (
 from visionattn.cli.ends import run_tool
 from visionattn.models.large import row_parallel
 from visionattn.training import engine
-from visionattn.training import evaluate as evaluation
 from visionattn.training.config import check
-from visionattn.training.distributed import joined
+from visionattn.training.distributed import joined, ranks_per_image
 from visionattn.training.engine import train
-from visionattn.training.parallel import ranks_per_image
-from visionattn.training.record import BY_CLASS
+from visionattn.training.run_folder import BY_CLASS
 
 
 @pytest.fixture(autouse=True)
@@ -62,17 +60,6 @@ def test_processes_that_share_images_train_as_one_does(tmp_path, one, size, rank
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_images_shared_and_not(tmp_path, one, monkeypatch):
-    for number, (size, kind) in enumerate(((2, "sequence"), (2, "ddp"), (3, "sequence"))):
-        options = {"optim": EVERYTHING, "parallel": kind, "resume": number > 0}
-        with monkeypatch.context() as patch:
-            if number < 2:
-                stop_after(patch, 1 if number else 2, rank=size - 1)
-            run_on(size, tmp_path, code=130 if number < 2 else 0, **options)
-    assert_alike(one, tmp_path / "small")
-
-
-@pytest.mark.slow
 def test_all_that_share_an_image_draw_alike_and_a_resumed_run_ends_in_the_same_bits(
     tmp_path, monkeypatch
 ):
@@ -87,28 +74,6 @@ def test_all_that_share_an_image_draw_alike_and_a_resumed_run_ends_in_the_same_b
     assert [name for name in whole if not torch.equal(whole[name], parts[name])] == []
 
 
-@pytest.mark.slow
-def test_stochastic_depth_of_one_pair_is_that_of_one_process(tmp_path):
-    options = {"model": {"drop_path_rate": 0.3, "drop_rate": 0.2}, "epochs": 1}
-    run_on(1, tmp_path / "one", **options)
-    run_on(2, tmp_path / "two", parallel="sequence", **options)
-    assert_alike(tmp_path / "one" / "small", tmp_path / "two" / "small")
-
-
-@pytest.mark.slow
-def test_evaluation_shares_images_too(tmp_path, monkeypatch):
-    real = evaluation._sums
-
-    def noted(model, *args):
-        with open(tmp_path / os.environ["RANK"], "a") as file:
-            file.write(f"{type(model).__name__} ")
-        return real(model, *args)
-
-    monkeypatch.setattr(evaluation, "_sums", noted)
-    run_on(2, tmp_path, parallel="sequence", epochs=1)
-    assert [(tmp_path / rank).read_text().split() for rank in "01"] == [["RowParallel"] * 2] * 2
-
-
 def test_images_that_are_too_low_are_found_before_the_first_step(tmp_path):
     trainer = small_trainer(small_config(tmp_path))
     trainer.check_rows()
@@ -117,27 +82,6 @@ def test_images_that_are_too_low_are_found_before_the_first_step(tmp_path):
     trainer.processes.per_image = 5
     with pytest.raises(ValueError, match="^an image of 4 rows of patches is too low for 5"):
         trainer.check_rows()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("size", "options", "line"),
-    [
-        (3, {"sequence_ranks": 2}, "sequence_ranks 2 does not divide the 3 processes that torchru"),
-        (2, {"model": {"softmax_blocks": [0]}}, "block 0 is a softmax over all tokens, of which"),
-        (2, {"model": {"proj_drop_rate": 0.1}}, "proj_drop drops single entries of tokens"),
-        (3, {"model": {"patch_size": 8}}, "an image of 2 rows of patches is too low for 3 process"),
-        (4, {"batch_size": 1, "sequence_ranks": 2}, "wanted at least 2, or fewer processes"),
-        (2, {"compile": True}, "not with compile"),
-    ],
-)
-def test_what_cannot_be_shared_is_one_line_before_anything_is_written(
-    tmp_path, size, options, line
-):
-    ended = run_on(size, tmp_path, code=2, parallel="sequence", **options)
-    assert ended[0].err.startswith("error: ") and ended[0].err.count("\n") == 1
-    assert line in ended[0].err
-    assert not (tmp_path / "small").exists()
 
 
 def test_options_that_contradict_each_other_are_refused(tmp_path):

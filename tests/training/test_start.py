@@ -15,9 +15,9 @@ from visionattn.models.building import ModelConfig
 from visionattn.models.conversion import from_softmax
 from visionattn.models.weights import DataSpec, load_model, read_metadata, save_model
 from visionattn.training import engine
+from visionattn.training.checkpoint import started_model
 from visionattn.training.config import TrainConfig
 from visionattn.training.engine import train
-from visionattn.training.start import started_model
 
 SPEC = DataSpec(1, 4, (), (0.25,), (0.5,), None, 16)
 BODY = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=3)

@@ -1,11 +1,8 @@
 """Runs whose states or whose disk fail: what is said, what is kept, and that they can go on."""
 
-import contextlib
 import errno
 import io
 import os
-import resource
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
@@ -30,11 +27,10 @@ from tests.helpers.small_runs import quadrants, same
 from visionattn.cli import files
 from visionattn.cli.ends import Stopped, run_tool
 from visionattn.data.data_config import DataConfig
-from visionattn.training import engine, record, states, trainer
-from visionattn.training.checkpoint import save_state
-from visionattn.training.config import TrainConfig
+from visionattn.training import checkpoint, engine, run_folder, trainer
+from visionattn.training.config import OptimConfig, TrainConfig
 from visionattn.training.evaluate import Evaluation
-from visionattn.training.status import Status
+from visionattn.training.run_folder import Status
 
 pytestmark = [
     pytest.mark.usefixtures("small_data"),
@@ -131,7 +127,7 @@ def fail_to_flush(patch: pytest.MonkeyPatch, victim: str | None, time_of_failure
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(path)
 
-    for module in (files, record):
+    for module in (files, run_folder):
         patch.setattr(module, "flush_to_disk", flush)
 
 
@@ -141,8 +137,6 @@ def fail_to_flush(patch: pytest.MonkeyPatch, victim: str | None, time_of_failure
         ("last.pt", 4, 4),
         ("best.safetensors", 1, 3),
         ("metrics.jsonl", 2, 4),
-        ("summary.csv", 2, 6),
-        ("last.pt", 2, 0),
         ("last.pt", 1, None),
     ],
 )
@@ -180,73 +174,6 @@ def test_a_disk_without_room_for_any_file_leaves_the_reason_in_the_status(tmp_pa
         2,
         line,
     )
-    run(config_of(tmp_path, resume=True))
-    assert_same_end(whole, folder)
-
-
-@pytest.fixture
-def open_to_all():
-    """A folder that every user may reach and write to."""
-    with tempfile.TemporaryDirectory() as path:
-        os.chmod(path, 0o777)
-        yield Path(path)
-
-
-def test_a_folder_made_read_only_ends_a_run_with_one_line_and_it_goes_on_when_it_is_not(
-    open_to_all, whole
-):
-    folder = open_to_all / "small"
-
-    def work() -> None:
-        if os.geteuid() == 0:  # whom permissions do not stop
-            os.setuid(65534)
-        stream = io.StringIO()
-        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(stream):
-            stop_after(patch, 5, lambda: os.chmod(folder, 0o555))
-            code = run_tool(lambda: run(config_of(open_to_all)))
-        (open_to_all / "line").write_text(stream.getvalue())
-        os._exit(code)
-
-    process = FORK.Process(target=work)
-    process.start()
-    assert end(process) == 2
-    line = (
-        f"{folder}/last.pt: Permission denied; the state of step 4 is kept, --resume goes on "
-        f"from it"
-    )
-    status = status_of(folder)
-    assert (open_to_all / "line").read_text() == f"error: {line}\n"
-    assert (status["status"], status["reason"]) == ("failed", line)
-    folder.chmod(0o777)
-    run(config_of(open_to_all, resume=True))
-    assert_same_end(whole, folder)
-
-
-def test_a_file_that_may_grow_no_further_is_a_full_disk(tmp_path, whole):
-    def limited() -> None:
-        resource.setrlimit(
-            resource.RLIMIT_FSIZE, (150_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
-        )
-
-    output = tmp_path / "line"
-
-    def work() -> None:
-        limited()
-        stream = io.StringIO()
-        with contextlib.redirect_stderr(stream):
-            code = run_tool(lambda: run(config_of(tmp_path)))
-        output.write_text(stream.getvalue())
-        os._exit(code)
-
-    process = FORK.Process(target=work)
-    process.start()
-    folder = tmp_path / "small"
-    assert end(process) == 2 and (whole / "last.pt").stat().st_size > 150_000
-    line = (
-        f"{folder / 'last.pt'}: File too large; the state of step 0 is kept, --resume goes on "
-        f"from it"
-    )
-    assert output.read_text() == f"error: {line}\n"
     run(config_of(tmp_path, resume=True))
     assert_same_end(whole, folder)
 
@@ -293,25 +220,30 @@ def test_best_weights_lost_after_the_last_epoch_ask_for_one_more(stopped):
     assert status_of(stopped)["result"]["best_epoch"] == 4 and best_of(stopped)
 
 
+NATIVE = TrainConfig(data=DataConfig(fit="native"))
+DATA, OPTIMISATION = asdict(NATIVE.data), asdict(OptimConfig())
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [
         ({"seed": 7}, "the run has seed 0, not 7; resume with the same"),
         (
-            {"data": {"name": "digits_pixel"}},
-            "the run has data.name digits, not digits_pixel; resume with the same",
-        ),
-        (
-            {"data": {"val_fraction": 0.2}},
-            "the run has data.val_fraction 0.1, not 0.2; resume with the same",
+            {"data": DATA | {"args": {"train_images": 9}}},
+            "the run has data.args {}, not {'train_images': 9}; resume with the same",
         ),
         (
             {"batch_size": 16},
-            "the run has batch_size 8, not 16; resume with the same until the epoch is over",
+            "the run has batch_size 64, not 16; resume with the same until the epoch is over",
         ),
         (
-            {"optim": OPTIM | {"accumulate": 4}},
-            "the run has optim.accumulate 2, not 4; resume with the same until the epoch is over",
+            {"data": DATA | {"img_size_choices": [48, 64]}},
+            "the run has data.img_size_choices None, not [48, 64]; resume with the same until the "
+            "epoch is over",
+        ),
+        (
+            {"optim": OPTIMISATION | {"accumulate": 4}},
+            "the run has optim.accumulate 1, not 4; resume with the same until the epoch is over",
         ),
         (
             {"init_from": "a.pt"},
@@ -320,28 +252,17 @@ def test_best_weights_lost_after_the_last_epoch_ask_for_one_more(stopped):
         ),
     ],
 )
-def test_options_that_move_images_are_refused_on_resumption(stopped, options, line):
-    before = {path.name: path.read_bytes() for path in stopped.iterdir()}
+def test_options_that_move_images_are_refused_on_resumption(options, line):
+    old = asdict(NATIVE)
+    assert checkpoint.check_options(old, old, amid_epoch=True, done=False) == []
     with pytest.raises(ValueError) as error:
-        run(config_of(stopped.parent, resume=True, **options))
+        checkpoint.check_options(old, old | options, amid_epoch=True, done=False)
     assert str(error.value) == line
-    assert {path.name: path.read_bytes() for path in stopped.iterdir()} == before
-
-
-def test_a_run_on_drawn_images_goes_on_with_as_many_and_as_hard_ones():
-    old = asdict(TrainConfig(data=DataConfig(name="canvas")))
-    new = old | {"data": old["data"] | {"args": {"train_images": 9}}}
-    states.check_options(old, old, amid_epoch=False, done=False)
-    with pytest.raises(ValueError, match="the run has data.args {}, not {'train_images': 9}; res"):
-        states.check_options(old, new, amid_epoch=False, done=False)
-
-
-def test_a_state_of_before_there_was_an_option_has_it_as_it_is_by_default(stopped):
-    state = state_of(stopped)
-    del state["config"]["data"]["args"], state["config"]["data"]["val_fraction"]
-    save_state(stopped / "last.pt", state, previous=None)
-    printed = run(config_of(stopped.parent, resume=True))
-    assert "goes on after epoch 1, step 8" in printed and "is now" not in printed
+    if line.endswith("until the epoch is over"):
+        checkpoint.check_options(old, old | options, amid_epoch=False, done=False)
+    # Options that the version of the state did not have were at their defaults.
+    del old["data"]["val_fraction"], old["dist_timeout"]
+    assert checkpoint.check_options(old, asdict(NATIVE), amid_epoch=True, done=False) == []
 
 
 def test_other_images_than_those_of_the_run_are_refused(stopped, monkeypatch):
@@ -382,7 +303,7 @@ def test_two_runs_are_never_at_work_in_one_folder(tmp_path, whole):
         ):
             run(config_of(tmp_path, **options))
     with pytest.raises(ValueError, match="another run is at work"):
-        record.clear(folder)
+        run_folder.clear(folder)
     with pytest.raises(ValueError, match="another run is at work"), Status(folder, {}):
         pass  # as of a run that found no folder yet when it began
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before

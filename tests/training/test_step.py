@@ -131,19 +131,6 @@ def test_radam_decays_weights_apart_from_the_gradient():
     assert torch.allclose(model.weight, before * (1 - 0.01 * 0.5), rtol=1e-6, atol=0)
 
 
-def test_the_step_that_ends_the_warm_up_has_the_full_rate(tmp_path):
-    trainer = small_trainer(
-        small_config(tmp_path, optim={"lr": 0.01, "warmup_epochs": 0.25, "warmup_lr": 0.001})
-    )
-    assert trainer.learning_rate() == pytest.approx(0.001)
-    rates = []
-    for _ in range(3):
-        trainer.step([batch(4)])
-        trainer.position.step += 1
-        rates.append(trainer.learning_rate())
-    assert rates[:2] == pytest.approx([0.0055, 0.01]) and rates[2] < 0.01
-
-
 @pytest.mark.parametrize("name", ["adamw", "lamb", "radam"])
 def test_positions_norms_and_biases_do_not_decay_and_lower_layers_learn_slower(tmp_path, name):
     config = small_config(tmp_path, optim={"name": name, "layer_decay": 0.5, "weight_decay": 0.3})

@@ -11,7 +11,7 @@ from visionattn.training import engine
 from visionattn.training.config import TrainConfig
 from visionattn.training.distributed import joined
 from visionattn.training.options import parse_train
-from visionattn.training.progress import Result
+from visionattn.training.run_progress import Result
 
 Asked = TrainConfig | Mapping[str, Any] | str | Path
 

@@ -21,11 +21,11 @@ from visionattn.models.building import patch_size
 from visionattn.models.conversion import HUBS, SOURCES, is_file
 from visionattn.models.registration import is_ours
 from visionattn.models.weights import DataSpec, Kept, described, read_metadata
+from visionattn.training.checkpoint import best_figures
 from visionattn.training.config import TrainConfig
 from visionattn.training.distil.config import DistilConfig
 from visionattn.training.distil.run import DISTIL, WORDS
-from visionattn.training.record import BEST, CONFIG, STATUS
-from visionattn.training.states import best_figures
+from visionattn.training.run_folder import BEST, CONFIG, STATUS
 
 MOST_CLASSES = 40
 """So many classes are listed; ``config.json`` has them all."""

@@ -1,68 +1,108 @@
-"""The full state of a run in a file.
+"""Starting and resuming a run: its states ``last.pt`` and ``previous.pt``, the figures of its best
+weights, and weights from elsewhere (a file, or a timm ViT converted by ``from_softmax``).
 
-The format of ``last.pt`` is defined here: plain tensors and plain types, so that reading it runs no
-code. ``models/weights.py`` has the files of weights alone.
+A state is a file of plain tensors and plain types, so that reading it runs no code. It is written
+beside its place, flushed, read back and renamed: it is there whole or not at all.
 """
 
 import errno
+import json
+import math
 import zipfile
 import zlib
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
+import timm
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from visionattn.cli.files import first_line, flush_folder, write_whole
-from visionattn.cli.untrusted import brief, check_partly, checked
+from visionattn.cli.untrusted import brief
+from visionattn.data.data_checks import WHOLE
+from visionattn.data.splits import Splits
+from visionattn.data.walk import composed, listed
+from visionattn.models.building import ModelConfig, build_model, check_args
+from visionattn.models.conversion import (
+    NAME,
+    OPTIONS,
+    SOURCES,
+    Converted,
+    body_of,
+    from_softmax,
+    open_teacher,
+)
+from visionattn.models.mixed_blocks import places_of_blocks
+from visionattn.models.placement import place_weights
+from visionattn.models.registration import DEFAULTS, complete, is_ours
+from visionattn.models.segmentation import HEAD_ARGS, Segmenter
 from visionattn.models.weights import (
+    FORMAT,
     UNREADABLE,
+    DataSpec,
     describe_misfit,
+    described,
+    existing,
+    read_metadata,
     read_pickle,
 )
 from visionattn.training.config import TrainConfig
-from visionattn.training.progress import Position, Window
+from visionattn.training.run_folder import LAST, PREVIOUS
+from visionattn.training.run_progress import Position
 
-FORMAT = "visionattn.state"
-FORMAT_VERSION = 3
-READABLE_VERSIONS = (2, 3)
-"""Version 2 held the arguments of the model that were given, without defaults."""
+STATE_FORMAT, STATE_VERSION = "visionattn.state", 3
+QUIET = frozenset({"resume", "overwrite", "output", "run", "show_batch", "log_every", "save_every"})
+QUIET |= {"init_from", "init_model", "parallel", "sequence_ranks", "dist_timeout"}
+"""Options that may differ on resume without a word."""
+BINDING = ("seed", "optim.name", "optim.layer_decay")
+BINDING += ("data.name", "data.task", "data.val_fraction", "data.args", "data.fit")
+BINDING += ("data.mask_classes", "data.mask_colours", "data.mask_ignored")
+"""Options that must not change on resume: they decide about images and the optimiser's state."""
+COUNTED = ("batch_size", "optim.accumulate", "data.batch_patches", "data.max_patches")
+"""Options that must not change until the epoch is over."""
+SIZES = ("data.img_size", "data.img_size_choices")
+"""The same, if images of many sizes make the batches."""
+TRAINED = ("optim.", "data.aug", "data.img_size_choices", "batch_size")
+"""The beginnings of options that act on training steps only."""
+PARTS = ("train", "validation", "test")
+"""The splits of a data set, as fields of ``Splits``."""
+FAMILY = ("attention", "relative", "temperature_init")
+"""What a name of ours gives to the model that a ViT becomes."""
+NONE_GIVEN = "leave it out (--model.args '{}' drops what a configuration gives)"
+"""What to do about model arguments that contradict the weights."""
 
 
 def save_state(path: str | Path, state: dict[str, Any], *, previous: Path | None = None) -> None:
-    """Write a state of plain tensors and plain types; the file appears whole or not at all.
+    """Write a state; the file appears whole or not at all.
 
     Args:
-        path: the file. The state is written beside it, flushed to the disk and read back before it
-            takes this name.
-        state: what ``load_state`` gives back.
-        previous: where the file that has the name until then goes; None: it is replaced.
+        path: the file.
+        state: plain tensors and plain types.
+        previous: the new place of the file that has the name until then; None: it is replaced.
 
     Raises:
-        OSError: it cannot be written, or does not read back; ``path`` and ``previous`` are as they
-            were.
+        OSError: the state cannot be written, or does not read back; ``path`` and ``previous`` are
+            unchanged.
     """
-    path = Path(path)
 
     def write(temporary: Path) -> None:
         with open(temporary, "wb") as file:
-            torch.save({"format": FORMAT, "version": FORMAT_VERSION} | state, file)
+            torch.save({"format": STATE_FORMAT, "version": STATE_VERSION} | state, file)
+
+    def read_back(temporary: Path) -> None:
+        try:
+            check_sums(temporary)
+        except ValueError as error:
+            raise OSError(errno.EIO, "what was written does not read back") from error
 
     write_whole(path, write, check=read_back, previous=previous)
-    flush_folder(path.parent)
-
-
-def read_back(path: Path) -> None:
-    """Raise OSError unless the file loads, and every byte that ``torch.save`` wrote reads back."""
-    try:
-        check_sums(path)
-        torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except ValueError as error:
-        raise OSError(errno.EIO, "what was written does not read back") from error
+    flush_folder(Path(path).parent)
 
 
 def check_sums(path: Path) -> None:
-    """Raise ValueError unless the checksums that ``torch.save`` keeps of its records are right;
+    """Raise ValueError unless the checksums of all records that ``torch.save`` wrote are right;
     ``torch.load`` does not check them.
     """
     try:
@@ -83,148 +123,459 @@ def read_state(path: str | Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it cannot be read, would run code, is no state, or one of another format or with
-            something garbled; one line.
+        ValueError: it cannot be read, would run code, or is no state of this format; one line.
     """
     state = read_pickle(path)
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
+    if not isinstance(state, dict) or state.get("format") != STATE_FORMAT:
         raise ValueError(f"{path} is not the state of a run")
     check_sums(Path(path))
-    if state.get("version") not in READABLE_VERSIONS:
+    if state.get("version") != STATE_VERSION:
         raise ValueError(
-            f"{path} has format {brief(state.get('version'))}, this visionattn reads formats "
-            f"{', '.join(map(str, READABLE_VERSIONS))}"
+            f"{path} has format {brief(state.get('version'))}, this visionattn reads format "
+            f"{STATE_VERSION}"
         )
-    try:
-        check_content(state)
-    except ValueError as error:
-        raise ValueError(f"{path} is a garbled state of a run: {error}") from error
     return state
 
 
-class _OldConfig(TypedDict):
-    """What a state says of the options that it was saved with."""
+class States:
+    """``last.pt`` and ``previous.pt`` of a run folder.
 
-    model: dict[str, Any]
-    data: dict[str, Any]
-    optim: dict[str, Any]
+    Attributes:
+        step: the step of the newest state on the disk; None before the first one.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.step: int | None = None
+        self._spoilt = False
+
+    def exist(self) -> bool:
+        """Tell whether there is a file of a state, readable or not; the empty state of step 0 does
+        not count.
+        """
+        return self.step != 0 and any((self.folder / name).is_file() for name in (LAST, PREVIOUS))
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Make a state the last one, and the last one, unless it was unreadable, the previous one.
+
+        Raises:
+            OSError: it cannot be written; both files are unchanged.
+        """
+        previous = None if self._spoilt else self.folder / PREVIOUS
+        save_state(self.folder / LAST, state, previous=previous)
+        self._spoilt, self.step = False, state["position"]["step"]
+
+    def load(self, model: nn.Module, name: str) -> tuple[dict[str, Any], list[str]]:
+        """Return the newest readable state, and a line if that is not the last one.
+
+        Raises:
+            ValueError: no state can be read, or it is of another model; one line.
+        """
+        state, reason = self._read()
+        if state is None:
+            raise ValueError(f"nothing to resume from: {reason}; --overwrite starts the run anew")
+        misfit = describe_misfit(state["model"], model.state_dict())
+        if state["name"] != name or misfit:
+            raise ValueError(
+                f"{self.folder} has the state of another model, {brief(state['name'])}, not of "
+                f"this {name}: {misfit or 'another name'}"
+            )
+        self.step = state["position"]["step"]
+        previous = self.folder / PREVIOUS
+        return state, [f"{reason}; goes on from {previous}, step {self.step}"] if reason else []
+
+    def _read(self) -> tuple[dict[str, Any] | None, str]:
+        """Return the newest readable state, and why newer ones cannot be read."""
+        reasons = []
+        for path in (self.folder / LAST, self.folder / PREVIOUS):
+            try:
+                state = read_state(path)
+                self._spoilt = bool(reasons) and (self.folder / LAST).exists()
+                return state, "; ".join(reasons)
+            except FileNotFoundError:
+                reasons.append(f"{path} is missing")
+            except OSError as error:
+                reasons.append(f"{path}: {error.strerror or error}")
+            except ValueError as error:
+                reasons.append(str(error))
+        return None, "; ".join(reasons)
+
+    @cached_property
+    def newest(self) -> dict[str, Any]:
+        """Return what the newest readable state says of the run, without tensors; nothing if there
+        is none.
+        """
+        state, _ = self._read()
+        return {key: state[key] for key in ("name", "args", "config")} if state else {}
+
+    def started_as(self, config: TrainConfig) -> ModelConfig:
+        """Return the model of a resumed run: the converted model of the state if the flags name its
+        teacher again, else the model of the flags.
+
+        Raises:
+            ValueError: the flags would make another model of the teacher; one line.
+        """
+        model, state = config.model, self.newest
+        if not config.init_from or state.get("name") != NAME:
+            return model
+        if state["config"].get("init_from") != config.init_from:
+            return model
+        args = state["args"]
+        for key, value in given_to_teacher(model).items():
+            if key == "softmax_blocks":
+                value = places_of_blocks(value, args["depth"])
+            if args.get(key) != value:
+                raise ValueError(
+                    f"the run has model.args.{key} {brief(args.get(key))}, not {brief(value)}; "
+                    "resume with the same"
+                )
+        return replace(model, name=NAME, args=state["config"]["model"]["args"])
+
+    def former_defaults(self, name: str) -> dict[str, Any]:
+        """Return the arguments of the model that nobody gave and whose defaults have changed since
+        the state was saved, as they were then.
+        """
+        if self.newest.get("name") != name:
+            return {}
+        given, held = self.newest["config"]["model"].get("args", {}), self.newest["args"]
+        return {
+            key: held[key]
+            for key, value in complete(name, {}).items()
+            if key not in given and key in held and held[key] != value
+        }
+
+    def batches(self, config: TrainConfig) -> dict[str, Any]:
+        """Return the batch size, and the data with the patches of a batch, of the newest state, for
+        ``batch_size auto``; nothing if there is none.
+        """
+        if not self.newest:
+            return {}
+        was = self.newest["config"]
+        data = replace(config.data, batch_patches=was["data"].get("batch_patches"))
+        return {"batch_size": was["batch_size"], "data": data}
+
+    def kept(self) -> str:
+        """Say which state is on the disk, for the end of an error's line."""
+        if self.step is None:
+            return "no state was saved yet"
+        return f"the state of step {self.step} is kept, --resume goes on from it"
+
+    def explain(self, error: OSError) -> OSError:
+        """Return the same error, with ``kept`` at its end."""
+        if error.errno is None:
+            return OSError(f"{error}; {self.kept()}")
+        name = error.filename or str(self.folder)
+        return OSError(error.errno, f"{error.strerror}; {self.kept()}", str(name))
 
 
-class _Optimizer(TypedDict):
-    """What is kept of an optimiser; what is kept of a weight, by its number."""
+def check_options(
+    old: dict[str, Any], new: dict[str, Any], *, amid_epoch: bool, done: bool
+) -> list[str]:
+    """Check the options of a resumed run against those of its state.
 
-    state: dict[int, dict[str, Tensor]]
-    param_groups: list[dict[str, object]]
+    Args:
+        old: the configuration that the state was saved with, as a dict.
+        new: the configuration of the resumed run.
+        amid_epoch: the state is from the middle of an epoch, and counts its batches.
+        done: there is no epoch left to train.
 
-
-class _Random(TypedDict):
-    """The states of the global generators, as ``random_state`` returns them."""
-
-    torch: Tensor
-    cuda: list[Tensor]
-    numpy: tuple[str, Tensor, int, int, float]
-    python: tuple[int, list[int], float | None]
-
-
-class _Listing(TypedDict):
-    """What tells the images of a run from others: a number for each."""
-
-    class_names: list[str]
-    train: Tensor
-    validation: Tensor
-    test: NotRequired[Tensor]
-
-
-class _State(TypedDict):
-    """What a state of a run must have; ``data`` is for people."""
-
-    name: str
-    args: dict[str, Any]
-    config: _OldConfig
-    model: dict[str, Tensor]
-    ema: dict[str, Tensor] | None
-    optimizer: _Optimizer
-    scaler: dict[str, Any]
-    position: Position
-    window: Window
-    history: list[dict[str, int | float | None]]
-    images: NotRequired[tuple[int, int]]
-    listing: NotRequired[_Listing | None]
-    unreadable: list[str]
-    random: _Random
-
-
-def check_content(state: dict[str, Any]) -> None:
-    """Check that a state has all that a run goes on from, of the right types, and that its parts go
-    together.
+    Returns:
+        A line for each option that has changed.
 
     Raises:
-        ValueError: one line with the key, what was wanted and what came.
+        ValueError: an option has changed that must not, or that acts on training if none is left.
     """
-    found = checked(_State, state, "state", nan=True)
-    check_partly(TrainConfig, state["config"], "state.config")
-    position: Position = found["position"]
-    for part in ("position", "window"):
-        for key, value in state[part].items():
-            least = -1 if key == "best" else 0
-            if not value >= least:
-                raise ValueError(f"state.{part}.{key} must be at least {least}, got {brief(value)}")
-    if position.epoch != len(state["history"]):
+    # Options that the version of the state did not have were at their defaults.
+    defaults = asdict(TrainConfig())
+    groups = {key: value | old[key] for key, value in defaults.items() if isinstance(value, dict)}
+    old = defaults | old | groups
+    changed = differences(old, new)
+    idle = [line.split()[0] for line in changed if line.split()[0].startswith(TRAINED)]
+    if done and idle:
         raise ValueError(
-            f"state.position.epoch is {position.epoch}, and state.history has "
-            f"{len(state['history'])} epochs"
+            f"all {new['epochs']} epochs are done, so that another {idle[0]} would change nothing; "
+            f"--epochs {new['epochs'] + 1} trains on, or leave it out"
         )
-    for number, row in enumerate(state["history"], start=1):
-        if row.get("epoch") != number:
-            raise ValueError(f"epoch {number} of state.history is {brief(row.get('epoch'))}")
-    if bool(state["config"]["optim"].get("ema_decay")) != (state["ema"] is not None):
-        raise ValueError("state.ema does not go with state.config.optim.ema_decay")
-    listing = state.get("listing") or {}
-    for part in ("train", "validation", "test"):
-        numbers = listing.get(part)
-        if numbers is not None and (numbers.ndim != 1 or numbers.dtype != torch.int64):
-            raise ValueError(f"state.listing.{part} must be a whole number for each image")
-    check_random_state(state["random"])
-
-
-def check_random_state(state: dict[str, Any]) -> None:
-    """Raise ValueError where the states of the generators are none; numpy and Python do not check
-    all of them.
-    """
-    own, (kind, keys, position, _, _) = state["torch"], state["numpy"]
-    version, internal, _ = state["python"]
-    right = {
-        "torch": own.dtype == torch.uint8 and own.shape == torch.get_rng_state().shape,
-        "numpy": kind == "MT19937"
-        and keys.dtype == torch.int64
-        and keys.shape == (624,)
-        and _are_words(keys.tolist())
-        and 0 <= position <= 624,
-        "python": version == 3
-        and len(internal) == 625
-        and _are_words(internal)
-        and internal[-1] <= 624,
-    }
-    for name, is_right in right.items():
-        if not is_right:
-            raise ValueError(f"state.random.{name} is no state of a generator")
-
-
-def _are_words(numbers: list[int]) -> bool:
-    """Tell whether numbers fit into 32 bits."""
-    return min(numbers) >= 0 and max(numbers) < 2**32
-
-
-def check_state(state: dict[str, Any], path: str | Path, model: nn.Module, name: str) -> None:
-    """Raise ValueError unless the state, which comes from ``path``, is one of this model in this
-    format.
-    """
-    misfit = describe_misfit(state["model"], model.state_dict())
-    if state["ema"] is not None and not misfit:
-        misfit = describe_misfit(state["ema"], model.state_dict())
-    if state["name"] != name or misfit:
-        reason = misfit or "another name"
+    fit = new["data"]["fit"]
+    native = fit == "native" or (fit is None and new["data"]["name"] in WHOLE)
+    counted = COUNTED + (SIZES if native else ())
+    for key in BINDING + (counted if amid_epoch else ()):
+        group, _, name = key.rpartition(".")
+        was, is_now = ((options[group] if group else options)[name] for options in (old, new))
+        if was != is_now:
+            until = " until the epoch is over" if key in counted else ""
+            raise ValueError(f"the run has {key} {was}, not {is_now}; resume with the same{until}")
+    if new["init_from"] not in (None, old["init_from"]):
         raise ValueError(
-            f"{path} is the state of another model, {brief(state['name'])}, not of this {name}: "
-            f"{reason}"
+            f"init_from {new['init_from']} is for a run at its start, and this one goes on with "
+            "its own weights; leave it out"
         )
+    if bool(old["optim"]["ema_decay"]) != bool(new["optim"]["ema_decay"]):
+        raise ValueError(
+            f"the run has optim.ema_decay {old['optim']['ema_decay']}; it cannot be switched on or "
+            "off halfway"
+        )
+    return changed
+
+
+def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    """Return a line for each option that has changed, apart from ``QUIET`` ones."""
+    lines = []
+    for key in new:
+        if isinstance(new[key], dict) and isinstance(old.get(key, {}), dict):
+            lines += differences(old.get(key, {}), new[key], f"{prefix}{key}.")
+        elif key not in QUIET and old.get(key) != new[key]:
+            lines.append(f"  {prefix}{key} is now {new[key]}, was {old.get(key)}")
+    return lines
+
+
+def changes(old: dict[str, Any] | None, new: dict[str, Any] | None, splits: Splits) -> str:
+    """Say how the images of a state differ from the present ones; nothing if they do not.
+
+    Args:
+        old: ``Trainer.listing()`` of the state; None if it has none.
+        new: the listing of the run.
+        splits: the present images, for their names.
+    """
+    if old is None or new is None:
+        return ""
+    was, now = (list(map(composed, listing["class_names"])) for listing in (old, new))
+    if set(was) != set(now):
+        gone, come = set(was) - set(now), set(now) - set(was)
+        return f"classes that are gone: {_some(gone)}; new ones: {_some(come)}"
+    if was != now:
+        return f"the classes were in the order {listed(was)}, and are {listed(now)}"
+    words = []
+    for part in PARTS:
+        held = [listing.get(part, torch.empty(0)) for listing in (old, new)]
+        if len(held[0]) != len(held[1]):
+            words.append(f"{len(held[1])} {part} images, where there were {len(held[0])}")
+        elif places := (held[0] != held[1]).nonzero().flatten().tolist():
+            names = ", ".join(getattr(splits, part).name(place) for place in places[:3])
+            more = ", ..." if len(places) > 3 else ""
+            words.append(f"{len(places)} of {len(held[0])} {part} images differ ({names}{more})")
+    return "; ".join(words)
+
+
+def _some(names: set[str]) -> str:
+    return ", ".join(sorted(names)[:3]) or "none"
+
+
+@dataclass(frozen=True)
+class BestFigures:
+    """What the file of the best weights says about them."""
+
+    epoch: int
+    """Counted from 1."""
+    score: float | None
+    """``Evaluation.score`` on the validation images, in [0, 1]; None for images without classes."""
+    loss: float
+    """On the validation images."""
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Return the figures as ``best`` and ``best_loss`` of ``Position``."""
+        return -1.0 if self.score is None else self.score, self.loss
+
+    def notes(self) -> dict[str, str]:
+        """Return the figures for the metadata of the file."""
+        return {"validation": json.dumps([self.epoch, self.score, self.loss])}
+
+
+def best_figures(path: Path) -> BestFigures | None:
+    """Read the figures of the best weights from their file; None if it holds none.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no such file, or it cannot be read.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing")
+    notes = read_metadata(path).get("validation")
+    return BestFigures(*json.loads(notes)) if notes else None
+
+
+def recall_best(position: Position, path: Path) -> list[str]:
+    """Set the best figures of ``position`` to those in the file of the best weights, which may be
+    newer than the state.
+
+    Returns:
+        A line if the file is missing or garbled; the next epoch's weights then take its place.
+    """
+    if not position.best_epoch and not path.exists():
+        return []
+    try:
+        found = best_figures(path)
+    except (FileNotFoundError, ValueError) as error:
+        position.best, position.best_loss, position.best_epoch = -1.0, math.inf, 0
+        return [f"{error}; the weights of a further epoch take its place"]
+    if found:
+        position.best, position.best_loss = found.rank
+        position.best_epoch = found.epoch
+    return []
+
+
+def started_model(
+    config: TrainConfig, model: ModelConfig, spec: DataSpec, *, first: bool = True
+) -> tuple[nn.Module, ModelConfig, dict[str, Any], list[str]]:
+    """Make the model of a run with the weights that it starts from.
+
+    Args:
+        config: the run, of which ``init_from`` and ``init_model`` are read.
+        model: what to build; the body of a teacher takes its place.
+        spec: what the images are.
+        first: this process gives the others its weights; they need none that are placed.
+
+    Returns:
+        The model, what was built (``converted_vit`` with all arguments, where a teacher gave the
+        body), its arguments as ``build_model`` gives them, and lines about the weights.
+
+    Raises:
+        ValueError, FileNotFoundError: the model or the weights are wrong; one line.
+    """
+    source = config.init_from
+    if spec.task == "segmentation" and not _is_segmenter(source):
+        return _on_started_body(config, model, spec, first)
+    if config.init_model is not None and not is_ours_by_name(model.name):
+        raise ValueError(
+            f"init_model is for models of ours, and {model.name} is none; leave it out"
+        )
+    if source is None:
+        if config.init_model is not None:
+            raise ValueError("init_model says whose weights init_from holds; name both, or neither")
+        if model.name == NAME and "embed_dim" not in model.args:
+            raise ValueError(
+                f"{NAME} has the body of a teacher; name it with --init-from, e.g. "
+                "vit_small_patch16_224, or a file"
+            )
+        return (*_built(model, spec), [])
+    if is_teacher(source, config.init_model, model.name):
+        body = None if _metadata(source) else config.init_model
+        vit, lines = open_teacher(source, body=body, pretrained=True)
+        converted = converted_for(vit, model, spec)
+        lines += [*converted.lines(), *_other_values(converted.spec, spec)]
+        chosen = replace(model, name=NAME, args=converted.args)
+        if model.grad_checkpointing:
+            converted.model.set_grad_checkpointing(True)
+        return converted.model, chosen, converted.args, lines
+    if model.name == NAME:
+        held = _args_in(source)
+        for key, asked in model.args.items():
+            if key in held and key not in OPTIONS and held[key] != asked:
+                raise ValueError(
+                    f"the weights to start from have {key} {brief(held[key])}, model.args "
+                    f"{brief(asked)}; {NONE_GIVEN}"
+                )
+        model = replace(model, args=held | model.args)
+    made, chosen, args = _built(model, spec)
+    return made, chosen, args, place_weights(made, model.name, source).lines() if first else []
+
+
+def _is_segmenter(source: str | None) -> bool:
+    """Tell whether a file holds the weights of a segmentation, its head included."""
+    metadata = _metadata(source) if source else {}
+    return bool(metadata) and described(metadata, source)[2].task == "segmentation"
+
+
+def _on_started_body(
+    config: TrainConfig, model: ModelConfig, spec: DataSpec, first: bool
+) -> tuple[nn.Module, ModelConfig, dict[str, Any], list[str]]:
+    """Put a new head of pixels on a body that starts as that of a classification would."""
+    head = {key: value for key, value in model.args.items() if key in HEAD_ARGS}
+    body_model = replace(
+        model, args={key: value for key, value in model.args.items() if key not in HEAD_ARGS}
+    )
+    body_spec = replace(spec, task="classification", num_classes=0, class_names=())
+    body, chosen, args, lines = started_model(config, body_model, body_spec, first=first)
+    made = Segmenter(body, spec.num_classes, **head)
+    return made, replace(chosen, args=chosen.args | head), args | head, lines
+
+
+def _built(model: ModelConfig, spec: DataSpec) -> tuple[nn.Module, ModelConfig, dict[str, Any]]:
+    made, args = build_model(model, spec)
+    return made, model, args
+
+
+def is_teacher(source: str, body: str | None, name: str) -> bool:
+    """Tell whether a model of ours of that name starts from a timm ViT that says its body: by
+    timm's name, in a file of ``visionattn train``, or in a state dict whose ``body`` is given.
+    """
+    if not is_ours_by_name(name):
+        return False
+    if not Path(source).is_file():
+        return source.startswith(SOURCES) or timm.is_model(source)
+    metadata = _metadata(source)
+    if not metadata:
+        return body is not None
+    held = metadata.get("model", "")
+    return timm.is_model(held) and not is_ours(held)
+
+
+def is_ours_by_name(name: str) -> bool:
+    """Tell whether a name, which timm may not know, is that of a model of ours."""
+    return timm.is_model(name) and is_ours(name)
+
+
+def _metadata(source: str) -> dict[str, str]:
+    """Return the metadata of a safetensors file of ours; none of others, and of names."""
+    try:
+        found = read_metadata(source) if Path(source).is_file() else {}
+    except ValueError:
+        return {}
+    return found if found.get("format") == FORMAT else {}
+
+
+def _args_in(source: str) -> dict[str, Any]:
+    """Return the arguments of the converted model in a file.
+
+    Raises:
+        ValueError: it holds none.
+    """
+    metadata = _metadata(str(existing(source)))
+    if metadata.get("model") != NAME:
+        raise ValueError(
+            f"{source} does not say what body its weights have; name it with --init-model, or make "
+            "a file of `visionattn convert` of it"
+        )
+    return described(metadata, source)[1]
+
+
+def converted_for(vit: nn.Module, model: ModelConfig, spec: DataSpec) -> Converted:
+    """Make the model that is to be trained of a teacher.
+
+    Args:
+        vit: the teacher.
+        model: a name of ours, whose attention and relative position are taken, and whose width and
+            depth the teacher must have; or ``converted_vit``, for any teacher. Its arguments are
+            those of ``from_softmax``.
+        spec: what the images are: their channels and classes are the model's.
+
+    Raises:
+        ValueError: the teacher cannot be converted, or is of another size; one line.
+    """
+    check_args(model)
+    body, family = body_of(vit), DEFAULTS[model.name.partition(".")[0]]
+    given = given_to_teacher(model)
+    for key, wanted in {"embed_dim": "wide", "depth": "deep"}.items():
+        has = body[key]
+        asked = given.pop(key, family.get(key))
+        if asked is not None and asked != has:
+            other = f"take a model of their size, or {NAME}, which takes theirs"
+            raise ValueError(
+                f"the weights to start from are {has} {wanted}, {model.name} {asked}; "
+                f"{NONE_GIVEN if model.name == NAME else other}"
+            )
+    return from_softmax(vit, **given, num_classes=spec.num_classes, in_chans=spec.in_chans)
+
+
+def given_to_teacher(model: ModelConfig) -> dict[str, Any]:
+    """Return the arguments that a name of ours and its arguments give to ``from_softmax``."""
+    family = DEFAULTS[model.name.partition(".")[0]]
+    return {key: family[key] for key in FAMILY if key in family} | model.args
+
+
+def _other_values(teachers: DataSpec, spec: DataSpec) -> list[str]:
+    """Say where a teacher has seen images of other values than the run gives."""
+    if (teachers.mean, teachers.std) == (spec.mean, spec.std) or spec.encoding is not None:
+        return []
+    mean, std = (" ".join(f"{x:g}" for x in of) for of in (teachers.mean, teachers.std))
+    return [f"  its images had other values: --data.mean {mean} --data.std {std}"]

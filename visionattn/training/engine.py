@@ -1,8 +1,7 @@
-"""A whole run: every check first, then training, validation after each epoch, and the test of the
+"""A whole run: every check, then training with a validation after each epoch, and the test of the
 best weights.
 
-This module has the order of these, and decides what is kept of a run that ends early.
-``trainer.py`` has the loop over steps.
+``train`` has the order and the ends of a run; ``trainer.py`` has the loop over epochs and steps.
 """
 
 import os
@@ -35,41 +34,42 @@ from visionattn.data.splits import Splits, build_splits, check_root, geometry_ch
 from visionattn.models.building import ModelConfig, check_geometries, patch_size
 from visionattn.models.conversion import NAME as CONVERTED
 from visionattn.models.cost import Expected
+from visionattn.training.checkpoint import States, recall_best, started_model
 from visionattn.training.config import TrainConfig, check
-from visionattn.training.distributed import Processes, place_of
-from visionattn.training.forecast import forecast
-from visionattn.training.memory import TrainingMemory, check_memory, with_batch
-from visionattn.training.objective import Objective
-from visionattn.training.parallel import check_model, choose_kind, ranks_per_image
-from visionattn.training.progress import Result
-from visionattn.training.record import BEST, LAST, NoRecord, Record, clear, run_folder
-from visionattn.training.report import how_to_resume
-from visionattn.training.start import started_model
-from visionattn.training.states import States, recall_best
-from visionattn.training.status import Status
+from visionattn.training.distributed import (
+    Processes,
+    check_model,
+    choose_kind,
+    place_of,
+    ranks_per_image,
+)
+from visionattn.training.objectives import Objective
+from visionattn.training.run_folder import BEST, LAST, Record, Status, clear, run_folder
+from visionattn.training.run_progress import Result, how_to_resume
 from visionattn.training.trainer import Trainer
+from visionattn.training.training_cost import TrainingMemory, check_memory, forecast, with_batch
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is trained, and on which images."""
+    """A model to train, and its images."""
 
     splits: Splits
     model: nn.Module
     built: ModelConfig
-    """What was built: ``converted_vit`` with all arguments, where a teacher gave the body."""
+    """What was built: ``converted_vit`` with all arguments for the body of a teacher."""
     args: dict[str, Any]
     """The arguments that build the model again, besides ``num_classes`` and ``in_chans``."""
     lines: list[str]
-    """What is to be said of its weights."""
+    """What to say about its weights."""
     objective: Objective | None = None
-    """What it learns; None: the classes of the images."""
+    """What it learns; None: as the data's task says."""
 
 
 def prepare_classes(
     config: TrainConfig, device: torch.device, *, resumed: bool, first: bool
 ) -> Prepared:
-    """Make the model that is to learn the classes of the images.
+    """Make the model of ``visionattn train``.
 
     Args:
         config: the run.
@@ -88,12 +88,11 @@ def prepare_classes(
         )
     check_trained(splits, named=bool(config.data.mask_classes or config.data.mask_colours))
     started = replace(config, init_from=None, init_model=None) if resumed else config
-    made = started_model(started, config.model, splits.spec, first=first)
-    return Prepared(splits, *made)
+    return Prepared(splits, *started_model(started, config.model, splits.spec, first=first))
 
 
 class Prepare(Protocol):
-    """What makes the model of a run, as ``prepare_classes`` does."""
+    """A function that makes the model of a run: ``prepare_classes``, or that of distillation."""
 
     def __call__(
         self, config: TrainConfig, device: torch.device, *, resumed: bool, first: bool
@@ -116,21 +115,20 @@ def train(
     Args:
         config: the run; ``config.run`` names its folder.
         stream: where to print; None: standard output.
-        processes: what ``distributed.joined()`` gives, where ``torchrun`` has started several; the
-            first one prints and writes.
+        processes: the result of ``distributed.joined()`` under ``torchrun``; the first one prints
+            and writes.
         prepare: makes the model, finds its images and says what it learns.
-        again: returns the command that goes on with the run.
+        again: returns the command that resumes the run.
 
     Raises:
-        ValueError, FileNotFoundError: something about the configuration, the data or a checkpoint
-            is wrong; one line.
+        ValueError, FileNotFoundError: the configuration, the data or a checkpoint is wrong; one
+            line.
         OSError: a file or a folder cannot be read or written.
         NonFinite: the loss or the gradient was not finite for several steps in a row.
         OutOfMemory: there is too little memory for a step or an evaluation.
         Failed: a process that loads data, or another one that trains, ended.
         Stopped: Ctrl-C or SIGTERM; the state is saved.
     """
-    # A script that torchrun starts must join its processes; training alone would repeat the run.
     if processes is None and (count := os.environ.get("WORLD_SIZE", "1")) != "1":
         raise ValueError(
             f"torchrun has started {count} processes, which are to train together: with "
@@ -143,7 +141,7 @@ def train(
     if config.show_batch is not None:
         raise ValueError(
             "with show_batch nothing is trained: use `visionattn train --show-batch`, or "
-            "visionattn.training.first_batches.show_batch(config)"
+            "visionattn.training.batch_pictures.show_batch(config)"
         )
     processes.together(lambda: choose_kind(config, processes.size))
     processes.per_image = ranks_per_image(config, processes.size)
@@ -151,7 +149,7 @@ def train(
     folder = processes.on_first(lambda: run_folder(config))
     states = States(folder)
     resumed = processes.on_first(lambda: config.resume and states.exist())
-    if config.data.download:
+    if config.data.download:  # once per machine, while the others wait
         processes.together(
             lambda: processes.local_rank == 0 and build_splits(config.data, config.seed)
         )
@@ -161,23 +159,22 @@ def train(
     # Nothing has been written so far; a folder that this run makes, it may delete again.
     fresh = not folder.exists()
     with setting_up(status, processes, replaces=not (fresh or resumed)):
-        trainer, memory, first_lines = build(
+        trainer, memory, lines = build(
             config, states, resumed, processes, device, stream or sys.stdout, prepare
         )
         if resumed:
-            first_lines = go_on(trainer, states)
+            lines = go_on(trainer, states)
         elif config.resume:
-            first_lines.insert(0, "no state was saved yet: begins anew")
+            lines.insert(0, "no state was saved yet: begins anew")
     if processes.first and not (fresh or resumed):
         clear(folder)
     try:
         with status:
-            status.result = run(trainer, states, status, memory, first_lines, stream, again)
+            status.result = run(trainer, states, status, memory, lines, stream, again)
             return status.result
     except (ValueError, FileNotFoundError):
-        if (
-            processes.first and not trainer.position.step and not states.exist()
-        ):  # met before anything was learnt
+        # Bad input that was found before anything was learnt leaves no trace.
+        if processes.first and not trainer.position.step and not states.exist():
             clear(folder)
             if fresh:
                 folder.rmdir()
@@ -186,15 +183,14 @@ def train(
 
 @contextmanager
 def setting_up(status: Status, processes: Processes, *, replaces: bool) -> Iterator[None]:
-    """Let a lack of memory before the first step end the run as a later one would; bad input leaves
-    no trace.
+    """End the run with a status if memory is short before the first step; bad input leaves no
+    trace.
 
     Args:
-        status: the run's status, which then says so.
+        status: the run's status.
         processes: those of the run.
         replaces: the folder holds an earlier run, which this one overwrites.
     """
-
     try:
         with processes.guard():
             try:
@@ -229,21 +225,18 @@ def build(
     """Check data, model, sizes and memory, and return the trainer, the memory that it will take,
     and lines about its batches and the weights that it starts from.
     """
-
     held: dict[str, Any] = {}
     if resumed:
         chosen = processes.on_first(lambda: states.started_as(config))
         config = replace(config, model=chosen)
-        name = config.model.name
-        held = processes.on_first(lambda: states.former_defaults(name))
+        held = processes.on_first(lambda: states.former_defaults(chosen.name))
 
     def prepared() -> Prepared:
         if config.threads:
             torch.set_num_threads(config.threads)
         seed_everything(config.seed)
-        own = replace(config.model, args=held | config.model.args)
-        starts = replace(config, model=own)
-        made = prepare(starts, device, resumed=resumed, first=processes.first)
+        own = replace(config, model=replace(config.model, args=held | config.model.args))
+        made = prepare(own, device, resumed=resumed, first=processes.first)
         kind = choose_kind(replace(config, batch_size="auto"), processes.size)
         check_model(made.model, made.built.name, processes.size, kind)
         patch_px, spec = patch_size(made.model), made.splits.spec
@@ -258,23 +251,22 @@ def build(
     splits, model = made.splits, made.model
     if processes.size > 1:
         processes.check_same(splits.lists())
-    if made.built.name == CONVERTED:  # what is kept of the run says the body, which a teacher gave
+    if made.built.name == CONVERTED:  # config.yaml and states name the body of the teacher
         config = replace(config, model=made.built)
     if processes.first and stream:  # now, as reading sizes and counting memory may take long
         counts = f"{len(splits.train)} training and {len(splits.validation)} validation images"
         print(f"{config.run}: {counts}, looking at their sizes", file=stream, flush=True)
-    # What does not fit is refused before anything long begins.
     memory = TrainingMemory(config, model, splits, device, processes, made.objective)
     if resumed and config.batch_size == "auto":
         config = replace(config, **processes.on_first(lambda: states.batches(config)))
-    config, chosen = with_batch(config, splits, memory)
+    config, lines = with_batch(config, splits, memory)
     trainer = Trainer(config, splits, model, made.args, device, states, processes, made.objective)
     processes.together(trainer.check_rows)
-    return trainer, check_memory(trainer, memory), [*chosen, *made.lines]
+    return trainer, check_memory(trainer, memory), [*lines, *made.lines]
 
 
 def go_on(trainer: Trainer, states: States) -> list[str]:
-    """Restore the newest state that can be read, and return lines about it."""
+    """Restore the newest readable state, and return lines about it."""
     processes, name = trainer.processes, trainer.config.model.name
     state, lines = processes.on_first(lambda: states.load(trainer.model, name))
     states.step = state["position"]["step"]
@@ -295,32 +287,34 @@ def run(
     states: States,
     status: Status,
     memory: Expected,
-    first_lines: list[str],
+    lines: list[str],
     stream: TextIO | None,
     again: Callable[[TrainConfig], str],
 ) -> Result:
     """Train and test, with a record; an early end says what is kept of the run."""
-    position = trainer.position
-    since = (position.step, position.epoch)
+    position, processes = trainer.position, trainer.processes
 
     def give_up() -> int:
-        """Say that the current step takes too long to end it, from another thread."""
+        """Say, from another thread, that the current step takes too long to end it."""
         kept, command = states.kept(), again(trainer.config)
         ended = Stopped(f"stopped amid an operation of over {GRACE:.0f} s; {kept}: {command}")
         status.end(ended)
         return tell(ended)
 
     with (
-        Interruption(give_up if trainer.processes.size == 1 else None) as interruption,
-        trainer.processes.guard(),
+        Interruption(give_up if processes.size == 1 else None) as interruption,
+        processes.guard(),
         early_ends(trainer, states),
-        (
-            Record(states.folder, trainer.config, since=since, stream=stream)
-            if trainer.processes.first
-            else NoRecord(states.folder)
+        Record(
+            states.folder,
+            trainer.config,
+            step=position.step,
+            history=trainer.history,
+            stream=stream,
+            writes=processes.first,
         ) as record,
     ):
-        for line in [*trainer.describe(), *first_lines]:
+        for line in [*trainer.describe(), *lines]:
             record.say(line)
         left = position.epoch < trainer.config.epochs
         if left and (expected := forecast(trainer, memory)):
@@ -330,21 +324,21 @@ def run(
             return trainer.finish(record, interruption)
         except Interrupted as error:
             trainer.save(record)
-            where = f"stopped after step {trainer.position.step} ({trainer.where()})"
+            where = f"stopped after step {position.step} ({trainer.where()})"
             raise Stopped(f"{where}; the state is in {states.folder / LAST}") from error
-        except ValueError as error:  # an image that cannot be read, say
+        except ValueError as error:  # e.g. an image that cannot be read
             if not position.step:
                 raise
-            if not trainer.processes.agreed(error):  # the others are elsewhere
+            if not processes.agreed(error):  # the others are elsewhere
                 raise ValueError(f"{error}; {states.kept()}") from error
             trainer.save(record)
-            raise trainer.processes.agree(ValueError(f"{error}; {states.kept()}")) from error
+            raise processes.agree(ValueError(f"{error}; {states.kept()}")) from error
 
 
 @contextmanager
 def early_ends(trainer: Trainer, states: States) -> Iterator[None]:
-    """Say what is kept and what helps where the disk is full, memory is short, or a process that
-    loads data has ended.
+    """Say what is kept and what helps if the disk is full, memory is short, or a process that loads
+    data has ended.
     """
     try:
         yield

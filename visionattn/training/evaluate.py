@@ -16,9 +16,7 @@ from visionattn.models.pixel_classes import ious_of
 from visionattn.models.weights import DataSpec
 from visionattn.training.config import OptimConfig
 from visionattn.training.distributed import Processes
-from visionattn.training.objective import Objective
-from visionattn.training.segmentation import Segmenting
-from visionattn.training.writing import Writing
+from visionattn.training.objectives import Objective, objective_of
 
 if TYPE_CHECKING:  # where models alone are measured, no reader of images is installed
     from visionattn.data.batches import Batch
@@ -140,14 +138,6 @@ def evaluate(
     accuracy = correct / images if named else None
     top5 = among_five / images if named and spec.num_classes > depth else None
     return Evaluation(int(images), loss / images, accuracy, top5, images_per_second)
-
-
-def objective_of(spec: DataSpec, config: OptimConfig) -> Objective:
-    """Return what a model of such images learns, and is judged by, unless another objective is
-    given: the classes of the images, or of their pixels, or how images are written.
-    """
-    kinds = {"segmentation": Segmenting, "generate": Writing}
-    return kinds.get(spec.task, Objective)(config)
 
 
 def _of_pixels(

@@ -5,52 +5,39 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 
 def first_non_finite(model: nn.Module, run: Callable[[], Any]) -> str | None:
     """Run the model once and name the first place, in the order of the forward pass, with a NaN or
     an infinity.
 
-    A module's own parameters are looked at when it starts, its outputs when it ends.
-
     Args:
         model: the module to watch.
         run: calls the model on the inputs in question.
 
     Returns:
-        E.g. ``the output of blocks.1.attn.proj (Linear)`` or ``the parameter norm.weight``; None
-        where all is finite.
+        E.g. ``the output of blocks.1.attn.proj (Linear)`` or ``the parameter norm.weight``; None if
+        all values are finite.
     """
     found: list[str] = []
+    names = {module: name for name, module in model.named_modules()}
 
-    # Hooks look before and after each module; the first that finds something ends the search.
-    def before(name: str):
-        def hook(module: nn.Module, args: tuple) -> None:
-            if found:
-                return
-            if not name and not all_finite(args):
-                found.append("the input of the model")
-            for key, parameter in module.named_parameters(recurse=False):
-                if not found and not all_finite(parameter):
-                    found.append(f"the parameter {name + '.' if name else ''}{key}")
+    def before(module: nn.Module, args: tuple) -> None:
+        if module is model and not all_finite(args):
+            found.append("the input of the model")
+        for key, parameter in module.named_parameters(names[module], recurse=False):
+            if not all_finite(parameter):
+                found.append(f"the parameter {key}")
 
-        return hook
+    def after(module: nn.Module, args: tuple, output: Any) -> None:
+        if not all_finite(output):
+            name = names[module] or "the model"
+            found.append(f"the output of {name} ({type(module).__name__})")
 
-    def after(name: str):
-        def hook(module: nn.Module, args: tuple, output: Any) -> None:
-            if not found and not all_finite(output):
-                found.append(f"the output of {name or 'the model'} ({type(module).__name__})")
-
-        return hook
-
-    # No gradient is needed, and hooks are removed whatever happens.
-    handles = []
+    handles = [module.register_forward_pre_hook(before) for module in names]
+    handles += [module.register_forward_hook(after) for module in names]
     try:
-        for name, module in model.named_modules():
-            handles += [
-                module.register_forward_pre_hook(before(name)),
-                module.register_forward_hook(after(name)),
-            ]
         with torch.no_grad():
             run()
     finally:
@@ -60,8 +47,8 @@ def first_non_finite(model: nn.Module, run: Callable[[], Any]) -> str | None:
 
 
 def name_fault(model: nn.Module, runs: Iterable[Callable[[], Any]]) -> str:
-    """Name what is at fault for a step without finite values: the first place in a forward pass, or
-    else a gradient.
+    """Name the fault of a step without finite values: the first place in a forward pass, or else a
+    gradient.
 
     Args:
         model: the module, with the gradients of the step.
@@ -70,26 +57,14 @@ def name_fault(model: nn.Module, runs: Iterable[Callable[[], Any]]) -> str:
     for run in runs:
         if place := first_non_finite(model, run):
             return place
-    names = [
-        name
-        for name, value in model.named_parameters()
-        if value.grad is not None and not all_finite(value.grad)
-    ]
-    return (
-        f"the gradient of {names[-1]}; the forward pass is finite"
-        if names
-        else "nothing that a second pass shows"
-    )
+    gradients = {name: value.grad for name, value in model.named_parameters()}
+    names = [name for name, gradient in gradients.items() if not all_finite(gradient)]
+    if names:
+        return f"the gradient of {names[-1]}; the forward pass is finite"
+    return "nothing that a second pass shows"
 
 
 def all_finite(value: Any) -> bool:
-    """Tell whether all floating-point tensors in a value, also within tuples, lists and dicts, are
-    finite.
-    """
-    if isinstance(value, Tensor):
-        return not value.is_floating_point() or bool(torch.isfinite(value).all())
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, (tuple, list)):
-        return True
-    return all(all_finite(part) for part in value)
+    """Tell whether all floating-point tensors in a nested value are finite."""
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return all(bool(torch.isfinite(each).all()) for each in tensors if each.is_floating_point())

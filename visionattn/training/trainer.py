@@ -1,69 +1,76 @@
-"""A model in training: what an epoch is, the best weights, and the state to go on from.
+"""A model in training: the loop over epochs and batches, the optimiser step, and the state that a
+run goes on from.
 
-The loop is here. The step, data, evaluation, files and interruption have modules of their own.
+``fit`` has the epochs, ``train_epoch`` the batches, ``step`` the optimiser step.
 """
 
 import math
 import time
 from dataclasses import asdict
-from functools import partial
+from datetime import timedelta
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from visionattn.cli.ends import NonFinite
 from visionattn.cli.interruption import Interruption
 from visionattn.cli.progress import Progress
-from visionattn.cli.untrusted import brief
-from visionattn.data.batches import Batch, EvalBatches
+from visionattn.data.batches import Batch, EvalBatches, seed_batch
 from visionattn.data.drawn_images import seen_as
+from visionattn.data.geometry import geometry_of
 from visionattn.data.images import ImageDataset
 from visionattn.data.splits import Splits, eval_batches, train_batches
 from visionattn.data.streams import StreamEvalBatches, StreamTrainBatches
 from visionattn.models.building import patch_size
 from visionattn.models.large.row_parallel import cut_rows
-from visionattn.models.machine import random_state, restore_random_state
+from visionattn.models.machine import autocast, random_state, restore_random_state
+from visionattn.models.patches import takes_sizes
 from visionattn.models.registration import complete
 from visionattn.models.weights import load_model, save_model
+from visionattn.training.checkpoint import PARTS, BestFigures, States, changes, check_options
 from visionattn.training.config import TrainConfig
-from visionattn.training.distributed import Processes
+from visionattn.training.distributed import (
+    Processes,
+    Spread,
+    choose_kind,
+    cut_optimizer_state,
+    load_whole,
+    whole_tensor,
+    whole_tensors,
+)
 from visionattn.training.evaluate import Evaluation, Tally, evaluate
-from visionattn.training.learner import Learner
+from visionattn.training.finite import name_fault
 from visionattn.training.mistakes import SplitName, by_class, write_by_class
-from visionattn.training.objective import Objective
-from visionattn.training.progress import (
-    Position,
-    Result,
-    WaitWatch,
-    Window,
-    sizes_worth_trying,
-    waiting,
+from visionattn.training.objectives import Objective, objective_of
+from visionattn.training.optimize import (
+    OptimizerStep,
+    make_mixup,
+    make_scheduler,
+    mix_batch,
+    restore_optimizer,
 )
-from visionattn.training.record import BEST, BY_CLASS, Record
-from visionattn.training.states import (
-    PARTS,
-    BestFigures,
-    States,
-    changes,
-    check_options,
-    completed,
-    differences,
-)
+from visionattn.training.run_folder import BEST, BY_CLASS, Record
+from visionattn.training.run_progress import Pace, Position, Result, Window, sizes_worth_trying
 
 NON_FINITE_STEPS = 3
 """Steps in a row without a finite loss that end a run."""
 LOG_EVERY, LINES = 50, 200
-"""Steps between two lines about steps where nothing is asked for; fewer, so that a run has so many
-lines.
+"""Steps between two lines about steps by default, or fewer for a run of at least ``LINES`` lines.
 """
+FORWARD, FORWARD_CHECKPOINTED = 1 / 3, 1 / 4
+"""The time of a forward without gradients over the time of a step."""
+SOME_PX = (224, 224)
+"""Height and width in pixels of a placeholder image, if any size will do."""
 
 
-class Trainer(Learner):
-    """A learner with its images, epoch by epoch.
+class Trainer:
+    """A model, its optimiser, its images, and how far they have come.
 
     Args:
         config: the run.
@@ -74,7 +81,7 @@ class Trainer(Learner):
         states: where the states go; None: they are not kept.
         processes: those that train together; each has a trainer, and all call the same methods in
             the same order.
-        objective: what the model learns; None: the classes of the images.
+        objective: what the model learns; None: as the data's task says.
     """
 
     def __init__(
@@ -88,8 +95,14 @@ class Trainer(Learner):
         processes: Processes | None = None,
         objective: Objective | None = None,
     ):
-        self.splits, self.args = splits, args
-        self.states = states
+        self.config, self.splits, self.spec = config, splits, splits.spec
+        self.model, self.args, self.device = model, args, device
+        self.states, self.processes = states, processes or Processes()
+        self.objective = objective or objective_of(splits.spec, config.optim)
+        self.geometry = geometry_of(splits.spec, patch_size(model))
+        self.leaves_out = takes_sizes(model)
+        # Images.
+        self.mix = make_mixup(config.optim, splits.spec.num_classes)
         self.batches = train_batches(
             splits,
             config.data,
@@ -97,29 +110,49 @@ class Trainer(Learner):
             seed=config.seed,
             patch_px=patch_size(model),
         )
-        steps = math.ceil(len(self.batches) / config.optim.accumulate)
-        super().__init__(
-            config, model, splits.spec, device, steps, processes or Processes(), objective
-        )
         parts = self.processes.data_rank, self.processes.data_size
-        if isinstance(self.batches, StreamTrainBatches):  # of which one process alone has the order
+        if isinstance(self.batches, StreamTrainBatches):  # only one process has the order
             parts = self.processes.rank, self.processes.size
         self.batches.divide(*parts, pairs=self.mix is not None)
         self.eval_batch_size = config.eval_batch_size or config.batch_size
         self.validation = self.batches_of(splits.validation)
-        self.window = Window()
-        self.waits = WaitWatch()
+        # Model and optimiser.
+        decay = config.optim.ema_decay
+        self.ema = ModelEmaV3(model, decay=decay, use_warmup=True) if decay else None
+        kind = choose_kind(config, self.processes.size)
+        self.called = self.objective.called(model)
+        if kind == "sequence" and self.called is not model:
+            raise ValueError(
+                "parallel sequence is for a model that learns classes of images alone; take ddp"
+            )
+        self.spread = Spread(
+            kind,
+            self.called,
+            self.ema.module if self.ema else None,
+            compiled=config.compile,
+            per_image=self.processes.per_image,
+            timeout=timedelta(seconds=config.dist_timeout),
+        )
+        self.optimizer_step = OptimizerStep(
+            model, config.optim, device, config.amp, loss=self.objective.loss
+        )
+        self.optimizer = self.optimizer_step.optimizer
+        self.steps_per_epoch = steps = math.ceil(len(self.batches) / config.optim.accumulate)
+        self.scheduler = make_scheduler(self.optimizer, config.optim, config.epochs, steps)
+        # How far they have come.
+        self.position, self.window, self.pace = Position(), Window(), Pace()
         self.history: list[dict[str, Any]] = []
         self.progress = Progress(0)
         self.watched = nn.Identity() if config.compile or self.processes.size > 1 else model
-        """Whose blocks show how far a step has come; compiled ones show nothing."""
+        """The model whose blocks move the progress bar; compiled ones cannot."""
         self.log_every = config.log_every or max(1, min(LOG_EVERY, config.epochs * steps // LINES))
-        self._listing: dict[str, Any] | None = None
+        self.input_shape: tuple[int, ...] = self.shape_of(config.batch_size)
+        """Shape of the last batch, ``[B, C, H, W]``."""
         self.clock: float | None = None
         """When the time was last counted; None while it is not."""
 
     def batches_of(self, dataset: Dataset) -> EvalBatches | StreamEvalBatches:
-        """Return batches of the images to evaluate on that this process takes."""
+        """Return batches of this process's part of the images to evaluate on."""
         batches = eval_batches(
             dataset,
             self.config.data,
@@ -130,8 +163,8 @@ class Trainer(Learner):
         return batches
 
     def check_rows(self) -> None:
-        """Raise ValueError where an image has too few rows of patches for the processes that share
-        it, as far as sizes are known.
+        """Raise ValueError if an image has too few rows of patches for the processes that share it,
+        as far as sizes are known.
         """
         if self.processes.per_image == 1:
             return
@@ -139,12 +172,11 @@ class Trainer(Learner):
         for batches in (self.batches, self.validation, *test):
             heights = batches.shapes()[:, 1]
             if len(known := heights[heights > 0]):
-                cut_rows(
-                    -(-int(known.min()) // patch_size(self.model)[0]), self.processes.per_image
-                )
+                rows = -(-int(known.min()) // patch_size(self.model)[0])
+                cut_rows(rows, self.processes.per_image)
 
     def describe(self) -> list[str]:
-        """Describe the run in a line or two."""
+        """Describe the run in two lines."""
         count = sum(parameter.numel() for parameter in self.model.parameters())
         seen = f"preprocessing: {seen_as(self.splits.train, self.geometry)}"
         if self.geometry.fit == "pad" and not self.leaves_out:
@@ -174,15 +206,16 @@ class Trainer(Learner):
                 every step.
             ValueError: nothing is left to train, and the best weights are lost.
         """
-        if self.position.epoch >= self.config.epochs and not self.position.best_epoch:
+        position = self.position
+        if position.epoch >= self.config.epochs and not position.best_epoch:
             raise ValueError(
-                f"all {self.position.epoch} epochs are done and their best weights are lost; "
-                f"--epochs {self.position.epoch + 1} trains one more and keeps its weights"
+                f"all {position.epoch} epochs are done and their best weights are lost; --epochs "
+                f"{position.epoch + 1} trains one more and keeps its weights"
             )
         self.clock = time.perf_counter()
         if self.states and self.states.step is None:
             self.save(record)
-        while self.position.epoch < self.config.epochs:
+        while position.epoch < self.config.epochs:
             self.train_epoch(record, interruption)
             model, tally = self.spread.whole(self.evaluated), Tally()
             result = self.evaluate(
@@ -191,27 +224,11 @@ class Trainer(Learner):
             self.close_epoch(model, result, tally, record)
             del model, result, tally
         self.clock = None
-        if self.position.step and self.position.skipped == self.position.step:
+        if position.step and position.skipped == position.step:
             raise NonFinite(
-                f"none of the {self.position.step} steps had a finite loss and gradient: nothing "
-                "was learnt"
+                f"none of the {position.step} steps had a finite loss and gradient: nothing was "
+                "learnt"
             )
-
-    def count_time(self) -> None:
-        """Add the time since the last call to that of the epoch and of the run."""
-        if self.clock is not None:
-            now = time.perf_counter()
-            self.position.seconds += now - self.clock
-            self.position.epoch_seconds += now - self.clock
-            self.clock = now
-
-    def save(self, record: Record) -> None:
-        """Save the state, after the lines of the record that led to it."""
-        self.count_time()
-        record.sync()
-        state = self.state()
-        self.processes.on_first(lambda: self.states.save(state))
-        self.states.step = self.position.step
 
     def train_epoch(self, record: Record, interruption: Interruption) -> None:
         """Train the batches that are left of the current epoch."""
@@ -237,6 +254,89 @@ class Trainer(Learner):
                 self.save(record)
             start = time.perf_counter()
 
+    def step(self, group: list[Batch]) -> tuple[float, float, bool]:
+        """Do one optimiser step on the images of some batches.
+
+        Each loss is divided by the images of the whole group, so the gradient is that of their
+        mean, however they are batched and divided over processes.
+
+        Args:
+            group: batches; a process without images of one of them runs the model on a placeholder
+                with weight 0, as the others wait for it.
+
+        Returns:
+            The mean loss, the norm of its gradient before clipping, and whether the weights were
+            updated: a loss or a gradient that is not finite leaves them alone.
+        """
+        total, size, epoch = self.images_of(group), self.processes.size, self.position.epoch
+        self.optimizer.zero_grad(set_to_none=True)
+        losses = []
+        for number, batch in enumerate(group, start=self.position.batch):
+            # Each of the processes that share an image counts its loss.
+            share = len(batch.labels) / (total * self.processes.per_image)
+            if not len(batch.labels):
+                if size == 1:
+                    continue
+                batch = self.placeholder()
+            self.input_shape = tuple(batch.images.shape)
+            # The number of the batch in its epoch seeds its draws, on any number of processes.
+            seed_batch(self.config.seed, epoch, number, self.processes.data_rank)
+            inputs, targets = self.inputs(batch)
+            forward = partial(
+                self.objective.outputs,
+                self.spread.called,
+                sizes=self.sizes_of(batch),
+                targets=targets,
+            )
+            with self.spread.summing(number == self.position.batch + len(group) - 1):
+                # Times the number of processes, whose gradients are averaged.
+                loss = self.optimizer_step.add_gradients(
+                    forward, inputs, targets, share=share, factor=size
+                )
+            losses.append(loss)
+        # One read from the device for loss and norm, which decide whether the step counts.
+        norm = whole_tensor(self.optimizer_step.unscale())
+        loss = self.spread.total(torch.stack(losses).sum())
+        loss_value, norm_value = torch.stack([loss, norm]).tolist()
+        applied = math.isfinite(loss_value) and math.isfinite(norm_value)
+        if applied:
+            self.optimizer_step.apply(norm)
+            if self.ema:
+                self.ema.update(self.model, step=self.position.step + 1 - self.position.skipped)
+        self.optimizer_step.scaler.update()
+        self.scheduler.step_update(self.position.step + 1)
+        return loss_value, norm_value, applied
+
+    def inputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the model's input on its device, mixed if so configured, and the targets: classes
+        of images or of pixels, or shares of classes.
+        """
+        labels = batch.labels.to(self.device, non_blocking=True)
+        inputs = self.spec.prepare(batch.images.to(self.device, non_blocking=True))
+        return (inputs, labels) if self.mix is None else mix_batch(self.mix, inputs, labels)
+
+    def sizes_of(self, batch: Batch) -> Tensor | None:
+        """Return the part that each image fills, for a model that leaves out the rest."""
+        return batch.sizes if self.leaves_out else None
+
+    def images_of(self, group: list[Batch]) -> int:
+        """Count the readable images of some batches, over all processes."""
+        counted = self.processes.sum(sum(len(batch.labels) for batch in group))[0]
+        return int(counted) // self.processes.per_image
+
+    def placeholder(self) -> Batch:
+        """Return a batch of one black image, for a process that has none."""
+        channels = 1 if self.spec.encoding else self.spec.in_chans
+        size = self.geometry.canvas or self.geometry.view(*SOME_PX).canvas
+        image = torch.zeros(1, channels, *size, dtype=torch.uint8)
+        return Batch(image, self.objective.targets(1, size))
+
+    def shape_of(self, images: int) -> tuple[int, ...]:
+        """Return the shape ``[B, C, H, W]`` of a batch, at the largest size if sizes differ."""
+        geometry = self.geometry
+        size = geometry.canvas or geometry.view(*(geometry.img_size or SOME_PX)).canvas
+        return (images, self.spec.in_chans, *size)
+
     def count(
         self,
         group: list[Batch],
@@ -261,40 +361,71 @@ class Trainer(Learner):
             self.count_skipped(loss, group, record)
         if self.window.steps and position.step % self.log_every == 0:
             place = {"step": position.step, "epoch": position.epoch + 1}
-            record.step(
-                place
-                | self.window.means()
-                | {"lr": self.learning_rate(), "skipped": position.skipped}
-            )
+            rate = {"lr": self.learning_rate(), "skipped": position.skipped}
+            record.step(place | self.window.means() | rate)
             self.window = Window()
-        if share := self.waits.add(waited, seconds):
-            record.say(waiting(share, self.config.data.workers))
+        if self.pace.add(waited, seconds):
+            record.say(self.pace.line(self.steps_left(), self.config.data.workers))
         note = f"loss {loss:.3f}, {images / max(seconds, 1e-9):.3g} images/s"
         self.progress.advance(len(group), note=note)
+
+    def steps_left(self) -> float:
+        """Return the steps to come, evaluations included as the steps that take as long."""
+        checkpointing = self.config.model.grad_checkpointing
+        forward = FORWARD_CHECKPOINTED if checkpointing else FORWARD
+        trained, validated = self.images()
+        epochs = self.config.epochs - self.position.epoch
+        done = self.position.batch / self.config.optim.accumulate
+        return self.steps_per_epoch * epochs * (1 + forward * validated / trained) - done
 
     def count_skipped(self, loss: float, group: list[Batch], record: Record) -> None:
         """Count a step without an update; raise ``NonFinite`` at the third in a row without a
         finite loss or gradient.
         """
-        self.position.skipped += 1
+        position, scaler = self.position, self.optimizer_step.scaler
+        position.skipped += 1
         record.event(
-            "skipped",
-            {"step": self.position.step, "epoch": self.position.epoch + 1, "loss": repr(loss)},
+            "skipped", {"step": position.step, "epoch": position.epoch + 1, "loss": repr(loss)}
         )
         # A scaled fp16 gradient overflows now and then by design: the scaler lowers its factor
         # until it fits.
-        scaler = self.optimizer_step.scaler
         if scaler.is_enabled() and math.isfinite(loss) and scaler.get_scale() >= 1:
-            self.position.non_finite_in_a_row = 0
+            position.non_finite_in_a_row = 0
             return
-        self.position.non_finite_in_a_row += 1
+        position.non_finite_in_a_row += 1
         what = "loss" if not math.isfinite(loss) else "gradient"
-        record.say(f"step {self.position.step}: the {what} is not finite; no update")
-        if self.position.non_finite_in_a_row >= NON_FINITE_STEPS:
+        record.say(f"step {position.step}: the {what} is not finite; no update")
+        if position.non_finite_in_a_row >= NON_FINITE_STEPS:
             raise NonFinite(
                 f"the {what} was not finite {NON_FINITE_STEPS} steps in a row, last at step "
-                f"{self.position.step}; first at fault: {self.at_fault(group)}"
+                f"{position.step}; first at fault: {self.at_fault(group)}"
             )
+
+    def at_fault(self, group: list[Batch]) -> str:
+        """Run the batches of a step once more, mixed alike, and name the first module with values
+        that are not finite.
+        """
+        model = self.spread.whole(self.called, gradients=True)
+
+        def forward(number: int, batch: Batch) -> None:
+            seed_batch(self.config.seed, self.position.epoch, number, self.processes.data_rank)
+            with autocast(self.device, self.config.amp):
+                inputs, targets = self.inputs(batch)
+                self.objective.outputs(model, inputs, self.sizes_of(batch), targets)
+
+        numbered = enumerate(group, start=self.position.batch)
+        runs = [partial(forward, number, batch) for number, batch in numbered if len(batch.labels)]
+        faults = self.processes.gather(name_fault(model, runs))
+        return min(faults, key=lambda fault: fault.startswith(("the gradient", "nothing")))
+
+    def learning_rate(self) -> float:
+        """Return the learning rate of the next step, the highest of all groups."""
+        return max(group["lr"] for group in self.optimizer.param_groups)
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """Return the model that is evaluated and kept: the average if there is one."""
+        return self.ema.module if self.ema else self.model
 
     def evaluate(
         self,
@@ -305,12 +436,15 @@ class Trainer(Learner):
         what: str,
         tally: Tally,
     ) -> Evaluation:
-        """Evaluate in the precision of the training; ``what`` says on which images, and ``tally``
-        notes what is said of each.
+        """Evaluate in the precision of the training; ``what`` names the images, and ``tally`` notes
+        the outcome of each.
+
+        Raises:
+            NonFinite: the loss is not finite.
         """
         self.input_shape = self.shape_of(-(-self.eval_batch_size // self.processes.data_size))
         with record.begin(what, len(batches), 0, "batches") as progress, progress.within(model):
-            return evaluate(
+            result = evaluate(
                 self.spread.evaluated(model),
                 progress.over(interruption.watch(batches), lambda _: 1),
                 self.spec,
@@ -320,6 +454,12 @@ class Trainer(Learner):
                 objective=self.objective,
                 tally=tally if self.processes.counts else None,
             )
+        if not math.isfinite(result.loss):
+            raise NonFinite(
+                f"the loss on the {what} is {result.loss} ({self.where()}): the weights give "
+                "values that are not finite"
+            )
+        return result
 
     def keep_classes(
         self,
@@ -328,11 +468,11 @@ class Trainer(Learner):
         batches: EvalBatches | StreamEvalBatches,
         record: Record,
     ) -> None:
-        """Write what the best weights say of each class of a split, and their worst mistakes;
-        nothing where images have no classes.
+        """Write figures per class of the best weights and their worst mistakes; nothing for images
+        without classes.
 
         Args:
-            split: which images were evaluated.
+            split: the images that were evaluated.
             tally: what this process has noted of its part of them.
             batches: this part.
         """
@@ -352,18 +492,14 @@ class Trainer(Learner):
 
         In this order a kill at any moment leaves the state of an earlier step, from which the same
         epoch follows again.
-
-        Raises:
-            NonFinite: the loss on the validation images is not finite; the best weights stay those
-                of an earlier epoch.
         """
-        position = self.position
-        check_finite(result, f"the validation images of epoch {position.epoch + 1}")
+        position, objective = self.position, self.objective
         figures = BestFigures(position.epoch + 1, result.score, result.loss)
-        rank = self.objective.rank
-        better = rank(*figures.rank) > rank(position.best, position.best_loss)
-        # Best weights first: if the process is killed now, their file says how good they are. What
-        # they say of each class comes before them: once they are there, it is not written again.
+        best = objective.rank(position.best, position.best_loss)
+        better = objective.rank(*figures.rank) > best
+        # Best weights first: if the process is killed now, their file says how good they are.
+        # Figures per class come before them: once the weights are there, they are not evaluated
+        # again.
         if better:
             position.best, position.best_loss = figures.rank
             position.best_epoch = figures.epoch
@@ -396,55 +532,54 @@ class Trainer(Learner):
         record.epoch(self.history, more)
         self.save(record)
         score = result.score
-        reached = "" if score is None else f"  {self.objective.measure} {100 * score:.1f} %"
+        reached = "" if score is None else f"  {objective.measure} {100 * score:.1f} %"
         record.say(
             f"epoch {position.epoch:{len(str(self.config.epochs))}}/{self.config.epochs}  loss "
-            f"{values['train_loss']:.4f}  validation loss {result.loss:.4f}{self.objective.unit}"
-            f"{reached}"
-            f"{' *' if better else '  '}  lr "
-            f"{self.learning_rate():.1e}  {values['seconds']:.1f} s"
+            f"{values['train_loss']:.4f}  validation loss {result.loss:.4f}{objective.unit}"
+            f"{reached}{' *' if better else '  '}  lr {self.learning_rate():.1e}  "
+            f"{values['seconds']:.1f} s"
         )
 
     def finish(self, record: Record, interruption: Interruption) -> Result:
-        """Evaluate the best weights, as they are on the disk, once on the test images.
-
-        Raises:
-            NonFinite: their loss on the test images is not finite.
-        """
+        """Evaluate the best weights, as they are on the disk, once on the test images."""
         checkpoint, test = record.folder / BEST, None
         if self.splits.test is not None:
             model = self.processes.on_first(lambda: load_model(checkpoint)).to(self.device)
-            images = self.batches_of(self.splits.test)
-            tally = Tally()
+            images, tally = self.batches_of(self.splits.test), Tally()
             test = self.evaluate(model, images, interruption, record, "test images", tally)
-            check_finite(test, "the test images")
             self.keep_classes("test", tally, images, record)
-            record.event(
-                "test",
-                {
-                    "step": self.position.step,
-                    "accuracy": test.accuracy,
-                    "top5": test.top5,
-                    "loss": test.loss,
-                    "images": test.images,
-                }
-                | pixel_figures(test),
-            )
-        best, speed = self.position, self.position.images_per_second()
-        sizes = sizes_worth_trying(self.model, self.geometry)
-        validation = best.best if best.best >= 0 else None
+            figures = {"accuracy": test.accuracy, "top5": test.top5, "loss": test.loss}
+            figures |= {"images": test.images} | pixel_figures(test)
+            record.event("test", {"step": self.position.step} | figures)
+        position = self.position
         return Result(
             record.folder,
             checkpoint,
-            best.seconds,
-            speed,
-            best.best_epoch,
-            validation,
+            position.seconds,
+            position.images_per_second(),
+            position.best_epoch,
+            position.best if position.best >= 0 else None,
             test,
-            sizes,
+            sizes_worth_trying(self.model, self.geometry),
             self.objective.measure,
             self.objective.unit,
         )
+
+    def count_time(self) -> None:
+        """Add the time since the last call to that of the epoch and of the run."""
+        if self.clock is not None:
+            now = time.perf_counter()
+            self.position.seconds += now - self.clock
+            self.position.epoch_seconds += now - self.clock
+            self.clock = now
+
+    def save(self, record: Record) -> None:
+        """Save the state, after the lines of the record that led to it."""
+        self.count_time()
+        record.sync()
+        state = self.state()
+        self.processes.on_first(lambda: self.states.save(state))
+        self.states.step = self.position.step
 
     def share_unreadable(self) -> None:
         """Let each process know which images the others have left out."""
@@ -452,29 +587,28 @@ class Trainer(Learner):
             for paths in self.processes.gather(sorted(batches.unreadable)):
                 batches.unreadable.update(paths)
 
+    @cached_property
     def listing(self) -> dict[str, Any] | None:
-        """Return what tells the images from others: the names of the classes, and a number for each
-        image; None where images come from no files.
+        """Return the names of the classes and a digest for each image; None for images that come
+        from no files.
         """
         parts = {name: getattr(self.splits, name) for name in PARTS}
         if not any(isinstance(part, ImageDataset) for part in parts.values()):
             return None
-        if self._listing is None:
-            self._listing = {"class_names": list(self.spec.class_names)} | {
-                # torch saves no unsigned numbers of 32 bits everywhere
-                name: torch.from_numpy(part.digests().astype(np.int64))
-                for name, part in parts.items()
-                if part is not None
-            }
-        return self._listing
+        return {"class_names": list(self.spec.class_names)} | {
+            # torch saves no unsigned numbers of 32 bits everywhere
+            name: torch.from_numpy(part.digests().astype(np.int64))
+            for name, part in parts.items()
+            if part is not None
+        }
 
     def images(self) -> list[int]:
         """Count the images to train and to validate on."""
         return [len(self.splits.train), len(self.splits.validation)]
 
     def state(self) -> dict[str, Any]:
-        """Return all that the run needs to go on, in plain types; the schedule follows from
-        ``position.step``.
+        """Return all that the run needs to go on, in plain types and whole tensors, however many
+        processes there are; the schedule follows from ``position.step``.
         """
         self.share_unreadable()
         return {
@@ -482,12 +616,15 @@ class Trainer(Learner):
             "args": complete(self.config.model.name, self.args),
             "data": asdict(self.spec),
             "config": asdict(self.config),
-            **self.weights(),
+            "model": whole_tensors(self.model.state_dict()),
+            "ema": whole_tensors(self.ema.module.state_dict()) if self.ema else None,
+            "optimizer": whole_tensors(self.optimizer.state_dict()),
+            "scaler": self.optimizer_step.scaler.state_dict(),
             "position": asdict(self.position),
             "window": asdict(self.window),
             "history": self.history,
             "images": self.images(),
-            "listing": self.listing(),
+            "listing": self.listing,
             "unreadable": sorted(self.batches.unreadable),
             "random": random_state(),
         }
@@ -496,37 +633,40 @@ class Trainer(Learner):
         """Go on from what ``state()`` returned.
 
         Returns:
-            Lines that say from where, and which options differ from those that the state was saved
-            with.
+            Lines that say from where, and which options have changed since.
 
         Raises:
             ValueError: the state is of other images or of another optimiser, has no averaged
-                weights where they are asked for, or is from the middle of an epoch of other
+                weights although they are asked for, or is from the middle of an epoch of other
                 batches.
         """
-        old, new = completed(state["config"]), asdict(self.config)
-        done = state["position"]["epoch"] >= self.config.epochs
-        check_options(old, new, amid_epoch=state["position"]["batch"] > 0, done=done)
-        if (images := state.get("images", self.images())) != self.images():
+        changed = check_options(
+            state["config"],
+            asdict(self.config),
+            amid_epoch=state["position"]["batch"] > 0,
+            done=state["position"]["epoch"] >= self.config.epochs,
+        )
+        if state["images"] != self.images():
             raise ValueError(
                 "the run has {} training and {} validation images, here are {} and {}; resume with "
-                "the same".format(*images, *self.images())
+                "the same".format(*state["images"], *self.images())
             )
-        if found := changes(state.get("listing"), self.listing(), self.splits):
+        if found := changes(state["listing"], self.listing, self.splits):
             raise ValueError(
                 f"the images are not those that the run began with: {found}; resume with the same, "
                 "or --overwrite begins anew"
             )
-        if (state["data"].get("colours") or ()) != (self.spec.colours or ()):
+        if (state["data"]["colours"] or ()) != (self.spec.colours or ()):
             raise ValueError(
                 "the run took the values of its masks for other classes; --overwrite begins anew"
             )
-        if state["position"]["batch"] > len(self.batches):
-            raise ValueError(
-                f"the state is of batch {brief(state['position']['batch'])} of an epoch that has "
-                f"{len(self.batches)}; --overwrite starts the run anew"
-            )
-        self.load_weights(state)
+        load_whole(self.model, state["model"])
+        if self.ema:
+            load_whole(self.ema.module, state["ema"])
+        restore_optimizer(self.optimizer, cut_optimizer_state(self.optimizer, state["optimizer"]))
+        scaler = self.optimizer_step.scaler
+        if scaler.is_enabled() and state["scaler"]:  # else the precision has changed
+            scaler.load_state_dict(state["scaler"])
         self.position, self.window = Position(**state["position"]), Window(**state["window"])
         self.history = state["history"]
         self.batches.unreadable.update(state["unreadable"])
@@ -534,22 +674,12 @@ class Trainer(Learner):
         restore_random_state(state["random"])  # the loaders draw from generators of their own
         return [
             f"goes on after epoch {self.position.epoch}, step {self.position.step}",
-            *differences(old, new),
+            *changed,
         ]
 
 
 def pixel_figures(result: Evaluation) -> dict[str, Any]:
-    """Return the figures of an evaluation that only classes of pixels have."""
+    """Return the figures that only classes of pixels have."""
     if result.mean_iou is None:
         return {}
     return {"mean_iou": result.mean_iou, "ious": result.ious}
-
-
-def check_finite(result: Evaluation, images: str) -> None:
-    """Raise ``NonFinite`` where the loss on these images is not finite, as a score beside it means
-    nothing.
-    """
-    if not math.isfinite(result.loss):
-        raise NonFinite(
-            f"the loss on {images} is {result.loss}: the weights give values that are not finite"
-        )

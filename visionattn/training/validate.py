@@ -43,8 +43,8 @@ from visionattn.models.registration import Task
 from visionattn.models.weights import DataSpec, existing, load_model
 from visionattn.training.config import TrainConfig, ValidateConfig
 from visionattn.training.evaluate import Evaluation, evaluate
-from visionattn.training.memory import known, largest_images, largest_shape, loading_bytes
-from visionattn.training.record import CONFIG
+from visionattn.training.run_folder import CONFIG
+from visionattn.training.training_cost import known, largest_images, largest_shape, loading_bytes
 
 COLUMNS = {
     "classification": ("size", "images", "accuracy", "top-5", "images/s"),

@@ -22,7 +22,7 @@ from visionattn.models.pixel_classes import class_names, ious_of, painted, palet
 from visionattn.models.segmentation import IGNORED
 from visionattn.models.weights import DataSpec
 from visionattn.training.mistakes import SMALL_PX, address
-from visionattn.training.segmentation import confusion_of
+from visionattn.training.objectives import confusion_of
 from visionattn.training.validate import Validation, parse_validate
 
 LARGEST_PX, MASK_PX = 224, 448

@@ -22,7 +22,7 @@ from visionattn.data.data_config import DataConfig
 from visionattn.lab.charts import Chart, Look, Series
 from visionattn.lab.figures import number
 from visionattn.training.mistakes import ByClass, read_by_class
-from visionattn.training.record import BEST, BY_CLASS, CONFIG, METRICS, STATUS
+from visionattn.training.run_folder import BEST, BY_CLASS, CONFIG, METRICS, STATUS
 
 Values = dict[str, Any]
 NO_PARAMETERS = ("running_mean", "running_var", "num_batches_tracked")

@@ -22,7 +22,7 @@ from visionattn.cli.untrusted import read_json
 from visionattn.lab.sweep.folder import Ending, SweepFolder
 from visionattn.lab.sweep.grid import Cell, Plan
 from visionattn.training.config import TrainConfig
-from visionattn.training.record import STATUS, can_go_on
+from visionattn.training.run_folder import STATUS, can_go_on
 
 STATUSES = {0: "finished", 1: "nan", 3: "oom", 130: "stopped"}
 """What exit codes mean; all others are "failed", and so is 1 without an error line: Python ends so

@@ -9,11 +9,11 @@ from visionattn.cli.ends import OutOfMemory, in_one_line
 from visionattn.cli.tables import heading, lasting, line
 from visionattn.lab.sweep.cells import config_of
 from visionattn.lab.sweep.grid import Cell, Network, Plan
+from visionattn.training.checkpoint import States
 from visionattn.training.config import TrainConfig
 from visionattn.training.distributed import Processes
 from visionattn.training.engine import build
-from visionattn.training.forecast import forecast
-from visionattn.training.states import States
+from visionattn.training.training_cost import forecast
 
 COLUMNS = ("cell", "expected", "note")
 

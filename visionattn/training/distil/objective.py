@@ -6,7 +6,7 @@ from visionattn.models import VisionAttnTransformer
 from visionattn.models.patches import call
 from visionattn.training.config import OptimConfig
 from visionattn.training.distil.imitation import Imitation, Stage, TeacherSize
-from visionattn.training.objective import Judged, Objective
+from visionattn.training.objectives import Judged, Objective
 
 
 class Imitating(Objective):

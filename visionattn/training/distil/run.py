@@ -23,6 +23,7 @@ from visionattn.models.building import patch_size
 from visionattn.models.conversion import student_of
 from visionattn.models.weights import load_model
 from visionattn.training import engine
+from visionattn.training.checkpoint import differences
 from visionattn.training.config import TrainConfig
 from visionattn.training.distil.config import (
     STAGES,
@@ -40,7 +41,7 @@ from visionattn.training.distil.student import (
     open_taught,
 )
 from visionattn.training.distributed import Processes
-from visionattn.training.record import (
+from visionattn.training.run_folder import (
     BEST,
     CONFIG,
     LOCK,
@@ -51,8 +52,7 @@ from visionattn.training.record import (
     held,
     named_folder,
 )
-from visionattn.training.report import reached
-from visionattn.training.states import differences
+from visionattn.training.run_progress import reached
 
 DISTIL = "distil.yaml"
 """The file that says what a distillation is."""

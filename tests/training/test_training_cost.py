@@ -1,5 +1,8 @@
-"""What a training takes of memory, what is refused, what would fit, and which batch ``auto`` is."""
+"""Expected memory and time of a training: refusals, what would fit, ``batch_size auto``, and the
+lines before the first step.
+"""
 
+import io
 import json
 import math
 import random
@@ -19,6 +22,7 @@ from tests.helpers.small_runs import (
     quadrants,
     same,
     small_config,
+    small_trainer,
 )
 from tests.helpers.stand_in_gpu import GPU, Card, OnProcessor
 from visionattn.cli.ends import DoesNotFit, exit_code, run_tool
@@ -29,16 +33,16 @@ from visionattn.models import cost
 from visionattn.models.building import ModelConfig, build_model
 from visionattn.models.cost import SHARE, WORKER_BYTES, Expected
 from visionattn.models.machine import random_state
-from visionattn.training import engine
-from visionattn.training import memory as memory_module
+from visionattn.training import engine, training_cost
 from visionattn.training.distributed import Processes
-from visionattn.training.memory import (
+from visionattn.training.run_folder import CONFIG, LAST, STATUS
+from visionattn.training.training_cost import (
     TrainingMemory,
+    forecast,
+    forward_seconds,
     largest_shape,
-    share_of,
     with_batch,
 )
-from visionattn.training.record import CONFIG, LAST, STATUS
 
 EVERYTHING = {"ema_decay": 0.9, "mixup": 0.4, "clip_grad": 0.5, "label_smoothing": 0.1}
 CPU = torch.device("cpu")
@@ -133,21 +137,6 @@ def test_on_a_gpu_what_does_not_fit_is_refused_and_auto_takes_the_most_that_does
     assert any(re.search("; memory: 0 MiB expected, 0 MiB there; ", line) for line in lines)
 
 
-def test_on_a_gpu_the_optimiser_counts_and_what_loads_images_does_not(tmp_path, monkeypatch):
-    config = cheap_config(tmp_path, data={"workers": 3})
-    OfGpu.card = Card(monkeypatch, 1 << 30)
-    model, _ = build_model(config.model, quadrants().spec)
-    kept = 2 * 4 * sum(parameter.numel() for parameter in model.parameters())
-    with OnProcessor():
-        memory = OfGpu(config, model, quadrants(), GPU, Processes())
-        assert memory.there_bytes == 1 << 30
-        assert memory.bytes_of((5, 16, 16)) == 1000 + 5 * 2560 + kept
-        evaluated = memory.bytes_of((5, 16, 16), (9, 16, 16))
-        assert evaluated == 1000 + 9 * 2560 + kept
-        OfGpu.card.size = 1000 + 7 * 2560
-        assert memory.bytes_of((8, 16, 16)) == math.inf
-
-
 @pytest.mark.parametrize(
     "fit, room, shape, asked, way_out",
     [
@@ -159,7 +148,6 @@ def test_on_a_gpu_the_optimiser_counts_and_what_loads_images_does_not(tmp_path, 
             "one image of 28 x 28 pixels would fit: --data.img_size 28, and "
             "model.grad_checkpointing saves memory",
         ),
-        ("crop", 100 + 30 * 30, (1, 48, 34), {}, "one image of 36 x 24 pixels would fit: --data."),
         (
             "native",
             100 + 30 * 30,
@@ -256,17 +244,6 @@ def test_auto_chooses_patches_for_images_of_their_own_sizes(tmp_path):
         with_batch(config, splits, memory)
 
 
-def test_more_images_pixels_and_larger_evaluations_take_more(tmp_path):
-    memory = memory_of(cheap_config(tmp_path))
-    taken = memory.bytes_of((8, 32, 32))
-    assert memory.bytes_of((9, 32, 32)) > taken < memory.bytes_of((8, 32, 36))
-    assert memory.bytes_of((8, 32, 32), (8, 32, 32)) == taken
-    evaluated = 400, 32, 32
-    forward = int(memory.passes.forward_bytes(evaluated) + memory.kept_bytes())
-    forward -= memory.step_bytes((8, 32, 32))
-    assert forward > 0 and abs(memory.bytes_of((8, 32, 32), evaluated) - taken - forward) <= 1
-
-
 def test_an_average_moments_sums_of_gradients_and_loading_count(tmp_path, alone):
     config = cheap_config(tmp_path)
     plain, averaged = memory_of(config), memory_of(cheap_config(tmp_path, optim=EVERYTHING))
@@ -286,21 +263,6 @@ def test_an_average_moments_sums_of_gradients_and_loading_count(tmp_path, alone)
     plain.processes = SimpleNamespace(size=2)
     for plain.kind, more in (("ddp", 1.2), ("fsdp", -1.2)):
         assert plain.step_bytes(shape) - step == pytest.approx(more * weights, abs=2)
-
-
-def test_a_share_of_a_batch_is_the_largest_that_a_process_takes():
-    assert [share_of((n, 8, 9), 4) for n in (1, 4, 5)] == [(1, 8, 9), (1, 8, 9), (2, 8, 9)]
-
-
-def test_checkpointed_blocks_hold_less_and_leave_more_gaps(tmp_path, monkeypatch):
-    def step_bytes(checkpointing):
-        config = cheap_config(tmp_path, depth=4)
-        config.model.grad_checkpointing = checkpointing
-        return memory_of(config).step_bytes((8, 32, 32))
-
-    usual = step_bytes(True)
-    monkeypatch.setattr(memory_module, "SCATTERED_CHECKPOINTED", cost.SCATTERED)
-    assert step_bytes(True) < min(usual, step_bytes(False))
 
 
 def test_a_model_that_looks_at_values_has_no_expected_memory(tmp_path):
@@ -362,3 +324,92 @@ def test_the_batch_size_is_a_number_or_auto(tmp_path):
         with pytest.raises(ValueError, match="batch_size must be a whole number or one of auto"):
             parse_train([f"--batch-size={wrong}"])
     assert asdict(small_config(tmp_path))["batch_size"] == 8
+
+
+def test_a_run_is_bit_for_bit_the_run_without_a_forecast(tmp_path, monkeypatch, small):
+    options = {"optim": EVERYTHING, "model": {"drop_path_rate": 0.2}}
+    lines_of(small_config(tmp_path / "told", **options))
+    monkeypatch.setattr(engine, "forecast", lambda trainer, memory: None)
+    lines_of(small_config(tmp_path / "not", **options))
+    states = [
+        torch.load(tmp_path / name / "small" / LAST, weights_only=True) | {"config": None}
+        for name in ("told", "not")
+    ]
+    same(*states)
+
+
+def test_the_first_line_comes_before_any_image_is_looked_at(tmp_path, monkeypatch, small):
+    stream = io.StringIO()
+
+    def look(*given):
+        said = "small: 61 training and 23 validation images, looking at their sizes\n"
+        assert stream.getvalue() == said
+        raise ValueError("looked")
+
+    monkeypatch.setattr(engine, "TrainingMemory", look)
+    with pytest.raises(ValueError, match="looked"):
+        engine.train(small_config(tmp_path), stream=stream)
+
+
+def test_one_line_says_images_patches_memory_and_seconds(tmp_path, small):
+    said = lines_of(small_config(tmp_path, epochs=1))[3]
+    pattern = (
+        r"61 images of 16 x 16 px, 16 patches; memory: [\d.]+ [MG]iB expected, [\d.]+ [MG]iB there"
+        r"; computing takes about [\d.]+ s per step, [\d.]+ s per epoch, [\d.]+ s in all"
+    )
+    assert re.fullmatch(pattern, said)
+    assert not any(
+        "per epoch" in line for line in lines_of(small_config(tmp_path, epochs=1, resume=True))
+    )  # nothing is left to train
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """The shapes that are timed, where a forward takes a second per thousand pixels."""
+    shapes = []
+
+    def forward_seconds(trainer, shape):
+        shapes.append(shape)
+        return math.prod(shape[1:]) / 1000
+
+    monkeypatch.setattr(training_cost, "forward_seconds", forward_seconds)
+    return shapes
+
+
+@pytest.mark.parametrize("checkpointing, forwards", [(False, 3), (True, 4)])
+def test_an_epoch_computes_its_steps_and_its_evaluation(tmp_path, timed, checkpointing, forwards):
+    config = small_config(tmp_path, epochs=5, optim={"accumulate": 2})
+    trainer = small_trainer(config, quadrants(64))
+    trainer.position.epoch, trainer.config.model.grad_checkpointing = 2, checkpointing
+    told = forecast(trainer, Expected(1, 2))
+    assert timed == [(8, 16, 16)] and told.images == "64 images of 16 x 16 px, 16 patches"
+    assert told.seconds_per_step == pytest.approx(forwards * 2 * 8 * 0.256)
+    assert told.seconds_per_epoch == pytest.approx(forwards * 64 * 0.256 + 23 * 0.256)
+    assert (told.epochs, told.memory) == (3, Expected(1, 2))
+    steps = trainer.steps_left()
+    assert steps == pytest.approx(3 * (4 + 4 * 23 / 64 / forwards))
+
+
+def test_the_median_of_batches_is_timed_unless_the_model_is_cut(tmp_path, monkeypatch, timed):
+    trainer = small_trainer(small_config(tmp_path))
+    shapes = np.array([[4, 8 * n, 8] for n in range(20, 0, -1)])
+    monkeypatch.setattr(type(trainer.batches), "shapes", lambda own: shapes)
+    assert forecast(trainer, Expected(1, 2)).seconds_per_step > 0 and timed == [(4, 88, 8)]
+    trainer.spread.kind = "fsdp"
+    told = forecast(trainer, Expected(2 << 20, 1 << 20)).line()
+    assert len(timed) == 1 and told.endswith(
+        "memory: 2 MiB expected, 1 MiB there, which may not do; the first steps will tell the time"
+    )
+    shapes = np.zeros((3, 3), np.int64)
+    assert forecast(trainer, Expected(1, 2)) is None
+
+
+def test_a_timed_forward_leaves_the_model_as_it_was(tmp_path):
+    trainer = small_trainer(small_config(tmp_path, model={"drop_path_rate": 0.2}))
+    trainer.model.train().blocks[1].eval()
+    weights, before = trainer.model.state_dict(), random_state()
+    kept = {name: value.clone() for name, value in weights.items()}
+    assert forward_seconds(trainer, (3, 16, 16)) > 0
+    same(trainer.model.state_dict(), kept)
+    same(random_state(), before)
+    assert trainer.model.training and not trainer.model.blocks[1].training

@@ -1,19 +1,20 @@
-"""Whether a run fits into memory: what it takes at its largest batch, what would fit where that is
-too much, and which batch ``batch_size auto`` stands for.
+"""What a training takes: memory at its largest batch, and time, said before its first step.
 
-``models/cost.py`` counts passes and finds what fits. Here are steps, several processes
-and the loading of images.
+``models/cost.py`` counts passes and finds what fits. Here are steps, several processes and the
+loading of images. The time is that of a forward, in proportion: ``run_progress.Pace`` measures real
+steps.
 """
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from visionattn.cli.memory import sensible
+from visionattn.cli.tables import lasting
 from visionattn.data.buckets import cell_px
 from visionattn.data.data_config import DataConfig
 from visionattn.data.geometry import Geometry, Size, geometry_of
@@ -28,18 +29,17 @@ from visionattn.models.cost import (
     Memory,
     Passes,
     Shape,
+    images_of,
     images_that_fit,
     whole_bytes,
 )
 from visionattn.models.machine import autocast
-from visionattn.models.patches import takes_sizes
+from visionattn.models.patches import in_eval, takes_sizes
 from visionattn.models.weights import DataSpec
 from visionattn.training.config import TrainConfig
-from visionattn.training.distributed import Processes
-from visionattn.training.evaluate import objective_of
-from visionattn.training.objective import Objective
-from visionattn.training.parallel import choose_kind
-from visionattn.training.trainer import Trainer
+from visionattn.training.distributed import Processes, choose_kind
+from visionattn.training.objectives import Objective, objective_of
+from visionattn.training.trainer import FORWARD, FORWARD_CHECKPOINTED, Trainer
 
 MOMENTS = 2
 """How many tensors of the size of the parameters the optimisers keep."""
@@ -48,9 +48,9 @@ PREFETCHED = 2
 
 
 class TrainingMemory(Memory):
-    """What a run takes at batches of some shapes.
+    """The memory of a run at batches of some shapes.
 
-    It is made before the average and the optimiser are there, and counts both.
+    It is made before the average and the optimiser exist, and counts both.
 
     Args:
         config: the run; its batch size does not matter.
@@ -58,7 +58,7 @@ class TrainingMemory(Memory):
         splits: the images.
         device: where to compute.
         processes: those that train together.
-        objective: what the model learns; None: the classes of the images.
+        objective: what the model learns; None: as the data's task says.
     """
 
     doing = "a step on "
@@ -73,11 +73,11 @@ class TrainingMemory(Memory):
         objective: Objective | None = None,
     ):
         self.config, self.splits, self.processes = config, splits, processes
-        checkpointing, patch_px = config.model.grad_checkpointing, patch_size(model)
         self.objective = objective or objective_of(splits.spec, config.optim)
         self.kind = choose_kind(replace(config, batch_size="auto"), processes.size)
+        patch_px = patch_size(model)
         passes = Passes(
-            objective.called(model) if objective else model,
+            self.objective.called(model),
             splits.spec,
             device,
             config.amp,
@@ -88,16 +88,17 @@ class TrainingMemory(Memory):
         if config.optim.ema_decay:
             self.base_bytes += sum(x.numel() * x.element_size() for x in model.parameters())
         self.least = processes.data_size
+        checkpointing = config.model.grad_checkpointing
         self.saves = "" if checkpointing else ", and model.grad_checkpointing saves memory"
 
     def bytes_of(self, shape: Shape, evaluation: Shape | None = None) -> int | None:
         """Return the memory of one process and of those that load its images, at its largest batch
-        of training and of evaluation; None where nobody can tell.
+        of training and of evaluation; None if nobody can tell.
         """
         step = self.extended(self.step_bytes, self.own_part(shape))
         if step is None:
             return None
-        # An evaluation, with the moments of the optimiser, where its batches are larger.
+        # An evaluation, with the moments of the optimiser, if its batches are larger.
         if evaluation is not None and math.prod(evaluation) > math.prod(shape):
             forward = self.extended(self.passes.forward_bytes, self.own_part(evaluation)) or 0
             step = max(step, forward + self.kept_bytes())
@@ -108,14 +109,14 @@ class TrainingMemory(Memory):
         return self.base_bytes + step + loading
 
     def step_bytes(self, shape: Shape) -> int | None:
-        """Return the bytes of a step of one process, with what the optimiser keeps; None where
-        nobody can tell, on a GPU infinity where it is too much.
+        """Return the bytes of a step of one process, with what the optimiser keeps; None if nobody
+        can tell, on a GPU infinity for too much.
         """
         passes, optim = self.passes, self.config.optim
 
         def work(model: nn.Module) -> None:
             model.train()
-            if optim.accumulate > 1:  # the gradients of the batches before are there
+            if optim.accumulate > 1:  # with the gradients of the batches before
                 for parameter in model.parameters():
                     if parameter.requires_grad:
                         parameter.grad = torch.zeros_like(parameter)
@@ -143,7 +144,7 @@ class TrainingMemory(Memory):
         return kept * (1 if self.passes.device.type == "cuda" else SCATTERED)
 
     def own_part(self, shape: Shape) -> Shape:
-        """Return what one process computes of a batch: some images, or some rows of them."""
+        """Return one process's part of a batch: some images, or some rows of them."""
         images, height, width = share_of(shape, self.processes.data_size)
         rows = -(-height // self.patch_px[0])
         return images, -(-rows // self.processes.per_image) * self.patch_px[0], width
@@ -173,14 +174,14 @@ class TrainingMemory(Memory):
 
 
 def share_of(shape: Shape, processes: int) -> Shape:
-    """Return the part of a batch that one of several processes takes at most."""
+    """Return the largest part of a batch that one of several processes takes."""
     images, height, width = shape
     return -(-images // processes), height, width
 
 
 def loading_bytes(config: DataConfig, dataset: Dataset, spec: DataSpec, shape: Shape) -> int:
-    """Return what the processes take that load images: batches that wait, and an image each as it
-    is in its file.
+    """Return the memory of the processes that load images: batches that wait, and for each an image
+    as it is in its file.
     """
     images, height, width = shape
     channels = 1 if spec.encoding else spec.in_chans
@@ -200,8 +201,13 @@ def largest_shape(shapes: np.ndarray) -> Shape:
     return images, height, width
 
 
+def known(shapes: np.ndarray) -> np.ndarray:
+    """Return the batches whose images have a known size."""
+    return shapes[shapes[:, 1:].prod(1) > 0]
+
+
 def check_memory(trainer: Trainer, memory: TrainingMemory) -> Expected:
-    """Return the memory that a run will take at most.
+    """Return the most memory that a run takes.
 
     Raises:
         DoesNotFit: it is clearly more than there is; one line, with what would fit.
@@ -216,16 +222,11 @@ def check_memory(trainer: Trainer, memory: TrainingMemory) -> Expected:
     return memory.check(shape, needed)
 
 
-def known(shapes: np.ndarray) -> np.ndarray:
-    """Return the batches whose images have a known size."""
-    return shapes[shapes[:, 1:].prod(1) > 0]
-
-
 def with_batch(
     config: TrainConfig, splits: Splits, memory: TrainingMemory
 ) -> tuple[TrainConfig, list[str]]:
-    """Return the run with a number for ``batch_size auto``, the largest that fits, and a line that
-    says which; where images differ in size, with ``data.batch_patches`` too.
+    """Return the run with the largest batch that fits for ``batch_size auto``, and a line about it;
+    if images differ in size, with ``data.batch_patches`` too.
 
     Raises:
         ValueError: nobody can tell what fits.
@@ -238,15 +239,15 @@ def with_batch(
     taken = memory.processes.on_first(lambda: memory.auto(size, count))
     if choices[0].canvas is not None:
         return replace(config, batch_size=taken), [images_that_fit(taken, size)]
-    # As many patches as the largest images have that fit.
-    patches = taken * (size[0] * size[1] // memory.cell_px)
-    most = min(LARGEST_BATCH * memory.least, count)
-    average = min(most, sensible(max(1, int(patches * memory.cell_px / mean))))
     if config.data.batch_patches is not None:
         raise ValueError(
             f"batch_size auto chooses data.batch_patches, which is {config.data.batch_patches}; "
             "leave one of them out"
         )
+    # As many patches as the largest images have that fit.
+    patches = taken * (size[0] * size[1] // memory.cell_px)
+    most = min(LARGEST_BATCH * memory.least, count)
+    average = min(most, sensible(max(1, int(patches * memory.cell_px / mean))))
     line = (
         f"batch_size auto: {patches} patches fit, {taken} of the largest images and {average} on "
         "average"
@@ -265,3 +266,76 @@ def largest_images(dataset: Dataset, choices: tuple[Geometry, ...]) -> tuple[Siz
     pixels = sizes.prod(1)
     rows, columns = sizes[pixels.argmax()].tolist()
     return (rows, columns), float(pixels[pixels > 0].mean()) if pixels.any() else 1.0
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a training will take."""
+
+    images: str
+    memory: Expected
+    seconds_per_step: float | None
+    """Of computing, without loading; None if a forward alone does not tell."""
+    seconds_per_epoch: float | None
+    epochs: int
+    """Epochs that are left."""
+
+    def line(self) -> str:
+        """Return the line for people."""
+        if self.seconds_per_step is None or self.seconds_per_epoch is None:
+            return f"{self.images}; {self.memory}; the first steps will tell the time"
+        left = self.epochs * self.seconds_per_epoch
+        return (
+            f"{self.images}; {self.memory}; computing takes about "
+            f"{lasting(self.seconds_per_step)} per step, {lasting(self.seconds_per_epoch)} per "
+            f"epoch, {lasting(left)} in all"
+        )
+
+
+def forecast(trainer: Trainer, memory: Expected) -> Forecast | None:
+    """Return what the run will take: time in proportion to a timed forward and to the pixels of the
+    batches; None if no image can be read. All processes call it together.
+    """
+    shapes, evaluated = known(trainer.batches.shapes()), known(trainer.validation.shapes())
+    if not len(shapes) or not len(evaluated):
+        return None
+    config, size = trainer.config, trainer.processes.data_size
+    generates = trainer.spec.task == "generate"
+    cell = 1 if generates else cell_px(trainer.geometry)
+    images = images_of(
+        shapes[:, 1:], len(trainer.splits.train), cell, cells="pixels" if generates else "patches"
+    )
+    usual = shapes[np.argsort(shapes.prod(1), kind="stable")[len(shapes) // 2]].tolist()
+    tried = share_of((usual[0], usual[1], usual[2]), size)
+    # A model that is cut, or that shares images, computes nothing by itself.
+    alone = trainer.spread.kind in (None, "ddp")
+    each = forward_seconds(trainer, tried) if alone else None
+    each = trainer.processes.gather(each)[0]
+    epochs = config.epochs - trainer.position.epoch
+    if each is None:
+        return Forecast(images, memory, None, None, epochs)
+    steps, evaluation = (
+        np.ceil(part[:, 0] / size) * part[:, 1:].prod(1) for part in (shapes, evaluated)
+    )
+    share = FORWARD_CHECKPOINTED if config.model.grad_checkpointing else FORWARD
+    per_pixel = each / math.prod(tried[1:]) / share
+    return Forecast(
+        images,
+        memory,
+        per_pixel * float(np.median(steps)) * config.optim.accumulate,
+        per_pixel * float(steps.sum() + share * evaluation.sum()),
+        epochs,
+    )
+
+
+def forward_seconds(trainer: Trainer, shape: Shape) -> float | None:
+    """Return the seconds of a forward per image of a batch; None if it cannot be timed."""
+    objective, device = trainer.objective, trainer.device
+
+    def compute(model: nn.Module, inputs: Tensor, sizes: Tensor | None) -> Tensor:
+        targets = objective.targets(len(inputs), (inputs.shape[2], inputs.shape[3])).to(device)
+        return objective.outputs(model, inputs, sizes, targets)
+
+    passes = Passes(trainer.called, trainer.spec, device, trainer.config.amp, compute)
+    with in_eval(trainer.called):
+        return passes.forward_seconds(shape, patch_size(trainer.model))

@@ -1,4 +1,4 @@
-"""How far a run has come, and what came of it."""
+"""How far a run has come, its result, and the lines that end it."""
 
 import math
 import os
@@ -7,13 +7,14 @@ from pathlib import Path
 
 from torch import nn
 
+from visionattn.cli.commands import typed
+from visionattn.cli.tables import lasting
 from visionattn.data.geometry import Geometry, Size
+from visionattn.training.config import TrainConfig
 from visionattn.training.evaluate import Evaluation
 
-LONG_WAIT = 0.2
-"""The share of time spent waiting for data above which a run warns."""
-WATCH_STEPS, WATCH_SECONDS = 20, 10.0
-"""The fewest steps and seconds over which such a share is measured."""
+PACE_STEPS, PACE_SECONDS = 20, 10.0
+"""The fewest steps and seconds over which ``Pace`` measures."""
 
 
 @dataclass
@@ -23,13 +24,13 @@ class Position:
     epoch: int = 0
     """Epochs finished, validation included."""
     batch: int = 0
-    """Batches done of the epoch after those."""
+    """Batches done of the current epoch."""
     step: int = 0
     """Optimiser steps done, skipped ones included."""
     skipped: int = 0
     """Steps without an update, as the loss or the gradient was not finite."""
     non_finite_in_a_row: int = 0
-    """How many of these came last, one after another, as far as they count as a fault."""
+    """Consecutive skipped steps up to now that count as a fault."""
     loss_sum: float = 0.0
     """Sum of the losses of the images of this epoch so far."""
     images: int = 0
@@ -60,7 +61,7 @@ class Position:
 
     def means(self) -> dict[str, float]:
         """Return loss per image, images per second, and the share of time spent waiting for data,
-        for this epoch.
+        of this epoch.
         """
         return {
             "train_loss": self.loss_sum / self.images if self.images else math.nan,
@@ -112,64 +113,44 @@ class Window:
 
 
 @dataclass
-class WaitWatch:
-    """Notice, once, that steps wait for their data. The first steps, while the loader's processes
-    start, do not count.
-    """
+class Pace:
+    """Measure the time of the first steps, loading included, and tell it once."""
 
-    unwatched: int = 10
-    """How many more steps not to count."""
+    unmeasured: int = 10
+    """Steps that do not count, while libraries and the loader's processes start."""
     steps: int = 0
     waited: float = 0.0
     seconds: float = 0.0
-    told: bool = False
 
-    def add(self, waited: float, seconds: float) -> float | None:
-        """Count a step.
-
-        Returns:
-            The share of time spent waiting, the first time that it is above ``LONG_WAIT`` in a
-            stretch of at least ``WATCH_STEPS`` steps and ``WATCH_SECONDS``; otherwise None.
-        """
-        if self.unwatched or self.told:
-            self.unwatched = max(0, self.unwatched - 1)
-            return None
+    def add(self, waited: float, seconds: float) -> bool:
+        """Count a step; return True once, when enough steps are measured."""
+        if self.steps >= PACE_STEPS and self.seconds >= PACE_SECONDS:
+            return False
+        if self.unmeasured:
+            self.unmeasured -= 1
+            return False
         self.steps, self.waited = self.steps + 1, self.waited + waited
-        self.seconds = self.seconds + seconds
-        if self.steps < WATCH_STEPS or self.seconds < WATCH_SECONDS:
-            return None
-        share = self.waited / self.seconds
-        self.steps, self.waited = 0, 0.0
-        self.seconds, self.told = 0.0, share > LONG_WAIT
-        return share if self.told else None
+        self.seconds += seconds
+        return self.steps >= PACE_STEPS and self.seconds >= PACE_SECONDS
 
+    def line(self, steps_left: float, workers: int) -> str:
+        """Return the measured time, and the share that more loader processes would save.
 
-def waiting(share: float, workers: int) -> str:
-    """Say that a share of the time goes into waiting for data, and what helps."""
-    return (
-        f"{100 * share:.0f} % of the time goes into waiting for data; more processes that load it "
-        f"help: data.workers is {workers}, this machine has {os.cpu_count()} cores"
-    )
-
-
-def sizes_worth_trying(model: nn.Module, geometry: Geometry) -> tuple[Size, ...]:
-    """Return the size of the images, and about 1.5 and 2 times it in whole patches; only the first
-    where the model takes no other, and none where images have no such size.
-    """
-    size = geometry.img_size
-    if size is None:
-        return ()
-    embed = getattr(model, "patch_embed", None)
-    if embed is None or getattr(embed, "strict_img_size", False):
-        return (size,)
-    patch = math.lcm(*embed.patch_size)
-    larger = (math.ceil(1.5 * size[0] / patch) * patch, math.ceil(1.5 * size[1] / patch) * patch)
-    return (size, larger, (2 * size[0], 2 * size[1]))
+        Args:
+            steps_left: steps to come, evaluations included as the steps that take as long.
+            workers: ``data.workers``.
+        """
+        each, share = self.seconds / self.steps, self.waited / self.seconds
+        return (
+            f"measured: {lasting(each)} per step, {share:.0%} of it waiting for data (data.workers "
+            f"is {workers}, this machine has {os.cpu_count()} cores); about "
+            f"{lasting(each * steps_left)} left"
+        )
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to."""
+    """The result of a run."""
 
     folder: Path
     """The run's folder."""
@@ -180,17 +161,15 @@ class Result:
     images_per_second: float
     """Training images per second of all steps, waiting for data included."""
     best_epoch: int
-    """The epoch, counted from 1, whose weights were best on the validation images."""
+    """The epoch, counted from 1, with the best weights on the validation images."""
     validation: float | None
-    """Their score on the validation images, in [0, 1]; None where those have no classes."""
+    """Their score on the validation images, in [0, 1]; None for images without classes."""
     test: Evaluation | None
-    """The same weights on the test images; None where there are none."""
+    """The same weights on the test images; None without a test split."""
     sizes_px: tuple[Size, ...]
-    """Image sizes worth evaluating: that of the training, and larger ones where the model takes
-    them; none where images are seen at sizes of their own.
-    """
+    """Image sizes worth evaluating, ``sizes_worth_trying``."""
     measure: str = "accuracy"
-    """What the score is of: ``accuracy`` of images, ``mean IoU`` of pixels."""
+    """The name of the score: ``accuracy`` or ``mean IoU``."""
     unit: str = ""
     """What follows the number of a loss, for people."""
 
@@ -206,3 +185,69 @@ class Result:
             "train_seconds": round(self.seconds, 3),
             "images_per_second": round(self.images_per_second, 1),
         }
+
+
+def sizes_worth_trying(model: nn.Module, geometry: Geometry) -> tuple[Size, ...]:
+    """Return the training size, and about 1.5 and 2 times it in whole patches if the model takes
+    other sizes; nothing for images at sizes of their own.
+    """
+    size = geometry.img_size
+    if size is None:
+        return ()
+    embed = getattr(model, "patch_embed", None)
+    if embed is None or getattr(embed, "strict_img_size", False):
+        return (size,)
+    patch = math.lcm(*embed.patch_size)
+    larger = (math.ceil(1.5 * size[0] / patch) * patch, math.ceil(1.5 * size[1] / patch) * patch)
+    return (size, larger, (2 * size[0], 2 * size[1]))
+
+
+def report(config: TrainConfig, result: Result) -> list[str]:
+    """Return the last lines of a finished run. The last one is the score on the test images, or on
+    the validation images without a test split; no other line has a percentage.
+    """
+    return [
+        f"trained in {result.seconds:.0f} seconds",
+        f"best weights (of epoch {result.best_epoch}): {result.checkpoint}",
+        "try next:",
+        *(f"  {command}" for command in next_commands(config, result)),
+        reached(result),
+    ]
+
+
+def reached(result: Result) -> str:
+    """Return a line with the score of a run, or the loss for images without classes."""
+    if result.test is None:
+        if result.validation is None:
+            return f"the least validation loss is that of epoch {result.best_epoch}"
+        return (
+            f"validation {result.measure} {100 * result.validation:.1f} % (there is no test split)"
+        )
+    if result.test.score is None:
+        return f"test loss {result.test.loss:.4f}{result.unit}"
+    return f"test {result.measure} {100 * result.test.score:.1f} %"
+
+
+def next_commands(config: TrainConfig, result: Result) -> list[str]:
+    """Return commands that evaluate the weights at several image sizes, or generate samples."""
+    best = str(result.checkpoint)
+    if config.data.task == "generate":
+        samples = str(result.folder / "samples.png")
+        return [
+            typed("generate", best, "--output", samples),
+            typed("validate", "--checkpoint", best),
+        ]
+    validate = ["validate", "--checkpoint", best]
+    if result.sizes_px:
+        square = all(rows == columns for rows, columns in result.sizes_px)
+        sizes = [str(rows) for rows, _ in result.sizes_px]
+        if not square:
+            sizes = [str([list(each) for each in result.sizes_px])]
+        validate += ["--img-size", *sizes]
+    return [typed(*validate)]
+
+
+def how_to_resume(config: TrainConfig) -> str:
+    """Return the command that resumes a run."""
+    kept = Path(config.output) / config.run / "config.yaml"
+    return typed("train", "--config", str(kept), "--resume")

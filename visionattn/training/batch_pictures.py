@@ -1,9 +1,7 @@
-"""What a model sees of its images: the first batches of training and validation, on one sheet.
-
-The batches are made as a run makes them, and nothing of a run is written.
+"""``--show-batch``: the first batches of training and validation as the model sees them, on one
+sheet. The batches are made as a run makes them, and nothing of a run is written.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,15 +29,12 @@ from visionattn.training.trainer import Trainer
 MOST_PICTURES = 16
 """Pictures of each of the two batches."""
 MOST_PX, COLUMNS = 2400, 8
-"""The largest width and height of a sheet in pixels, as far as captions allow, and the most
-pictures side by side.
-"""
+"""About the largest width and height of a sheet in pixels, and the most pictures side by side."""
 ENLARGED_PX, MOST_TIMES, LEAST_PX = 256, 4, 24
-"""Pictures are enlarged by a whole number, to at most so many pixels and so many times. They are
-not shrunk below the longest side ``LEAST_PX``.
+"""Small pictures are enlarged by one whole number, up to ``ENLARGED_PX`` and ``MOST_TIMES``; large
+ones are shrunk to one longest side, of at least ``LEAST_PX``.
 """
-MARGIN, GAP, BETWEEN_PARTS, NARROWEST = 24, 14, 18, 128
-TITLE_PX, NOTE_PX, CAPTION_PX = 32, 28, 17
+MARGIN, GAP, NARROWEST, HEAD_PX, CAPTION_PX = 24, 14, 128, 60, 17
 SMALL = 12
 """The size of most letters."""
 
@@ -64,19 +59,14 @@ class Part:
     note: str
     pictures: Sequence[Picture]
 
-    @property
-    def longest(self) -> int:
-        """Return the longest side of a picture in pixels."""
-        return max(max(picture.pixels.shape[:2]) for picture in self.pictures)
-
 
 def show_batch(config: TrainConfig) -> str:
     """Draw the first batches of a run into the file ``config.show_batch``, and return a line about
     it.
 
     Raises:
-        ValueError, FileNotFoundError: something about the configuration, the data or the file is
-            wrong; one line, and nothing is written.
+        ValueError, FileNotFoundError: the configuration, the data or the file is wrong; one line,
+            and nothing is written.
         OSError: the file cannot be written.
     """
     check(config)
@@ -93,8 +83,7 @@ def show_batch(config: TrainConfig) -> str:
 
 
 def first_batches(config: TrainConfig) -> list[Part]:
-    """Make the first batch of training, augmented and mixed as configured, and the first one of
-    validation; of each, the first pictures.
+    """Make the first pictures of training, augmented and mixed as configured, and of validation.
 
     Raises:
         ValueError, FileNotFoundError: as a training does before its first step.
@@ -107,12 +96,12 @@ def first_batches(config: TrainConfig) -> list[Part]:
     trainer, *_ = engine.build(config, None, False, Processes(), torch.device("cpu"))
     training = []
     for number, batch in first(trainer.batches.epoch(0), "training"):
-        images, shares = batch.images, known(trainer.spec, batch)
+        images, classes = batch.images, known(trainer.spec, batch)
         if trainer.mix is not None:
             seed_batch(config.seed, 0, number)
-            inputs, shares = trainer.inputs(batch)
+            inputs, classes = trainer.inputs(batch)
             images = unprepared(trainer.spec, inputs)
-        training.append((images, shares, batch.sizes))
+        training.append((images, classes, batch.sizes))
     validation = [
         (batch.images, known(trainer.spec, batch), batch.sizes)
         for _, batch in first(trainer.validation, "validation")
@@ -124,8 +113,8 @@ def first_batches(config: TrainConfig) -> list[Part]:
 
 
 def known(spec: DataSpec, batch: Batch) -> Tensor:
-    """Return the classes of a batch: their shares in each image, ``[B, classes]`` (without classes
-    ``[B, 0]``), or masks, uint8 ``[B, H, W]``.
+    """Return the classes of a batch: their shares in each image, ``[B, classes]``, or masks, uint8
+    ``[B, H, W]``.
     """
     if spec.task == "segmentation":
         return batch.labels
@@ -135,7 +124,7 @@ def known(spec: DataSpec, batch: Batch) -> Tensor:
 
 
 def first(batches: Iterable[Batch], name: str) -> list[tuple[int, Batch]]:
-    """Return the first batches that have images, as many as fill a sheet, and their numbers.
+    """Return the first batches with images, as many as fill a sheet, and their numbers.
 
     Raises:
         ValueError: there are none.
@@ -173,25 +162,25 @@ def part(
 
     Args:
         title: what the batches are for.
-        trainer: whose images they are.
-        batches: for each its images ``[B, C, H, W]``, before ``DataSpec.prepare``; what ``known``
-            says of them; and height and width in pixels of what each image fills, from the top
-            left, ``[B, 2]``, None where they fill all.
-        changes: what was done to the images.
+        trainer: of the run.
+        batches: for each its images ``[B, C, H, W]``, before ``DataSpec.prepare``; their classes,
+            as ``known`` returns them; and height and width in pixels of the part that each image
+            fills, from the top left, ``[B, 2]``, None for all.
+        changes: the augmentation, in words.
     """
     spec, masked = trainer.spec, trainer.spec.task == "segmentation"
-    most = MOST_PICTURES // 2 if masked else MOST_PICTURES
+    most = MOST_PICTURES // (1 + masked)
     pictures: list[Picture] = []
-    for images, shares, present in batches:
+    for images, classes, present in batches:
         full = (images.shape[2], images.shape[3])
         for index, image in enumerate(images[: most - len(pictures) // (1 + masked)]):
             filled = full if present is None else tuple(present[index].tolist())
-            name = "image" if masked else named(spec, shares[index])
+            name = "image" if masked else named(spec, classes[index])
             lines = sizes(trainer.model, filled, full)
             pictures.append(Picture(visible(image), filled, (name, *lines)))
             if masked:  # each image is followed by its mask
-                lines = in_mask(spec, shares[index][: filled[0], : filled[1]])
-                colours = striped(shares[index].numpy(), spec)
+                lines = in_mask(spec, classes[index][: filled[0], : filled[1]])
+                colours = striped(classes[index].numpy(), spec)
                 pictures.append(Picture(colours, filled, ("its mask", *lines)))
     count, bands = sum(len(images) for images, *_ in batches), batches[0][0].shape[1]
     which = f"{most} of the" if count > most else "all"
@@ -205,7 +194,7 @@ def part(
 
 def visible(image: Tensor) -> np.ndarray:
     """Return an image ``[C, H, W]``, uint8 or float32 in [0, 1], as uint8 ``[H, W, 3]``: its first
-    three bands, or of fewer the first one as grey.
+    three bands, or the first one as grey.
     """
     values = rearrange(image[:3] if image.shape[0] >= 3 else image[:1], "c h w -> h w c").numpy()
     if values.dtype != np.uint8:
@@ -214,27 +203,23 @@ def visible(image: Tensor) -> np.ndarray:
 
 
 def named(spec: DataSpec, shares: Tensor) -> str:
-    """Return the name of a class; of a mixture the names and shares of the largest two."""
+    """Return the name of a class, or names and shares of the largest two of a mixture."""
     if not len(shares):
         return "no class"
     names = spec.class_names or tuple(map(str, range(spec.num_classes)))
     parts, classes = shares.float().topk(min(2, len(shares)))
     # Smoothing gives every class a share; mixing gives two more than that.
-    mixed = len(parts) == 2 and parts[1] > shares.float().min() + 1e-3
-    if not mixed:
+    if len(parts) < 2 or parts[1] <= shares.float().min() + 1e-3:
         return names[classes[0]]
-    return " + ".join(
-        f"{100 * part:.0f} % {names[each]}"
-        for part, each in zip(parts.tolist(), classes.tolist(), strict=True)
-    )
+    pairs = zip(parts.tolist(), classes.tolist(), strict=True)
+    return " + ".join(f"{100 * share:.0f} % {names[each]}" for share, each in pairs)
 
 
 def sizes(model: torch.nn.Module, present: tuple[int, ...], full: tuple[int, ...]) -> list[str]:
-    """Return lines about the pixels and patches that are present, and that there is room for."""
-    rows, columns = full
+    """Return lines about the pixels and patches that are present, and the size of the batch."""
     lines = [f"{present[0]} x {present[1]} px"]
     if present != full:
-        lines[0] += f" of {rows} x {columns}"
+        lines[0] += f" of {full[0]} x {full[1]}"
     patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
     if patch is not None:
         grid = [-(-px // each) for px, each in zip(present, patch, strict=True)]
@@ -244,7 +229,7 @@ def sizes(model: torch.nn.Module, present: tuple[int, ...], full: tuple[int, ...
 
 def in_mask(spec: DataSpec, mask: Tensor) -> list[str]:
     """Name the classes of a mask's pixels, the last first, as the first often is background, and
-    say what share of the pixels does not count.
+    the share of ignored pixels.
     """
     found = [value for value in mask.unique().tolist()[::-1] if value != IGNORED]
     named = ", ".join(class_names(spec)[value] for value in found) or "nothing that counts"
@@ -261,132 +246,105 @@ def training_changes(config: TrainConfig) -> str:
     return ", ".join([f"augment {data.augment}", *given])
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How large pictures are shown, and how many side by side."""
-
-    columns: int
-    times: int
-    cap: float
-    """The longest side in pixels at which a picture is shown."""
-
-    def rows(self, part: Part) -> list[Sequence[Picture]]:
-        """Divide the pictures of a part into rows."""
-        firsts = range(0, len(part.pictures), self.columns)
-        return [part.pictures[first : first + self.columns] for first in firsts]
-
-    def size(self, picture: Picture) -> tuple[int, int]:
-        """Return height and width in pixels at which a picture is shown."""
-        height, width = picture.pixels.shape[:2]
-        scale = min(self.times, self.cap / max(height, width))
-        return max(1, round(height * scale)), max(1, round(width * scale))
-
-    def width(self, picture: Picture) -> int:
-        """Return the width in pixels of a picture with its captions."""
-        return max(self.size(picture)[1], NARROWEST)
-
-    def height(self, row: Sequence[Picture]) -> int:
-        """Return the height in pixels of a row of pictures with its captions."""
-        lines = max(len(picture.captions) for picture in row)
-        return max(self.size(picture)[0] for picture in row) + 6 + lines * CAPTION_PX + GAP
-
-    def note(self, part: Part) -> str:
-        """Return a part's note, and how its pictures are shown if not pixel by pixel."""
-        if self.times > 1 and self.cap >= self.times * part.longest:
-            return f"{part.note}; shown {self.times} times as large"
-        if self.cap < part.longest:
-            return f"{part.note}; shown at {self.cap} px at most"
-        return part.note
-
-    def sheet(self, parts: Sequence[Part]) -> tuple[int, int]:
-        """Return height and width of the sheet in pixels."""
-        widths, height = [], 2 * MARGIN - GAP - BETWEEN_PARTS
-        for part in parts:
-            rows = self.rows(part)
-            height += BETWEEN_PARTS + TITLE_PX + NOTE_PX + sum(map(self.height, rows))
-            widths += [sum(map(self.width, row)) + GAP * (len(row) - 1) for row in rows]
-            widths.append(math.ceil(font_of(SMALL).getlength(self.note(part))))
-        return height, max(widths) + 2 * MARGIN
-
-
-def best_layout(parts: Sequence[Part], most_px: int) -> Layout:
-    """Return the layout that shows pictures largest, and of these the widest."""
-    longest = max(part.longest for part in parts)
-    most = max(len(part.pictures) for part in parts)
-    times = max(1, min(MOST_TIMES, ENLARGED_PX // longest))
-    found = []
-    for columns in range(1, min(COLUMNS, most) + 1):
-        low, high = min(LEAST_PX, longest), times * longest
-        # The largest cap that fits: the sheet grows with it.
-        while low < high:
-            middle = (low + high + 1) // 2
-            fits = max(Layout(columns, times, middle).sheet(parts)) <= most_px
-            low, high = (middle, high) if fits else (low, middle - 1)
-        found.append(Layout(columns, times, low))
-    return max(found, key=lambda layout: (layout.cap, layout.columns))
-
-
 def draw_sheet(parts: Sequence[Part], *, most_px: int = MOST_PX) -> Image.Image:
     """Draw pictures, each at its own aspect ratio, part below part.
 
-    All pictures are shown in the same way: up to a longest side at their own size, above it shrunk
-    to that side; tiny ones are all enlarged by the same whole number.
+    All pictures are shown alike: enlarged by one whole number if they are tiny, shrunk to one
+    longest side if they are large.
 
     Args:
         parts: in the order of reading, with at least one picture.
-        most_px: the largest width and height of the sheet in pixels; many pictures of the least
-            size may need more.
+        most_px: about the largest width and height of the sheet in pixels.
     """
-    layout = best_layout(parts, most_px)
-    height, width = layout.sheet(parts)
-    sheet = Image.new("RGB", (width, height), PAPER)
-    pen = ImageDraw.Draw(sheet)
-    top = MARGIN
+    longest = max(max(picture.pixels.shape[:2]) for part in parts for picture in part.pictures)
+    times = max(1, min(MOST_TIMES, ENLARGED_PX // longest))
+    columns, cap = best_columns(parts, times * longest, most_px)
+    how = f"; shown {times} times as large" if times > 1 else ""
+    if cap < longest:
+        how = f"; shown at {cap} px at most"
+    rows = []
     for part in parts:
-        pen.text((MARGIN, top), part.title, fill=INK, font=font_of(20, bold=True))
-        pen.text((MARGIN, top + TITLE_PX), layout.note(part), fill=MUTED, font=font_of(SMALL))
-        top += TITLE_PX + NOTE_PX
-        for row in layout.rows(part):
-            left = MARGIN
-            for picture in row:
-                draw_picture(sheet, picture, (left, top), layout)
-                left += layout.width(picture) + GAP
-            top += layout.height(row)
-        top += BETWEEN_PARTS
+        rows.append([draw_head(part.title, part.note + how)])
+        tiles = [draw_picture(picture, times, cap) for picture in part.pictures]
+        rows += [tiles[start : start + columns] for start in range(0, len(tiles), columns)]
+    widths = [sum(tile.width + GAP for tile in row) - GAP for row in rows]
+    heights = [max(tile.height for tile in row) + GAP for row in rows]
+    size = max(widths) + 2 * MARGIN, sum(heights) - GAP + 2 * MARGIN
+    sheet, top = Image.new("RGB", size, PAPER), MARGIN
+    for row, height in zip(rows, heights, strict=True):
+        left = MARGIN
+        for tile in row:
+            sheet.paste(tile, (left, top))
+            left += tile.width + GAP
+        top += height
     return sheet
 
 
-def draw_picture(
-    sheet: Image.Image, picture: Picture, place: tuple[int, int], layout: Layout
-) -> None:
-    """Draw a picture and its captions; ``place`` is its left and top."""
-    (left, top), (height, width) = place, layout.size(picture)
+def best_columns(parts: Sequence[Part], largest: int, most_px: int) -> tuple[int, int]:
+    """Return how many pictures stand side by side, and the longest side of a picture in pixels:
+    the largest that fits, and of equals the most columns.
+
+    Args:
+        parts: what is drawn.
+        largest: the longest side that is wanted.
+        most_px: about the largest width and height of the sheet.
+    """
+    lines = max(len(picture.captions) for part in parts for picture in part.pictures)
+    found = []
+    for columns in range(1, COLUMNS + 1):
+        rows = sum(-(-len(part.pictures) // columns) for part in parts)
+        width = (most_px - 2 * MARGIN) // columns - GAP
+        heads = 2 * MARGIN + len(parts) * (HEAD_PX + GAP)
+        height = (most_px - heads) // rows - GAP - 6 - lines * CAPTION_PX
+        if columns == 1 or width >= NARROWEST:
+            found.append((max(min(LEAST_PX, largest), min(largest, width, height)), columns))
+    cap, columns = max(found)
+    return columns, cap
+
+
+def draw_head(title: str, note: str) -> Image.Image:
+    """Draw a title and a note below it."""
+    width = int(font_of(SMALL).getlength(note)) + 1
+    head = Image.new("RGB", (max(width, NARROWEST), HEAD_PX), PAPER)
+    pen = ImageDraw.Draw(head)
+    pen.text((0, 0), title, fill=INK, font=font_of(20, bold=True))
+    pen.text((0, 32), note, fill=MUTED, font=font_of(SMALL))
+    return head
+
+
+def draw_picture(picture: Picture, times: int, cap: int) -> Image.Image:
+    """Draw a picture, ``times`` as large but at most ``cap`` pixels long, with a frame and its
+    captions below.
+    """
     full_height, full_width = picture.pixels.shape[:2]
-    rows, columns = picture.present
+    scale = min(times, cap / max(full_height, full_width))
+    height, width = max(1, round(full_height * scale)), max(1, round(full_width * scale))
+    lines = len(picture.captions)
+    tile_width = max(width + 2, NARROWEST)
+    tile = Image.new("RGB", (tile_width, height + 6 + lines * CAPTION_PX), PAPER)
     # The image lies over an area whose hatching shows that nothing is there.
     area = Image.new("RGB", (width, height), PAPER)
     pen = ImageDraw.Draw(area)
     for start in range(-height, width, 8):
         pen.line((start, height, start + height, 0), fill=HATCH)
+    rows, columns = picture.present
     seen = Image.fromarray(np.ascontiguousarray(picture.pixels[:rows, :columns]))
-    size = max(1, round(columns * width / full_width)), max(1, round(rows * height / full_height))
-    if size[0] >= columns:
-        seen = seen.resize(size, Image.Resampling.NEAREST)
-    else:
-        seen = seen.resize(size, Image.Resampling.LANCZOS, reducing_gap=3)
-    area.paste(seen)
-    sheet.paste(area, place)
-    pen = ImageDraw.Draw(sheet)
-    pen.rectangle((left - 1, top - 1, left + width, top + height), outline=EDGE)
+    size = max(1, round(columns * scale)), max(1, round(rows * scale))
+    method = Image.Resampling.NEAREST if scale >= 1 else Image.Resampling.LANCZOS
+    area.paste(seen.resize(size, method))
+    tile.paste(area, (1, 1))
+    pen = ImageDraw.Draw(tile)
+    pen.rectangle((0, 0, width + 1, height + 1), outline=EDGE)
     for number, caption in enumerate(picture.captions):
         font = font_of(SMALL) if number else font_of(13, bold=True)
-        text = shortened(printable(caption), font, layout.width(picture))
-        line = (left, top + height + 5 + number * CAPTION_PX)
-        pen.text(line, text, fill=MUTED if number else INK, font=font)
+        text = shortened(printable(caption), font, tile_width)
+        place = (0, height + 5 + number * CAPTION_PX)
+        pen.text(place, text, fill=MUTED if number else INK, font=font)
+    return tile
 
 
 def shortened(text: str, font: ImageFont.FreeTypeFont, width: int) -> str:
-    """Cut a text so that it is not wider than ``width`` pixels."""
+    """Cut a text to at most ``width`` pixels."""
     if font.getlength(text) <= width:
         return text
     while text and font.getlength(text + "…") > width:

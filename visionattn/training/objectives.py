@@ -1,0 +1,205 @@
+"""What a model learns, and by what it is judged: the classes of images (``Objective``), the classes
+of pixels (``PixelClasses``), or the likelihood of each pixel value (``Likelihood``).
+
+The loop of a training knows the methods of ``Objective`` only; distillation adds one of its own.
+
+Source of mean IoU: PASCAL VOC (Everingham et al. 2010, section 4.2). Bits per dimension are the
+mean of ``-log2 p`` over pixel values.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
+from torch import Tensor, nn
+
+from visionattn.models.patches import call
+from visionattn.models.pixel_decoder import PixelDecoder
+from visionattn.models.segmentation import IGNORED
+from visionattn.models.weights import DataSpec
+from visionattn.training.config import OptimConfig
+
+
+class Judged(NamedTuple):
+    """What an evaluation finds of a batch."""
+
+    loss: Tensor
+    """Sum of the losses of its images."""
+    logits: Tensor | None
+    """Outputs per class, ``[B, classes]``; None where the labels are not classes of the outputs."""
+    confusion: Tensor | None = None
+    """For classes of pixels, ``confusion_of``."""
+
+
+class Objective:
+    """Learn the classes of images by cross-entropy.
+
+    Args:
+        config: how the loss is smoothed, and whether images are mixed.
+    """
+
+    measure = "accuracy"
+    """The name of ``Evaluation.score``."""
+    unit = ""
+    """What follows the number of a loss, for people."""
+
+    def __init__(self, config: OptimConfig):
+        self.criterion = make_criterion(config)
+
+    def called(self, model: nn.Module) -> nn.Module:
+        """Return the module that a training step calls: it takes the arguments of ``call``, has the
+        parameters of the model, and its outputs go to ``loss``.
+        """
+        return model
+
+    def outputs(
+        self, called: nn.Module, inputs: Tensor, sizes: Tensor | None, targets: Tensor
+    ) -> Tensor:
+        """Return the outputs that ``loss`` takes.
+
+        Args:
+            called: the result of ``called``, or its wrapper on several processes.
+            inputs: ``[B, C, H, W]``.
+            sizes: the part that each image fills, as ``call`` takes it.
+            targets: of the batch.
+        """
+        return call(called, inputs, sizes)
+
+    def targets(self, images: int, size: tuple[int, int]) -> Tensor:
+        """Return placeholder targets for ``images`` images of a height and width in pixels."""
+        return torch.zeros(images, dtype=torch.int64)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss of a batch."""
+        return self.criterion(outputs, targets)
+
+    def judge(
+        self, model: nn.Module, inputs: Tensor, sizes: Tensor | None, labels: Tensor
+    ) -> Judged:
+        """Judge a model, in eval mode, by a batch.
+
+        Args:
+            model: the whole model.
+            inputs: ``[B, C, H, W]``.
+            sizes: the part that each image fills, as ``call`` takes it.
+            labels: int64 ``[B]``, on the device of the inputs.
+        """
+        logits = call(model, inputs, sizes).float()
+        return Judged(F.cross_entropy(logits, labels, reduction="sum"), logits)
+
+    def rank(self, score: float, loss: float) -> tuple[float, ...]:
+        """Return a key that is larger for better weights, from their score (-1: none) and loss on
+        the validation images.
+        """
+        return score, -loss
+
+
+class PixelClasses(Objective):
+    """Learn the classes of pixels: the cross-entropy of an image is the mean over its pixels that
+    count, and the loss of a batch is the mean over its images.
+    """
+
+    measure = "mean IoU"
+
+    def __init__(self, config: OptimConfig):
+        self.smoothing = config.label_smoothing
+
+    def targets(self, images: int, size: tuple[int, int]) -> Tensor:
+        """Return placeholder masks, uint8 ``[images, H, W]``."""
+        return torch.zeros(images, *size, dtype=torch.uint8)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss of logits ``[B, classes, H, W]`` and classes uint8 ``[B, H, W]``;
+        ``IGNORED`` pixels do not count.
+        """
+        return _pixel_losses(outputs, targets, self.smoothing).mean()
+
+    def judge(
+        self, model: nn.Module, inputs: Tensor, sizes: Tensor | None, labels: Tensor
+    ) -> Judged:
+        """Judge a model, in eval mode, by a batch whose ``labels`` are uint8 ``[B, H, W]``."""
+        logits = call(model, inputs, sizes).float()
+        loss = _pixel_losses(logits, labels, 0.0).sum()
+        return Judged(loss, None, confusion_of(labels, logits.argmax(1), logits.shape[1]))
+
+
+class Likelihood(Objective):
+    """Learn the likelihood of each pixel value given those before it, in bits per dimension."""
+
+    unit = " bits/dim"
+
+    def __init__(self, config: OptimConfig):
+        """Take the options of an optimisation; none changes this loss."""
+
+    def outputs(
+        self, called: nn.Module, inputs: Tensor, sizes: Tensor | None, targets: Tensor
+    ) -> Tensor:
+        """Return the log-likelihood of every value in nats, ``[B, C, H, W]``."""
+        decoder = next(each for each in called.modules() if isinstance(each, PixelDecoder))
+        return called(inputs, targets) if decoder.conditioned else called(inputs)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean bits per dimension of log-likelihoods ``[B, C, H, W]`` in nats.
+
+        Args:
+            outputs: log-likelihoods.
+            targets: classes of images, int64 ``[B]``, where all values count; or uint8
+                ``[B, H, W]``, nonzero where values count.
+        """
+        return _bits(outputs, targets).mean()
+
+    def judge(
+        self, model: nn.Module, inputs: Tensor, sizes: Tensor | None, labels: Tensor
+    ) -> Judged:
+        """Judge a model, in eval mode, by a batch; ``labels`` are as for ``loss``."""
+        return Judged(_bits(self.outputs(model, inputs, sizes, labels), labels).sum(), None)
+
+
+def objective_of(spec: DataSpec, config: OptimConfig) -> Objective:
+    """Return the objective for the task of ``spec``."""
+    kinds = {"segmentation": PixelClasses, "generate": Likelihood}
+    return kinds.get(spec.task, Objective)(config)
+
+
+def make_criterion(config: OptimConfig) -> Callable[[Tensor, Tensor], Tensor]:
+    """Make the mean cross-entropy of logits ``[B, classes]`` and targets: shares of classes if
+    images are mixed, else classes.
+    """
+    if config.mixup or config.cutmix:
+        return SoftTargetCrossEntropy()
+    if config.label_smoothing:
+        return LabelSmoothingCrossEntropy(config.label_smoothing)
+    return nn.CrossEntropyLoss()
+
+
+def confusion_of(known: Tensor, found: Tensor, classes: int) -> Tensor:
+    """Count the pixels of each class, by row, that were given each class, by column: int64
+    ``[classes, classes]``; ``IGNORED`` pixels do not count.
+    """
+    counted = known != IGNORED
+    pairs = known[counted].long() * classes + found[counted]
+    return pairs.bincount(minlength=classes**2).view(classes, classes)
+
+
+def _pixel_losses(logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
+    counted = (targets != IGNORED).flatten(1).sum(1)
+    losses = F.cross_entropy(
+        logits,
+        targets.long(),
+        ignore_index=IGNORED,
+        reduction="none",
+        label_smoothing=smoothing,
+    )
+    return losses.flatten(1).sum(1) / counted.clamp(min=1)
+
+
+def _bits(found: Tensor, targets: Tensor) -> Tensor:
+    """Return the bits per dimension of each image, ``[B]``."""
+    bits = found.float() / -math.log(2)
+    if targets.ndim == 1:
+        return bits.flatten(1).mean(1)
+    counted = (targets != 0).unsqueeze(1).expand_as(bits)
+    return torch.where(counted, bits, 0).flatten(1).sum(1) / counted.flatten(1).sum(1)

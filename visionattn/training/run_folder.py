@@ -1,0 +1,344 @@
+"""The folder of a run: names of its files, its lock, ``status.json``, metrics and TensorBoard, and
+what of it may be deleted. Weights and states are in ``checkpoint.py``.
+"""
+
+import csv
+import io
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+from visionattn.cli.ends import (
+    DoesNotFit,
+    NonFinite,
+    OutOfMemory,
+    Stopped,
+    exit_code,
+    in_one_line,
+)
+from visionattn.cli.files import (
+    added_to,
+    check_folder,
+    flush_to_disk,
+    locked,
+    named,
+    target_of,
+    unfinished,
+    write_text,
+)
+from visionattn.cli.parsing import yaml_text
+from visionattn.cli.progress import Progress
+from visionattn.training.config import TrainConfig
+from visionattn.training.run_progress import Result
+
+BEST, LAST = "best.safetensors", "last.pt"
+PREVIOUS, STATUS = "previous.pt", "status.json"
+CONFIG, METRICS = "config.yaml", "metrics.jsonl"
+SUMMARY = "summary.csv"
+BY_CLASS = {"validation": "validation.json", "test": "test.json"}
+"""Files with figures per class of the best weights, by the name of the split."""
+NAMES = (BEST, LAST, PREVIOUS, STATUS, CONFIG, METRICS, SUMMARY, *BY_CLASS.values())
+"""The files of a run, apart from TensorBoard's."""
+LOCK = "run.lock"
+"""A file that exists while a run is at work, and after a killed one."""
+ENDS: dict[type, str] = {NonFinite: "nan", OutOfMemory: "oom", DoesNotFit: "oom"}
+ENDS |= {Stopped: "stopped", KeyboardInterrupt: "stopped"}
+"""The status of a run by the error that ended it; ``failed`` for others."""
+
+
+def named_folder(output: str, run: str | None, names: Sequence[str]) -> Path:
+    """Return the folder ``run`` within ``output``, after checking that files of these names may be
+    written to it; nothing is written.
+
+    Raises:
+        ValueError: the name is not usable, the folder cannot be written to, or another process is
+            at work there.
+    """
+    if not run or Path(run).name != run or run in (".", ".."):
+        raise ValueError(f"run must be the name of a folder within {output}, got {run!r}")
+    folder = Path(output) / run
+    check_folder(folder, "choose another output or run")
+    if (folder / LOCK).exists():
+        with held(folder):  # raises if another process holds it
+            pass
+    for name in names:  # refuses pipes and devices
+        target_of(folder / name)
+    return folder
+
+
+def run_folder(config: TrainConfig) -> Path:
+    """Return the folder of the run, after checking that the run may have it; nothing is written.
+
+    Raises:
+        ValueError: the name is not usable; the folder is in use and neither ``resume`` nor
+            ``overwrite`` is given; there is nothing to resume; or another run is at work there.
+    """
+    folder = named_folder(config.output, config.run, NAMES)
+    filled = folder.is_dir() and any(folder.iterdir())
+    if config.resume and not can_go_on(folder):
+        raise ValueError(f"nothing to resume: {folder / LAST} does not exist; leave out --resume")
+    if filled and not (config.resume or config.overwrite):
+        way_on = "--resume goes on with it, " if can_go_on(folder) else ""
+        raise ValueError(
+            f"{folder} is not empty; {way_on}--overwrite deletes it, --run NAME writes elsewhere"
+        )
+    return folder
+
+
+def can_go_on(folder: Path) -> bool:
+    """Tell whether there is a state to resume, or a run that ended before its first state.
+
+    Best weights without a state are left alone: somebody has deleted the state.
+    """
+    if any((folder / name).is_file() for name in (LAST, PREVIOUS)):
+        return True
+    begun = folder.is_dir() and (bool(written(folder)) or not any(folder.iterdir()))
+    return begun and not (folder / BEST).exists()
+
+
+def clear(folder: Path) -> None:
+    """Delete the files that an earlier run wrote to the folder; anything else there stays.
+
+    Raises:
+        ValueError: another run is at work there.
+    """
+    with held(folder):
+        for path in written(folder):
+            if path.name != LOCK:
+                path.unlink()
+
+
+def written(folder: Path) -> list[Path]:
+    """List the files in a folder that runs write, unfinished files of killed runs included."""
+    return [
+        *(folder / name for name in (*NAMES, LOCK) if (folder / name).is_file()),
+        *unfinished(folder),
+        *folder.glob("events.out.tfevents.*"),
+    ]
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Keep the runs of other processes out of a folder that exists; the lock of a killed process
+    holds nothing.
+
+    Raises:
+        ValueError: another run is at work there.
+    """
+    taken = (
+        f"another run is at work in {folder}; wait for it or end it, or --run NAME writes elsewhere"
+    )
+    with locked(folder / LOCK, taken):
+        yield
+
+
+class Status:
+    """Write ``running`` to ``status.json`` on entry and the end of the run on exit, and hold the
+    folder in between.
+
+    A status is ``running`` (which stays after a kill), ``finished``, ``stopped`` (Ctrl-C or
+    SIGTERM), ``nan``, ``oom`` or ``failed``.
+
+    Args:
+        folder: the run's folder, which is made if it does not exist.
+        provenance: what the numbers depend on besides the configuration.
+        writes: whether this is the process that writes.
+    """
+
+    def __init__(self, folder: Path, provenance: dict[str, Any], *, writes: bool = True):
+        self.folder, self.provenance, self.writes = folder, provenance, writes
+        self.result: Result | None = None
+        """The result of a finished run."""
+
+    def __enter__(self) -> "Status":
+        if self.writes:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = held(self.folder) if self.writes else nullcontext()
+        self._lock.__enter__()
+        try:
+            self._write("running", None, None)
+        except OSError:
+            self._lock.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        try:
+            if error is None:
+                self._write("finished", None, 0)
+            else:
+                self.end(error)
+        finally:
+            self._lock.__exit__(None, None, None)
+
+    def end(self, error: BaseException) -> None:
+        """Write the end of a run that did not finish."""
+        reason = in_one_line(error)
+        if isinstance(error, KeyboardInterrupt):
+            reason = "interrupted twice, without saving the state"
+        # Twice: torch's handler for dead loader processes may raise RuntimeError anywhere.
+        for _ in range(2):
+            with suppress(OSError, RuntimeError):
+                return self._write(ENDS.get(type(error), "failed"), reason, exit_code(error))
+
+    def _write(self, status: str, reason: str | None, code: int | None) -> None:
+        if not self.writes:
+            return
+        content = {
+            "status": status,
+            "reason": reason,
+            "exit_code": code,
+            "provenance": self.provenance,
+            "result": self.result.figures() if self.result else None,
+        }
+        text, path = json.dumps(content, indent=2, allow_nan=False) + "\n", self.folder / STATUS
+        try:
+            write_text(path, text)
+        except OSError:
+            with open(path, "rb+") as file:  # in its old space, as on a full disk
+                file.write(text.encode())
+                file.truncate()
+
+
+class Record:
+    """Write a run's config, metrics, summary and TensorBoard events, and print its progress.
+
+    On a terminal a progress bar shows the current epoch; elsewhere a line does every half minute.
+
+    Args:
+        folder: the run's folder, which is made if it does not exist.
+        config: written as ``config.yaml``.
+        step: on resume, the optimiser steps done; later lines of an earlier process are dropped.
+        history: on resume, the figures of the epochs done.
+        stream: where to print; None: standard output.
+        writes: whether this is the process that writes and prints.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: TrainConfig,
+        *,
+        step: int = 0,
+        history: Sequence[dict[str, Any]] = (),
+        stream: TextIO | None = None,
+        writes: bool = True,
+    ):
+        self.folder, self.writes = folder, writes
+        self.stream = (stream or sys.stdout) if writes else io.StringIO()
+        self._progress: Progress | None = None
+        self._events: Any = None
+        if not writes:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in unfinished(folder):
+            path.unlink(missing_ok=True)
+        keep = asdict(config) | {"resume": False, "overwrite": False}
+        keep |= {"parallel": None, "sequence_ranks": None}
+        write_text(folder / CONFIG, yaml_text(keep))
+        forget_after(folder, step, len(history))
+        if history or (folder / SUMMARY).exists():
+            self._summarize(history)
+        self._events = SummaryWriter(folder, purge_step=step + 1 if step else None)
+
+    def __enter__(self) -> "Record":
+        return self
+
+    def __exit__(self, kind: type | None, *exception: object) -> None:
+        if self._progress:
+            self._progress.stop()
+        # If an error ends the run already, a full disk is not worth a word.
+        with suppress(OSError) if kind else nullcontext():
+            if self._events:
+                self._events.close()
+
+    def say(self, line: str) -> None:
+        """Print a line, above the progress bar if there is one."""
+        if self._progress:
+            self._progress.say(line, self._print)
+        else:
+            self._print(line)
+
+    def _print(self, line: str) -> None:
+        print(line, file=self.stream, flush=True)
+
+    def begin(self, what: str, total: int, done: int, unit: str) -> Progress:
+        """Replace the progress bar, and return the new one."""
+        if self._progress:
+            self._progress.stop()
+        self._progress = Progress(total, done, self.stream, what=what, unit=unit)
+        return self._progress
+
+    def step(self, values: dict[str, Any]) -> None:
+        """Write the means since the last such line."""
+        self.event("train", values)
+        self._plot("train", values)
+
+    def epoch(self, history: Sequence[dict[str, Any]], more: dict[str, Any]) -> None:
+        """Write an epoch's figures to metrics, summary and TensorBoard.
+
+        Args:
+            history: the figures of all epochs so far, under equal keys; the last one is new.
+            more: further figures for ``metrics.jsonl``.
+        """
+        self.event("epoch", history[-1] | more)
+        if self.writes:
+            self._summarize(history)
+            self._plot("epoch", history[-1])
+            self._events.flush()
+
+    def event(self, kind: str, values: dict[str, Any]) -> None:
+        """Write a line of ``metrics.jsonl``."""
+        if not self.writes:
+            return
+        line = {"kind": kind} | {
+            key: None if isinstance(x, float) and not math.isfinite(x) else x
+            for key, x in values.items()
+        }
+        path = self.folder / METRICS
+        with named(path), added_to(path) as file:
+            file.write((json.dumps(line) + "\n").encode())
+
+    def sync(self) -> None:
+        """Return once the lines so far are on the disk, before the state that follows them."""
+        path = self.folder / METRICS
+        if self.writes and path.exists():
+            with named(path):
+                flush_to_disk(path)
+
+    def _plot(self, group: str, values: dict[str, Any]) -> None:
+        for key, value in values.items():
+            if self._events and key not in ("step", "epoch") and value is not None:
+                self._events.add_scalar(f"{group}/{key}", value, values["step"])
+
+    def _summarize(self, history: Sequence[dict[str, Any]]) -> None:
+        text = io.StringIO(newline="")
+        if history:
+            writer = csv.DictWriter(text, history[0])
+            writer.writeheader()
+            writer.writerows(history)
+        write_text(self.folder / SUMMARY, text.getvalue())
+
+
+def forget_after(folder: Path, steps: int, epochs: int) -> None:
+    """Drop the lines of ``metrics.jsonl`` that were written after a state, so that a resumed run
+    writes each once. The test always counts as later than a state.
+    """
+    path = folder / METRICS
+    if not path.exists():
+        return
+    kept = []
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        with suppress(ValueError):  # the last line of a killed process may be cut off
+            line = json.loads(text)
+            done = line["epoch"] <= epochs if line["kind"] == "epoch" else line["kind"] != "test"
+            if text.endswith("\n") and line["step"] <= steps and done:
+                kept.append(text)
+    write_text(path, "".join(kept))
