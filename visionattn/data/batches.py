@@ -96,8 +96,7 @@ class Unreadable:
 def batch_geometry(
     choices: Sequence[Geometry], seed: int | None, epoch: int, number: int
 ) -> Geometry:
-    """Return the geometry of one batch: one of ``choices``, drawn by seed, epoch and batch number.
-    """
+    """Return the geometry of one batch: one of ``choices``, drawn by seed, epoch and number."""
     if len(choices) == 1:
         return choices[0]
     draw = np.random.default_rng((seed, SIZE_STREAM, epoch, number))
@@ -175,8 +174,7 @@ class Numbered(Dataset):
 
 
 def same_scale(images: list[np.ndarray]) -> list[np.ndarray]:
-    """Return 8-bit images unchanged, unless other images are shares of a range: then convert them.
-    """
+    """Return 8-bit images unchanged, or convert them if other images are shares of a range."""
     if len({image.dtype for image in images}) == 1:
         return images
     return [
@@ -386,9 +384,9 @@ class TrainBatches(_Batches):
             start: index of the first batch; images of earlier batches are not read.
 
         Raises:
-            ValueError: an image cannot be read and
-                ``on_error`` is ``fail``; one line with its path. With ``skip`` the batch is
-                smaller, B may be 0, and a warning names the image once.
+            ValueError: an image cannot be read and ``on_error`` is ``fail``; one line with its
+                path. With ``skip`` the batch is smaller, B may be 0, and a warning names the image
+                once.
         """
         self._keys.epoch, self._keys.start = number, start
         return (batch for batch, _ in self._iterate())

@@ -1,9 +1,8 @@
 """Datasets whose samples are generated on request from their own random numbers, masks of generated
 images, and sequences for the copying task.
 
-A mask is uint8
-``[height, width]``, of the size of its image: ``BACKGROUND``, ``DISTRACTOR``, or ``FIRST_CLASS``
-plus the index of the class. The code that draws an image also draws its mask.
+A mask is uint8 ``[height, width]``, of the size of its image: ``BACKGROUND``, ``DISTRACTOR``, or
+``FIRST_CLASS`` plus the index of the class. The code that draws an image also draws its mask.
 """
 
 from dataclasses import dataclass

@@ -329,8 +329,7 @@ class CanvasDataset(DrawnDataset):
     def canvas(
         self, index: int, epoch: int, height: int, width: int, *, masked: bool = False
     ) -> Canvas:
-        """Draw the canvas of an index, at any size, with its boxes, and with ``masked`` its mask.
-        """
+        """Draw the canvas of an index at any size, with its boxes and, if ``masked``, its mask."""
         rng, count = self.draws(index, epoch), len(self.digits.labels)
         digit = int(rng.integers(count)) if self.split == "train" else index % count
         how = dict(vary=self.vary, task=self.task, masked=masked)

@@ -53,11 +53,12 @@ class Geometry:
     """The fit of images of any size to whole patches.
 
     Args:
-        fit: ``native`` keeps an image's size, and shrinks it to
-            ``img_size`` or ``max_patches``. ``pad`` scales it to fit into ``img_size`` and leaves the rest empty. ``stretch`` changes its aspect ratio to ``img_size``. ``crop`` covers ``img_size``
-            and cuts off the rest around the centre.
-        img_size: height and width in pixels for
-            ``pad``, ``stretch`` and ``crop``; the maximum for ``native`` (None: no limit).
+        fit: ``native`` keeps an image's size, and shrinks it to ``img_size`` or ``max_patches``.
+            ``pad`` scales it to fit into ``img_size`` and leaves the rest empty. ``stretch``
+            changes its aspect ratio to ``img_size``. ``crop`` covers ``img_size`` and cuts off the
+            rest around the centre.
+        img_size: height and width in pixels for ``pad``, ``stretch`` and ``crop``; the maximum for
+            ``native`` (None: no limit).
         max_patches: maximum number of patches of an image; only for ``native``.
         patch_px: height and width of a patch in pixels.
     """

@@ -71,8 +71,7 @@ def cut_mask(mask: np.ndarray, view: View) -> np.ndarray:
 
 
 def fill_mask(mask: np.ndarray, view: View) -> np.ndarray:
-    """Place the content of a mask's view at the top left of the model's input; the rest is ignored.
-    """
+    """Place the content of a mask's view at the top left of the input; the rest is ignored."""
     missing = [(0, wanted - got) for wanted, got in zip(view.canvas, mask.shape, strict=True)]
     return np.pad(mask, missing, constant_values=IGNORED)
 
@@ -226,8 +225,8 @@ class ImageDataset(Dataset):
         """Return a fingerprint per image, uint32 ``[n]``: of its relative path, its class, and its
         content.
 
-        The content counts by its number of bytes and, for up to
-        ``WELL_KNOWN`` images, by ``KNOWN_BYTES`` at either end.
+        The content counts by its number of bytes and, for up to ``WELL_KNOWN`` images, by
+        ``KNOWN_BYTES`` at either end.
         """
         names = self.names()
         size = KNOWN_BYTES if len(names) <= WELL_KNOWN else 0

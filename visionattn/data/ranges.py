@@ -25,8 +25,8 @@ def check_workers(count: int, key: str) -> None:
 def check_signs(positive: dict[str, float | None], not_negative: dict[str, float | None]) -> None:
     """Raise ValueError for options out of range.
 
-    A number must be finite and at least 0, and above 0 in
-    ``positive``; a float must not exceed ``LARGEST``. None is skipped.
+    A number must be finite and at least 0, and above 0 in ``positive``; a float must not exceed
+    ``LARGEST``. None is skipped.
     """
     for key, value in (positive | not_negative).items():
         low = "above" if key in positive else "at least"

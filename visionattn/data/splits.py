@@ -1,7 +1,7 @@
 """Datasets by name, and their splits into training, validation and test.
 
-This module owns the splits and the interface of the data: it makes the loaders of
-``batches.py``. ``data_checks.py`` checks the user's options.
+This module owns the splits and the interface of the data: it makes the loaders of ``batches.py``.
+``data_checks.py`` checks the user's options.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -122,9 +122,8 @@ def images_to_judge(
             weights have no names.
 
     Returns:
-        The images by split:
-        ``train``, ``validation`` and ``test`` as far as they exist, and ``all`` for the user's own
-        files; and their specification.
+        The images by split: ``train``, ``validation`` and ``test`` as far as they exist, and
+        ``all`` for the user's own files; and their specification.
 
     Raises:
         ValueError, FileNotFoundError: one line with the reason, or with the classes that the
@@ -145,9 +144,9 @@ def train_batches(
     """Return the loader of ``splits.train``: shuffled, augmented, including the last incomplete
     batches.
 
-    Each batch has images of one size, by
-    ``splits.spec``, with one of ``config.img_size_choices`` drawn by seed, epoch and batch number. ``config.workers``
-    processes load them and stay from epoch to epoch; with 0 the main process does.
+    Each batch has images of one size, by ``splits.spec``, with one of ``config.img_size_choices``
+    drawn by seed, epoch and batch number. ``config.workers`` processes load them and stay from
+    epoch to epoch; with 0 the main process does.
 
     Args:
         splits: the images.

@@ -76,8 +76,8 @@ def open_shards(
     augment: "Augment | None",
     judged: bool = False,
 ) -> dict[str, Shards]:
-    """Open
-    ``wds/<folder or address>``: shards of ``<key>.jpg|png|webp`` and ``<key>.cls``, listed in ``_info.json``.
+    """Open ``wds/<folder or address>``: shards of ``<key>.jpg|png|webp`` and ``<key>.cls``, listed
+    in ``_info.json``.
 
     Args:
         root: the folder holds ``_info.json`` with, per split, name, num_samples, filenames and

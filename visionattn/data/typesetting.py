@@ -56,8 +56,7 @@ class Style(NamedTuple):
 
 
 def _words(rng: np.random.Generator, count: int, kind: Kind) -> list[str]:
-    """Return random words of one to four syllables, some with a capital or a full stop, or numbers.
-    """
+    """Return random words of one to four syllables, some with capital or full stop, or numbers."""
     if kind == "pages":
         return [str(number) for number in rng.integers(1, 500, count)]
     if kind == "prices":

@@ -1,5 +1,4 @@
-"""Image files in any format: the choice of a reader, and the conversion of file values to pixels.
-"""
+"""Image files in any format: the choice of a reader and the conversion of values to pixels."""
 
 from visionattn.data.formats.known_formats import (
     Openable,

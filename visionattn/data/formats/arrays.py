@@ -1,5 +1,5 @@
-"""Arrays as images: ``.npy``, memory-mapped, and zarr, read by chunks. Axes are
-``[H, W]`` or ``[H, W, C]``.
+"""Arrays as images: ``.npy``, memory-mapped, and zarr, read by chunks. Axes are ``[H, W]`` or
+``[H, W, C]``.
 """
 
 import os
@@ -107,8 +107,7 @@ def with_axes(array):
 
 
 class _Level:
-    """A zarr array with named axes, presented as ``[H, W, C]``; time and depth must have length 1.
-    """
+    """A zarr array with named axes, read as ``[H, W, C]``; time and depth must have length 1."""
 
     def __init__(self, array, axes: Sequence[str]):
         self._array, self._axes = array, [axis.lower() for axis in axes]

@@ -31,8 +31,7 @@ class Source(Protocol):
         ...
 
     def name(self, index: int) -> str:
-        """Return the name of the image in messages: its path, or its file and the place within it.
-        """
+        """Return the name of the image in messages: its path, or its file and place."""
         ...
 
 

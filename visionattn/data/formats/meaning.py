@@ -95,8 +95,7 @@ class Meaning:
         read: Callable[[Sequence[int] | None], np.ndarray],
         bands: Sequence[int] | None,
     ) -> np.ndarray:
-        """Return the no-data mask of ``[h, w, n]`` values per band, or ``[h, w, 1]`` for all bands.
-        """
+        """Return the no-data mask per band, ``[h, w, n]``, or for all bands, ``[h, w, 1]``."""
         stored = stored[..., : len(self.nodata)]
         if len(set(map(str, self.nodata))) > 1:
             own = self.nodata if bands is None else [self.nodata[band] for band in bands]

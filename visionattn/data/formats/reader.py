@@ -1,7 +1,7 @@
 """The base class of all image readers: size after EXIF rotation, bands, and regions.
 
-This module is independent of formats. A format is a subclass of
-``Reader`` and a row of ``known_formats.py``.
+This module is independent of formats. A format is a subclass of ``Reader`` and a row of
+``known_formats.py``.
 """
 
 import importlib.util
@@ -42,8 +42,7 @@ class NotAsAsked(ValueError):
 
 
 class MissingPackage(NotAsAsked):
-    """A format needs a package that is not installed; the message has the command that installs it.
-    """
+    """A format needs a package that is not installed; the message says how to install it."""
 
 
 def require(extra: str, *packages: str, what: str) -> None:
@@ -282,8 +281,8 @@ class Reader(Closing):
         """Read a part of the stored image; ``bands`` count from 0, and -1 is the last."""
 
     def _empty(self, box: Box, height: int, width: int) -> np.ndarray | None:
-        """Return the no-data mask of a stored part from the file's mask, bool
-        ``[h, w]`` in the size of ``_read``; None if the file has no mask.
+        """Return the no-data mask of a stored part from the file's mask, bool ``[h, w]`` in the
+        size of ``_read``; None if the file has no mask.
         """
         return None
 

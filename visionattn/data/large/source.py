@@ -161,9 +161,8 @@ class ImageSource(Closing):
             spec: the model's specification of images.
 
         Returns:
-            A function of pixels
-            ``[h, w, channels]`` that returns float32 ``[1, in_chans, h, w]``. It raises ``NotAsAsked``
-            for values without a known range, or above it.
+            A function of pixels ``[h, w, channels]`` that returns float32 ``[1, in_chans, h, w]``.
+            It raises ``NotAsAsked`` for values without a known range, or above it.
 
         Raises:
             ValueError: the model takes other bands or another number of them; one line.
@@ -241,9 +240,8 @@ def open_source(
             open file.
         level: level of a pyramid (a slide, OME-NGFF, a TIFF with smaller copies, a raster with
             overviews), from 0, the largest; None: 0.
-        options: bands, page, value range;
-            ``options_of(spec)`` gives a model's. None: all bands; ``prepare`` then selects the
-            model's.
+        options: bands, page, value range; ``options_of(spec)`` gives a model's. None: all bands;
+            ``prepare`` then selects the model's.
         name: name in messages; None: its path, or "the array".
 
     Raises:
