@@ -1,8 +1,9 @@
 """The layout of tokens: the one value that gives attention the geometry of the image.
 
-The letters of the whole package are defined here:
-``B`` images, ``h`` heads, ``N`` queries, ``M`` keys, ``d`` width of queries and keys per head, ``e`` width of values per head, ``D = h * d`` model width, ``(H, W)`` grid of patches, ``P`` prefix tokens, ``R``
-horizon of relative position. Height comes before width, rows before columns.
+The letters of the whole package are defined here: ``B`` images, ``h`` heads, ``N`` queries, ``M``
+keys, ``d`` width of queries and keys per head, ``e`` width of values per head, ``D = h * d`` model
+width, ``(H, W)`` grid of patches, ``P`` prefix tokens, ``R`` horizon of relative position. Height
+comes before width, rows before columns.
 
 The values are named tuples: immutable, and handled as plain tuples by checkpointing, FX, export and
 wrappers.
@@ -71,8 +72,8 @@ class TokenLayout(NamedTuple):
         return self.present.gather(1, self.kept)
 
     def key_mask(self, mask: Tensor | None = None) -> Tensor | None:
-        """Return the tokens that take part as keys, bool
-        ``[B, P + n]``: not absent and True in ``mask``. None if all take part.
+        """Return the tokens that take part as keys, bool ``[B, P + n]``: not absent and True in
+        ``mask``. None if all take part.
         """
         patches = self.patch_mask()
         if patches is None:

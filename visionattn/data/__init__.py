@@ -1,1 +1,1 @@
-"""Images: which a data set names, how they are split, read, augmented and put into batches."""
+"""Images: datasets, splits, reading, augmentation and batches."""

@@ -1,9 +1,10 @@
-"""Loaders whose randomness depends on neither workers nor order, and what an unreadable image does.
+"""Data loaders whose randomness depends on neither workers nor order, and the handling of
+unreadable images.
 
-This module owns the order and the sizes of batches. It knows data sets only as
-``dataset[SampleKey]`` and, where images differ in size, ``dataset.canvases(geometry)``. Images
-leave as integers of their files or as shares of a range; ``DataSpec.prepare`` makes the model's
-input of them on the device.
+This module owns the order and the sizes of batches. It uses datasets only through
+``dataset[SampleKey]`` and, if images differ in size, ``dataset.canvases(geometry)``. Batches hold
+the integers of files, or shares of a value range; ``DataSpec.prepare`` turns them into the model's
+input on the device.
 """
 
 import math
@@ -32,22 +33,22 @@ from visionattn.data.geometry import Geometry, Size
 
 Key = TypeVar("Key")
 
-# Each use of randomness has a stream of its own, (seed, stream, epoch, number); the canvases own 0,
-# 1 and 2.
+# Each use of randomness has its own stream, (seed, stream, epoch, number); the canvases own 0, 1
+# and 2.
 ORDER_STREAM, SIZE_STREAM = 10, 11
 AUGMENT_STREAM, STEP_STREAM = 12, 13
 BATCH_STREAM = 14
 
 
 class SampleKey(NamedTuple):
-    """What a batch sampler yields and a data set's ``__getitem__`` takes. With the seed it decides
-    the sample.
+    """A key from a batch sampler for a dataset's ``__getitem__``. Together with the seed it
+    determines the sample.
     """
 
     index: int
     epoch: int
     geometry: Geometry
-    """How the image comes to the size that the model sees."""
+    """Preprocessing that brings the image to the model's input size."""
 
 
 class Item(NamedTuple):
@@ -56,9 +57,9 @@ class Item(NamedTuple):
     pixels: np.ndarray
     """uint8 ``[H, W, C]``, or float32 in [0, 1]."""
     label: int | np.ndarray
-    """The class of the image, or uint8 ``[H, W]``, that of each pixel."""
+    """The class of the image, or the class of each pixel, uint8 ``[H, W]``."""
     present: Size
-    """Height and width in pixels of what counts, from the top left; the rest is absent."""
+    """Height and width of the filled part in pixels, from the top left; the rest is absent."""
 
 
 class Batch(NamedTuple):
@@ -67,21 +68,21 @@ class Batch(NamedTuple):
     images: torch.Tensor
     """uint8 ``[B, C, H, W]``, or float32 in [0, 1]."""
     labels: torch.Tensor
-    """int64 ``[B]``, the classes of images; or uint8 ``[B, H, W]``, those of their pixels."""
+    """int64 ``[B]``, the classes of images; or uint8 ``[B, H, W]``, the classes of their pixels."""
     sizes: torch.Tensor | None = None
-    """int64 ``[B, 2]``: height and width in pixels of what each image fills, from the top left.
-    None: they fill all.
+    """int64 ``[B, 2]``: height and width of each image's filled part in pixels, from the top left.
+    None: all are filled.
     """
 
 
 @dataclass(frozen=True)
 class Unreadable:
-    """What a data set gives instead of an image that cannot be read."""
+    """A dataset's result for an image that cannot be read."""
 
     path: str
     reason: str
     refused: bool = False
-    """Whether the file is whole and the reason says what makes it fit: options, or a package."""
+    """Whether the file is intact and only needs other options or a package, named in the reason."""
 
     def __str__(self) -> str:
         way_out = (
@@ -95,9 +96,7 @@ class Unreadable:
 def batch_geometry(
     choices: Sequence[Geometry], seed: int | None, epoch: int, number: int
 ) -> Geometry:
-    """Return the geometry of one batch: one of ``choices``, drawn by seed, epoch and batch
-    number.
-    """
+    """Return the geometry of one batch: one of ``choices``, drawn by seed, epoch and number."""
     if len(choices) == 1:
         return choices[0]
     draw = np.random.default_rng((seed, SIZE_STREAM, epoch, number))
@@ -105,11 +104,11 @@ def batch_geometry(
 
 
 def seed_batch(seed: int, epoch: int, number: int, rank: int = 0) -> None:
-    """Seed torch's, numpy's and Python's generators for one batch of one process of the training.
+    """Seed torch's, numpy's and Python's generators for one batch of one training process.
 
-    Dropout, drop path and mixing then draw the same after a kill and a resumption, whatever was
-    drawn before. Mixing draws from numpy's generator, which is the same on all processes; dropout
-    draws from torch's, which is not.
+    Dropout, drop path and mixing then draw the same after a kill and a resume, whatever was drawn
+    before. Mixing draws from numpy's generator, which is equal on all processes; dropout draws from
+    torch's, which is not.
     """
     states, own = (
         np.random.SeedSequence((seed, STEP_STREAM, epoch, number, each)).generate_state(8)
@@ -121,16 +120,15 @@ def seed_batch(seed: int, epoch: int, number: int, rank: int = 0) -> None:
 
 
 def share(keys: Sequence[Key], rank: int, size: int, *, pairs: bool) -> list[Key]:
-    """Return the part of a batch that one of several processes takes; the parts are disjoint and
-    together are the batch.
+    """Return the part of a batch for one of several processes; the parts are disjoint and together
+    form the batch.
 
     Args:
-        keys: of the batch, in its order.
-        rank: the number of the process.
-        size: how many processes there are; where there are more of them than keys, some parts are
-            empty.
-        pairs: keep each key with the one opposite in the batch, so that both are opposite in the
-            part too. The one in the middle of a batch of odd length comes last in its part.
+        keys: keys of the batch, in order.
+        rank: index of the process.
+        size: number of processes; if there are more than keys, some parts are empty.
+        pairs: keep each key with the key opposite in the batch, so that both are opposite in the
+            part too. The middle key of a batch of odd length comes last in its part.
     """
     if not pairs:
         return list(keys[rank * len(keys) // size : (rank + 1) * len(keys) // size])
@@ -159,14 +157,14 @@ def collate(samples: Sequence[Item | Unreadable]) -> tuple[Batch, list[Unreadabl
 def numbered(
     samples: Sequence[tuple[int, Item | Unreadable]],
 ) -> tuple[Batch, list[Unreadable], list[int]]:
-    """Collate samples that come with their numbers, and return those of the readable ones too."""
+    """Collate samples with their indices; also return the indices of the readable ones."""
     batch, unreadable = collate([sample for _, sample in samples])
     numbers = [number for number, sample in samples if not isinstance(sample, Unreadable)]
     return batch, unreadable, numbers
 
 
 class Numbered(Dataset):
-    """Give each image of a data set with its number."""
+    """A dataset that returns each image with its index."""
 
     def __init__(self, dataset: Dataset):
         self.dataset = dataset
@@ -176,7 +174,7 @@ class Numbered(Dataset):
 
 
 def same_scale(images: list[np.ndarray]) -> list[np.ndarray]:
-    """Return images of 8 bits as they are, unless others are shares of a range: then all are."""
+    """Return 8-bit images unchanged, or convert them if other images are shares of a range."""
     if len({image.dtype for image in images}) == 1:
         return images
     return [
@@ -185,18 +183,20 @@ def same_scale(images: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def start_worker(_: int) -> None:
-    """Give a worker one thread, leave Ctrl-C to the main process, let SIGTERM end the worker
-    silently, and let it end where it cannot hand over what it loaded.
+    """Set up a loading process: one thread, Ctrl-C ignored, silent end on SIGTERM, and an end if it
+    cannot pass on its data.
     """
     cv2.setNumThreads(0)
-    # A queue would print a traceback and drop the batch, and the main process would wait for ever.
+    # The queue would print a traceback and drop the batch, and the main process would wait forever.
     Queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore[attr-defined]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 
 
 def _end_worker(error: Exception, _: object) -> None:
-    """End a worker with a line that says why; the main process then ends with one of its own."""
+    """End a loading process with a line that gives the reason; the main process then ends with its
+    own line.
+    """
     print(
         f"note: a process that loads images cannot hand them over: {first_line(error)}; it takes "
         "more shared memory (/dev/shm), or no such processes (workers 0)",
@@ -207,17 +207,17 @@ def _end_worker(error: Exception, _: object) -> None:
 
 
 class _BatchKeys:
-    """Yield the keys of the batches of an epoch, once ``epoch`` and ``start`` are set. Without a
-    seed they come in the data set's order.
+    """Yield the keys of an epoch's batches, once ``epoch`` and ``start`` are set. Without a seed
+    they follow the dataset's order.
 
     Args:
-        length: how many images there are.
-        batch_size: images per batch, where all have one size.
+        length: number of images.
+        batch_size: images per batch, if all have one size.
         choices: geometries; each batch has one.
-        seed: of the order; None: the data set's own.
-        sizes: height and width of each image in pixels, ``[length, 2]``, where images differ in
-            size; None: they do not.
-        batch_patches: the most patches of a batch, where they do.
+        seed: seed of the order; None: the dataset's order.
+        canvases: input size of each image under each geometry, ``[length, geometries, 2]``, if
+            images differ in size; else None.
+        batch_patches: maximum number of patches per batch, if images differ in size.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class _BatchKeys:
         return math.ceil(self.length / self.batch_size)
 
     def batches(self) -> Sequence[np.ndarray]:
-        """Return the numbers of the images of each batch of the epoch."""
+        """Return the indices of the images of each batch of the epoch."""
         order = np.arange(self.length)
         if self.seed is not None:
             order = np.random.default_rng((self.seed, ORDER_STREAM, self.epoch)).permutation(
@@ -256,13 +256,13 @@ class _BatchKeys:
         filled = self.buckets.fill(order)
         if self.seed is None:
             return filled
-        # The last batch of each grid is a small one; they are not all to come at the end.
+        # The last batch of each grid is small; shuffle so that they do not all come at the end.
         shuffled = np.random.default_rng((self.seed, BATCH_STREAM, self.epoch))
         return [filled[number] for number in shuffled.permutation(len(filled))]
 
     def shapes(self) -> np.ndarray:
-        """Return how many images each batch of the epoch has, and the height and width in pixels
-        at which the model sees them, int64 ``[batches, 3]``; 0 pixels where nobody knows.
+        """Return the number of images of each batch of the epoch, and their input height and width
+        in pixels, int64 ``[batches, 3]``; 0 pixels if unknown.
         """
         found = []
         for number, batch in enumerate(self.batches()):
@@ -282,7 +282,7 @@ class _BatchKeys:
 
 
 class _Batches:
-    """Hold what training and evaluation share: the loader, and the paths of the images left out,
+    """Common part of training and evaluation: the loader, and the paths of images left out,
     ``unreadable``.
     """
 
@@ -295,7 +295,7 @@ class _Batches:
         choices: tuple[Geometry, ...],
         seed: int | None = None,
     ):
-        # Images are of one size wherever the geometry names it.
+        # The geometry fixes one size for all images, or images differ in size.
         canvases = None
         if choices[0].canvas is None:
             canvases = np.stack([dataset.canvases(each) for each in choices], 1)  # type: ignore[attr-defined]
@@ -305,7 +305,7 @@ class _Batches:
         self._on_error = config.on_error
         self.unreadable: set[str] = set()
         if self._keys.buckets is not None:
-            # What will not be readable is known by now, before anything is done with the rest.
+            # Unreadable images are known here, before the others are used.
             for index in self._keys.buckets.unseen.tolist():
                 sample = dataset[SampleKey(index, 0, choices[0])]
                 if isinstance(sample, Unreadable):
@@ -317,52 +317,50 @@ class _Batches:
             collate_fn=numbered,
             worker_init_fn=start_worker,
             persistent_workers=config.workers > 0,
-            # leaves torch's own generator alone, with workers as without
+            # leaves torch's own generator unchanged, with or without workers
             generator=torch.Generator(),
         )
-        # Workers end at once when their loader is freed, but only after 10 s when that falls to the
-        # garbage collector: it takes their queues down first. Held from outside, the loader is
-        # never part of a garbage cycle.
+        # Loading processes end at once when their loader is freed. If the garbage collector frees
+        # it, they end only after 10 s, because it deletes their queues first. This outside
+        # reference keeps the loader out of garbage cycles.
         self._loader = [loader]
         weakref.finalize(self, self._loader.clear)
 
     def __len__(self):
-        """Count the batches, the last incomplete one included."""
+        """Return the number of batches, including the last incomplete one."""
         return len(self._keys)
 
     def divide(self, rank: int, size: int, *, pairs: bool = False) -> None:
-        """Give only the part of each batch that one of ``size`` processes takes, as ``share``
-        divides it.
-        """
+        """Restrict each batch to the part of one of ``size`` processes, as divided by ``share``."""
         self._keys.part = partial(share, rank=rank, size=size, pairs=pairs)
 
     def shapes(self) -> np.ndarray:
-        """Return images, height and width of each batch, over all processes, as
+        """Return number of images, height and width of each batch, over all processes, as
         ``_BatchKeys.shapes``.
         """
         return self._keys.shapes()
 
     @property
     def left_out(self) -> int:
-        """Count the unreadable images that have been left out so far."""
+        """Return the number of unreadable images left out so far."""
         return len(self.unreadable)
 
     def _iterate(self) -> Iterator[tuple[Batch, list[int]]]:
-        """Yield batches, and the numbers of their images in the data set."""
+        """Yield batches, and the indices of their images in the dataset."""
         for batch, unreadable, numbers in self._loaded():
             for image in unreadable:
                 self._leave_out(image)
             yield batch, numbers
 
     def _loaded(self) -> Iterator[tuple]:
-        """Yield the loader's batches; a worker that dies while it hands one over raises the error
-        that torch raises for other deaths.
+        """Yield the loader's batches; if a loading process dies while it sends one, raise the same
+        error as for its other deaths.
         """
         try:
             yield from self._loader[0]
         except (ConnectionError, EOFError) as error:
             if isinstance(error, EOFError) and str(error):
-                raise  # of a file: that of a broken connection has no words
+                raise  # from a file: a broken connection has no message
             raise RuntimeError("DataLoader worker ended amid a batch") from error
 
     def _leave_out(self, image: Unreadable) -> None:
@@ -374,8 +372,8 @@ class _Batches:
 
 
 class TrainBatches(_Batches):
-    """Give batches of training images in an order that is drawn anew for each epoch; ``len()``
-    counts the batches of one epoch.
+    """Batches of training images in a new random order per epoch; ``len()`` counts the batches of
+    one epoch.
     """
 
     def epoch(self, number: int, *, start: int = 0) -> Iterator[Batch]:
@@ -383,11 +381,11 @@ class TrainBatches(_Batches):
 
         Args:
             number: the epoch, from 0.
-            start: the batch to begin with; no image of those before it is read.
+            start: index of the first batch; images of earlier batches are not read.
 
         Raises:
             ValueError: an image cannot be read and ``on_error`` is ``fail``; one line with its
-                path. With ``skip`` the batch is smaller, B may be 0, and a warning names the image,
+                path. With ``skip`` the batch is smaller, B may be 0, and a warning names the image
                 once.
         """
         self._keys.epoch, self._keys.start = number, start
@@ -395,12 +393,13 @@ class TrainBatches(_Batches):
 
 
 class EvalBatches(_Batches):
-    """Give every image once, with the errors and warnings of ``TrainBatches.epoch``: in the data
-    set's order, or where images differ in size, batch after batch as they fill.
+    """Batches with every image once, with the errors and warnings of ``TrainBatches.epoch``.
+
+    They follow the dataset's order, or the order in which batches fill if images differ in size.
     """
 
     numbers: list[int] | None = None
-    """The numbers in the data set of the images given since the last beginning, in their order."""
+    """Dataset indices of the images yielded since the last start, in order."""
 
     def __iter__(self) -> Iterator[Batch]:
         self.numbers = given = []

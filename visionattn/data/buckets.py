@@ -1,6 +1,6 @@
-"""Images of many sizes in batches of equal size: which images share a batch, and how many.
+"""Buckets: images of many sizes grouped into batches of equal size.
 
-This module owns buckets. It is arithmetic alone, and knows images by number and size.
+This module is pure arithmetic on the indices and sizes of images.
 """
 
 from collections.abc import Sequence
@@ -11,17 +11,17 @@ import numpy as np
 from visionattn.data.geometry import Geometry, Size
 
 CELL_PX = 256
-"""Pixels that count as one patch where a model has none."""
+"""Pixels that count as one patch for a model without patches."""
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """Images that have the same size for a model, whichever geometry their batch gets.
+    """Groups of images with equal input size, under any geometry that their batch gets.
 
     Args:
-        bucket: the number of each image's bucket, ``[n]``.
-        room: how many images a batch of each bucket holds, ``[buckets]``.
-        unseen: the numbers of images that the model does not take, or whose size is not known.
+        bucket: index of each image's bucket, ``[n]``.
+        room: number of images per batch of each bucket, ``[buckets]``.
+        unseen: indices of images that the model does not take, or whose size is unknown.
     """
 
     bucket: np.ndarray
@@ -36,18 +36,19 @@ class Buckets:
         batch_size: int,
         batch_patches: int | None,
     ) -> "Buckets":
-        """Divide images into buckets.
+        """Group images into buckets.
 
-        A batch may get any of the geometries, so its images are equal under each, and it is counted
-        at its largest: then every epoch has as many batches.
+        A batch may get any of the geometries, so its images have equal sizes under each, and it is
+        counted at its largest. Every epoch then has the same number of batches.
 
         Args:
-            canvases: the size of the model's input for each image under each geometry, ``[n,
-                geometries, 2]``; 0 where it is not known.
+            canvases: input size of each image under each geometry, ``[n, geometries, 2]``; 0 if
+                unknown.
             choices: the geometries.
-            batch_size: images per batch where ``batch_patches`` is None: as many patches as they
-                have on average.
-            batch_patches: the most patches of a batch; an image with more is alone.
+            batch_size: images per batch if ``batch_patches`` is None: the patch limit is this
+                number of average images.
+            batch_patches: maximum number of patches per batch; an image with more forms its own
+                batch.
         """
         distinct, bucket = np.unique(
             canvases.reshape(len(canvases), -1), axis=0, return_inverse=True
@@ -61,19 +62,19 @@ class Buckets:
 
     @property
     def count(self) -> int:
-        """Count the batches of an epoch."""
+        """Return the number of batches per epoch."""
         members = np.bincount(self.bucket, minlength=len(self.room))
         return int(np.ceil(members / self.room).sum())
 
     def fill(self, order: np.ndarray) -> list[np.ndarray]:
-        """Return the numbers of the images of each batch, in the order in which batches fill; those
-        that do not fill come last.
+        """Return the indices of the images of each batch, in the order in which batches fill;
+        incomplete batches come last.
 
         Args:
-            order: the numbers of all images, ``[n]``, in the order in which they are taken.
+            order: the indices of all images, ``[n]``, in the order in which they are used.
         """
         whole, rest = [], []
-        # The places in the order of each bucket's images, bucket after bucket.
+        # Positions in the order of each bucket's images, bucket by bucket.
         sorted_places = np.argsort(self.bucket[order], kind="stable")
         members = np.bincount(self.bucket, minlength=len(self.room))
         for places, room in zip(
@@ -81,23 +82,23 @@ class Buckets:
         ):
             for first in range(0, len(places), room):
                 taken = places[first : first + room]
-                # A batch is full when its last image is taken.
+                # A batch is full when its last image arrives.
                 (whole if len(taken) == room else rest).append((taken[-1], order[taken]))
         whole.sort(key=lambda batch: batch[0])
         return [batch for _, batch in whole + rest]
 
 
 def canvases(sizes: np.ndarray, geometry: Geometry) -> np.ndarray:
-    """Return the size of the model's input for images of some sizes, both int64 ``[n, 2]``."""
-    # Few sizes are different, and each is looked at once.
+    """Return the model's input sizes for images of some sizes, both int64 ``[n, 2]``."""
+    # Few sizes are distinct, and each is computed once.
     known, which = np.unique(sizes, axis=0, return_inverse=True)
     seen = [canvas_of(rows, columns, geometry) for rows, columns in known.tolist()]
     return np.array(seen, np.int64).reshape(-1, 2)[which.reshape(-1)]
 
 
 def canvas_of(height: int, width: int, geometry: Geometry) -> Size:
-    """Return the size of the model's input for an image; none for one that the model does not take,
-    or whose size is not known, which reading it will say.
+    """Return the model's input size for an image; (0, 0) if the model does not take it or its size
+    is unknown, which reading it will report.
     """
     try:
         return geometry.view(height, width).canvas
@@ -106,6 +107,6 @@ def canvas_of(height: int, width: int, geometry: Geometry) -> Size:
 
 
 def cell_px(geometry: Geometry) -> int:
-    """Return how many pixels count as one patch."""
+    """Return the number of pixels that count as one patch."""
     patch = geometry.patch_px[0] * geometry.patch_px[1]
     return CELL_PX if patch == 1 else patch

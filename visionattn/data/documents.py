@@ -1,7 +1,7 @@
-"""Pages drawn on the fly, whose classes differ in one small mark at a random place.
+"""Synthetic document pages whose classes differ in one small mark at a random place.
 
-This module owns the marks, the paper and the sizes of pages; ``typesetting.py`` sets the text. It
-knows nothing of loaders, batches or configs.
+This module owns the marks, the paper and the page sizes; ``typesetting.py`` sets the text. Loaders,
+batches and configurations are elsewhere.
 """
 
 import math
@@ -17,36 +17,36 @@ from visionattn.data.geometry import Box, Geometry
 from visionattn.data.typesetting import typeset
 
 CLASS_NAMES = ("bar", "pillar", "dot", "cross")
-"""What stands in the ring that marks a page."""
+"""The symbol inside the ring that marks a page."""
 MARK_PX = (22, 32)
 """Smallest and largest outer diameter of a mark, in pixels, on pages of any size."""
 ASPECT = (1.4, 5.0)
-"""Range of the longer side over the shorter one, from a letter to a receipt or a strip."""
+"""Range of the aspect ratio (longer over shorter side), from a letter to a receipt or a strip."""
 LONGEST = (0.7, 1.0)
-"""Range of the longest side of a page over the largest that is asked for."""
+"""Range of a page's longest side relative to the largest requested side."""
 SMALLEST_PAGE_PX = 40
 SMALLEST_SIZE_PX = 64
-"""Least size that pages are drawn for."""
+"""Minimum image size for pages."""
 DISTRACTORS_PER_PX = 1 / 256**2
 PIECE_SIDES, LARGEST_PIECE_PX = 3, 256
-"""Sides of a page over those of a piece of it, and the largest side of a piece."""
+"""Side of a page relative to a crop of it, and the maximum side of a crop."""
 PIECED_PAGE_PX = 128
-"""Least side of a page that a piece is cut out of."""
+"""Minimum side of a page for crops."""
 
 _SHAPE_STREAM = 33
 _SHIFT = 4  # cv2 draws with sixteenths of a pixel
 
 
 class Page(NamedTuple):
-    """A drawn page, and where its mark is."""
+    """A generated page, and the place of its mark."""
 
     image: np.ndarray
     """uint8, ``[height, width, 1]``."""
     label: int | None
     mark: Box
     mask: np.ndarray | None = None
-    """uint8 ``[height, width]``, as ``drawn_images.py`` says: text is background, empty rings and
-    squares are distractors. None where it was not asked for.
+    """uint8 ``[height, width]``, as in ``drawn_images.py``: text is background, empty rings and
+    squares are distractors. None if not requested.
     """
 
 
@@ -60,7 +60,7 @@ def _stroke(image: np.ndarray, start: tuple, end: tuple, thickness: int) -> None
 
 
 def _symbol(image: np.ndarray, name: str, reach: float, degrees: float, thickness: int) -> None:
-    """Draw a symbol that reaches ``reach`` pixels from the middle, turned by ``degrees``."""
+    """Draw a symbol that extends ``reach`` pixels from the centre, rotated by ``degrees``."""
     middle = (image.shape[0] - 1) / 2
     angles = {"bar": (0,), "pillar": (90,), "cross": (45, 135), "dot": ()}[name]
     for angle in angles:
@@ -80,7 +80,7 @@ def _mark(
     """Draw a mark: a ring or a square of ``size_px`` pixels, with a symbol or empty.
 
     Returns:
-        Its ink and the area that it covers: uint8 ``[size_px, size_px]``, 0 to 255.
+        Its ink and its covered area: uint8 ``[size_px, size_px]``, 0 to 255.
     """
     ink = np.zeros((size_px, size_px), np.uint8)
     cover = np.zeros_like(ink)
@@ -100,7 +100,7 @@ def _mark(
 
 
 def _stamp(ink: np.ndarray, top: int, left: int, mark: np.ndarray, cover: np.ndarray) -> None:
-    """Lay a mark on the ink of a page; nothing of what it covers shines through."""
+    """Draw a mark over the ink of a page; nothing below its covered area shows through."""
     place = ink[top : top + mark.shape[0], left : left + mark.shape[1]]
     kept = cv2.multiply(place, 255 - cover, scale=1 / 255)
     np.maximum(kept, cv2.min(mark, cover), out=place)
@@ -113,12 +113,14 @@ def _turned(ink: np.ndarray, degrees: float) -> np.ndarray:
 
 
 def _on_paper(ink: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Print ink on paper and scan it: uneven light, the shadow of an edge, grain and noise."""
+    """Return ink printed on paper and scanned: uneven light, the shadow of an edge, grain and
+    noise.
+    """
     height, width = ink.shape
     paper, strength = rng.uniform(205, 245), rng.uniform(0.6, 0.9)
     rows = np.linspace(0, rng.uniform(-25, 25), height, dtype=np.float32)
     columns = np.linspace(paper, paper + rng.uniform(-25, 25), width, dtype=np.float32)
-    # One edge lies in the shadow of the lid or of the spine.
+    # One edge is in the shadow of the lid or of the spine.
     depth, reach = rng.uniform(0, 70), rng.uniform(4, 40)
     line = (rows, columns)[int(rng.integers(2))]
     shadow = depth * np.exp(-np.arange(len(line), dtype=np.float32) / reach)
@@ -141,15 +143,14 @@ def draw_page(
 ) -> Page:
     """Draw a page with text, tables and lists, and a mark at a random place.
 
-    The mark is a ring around one of four symbols; what it covers is not seen. Empty rings and
-    squares around the same symbols lie about as distractors. The label decides the symbol and
-    nothing else.
+    The mark is a ring around one of four symbols and hides everything below it. Empty rings, and
+    squares around the same symbols, are distractors. The label determines only the symbol.
 
     Args:
         rng: the source of all randomness.
         height, width: size of the page in pixels, at least ``SMALLEST_PAGE_PX`` each.
-        label: which of ``CLASS_NAMES`` marks the page; None leaves the place of the mark as it is.
-        masked: make the mask too.
+        label: which of ``CLASS_NAMES`` marks the page; None: no mark.
+        masked: also make the mask.
 
     Raises:
         ValueError: the page is too small.
@@ -159,7 +160,7 @@ def draw_page(
             f"page of {height} x {width} pixels is too small for marks of up to {MARK_PX[1]}; "
             f"use at least {SMALLEST_PAGE_PX} pixels"
         )
-    # The mark's looks are drawn before anything that depends on the size of the page.
+    # Draw the mark's appearance before anything that depends on the size of the page.
     size_px, tilt = int(rng.integers(MARK_PX[0], MARK_PX[1] + 1)), rng.uniform(-8, 8)
     down, right = rng.random(2)
     ink = _turned(typeset(rng, height, width), rng.uniform(-2, 2))
@@ -185,10 +186,10 @@ def draw_page(
 
 
 class DocumentsDataset(DrawnDataset):
-    """Pages drawn on the fly.
+    """Pages generated on request.
 
-    The shape of a page depends on the index and not on the epoch. Pages for training get their
-    class by lot, those for evaluation in turn.
+    The shape of a page depends on the index but not on the epoch. Training pages get a random
+    class, evaluation pages the classes in rotation.
 
     Args:
         split, length, seed, masked: see ``DrawnDataset``.
@@ -209,8 +210,8 @@ class DocumentsDataset(DrawnDataset):
         """Return height and width of each page in pixels, int64 ``[n, 2]``.
 
         Args:
-            longest_px: the longest side that a page may have. Text and marks keep their sizes in
-                pixels whatever it is: a larger page holds more.
+            longest_px: maximum side of a page. Text and marks keep their sizes in pixels, so a
+                larger page holds more.
         """
         shapes = np.round(self._shapes * longest_px).astype(np.int64)
         return np.maximum(shapes, SMALLEST_PAGE_PX)
@@ -220,7 +221,7 @@ class DocumentsDataset(DrawnDataset):
         return canvases(self.shapes(max(geometry.img_size)), geometry)
 
     def page(self, index: int, epoch: int, longest_px: int, *, masked: bool = False) -> Page:
-        """Draw the page of an index, with the box of its mark, and ``masked`` its mask."""
+        """Draw the page of an index, with the box of its mark, and with ``masked`` its mask."""
         rng = self.draws(index, epoch)
         drawn = int(rng.integers(len(CLASS_NAMES)))
         label = drawn if self.split == "train" else index % len(CLASS_NAMES)
@@ -229,21 +230,20 @@ class DocumentsDataset(DrawnDataset):
         return draw_page(rng, height, width, label, masked=masked)
 
     def draw(self, key: SampleKey, *, masked: bool = False) -> Page:
-        """Draw the page of a key, as large as its geometry takes."""
+        """Draw the page of a key, at the size of its geometry."""
         return self.page(key.index, key.epoch, max(key.geometry.img_size), masked=masked)
 
 
 class PagePieces(DrawnDataset):
-    """One piece of a page of its own for each key, at a place that is drawn too, for models that
-    write images: a page that is shrunk to some tens of pixels shows nothing of its text. They have
-    no classes.
+    """Random crops of pages, one page per key, for image generation: a page shrunk to some tens of
+    pixels shows nothing of its text. They have no classes.
     """
 
     STREAMS = {"train": 40, "validation": 41, "test": 42}
     SEEN = "crops of pages at their own scale"
 
     def draw(self, key: SampleKey, *, masked: bool = False) -> Page:
-        """Draw a page, and cut the piece of a key out of it."""
+        """Draw a page, and return the crop of a key."""
         rng = self.draws(key.index, key.epoch)
         rows, columns = key.geometry.img_size
         height, width = (max(PIECED_PAGE_PX, PIECE_SIDES * side) for side in (rows, columns))

@@ -1,8 +1,8 @@
-"""Data sets whose samples are drawn on the fly, each from random numbers of its own, the masks of
-drawn images, and sequences that say everything twice.
+"""Datasets whose samples are generated on request from their own random numbers, masks of generated
+images, and sequences for the copying task.
 
 A mask is uint8 ``[height, width]``, of the size of its image: ``BACKGROUND``, ``DISTRACTOR``, or
-``FIRST_CLASS`` and the number of the class. What draws an image paints its mask.
+``FIRST_CLASS`` plus the index of the class. The code that draws an image also draws its mask.
 """
 
 from dataclasses import dataclass
@@ -19,21 +19,21 @@ TEST_SEED = 20
 Split = Literal["train", "validation", "test"]
 BACKGROUND, DISTRACTOR, FIRST_CLASS = 0, 1, 2
 INK = 64
-"""Pixels of a glyph or of a mark above this are ink: a quarter of 255."""
+"""Pixels of a glyph or of a mark above this value are ink: a quarter of 255."""
 INKED_SHARE = 1 / 16
-"""The least share of a patch that is inked where the patch is not background."""
+"""Minimum inked share of a patch that is not background."""
 SYMBOLS = 10
-"""Values are 0, the separator, and as many symbols from 1 on."""
+"""Number of symbols; values are 0, the separator, and symbols from 1 on."""
 SHORTEST = 4
-"""Least length of a sequence: both separators and a symbol twice."""
+"""Minimum length of a sequence: both separators, and a symbol twice."""
 
 
 @dataclass(frozen=True)
 class DrawnArgs:
-    """What ``data.args`` says of a drawn data set."""
+    """Settings of a synthetic dataset in ``data.args``."""
 
     train_images: int = 20_000
-    """Images drawn per epoch."""
+    """Generated images per epoch."""
     eval_images: int = 2_000
     """Images of the validation split and of the test split, each."""
 
@@ -44,20 +44,19 @@ class DrawnArgs:
 
 
 class DrawnDataset(Dataset):
-    """Samples that seed, split, index and epoch decide. Those of the test split are the same for
-    every seed.
+    """Samples determined by seed, split, index and epoch. Test samples are the same for every seed.
 
     Args:
-        split: which samples; different splits share no draw.
-        length: how many there are.
-        seed: of all draws of training and validation.
-        masked: each pixel has a class, not the image.
+        split: which samples; different splits share no random numbers.
+        length: number of samples.
+        seed: seed of all training and validation samples.
+        masked: labels are classes of pixels, not of the image.
     """
 
     STREAMS: ClassVar[dict[Split, int]]
-    """The stream of random numbers of each split, see ``batches.py``."""
+    """The random stream of each split, see ``batches.py``."""
     SEEN: ClassVar[str] = ""
-    """How a model sees the samples, where the geometry would not tell: none of them is cut."""
+    """Description of the samples if the geometry does not describe them: they are not cropped."""
 
     def __init__(self, split: Split, length: int, seed: int, *, masked: bool = False):
         self.split, self.length, self.masked = split, length, masked
@@ -67,12 +66,12 @@ class DrawnDataset(Dataset):
         return self.length
 
     def draws(self, index: int, epoch: int) -> np.random.Generator:
-        """Return the random numbers of a sample."""
+        """Return the random generator of a sample."""
         entropy = np.random.SeedSequence((self.seed, self.STREAMS[self.split], epoch, index))
         return np.random.Generator(np.random.SFC64(entropy))
 
     def draw(self, key: SampleKey, *, masked: bool = False) -> Any:
-        """Draw the image of a key, as large as its geometry asks, and ``masked`` its mask."""
+        """Generate the image of a key at the size of its geometry, and with ``masked`` its mask."""
         raise NotImplementedError
 
     def __getitem__(self, key: SampleKey) -> Item:
@@ -88,22 +87,22 @@ def seen_as(dataset: Dataset, geometry: Geometry) -> str:
 
 
 def value_names(class_names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return what each value of a mask stands for, from 0 on."""
+    """Return the meaning of each value of a mask, from 0 on."""
     return ("background", "distractor", *class_names)
 
 
 def paint(
     mask: np.ndarray, top: int, left: int, ink: np.ndarray, value: int, cover: np.ndarray | None
 ) -> None:
-    """Give the inked pixels of a part the value of what it is.
+    """Set the inked pixels of a part to a value in the mask.
 
     Args:
-        mask: of the whole image; changed in place.
-        top, left: where the part begins.
-        ink: of the part, uint8 ``[h, w]``.
-        value: as the masks have it.
-        cover: the area, uint8 ``[h, w]``, below which nothing is seen: where it is above half of
-            255 and not inked there is background. None: the part covers nothing.
+        mask: mask of the whole image; changed in place.
+        top, left: start of the part.
+        ink: ink of the part, uint8 ``[h, w]``.
+        value: the mask value.
+        cover: the covered area, uint8 ``[h, w]``, which hides everything below: where it is above
+            127 and not inked, the mask becomes background. None: the part covers nothing.
     """
     place = mask[top : top + ink.shape[0], left : left + ink.shape[1]]
     if cover is not None:
@@ -112,26 +111,26 @@ def paint(
 
 
 def see_mask(mask: np.ndarray, view: View) -> np.ndarray:
-    """Bring a mask to the size at which a model sees the image, as ``images.fill`` brings the
-    image: each pixel takes the nearest value, and absent pixels are background.
+    """Resize a mask to the model's view, as ``images.fill`` fits the image: nearest values, and
+    background for absent pixels.
     """
     return fill(cut_mask(mask, view)[:, :, None], view)[:, :, 0]
 
 
 def patch_labels(mask: np.ndarray, grid: Size, values: int) -> np.ndarray:
-    """Say what lies in each patch: where at least a sixteenth of its pixels is inked, the value
-    that most of these have, the smallest of several; elsewhere background.
+    """Return the label of each patch: its most frequent inked value (ties: the smallest) if at
+    least a sixteenth of its pixels is inked, else background.
 
     Args:
-        mask: ``[height, width]``, of whole patches.
-        grid: how many rows and columns of patches there are.
-        values: how many values the mask may have.
+        mask: ``[height, width]``, in whole patches.
+        grid: number of rows and columns of patches.
+        values: number of possible mask values.
 
     Returns:
         int64 ``[rows, columns]``.
 
     Raises:
-        ValueError: the mask is no whole number of patches.
+        ValueError: the mask is not a whole number of patches.
     """
     (rows, columns), (height, width) = grid, mask.shape
     if height % rows or width % columns:
@@ -146,24 +145,26 @@ def patch_labels(mask: np.ndarray, grid: Size, values: int) -> np.ndarray:
 
 
 def word_lengths(length: int) -> tuple[int, int]:
-    """Return the least and the largest length of w in sequences of ``length`` values."""
+    """Return the minimum and maximum length of w in sequences of ``length`` values."""
     return length // 4, (length - 2) // 2
 
 
 def draw_sequence(rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Draw ``0 w 0 w`` and zeros up to the end: 0 is the separator, and w a random word of the
-    symbols from 1 on, whose length is drawn too. Only the values of the second w can be known
-    beforehand, and only they count.
+    """Return ``0 w 0 w`` and zeros up to the end: 0 is the separator, and w a random word of
+    symbols from 1 on, of random length.
+
+    Only the values of the second w are predictable, and only they count.
 
     Source: Katharopoulos et al. 2020, section 4.1.1, after Kitaev et al. 2020. The shortest words,
     a quarter of a sequence, are as in the authors' code.
 
     Args:
         rng: the source of all randomness.
-        length: N, ``SHORTEST`` at least.
+        length: N, at least ``SHORTEST``.
 
     Returns:
-        Values from 0 to ``SYMBOLS``, and which of them count, 0 or 1; both uint8 ``[N]``.
+        Values from 0 to ``SYMBOLS``, and a mask of the values that count, 0 or 1; both uint8
+        ``[N]``.
     """
     shortest, longest = word_lengths(length)
     size = int(rng.integers(shortest, longest + 1))
@@ -176,8 +177,8 @@ def draw_sequence(rng: np.random.Generator, length: int) -> tuple[np.ndarray, np
 
 
 class CopyingDataset(DrawnDataset):
-    """A sequence of its own for each key, as an image of one row: whoever writes it has to copy.
-    Items have the mask of the values that count in place of a class.
+    """The copying task: one sequence per key, as an image of one row. Items have the mask of the
+    values that count in place of a class.
     """
 
     STREAMS = {"train": 50, "validation": 51, "test": 52}

@@ -1,8 +1,7 @@
-"""The embedded data sets: scikit-learn's real 8 x 8 digits, and canvases that make a
-high-resolution task of them.
+"""The embedded datasets: scikit-learn's real 8 x 8 digits, and canvases, a high-resolution task
+made from them.
 
-This module owns the split of the digits and the drawing of a canvas. It knows nothing of loaders,
-batches or configs.
+This module splits the digits and draws canvases. Loaders, batches and configurations are elsewhere.
 """
 
 import math
@@ -25,27 +24,28 @@ from visionattn.data.geometry import Box
 
 DISTRACTORS_PER_PX = 4 / 128**2
 LARGER = 1.25
-"""Least side of the digit that counts, over that of a second whole one."""
+"""Minimum ratio of the labelled digit's side to the side of a second whole digit."""
 ROOM = 1.2
-"""Least side of a canvas, over that of its largest digit."""
+"""Minimum ratio of a canvas's side to the side of its largest digit."""
 
 _TEST_SPLIT_SEED = 20
 _TEST_SHARE = 0.2
 _CELL_PX = 4
-# Rotation in degrees, shear, and scale of a digit that is varied.
+# Ranges of rotation in degrees, shear, and scale of a varied digit.
 _WARP_LOW, _WARP_HIGH = np.array((-12, -0.15, 0.88)), np.array((12, 0.15, 1.06))
 
 
 @dataclass(frozen=True)
 class CanvasArgs(DrawnArgs):
-    """What ``data.args`` says of canvases: how many there are, and how hard to read."""
+    """Settings of canvases in ``data.args``: their number and difficulty."""
 
     distractors: int | None = None
-    """Fragments on every canvas; None: 4 per 128 x 128 pixels, on any canvas."""
+    """Fragments per canvas; None: 4 per 128 x 128 pixels."""
     digit_px: tuple[int, int] = (16, 40)
     """Smallest and largest side of digits and fragments, in pixels."""
     whole_digits: int = 1
-    """1, or 2: a second whole digit of another class, whose side is at most 0.8 of the first's."""
+    """1, or 2 for a second whole digit of another class, whose side is at most 0.8 of the first's.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,7 +67,7 @@ class CanvasArgs(DrawnArgs):
 
     @property
     def smallest_px(self) -> int:
-        """The least side of a canvas, in pixels."""
+        """Minimum side of a canvas, in pixels."""
         return math.ceil(ROOM * self.digit_px[1])
 
 
@@ -75,16 +75,16 @@ USUAL = CanvasArgs()
 
 
 class Canvas(NamedTuple):
-    """A drawn canvas and where its parts lie."""
+    """A generated canvas and the places of its parts."""
 
     image: np.ndarray
     """uint8, ``[height, width, 1]``."""
     label: int
     digit: Box
     distractors: list[Box]
-    """Of the second whole digit first, where there is one, then of the fragments."""
+    """Boxes of the second whole digit, if there is one, then of the fragments."""
     mask: np.ndarray | None = None
-    """uint8 ``[height, width]``, as ``drawn_images.py`` says; None where it was not asked for."""
+    """uint8 ``[height, width]``, as in ``drawn_images.py``; None if not requested."""
 
 
 @dataclass(frozen=True)
@@ -96,18 +96,17 @@ class Digits:
 
 
 def stratified_split(labels: np.ndarray, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Split indices so that every class gives ``share`` of its members, rounded, to the second
-    part.
+    """Split indices so that the second part gets the share ``share`` of each class, rounded.
 
     A class of at least two members has at least one in each part.
 
     Args:
         labels: ``[n]``.
         share: in (0, 1).
-        seed: the seed of the draw.
+        seed: seed of the split.
 
     Returns:
-        Sorted indices of the first and of the second part; together each index once.
+        Sorted indices of the first and the second part; together each index once.
     """
     rng = np.random.default_rng(seed)
     held = []
@@ -120,10 +119,10 @@ def stratified_split(labels: np.ndarray, share: float, seed: int) -> tuple[np.nd
 
 
 def digit_splits(val_fraction: float, seed: int) -> dict[Split, Digits]:
-    """Divide scikit-learn's 1797 digits, class by class, into train, validation and test.
+    """Split scikit-learn's 1797 digits, class by class, into train, validation and test.
 
-    The test fifth is the same for every seed, so that no run ever trains on a test digit of another
-    run; ``seed`` divides the rest, of which ``val_fraction`` is for validation.
+    The test fifth is the same for every seed, so that no run trains on a test digit of another run.
+    ``seed`` splits the rest, with the share ``val_fraction`` for validation.
 
     Source: Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI 1998, as shipped by
     scikit-learn.
@@ -140,8 +139,9 @@ def digit_splits(val_fraction: float, seed: int) -> dict[Split, Digits]:
 
 
 def _glyph(digit: np.ndarray, size_px: int, warp: tuple[float, float, float]) -> np.ndarray:
-    """Enlarge a digit, with a blank pixel around it, to ``size_px``; ``warp`` is a rotation in
-    degrees, a shear and a scale.
+    """Enlarge a digit, with a blank pixel around it, to ``size_px``.
+
+    ``warp`` is a rotation in degrees, a shear and a scale.
     """
     padded = cv2.copyMakeBorder(digit, 1, 1, 1, 1, cv2.BORDER_CONSTANT, value=0)
     if warp == (0.0, 0.0, 1.0):
@@ -159,7 +159,7 @@ def _glyph(digit: np.ndarray, size_px: int, warp: tuple[float, float, float]) ->
 
 
 def _fragment(glyph: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Keep 40 to 60 % of the inked part of a glyph, cut straight across; narrow digits are cut
+    """Return 40 to 60 % of the inked part of a glyph, cut straight across; narrow digits are cut
     across their length.
     """
     left, top, width, height = cv2.boundingRect(cv2.inRange(glyph, 65, 255))
@@ -179,10 +179,11 @@ def _fragment(glyph: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 def _place(
     rng: np.random.Generator, shape: tuple[int, int], part: tuple[int, int], *taken: np.ndarray
 ) -> Box | None:
-    """Draw a place for ``part`` that touches no taken cell of the first mask, or else of the next.
+    """Return a random place for ``part`` that touches no taken cell of the first mask, or else of
+    the next.
 
-    40 places are tried for each mask. The place is marked as taken in the first mask. The result is
-    None where no place was found.
+    40 places are tried per mask. The place is marked as taken in the first mask. None if no place
+    was found.
     """
     height, width = part
     for mask in taken:
@@ -213,23 +214,23 @@ def draw_canvas(
     task: CanvasArgs = USUAL,
     masked: bool = False,
 ) -> Canvas:
-    """Paste digit ``index`` whole, and fragments of other digits, on noisy grey.
+    """Draw digit ``index`` whole, and fragments of other digits, on noisy grey.
 
-    The whole digit and the fragments are enlarged to a side drawn from ``task.digit_px``, whatever
-    the size of the canvas. Nothing overlaps the whole digit. Fragments overlap each other only
-    where 40 draws found no room, and one that cannot be placed even so is left out (on canvases
-    below 96 pixels, if there are four on 128). The side of the whole digit and its looks are drawn
-    first, so that a generator in the same state gives the same digit on a canvas of another size.
-    A second whole digit is left out where there is no room for it.
+    The whole digit and the fragments get sides drawn from ``task.digit_px``, for any canvas size.
+    Nothing overlaps the whole digit. Fragments overlap each other only if 40 draws found no room,
+    and a fragment that cannot be placed even so is left out (on canvases below 96 pixels, with four
+    per 128). The side and appearance of the whole digit are drawn first, so that a generator in the
+    same state gives the same digit on a canvas of another size. A second whole digit is left out if
+    there is no room.
 
     Args:
-        digits: where the digit and the fragments come from.
-        index: which digit is the whole one.
+        digits: source of the digit and the fragments.
+        index: index of the whole digit.
         height, width: size of the canvas in pixels, at least ``task.smallest_px`` each.
         rng: the source of all randomness.
         vary: rotate, shear and scale the digits slightly (training).
-        task: how many fragments of which size there are, and how many whole digits.
-        masked: make the mask too.
+        task: number and size of fragments, and number of whole digits.
+        masked: also make the mask.
 
     Returns:
         ``Canvas``: image, label, the boxes of the parts, and the mask or None.
@@ -249,13 +250,13 @@ def draw_canvas(
             return 0.0, 0.0, 1.0
         return tuple((_WARP_LOW + (_WARP_HIGH - _WARP_LOW) * rng.random(3)).tolist())
 
-    # Everything that concerns the digit is drawn before anything that depends on the canvas.
+    # Draw everything about the digit before anything that depends on the canvas.
     least = smallest if task.whole_digits == 1 else math.ceil(LARGER * smallest)
     size_px = int(rng.integers(least, largest + 1))
     contrast, grey = rng.uniform(0.5, 0.7), int(rng.integers(24, 57))
     glyph = _glyph(digits.images[index], size_px, warp())
 
-    # Noise on grey, and the digit at the first place that is drawn: nothing is taken yet.
+    # Noise on grey, and the digit at the first drawn place: nothing is taken yet.
     image = np.frombuffer(rng.bytes(height * width), np.uint8).reshape(height, width)
     image = cv2.addWeighted(image, 0.15, image, 0.0, grey)
     taken = np.zeros((-(-height // _CELL_PX), -(-width // _CELL_PX)), bool)
@@ -280,7 +281,7 @@ def draw_canvas(
             distractors.append(box)
     only_digits = taken.copy()
 
-    # Fragments of other digits, never of this one.
+    # Fragments come from other digits only.
     count = task.distractors
     if count is None:
         count = round(height * width * DISTRACTORS_PER_PX)
@@ -296,16 +297,16 @@ def draw_canvas(
 
 
 class CanvasDataset(DrawnDataset):
-    """Canvases made on the fly at the size that is asked for: seed, split and key decide them.
+    """Canvases generated at the requested size, determined by seed, split and key.
 
-    Evaluation takes epoch 0 and goes through the digits in turn; training draws the digit.
+    Evaluation uses epoch 0 and the digits in rotation; training draws the digit at random.
 
     Args:
-        digits: of the split.
+        digits: digits of the split.
         split, length, masked: see ``DrawnDataset``.
-        seed: of all draws.
+        seed: seed of all draws.
         vary: rotate, shear and scale the digits slightly.
-        task: how hard canvases are to read.
+        task: difficulty of the canvases.
     """
 
     STREAMS = {"train": 0, "validation": 1, "test": 2}
@@ -322,18 +323,18 @@ class CanvasDataset(DrawnDataset):
         masked: bool = False,
     ):
         super().__init__(split, length, seed, masked=masked)
-        self.seed = seed  # canvases to test on differ by seed, their digits do not
+        self.seed = seed  # test canvases differ by seed, test digits do not
         self.digits, self.vary, self.task = digits, vary, task
 
     def canvas(
         self, index: int, epoch: int, height: int, width: int, *, masked: bool = False
     ) -> Canvas:
-        """Draw the canvas of an index, of any size, with its boxes, and ``masked`` its mask."""
+        """Draw the canvas of an index at any size, with its boxes and, if ``masked``, its mask."""
         rng, count = self.draws(index, epoch), len(self.digits.labels)
         digit = int(rng.integers(count)) if self.split == "train" else index % count
         how = dict(vary=self.vary, task=self.task, masked=masked)
         return draw_canvas(self.digits, digit, height, width, rng, **how)
 
     def draw(self, key: SampleKey, *, masked: bool = False) -> Canvas:
-        """Draw the canvas of a key, of the size that its geometry asks for."""
+        """Draw the canvas of a key, at the size of its geometry."""
         return self.canvas(key.index, key.epoch, *key.geometry.img_size, masked=masked)

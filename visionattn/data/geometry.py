@@ -1,8 +1,8 @@
-"""How an image of any size comes to the size at which a model sees it.
+"""Preprocessing geometry: how an image of any size is fitted to the size at which a model sees it.
 
-This module owns the sizes: which part of an image is read, how many pixels it becomes, and how
-much of the model's input it fills. It is arithmetic alone, for training and for every tool;
-``images.py`` reads the pixels.
+This module computes sizes: which part of an image is read, at how many pixels, and how much of the
+model's input it fills. It is pure arithmetic, for training and for every command; ``images.py``
+reads the pixels.
 """
 
 import math
@@ -17,7 +17,7 @@ Size = tuple[int, int]
 
 
 LARGEST_SIDE_PX = 2**20
-"""Images have no longer sides, and libraries that resize them take none."""
+"""Maximum side of an image; resizing libraries take no larger ones."""
 
 
 class TooSmall(ValueError):
@@ -34,32 +34,32 @@ class Box(NamedTuple):
 
 
 class View(NamedTuple):
-    """What a model sees of an image."""
+    """The part of an image that a model sees, and its size there."""
 
     box: Box
-    """The part of the image that is seen."""
+    """The visible part of the image."""
     content: Size
     """The size that this part is resized to."""
     canvas: Size
     """The size of the model's input, whose top left holds the content."""
     present: Size
-    """The size of that part of the model's input that counts: what is beyond the content, up to
-    whole patches, repeats its last row and column; the rest is absent.
+    """The part of the model's input that counts: beyond the content, up to whole patches, it
+    repeats the last row and column; the rest is absent.
     """
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """How images of any size come to whole patches.
+    """The fit of images of any size to whole patches.
 
     Args:
-        fit: ``native`` keeps the size of an image, and shrinks one that is above ``img_size`` or
-            ``max_patches``. ``pad`` scales it to fit into ``img_size`` and leaves the rest of the
-            input empty. ``stretch`` gives an image the aspect ratio of ``img_size``.
-            ``crop`` covers ``img_size`` and cuts off the rest around the centre.
-        img_size: height and width in pixels, both for ``pad``, ``stretch`` and ``crop``; the most
-            for ``native``, where None stands for no limit.
-        max_patches: the most patches of an image; for ``native`` alone.
+        fit: ``native`` keeps an image's size, and shrinks it to ``img_size`` or ``max_patches``.
+            ``pad`` scales it to fit into ``img_size`` and leaves the rest empty. ``stretch``
+            changes its aspect ratio to ``img_size``. ``crop`` covers ``img_size`` and cuts off the
+            rest around the centre.
+        img_size: height and width in pixels for ``pad``, ``stretch`` and ``crop``; the maximum for
+            ``native`` (None: no limit).
+        max_patches: maximum number of patches of an image; only for ``native``.
         patch_px: height and width of a patch in pixels.
     """
 
@@ -69,7 +69,7 @@ class Geometry:
     patch_px: Size = (1, 1)
 
     def view(self, height: int, width: int) -> View:
-        """Say what a model sees of an image of ``height`` x ``width`` pixels.
+        """Return a model's view of an image of ``height`` x ``width`` pixels.
 
         Raises:
             TooSmall: the image is smaller than a patch.
@@ -94,7 +94,7 @@ class Geometry:
 
     @property
     def canvas(self) -> Size | None:
-        """Return the size of the model's input; None where each image has its own."""
+        """Return the size of the model's input; None if each image has its own."""
         return None if self.fit == "native" else self.img_size
 
     def describe(self) -> str:
@@ -130,7 +130,7 @@ class Geometry:
         return self._within(height, width, self.img_size)
 
     def _within(self, height: int, width: int, size: Size) -> Size:
-        """Return the size of whole patches that is nearest to the image scaled to fit ``size``."""
+        """Return the size in whole patches nearest to the image scaled to fit ``size``."""
         scale = min(size[0] / height, size[1] / width)
         rows, columns = (
             min(limit // patch, max(1, round(px * scale / patch))) * patch
@@ -139,8 +139,8 @@ class Geometry:
         return rows, columns
 
     def _within_budget(self, height: int, width: int) -> Size:
-        """Return the largest size of whole patches within the budget that keeps the aspect ratio
-        as nearly as whole patches allow.
+        """Return the largest size in whole patches within the budget, with the aspect ratio as
+        close as whole patches allow.
         """
         rows, columns = height / self.patch_px[0], width / self.patch_px[1]
         scale = math.sqrt(self.max_patches / (rows * columns))
@@ -150,15 +150,15 @@ class Geometry:
         grids += [(round(rows * number / columns), number) for number in {*across}]
 
         def fitting(grid: Size) -> Size:
-            # At least one row and one column, and the longer side gives way to the budget.
+            # At least one row and one column; the longer side is reduced to the budget.
             down, across = max(1, grid[0]), max(1, grid[1])
             if down > across:
                 return max(1, min(down, self.max_patches // across)), across
             return down, max(1, min(across, self.max_patches // down))
 
         def worth(grid: Size) -> tuple[float, float]:
-            # Patches count less the more the aspect ratio changes; of equals, the grid
-            # that changes it least wins.
+            # Patches count less the more the aspect ratio changes; among equals, the smallest
+            # change wins.
             change = grid[0] * columns / (grid[1] * rows)
             kept = min(change, 1 / change)
             return round(grid[0] * grid[1] * kept, 6), kept
@@ -169,22 +169,22 @@ class Geometry:
 
 
 def pixels(size: Size) -> str:
-    """Write a size for people: ``512 x 384 px``."""
+    """Format a size for people: ``512 x 384 px``."""
     return f"{size[0]} x {size[1]} px"
 
 
 def sides(img_size: int | Sequence[int] | None) -> Size | None:
-    """Return height and width of a size that may be one number for both."""
+    """Return height and width from a size that may be one number for both."""
     if img_size is None:
         return None
     return (img_size, img_size) if isinstance(img_size, int) else (img_size[0], img_size[1])
 
 
 def geometry_of(spec: DataSpec, patch_px: Size) -> Geometry:
-    """Return the geometry that a model was, or is to be, trained with.
+    """Return the geometry for training a model, or of a trained model.
 
     Args:
-        spec: what the model's images are.
+        spec: specification of the model's images.
         patch_px: height and width of its patches in pixels.
     """
     return Geometry(spec.fit, sides(spec.img_size), spec.max_patches, patch_px)
@@ -193,14 +193,14 @@ def geometry_of(spec: DataSpec, patch_px: Size) -> Geometry:
 def check_geometry(
     fit: Fit, img_size: int | Sequence[int] | None, max_patches: int | None, *, prefix: str = ""
 ) -> None:
-    """Check that the options of a geometry are in range and do not contradict each other.
+    """Check that the options of a geometry are in range and consistent.
 
     Args:
-        fit, img_size, max_patches: as ``Geometry`` takes them; ``img_size`` may be one number.
-        prefix: what stands before the options' names in messages, such as ``data.``.
+        fit, img_size, max_patches: as for ``Geometry``; ``img_size`` may be one number.
+        prefix: prefix of option names in messages, such as ``data.``.
 
     Raises:
-        ValueError: one line with the option and the way out.
+        ValueError: one line with the option and a way out.
     """
     if isinstance(img_size, (list, tuple)) and len(img_size) != 2:
         raise ValueError(

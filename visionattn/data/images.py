@@ -1,7 +1,6 @@
-"""Data sets of images in memory and of encoded images, wherever these are kept.
+"""Datasets of images in memory and of encoded images from any source.
 
-This module owns reading and resizing one image. It knows nothing of how images are split or
-batched.
+This module reads and resizes single images. Splits and batches are elsewhere.
 """
 
 import os
@@ -38,16 +37,19 @@ if TYPE_CHECKING:
     from visionattn.data.mask_files import MaskFiles
 
 REFUSED = (NotAsAsked, TooSmall)
-"""What is raised for a file that is whole, but is not what the options and the model ask for."""
+"""Exceptions for an intact file that does not match the options and the model."""
 SIZE_THREADS = 8
-"""Threads that read the sizes of images; they wait for the disk most of the time."""
+"""Number of threads that read image sizes; they mostly wait for the disk."""
 WELL_KNOWN, KNOWN_BYTES = 20_000, 8192
-"""Of so many images, so many bytes at either end tell whether an image is still the same."""
+"""Fingerprints of images: for up to the first number of images, they use the second number of bytes
+at either end.
+"""
 
 
 def fill(image: np.ndarray, view: View) -> np.ndarray:
-    """Put the content of a view ``[h, w, C]`` at the top left of the model's input ``[H, W, C]``:
-    the last row and column are repeated as far as the input counts, and the rest is 0.
+    """Place the content of a view ``[h, w, C]`` at the top left of the model's input ``[H, W, C]``.
+
+    The last row and column are repeated over the part that counts, and the rest is 0.
     """
     for size, mode in ((view.present, "edge"), (view.canvas, "constant")):
         missing = [(0, wanted - got) for wanted, got in zip(size, image.shape[:2], strict=True)]
@@ -57,8 +59,8 @@ def fill(image: np.ndarray, view: View) -> np.ndarray:
 
 
 def cut_mask(mask: np.ndarray, view: View) -> np.ndarray:
-    """Return the part of a mask ``[height, width]`` that a view shows, at the size of its content:
-    each pixel takes the nearest value.
+    """Return the part of a mask ``[height, width]`` that a view shows, at the size of its content,
+    with nearest values.
     """
     top, left, height, width = view.box
     part = mask[top : top + height, left : left + width]
@@ -69,7 +71,7 @@ def cut_mask(mask: np.ndarray, view: View) -> np.ndarray:
 
 
 def fill_mask(mask: np.ndarray, view: View) -> np.ndarray:
-    """Put the content of a view at the top left of the model's input; nothing else counts."""
+    """Place the content of a mask's view at the top left of the input; the rest is ignored."""
     missing = [(0, wanted - got) for wanted, got in zip(view.canvas, mask.shape, strict=True)]
     return np.pad(mask, missing, constant_values=IGNORED)
 
@@ -82,15 +84,15 @@ def see(
     seed: int,
     augment: "Augment | None",
 ) -> Item:
-    """Bring an image to the size that the model sees, augmented.
+    """Bring an image to the model's input size, with augmentation.
 
     Args:
         size: height and width of the image in pixels.
-        read: reads what a view shows, at the size of its content.
+        read: reads the part of a view, at the size of its content.
         label: the class of the image, or of each of its pixels, uint8 ``[height, width]``.
-        key: which image it is, and its geometry.
-        seed: of the augmentation.
-        augment: what changes the image; None: nothing does.
+        key: identifies the image, and holds its geometry.
+        seed: seed of the augmentation.
+        augment: augmentation; None: none.
 
     Raises:
         TooSmall: the image is smaller than a patch.
@@ -98,7 +100,7 @@ def see(
     view = key.geometry.view(*size)
     entropy = (seed, AUGMENT_STREAM, key.epoch, key.index)
     if augment is not None and augment.crops:
-        # Whatever part of the image is drawn fills what the model sees.
+        # The randomly cropped part fills the model's view.
         part = augment.box(*size, view.present, entropy)
         view = view._replace(box=part, content=view.present)
     image = read(view)
@@ -119,7 +121,7 @@ def see_array(
     seed: int,
     augment: "Augment | None" = None,
 ) -> Item:
-    """Bring an image in memory, uint8 ``[H, W, C]``, to the size that the model sees."""
+    """Bring an image in memory, uint8 ``[H, W, C]``, to the model's input size."""
 
     def read(view: View) -> np.ndarray:
         top, left, rows, columns = view.box
@@ -134,8 +136,8 @@ class ArrayDataset(Dataset):
     def __init__(
         self, images: np.ndarray, labels: np.ndarray, seed: int, augment: "Augment | None" = None
     ):
-        """Take ``images`` uint8 ``[n, H, W, C]`` and ``labels [n]``; without ``augment`` images are
-        only resized.
+        """Store ``images`` uint8 ``[n, H, W, C]`` and ``labels [n]``; without ``augment`` images
+        are only resized.
         """
         self.images, self.labels = images, labels
         self.seed, self.augment = seed, augment
@@ -153,7 +155,7 @@ class ArrayDataset(Dataset):
 
 
 class ImageDataset(Dataset):
-    """Images read when they are asked for: an ``Item`` per key, or ``Unreadable``."""
+    """Images read on request: an ``Item`` per key, or ``Unreadable``."""
 
     def __init__(
         self,
@@ -168,10 +170,18 @@ class ImageDataset(Dataset):
         levels: bool = False,
         held_out: bool = False,
     ):
-        """Take the numbers of this data set's images in ``source``, ``indices [n]``, and their
-        classes, ``labels [n]``, or ``masks`` with the classes of their pixels; ``options`` say how
-        the files are read. With ``levels`` images of more than 8 bits are ``Unreadable``.
-        ``held_out`` tells that chance took the images from the training images.
+        """Store the settings of the dataset.
+
+        Args:
+            source: the encoded images.
+            indices: indices of this dataset's images in ``source``, ``[n]``.
+            labels: their classes, ``[n]``.
+            seed: seed of the augmentation.
+            augment: augmentation; None: none.
+            options: how files are read.
+            masks: masks with the classes of pixels, in place of ``labels``.
+            levels: images of more than 8 bits are ``Unreadable``.
+            held_out: whether the images were randomly split off the training images.
         """
         self.options, self.masks = options, masks
         self.levels, self.held_out = levels, held_out
@@ -184,8 +194,8 @@ class ImageDataset(Dataset):
         return len(self.labels)
 
     def sizes(self) -> np.ndarray:
-        """Return height and width of each image in pixels, ``[n, 2]``, from the heads of their
-        files; 0 for an image that cannot be read.
+        """Return height and width of each image in pixels, ``[n, 2]``, from the file headers; 0 for
+        an unreadable image.
         """
         if self._sizes is None:
             found = []
@@ -198,7 +208,7 @@ class ImageDataset(Dataset):
 
     @property
     def known_sizes(self) -> np.ndarray | None:
-        """Return ``sizes()`` where they were read before, else None."""
+        """Return ``sizes()`` if they have been read, else None."""
         return self._sizes
 
     def canvases(self, geometry: Geometry) -> np.ndarray:
@@ -206,15 +216,17 @@ class ImageDataset(Dataset):
         return canvases(self.sizes(), geometry)
 
     def names(self) -> list[str]:
-        """Return the path of each image below the folder that holds them all."""
+        """Return the path of each image relative to the folder that holds them all."""
         names = [self.source.name(index) for index in self.indices.tolist()]
         shared = len(os.path.commonpath(names)) if len(names) > 1 else 0
         return [name[shared:] for name in names]
 
     def digests(self) -> np.ndarray:
-        """Return a number per image, uint32 ``[n]``, that tells whether it is still the same: of
-        its path below all images, of its class, and of its content. Of the content count how many
-        bytes there are and, up to ``WELL_KNOWN`` images, ``KNOWN_BYTES`` at either end.
+        """Return a fingerprint per image, uint32 ``[n]``: of its relative path, its class, and its
+        content.
+
+        The content counts by its number of bytes and, for up to ``WELL_KNOWN`` images, by
+        ``KNOWN_BYTES`` at either end.
         """
         names = self.names()
         size = KNOWN_BYTES if len(names) <= WELL_KNOWN else 0
@@ -231,7 +243,7 @@ class ImageDataset(Dataset):
             return np.fromiter(pool.map(digest, range(len(names))), np.uint32, len(names))
 
     def name(self, index: int) -> str:
-        """Return what messages call an image."""
+        """Return the name of an image in messages."""
         return self.source.name(int(self.indices[index]))
 
     def _size(self, index: int) -> Size:
@@ -270,5 +282,5 @@ class ImageDataset(Dataset):
 
 
 def unreadable(name: str, error: BaseException) -> Unreadable:
-    """Say in one line why an image cannot be read."""
+    """Return the reason, in one line, why an image cannot be read."""
     return Unreadable(name, one_line(error), isinstance(error, REFUSED))

@@ -1,4 +1,4 @@
-"""Colours and letters of drawn pictures."""
+"""Colours and fonts of pictures."""
 
 from functools import cache
 from pathlib import Path
@@ -9,7 +9,7 @@ PAPER, INK, MUTED, EDGE, HATCH = "#ffffff", "#1a1a1a", "#6b6b6b", "#d4d4d4", "#c
 
 
 def printable(text: str) -> str:
-    """Return a text in which each character that cannot be printed is replaced."""
+    """Return a text with unprintable characters replaced."""
     return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
 
 
@@ -22,5 +22,5 @@ def font_file(name: str) -> Path:
 
 @cache
 def font_of(size: int, *, bold: bool = False) -> ImageFont.FreeTypeFont:
-    """Return the font that comes with matplotlib, which has more alphabets than Pillow's."""
+    """Return the font that matplotlib ships, which has more alphabets than Pillow's."""
     return ImageFont.truetype(str(font_file("DejaVuSans-Bold" if bold else "DejaVuSans")), size)

@@ -1,7 +1,7 @@
-"""Masks in files beside images, and what the values of all of them mean together.
+"""Masks in files next to images, and the meaning of the values of all of them together.
 
-``tree.py`` finds them, ``mask_values.py`` turns the values of a mask into classes, and
-``images.py`` brings masks to the size that the model sees.
+``tree.py`` finds the masks, ``mask_values.py`` turns the values of one mask into classes, and
+``images.py`` fits masks to the model's input size.
 """
 
 import importlib.util
@@ -33,16 +33,16 @@ from visionattn.models.segmentation import IGNORED
 from visionattn.models.weights import DataSpec
 
 READ_THREADS, READ_AHEAD = 4, 64
-"""Threads that read masks, and how many masks they read before somebody looks at the first."""
+"""Number of threads that read masks, and number of masks read ahead."""
 MOST_EMPTY = 0.5
-"""A larger share of classes without a pixel says that values are no numbers of classes."""
+"""A larger share of classes without a pixel indicates that values are not class numbers."""
 
 Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
 class MaskFiles:
-    """A mask for each image, by the number that the image has in its source."""
+    """One mask per image, by the image's index in its source."""
 
     files: Files
     classes: MaskClasses
@@ -52,12 +52,12 @@ class MaskFiles:
         """Return the class of each pixel, uint8 ``[height, width]``.
 
         Args:
-            index: which mask.
+            index: index of the mask.
             size: height and width in pixels of its image; None: not compared.
 
         Raises:
-            ValueError: one of ``DAMAGED_IMAGE``, whose text names the mask: it cannot be read, is
-                of another size, or has values that stand for no class.
+            ValueError: one of ``DAMAGED_IMAGE``, whose text names the mask: it cannot be read, has
+                another size, or has values without a class.
         """
         with self._open(index) as mask:
             own = (mask.height, mask.width)
@@ -68,7 +68,7 @@ class MaskFiles:
             return self.classes.classes(mask)
 
     def pairs(self, index: int) -> Pairs:
-        """Return the values of a mask with their colours; raises what ``read`` does."""
+        """Return the values of a mask with their colours; errors as in ``read``."""
         with self._open(index) as mask:
             return pairs_of(mask)
 
@@ -96,11 +96,11 @@ class MaskFiles:
     def each(
         self, read: Callable[[int], Found], indices: Sequence[int]
     ) -> Iterator[tuple[int, Found]]:
-        """Read some masks, and yield the number of each with what ``read`` gives; masks that cannot
-        be read are left to their turn.
+        """Read some masks, and yield each index with the result of ``read``; unreadable masks are
+        reported later.
 
         Raises:
-            NotAsAsked: classes have no names yet, and a mask has no values that could be classes.
+            NotAsAsked: classes have no names yet, and a mask has values that cannot be classes.
         """
 
         def of(index: int) -> Found | None:
@@ -123,8 +123,10 @@ class MaskFiles:
                         yield index, found
 
     def classes_in(self, indices: np.ndarray, enough: int) -> tuple[set[int], bool]:
-        """Return classes that some masks have, until ``enough`` are found, and whether there are
-        pixels that do not count. Masks are read in random order, the same each time.
+        """Return classes of some masks, until ``enough`` are found, and whether some pixels are
+        ignored.
+
+        Masks are read in a random order that is the same each time.
         """
         classes: set[int] = set()
         order = np.random.default_rng(0).permutation(indices).tolist()
@@ -136,7 +138,7 @@ class MaskFiles:
 
 
 def open_mask(file: BinaryIO) -> Image.Image:
-    """Open a mask whose values, also places in a palette, are numbers of classes."""
+    """Open a mask whose values, or palette indices, are class numbers."""
     try:
         return Image.open(file)
     except UnidentifiedImageError:
@@ -150,14 +152,14 @@ def open_mask(file: BinaryIO) -> Image.Image:
 
 
 def settle_classes(files: MaskFiles, root: str) -> MaskFiles:
-    """Return masks with what their values mean, as far as nobody has said it.
+    """Return masks with the meaning of their values settled, as far as options do not define it.
 
-    Masks that are black and white have two classes, and white (255, or 65535 of 16 bits) is class
-    1. Other values are numbers of classes, up to the largest. All masks are read for this; where
-    two classes have names, until a mask has another value than black and white.
+    Black and white masks have two classes, and white (255, or 65535 in 16 bits) is class 1. Other
+    values are class numbers, up to the largest. All masks are read for this; if two classes have
+    names, only until a mask has a value other than black and white.
 
     Raises:
-        ValueError: a value can be no class, or most classes have no pixel; one line.
+        ValueError: a value cannot be a class, or most classes have no pixel; one line.
     """
     classes, kinds = files.classes, dict[Pairs, int]()
     numbered = classes.colours == BLACK_AND_WHITE
@@ -186,12 +188,12 @@ def settle_classes(files: MaskFiles, root: str) -> MaskFiles:
 
 
 def _numbers(files: MaskFiles, kinds: dict[Pairs, int], root: str) -> tuple[str, ...]:
-    """Return the numbers of classes up to the largest value.
+    """Return the numbers of classes up to the largest value, as names.
 
     Args:
         files: the masks.
-        kinds: all sets of values that masks have, each with the number of a mask that has it.
-        root: where they are.
+        kinds: all sets of values in masks, each with the index of one such mask.
+        root: their folder.
     """
     ignored = files.classes.ignored
     found = {value for pairs in kinds for value, _ in pairs}
@@ -224,15 +226,15 @@ def _numbers(files: MaskFiles, kinds: dict[Pairs, int], root: str) -> tuple[str,
 
 
 def check_trained(splits: Any, *, named: bool) -> None:
-    """Check the masks of a training and of what judges it.
+    """Check the masks of training, validation and test images.
 
     Args:
         splits: the images, a ``Splits``.
-        named: the user has named the classes; a warning tells which classes without names have no
-            pixel to learn from.
+        named: whether the user has named the classes; otherwise a class without training pixels is
+            only a warning.
 
     Raises:
-        ValueError: one class alone counts, or a named class has no pixel; one line.
+        ValueError: only one class counts, or a named class has no pixel; one line.
     """
     train, names = splits.train, splits.spec.class_names
     found, ignored = classes_of(train, len(names))
@@ -254,20 +256,21 @@ def check_trained(splits: Any, *, named: bool) -> None:
 
 
 def check_judged(dataset: Dataset | None, spec: DataSpec, split: str) -> None:
-    """Warn where one class alone counts in the masks that judge weights, as their mean IoU then
-    says little.
+    """Warn if only one class counts in the masks for evaluation, because their mean IoU is then not
+    informative.
 
     Args:
         dataset: the images.
         spec: names the classes.
-        split: what the images are called.
+        split: name of the images in messages.
 
     Raises:
-        ValueError: only one class counts and other pixels do not, which may well be another class,
-            unless chance held the images out, which may have left a class out; one line.
+        ValueError: only one class counts and other pixels are ignored, which may well be another
+            class; one line. Not raised for images split off at random, which may lack a class by
+            chance.
     """
     found, ignored = classes_of(dataset, 2)
-    if len(found) > 1 or not (found or ignored):  # or none can be read, which is said in its turn
+    if len(found) > 1 or not (found or ignored):  # unreadable masks are reported elsewhere
         return
     names = spec.class_names or tuple(map(str, range(spec.num_classes)))
     text = f"{_counting(dataset, names, split, found, ignored)}; their mean IoU says little"
@@ -278,8 +281,8 @@ def check_judged(dataset: Dataset | None, spec: DataSpec, split: str) -> None:
 
 
 def classes_of(dataset: Any, enough: int) -> tuple[set[int], bool]:
-    """Return classes that the masks of a data set have, until ``enough`` are found, and whether
-    there are pixels that do not count; neither where it has no masks in files.
+    """Return classes in the masks of a dataset, until ``enough`` are found, and whether some pixels
+    are ignored; neither if it has no mask files.
     """
     masks = getattr(dataset, "masks", None)
     return (set(), False) if masks is None else masks.classes_in(dataset.indices, enough)
@@ -288,7 +291,7 @@ def classes_of(dataset: Any, enough: int) -> tuple[set[int], bool]:
 def _counting(
     dataset: Any, names: Sequence[str], split: str, found: set[int], ignored: bool
 ) -> str:
-    """Say which class counts alone."""
+    """Return a message about the only class that counts."""
     what = f"class {names[min(found)]} alone counts" if found else "no pixel counts"
     text = f"{what} in {'all' if split == 'all' else 'the'} {len(dataset)} "
     text += "masks" if split == "all" else f"{split} masks"

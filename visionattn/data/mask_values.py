@@ -1,6 +1,6 @@
-"""What the values of masks mean: the number of a class, or a colour that stands for one.
+"""The meaning of mask values: a class number, or a colour that stands for a class.
 
-This module turns the pixels of one mask into classes. ``mask_files.py`` owns where masks are.
+This module turns the pixels of one mask into classes. ``mask_files.py`` finds masks.
 """
 
 import re
@@ -17,38 +17,38 @@ from visionattn.data.formats.tiff_pages import MIN_IS_WHITE, PHOTOMETRIC
 from visionattn.models.segmentation import IGNORED
 
 INDEXED = ("1", "L", "P", "I", "I;16", "I;16B")
-"""Modes of Pillow in which a value is an index; that of ``P`` is the place in its palette."""
+"""Pillow modes whose values are indices; for ``P`` the index in its palette."""
 GREY = ("LA", "RGB", "RGBA", "RGBX")
-"""Those in which an index is a level of grey."""
+"""Pillow modes in which an index is a grey level."""
 WHITE, GREY_STEP = 0xFFFFFF, 0x010101
-"""Packed colours: white, and the difference between two levels of grey."""
+"""Packed colours: white, and the difference between two grey levels."""
 
 Pairs = frozenset[tuple[int, int]]
 """Values of a mask, each with the packed colour (red << 16 | green << 8 | blue) that viewers show;
 -1 for a value of more than 8 bits that is not white.
 """
 BLACK_AND_WHITE = ((0, 0, 0), (255, 255, 255))
-"""The colours of the classes of masks that are black and white."""
+"""Class colours of black and white masks."""
 NUMBERS: Pairs = frozenset({(0, 0), (1, GREY_STEP)})
-"""The classes 0 and 1 as their numbers, in a mask without palette."""
+"""The classes 0 and 1 as plain numbers, in a mask without palette."""
 
 
 @dataclass(frozen=True)
 class MaskClasses:
-    """What the values of masks mean."""
+    """The meaning of mask values."""
 
     names: tuple[str, ...] = ()
-    """Of the classes, from value 0 on; empty where they are still to be found."""
+    """Names of the classes, from value 0 on; empty if not known yet."""
     colours: tuple[tuple[int, int, int], ...] | None = None
     """Red, green and blue of each class; None: values are indices."""
     ignored: int | tuple[int, int, int] | None = IGNORED
-    """The index or the colour of pixels that do not count; None: all count."""
+    """Index or colour of ignored pixels; None: no pixel is ignored."""
     stated: bool = False
-    """The user has said which pixels do not count."""
+    """Whether the user has defined the ignored pixels."""
 
     @classmethod
     def of(cls, config: DataConfig) -> "MaskClasses":
-        """Return what the options say; ``check_masks`` has checked them."""
+        """Return the settings from the options, which ``check_masks`` has checked."""
         colours = None
         if config.mask_colours is not None:
             colours = tuple((red, green, blue) for red, green, blue in config.mask_colours)
@@ -60,11 +60,11 @@ class MaskClasses:
         return cls(names, colours, ignored, given is not None)
 
     def classes(self, mask: Image.Image) -> np.ndarray:
-        """Return the class of each pixel of a mask, uint8 ``[height, width]``, ``IGNORED`` where it
-        does not count.
+        """Return the class of each pixel of a mask, uint8 ``[height, width]``; ``IGNORED`` for
+        ignored pixels.
 
         Raises:
-            NotAsAsked: a value or a colour stands for no class, or the mask is of another kind.
+            NotAsAsked: a value or a colour has no class, or the mask is of another kind.
         """
         values, colours = _values(mask, coloured=self.colours is not None)
         known = {_packed(each): number for number, each in enumerate(self.colours or ())}
@@ -108,8 +108,8 @@ class MaskClasses:
         )
 
     def may_be_binary(self, pairs: Pairs) -> bool:
-        """Tell whether all values that count are shown black or white: 255 counts too, unless the
-        user has named it as ignored.
+        """Return whether all values that count are shown black or white. 255 counts too, unless the
+        user has set it as ignored.
         """
         level = self.ignored if self.stated else None
         if level is not None:
@@ -120,8 +120,8 @@ class MaskClasses:
         return {colour for value, colour in pairs if value != level} <= {0, WHITE}
 
     def as_binary(self, pairs: Pairs) -> "MaskClasses | None":
-        """Return the classes of masks whose pixels are shown black (class 0) and white (class 1);
-        None for other masks, and where their values are the classes 0 and 1 already.
+        """Return the classes for masks shown black (class 0) and white (class 1); None for other
+        masks, or if their values already are 0 and 1.
         """
         binary = self.may_be_binary(pairs) and WHITE in {colour for _, colour in pairs}
         if not binary or pairs <= {(0, 0), (1, WHITE)}:
@@ -136,7 +136,7 @@ def pairs_of(mask: Image.Image) -> Pairs:
     """Return the values of a mask with their colours.
 
     Raises:
-        NotAsAsked: it has colours that are not grey and no palette, or is of another kind.
+        NotAsAsked: it has colours that are not grey without a palette, or is of another kind.
     """
     return frozenset(_values(mask, coloured=False)[1].items())
 
@@ -146,7 +146,7 @@ def _packed(colour: tuple[int, int, int]) -> int:
 
 
 def _used(values: np.ndarray) -> list[int]:
-    """Return the values that occur, in order."""
+    """Return the distinct values, sorted."""
     if values.dtype == np.uint8:
         return np.flatnonzero(cv2.calcHist([values], [0], None, [256], [0, 256])).tolist()
     if values.dtype == np.uint16:
@@ -155,8 +155,8 @@ def _used(values: np.ndarray) -> list[int]:
 
 
 def _step(mask: Image.Image) -> int:
-    """Return by what Pillow multiplies levels of grey of 2 or 4 bits, so that the largest is 255;
-    1 where it does not. It must not have read the pixels yet.
+    """Return the factor by which Pillow scales 2-bit or 4-bit grey levels to 255; 1 if it does not.
+    Call it before Pillow reads the pixels.
     """
     tiles: Any = getattr(mask, "tile", None)
     how = tiles[0].args if tiles else ""
@@ -165,14 +165,14 @@ def _step(mask: Image.Image) -> int:
 
 
 def _zero_is_white(mask: Image.Image) -> bool:
-    """Tell whether a mask is a TIFF that shows 0 as white and its largest value as black."""
+    """Return whether a mask is a TIFF that shows 0 as white and its largest value as black."""
     return getattr(mask, "tag_v2", {}).get(PHOTOMETRIC) == MIN_IS_WHITE
 
 
 def _values(mask: Image.Image, *, coloured: bool) -> tuple[np.ndarray, dict[int, int]]:
-    """Return the values of a mask ``[height, width]``, and the packed colour of each in order.
+    """Return the values of a mask ``[height, width]``, and the packed colour of each, sorted.
 
-    Colours that are all grey are their level. With ``coloured`` other colours are values too,
+    Colours that are all grey become their level. With ``coloured``, other colours are values too,
     packed.
     """
     if mask.mode == "P":
@@ -180,7 +180,7 @@ def _values(mask: Image.Image, *, coloured: bool) -> tuple[np.ndarray, dict[int,
         shown = {value: palette[value] for value in _used(values)}
         if mask.format != "GIF" or any(colour % GREY_STEP for colour in shown.values()):
             return values, shown
-        # The palette of a GIF has the levels that occur.
+        # The palette of a GIF contains the levels that occur.
         values = cv2.LUT(values, np.array([each & 255 for each in palette], np.uint8))
         return values, {value: _grey(value) for value in _used(values)}
     if mask.mode in INDEXED:
@@ -188,7 +188,7 @@ def _values(mask: Image.Image, *, coloured: bool) -> tuple[np.ndarray, dict[int,
         values, white = np.asarray(mask), _zero_is_white(mask)
         if mask.mode == "1":
             values, step = values.astype(np.uint8) * 255, 255
-        if white and most == 255:  # Pillow has turned these
+        if white and most == 255:  # Pillow has inverted these
             values = 255 - values
         values = values // step
         levels = {value: value * step for value in _used(values)}
@@ -211,14 +211,14 @@ def _values(mask: Image.Image, *, coloured: bool) -> tuple[np.ndarray, dict[int,
 
 
 def _grey(level: int) -> int:
-    """Return the packed colour of a level of grey, of 8 bits or the largest one of 16."""
+    """Return the packed colour of a grey level, of 8 bits or the largest of 16 bits."""
     if level == 65535:
         return WHITE
     return level * GREY_STEP if 0 <= level <= 255 else -1
 
 
 def _palette(mask: Image.Image) -> list[int]:
-    """Return the packed colours of 256 values; -1 where the palette has none."""
+    """Return the packed colours of 256 values; -1 for values outside the palette."""
     levels = mask.getpalette("RGB") or []
     colours = [_packed(tuple(levels[at : at + 3])) for at in range(0, len(levels), 3)]
     return colours + [-1] * (256 - len(colours))

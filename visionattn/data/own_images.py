@@ -1,7 +1,7 @@
-"""The user's own images: which of them ``data.root`` means, with which classes or masks, and which
-of them a training or an evaluation takes.
+"""The user's own images: the images of ``data.root``, their classes or masks, and the images for
+training or evaluation.
 
-``tree.py`` opens folders and tars, ``streams.py`` streams.
+``tree.py`` opens folders and tars, ``streams.py`` opens streams.
 """
 
 import warnings
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from visionattn.data.augment import Augment
 
 Datasets = dict[str, ImageDataset]
-"""By split: ``train``, ``validation`` and, where there is one, ``test``. Images to judge weights on
-have the splits that the root has, and ``all``.
+"""By split: ``train``, ``validation`` and, if there is one, ``test``. Images for evaluating weights
+have the root's splits, and ``all``.
 """
 
 
 class Part(NamedTuple):
-    """The images of one split: their numbers in the source and their classes, ``[n]`` each."""
+    """The images of one split: their indices in the source and their classes, ``[n]`` each."""
 
     indices: np.ndarray
     labels: np.ndarray
     held_out: bool = False
-    """Chance took them from the training images."""
+    """Whether they were split off the training images at random."""
 
     def take(self, chosen: np.ndarray, *, held_out: bool = False) -> "Part":
         """Return some of the images."""
@@ -47,21 +47,21 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Found:
-    """What a root holds."""
+    """The contents of a root."""
 
     root: str
     source: Source
     parts: dict[str, Part]
-    """By split. Images that are not divided are of ``train``."""
+    """By split. Images without splits are in ``train``."""
     names: tuple[str, ...]
-    """Of the classes; none where images have no classes, whose labels are all 0."""
+    """Names of the classes; empty for images without classes, whose labels are all 0."""
     masks: MaskFiles | None = None
-    """A mask for each image of the source."""
+    """One mask per image of the source."""
 
     @classmethod
     def placed(cls, root: str, found: Placed, masks: MaskFiles | None = None) -> "Found":
-        """Number the classes of images in an order that depends on their names only; the images of
-        a split stand class by class.
+        """Number the classes of images in an order that depends only on their names; the images of
+        a split are sorted by class.
         """
         places = [place and (place[0], composed(place[1])) for place in found.places]
         names = tuple(sorted({place[1] for place in places if place}, key=in_order))
@@ -78,8 +78,8 @@ class Found:
         return cls(root, found.source, parts, () if names == ("",) else names, masks)
 
     def to_train(self, val_fraction: float, seed: int) -> dict[str, Part]:
-        """Check that ``train`` has the classes of all splits, and hold out a validation split where
-        there is none.
+        """Return the splits for training, after checking that ``train`` has the classes of all
+        splits; hold out a validation split if there is none.
         """
         if "train" not in self.parts:
             raise ValueError(
@@ -102,15 +102,15 @@ class Found:
         return parts
 
     def to_judge(self, names: Sequence[str], val_fraction: float, seed: int) -> dict[str, Part]:
-        """Return the images to judge weights on: ``all``, and each split.
+        """Return the images to evaluate weights on: ``all``, and each split.
 
         Args:
-            names: the classes of the weights, whose numbers labels become; empty: not known.
-            val_fraction: with ``seed`` divides training images as a training would.
+            names: the class names of the weights, which define the labels; empty: unknown.
+            val_fraction: splits training images, together with ``seed``, as training would.
             seed: likewise.
 
         Raises:
-            ValueError: the images have classes that the weights do not know.
+            ValueError: the images have classes that the weights do not have.
         """
         if strange := [name for name in self.names if names and name not in names]:
             raise ValueError(
@@ -153,15 +153,15 @@ class Found:
         *,
         levels: bool = False,
     ) -> Datasets:
-        """Make the data sets of the splits, of which the training images alone are augmented.
+        """Return the datasets of the splits; only training images are augmented.
 
         Args:
-            parts: of ``to_train`` or ``to_judge``.
-            seed: of ``augment``.
-            augment: what augments the training images; None: nothing does.
-            options: how the files are read. What is not said of their values is found by looking at
-                a few of them, with a warning that tells it.
-            levels: images must be of 8 bits, as their values are to be written.
+            parts: result of ``to_train`` or ``to_judge``.
+            seed: seed of ``augment``.
+            augment: augmentation of the training images; None: none.
+            options: how the files are read. An unknown value range is measured on a few files, with
+                a warning.
+            levels: whether images must have 8 bits, because their values are to be generated.
         """
         first = parts.get("all") or parts["train"]
         options, lines = settle(self.source, first.indices, options)
@@ -188,10 +188,10 @@ def find_images(root: str, *, labelled: bool = True, known: Sequence[str] | None
 
     Args:
         root: a folder, a ``.tar`` file, or ``hfds/<name or folder>``.
-        labelled: whether images must lie in class folders. Otherwise a root in which an image lies
-            outside of them holds images without classes, at any depth.
-        known: the class names of weights that are to be judged on the images, empty where they have
-            none: splits and classes may lack. None: a training.
+        labelled: whether images must be in class folders. Otherwise a root with an image outside of
+            class folders holds images without classes, at any depth.
+        known: for an evaluation, the class names of the weights (empty without names): splits and
+            classes may be missing. None: a training.
 
     Raises:
         ValueError, FileNotFoundError: one line with the reason.
@@ -210,12 +210,12 @@ def find_images(root: str, *, labelled: bool = True, known: Sequence[str] | None
 
 
 def find_masked(root: str, classes: MaskClasses, max_pixels: int) -> Found:
-    """Find images with masks beside them under ``root``, a folder.
+    """Find images with their masks under ``root``, a folder.
 
     Args:
         root: the folder.
-        classes: what the values of masks mean, as far as somebody has said it.
-        max_pixels: the most pixels of a mask.
+        classes: the meaning of mask values, as far as options define it.
+        max_pixels: maximum number of pixels of a mask.
 
     Raises:
         ValueError, FileNotFoundError: one line with the reason.
@@ -230,13 +230,13 @@ def find_masked(root: str, classes: MaskClasses, max_pixels: int) -> Found:
 
 
 def check_there(root: str, wanted: str = f"{LAYOUT}, a .tar file, wds/... or hfds/...") -> None:
-    """Raise FileNotFoundError where a folder or a file of images does not exist."""
+    """Raise FileNotFoundError if a folder or a file of images does not exist."""
     if not root.startswith(("hfds/", "wds/")) and not Path(root).exists():
         raise FileNotFoundError(f"data root {root} does not exist; {wanted}")
 
 
 def _open_table(root: str) -> Found:
-    """Open a Hugging Face data set with timm's reader, by the columns ``image`` and ``label``."""
+    """Open a Hugging Face dataset with timm's reader, by the columns ``image`` and ``label``."""
     require("readers", "datasets", what=f"data root {root}")
     import datasets
 
@@ -245,7 +245,7 @@ def _open_table(root: str) -> Found:
         splits = by_split(available, root)
         readers = {name: create_reader(root, split=name) for name in splits.values()}
         labels = [np.array(reader.dataset[reader.label_key]) for reader in readers.values()]
-    except OSError as error:  # a missing data set and the network are of this kind
+    except OSError as error:  # a missing dataset, or the network
         raise FileNotFoundError(f"cannot open {root}: {' '.join(str(error).split())}") from error
     names = next((tuple(reader.class_to_idx) for reader in readers.values()), ())
     if not names:

@@ -1,5 +1,5 @@
-"""Which numbers options of the data may be, whatever the data set. It imports no reader of images,
-as configurations are checked where none is installed.
+"""Ranges of numbers in data options, for any dataset. Imports no image reader, because
+configurations are checked without one too.
 """
 
 import os
@@ -8,13 +8,13 @@ from math import isfinite
 from visionattn.data.data_config import DataConfig
 
 LARGEST = 1e9
-"""No rate, weight or bound of a training is above it: such a number is a slip."""
+"""No rate, weight or limit of a training exceeds it: such a number is a mistake."""
 FEW_WORKERS, WORKERS_PER_CORE = 64, 16
-"""Processes that load images: so many are allowed on any machine, and so many for each core."""
+"""Maximum number of loading processes: on any machine, and per core."""
 
 
 def check_workers(count: int, key: str) -> None:
-    """Raise ValueError where a count of processes would bring the machine to a stand."""
+    """Raise ValueError for a number of processes that would overload the machine."""
     most = max(FEW_WORKERS, WORKERS_PER_CORE * (os.cpu_count() or 1))
     if count < 0:
         raise ValueError(f"{key} must be at least 0, got {count}")
@@ -23,8 +23,10 @@ def check_workers(count: int, key: str) -> None:
 
 
 def check_signs(positive: dict[str, float | None], not_negative: dict[str, float | None]) -> None:
-    """Raise ValueError for a number, by its option, that is not finite, below 0, or 0 among those
-    that must be above it, and for a fraction above ``LARGEST``; None is no number.
+    """Raise ValueError for options out of range.
+
+    A number must be finite and at least 0, and above 0 in ``positive``; a float must not exceed
+    ``LARGEST``. None is skipped.
     """
     for key, value in (positive | not_negative).items():
         low = "above" if key in positive else "at least"
@@ -37,10 +39,10 @@ def check_signs(positive: dict[str, float | None], not_negative: dict[str, float
 
 
 def check_ranges(config: DataConfig) -> None:
-    """Check what values alone can be wrong, whatever the data set.
+    """Check single values, for any dataset.
 
     Raises:
-        ValueError: one line with the key, what it may be, and what it is.
+        ValueError: one line with the key, the allowed values and the given value.
     """
     positive = {"data.batch_patches": config.batch_patches}
     positive |= {

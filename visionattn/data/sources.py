@@ -1,6 +1,6 @@
-"""Where encoded images are: files, members of a tar, rows of a Hugging Face table.
+"""Sources of encoded images: files, members of a tar, rows of a Hugging Face table.
 
-This module owns finding and opening one image by its number. It decodes none.
+This module finds and opens an image by its index. It decodes none.
 """
 
 import io
@@ -17,11 +17,11 @@ class Files:
     """Images that are files."""
 
     def __init__(self, paths: Sequence[str]):
-        """Take ``paths``, one for each image."""
+        """Store ``paths``, one per image."""
         self.paths = paths
 
     def open(self, index: int) -> Openable:
-        """Open the file; of a folder that is an image, such as zarr, return the path."""
+        """Open the file; for a folder that is an image, such as zarr, return the path."""
         path = self.paths[index]
         check_file(path)
         return path if is_folder_format(path) else open(path, "rb")
@@ -32,22 +32,22 @@ class Files:
 
 
 class PartOfFile(ContainerIO[bytes]):
-    """Some bytes of a file as a file of their own, of which only what is asked for is read."""
+    """A byte range of a file, presented as a file; only requested bytes are read."""
 
     name = ""
 
     def read(self, n: int = -1) -> bytes:
-        """Read up to ``n`` bytes, none where it is 0."""
+        """Read up to ``n`` bytes, none if ``n`` is 0."""
         return super().read(n) if n else b""
 
     def readinto(self, buffer) -> int:
-        """Fill a buffer as far as there are bytes; return how many there were."""
+        """Fill a buffer as far as possible; return the number of bytes."""
         found = self.read(len(buffer))
         buffer[: len(found)] = found
         return len(found)
 
     def fileno(self) -> int:
-        """Refuse, as libraries would read the whole file by its number."""
+        """Raise, because libraries would read the whole file by its descriptor."""
         raise io.UnsupportedOperation("fileno")
 
 
@@ -55,20 +55,20 @@ class Member(NamedTuple):
     """A file in a tar."""
 
     path: str
-    """As the tar names it."""
+    """Path in the tar."""
     start: int
-    """The byte of the tar at which it begins."""
+    """Offset in the tar, in bytes."""
     size: int
     """In bytes."""
 
 
 class TarMembers:
-    """Images that are members of a tar; each is read through a handle of its own, and no further
-    than its reader asks.
+    """Images that are members of a tar; each has its own file handle, and only requested bytes are
+    read.
     """
 
     def __init__(self, members: Sequence[Member], root: str):
-        """Take the members of the tar file ``root`` that are images."""
+        """Store the members of the tar file ``root`` that are images."""
         self.members, self.root = members, root
 
     def open(self, index: int) -> Openable:
@@ -85,7 +85,7 @@ class TableRows:
     """Images that are rows of Hugging Face tables, through timm's reader."""
 
     def __init__(self, readers: Mapping[str, Any], root: str):
-        """Take timm's ``ReaderHfds`` of each split of ``root``, by name; rows are numbered through
+        """Store timm's ``ReaderHfds`` of each split of ``root``, by name; rows are numbered across
         all of them.
         """
         self.readers, self.root = readers, root
@@ -97,14 +97,16 @@ class TableRows:
         return self.readers[name][row][0]
 
     def name(self, index: int) -> str:
-        """Return ``table:file``, or ``table:number`` where the row names no file."""
+        """Return ``table:file``, or ``table:index`` if the row has no file name."""
         name, row = self.rows[index]
         return f"{self.root}/{name}:{self.readers[name].filename(row) or row}"
 
 
 def known_part(source: Source, index: int, size: int) -> bytes:
-    """Return what tells an image from another one of its name, see ``ends_of``. Empty where there
-    is no file, and of a row of a table, which is decoded as a whole and whose table has a version.
+    """Return the part of an image that identifies it, see ``ends_of``.
+
+    Empty without a file, and for a row of a table, which is decoded completely and whose table has
+    a version.
     """
     try:
         found = b"" if isinstance(source, TableRows) else source.open(index)
@@ -117,7 +119,7 @@ def known_part(source: Source, index: int, size: int) -> bytes:
 
 
 def ends_of(file: BinaryIO, size: int) -> bytes:
-    """Return how many bytes a file has, and up to ``size`` of them at either end."""
+    """Return the number of bytes of a file, and up to ``size`` bytes at either end."""
     length = file.seek(0, os.SEEK_END)
     file.seek(0)
     head = file.read(min(size, length))

@@ -1,8 +1,7 @@
-"""Which images a data set's name means, and how they are divided into training, validation and
-test.
+"""Datasets by name, and their splits into training, validation and test.
 
-This module owns the splits and the interface of the data: the loaders of ``batches.py`` are made
-here. ``data_checks.py`` looks at what the user asked for.
+This module owns the splits and the interface of the data: it makes the loaders of ``batches.py``.
+``data_checks.py`` checks the user's options.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -62,7 +61,7 @@ CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 @dataclass(frozen=True)
 class Splits:
-    """Disjoint sets of images; indexed by ``SampleKey``, they give an ``Item``."""
+    """Disjoint sets of images; indexed by ``SampleKey``, they return an ``Item``."""
 
     train: Dataset
     validation: Dataset
@@ -70,7 +69,7 @@ class Splits:
     spec: DataSpec
 
     def lists(self) -> dict[str, list[str]]:
-        """Return what processes that train together must agree on, by what it is."""
+        """Return the lists on which all training processes must agree, by name."""
         parts = {"training": self.train, "validation": self.validation, "test": self.test}
         return {"classes": list(self.spec.class_names)} | {
             f"{name} images": part.names()
@@ -80,27 +79,28 @@ class Splits:
 
 
 def check_root(config: DataConfig) -> None:
-    """Raise FileNotFoundError where the folder or file of one's own images does not exist: said
-    before anything is said of where results would go.
+    """Raise FileNotFoundError if the folder or file of the user's images does not exist, before
+    checks of the output.
     """
     if config.name == "folder" and config.root is not None:
         check_there(config.root, *([MASKED_LAYOUT] if config.task == "segmentation" else []))
 
 
 def build_splits(config: DataConfig, seed: int, *, labelled: bool = True) -> Splits:
-    """Find the images of ``config.name`` and divide them.
+    """Find the images of ``config.name`` and split them.
 
-    The test split is the same for every seed. Where the data has no validation split of its own,
-    ``config.val_fraction`` of the training images is held out, class by class, by ``seed``: who
-    evaluates on it later must give the same seed.
+    The test split is the same for every seed. If the data has no validation split,
+    ``config.val_fraction`` of the training images is held out, class by class, by ``seed``; later
+    evaluations on it need the same seed.
 
     Args:
         config: which images, at which size, with which augmentation.
-        seed: divides train from validation, and seeds drawn images and augmentation; at least 0.
-        labelled: whether a folder of one's own must have class folders; see ``open_images``.
+        seed: seed of the validation split, of generated images and of augmentation; at least 0.
+        labelled: whether a folder of the user must have class folders; see
+            ``own_images.find_images``.
 
     Raises:
-        ValueError, FileNotFoundError: one line with the reason and the way out.
+        ValueError, FileNotFoundError: one line with the reason and a way out.
     """
     config = resolved(config)
     check_data(config)
@@ -113,21 +113,21 @@ def build_splits(config: DataConfig, seed: int, *, labelled: bool = True) -> Spl
 def images_to_judge(
     config: DataConfig, seed: int, class_names: Sequence[str]
 ) -> tuple[dict[str, Dataset], DataSpec]:
-    """Find the images of ``config.name`` that weights may be judged on.
+    """Find the images of ``config.name`` for evaluating weights.
 
     Args:
         config: which images, at which size.
         seed: as for ``build_splits``.
-        class_names: of the weights; they number the classes of a folder's images. Empty where the
-            weights have none.
+        class_names: class names of the weights, which number the classes of a folder; empty if the
+            weights have no names.
 
     Returns:
-        The images by split: ``train``, ``validation`` and ``test``, as far as there are some, and
-        ``all`` of them where they are files of one's own; and what they are.
+        The images by split: ``train``, ``validation`` and ``test`` as far as they exist, and
+        ``all`` for the user's own files; and their specification.
 
     Raises:
         ValueError, FileNotFoundError: one line with the reason, or with the classes that the
-            weights do not know.
+            weights do not have.
     """
     if config.name == "folder":
         config = resolved(config)
@@ -141,21 +141,22 @@ def images_to_judge(
 def train_batches(
     splits: Splits, config: DataConfig, *, batch_size: int, seed: int, patch_px: Size = (1, 1)
 ) -> TrainBatches | StreamTrainBatches:
-    """Load ``splits.train``: shuffled, augmented, the last incomplete batches included.
+    """Return the loader of ``splits.train``: shuffled, augmented, including the last incomplete
+    batches.
 
-    Each batch has images of one size, by ``splits.spec``, with one of
-    ``config.img_size_choices`` drawn by seed, epoch and batch number. ``config.workers`` processes
-    load them and stay from epoch to epoch; with 0 the main process does.
+    Each batch has images of one size, by ``splits.spec``, with one of ``config.img_size_choices``
+    drawn by seed, epoch and batch number. ``config.workers`` processes load them and stay from
+    epoch to epoch; with 0 the main process does.
 
     Args:
         splits: the images.
-        config: the options of loading.
-        batch_size: images per batch, on average where they differ in size.
-        seed: of order, sizes and augmentation.
+        config: the loading options.
+        batch_size: images per batch, on average if they differ in size.
+        seed: seed of order, sizes and augmentation.
         patch_px: height and width of the model's patches in pixels.
 
     Raises:
-        ValueError: the images come as a stream, whose sizes are not known beforehand.
+        ValueError: the images are a stream, whose sizes are unknown in advance.
     """
     choices = geometry_choices(splits.spec, config, patch_px)
     if isinstance(splits.train, Shards):
@@ -168,7 +169,7 @@ def train_batches(
 def geometry_choices(
     spec: DataSpec, config: DataConfig, patch_px: Size = (1, 1)
 ) -> tuple[Geometry, ...]:
-    """Return the geometries of which each batch of training has one."""
+    """Return the geometries to choose from for each training batch."""
     geometry = geometry_of(spec, patch_px)
     if config.img_size_choices is None:
         return (geometry,)
@@ -178,10 +179,10 @@ def geometry_choices(
 def eval_batches(
     dataset: Dataset, config: DataConfig, *, batch_size: int, geometry: Geometry
 ) -> EvalBatches | StreamEvalBatches:
-    """Load ``dataset`` (a validation or test split): no augmentation, fixed order.
+    """Return the loader of ``dataset`` (a validation or test split): no augmentation, fixed order.
 
     Raises:
-        ValueError: the images are drawn, and the size is too small for it.
+        ValueError: the images are synthetic, and the size is too small for them.
     """
     if geometry.img_size is not None:
         check_size(config, geometry.img_size)
@@ -193,7 +194,7 @@ def eval_batches(
 
 
 def _augment(config: DataConfig, *allowed: str, **options) -> "Augment | None":
-    """Return the pipeline that ``config`` names, which must be one of ``allowed``."""
+    """Return the augmentation of ``config``, which must be one of ``allowed``."""
     allow_augment(config, *allowed)
     if config.augment == "none" and config.aug == AugmentConfig():
         return None
@@ -210,8 +211,8 @@ def _spec(
     mean: tuple[float, ...] = (),
     std: tuple[float, ...] = (),
 ) -> DataSpec:
-    """Return what images of classes are, one-hot, with classes of pixels, or to be written where
-    that is asked for.
+    """Return the specification of images for the task: classification (possibly one-hot),
+    segmentation or generation.
     """
     if config.task == "segmentation":
         names = value_names(names)
@@ -230,7 +231,7 @@ def _spec(
 
 
 def _seen_as(config: DataConfig) -> tuple:
-    """Return how images come to the model, as the fields of ``DataSpec`` behind its encoding."""
+    """Return the preprocessing as the fields of ``DataSpec`` after its encoding."""
     size = tuple(config.img_size) if isinstance(config.img_size, list) else config.img_size
     return size, config.fit, config.max_patches
 
@@ -296,7 +297,7 @@ def _read_cifar10(config: DataConfig, *, train: bool) -> "CIFAR10":
         )
     try:
         return CIFAR10(config.root, train=train, download=config.download)
-    except (RuntimeError, OSError) as error:  # torchvision's missing or damaged; the network's
+    except (RuntimeError, OSError) as error:  # torchvision's missing or damaged files; network
         if config.download:
             raise FileNotFoundError(
                 f"cannot fetch CIFAR-10 into {config.root}: {' '.join(str(error).split())}"
@@ -309,8 +310,8 @@ def _read_cifar10(config: DataConfig, *, train: bool) -> "CIFAR10":
 def _open_root(
     config: DataConfig, seed: int, *, labelled: bool = True, known: Sequence[str] | None = None
 ) -> tuple[dict[str, Dataset], DataSpec]:
-    """Open the user's own images; ``known`` are the class names of weights that are to be judged
-    on them, see ``open_images``.
+    """Open the user's own images; ``known`` are the class names of weights to evaluate on them, see
+    ``own_images.find_images``.
     """
     datasets: Mapping[str, Dataset]
     if config.root is None:
@@ -326,7 +327,7 @@ def _open_root(
     presets = ("light", "three", "rand", "documents", "aerial")
     augment = _augment(config, *presets, bands=options.channels)
     colours = None
-    # A stream does not know its classes; every other source names them.
+    # A stream does not state its classes; every other source names them.
     if config.root.startswith("wds/") and config.task != "segmentation":
         if options != COLOURED:
             raise ValueError(
@@ -378,8 +379,8 @@ def _open_root(
 def _per_channel(
     config: DataConfig, key: str, usual: tuple[float, ...], channels: int
 ) -> tuple[float, ...]:
-    """Return the means or the spreads of the channels: those given, else ImageNet's, or the mean of
-    these for other channels than red, green and blue.
+    """Return the means or standard deviations of the channels: the given ones, else ImageNet's, or
+    their average for channels other than red, green and blue.
     """
     given = getattr(config, key)
     if given is None:

@@ -1,7 +1,7 @@
-"""Means and spreads of one's own training images: the work of ``visionattn stats``.
+"""Means and standard deviations of the user's training images: ``visionattn stats``.
 
-This module owns how they are added up: whole numbers exactly, fractions in float64, all pixels at
-full size, image by image in the order of the data set, whatever the number of threads.
+They are summed over all pixels at full size, integers exactly and fractions in float64, image by
+image in dataset order, independent of the number of threads.
 """
 
 import math
@@ -41,34 +41,34 @@ EXAMPLE = "--data.root docs --output stats.yaml --overwrite"
 
 @dataclass
 class StatsConfig:
-    """Which images are measured."""
+    """The images to measure."""
 
     data: DataConfig = field(default_factory=lambda: DataConfig(name="folder"))
-    """The images, as for training; those to train on are measured."""
+    """The images, as for training; the training split is measured."""
     seed: int = 0
-    """Seed of the division into training and validation images, where the data have none."""
+    """Seed of the split into training and validation images, if the data has no splits."""
     output: str | None = None
-    """YAML file for the result, which ``visionattn train`` takes by a further ``--config``."""
+    """YAML file for the result; pass it to ``visionattn train`` as another ``--config``."""
     overwrite: bool = False
-    """Replace the file if it is there."""
+    """Replace an existing file."""
 
 
 @dataclass(frozen=True)
 class Moments:
-    """What is known of the values of each channel, ``[C]`` each; two of them add up."""
+    """Statistics of the values of each channel, ``[C]`` each; they add."""
 
     count: np.ndarray
-    """Pixels that hold something."""
+    """Number of pixels with data."""
     mean: np.ndarray
-    """float64, of values in [0, 1]."""
+    """Mean of values in [0, 1], float64."""
     squares: np.ndarray
     """Sums of the squared distances from the mean, float64."""
     low: np.ndarray
-    """The smallest values, as the files have them."""
+    """The smallest values, in the units of the files."""
     high: np.ndarray
 
     def __add__(self, other: "Moments") -> "Moments":
-        """Join both as if they had been measured together (Chan et al. 1979)."""
+        """Combine both as if measured together (Chan et al. 1979)."""
         count = self.count + other.count
         step = other.mean - self.mean
         share = other.count / np.maximum(count, 1)
@@ -83,13 +83,13 @@ class Moments:
 
 
 def moments_of(stored: np.ndarray, channels: np.ndarray) -> Moments:
-    """Measure a part of an image; what is masked does not count.
+    """Measure a part of an image; masked pixels do not count.
 
     Args:
-        stored: ``[h, w, bands]``, as the file has it.
-        channels: ``[h, w, C]``, uint8 or float32 in [0, 1]: what a model gets of it.
+        stored: ``[h, w, bands]``, values of the file.
+        channels: ``[h, w, C]``, uint8 or float32 in [0, 1]: the model's channels.
     """
-    if stored.shape[2] != channels.shape[2]:  # grey that became colours, or colours grey
+    if stored.shape[2] != channels.shape[2]:  # grey that became colour, or the reverse
         stored = channels
     rows = []
     for band in range(channels.shape[2]):
@@ -104,7 +104,7 @@ def moments_of(stored: np.ndarray, channels: np.ndarray) -> Moments:
 
 def _of_bytes(values: np.ndarray) -> tuple[float, float]:
     """Return mean and sum of squared distances of bytes / 255, exact until the last division."""
-    # OpenCV counts in float32, which is exact for as many pixels as a part has.
+    # OpenCV counts in float32, which is exact for the number of pixels in a part.
     counts = cv2.calcHist([values], [0], None, [256], [0, 256]).ravel().astype(np.int64)
     count = values.size
     levels = np.arange(256)
@@ -123,7 +123,7 @@ def parse_stats(argv: Sequence[str]) -> StatsConfig:
     """Read the flags of ``visionattn stats``.
 
     Raises:
-        ValueError, FileNotFoundError: a flag is wrong, or the file is there already; one line.
+        ValueError, FileNotFoundError: a flag is wrong, or the file exists; one line.
     """
     config = parse(
         StatsConfig,
@@ -148,16 +148,16 @@ def parse_stats(argv: Sequence[str]) -> StatsConfig:
 def measure(
     dataset: ImageDataset, options: ReadOptions, *, threads: int = 1, skip: bool = False
 ) -> tuple[Moments, int]:
-    """Measure all pixels of all images of a data set.
+    """Measure all pixels of all images of a dataset.
 
     Args:
-        dataset: the images; nothing of their geometry counts.
+        dataset: the images; their geometry is ignored.
         options: which bands, and which values are black and white.
-        threads: that read images; the result does not depend on them.
-        skip: leave out images that cannot be read, with a warning.
+        threads: number of reading threads; the result does not depend on it.
+        skip: leave out unreadable images, with a warning.
 
     Returns:
-        What was found, and of how many images.
+        The statistics, and the number of images.
 
     Raises:
         ValueError: an image cannot be read and ``skip`` is off, or none can; one line.
@@ -166,7 +166,7 @@ def measure(
     indices = [int(index) for index in dataset.indices]
     work = partial(_measure_one, dataset.source, options)
     with ThreadPoolExecutor(max(1, threads)) as pool, Progress(len(indices)) as progress:
-        for found in pool.map(work, indices):  # which cancels the rest where one raises
+        for found in pool.map(work, indices):  # cancels the rest if one raises
             progress.advance(1, isinstance(found, Unreadable))
             if isinstance(found, Moments):
                 total, images = found if total is None else total + found, images + 1
@@ -181,7 +181,7 @@ def measure(
 
 
 def _measure_one(source, options: ReadOptions, index: int) -> Moments | Unreadable:
-    """Measure one image; say why where it cannot be read or holds nothing."""
+    """Measure one image; return the reason if it cannot be read or has no data."""
     try:
         with open_image(source.open(index), options) as reader:
             found = reduce(add, (moments_of(*part) for part in read_blocks(reader, options)))
@@ -223,7 +223,7 @@ def stats(argv: Sequence[str], say: Callable[[str], None]) -> None:
 
 
 def as_yaml(found: Moments, options: ReadOptions, argv: Sequence[str], images: int) -> str:
-    """Return the file: what ``visionattn train`` is to know, and where it comes from."""
+    """Return the file content: settings for ``visionattn train``, and their origin."""
     import yaml
 
     data = {"mean": _numbers(found.mean), "std": _numbers(found.std)}

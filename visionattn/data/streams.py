@@ -1,8 +1,7 @@
-"""Images that come as a stream of shards (webdataset), through timm's reader.
+"""Images from a stream of shards (webdataset), through timm's reader.
 
-A stream has no numbered images: the batch that an image is in, and its augmentation, depend on the
-number of workers, and timm's reader leaves out unreadable images. Everything else is as in
-``batches.py``.
+A stream has no indices: the batch of an image, and its augmentation, depend on the number of
+workers, and timm's reader skips unreadable images. Everything else is as in ``batches.py``.
 """
 
 import math
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shards:
-    """One split of a folder of shards, as its ``_info.json`` describes it; ``len()`` images."""
+    """One split of a folder of shards, as described by its ``_info.json``; ``len()`` images."""
 
     root: str
     split: str
@@ -51,12 +50,12 @@ class Shards:
         return sum(self.shard_lengths)
 
     def order_seed(self, epoch: int) -> int:
-        """Return the seed of the shuffling of timm's reader."""
+        """Return the shuffling seed for timm's reader."""
         return int(np.random.SeedSequence((self.seed, ORDER_STREAM, epoch)).generate_state(1)[0])
 
     def reader(self, batch_size: int, epoch: int):
-        """Make timm's reader; in training it shuffles, and repeats images to fill the last batch of
-        each worker.
+        """Return timm's reader; in training it shuffles, and repeats images to fill the last batch
+        of each worker.
         """
         return create_reader(
             "wds/",
@@ -83,11 +82,11 @@ def open_shards(
     Args:
         root: the folder holds ``_info.json`` with, per split, name, num_samples, filenames and
             shard_lengths.
-        num_classes: how many classes there are, which a stream does not say.
-        on_error: must be ``skip``, which is what timm's reader does.
-        seed: the seed of the order and of ``augment``.
-        augment: what augments the training images; None: nothing does.
-        judged: weights are to be judged on the images, so that splits may lack.
+        num_classes: number of classes, which a stream does not state.
+        on_error: must be ``skip``, the behaviour of timm's reader.
+        seed: seed of the order and of ``augment``.
+        augment: augmentation of the training images; None: none.
+        judged: whether weights are evaluated on the images, so that splits may be missing.
 
     Raises:
         ValueError, FileNotFoundError: one line with the reason.
@@ -101,7 +100,7 @@ def open_shards(
         raise ValueError(
             f"timm's reader of {root} leaves unreadable images out; pass --data.on_error skip"
         )
-    # A folder is looked at here, for a plain error; addresses and pipes are left to timm's reader.
+    # A folder is checked here, for a plain error; addresses and pipes are left to timm's reader.
     place = root.removeprefix("wds/")
     if (
         "://" not in place
@@ -111,7 +110,7 @@ def open_shards(
         raise FileNotFoundError(
             f"no _info.json in {place}; wanted one with the shards of each split, as timm writes it"
         )
-    # timm has no public way to ask which splits there are.
+    # timm has no public way to list the splits.
     from timm.data.readers.reader_wds import _load_info
 
     available = list(_load_info(place).get("splits", {}))
@@ -137,7 +136,7 @@ def open_shards(
 
 
 class _ShardBatches(IterableDataset):
-    """Yield the batches of one epoch, which each worker makes of its own shards."""
+    """Yield the batches of one epoch; each worker makes them from its own shards."""
 
     def __init__(self, shards: Shards, batch_size: int, choices: tuple[Geometry, ...], epoch: int):
         self.shards, self.batch_size = shards, batch_size
@@ -162,7 +161,7 @@ class _ShardBatches(IterableDataset):
 
 
 class _StreamBatches:
-    """Hold what training and evaluation share; there are no more workers than shards."""
+    """Common part of training and evaluation; there are at most as many workers as shards."""
 
     def __init__(
         self, shards: Shards, workers: int, *, batch_size: int, choices: tuple[Geometry, ...]
@@ -177,11 +176,11 @@ class _StreamBatches:
         self.workers = min(workers, len(shards.shard_lengths))
         self.left_out = 0
         self.unreadable: set[str] = set()
-        """Stays empty: timm's reader does not name the images that it leaves out."""
+        """Stays empty: timm's reader does not name the images that it skips."""
 
     def divide(self, rank: int, size: int, *, pairs: bool = False) -> None:
-        """Raise ValueError for several processes, as the batch that an image is in depends on who
-        reads the shards.
+        """Raise ValueError for several processes, because the batch of an image depends on which
+        process reads the shards.
         """
         if size > 1:
             raise ValueError(
@@ -190,8 +189,8 @@ class _StreamBatches:
             )
 
     def shapes(self) -> np.ndarray:
-        """Return images, height and width of each batch, ``[batches, 3]``, each size as often as
-        the others; the last batches count as full.
+        """Return number of images, height and width of each batch, ``[batches, 3]``, with equally
+        many batches per size; the last batches count as full.
         """
         sizes = [choice.canvas for choice in self.choices]
         numbers = range(len(self))
@@ -217,32 +216,31 @@ class _StreamBatches:
 
 
 class StreamTrainBatches(_StreamBatches):
-    """Give batches of a stream as ``batches.TrainBatches`` gives those of numbered images."""
+    """Batches of a stream, as ``batches.TrainBatches`` for indexed images."""
 
     def __len__(self):
-        """Count the batches of an epoch; each is full, by repeating images."""
+        """Return the number of batches per epoch; images are repeated to fill each."""
         workers = max(1, self.workers)
         return workers * math.ceil(math.ceil(len(self.shards) / workers) / self.batch_size)
 
     def epoch(self, number: int, *, start: int = 0) -> Iterator[Batch]:
         """Yield the batches of epoch ``number``.
 
-        A stream leads to batch ``start`` only through the batches before it, which are read and
-        dropped.
+        To reach batch ``start``, the earlier batches are read and dropped.
         """
         return islice(self._iterate(number), start, None)
 
 
 class StreamEvalBatches(_StreamBatches):
-    """Give every image once, as ``batches.EvalBatches`` does; the order depends on the number of
+    """Batches with every image once, as ``batches.EvalBatches``; the order depends on the number of
     workers.
     """
 
     numbers: None = None
-    """A stream has no numbered images."""
+    """A stream has no indices."""
 
     def __len__(self):
-        """Count the batches, where no image is unreadable."""
+        """Return the number of batches, assuming no image is unreadable."""
         lengths, workers = self.shards.shard_lengths, max(1, self.workers)
         return sum(
             math.ceil(sum(lengths[worker::workers]) / self.batch_size) for worker in range(workers)

@@ -1,7 +1,6 @@
-"""The images of a folder or a tar, and the splits, classes and masks that the folders within it
-give them.
+"""The images of a folder or a tar, with splits, classes and masks from the folder structure.
 
-A tar holds what the folder that it was made of holds.
+A tar is treated like the folder from which it was made.
 """
 
 import os
@@ -33,16 +32,16 @@ MASKED_LAYOUT = (
     "wanted images/* and masks/*, or train/images/*, train/masks/*, val/images/* and val/masks/*"
 )
 IMAGES, MASKS = "images", "masks"
-"""The folders of images and of their masks, in any case."""
+"""Names of the folders of images and masks, in any case."""
 MASK_SUFFIXES = (".png", ".tif", ".tiff", ".bmp", ".gif")
-"""What files of masks end in; JPEG changes values."""
+"""Suffixes of mask files; JPEG changes values."""
 BY_PATH = frozenset(suffix for row in TABLE if row.by_path for suffix in row.suffixes)
 """Suffixes of files that cannot be read inside another file."""
 
 Place = tuple[str, str]
-"""The split and the class of an image; the class is an empty text where images have none."""
+"""Split and class of an image; the class is an empty text for images without classes."""
 Folders = tuple[str, ...]
-"""The names of the folders that a file lies in, below the root."""
+"""Names of the folders of a file, below the root."""
 
 
 class Placed(NamedTuple):
@@ -50,21 +49,22 @@ class Placed(NamedTuple):
 
     source: Source
     places: list[Place | None]
-    """Of each image; None: left out."""
+    """One entry per image; None: left out."""
     left_out: LeftOut
 
 
 def open_tree(root: str, labelled: bool, known: Sequence[str] | None) -> Placed:
-    """Open a folder or a tar of class folders, or of splits with these. A folder around all of them
-    counts for nothing; tars within a tar count as folders.
+    """Open a folder or a tar of class folders, or of splits with class folders.
+
+    A single folder around everything is ignored; tars within a tar count as folders.
 
     Args:
         root: the folder or the file.
-        labelled: whether images must lie in class folders, see ``own_images.open_images``.
-        known: the classes of weights that are to be judged on the images; None: a training.
+        labelled: whether images must be in class folders, see ``own_images.find_images``.
+        known: for an evaluation, the class names of the weights; None: a training.
 
     Raises:
-        ValueError: there are no images, or they lie in no class folders; one line.
+        ValueError: there are no images, or they are not in class folders; one line.
     """
     left_out, visited = LeftOut(), list[Folders]()
     source: Source
@@ -81,8 +81,8 @@ def open_tree(root: str, labelled: bool, known: Sequence[str] | None) -> Placed:
 
 
 def open_masked_tree(root: str) -> tuple[Placed, list[str]]:
-    """Open a folder of images and masks, and return the path of the mask of each image; both have
-    the same name but for its end.
+    """Open a folder of images and masks, and return the mask path of each image; both share their
+    name except for the suffix.
 
     Raises:
         ValueError, FileNotFoundError: there are no images, an image has no mask, or two masks have
@@ -116,8 +116,8 @@ def open_masked_tree(root: str) -> tuple[Placed, list[str]]:
 
 
 def _kind_of(parts: Folders) -> tuple[str, Folders]:
-    """Return whether a path is in ``images`` or in ``masks``, and its other parts, the first of
-    which may be a split; an empty text for neither.
+    """Return whether a path is in ``images`` or in ``masks`` (empty text: neither), and its other
+    parts, the first of which may be a split.
     """
     for at in (0, 1) if split_of(parts[0]) else (0,):
         kind = parts[at].lower() if at < len(parts) - 1 else ""
@@ -127,12 +127,12 @@ def _kind_of(parts: Folders) -> tuple[str, Folders]:
 
 
 def _may_hold(folder: str) -> bool:
-    """Tell whether a folder at the top may hold images and masks."""
+    """Return whether a top-level folder may hold images and masks."""
     return folder.lower() in (IMAGES, MASKS) or split_of(folder) is not None
 
 
 def _stem(name: Folders) -> Folders:
-    """Return what the names of an image and of its mask have in common."""
+    """Return the common part of the names of an image and its mask."""
     *folders, last = map(composed, name)
     folders[:1] = [split_of(each) or each for each in folders[:1]]
     return (*folders, os.path.splitext(last)[0])
@@ -171,7 +171,7 @@ def _members(tar: tarfile.TarFile, within: str = "", start: int = 0) -> Iterator
 
 
 def _parts(path: str, root: str = "") -> Folders:
-    """Return the names of the folders of a path below ``root``, and its own."""
+    """Return the folder names of a path below ``root``, and its own name."""
     path = os.path.relpath(path, root) if root else path
     return tuple(part for part in path.split("/") if part not in ("", "."))
 
@@ -184,13 +184,13 @@ def _places(
     root: str,
     left_out: LeftOut,
 ) -> list[Place | None]:
-    """Return split and class of images by the folders that they lie in.
+    """Return split and class of images from their folders.
 
     Args:
-        folders: of each image.
-        visited: all folders, also those without images; empty for a tar.
-        labelled, known, root: as ``open_tree`` takes them.
-        left_out: files and folders that are left out are added.
+        folders: folders of each image.
+        visited: all folders, including those without images; empty for a tar.
+        labelled, known, root: as for ``open_tree``.
+        left_out: receives files and folders that are left out.
     """
     around = _around(folders, visited, known or ())
     folders = [each[len(around) :] for each in folders]
@@ -201,7 +201,7 @@ def _places(
     if _are_splits(named, folders, labelled, root):
         splits = {name: split for split, name in by_split(named, root).items()}
         left_out.folders += [name for name in _tops([*folders, *visited]) if name not in splits]
-    # The split of each image, empty for none, and the folders within it.
+    # The split of each image (empty: none), and its folders inside the split.
     within = [
         (splits.get("".join(each[:1]), ""), each[1:]) if splits else ("train", each)
         for each in folders
@@ -235,8 +235,10 @@ def _places(
 def _around(
     folders: Sequence[Folders], visited: Sequence[Folders], known: Sequence[str]
 ) -> Folders:
-    """Return the folders around everything, which say nothing: of a folder those alone in which
-    splits lie, as the only class may be a folder too.
+    """Return the folders around everything, which have no meaning.
+
+    In a folder on disk only folders around splits count, because a single folder may be the only
+    class.
     """
     around: Folders = ()
     while len(tops := _tops(folders)) == 1 and any(len(each) > 1 for each in folders):
@@ -251,7 +253,7 @@ def _around(
 def _without_images(
     folders: Sequence[Folders], visited: Sequence[Folders], splits: dict[str, str]
 ) -> list[Folders]:
-    """Return the class folders that hold no images."""
+    """Return the class folders without images."""
     depth = 2 if splits else 1
     held = {each[:depth] for each in folders}
     return [
@@ -264,10 +266,10 @@ def _without_images(
 def _are_splits(
     named: Sequence[str], folders: Sequence[Folders], labelled: bool, root: str
 ) -> bool:
-    """Tell whether folders with names of splits are splits, or classes like those next to them.
+    """Return whether folders with names of splits are splits, or classes like their neighbours.
 
     They are splits unless other folders next to them hold images too (``bus/ car/ train/``). Then
-    two splits are wanted, and where images have classes, a class that both have.
+    at least two splits are needed and, for images with classes, a class in both.
     """
     others = [name for name in _tops(folders) if name not in named]
     if not others or not named:

@@ -1,7 +1,7 @@
-"""Text, tables and lists as ink, set line by line like those of printed pages.
+"""Text, tables and lists as ink, set line by line as on printed pages.
 
-This module owns the fonts, the words and the layout of a page. It knows nothing of paper, marks and
-data sets. The fonts are those that matplotlib ships, so that nothing is fetched.
+This module owns the fonts, the words and the layout of a page. Paper, marks and datasets are
+elsewhere. The fonts come with matplotlib, so nothing is downloaded.
 """
 
 from collections.abc import Callable
@@ -32,14 +32,14 @@ Kind = Literal["words", "prices", "pages"]
 
 
 class Strips(NamedTuple):
-    """Lines of words in one font and size, from which text is cut at the ends of words."""
+    """Lines of words in one font and size, from which text is cut at word boundaries."""
 
     images: np.ndarray
-    """uint8 ``[strips, height, width]``, 255 where the ink is full."""
+    """uint8 ``[strips, height, width]``, 255 for full ink."""
     starts: list[np.ndarray]
-    """Where each word of each strip begins, in pixels, ascending."""
+    """Start of each word of each strip, in pixels, ascending."""
     ends: list[np.ndarray]
-    """Where each word ends."""
+    """End of each word."""
 
 
 class Style(NamedTuple):
@@ -50,13 +50,13 @@ class Style(NamedTuple):
     text_px: int
     heading_px: int
     pitch: int
-    """From one line of text to the next, in pixels."""
+    """Distance between lines of text, in pixels."""
     ragged: float
-    """The largest share of a line that is left free at its end."""
+    """Maximum share of a line left free at its end."""
 
 
 def _words(rng: np.random.Generator, count: int, kind: Kind) -> list[str]:
-    """Make words of one to four syllables, a few of them with a capital or a stop, or numbers."""
+    """Return random words of one to four syllables, some with capital or full stop, or numbers."""
     if kind == "pages":
         return [str(number) for number in rng.integers(1, 500, count)]
     if kind == "prices":
@@ -76,7 +76,7 @@ def _words(rng: np.random.Generator, count: int, kind: Kind) -> list[str]:
 def strips(font: str, px: int, kind: Kind = "words") -> Strips:
     """Render lines of words, of prices or of page numbers in a font at ``px`` pixels to the em.
 
-    The words depend on the arguments alone. A process renders them once; pages cut them.
+    The words depend only on the arguments. A process renders them once; pages cut from them.
     """
     rng = np.random.default_rng((_WORD_SEED, px, *kind.encode(), *font.encode()))
     face = ImageFont.truetype(font_file(font), px, layout_engine=ImageFont.Layout.BASIC)
@@ -101,7 +101,7 @@ def strips(font: str, px: int, kind: Kind = "words") -> Strips:
 
 
 def _put(ink: np.ndarray, part: np.ndarray, top: int, left: int) -> None:
-    """Lay ``part`` on the ink; what lies beyond the edges of the page is cut off."""
+    """Draw ``part`` on the ink, cropped at the edges of the page."""
     place = ink[top : top + part.shape[0], left : left + part.shape[1]]
     np.maximum(place, part[: place.shape[0], : place.shape[1]], out=place)
 
@@ -109,12 +109,12 @@ def _put(ink: np.ndarray, part: np.ndarray, top: int, left: int) -> None:
 def _words_of(
     source: Strips, room: int, draws: np.ndarray, *, most: int | None = None
 ) -> np.ndarray:
-    """Cut whole words, as many as fit into ``room`` pixels and at ``most`` so many; ``draws`` are
+    """Return whole words, as many as fit into ``room`` pixels but at most ``most``; ``draws`` are
     two numbers in [0, 1).
     """
     number = int(draws[0] * len(source.images))
     starts, ends = source.starts[number], source.ends[number]
-    # The first word is drawn from those after which enough words follow.
+    # The first word must leave enough words after it.
     enough = _STRIP_PX - min(room, _STRIP_PX // 3)
     first = int(draws[1] * np.searchsorted(starts, enough))
     last = int(np.searchsorted(ends, starts[first] + room, side="right"))
@@ -127,7 +127,7 @@ def _words_of(
 def _line(
     ink: np.ndarray, source: Strips, top: int, left: int, right: int, rng: np.random.Generator
 ) -> None:
-    """Set words from ``left`` to at most ``right``."""
+    """Draw words from ``left`` to at most ``right``."""
     while right - left > 8:
         part = _words_of(source, right - left, rng.random(2))
         if not part.shape[1]:
@@ -137,7 +137,7 @@ def _line(
 
 
 class Column(NamedTuple):
-    """Where blocks are set: the ink of the page, and the column's edges in pixels."""
+    """A column for blocks: the ink of the page, and the column's edges in pixels."""
 
     ink: np.ndarray
     left: int
@@ -146,7 +146,7 @@ class Column(NamedTuple):
 
 
 Block = Callable[[Column, int, Style, np.random.Generator], int]
-"""``block(column, top, style, rng)`` sets something at ``top`` and returns where it ends."""
+"""``block(column, top, style, rng)`` draws a block at ``top`` and returns its end."""
 
 
 def _paragraph(column: Column, top: int, style: Style, rng: np.random.Generator) -> int:
@@ -191,7 +191,7 @@ def _list(column: Column, top: int, style: Style, rng: np.random.Generator) -> i
 
 
 def _table(column: Column, top: int, style: Style, rng: np.random.Generator) -> int:
-    """Set a table: words in the first column, numbers at the right edge of the others, rules."""
+    """Draw a table: words in the first column, right-aligned numbers in the others, and rules."""
     width, pitch = column.right - column.left, style.pitch + 3
     rows = min(int(rng.integers(2, 9)), (column.bottom - top) // pitch)
     if rows < 1:
@@ -208,7 +208,7 @@ def _table(column: Column, top: int, style: Style, rng: np.random.Generator) -> 
         for edge, draws in zip(edges[2:], rng.random((columns - 1, 2)), strict=True):
             part = _words_of(numbers, 5 * style.text_px, draws, most=1)
             _put(column.ink, part, line, max(column.left, edge - 3 - part.shape[1]))
-    # Rules: all lines, those between rows, or those around the head.
+    # Rules: all lines, only lines between rows, or only lines around the header.
     rules = [top + row * pitch for row in range(rows + 1)]
     kind = int(rng.integers(3))
     for rule in rules if kind else (rules[0], rules[1], rules[-1]):
@@ -230,7 +230,7 @@ _BLOCK_SHARES = np.cumsum((0.45, 0.15, 0.2, 0.15, 0.05))
 
 
 def _draw_style(rng: np.random.Generator, width: int) -> Style:
-    """Draw the fonts of a page; narrow ones, like receipts, are often typewritten."""
+    """Return random fonts for a page; narrow pages, like receipts, often use a typewriter font."""
     mono = rng.random() < (0.5 if width < 200 else 0.1)
     text = str(rng.choice(MONO_FONTS if mono else TEXT_FONTS))
     text_px = int(rng.integers(TEXT_PX[0], TEXT_PX[1] + 1))
@@ -243,14 +243,14 @@ def _draw_style(rng: np.random.Generator, width: int) -> Style:
 
 def typeset(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
     """Fill a page with headings, paragraphs, tables and lists in one or several columns, and a page
-    number where there is room.
+    number if there is room.
 
     Args:
         rng: the source of all randomness.
         height, width: size of the page in pixels.
 
     Returns:
-        The ink: uint8 ``[height, width]``, 255 where it is full.
+        The ink: uint8 ``[height, width]``, 255 for full ink.
     """
     ink = np.zeros((height, width), np.uint8)
     style = _draw_style(rng, width)
@@ -262,7 +262,7 @@ def typeset(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
             strips(style.text, style.text_px, "pages"), 2 * style.text_px, rng.random(2)
         )
         _put(ink, number, height - margin - style.pitch, (width - number.shape[1]) // 2)
-    # Columns of a width at which text is read: 14 to 34 em.
+    # Columns of a readable width: 14 to 34 em.
     column_px = style.text_px * rng.uniform(14, 34)
     count = max(1, int((width - 2 * margin) / column_px))
     edges = np.linspace(margin, width - margin + style.text_px, count + 1).astype(int)

@@ -1,7 +1,7 @@
-"""The files below a folder: which of them are images, which folders are splits, in which order
-names stand, and the line that tells which files are left out.
+"""The files below a folder: which are images, which folders are splits, the order of names, and the
+message about files left out.
 
-This module leaves out hidden files, pipes, sockets and devices, and opens no image.
+This module skips hidden files, pipes, sockets and devices, and opens no image.
 """
 
 import os
@@ -20,21 +20,22 @@ TEXTS = frozenset(
     + (".csv", ".tsv", ".json", ".jsonl", ".xml", ".yaml", ".yml", ".db", ".parquet", ".xlsx")
     + (".tfw", ".pgw", ".jgw", ".wld", ".prj", ".ovr", ".msk", ".aux")
 )
-"""Texts, tables and the companions of rasters, never counted as lost images."""
+"""Suffixes of texts, tables and companion files of rasters, which never count as missed images."""
 MOST_NAMES = 10
-"""How many names or suffixes a line lists."""
+"""Maximum number of names or suffixes in a message."""
 SPLIT_NAMES = {
     "train": ("train", "training"),
     "validation": ("val", "valid", "validation", "dev"),
     "test": ("test", "testing"),
 }
-"""What each split may be called, in any case."""
+"""Accepted names of each split, in any case."""
 _SPLITS = {name: split for split, names in SPLIT_NAMES.items() for name in names}
 
 
 def images_below(folder: str | Path, others: Counter[str] | None = None) -> list[str]:
-    """List the paths of the images below a folder at any depth, in natural order; ``others`` counts
-    the suffixes of files that are neither images nor ``TEXTS``.
+    """List the paths of the images below a folder at any depth, in natural order.
+
+    ``others`` counts the suffixes of files that are neither images nor ``TEXTS``.
 
     Raises:
         OSError: a folder cannot be read.
@@ -50,13 +51,12 @@ def below(
 ) -> Iterator[tuple[str, bool]]:
     """Yield the path of everything below a folder, and whether it is a folder.
 
-    A link is followed, once: a folder that can be reached by two paths counts under its path
-    without a link. A link to nothing counts as a file, which then cannot be read.
+    Links are followed once: a folder reachable by two paths counts under its path without a link. A
+    broken link counts as a file, which then cannot be read.
 
     Args:
-        root: where to look.
-        split_of: returns the split that the name of a folder stands for. Two splits may have the
-            same folder.
+        root: the folder.
+        split_of: returns the split of a folder name. Two splits may contain the same folder.
     """
     waiting: deque[tuple[str, str | None]] = deque([(os.fspath(root), None)])
     seen, top = set(), os.stat(root)
@@ -72,10 +72,10 @@ def below(
             visible = [entry for entry in entries if not is_hidden(entry.name)]
         for entry in sorted(visible, key=lambda entry: entry.name):
             if entry.is_dir() and not is_folder_format(entry.name):
-                # Links wait until all that needs none has been seen.
+                # Links wait until everything reachable without links has been visited.
                 wait = waiting.append if entry.is_symlink() else waiting.appendleft
                 wait((entry.path, split or split_of(entry.name)))
-            # What is there and neither file nor folder is a pipe, a socket or a device.
+            # An existing entry that is neither file nor folder is a pipe, a socket or a device.
             elif entry.is_dir() or entry.is_file() or not os.path.exists(entry.path):
                 yield entry.path, False
 
@@ -83,12 +83,12 @@ def below(
 def by_kind(
     paths: Iterable[str], unread: frozenset[str] = frozenset()
 ) -> tuple[list[str], Counter[str]]:
-    """Return the paths of images, by the ends of their names, and counts by suffix of the files
-    that are neither images nor ``TEXTS``.
+    """Return the paths of images, by suffix, and counts by suffix of the files that are neither
+    images nor ``TEXTS``.
 
     Args:
-        paths: of any files.
-        unread: suffixes of images that cannot be read where the files are.
+        paths: paths of any files.
+        unread: image suffixes that cannot be read in this place.
     """
     known, images, others = extensions() - unread, [], Counter[str]()
     for path in paths:
@@ -101,12 +101,12 @@ def by_kind(
 
 
 def suffix_of(path: str) -> str:
-    """Return the end of a name in small letters, with its dot."""
+    """Return the lower-case suffix of a name, with its dot."""
     return os.path.splitext(path)[1].lower()
 
 
 def is_hidden(name: str) -> bool:
-    """Tell whether a file or folder is hidden, or made by macOS for its own use."""
+    """Return whether a file or folder is hidden, or created by macOS for its own use."""
     return name.startswith(".") or name == "__MACOSX"
 
 
@@ -125,22 +125,24 @@ def composed(name: str) -> str:
 
 
 def natural_key(text: str) -> list[str | int]:
-    """Return what names are sorted by: numbers within them by their value, as in timm, whose own
-    key takes ``²`` for a number.
+    """Return the natural sort key of a name: numbers within it count by value.
+
+    timm does the same, but its key treats ``²`` as a number.
     """
     parts = re.split(r"(\d+)", text.lower())
     return [int(part) if place % 2 else part for place, part in enumerate(parts)]
 
 
 def in_order(path: str) -> tuple[list, str]:
-    """Return what names and paths are sorted by: numbers within them by their value. The order is
-    total: ``Dog`` comes before ``dog``, and ``01`` before ``1``.
+    """Return the sort key of names and paths: numbers within them count by value.
+
+    The order is total: ``Dog`` comes before ``dog``, and ``01`` before ``1``.
     """
     return natural_key(path), path
 
 
 def split_of(name: str) -> str | None:
-    """Return the split that a name stands for, in any case; None for other names."""
+    """Return the split with this name, in any case; None for other names."""
     return _SPLITS.get(name.lower())
 
 
@@ -166,21 +168,21 @@ def by_split(names: Iterable[str], root: object) -> dict[str, str]:
 
 @dataclass
 class LeftOut:
-    """What a data set does not use of its root."""
+    """The parts of a root that a dataset does not use."""
 
     folders: list[str] = field(default_factory=list)
-    """Folders at the top, or splits of a table."""
+    """Top-level folders, or splits of a table."""
     outside: int = 0
-    """Images that lie in no class folder, or in no split."""
+    """Number of images outside of class folders or splits."""
     suffixes: Counter[str] = field(default_factory=Counter)
     """Files of other kinds, by suffix."""
 
     def files_there(self) -> str:
-        """Return the counts of other files for the end of an error; an empty text without any."""
+        """Return the counts of other files for the end of an error; empty without any."""
         return f"; it holds {counted(self.suffixes)}" if self.suffixes else ""
 
     def warn(self, root: object) -> None:
-        """Tell in one line what is left out."""
+        """Warn in one line about the unused parts."""
         words = [
             self.folders and listed(self.folders),
             self.outside and f"images in no class or split folder: {self.outside}",

@@ -32,13 +32,13 @@ class ExtractOptions(DenseOptions):
 
     data: Literal["digits", "canvas", "documents"] | None = None
     """Use generated images instead of ``images``: the digits that scikit-learn ships, or the
-    validation and test splits of
-    ``canvas`` or ``documents``, at size ``img_size`` and with ``seed``. If ``config.yaml`` next to ``checkpoint``
-    shows training on this data, its settings apply unless flags override them.
+    validation and test splits of ``canvas`` or ``documents``, at size ``img_size`` and with
+    ``seed``. If ``config.yaml`` next to ``checkpoint`` shows training on this data, its settings
+    apply unless flags override them.
     """
     data_args: dict[str, Any] = field(default_factory=dict)
-    """Only for
-    ``canvas`` and ``documents``: settings as in ``data.args`` of training, such as ``eval_images`` (here 500) or ``distractors``.
+    """Only for ``canvas`` and ``documents``: settings as in ``data.args`` of training, such as
+    ``eval_images`` (here 500) or ``distractors``.
     """
     dtype: Literal["float32", "float16"] = "float32"
     """Data type of the features in the files."""
@@ -51,15 +51,14 @@ class ExtractOptions(DenseOptions):
     """
     probe: bool = False
     """Fit a linear probe and kNN on the features; ``images`` must be one folder of class folders,
-    or of
-    ``train/`` and ``val/`` (or ``test/``) with class folders. With ``dense``, only for ``canvas`` and ``documents``:
-    fit a linear probe of patches against masks.
+    or of ``train/`` and ``val/`` (or ``test/``) with class folders. With ``dense``, only for
+    ``canvas`` and ``documents``: fit a linear probe of patches against masks.
     """
     neighbours: int = 5
     """k of kNN; only for ``probe`` without ``dense``."""
     val_fraction: float = 0.1
-    """Only for ``probe`` and ``canvas``: share of the images held out per class, by
-    ``seed``, if there is no ``val/``; for ``canvas`` the share of digits used in validation images.
+    """Only for ``probe`` and ``canvas``: share of the images held out per class, by ``seed``, if
+    there is no ``val/``; for ``canvas`` the share of digits used in validation images.
     """
     shard: str | None = None
     """Part i of n of the images, as ``i/n``, i from 1 to n: written to ``parts`` within ``output``,

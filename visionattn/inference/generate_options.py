@@ -30,8 +30,8 @@ class GenerateOptions:
     checkpoint: str | None = None
     """The ``best.safetensors`` of a training with ``--data.task generate``."""
     count: int | None = None
-    """Number of generated images; with
-    ``complete`` the number per image. None: 64, with ``complete`` 1.
+    """Number of generated images; with ``complete`` the number per image. None: 64, with
+    ``complete`` 1.
     """
     img_size: int | list[int] | None = None
     """Height and width in pixels, or one number for both; None: as in training."""
@@ -62,9 +62,9 @@ class GenerateOptions:
     amp: Literal["none", "bf16"] = "none"
     """Automatic mixed precision."""
     output: str | None = None
-    """Output: a
-    ``.png`` with all images in a grid, an ``.npy`` with an array ``[images, height, width, channels]``
-    of uint8, or else a folder with a PNG per image and an ``index.csv``.
+    """Output: a ``.png`` with all images in a grid, an ``.npy`` with an array
+    ``[images, height, width, channels]`` of uint8, or else a folder with a PNG per image and an
+    ``index.csv``.
     """
     overwrite: bool = False
     """Replace an existing output."""

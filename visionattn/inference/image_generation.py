@@ -70,9 +70,8 @@ def generate(model: nn.Module | str | Path, count: int | None = None, **options:
         model: a ``PixelDecoder`` with ``data_spec``, as ``load_model`` returns it, which stays on
             its device and unchanged; or a checkpoint of a training with ``data.task: generate``.
         count: see ``GenerateOptions``.
-        options: further fields of
-            ``visionattn.inference.generate_options.GenerateOptions``; ``classes`` may be numbers, and ``complete`` takes images as ``predict``
-            does.
+        options: further fields of ``visionattn.inference.generate_options.GenerateOptions``;
+            ``classes`` may be numbers, and ``complete`` takes images as ``predict`` does.
 
     Raises:
         ValueError, FileNotFoundError: the model generates no images, or an option or an image is

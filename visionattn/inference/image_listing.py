@@ -44,8 +44,7 @@ class ListedFiles(Files):
         return len(self.paths)
 
     def digest(self) -> str:
-        """Return a digest of names, sizes in bytes and modification times, without reading a file.
-        """
+        """Return a digest of names, sizes in bytes and modification times; no file is read."""
         return digest_of((path, *_state_of(path)) for path in self.paths)
 
 

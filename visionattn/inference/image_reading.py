@@ -145,8 +145,8 @@ class ReadImages(Dataset):
         return sample
 
     def reduced(self, index: int, most_px: int | None = None) -> np.ndarray:
-        """Read an image at its own size, or reduced to at most about
-        ``most_px`` pixels, a few rows at a time: ``[h, w, C]``, uint8 or float32 in [0, 1].
+        """Read an image at its own size, or reduced to at most about ``most_px`` pixels, a few rows
+        at a time: ``[h, w, C]``, uint8 or float32 in [0, 1].
 
         Raises:
             ValueError: it cannot be read, or is too large; one line.

@@ -38,14 +38,12 @@ class OpenOptions:
     pretrained: bool = False
     """Use the pretrained weights of ``model`` from timm or visionattn."""
     img_size: int | list[int] | Literal["native"] | None = None
-    """Size in pixels: height and width, or one number for both; with
-    ``fit native`` the maximum. ``native``: each image at its own size, without a limit. None: as in
-    training.
+    """Size in pixels: height and width, or one number for both; with ``fit native`` the maximum.
+    ``native``: each image at its own size, without a limit. None: as in training.
     """
     fit: Fit | None = None
-    """Preprocessing of images of any size:
-    ``native`` (whole, shrunk to a limit if given), ``pad`` (whole, with padding), ``stretch``, or ``crop``
-    (center crop). None: as in training.
+    """Preprocessing of images of any size: ``native`` (whole, shrunk to a limit if given), ``pad``
+    (whole, with padding), ``stretch``, or ``crop`` (center crop). None: as in training.
     """
     max_patches: int | None = None
     """Only for ``fit native``, instead of ``img_size``: maximum number of patches per image."""

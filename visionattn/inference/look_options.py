@@ -35,9 +35,9 @@ class LookOptions(OpenOptions):
     target: str | None = None
     """Class to attribute, by its name or number; None: the most probable class of each image."""
     show: list[Shown] = field(default_factory=lambda: list(SHOWN))
-    """Pictures to draw: ``winners`` (contribution of patches through the pooling),
-    ``gradient`` (times the input), ``rows`` (attention weights), ``features`` (their first three
-    principal components), ``tables`` (weights of relative position).
+    """Pictures to draw: ``winners`` (contribution of patches through the pooling), ``gradient``
+    (times the input), ``rows`` (attention weights), ``features`` (their first three principal
+    components), ``tables`` (weights of relative position).
     """
     queries: list[str] | None = None
     """Tokens whose attention rows are drawn: a place in the image, down and right in pixels as

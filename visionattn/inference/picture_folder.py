@@ -30,8 +30,8 @@ def check_picture_folder(folder: Path, summary: str, overwrite: bool) -> None:
 
 
 def write_summary(path: Path, opened: Opened, options: Any, images: Any) -> None:
-    """Write the summary into a folder from
-    ``whole_folder``: provenance, model, options, and ``images`` (JSON types).
+    """Write the summary into a folder from ``whole_folder``: provenance, model, options, and
+    ``images`` (JSON types).
     """
     about = provenance(opened.device) | {"model": opened.notes, "options": asdict(options)}
     text = json.dumps({"provenance": about, "images": images}, indent=1)

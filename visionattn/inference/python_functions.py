@@ -1,8 +1,9 @@
 """``visionattn.predict``, ``segment``, ``extract_features`` and ``look``: commands as Python calls.
 
 Keyword arguments are the fields of the commands' options, documented in their docstrings:
-``PredictOptions``, ``InferenceOptions``, ``DenseOptions`` and ``LookOptions`` (``visionattn predict --help`` and so on), except ``inference_options.OF_COMMANDS``.
-Images are read in this process unless ``workers`` is given.
+``PredictOptions``, ``InferenceOptions``, ``DenseOptions`` and ``LookOptions``
+(``visionattn predict --help`` and so on), except ``inference_options.OF_COMMANDS``. Images are read
+in this process unless ``workers`` is given.
 """
 
 import os
@@ -57,17 +58,16 @@ def predict(model: Model, images: Images, **options: Any) -> Predictions:
     Args:
         model: a module of timm or ours, which stays on its device and unchanged; a checkpoint of a
             run; or a timm name, with its pretrained weights.
-        images: paths of files and folders; Pillow pictures; arrays
-            ``[H, W]``, ``[H, W, C]`` or ``[B, H, W, C]``; tensors ``[C, H, W]`` or ``[B, C, H, W]``.
-            Values are uint8, or other numbers with the model's value range and bands, as in
-            ``.npy`` files.
-        options: fields of
-            ``PredictOptions``: ``top_k``, ``img_size``, ``fit``, ``max_patches``, ``bands``, ``value_range``, ``page``, ``level``, ``batch_size``, ``workers``, ``device``, ``amp``, ``tiles``, ``overlap``, ``combine``, ``memory_gib``.
+        images: paths of files and folders; Pillow pictures; arrays ``[H, W]``, ``[H, W, C]`` or
+            ``[B, H, W, C]``; tensors ``[C, H, W]`` or ``[B, C, H, W]``. Values are uint8, or other
+            numbers with the model's value range and bands, as in ``.npy`` files.
+        options: fields of ``PredictOptions``: ``top_k``, ``img_size``, ``fit``, ``max_patches``,
+            ``bands``, ``value_range``, ``page``, ``level``, ``batch_size``, ``workers``,
+            ``device``, ``amp``, ``tiles``, ``overlap``, ``combine``, ``memory_gib``.
 
     Returns:
-        For each image, in order:
-        ``classes``, names of classes; ``probabilities``, float32 ``[images, top_k]``; ``paths``,
-        the path of the image.
+        For each image, in order: ``classes``, names of classes; ``probabilities``, float32
+        ``[images, top_k]``; ``paths``, the path of the image.
 
     Raises:
         ValueError, FileNotFoundError: model, images or options are wrong, or an image cannot be
@@ -129,8 +129,8 @@ def extract_features(model: Model, images: Images, **options: Any) -> Tensor | l
             the final norm, instead of one vector per image.
 
     Returns:
-        Float32
-        ``[images, D]`` on the CPU; with ``dense``, ``[images, D, H, W]`` with the grid of patches ``H`` x ``W``, or for ``native`` images a list of ``[D, H, W]``.
+        Float32 ``[images, D]`` on the CPU; with ``dense``, ``[images, D, H, W]`` with the grid of
+        patches ``H`` x ``W``, or for ``native`` images a list of ``[D, H, W]``.
 
     Raises:
         As ``predict``, and ValueError for a model without such features.
@@ -156,9 +156,8 @@ def look(model: Model, images: Images, **options: Any) -> "list[Look]":
     Args:
         model: a module of ours, a checkpoint or a name, as for ``predict``.
         images: as for ``predict``.
-        options: fields of
-            ``visionattn.inference.look_options.LookOptions``; ``target`` may be a number, and places of ``queries``
-            pairs of numbers.
+        options: fields of ``visionattn.inference.look_options.LookOptions``; ``target`` may be a
+            number, and places of ``queries`` pairs of numbers.
 
     Returns:
         A ``Look`` for each image, in order, with tensors on the CPU.

@@ -127,8 +127,7 @@ def shard_path(folder: Path, number: int) -> Path:
 
 
 def shard_paths(folder: Path) -> list[Path]:
-    """List the files with names of shards, in order; in a folder of parts, the files of each part.
-    """
+    """List the shards of a folder in order; in a folder of parts, the shards of each part."""
     found = [*folder.glob("features-*"), *folder.glob(f"{PARTS}/*/features-*")]
     named = [path for path in found if SHARD.fullmatch(path.name)]
     return sorted(named, key=lambda path: (path.parent, _number(path)))

@@ -227,9 +227,8 @@ class Attention(nn.Module):
 
         Raises:
             ValueError: relative position, windows or ``value_conv`` without a known grid, a mask of
-                pairs, causal attention that is not available, or
-                ``fused_attn`` set to False, with which timm's ``AttentionExtract`` requests the
-                weights of all pairs.
+                pairs, causal attention that is not available, or ``fused_attn`` set to False, with
+                which timm's ``AttentionExtract`` requests the weights of all pairs.
         """
         if not self.fused_attn:
             raise ValueError(
@@ -302,8 +301,8 @@ class Attention(nn.Module):
         and are not included.
 
         Args:
-            x:
-                ``[B, N, D]``; ``x``, ``layout``, ``attn_mask`` and ``is_causal`` are as for ``forward``.
+            x: ``[B, N, D]``; ``x``, ``layout``, ``attn_mask`` and ``is_causal`` are as for
+                ``forward``.
             rows: int64 ``[Q]``, indices of the chosen tokens, from 0 to N - 1.
 
         Returns:

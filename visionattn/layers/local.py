@@ -36,6 +36,5 @@ class ValueConvolution(nn.Module):
         self.weight.zero_()
 
     def forward(self, v: Tensor, layout: TokenLayout, key_mask: Tensor | None = None) -> Tensor:
-        """Map values ``[B, h, N, e]`` to the term that is added to the output, of the same shape.
-        """
+        """Map values ``[B, h, N, e]`` to the term, of the same shape, added to the output."""
         return value_convolution(v, self.weight, layout, key_mask=key_mask)

@@ -248,8 +248,8 @@ def principal(
 
 @torch.no_grad()
 def offset_weights(attention: Attention) -> Tensor | None:
-    """Return the weight of each offset for a query of zeros,
-    ``[h, 2R+1, 2R+1]``, rows first (``flat``: ``[h, 1, 2R+1]``).
+    """Return the weight of each offset for a query of zeros, ``[h, 2R+1, 2R+1]``, rows first
+    (``flat``: ``[h, 1, 2R+1]``).
 
     It is the sum of each entry of the relative table. For softmax tables, with which a zero query
     has no position, it is the norm of each entry. None without relative position.

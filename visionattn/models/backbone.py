@@ -296,8 +296,8 @@ class VisionAttnTransformer(VisionTransformer):
         return super().no_weight_decay() | {"*.attn.relative.*", "*.attn.temperature"}
 
     def _pos_embed(self, x: Tensor, filled: Tensor | None = None) -> Tensor:
-        """Prepend prefix tokens and add the absolute position:
-        ``[B, H, W, D]`` to ``[B, P + H*W, D]``.
+        """Prepend prefix tokens and add the absolute position: ``[B, H, W, D]`` to
+        ``[B, P + H*W, D]``.
 
         ``filled`` is the result of ``filled_grids``.
         """
@@ -380,8 +380,8 @@ class VisionAttnTransformer(VisionTransformer):
         return self._tokens(x, attn_mask, is_causal, sizes)[0]
 
     def present_patches(self, x: Tensor, sizes: Tensor | None) -> Tensor | None:
-        """Return True for each patch of images
-        ``[B, C, H_px, W_px]`` that is not absent, row by row, bool ``[B, H*W]``.
+        """Return True for each patch of images ``[B, C, H_px, W_px]`` that is not absent, row by
+        row, bool ``[B, H*W]``.
 
         ``forward_head`` takes this mask. None if ``sizes`` is None: no patch is absent.
         """

@@ -29,10 +29,9 @@ class ModelConfig:
     name: str = "scaleformer_vit_t"
     """A timm name: one of our models or any other timm model."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the model, e.g.
-    ``{num_heads: 6, patch_size: 8}``. With ``data.task`` segmentation also of its head: ``head_blocks``,
-    the blocks whose features it uses (default: the last), and ``head_stride``, the side in pixels
-    of the cells that get a logit (default: a patch).
+    """Keyword arguments of the model, e.g. ``{num_heads: 6, patch_size: 8}``. With ``data.task``
+    segmentation also of its head: ``head_blocks``, the blocks whose features it uses (default: the
+    last), and ``head_stride``, the side in pixels of the cells that get a logit (default: a patch).
     """
     grad_checkpointing: bool = False
     """Save only the inputs of blocks for the backward pass and recompute the rest: less memory,
@@ -135,8 +134,7 @@ class Seen(Protocol):
 
 
 def check_img_size(model: nn.Module, sizes: Iterable[int]) -> None:
-    """Check that a model takes square images of these sizes in pixels, like ``check_geometries``.
-    """
+    """Check that a model takes square images of these sizes, as ``check_geometries`` does."""
     for size in sizes:
         _check_size(model, (size, size), (size, size))
 

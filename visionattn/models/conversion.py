@@ -247,9 +247,11 @@ def from_softmax(
             exact and quadratic.
         num_heads: number of heads; None: the teacher's. Another number splits the same weights
             differently, which is another function.
-        options: arguments of
-            ``VisionAttnTransformer`` named in ``OPTIONS``: of the attention (``relative``, ``value_conv``, ...), of images (``img_size``, ``patch_size``, ``in_chans``, ``num_classes``, ``global_pool``, ...) and dropout rates (default 0). ``value_conv`` is 3 and ``centre_keys``
-            True by default. Other arguments are accepted only with the teacher's value.
+        options: arguments of ``VisionAttnTransformer`` named in ``OPTIONS``: of the attention
+            (``relative``, ``value_conv``, ...), of images (``img_size``, ``patch_size``,
+            ``in_chans``, ``num_classes``, ``global_pool``, ...) and dropout rates (default 0).
+            ``value_conv`` is 3 and ``centre_keys`` True by default. Other arguments are accepted
+            only with the teacher's value.
 
     Returns:
         ``Converted``: the model, and lists of taken, resampled, new and left-out tensors.
@@ -345,8 +347,7 @@ def _spec(vit: nn.Module, options: dict[str, Any]) -> DataSpec:
 
 
 def _per_channel(values: Sequence[float], channels: int) -> tuple[float, ...]:
-    """Return a mean or standard deviation per channel: their average for all if the numbers differ.
-    """
+    """Return a mean or standard deviation per channel: their average if the numbers differ."""
     if len(values) == channels:
         return tuple(float(value) for value in values)
     return (math.fsum(values) / len(values),) * channels
@@ -425,9 +426,8 @@ def open_teacher(
     """Return a timm model in eval mode, and lines about its weights.
 
     Args:
-        source: a file of weights; a timm model name, with or without a tag; or
-            ``hf-hub:...`` or ``local-dir:...`` as timm takes them. A file at that path has
-            priority.
+        source: a file of weights; a timm model name, with or without a tag; or ``hf-hub:...`` or
+            ``local-dir:...`` as timm takes them. A file at that path has priority.
         body: timm's name of the model that a file's weights belong to; None if the file states it,
             as files of ``visionattn train`` do.
         pretrained: use timm's weights for a name, which may need a download; otherwise weights are
@@ -596,9 +596,8 @@ class StudentOptions:
     num_heads: int | None = None
     """Number of heads; None: the teacher's. Another number splits the same weights differently."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further attention arguments of
-    ``visionattn.models.from_softmax``, e.g. ``{value_conv: 5, centre_keys: false}``; ``convert``
-    takes all of its arguments.
+    """Further attention arguments of ``visionattn.models.from_softmax``, e.g.
+    ``{value_conv: 5, centre_keys: false}``; ``convert`` takes all of its arguments.
     """
 
 

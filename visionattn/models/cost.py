@@ -469,8 +469,8 @@ class Memory:
         return smaller(found) if found else None
 
     def auto(self, size: Size, count: int) -> int:
-        """Return the batch size of
-        ``batch_size auto``: as many of ``count`` images as fit, but at least ``least``.
+        """Return the batch size of ``batch_size auto``: as many of ``count`` images as fit, but at
+        least ``least``.
 
         Raises:
             ValueError: the memory is unknown.

@@ -1,10 +1,10 @@
 """timm entry points of our models, for each family and size, and the ``pretrained_cfg`` that
 describes the images of a model with weights.
 
-timm's configuration has fewer fields for images than
-``DataSpec``. Its transform pads ``native`` and ``pad`` images to a square around their centre, and
-has no bands or value ranges. So the whole specification is attached as a note, and a model of ours
-built with weights has it again as ``data_spec``.
+timm's configuration has fewer fields for images than ``DataSpec``. Its transform pads ``native``
+and ``pad`` images to a square around their centre, and has no bands or value ranges. So the whole
+specification is attached as a note, and a model of ours built with weights has it again as
+``data_spec``.
 """
 
 import json
@@ -209,8 +209,8 @@ def _args_of_file(
     *,
     fitted: bool,
 ) -> tuple[dict[str, Any], Any]:
-    """Return the arguments that one of our files states and
-    ``given`` does not, and the ``DataSpec`` of its images.
+    """Return the arguments that one of our files states and ``given`` does not, and the
+    ``DataSpec`` of its images.
 
     For other files return no arguments and None.
 
@@ -346,9 +346,8 @@ def nominal_size(spec: DataSpec, patch_px: tuple[int, int]) -> tuple[int, int]:
 
 
 def say_images(model: nn.Module) -> None:
-    """Set
-    ``model.data_spec`` from the note of the model's ``pretrained_cfg``, if it has one, as ``load_model``
-    does.
+    """Set ``model.data_spec`` from the note of the model's ``pretrained_cfg``, if it has one, as
+    ``load_model`` does.
 
     Outputs of a new head have no names; a model with other channels gets no specification.
 

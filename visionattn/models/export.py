@@ -327,8 +327,8 @@ class ExportOptions:
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of a model given by name, e.g. ``{num_classes: 10}``."""
     format: Format = "onnx"
-    """``onnx`` for ONNX Runtime and others; ``torch``, a program that ``torch.export.load`` reads; ``compiled``,
-    a package compiled by AOTInductor for CPUs like this one.
+    """``onnx`` for ONNX Runtime and others; ``torch``, a program that ``torch.export.load`` reads;
+    ``compiled``, a package compiled by AOTInductor for CPUs like this one.
     """
     prepare: bool = False
     """The file takes the contents of image files and normalises them; otherwise it takes normalised

@@ -28,8 +28,8 @@ from visionattn.ops.sums import accumulation_dtype, product
 
 @register_notrace_module
 class DynamicPatchEmbed(PatchEmbed):
-    """timm's PatchEmbed for images of any whole number of patches,
-    ``[B, C, H_px, W_px]`` to ``[B, H, W, D]``.
+    """timm's PatchEmbed for images of any whole number of patches, ``[B, C, H_px, W_px]`` to
+    ``[B, H, W, D]``.
 
     Sizes are formatted into messages only after a failed check: formatting them earlier, as timm
     does, makes a compiler build one graph per size.
@@ -86,8 +86,8 @@ def wrong_size(
 
 
 def check_sizes(images: Tensor, sizes: Tensor) -> None:
-    """Raise ValueError unless
-    ``sizes`` are int64 ``[B, 2]``, on the device of ``images [B, C, H_px, W_px]`` and in range.
+    """Raise ValueError unless ``sizes`` are int64 ``[B, 2]``, on the device of
+    ``images [B, C, H_px, W_px]`` and in range.
 
     The range, 1 to H_px and W_px, is checked only if reading is cheap.
     """
@@ -124,8 +124,8 @@ def filled_grids(
 
 
 def _inside(filled: Tensor, height: int, width: int) -> Tensor:
-    """Return True for places of
-    ``height`` x ``width`` in the first ``filled [B, 2]`` rows and columns: bool ``[B, height, width]``.
+    """Return True for places of ``height`` x ``width`` in the first ``filled [B, 2]`` rows and
+    columns: bool ``[B, height, width]``.
     """
     rows, columns = (torch.arange(n, device=filled.device) for n in (height, width))
     return (rows < filled[:, :1])[:, :, None] & (columns < filled[:, 1:])[:, None, :]
@@ -133,16 +133,15 @@ def _inside(filled: Tensor, height: int, width: int) -> Tensor:
 
 @register_notrace_function
 def present_places(filled: Tensor | None, grid: Grid) -> Tensor | None:
-    """Return True for the places of the grid that images fill, bool
-    ``[B, H*W]``, from ``filled_grids``.
+    """Return True for the places of the grid that images fill, bool ``[B, H*W]``, from
+    ``filled_grids``.
     """
     return None if filled is None else _inside(filled, *grid).flatten(1)
 
 
 @register_notrace_function
 def blank_absent(images: Tensor, filled: Tensor | None, patch_size: tuple[int, int]) -> Tensor:
-    """Return the images with 0 in absent patches, so that NaN there is not multiplied by weights.
-    """
+    """Return the images with 0 in absent patches, so that weights never multiply NaN there."""
     if filled is None:
         return images
     ends = torch.stack(
@@ -180,8 +179,8 @@ def absolute_position(
 
 
 def axis_weights(filled: Tensor, length: int, old: int) -> Tensor:
-    """Return the weights
-    ``[B, length, old]`` that resample an axis from ``old`` entries to ``filled [B]``, antialiased.
+    """Return the weights ``[B, length, old]`` that resample an axis from ``old`` entries to
+    ``filled [B]``, antialiased.
 
     Entries beyond ``filled`` repeat the last one.
 
@@ -244,8 +243,8 @@ def zero_absent(tokens: Tensor, layout: TokenLayout) -> Tensor:
 
 
 def _present_of_pooled(tokens: Tensor, present: Tensor, num_prefix: int, with_prefix: bool):
-    """Check the mask of patches, and return the mask of pooled tokens,
-    ``[B, n]`` or ``[B, P + n]``.
+    """Check the mask of patches, and return the mask of pooled tokens, ``[B, n]`` or
+    ``[B, P + n]``.
     """
     wanted = (tokens.shape[0], tokens.shape[1] - num_prefix)
     if not isinstance(present, Tensor) or present.dtype != torch.bool or present.shape != wanted:
@@ -260,9 +259,8 @@ def _present_of_pooled(tokens: Tensor, present: Tensor, num_prefix: int, with_pr
 def pool_present(
     tokens: Tensor, present: Tensor | None, pool_type: str, num_prefix: int, with_prefix: bool
 ) -> Tensor:
-    """Pool tokens
-    ``[B, P + n, D]`` as timm's ``global_pool_nlc`` does, over the patches in ``present [B, n]``;
-    None: all.
+    """Pool tokens ``[B, P + n, D]`` as timm's ``global_pool_nlc`` does, over the patches in
+    ``present [B, n]``; None: all.
     """
     if present is None:
         return global_pool_nlc(tokens, pool_type, num_prefix, with_prefix)
@@ -284,8 +282,8 @@ def pool_present(
 def scores_of_absent(
     tokens: Tensor, present: Tensor | None, num_prefix: int, with_prefix: bool
 ) -> Tensor | None:
-    """Return the mask that attention pooling adds to scores,
-    ``[B, 1, 1, n or P + n]``: -inf for absent patches; None if ``present`` is None.
+    """Return the mask that attention pooling adds to scores, ``[B, 1, 1, n or P + n]``: -inf for
+    absent patches; None if ``present`` is None.
     """
     if present is None:
         return None
@@ -301,8 +299,8 @@ def takes_sizes(model: nn.Module) -> bool:
 
 
 def call(model: Callable[..., Tensor], inputs: Tensor, sizes: Tensor | None) -> Tensor:
-    """Return the outputs per class for inputs
-    ``[B, C, H, W]`` that images fill up to ``sizes``, int64 ``[B, 2]`` in pixels; None: completely.
+    """Return the outputs per class for inputs ``[B, C, H, W]`` that images fill up to ``sizes``,
+    int64 ``[B, 2]`` in pixels; None: completely.
     """
     return model(inputs) if sizes is None else model(inputs, sizes=sizes.to(inputs.device))
 
@@ -327,8 +325,7 @@ def last_map(model: nn.Module, inputs: Tensor, sizes: Tensor | None) -> Tensor:
 
 @contextmanager
 def in_eval(model: nn.Module) -> Iterator[None]:
-    """Put a model into eval mode within the context, and restore the mode of each part afterwards.
-    """
+    """Put a model into eval mode in the context, then restore the mode of each part."""
     training = [part for part in model.modules() if part.training]
     try:
         model.eval()

@@ -40,8 +40,8 @@ class DecoderState:
         labels: int64 ``[B]``; None if the model is not conditioned.
         position: number of values so far.
         blocks: the state of each block, and the table of its relative position.
-        places: terms for rows, columns and channels of pixels that are added to tokens,
-            ``[H, D]``, ``[W, D]`` and ``[C, D]``.
+        places: terms for rows, columns and channels of pixels that are added to tokens, ``[H, D]``,
+            ``[W, D]`` and ``[C, D]``.
         about: term for the labels, ``[B, D]`` or ``[D]``.
     """
 
@@ -318,8 +318,8 @@ class PixelDecoder(nn.Module):
         return TokenLayout(0, Grid(size[0], size[1] * self.in_chans))
 
     def _about(self, batch: int, labels: Tensor | None) -> Tensor:
-        """Return the term for the labels that is added to every token,
-        ``[B, D]``; without labels ``[D]``.
+        """Return the term for the labels that is added to every token, ``[B, D]``; without labels
+        ``[D]``.
         """
         if self.class_embed is None:
             if labels is not None:
@@ -331,8 +331,7 @@ class PixelDecoder(nn.Module):
         return self.class_embed(labels)
 
     def _places(self, size: Size) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the terms for rows, columns and channels: ``[H, D]``, ``[W, D]`` and ``[C, D]``.
-        """
+        """Return the terms of rows, columns and channels: ``[H, D]``, ``[W, D]``, ``[C, D]``."""
         like = self._like
         rows, columns = (
             embed(sinusoids(length, like.device).to(like.dtype))

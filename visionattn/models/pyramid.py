@@ -50,8 +50,7 @@ class SimplePyramid(nn.Module):
         )
 
     def forward(self, x: Tensor, take: list[int]) -> list[Tensor]:
-        """Turn a map ``[B, D, H, W]`` into the maps with the indices in ``take``, in their order.
-        """
+        """Turn a map ``[B, D, H, W]`` into the maps with indices ``take``, in their order."""
         return [self.levels[i](x) for i in take]
 
 
@@ -159,13 +158,12 @@ class PyramidTransformer(VisionAttnTransformer):
         is_causal: bool = False,
         sizes: Tensor | None = None,
     ):
-        """Return maps at chosen strides; arguments and results as in timm,
-        ``sizes`` as in ``forward``.
+        """Return maps at chosen strides; arguments and results as in timm, ``sizes`` as in
+        ``forward``.
 
-        Map i is
-        ``[B, pyramid_channels, ceil(H_px / s), ceil(W_px / s)]`` with stride ``s = 4, 8, 16, 32``.
-        All maps, and the prefix tokens returned with each, come from the last block, after the
-        model's norm if ``norm`` is true. ``stop_early`` has no effect.
+        Map i is ``[B, pyramid_channels, ceil(H_px / s), ceil(W_px / s)]`` with stride
+        ``s = 4, 8, 16, 32``. All maps, and the prefix tokens returned with each, come from the last
+        block, after the model's norm if ``norm`` is true. ``stop_early`` has no effect.
         """
         take, _ = feature_take_indices(len(STRIDES), indices)
         said = super().forward_intermediates(

@@ -30,9 +30,9 @@ class Segmenter(nn.Module):
     cells, and bilinear interpolation the logits of pixels.
 
     Args:
-        backbone: a ViT without classifier, ours or timm's, with
-            ``blocks``, ``patch_embed.patch_size`` and ``forward_intermediates``. Blocks above the
-            last chosen one are removed.
+        backbone: a ViT without classifier, ours or timm's, with ``blocks``,
+            ``patch_embed.patch_size`` and ``forward_intermediates``. Blocks above the last chosen
+            one are removed.
         num_classes: number of pixel classes.
         head_blocks: the blocks whose features are used (negative: from the end); None: the last.
         head_stride: side in pixels of the cells that get a logit; it divides both sides of a patch.
@@ -128,8 +128,8 @@ class Segmenter(nn.Module):
         )
 
     def forward_cells(self, x: Tensor, sizes: Tensor | None = None) -> Tensor:
-        """Return the logits of cells,
-        ``[B, classes, rows, columns]``; arguments as for ``forward``.
+        """Return the logits of cells, ``[B, classes, rows, columns]``; arguments as for
+        ``forward``.
 
         Cells of absent patches repeat the nearest present ones.
         """

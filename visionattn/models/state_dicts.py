@@ -1,8 +1,8 @@
 """Adaptation of state dicts to our models: from plain ``vit_*``, from other patch sizes, grids and
 horizons, from a segmentation model, and from the model inside a wrapper of features.
 
-``timm.create_model(name, checkpoint_path=FILE)`` calls only ``load_state_dict``, so the adaptation happens there. With ``strict``
-false, nothing is adapted.
+``timm.create_model(name, checkpoint_path=FILE)`` calls only ``load_state_dict``, so the adaptation
+happens there. With ``strict`` false, nothing is adapted.
 """
 
 import math

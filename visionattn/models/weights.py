@@ -208,8 +208,8 @@ def load_model(
     pyramid: bool = False,
     features_only: bool = False,
 ) -> nn.Module:
-    """Rebuild a model from a file of
-    ``save_model``, in eval mode, with its ``DataSpec`` as ``model.data_spec``.
+    """Rebuild a model from a file of ``save_model``, in eval mode, with its ``DataSpec`` as
+    ``model.data_spec``.
 
     Args:
         path: the file.

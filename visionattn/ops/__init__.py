@@ -1,5 +1,4 @@
-"""Attention as pure functions of ``[B, h, N, d]`` tensors, independent of images, models and timm.
-"""
+"""Attention as pure functions of ``[B, h, N, d]`` tensors, without images, models or timm."""
 
 from importlib.util import find_spec
 

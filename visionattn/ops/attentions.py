@@ -1,9 +1,9 @@
 """The table of all attentions, their forms and their capabilities.
 
-Each attention is a function
-``<name>_attention`` of ``visionattn.ops`` (``visionattn.ops.OPERATIONS`` maps names to functions),
-with a definition of the same name in ``reference.py``. The table holds plain values and imports no
-operation, so that operations can read it too.
+Each attention is a function ``<name>_attention`` of ``visionattn.ops``
+(``visionattn.ops.OPERATIONS`` maps names to functions), with a definition of the same name in
+``reference.py``. The table holds plain values and imports no operation, so that operations can read
+it too.
 """
 
 from dataclasses import dataclass
@@ -43,8 +43,8 @@ class AttentionKind:
     does not apply then.
     """
     windows: bool = False
-    """Whether it attends in windows of a grid: it takes
-    ``window_size`` and ``shifted``, and needs a ``layout`` even without relative position.
+    """Whether it attends in windows of a grid: it takes ``window_size`` and ``shifted``, and needs
+    a ``layout`` even without relative position.
     """
 
     @property

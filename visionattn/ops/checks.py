@@ -50,8 +50,8 @@ def check_token_tensor(name: str, x: Tensor) -> None:
 
 
 def check_tensors(q: Tensor | None, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
-    """Check shapes, dtypes and devices of
-    ``q [B, h, N, d]``, ``k [B, h, M, d]``, ``v [B, h, M, e]`` and ``key_mask [B, M]``.
+    """Check shapes, dtypes and devices of ``q [B, h, N, d]``, ``k [B, h, M, d]``,
+    ``v [B, h, M, e]`` and ``key_mask [B, M]``.
 
     With q None, check the others only.
     """
@@ -76,8 +76,8 @@ def check_tensors(q: Tensor | None, k: Tensor, v: Tensor, key_mask: Tensor | Non
 
 
 def check_key_mask(key_mask: Tensor | None, k: Tensor, wanted: str = "the keys") -> None:
-    """Check that a mask is bool
-    ``[B, M]`` for keys ``k [B, h, M, d]``, on the device of the tensor named ``wanted``.
+    """Check that a mask is bool ``[B, M]`` for keys ``k [B, h, M, d]``, on the device of the tensor
+    named ``wanted``.
     """
     if key_mask is None:
         return
@@ -130,8 +130,8 @@ def check_options(
 
 
 def check_coefficients(coefficients: tuple[float, float, float]) -> None:
-    """Raise ValueError unless
-    ``a x^2 + b x + c`` is positive everywhere: finite, ``a > 0`` and ``c > b^2 / (4 a)``.
+    """Raise ValueError unless ``a x^2 + b x + c`` is positive everywhere: finite, ``a > 0`` and
+    ``c > b^2 / (4 a)``.
     """
     if isinstance(coefficients, tuple | list) and len(coefficients) == 3:
         finite = all(
@@ -151,8 +151,8 @@ def check_coefficients(coefficients: tuple[float, float, float]) -> None:
 
 
 def check_temperature(temperature: Tensor | None, x: Tensor, name: str = "q") -> None:
-    """Check that the temperature is a floating point tensor
-    ``[h]``: one number per head of ``x [B, h, tokens, d]``, the tensor called ``name``.
+    """Check that the temperature is a floating point tensor ``[h]``: one number per head of
+    ``x [B, h, tokens, d]``, the tensor called ``name``.
     """
     if temperature is None:
         return

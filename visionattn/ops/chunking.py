@@ -57,8 +57,7 @@ def part_of(x: Tensor, chunk: HeadChunk) -> Tensor:
 
 
 def part_of_shared(x: Tensor, chunk: HeadChunk) -> Tensor:
-    """Return the chunk's part ``[1 or g, ...]`` of a tensor ``[1 or B, ...]`` that all heads share.
-    """
+    """Return the chunk's part ``[1 or g, ...]`` of a shared tensor ``[1 or B, ...]``."""
     images, heads = chunk
     return x if x.shape[0] == 1 else x[images].repeat_interleave(heads.stop - heads.start, 0)
 

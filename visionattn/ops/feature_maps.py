@@ -17,9 +17,8 @@ class FeatureMap(Protocol):
     """A pair of non-negative maps over the last axis of ``[B, h, N, d]`` tensors, both to the same
     width f.
 
-    A map whose keys depend on each other declares
-    ``per_token = False``. Its ``key`` then takes the key mask ``[B, M]`` or None as a second
-    argument. Such a map has no states and cannot be causal.
+    A map whose keys depend on each other declares ``per_token = False``. Its ``key`` then takes the
+    key mask ``[B, M]`` or None as a second argument. Such a map has no states and cannot be causal.
     """
 
     def query(self, x: Tensor) -> Tensor:
@@ -110,21 +109,20 @@ class RandomFeatures(nn.Module):
     """FAVOR+: positive random features whose products approximate the softmax weights
     ``exp(q . k / sqrt(d))`` in expectation.
 
-    ``phi(x)_r = exp(w_r . x' - |x'|^2 / 2) / sqrt(m)`` with ``x' = x / d^(1/4)`` and m rows ``w_r``,
-    normal and orthogonal in groups of d. The module has one buffer, ``projection [m, d]``, which is
-    saved and moved with the model.
+    ``phi(x)_r = exp(w_r . x' - |x'|^2 / 2) / sqrt(m)`` with ``x' = x / d^(1/4)`` and m rows
+    ``w_r``, normal and orthogonal in groups of d. The module has one buffer, ``projection [m, d]``,
+    which is saved and moved with the model.
 
     Nothing is subtracted to stabilise the exponent. A term that depends on other tokens would keep
     states from adding, leak when causal, and change the balance with relative position. Inputs
     therefore have bounds in float32:
 
     - Above: a feature is at most ``exp(|w_r|^2 / 2)``, reached at ``x' = w_r``, so sums stay finite
-      for any tokens while
-      ``|w_r|^2 + log M < 88``. ``|w_r|^2`` has mean d and standard deviation ``sqrt(2 d)``. This
-      leaves room at d = 32, and at d = 64 unless tokens lie on the rows themselves.
-    - Below: the weights of a pair scale as
-      ``exp(-(|q'|^2 + |k'|^2) / 2)`` times a random factor. Past ``|q'|^2 + |k'|^2`` of about 150
-      they become subnormal.
+      for any tokens while ``|w_r|^2 + log M < 88``. ``|w_r|^2`` has mean d and standard deviation
+      ``sqrt(2 d)``. This leaves room at d = 32, and at d = 64 unless tokens lie on the rows
+      themselves.
+    - Below: the weights of a pair scale as ``exp(-(|q'|^2 + |k'|^2) / 2)`` times a random factor.
+      Past ``|q'|^2 + |k'|^2`` of about 150 they become subnormal.
 
     Normalise q and k if they may be larger. The variance of the estimate grows as
     ``exp(|q' + k'|^2)`` in any case.
@@ -228,8 +226,8 @@ by eager operations.
 def make_feature_map(
     name: str, d: int, num_features: int | None = None, *, device=None, dtype=None
 ) -> "str | RandomFeatures":
-    """Return the map of a layer in the form that
-    ``kernelized_attention`` takes: a name or a ``RandomFeatures``.
+    """Return the map of a layer in the form that ``kernelized_attention`` takes: a name or a
+    ``RandomFeatures``.
 
     Args:
         name: of ``FEATURE_MAPS``, or "random".
@@ -275,8 +273,7 @@ def is_per_token(feature_map: FeatureMap) -> bool:
 
 
 def map_name(feature_map: FeatureMap) -> str:
-    """Return the name of the map for operators: its own if it is in ``IN_OPERATORS``, else "given".
-    """
+    """Return the name of the map for operators: its own if in ``IN_OPERATORS``, else "given"."""
     return next((name for name in IN_OPERATORS if FEATURE_MAPS[name] is feature_map), "given")
 
 

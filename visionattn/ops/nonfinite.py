@@ -31,8 +31,7 @@ def is_readable(x: Tensor) -> bool:
 
 
 def may_be_read(x: Tensor) -> bool:
-    """Return whether ``is_readable`` holds and the tensor is not a subclass that stands for others.
-    """
+    """Return whether ``is_readable`` holds and the tensor is no subclass that stands for others."""
     return type(x) in (Tensor, nn.Parameter) and is_readable(x)
 
 
@@ -161,8 +160,8 @@ def _without_gradient(first: Tensor, *others: Tensor) -> Tensor:
 
 
 def _behind_the_last(counts: Tensor, num_keys: int) -> Tensor:
-    """Return which of the keys
-    ``[B, h, M]`` come after the last True query of ``counts [B, h, N]``.
+    """Return which of the keys ``[B, h, M]`` come after the last True query of
+    ``counts [B, h, N]``.
     """
     place = torch.arange(1, counts.shape[2] + 1, device=counts.device)
     last = (counts * place).amax(2, keepdim=True)

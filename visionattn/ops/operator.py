@@ -84,11 +84,10 @@ def differentiate(
     takes.
 
     Args:
-        backward: takes gradients of outputs first,
-            ``grad`` for the first output or ``d_x`` for the output ``x``; then inputs and outputs
-            that are tensors; then inputs that are not; last, if wanted, ``needs``, the names of
-            inputs that require gradients. A missing gradient is passed as None if the annotation
-            allows it, else as zeros.
+        backward: takes gradients of outputs first, ``grad`` for the first output or ``d_x`` for the
+            output ``x``; then inputs and outputs that are tensors; then inputs that are not; last,
+            if wanted, ``needs``, the names of inputs that require gradients. A missing gradient is
+            passed as None if the annotation allows it, else as zeros.
         outputs: names of the operator's results, separated by spaces.
         gradients: the inputs whose gradients ``backward`` returns, in this order.
         forget: takes inputs by name and returns the names of tensors that need not be saved;

@@ -41,8 +41,7 @@ REMEMBERED_BLOCKS = 8
 
 
 def takes_pairs(q: Tensor, v: Tensor, relative: RelativePosition | None) -> bool:
-    """Return whether ``mean_of_pairs`` takes these tensors: few tokens of a whole grid, on a CPU.
-    """
+    """Return whether ``mean_of_pairs`` takes these tensors: few tokens of a whole grid, on CPU."""
     if torch.compiler.is_compiling() or q.device.type not in ("cpu", "meta"):
         return False
     if tokens_asked(q.shape[2]) * tokens_asked(v.shape[2]) > MOST_PAIRS:
@@ -187,9 +186,8 @@ class _Side:
     """Queries or keys ``x [g, n, d]`` in the form that scores need, ``rows``, and the backward
     step.
 
-    TaylorShift
-    (``feature_map`` "given") multiplies them by a ``length [g, 1, 1]``, after scaling to unit length if ``normalised``. Rows in ``absent [g, n, 1]``
-    are 0.
+    TaylorShift (``feature_map`` "given") multiplies them by a ``length [g, 1, 1]``, after scaling
+    to unit length if ``normalised``. Rows in ``absent [g, n, 1]`` are 0.
     """
 
     def __init__(self, x: Tensor, feature_map: str, normalised: bool, length, absent):
@@ -235,10 +233,9 @@ def _elu1(x: Tensor) -> Tensor:
 class _Part:
     """One piece of the batch: q, k and v of the images ``b``, prepared for the blocks.
 
-    With
-    ``g = images * heads`` it holds rows of queries ``[g, N, d]``, rows of keys ``[g, M, d]``, values ``[g, M, e]``
-    and, with a table, the weights of the classes for each query ``[g, N, C + 1]``. The last class
-    is for pairs with a prefix token.
+    With ``g = images * heads`` it holds rows of queries ``[g, N, d]``, rows of keys ``[g, M, d]``,
+    values ``[g, M, e]`` and, with a table, the weights of the classes for each query
+    ``[g, N, C + 1]``. The last class is for pairs with a prefix token.
 
     TaylorShift's weight is a completed square, ``(sqrt(a) x + b / (2 sqrt(a)))^2 + rest``.
     """

@@ -113,8 +113,8 @@ def plain_kernel_sums(
 
 
 def _part(count: Tensor, root: int, dtype: torch.dtype) -> Tensor:
-    """Return
-    ``count ** (-1 / root)``: the product of ``root`` such factors divides a sum by ``count``.
+    """Return ``count ** (-1 / root)``: the product of ``root`` such factors divides a sum by
+    ``count``.
     """
     return count.clamp(min=1).pow(-1 / root).to(dtype)
 
@@ -420,8 +420,8 @@ compilers never reach.
 
 
 def _decompose_in_exports(made: CustomOpDef) -> None:
-    """Register the plain function for
-    ``ExportedProgram.run_decompositions``, which ``torch.onnx.export`` uses.
+    """Register the plain function for ``ExportedProgram.run_decompositions``, which
+    ``torch.onnx.export`` uses.
 
     A program keeps the operator until then; compilers always keep it. torch's own table of
     decompositions would not work: ``torch.compile`` would take shapes from the plain functions, and

@@ -228,8 +228,8 @@ def N1_packed(d: int, *, chunk_tokens: int | None = None) -> int:
 
 
 def scaleformer_causal_form(n: int, m: int, d: int) -> str:
-    """Return the form of the causal content term for n queries and m keys: direct holds
-    ``n m``, efficient ``d^2 max(n, m)``.
+    """Return the form of the causal content term for n queries and m keys: direct holds ``n m``,
+    efficient ``d^2 max(n, m)``.
 
     As in the source, without batch or heads; a tie goes to the quadratic form in all three rules.
     Source: Scaleformer, section 5.

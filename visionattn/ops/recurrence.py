@@ -63,15 +63,15 @@ class PastTable:
 
     @cached_property
     def beyond_far(self) -> Tensor:
-        """Return the difference of the entries of
-        ``falling`` and the entry for far keys, over ``sqrt(d)``.
+        """Return the difference of the entries of ``falling`` and the entry for far keys, over
+        ``sqrt(d)``.
         """
         return (self.falling - self.last.mT) * self.last.shape[1] ** -0.5
 
 
 def _by_head(x: Tensor, entries: Tensor) -> Tensor:
-    """Return
-    ``x r^T`` of one token, ``[B, h, 1, n]`` for ``x [B, h, 1, d]`` and entries ``[h or 1, n, d]``.
+    """Return ``x r^T`` of one token, ``[B, h, 1, n]`` for ``x [B, h, 1, d]`` and entries
+    ``[h or 1, n, d]``.
 
     One product per head avoids a copy of the table for each image.
     """

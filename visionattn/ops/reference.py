@@ -4,9 +4,9 @@ Every function builds the full ``[B, h, N, M]`` weights of its formula and takes
 of the values. Tests and tools compare the fast operations with it; nothing else imports it. It has
 no forms, blocks or kernels, and checks no arguments: the public operations do.
 
-A relative position is one of the objects of
-``ops.position.kinds``, recognised by its fields: ``rows`` and ``columns`` (Axial), a table ``[h or 1, 2R+1, 2R+1, d]`` (Joint) or a table ``[h or 1, 2R+1, d]``
-(Flat).
+A relative position is one of the objects of ``ops.position.kinds``, recognised by its fields:
+``rows`` and ``columns`` (Axial), a table ``[h or 1, 2R+1, 2R+1, d]`` (Joint) or a table
+``[h or 1, 2R+1, d]`` (Flat).
 """
 
 import torch

@@ -24,8 +24,8 @@ def _flat_bias(q: Tensor, table: Tensor, num_keys: int, prefix: int = 0) -> Tens
 
 
 def _axis_bias(q: Tensor, table: Tensor) -> Tensor:
-    """Return ``q . r`` of each pair of places on the last axis,
-    ``[B, h, X, N, N]`` for ``q [B, h, X, N, d]``.
+    """Return ``q . r`` of each pair of places on the last axis, ``[B, h, X, N, N]`` for
+    ``q [B, h, X, N, d]``.
 
     X is a batch axis.
     """

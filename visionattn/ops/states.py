@@ -231,8 +231,8 @@ def _taylor_state(
 
 
 def attend(q: Tensor, state: State) -> Sums:
-    """Return the sums of the queries over all keys of the state;
-    ``.divide()`` gives the output ``[B, h, N, e]``.
+    """Return the sums of the queries over all keys of the state; ``.divide()`` gives the output
+    ``[B, h, N, e]``.
 
     Args:
         q: ``[B, h, N, d]``, as given to the attention.
@@ -308,8 +308,8 @@ def step(
         out ``[B, h, 1, e]`` in the dtype of v, and the state with this token.
 
     Raises:
-        ValueError: more than one token, an option in addition to a state, or as
-            ``summarize``, ``+`` and ``attend``.
+        ValueError: more than one token, an option in addition to a state, or as ``summarize``,
+            ``+`` and ``attend``.
 
     Source: Katharopoulos et al. 2020, eq. 16 to 20.
     """

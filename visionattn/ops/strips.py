@@ -55,9 +55,9 @@ class SeenRows:
     """The values that ``Joint``, or ``Flat`` with a layout, needs for a strip.
 
     Args:
-        values:
-            ``[B, h, rows, W, e]``, rows of the strip and its halo (``Strip.with_halo``). For ``Flat`` ``[B, h, n, e]``,
-            the strip's patches and up to R - 1 patches before and after them in the sequence.
+        values: ``[B, h, rows, W, e]``, rows of the strip and its halo (``Strip.with_halo``). For
+            ``Flat`` ``[B, h, n, e]``, the strip's patches and up to R - 1 patches before and after
+            them in the sequence.
         above, below: ``[B, h, W, e]`` (``Flat``: ``[B, h, e]``), the sums of all rows or patches
             before and after these; None if there are none.
     """
@@ -128,8 +128,8 @@ def strip_attention(
         state: state of all keys, prefix tokens included.
         relative: relative position of the whole grid, with all patches present.
         strip: the rows, needed for relative position.
-        seen: the values for relative position:
-            ``SeenRows`` for ``Joint`` and ``Flat``, ``SeenLines`` for ``Axial``.
+        seen: the values for relative position: ``SeenRows`` for ``Joint`` and ``Flat``,
+            ``SeenLines`` for ``Axial``.
 
     Returns:
         ``[B, h, n, e]`` in the dtype of the state.

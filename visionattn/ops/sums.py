@@ -41,15 +41,15 @@ class Sums:
         return weighted_mean(self.values, self.mass)[0]
 
     def divide_with(self, more: "Sums", skip: int) -> Tensor:
-        """Return the weighted mean under these weights and
-        ``more``, which starts at token ``skip``.
+        """Return the weighted mean under these weights and ``more``, which starts at token
+        ``skip``.
         """
         return weighted_mean(self.values, self.mass, more.values, more.mass, skip)[0]
 
 
 def drop_values(v: Tensor, value_drop: float, generator: torch.Generator | None = None) -> Tensor:
-    """Drop each row of
-    ``v [B, h, M, e]`` with probability ``value_drop`` and scale the others by ``1 / (1 - value_drop)``.
+    """Drop each row of ``v [B, h, M, e]`` with probability ``value_drop`` and scale the others by
+    ``1 / (1 - value_drop)``.
 
     This is attention dropout, with the same meaning in every form: single weights cannot be dropped
     in linear time. A dropped row adds nothing to the sums of values. Mass and counts are unchanged,

@@ -105,8 +105,8 @@ class _Piece(NamedTuple):
         return scores[:, :, self.prefix :]
 
     def add(self, x: Tensor, total: Tensor, prefix: int = 0) -> None:
-        """Add results of queries, or of keys with their
-        ``prefix``, to ``total [B, h, P + H*W, c]``.
+        """Add results of queries, or of keys with their ``prefix``, to
+        ``total [B, h, P + H*W, c]``.
         """
         if self.rows is None:
             total[self.images, :, : x.shape[2]] += x

@@ -1,4 +1,4 @@
-"""Files of images in any format: which reader opens them, and how their values become pixels."""
+"""Image files in any format: the choice of a reader and the conversion of values to pixels."""
 
 from visionattn.data.formats.known_formats import (
     Openable,

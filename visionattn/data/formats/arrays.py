@@ -1,5 +1,5 @@
-"""Arrays as images: ``.npy``, mapped into memory, and zarr, of which the chunks are read that are
-needed. Their axes are ``[H, W]`` or ``[H, W, C]``.
+"""Arrays as images: ``.npy``, memory-mapped, and zarr, read by chunks. Axes are ``[H, W]`` or
+``[H, W, C]``.
 """
 
 import os
@@ -28,7 +28,7 @@ def open_reader(source: str | BinaryIO, page: int | None) -> Reader:
     path = getattr(source, "name", None)
     mapped = isinstance(path, str) and os.path.isfile(path)
     with damage("array", tokenize.TokenError, MemoryError):
-        # Objects would be unpickled, which may run anything.
+        # Objects would be unpickled, which may run any code.
         array = np.load(path if mapped else source, "r" if mapped else None, allow_pickle=False)
     return ArrayImage([array], source, page)
 
@@ -60,7 +60,7 @@ class ArrayImage(Reader):
 
     @property
     def piece(self) -> tuple[int, int]:
-        """Rows and columns of a chunk; a part of an array in memory is read alone."""
+        """Rows and columns of a chunk; (1, 1) for an array in memory."""
         chunks = getattr(self._levels[0], "chunks", None)
         return (1, 1) if chunks is None else (int(chunks[0]), int(chunks[1]))
 
@@ -83,7 +83,7 @@ class ArrayImage(Reader):
 
 
 def _open_zarr(path: str) -> list:
-    """Return the array of a zarr folder, or those of a group that holds one image in several sizes
+    """Return the array of a zarr folder, or the levels of a group with one image in several sizes
     (OME-NGFF), the largest first.
     """
     import zarr
@@ -101,15 +101,13 @@ def _open_zarr(path: str) -> list:
 
 
 def with_axes(array):
-    """Return an array of zarr as it is, or, where it names its axes y and x, seen as
-    ``[H, W, C]``.
-    """
+    """Return a zarr array unchanged or, if its axes are named y and x, as ``[H, W, C]``."""
     names = getattr(getattr(array, "metadata", None), "dimension_names", None) or ()
     return _Level(array, names) if {"y", "x"} <= set(names) else array
 
 
 class _Level:
-    """A zarr array with named axes, seen as ``[H, W, C]``; times and depths must be one."""
+    """A zarr array with named axes, read as ``[H, W, C]``; time and depth must have length 1."""
 
     def __init__(self, array, axes: Sequence[str]):
         self._array, self._axes = array, [axis.lower() for axis in axes]

@@ -1,6 +1,6 @@
-"""Georeferenced rasters through rasterio: windows, overviews and whatever else GDAL reads.
+"""Georeferenced rasters through rasterio: windows, overviews and other formats of GDAL.
 
-This is the only reader that imports rasterio, which ``require`` has found.
+Only this reader imports rasterio, after ``require`` has found it.
 """
 
 import os
@@ -30,7 +30,7 @@ from visionattn.data.geometry import Box
 
 
 def open_reader(source: str | BinaryIO, page: int | None) -> Reader:
-    """Open a raster by its path, or the content of a file that has none."""
+    """Open a raster by its path, or the content of a file without one."""
     return Raster(source, page)
 
 
@@ -80,8 +80,8 @@ class Raster(Reader):
         self.interpret(meaning)
 
     def _palette(self) -> np.ndarray | None:
-        """Return the colours of a raster's values, uint8 ``[n, 4]``; None where it has none."""
-        # GDAL gives grey levels of which zero is white a palette, which is wrong beyond 8 bits.
+        """Return the colours of a raster's values, uint8 ``[n, 4]``; None without a palette."""
+        # For grey levels with white zero, GDAL adds a palette, which is wrong beyond 8 bits.
         if self._raster.colorinterp[0] != ColorInterp.palette or self.inverted:
             return None
         if self.bands - self.alpha != 1 or self._raster.dtypes[0] not in ("uint8", "uint16"):
@@ -92,7 +92,7 @@ class Raster(Reader):
         return palette
 
     def _placed(self) -> Georeference | None:
-        """Return where the raster lies, as the file says it."""
+        """Return the georeference of the raster as stated in the file."""
         points, of_points = self._raster.gcps
         if points:
             return Georeference(of_points, None, tuple(points))
@@ -106,8 +106,8 @@ class Raster(Reader):
         return [tuple(-(-px // by) for px in self.stored) for by in (1, *self._factors())]
 
     def _factors(self) -> list[int]:
-        """Return how many times smaller each overview is."""
-        with rasterio.Env():  # where GDAL does not print what it finds
+        """Return the reduction factor of each overview."""
+        with rasterio.Env():  # keeps GDAL from printing
             return self._raster.overviews(1)
 
     @property
@@ -129,7 +129,7 @@ class Raster(Reader):
     def _read(self, box: Box, height: int, width: int, bands: Sequence[int] | None) -> np.ndarray:
         count = self._raster.count
         chosen = [band % count + 1 for band in (range(count) if bands is None else bands)]
-        alike = len(set(self._raster.dtypes)) == 1  # else rasterio reads single bands alone
+        alike = len(set(self._raster.dtypes)) == 1  # else rasterio reads only single bands
         together = [chosen] if alike else [[band] for band in chosen]
         parts = [self._ask(self._raster.read, each, box, height, width) for each in together]
         pixels = np.concatenate(parts) if len(parts) > 1 else parts[0]
@@ -143,7 +143,7 @@ class Raster(Reader):
     def _ask(
         self, method: Callable[..., np.ndarray], bands: list[int], box: Box, height: int, width: int
     ) -> np.ndarray:
-        """Call a method of rasterio that reads bands, numbers from 1, of a part: ``[n, h, w]``."""
+        """Call a rasterio method that reads bands, numbered from 1, of a part: ``[n, h, w]``."""
         wanted = min(box.height // height, box.width // width)
         factor = max([1, *(each for each in self._factors() if each <= wanted)])
         shape = -(-box.height // factor), -(-box.width // factor)
@@ -157,7 +157,7 @@ class Raster(Reader):
                     out_shape=(len(bands), *shape),
                     resampling=Resampling.average if average else Resampling.nearest,
                 )
-            except RasterioError as error:  # whose text may only tell of its cause
+            except RasterioError as error:  # its text may only refer to its cause
                 said = one_line(error.__cause__ or error)[:200]
                 raise ValueError(f"raster that cannot be read: {said}") from error
 
@@ -169,11 +169,11 @@ class Raster(Reader):
 
 
 def _zero_is_white(raster: Any) -> bool:
-    """Tell whether the smallest value of a raster is white; a VRT is as its first file."""
+    """Return whether the smallest value of a raster is white; a VRT follows its first file."""
     if raster.driver != "VRT":
         return raster.tags(ns="IMAGE_STRUCTURE").get("MINISWHITE") == "YES"
     text = Path(raster.name).read_text(encoding="utf-8", errors="replace")
-    # A table of colours turns them into colours already.
+    # A colour table already converts them to colours.
     return "<ColorTableComponent>" not in text and any(map(_is_of_white_zeros, raster.files[1:2]))
 
 

@@ -1,6 +1,6 @@
-"""Which reader opens which file: a table by the end of the name and by the first bytes.
+"""The table of file formats: which reader opens which file, by the suffix and the first bytes.
 
-This module owns the table. A format is a row here and a module with its ``Reader``.
+A format is a row here and a module with its ``Reader``.
 """
 
 import importlib
@@ -16,20 +16,22 @@ from visionattn.data.formats.read_options import ReadOptions
 from visionattn.data.formats.reader import DAMAGED_IMAGE, Reader, require
 
 Openable = str | os.PathLike | BinaryIO
-"""A path, or what reads the bytes of an image and may be sought in."""
+"""A path, or a seekable binary stream with the bytes of an image."""
 
 
 class Source(Protocol):
-    """Encoded images by number."""
+    """Encoded images by index."""
 
     def open(self, index: int) -> Openable:
-        """Return what ``open_image`` takes, which closes it; raises one of ``DAMAGED_IMAGE`` where
-        there is no image.
+        """Return an input for ``open_image``, which closes it.
+
+        Raises:
+            One of ``DAMAGED_IMAGE``: there is no such image.
         """
         ...
 
     def name(self, index: int) -> str:
-        """Return what messages call the image: its path, or its file and the place within it."""
+        """Return the name of the image in messages: its path, or its file and place."""
         ...
 
 
@@ -38,15 +40,15 @@ class Format:
     """A row of the table."""
 
     module: str
-    """Below this package. Its ``open_reader(source, page)`` returns the reader."""
+    """Module name below this package. Its ``open_reader(source, page)`` returns the reader."""
     suffixes: tuple[str, ...]
     starts: tuple[bytes, ...] = ()
-    """First bytes that tell such files, whatever their names."""
+    """First bytes that identify such files, whatever their names."""
     by_path: bool = False
     """Whether its reader takes a path; others take an open file."""
     needs: tuple[str, str, str] | None = None
-    """The extra of ``pyproject.toml``, the package that it brings, and what messages call the
-    files.
+    """The extra of ``pyproject.toml``, the package that it installs, and the name of such files in
+    messages.
     """
 
 
@@ -70,13 +72,11 @@ TABLE = (
         + (".jp2", ".j2k", ".pbm", ".pgm", ".ppm"),
     ),
 )
-"""The last row takes what no other does."""
+"""The last row takes all files that no other row matches."""
 
 
 def extensions() -> frozenset[str]:
-    """Return the ends of the names of files that count as images, in small letters; timm's count
-    too.
-    """
+    """Return the lower-case suffixes of files that count as images; timm's count too."""
     return frozenset(get_img_extensions()).union(*(row.suffixes for row in TABLE))
 
 
@@ -84,9 +84,8 @@ def open_image(source: Openable, options: ReadOptions | None = None) -> Reader:
     """Open an image: a context manager that reads parts of it.
 
     Args:
-        source: a path, or an open file, which is closed with the reader, or at once where there
-            will be none.
-        options: of these, ``page``, ``level`` and ``max_pixels`` count here.
+        source: a path, or an open file, which is closed with the reader, or at once on failure.
+        options: ``page``, ``level`` and ``max_pixels`` apply here.
 
     Raises:
         One of ``DAMAGED_IMAGE``: there is no such image, or it cannot be read. ``MissingPackage``
@@ -117,7 +116,7 @@ def _open(source: Openable, page: int | None) -> Reader:
 
 
 def _open_file(file: BinaryIO, page: int | None) -> Reader:
-    """Open an image by its first bytes; the file is closed where that fails."""
+    """Open an image by its first bytes; the file is closed on failure."""
     with ExitStack() as failed:
         failed.callback(file.close)
         file.seek(0)
@@ -130,14 +129,14 @@ def _open_file(file: BinaryIO, page: int | None) -> Reader:
 
 
 def _by_path(path: str | os.PathLike) -> Format | None:
-    """Return the row of a file that is opened by its path, which its name tells."""
+    """Return the row of a file that is opened by its path, according to its name."""
     suffix = os.path.splitext(path)[1].lower()
     return next((row for row in TABLE if row.by_path and suffix in row.suffixes), None)
 
 
 def read_size(source: Openable, options: ReadOptions | None = None) -> tuple[int, int]:
-    """Return height and width of an image in pixels from its header, as it is seen: the turns of
-    EXIF are done. Several threads may do this at once.
+    """Return height and width of an image in pixels from its header, after EXIF rotation. Safe to
+    call from several threads.
 
     Raises:
         One of ``DAMAGED_IMAGE``: it cannot be read.
@@ -148,7 +147,7 @@ def read_size(source: Openable, options: ReadOptions | None = None) -> tuple[int
 
 def check_file(path: str | os.PathLike) -> None:
     """Raise ValueError for a path that is neither a file nor a folder: opening a FIFO would wait
-    for ever.
+    forever.
     """
     mode = os.stat(path).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
@@ -156,7 +155,7 @@ def check_file(path: str | os.PathLike) -> None:
 
 
 def is_folder_format(path: str | os.PathLike) -> bool:
-    """Whether a folder is itself an image, by its name."""
+    """Return whether a folder is itself an image, by its name."""
     return os.path.splitext(path)[1].lower() == ".zarr"
 
 
@@ -168,6 +167,6 @@ def _module(row: Format):
 
 
 def _path_of(file: BinaryIO) -> str:
-    """Return the path of an open file; an empty text where there is none."""
+    """Return the path of an open file; an empty text if it has none."""
     name = getattr(file, "name", "")
     return name if isinstance(name, str) and os.path.exists(name) else ""

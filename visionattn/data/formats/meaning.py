@@ -1,5 +1,5 @@
-"""What the stored values of a file stand for, whichever reader opens it: colours, physical units,
-and pixels that hold nothing.
+"""The meaning of a file's stored values, for any reader: colours, physical units, and pixels
+without data.
 """
 
 import math
@@ -12,24 +12,23 @@ from PIL import Image
 _D50 = np.array([0.9642, 1.0, 0.8249])
 _RED, _GREEN = [3.1338561, -1.6168667, -0.4906146], [-0.9787684, 1.9161415, 0.0334540]
 _TO_SRGB = np.array([_RED, _GREEN, [0.0719453, -0.2289914, 1.4052427]])
-"""XYZ under D50 to linear sRGB, adapted as Bradford does (http://www.brucelindbloom.com)."""
+"""Matrix from XYZ under D50 to linear sRGB, Bradford-adapted (http://www.brucelindbloom.com)."""
 
 
 @dataclass(frozen=True)
 class Meaning:
-    """How the stored bands of a file become values.
+    """The conversion of a file's stored bands to values.
 
     Args:
-        palette: the colours of the values of the first band, uint8 ``[n, 3 or 4]``, with
-            transparency where there are 4; other values are black.
-        colours: makes red, green and blue of all stored bands.
-        scale: physical units of one step of each band; None: values are as they are stored.
-        offset: physical value of 0 of each band.
-        nodata: of each stored band the value that stands for no data, without that of transparency
-            where this has none; empty where there is none.
-            Where all bands have the same value, a pixel holds nothing where all bands have it, as
-            in GDAL; else each band counts by itself.
-        alpha: the last band is 0 where a pixel holds nothing, whatever its other bands are.
+        palette: colours of the first band's values, uint8 ``[n, 3 or 4]``, with transparency if 4;
+            other values are black.
+        colours: computes red, green and blue from all stored bands.
+        scale: physical units per step of each band; None: values as stored.
+        offset: physical value of 0 in each band.
+        nodata: no-data value of each stored band, without an entry for a transparency band that has
+            none; empty if there is none. If all bands share one value, a pixel has no data if all
+            bands have it, as in GDAL; else each band counts separately.
+        alpha: the last band is 0 for pixels without data, whatever the other bands hold.
     """
 
     palette: np.ndarray | None = None
@@ -53,14 +52,12 @@ class Meaning:
         """Read bands of a part of an image as values.
 
         Args:
-            read: returns stored bands ``[h, w, n]`` by their numbers from 0; None: all.
-            empty: bool ``[h, w]``, where a mask in the file says that it holds nothing; None: it
-                has no mask.
-            bands: numbers from 0 of the bands that are wanted, of colours where there are; None:
-                all.
+            read: returns stored bands ``[h, w, n]`` by their indices from 0; None: all.
+            empty: bool ``[h, w]``, True where the file's mask marks no data; None: it has no mask.
+            bands: indices from 0 of the wanted bands (of the colours, if there are); None: all.
 
         Returns:
-            ``[h, w, bands]``, a masked array where pixels hold nothing. NaN is no data.
+            ``[h, w, bands]``, a masked array if some pixels have no data. NaN counts as no data.
         """
         stored_bands = None if self.coloured else bands
         beside = self.alpha and empty is None and stored_bands is not None
@@ -98,7 +95,7 @@ class Meaning:
         read: Callable[[Sequence[int] | None], np.ndarray],
         bands: Sequence[int] | None,
     ) -> np.ndarray:
-        """Return which values of ``[h, w, n]`` stand for no data, or ``[h, w, 1]`` of all bands."""
+        """Return the no-data mask per band, ``[h, w, n]``, or for all bands, ``[h, w, 1]``."""
         stored = stored[..., : len(self.nodata)]
         if len(set(map(str, self.nodata))) > 1:
             own = self.nodata if bands is None else [self.nodata[band] for band in bands]
@@ -117,13 +114,13 @@ def _equal(values: np.ndarray, nodata: float | None) -> np.ndarray:
 
 
 def scaling(scales: Sequence[float], offsets: Sequence[float]) -> dict[str, Sequence[float]]:
-    """Return ``scale`` and ``offset`` for ``Meaning``; nothing where they change no value."""
+    """Return ``scale`` and ``offset`` for ``Meaning``; empty if they change no value."""
     same = all(scale == 1 for scale in scales) and not any(offsets)
     return {} if same else {"scale": scales, "offset": offsets}
 
 
 def join(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Join parts of an image below each other, masked or not."""
+    """Join parts of an image vertically, masked or not."""
     if len(parts) == 1:
         return parts[0]
     masked = any(isinstance(part, np.ma.MaskedArray) for part in parts)
@@ -131,21 +128,21 @@ def join(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def of_inks(stored: np.ndarray) -> np.ndarray:
-    """Return red, green and blue of cyan, magenta, yellow and black, as Pillow makes them."""
+    """Return red, green and blue from cyan, magenta, yellow and black, as Pillow computes them."""
     most = float(np.iinfo(stored.dtype).max)
     paper = most - stored[..., :4].astype(np.float64)
     return np.rint(paper[..., :3] * paper[..., 3:] / most).astype(stored.dtype)
 
 
 def of_ycbcr(stored: np.ndarray) -> np.ndarray:
-    """Return red, green and blue of luma and chroma of 8 bits, as in JPEG."""
+    """Return red, green and blue from 8-bit luma and chroma, as in JPEG."""
     height, width = stored.shape[:2]
     image = Image.frombytes("YCbCr", (width, height), np.ascontiguousarray(stored).tobytes())
     return np.asarray(image.convert("RGB"))
 
 
 def of_lab(stored: np.ndarray) -> np.ndarray:
-    """Return sRGB of L*, a* and b* of TIFF (photometric 8: a* and b* are signed) under D50."""
+    """Return sRGB from L*, a* and b* of TIFF (photometric 8: a* and b* are signed) under D50."""
     most = np.iinfo(stored.dtype).max
     step = 2 ** (8 * stored.dtype.itemsize - 8)
     signed = stored[..., 1:3].astype(stored.dtype.str.replace("u", "i")) / step

@@ -1,8 +1,8 @@
 """Images that Pillow decodes: JPEG, PNG, WebP, GIF, BMP, JPEG 2000 and plain TIFF.
 
-This module owns what Pillow's modes mean as bands and values, and reading at a smaller size where
-JPEG and JPEG 2000 allow it. Pillow has no colours of more than 8 bits: PNG of 16 bits goes through
-OpenCV, TIFF and JPEG 2000 of that kind through other readers.
+This module maps Pillow's modes to bands and values, and reads at reduced sizes where JPEG and JPEG
+2000 allow it. Pillow supports no colours of more than 8 bits: 16-bit PNG goes through OpenCV, and
+such TIFF and JPEG 2000 through other readers.
 """
 
 import os
@@ -30,23 +30,25 @@ from visionattn.data.formats.reader import (
 from visionattn.data.geometry import Box
 
 CONVERTED = {"1": "L", "LA": "LA", "La": "LA", "PA": "RGBA", "RGBA": "RGBA", "RGBa": "RGBA"}
-"""What images of a mode are converted to; those of other modes of 8 bits become RGB."""
+"""Target mode of each image mode; other 8-bit modes become RGB."""
 BANDS = {"L": 1, "LA": 2, "RGB": 3, "RGBA": 4}
 _J2K_START = b"\xff\x4f\xff\x51"
 TAIL_BYTES = 2**16
-"""Bytes at the end of a file in which EXIF begins that stands behind the pixels."""
+"""Number of bytes at the end of a file in which EXIF after the pixels begins."""
 EXIF = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
 WIDE = {"I;16B": 1, "LA;16B": 2, "RGB;16B": 3, "RGBA;16B": 4}
-"""Bands by the kind of pixels that Pillow finds in a PNG of 16 bits."""
+"""Number of bands by Pillow's pixel type of a 16-bit PNG."""
 _limit = threading.Lock()
 _allowed: list[int | None] = []
-"""Pillow's own limit, once for each image that is being read."""
+"""Pillow's own limit, once per image being read."""
 
 
 @contextmanager
 def large_images_allowed() -> Iterator[None]:
-    """Lift Pillow's limit of 179 million pixels while an image is read, as slides and satellite
-    images exceed it: readers have a limit of their own. Several threads may do so at once.
+    """Lift Pillow's limit of 179 million pixels while an image is read, because slides and
+    satellite images exceed it.
+
+    Readers have their own limit. Safe for several threads.
     """
     with _limit:
         _allowed.append(_allowed[0] if _allowed else Image.MAX_IMAGE_PIXELS)
@@ -71,7 +73,7 @@ class PillowImage(Reader):
         self._wide = wide_png(self._image, file) if self._image.format == "PNG" else None
         self.codestream = _codestream(file) if self._image.format == "JPEG2000" else None
         self.stored = self._image.size[::-1]
-        if self._image.format != "TIFF":  # Pillow turns TIFF itself
+        if self._image.format != "TIFF":  # Pillow rotates TIFF itself
             self.turn = TURNS.get(_orientation(self._image, file), TURNS[1])
         self._describe()
 
@@ -85,14 +87,15 @@ class PillowImage(Reader):
 
     @property
     def pages(self) -> int:
-        """How many frames there are."""
-        # The second picture in a phone's JPEG is a preview, a gain map or the other eye.
+        """The number of frames."""
+        # The second picture in a phone's JPEG is a preview, a gain map or the other eye of a stereo
+        # pair.
         if self._image.format == "MPO" and self._page is None:
             return 1
         return getattr(self._image, "n_frames", 1)
 
     def _describe(self) -> None:
-        """Say which bands and values ``read`` gives."""
+        """Set the bands and values that ``read`` returns."""
         mode = self._image.mode
         if self._wide is not None:
             self.bands, self.alpha = self._wide.bands, self._wide.bands in (2, 4)
@@ -108,14 +111,14 @@ class PillowImage(Reader):
             self.mode = "RGBA"
         self.bands, self.alpha = BANDS[self.mode], self.mode.endswith("A")
         self.dtype, self.bits = np.dtype(np.uint8), 8
-        # Elsewhere transparency is left out, as usual; of TIFF it hides pixels, as in GDAL.
+        # Transparency is usually dropped; in TIFF it marks pixels without data, as in GDAL.
         self.meaning = Meaning(alpha=self.alpha and self._image.format == "TIFF")
 
     def _bits(self) -> int | None:
-        """Return the bits that integers fill, where the file states it."""
+        """Return the number of bits that integers fill, if the file states it."""
         if self.codestream is not None:
             return self.codestream.bits if self.codestream.bits < 16 else None
-        # Pillow scales PGM and PPM to all 16 bits, by the maximum in the header.
+        # Pillow scales PGM and PPM to 16 bits, by the maximum in the header.
         return 16 if self._image.format == "PPM" else None
 
     def _read(self, box: Box, height: int, width: int, bands: Sequence[int] | None) -> np.ndarray:
@@ -126,7 +129,7 @@ class PillowImage(Reader):
         return pick(self._pixels[rows, columns], bands)
 
     def _largest_scale(self, wanted: int) -> int:
-        """Return by how much the decoder can make the image smaller, up to what is wanted."""
+        """Return the decoder's largest reduction factor up to the wanted one."""
         most = 1
         if self._image.format in ("JPEG", "MPO"):
             most = 8
@@ -137,11 +140,11 @@ class PillowImage(Reader):
         return most
 
     def _decode(self, scale: int) -> np.ndarray:
-        """Decode the whole image, made smaller by ``scale``: ``[H, W, bands]``."""
+        """Decode the whole image, reduced by ``scale``: ``[H, W, bands]``."""
         self.check_decoded(self.stored[0] // scale, self.stored[1] // scale)
         if self._wide is not None:
             return self._decode_wide_png(self._wide)
-        if not getattr(self._image, "tile", True):  # it was decoded, at another size
+        if not getattr(self._image, "tile", True):  # already decoded at another size
             self._image = self._open()
         image = self._image
         if self.codestream is not None:
@@ -157,7 +160,7 @@ class PillowImage(Reader):
         return pixels.reshape(*pixels.shape[:2], -1)
 
     def _decode_wide_png(self, wide: "WidePng") -> np.ndarray:
-        # Pillow finds damage by the checksums; OpenCV would print it, and old ones pass over it.
+        # Pillow detects damage by checksums; OpenCV would print it, and old versions ignore it.
         self._open().verify()
         self._file.seek(0)
         encoded = np.frombuffer(self._file.read(), np.uint8)
@@ -175,10 +178,10 @@ class PillowImage(Reader):
 
 
 def _orientation(image: Image.Image, file: BinaryIO) -> object:
-    """Return the number of EXIF that says how the image is turned; 1 where EXIF is garbled."""
+    """Return the EXIF orientation; 1 if EXIF is malformed."""
     try:
         if image.format == "PNG" and not exif_follows_pixels(file):
-            exif = Image.Image.getexif(image)  # of PNG, Pillow's own would decode all pixels
+            exif = Image.Image.getexif(image)  # Pillow's PNG version would decode all pixels
         else:
             exif = image.getexif()
         return exif.get(ExifTags.Base.Orientation, 1)
@@ -187,8 +190,8 @@ def _orientation(image: Image.Image, file: BinaryIO) -> object:
 
 
 def exif_follows_pixels(file: BinaryIO) -> bool:
-    """Tell whether a PNG may have its EXIF behind its pixels, as few have; Pillow reads that before
-    them.
+    """Return whether a PNG may have its EXIF after its pixels, which is rare; Pillow reads EXIF
+    before the pixels only.
     """
     file.seek(-min(TAIL_BYTES, file.seek(0, os.SEEK_END)), os.SEEK_END)
     tail = file.read()
@@ -197,14 +200,16 @@ def exif_follows_pixels(file: BinaryIO) -> bool:
 
 
 class WidePng(NamedTuple):
-    """What the header of a PNG of 16 bits says."""
+    """Header fields of a 16-bit PNG."""
 
     bands: int
     bits: int | None
 
     def unscaled(self, pixels: np.ndarray) -> np.ndarray:
-        """Return values of ``bits`` bits. The standard asks that fewer bits are scaled to 16, by
-        zeros or by the upper bits below them; files that hold them as they are exist too.
+        """Return values of ``bits`` bits.
+
+        The standard asks to scale fewer bits to 16, by zeros or by repeating the upper bits; files
+        with unscaled values exist too.
         """
         if self.bits is None:
             return pixels
@@ -216,8 +221,8 @@ class WidePng(NamedTuple):
 
 
 def wide_png(image: ImageFile.ImageFile, file: BinaryIO) -> WidePng | None:
-    """Return the bands of a PNG of 16 bits, and the bits of its chunk sBIT, which Pillow passes
-    over; None for another PNG.
+    """Return the bands of a 16-bit PNG, and the bits of its sBIT chunk, which Pillow ignores; None
+    for other PNGs.
     """
     bands = WIDE.get(str(image.tile[0].args)) if image.tile else None
     if bands is None:
@@ -230,15 +235,15 @@ def wide_png(image: ImageFile.ImageFile, file: BinaryIO) -> WidePng | None:
 
 
 class _Codestream(NamedTuple):
-    """What the header of a JPEG 2000 says."""
+    """Header fields of a JPEG 2000."""
 
     bits: int
     levels: int
-    """How many times the image can be halved while it is decoded."""
+    """How many times decoding can halve the image."""
 
 
 def _codestream(file: BinaryIO) -> _Codestream:
-    """Find the bits per sample and the levels in the first 64 KiB of a JPEG 2000."""
+    """Return the bits per sample and the levels from the first 64 KiB of a JPEG 2000."""
     file.seek(0)
     head = file.read(2**16)
     start = head.find(_J2K_START)
@@ -252,10 +257,10 @@ def _codestream(file: BinaryIO) -> _Codestream:
 
 
 def open_reader(file: BinaryIO, page: int | None) -> Reader:
-    """Open an image with Pillow, or with rasterio where Pillow would lose bits."""
+    """Open an image with Pillow, or with rasterio if Pillow would lose bits."""
     with damage("image"):
         image = PillowImage(file, page)
-    # Of several bands of 12 bits in 16, Pillow keeps the upper 8 bits: nearly black.
+    # With several 12-bit bands in 16 bits, Pillow keeps the upper 8 bits: nearly black.
     if image.codestream is None or image.codestream.bits <= 8 or image.dtype != np.uint8:
         return image
     what = f"JPEG 2000 of {image.codestream.bits} bits and several bands"

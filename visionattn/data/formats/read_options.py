@@ -1,4 +1,4 @@
-"""What is asked of image files: which bands, which values are black and white, which page.
+"""Options for reading image files: which bands, which values are black and white, which page.
 
 This module owns the options and their checks. It opens no file.
 """
@@ -11,28 +11,25 @@ from dataclasses import dataclass
 from visionattn.models.weights import DataSpec
 
 LARGEST_IMAGE_PX = 2**30
-"""Pixels that are decoded at once where nobody allows more: of larger images parts are read alone,
-or smaller copies.
-"""
+"""Default limit on pixels decoded at once: larger images are read in parts or at reduced size."""
 
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """What a model wants of the files.
+    """Options for reading files for a model.
 
     Args:
-        channels: 1 makes images grey and 3 coloured, whatever the files are; where ``bands`` are
-            given, their number counts.
-        bands: which bands of the file become the channels, and in which order; numbers from 1.
-        value_range: the values that become 0 and 1; beyond them values are clipped. Images of 8
-            bits stay as they are.
+        channels: 1 converts images to grey and 3 to colour; with ``bands``, their number applies.
+        bands: bands of the file that become the channels, in order; numbers from 1.
+        value_range: values that map to 0 and 1; values beyond are clipped. 8-bit images are
+            unchanged.
         page: the page, frame or picture, from 1; None: the first.
-        found: ``value_range`` was found by looking at a few files: what a file states comes first,
+        found: ``value_range`` was measured on a few files: a range stated in a file has priority,
             and values above the range are an error.
-        max_pixels: the most pixels of a file that are decoded at once.
-        whole: decode all of an image at its full size, whatever part and size of it is wanted, as
-            one would without knowing its format; for comparisons.
-        level: which size of files that hold several is the image, from 0, the largest.
+        max_pixels: maximum number of pixels of a file that are decoded at once.
+        whole: decode the whole image at its full size, whatever part and size is wanted; for
+            comparisons.
+        level: level to read from files that hold several sizes, from 0, the largest.
     """
 
     channels: int = 3
@@ -59,15 +56,15 @@ class ReadOptions:
 
 
 def options_of(spec: DataSpec, max_pixels: int | None = None) -> ReadOptions:
-    """Return how files are read for a model: grey, coloured, or by their bands.
+    """Return the reading options for a model: grey, colour, or bands.
 
     Args:
-        spec: what the model expects.
-        max_pixels: the most pixels of a file that are decoded at once; None:
+        spec: the model's specification of images.
+        max_pixels: maximum number of pixels of a file that are decoded at once; None:
             ``LARGEST_IMAGE_PX``.
 
     Raises:
-        ValueError: the model's channels are neither grey nor coloured nor named.
+        ValueError: the model's channels are neither grey, coloured nor named.
     """
     channels = 1 if spec.encoding == "grey_one_hot" else spec.in_chans
     return ReadOptions(
@@ -81,8 +78,8 @@ def options_of(spec: DataSpec, max_pixels: int | None = None) -> ReadOptions:
 
 
 def as_flags(text: str) -> str:
-    """Name the options of training in a message as those of commands and calls for inference, which
-    have no group.
+    """Return a message with training options renamed to the options of inference commands and
+    calls, which have no group.
     """
     return re.sub(r"\bdata\.(?=[a-z_]+\b)", "", text.replace("data.args", "data_args"))
 
@@ -95,10 +92,10 @@ def check_reading(
     *,
     prefix: str = "data.",
 ) -> None:
-    """Check what is asked of the files, before any is opened.
+    """Check the reading options before any file is opened.
 
     Raises:
-        ValueError: one line with the option, what it may be, and what it is.
+        ValueError: one line with the option, the allowed values and the given value.
     """
     if bands is not None and (not bands or min(bands) < 1):
         raise ValueError(f"{prefix}bands must be numbers from 1, got {list(bands)}")

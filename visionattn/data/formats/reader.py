@@ -1,6 +1,7 @@
-"""What every reader of images has in common: size after the turns of EXIF, bands, and regions.
+"""The base class of all image readers: size after EXIF rotation, bands, and regions.
 
-This module knows no format. A format is a subclass of ``Reader`` and a row of ``known_formats.py``.
+This module is independent of formats. A format is a subclass of ``Reader`` and a row of
+``known_formats.py``.
 """
 
 import importlib.util
@@ -29,27 +30,27 @@ DAMAGED_IMAGE = (
     zlib.error,
     Image.DecompressionBombError,
 )
-"""What reading an image raises where the file is missing, cut off, garbled, no image at all or
-larger than is allowed, or where its values have no known range.
+"""Exceptions of reading an image that is missing, truncated, malformed, not an image, too large, or
+has values without a known range.
 """
 
 
 class NotAsAsked(ValueError):
-    """A file that is whole has no such page or bands, values of no known range, or is of another
-    kind than what is asked; the text names what was wanted.
+    """An intact file lacks the requested page, bands or value range, or is of another kind; the
+    message says what was wanted.
     """
 
 
 class MissingPackage(NotAsAsked):
-    """A format needs a package that is not installed; the text has the command that installs it."""
+    """A format needs a package that is not installed; the message says how to install it."""
 
 
 def require(extra: str, *packages: str, what: str) -> None:
-    """Raise ``MissingPackage`` where one of the packages that read a format is not installed.
+    """Raise ``MissingPackage`` if a package needed for a format is not installed.
 
     Args:
-        extra: the extra of ``pyproject.toml`` that brings them.
-        packages: the names under which they are imported.
+        extra: the extra of ``pyproject.toml`` that installs them.
+        packages: their import names.
         what: what needs them, for the message.
     """
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
@@ -60,8 +61,7 @@ def require(extra: str, *packages: str, what: str) -> None:
 
 
 BROKEN = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError)
-"""What libraries raise for garbled files besides ``DAMAGED_IMAGE``, where they did not expect it.
-"""
+"""Unexpected exceptions of libraries for malformed files, in addition to ``DAMAGED_IMAGE``."""
 
 
 def one_line(error: BaseException) -> str:
@@ -71,15 +71,15 @@ def one_line(error: BaseException) -> str:
 
 @contextmanager
 def damage(what: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Turn what a library raises for a garbled file into one of ``DAMAGED_IMAGE``.
+    """Turn a library's exceptions for a malformed file into one of ``DAMAGED_IMAGE``.
 
     Args:
         what: the kind of file, for the message.
-        kinds: the library's own errors.
+        kinds: the library's own exceptions.
     """
     try:
         yield
-    except UnidentifiedImageError as error:  # Pillow names an object of Python
+    except UnidentifiedImageError as error:  # Pillow's text names a Python object
         raise ValueError("cannot identify image file: it is of no known format") from error
     except DAMAGED_IMAGE:
         raise
@@ -89,17 +89,17 @@ def damage(what: str, *kinds: type[Exception]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Georeference:
-    """Where a picture lies on the earth, in rasterio's own types."""
+    """The place of a picture on the earth, in rasterio's types."""
 
     crs: Any
-    """The coordinate system, of ``transform`` or else of ``gcps``; None where there is none."""
+    """The coordinate system of ``transform``, or else of ``gcps``; None if there is none."""
     transform: Any
-    """What makes coordinates of columns and rows; None where it is unknown."""
+    """Maps columns and rows to coordinates; None if unknown."""
     gcps: tuple = ()
-    """Points of the ground with their rows and columns, where these stand for ``transform``."""
+    """Ground control points with their rows and columns, in place of ``transform``."""
 
     def scaled(self, height: float, width: float) -> "Georeference":
-        """Return that of a map of the picture of which each cell covers ``height`` x ``width``
+        """Return the georeference of a map of the picture whose cells cover ``height`` x ``width``
         pixels.
         """
         from rasterio.control import GroundControlPoint
@@ -116,15 +116,17 @@ class Georeference:
 
 
 class Turn(NamedTuple):
-    """How stored pixels become the picture: flips first, then rows become columns."""
+    """The conversion of stored pixels to the picture: flips first, then an exchange of rows and
+    columns.
+    """
 
     flip_rows: bool = False
     flip_columns: bool = False
     transpose: bool = False
 
     def stored(self, box: Box, height: int, width: int) -> Box:
-        """Return where a part of the picture is stored, ``height`` x ``width`` being the size of
-        what is stored.
+        """Return the stored box of a part of the picture; ``height`` x ``width`` is the stored
+        size.
         """
         if self.transpose:
             box = Box(box.left, box.top, box.width, box.height)
@@ -148,22 +150,22 @@ TURNS = {
     7: Turn(flip_rows=True, flip_columns=True, transpose=True),
     8: Turn(flip_columns=True, transpose=True),
 }
-"""What the orientation of EXIF and TIFF, tag 274, means."""
+"""Conversion for each EXIF and TIFF orientation, tag 274."""
 
 
 class Closing(AbstractContextManager):
-    """What is closed where a ``with`` block ends."""
+    """A context manager that calls ``close`` at its end."""
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of all that is open."""
+        """Close everything that is open."""
 
 
 class Reader(Closing):
-    """An open image, of which parts are read; a context manager.
+    """An open image that is read in parts; a context manager.
 
     A subclass sets all attributes, opens the file in its constructor and closes it in ``close``.
     """
@@ -172,23 +174,25 @@ class Reader(Closing):
     """Height and width in pixels as stored, before ``turn``."""
     turn: Turn = TURNS[1]
     bands: int
-    """Bands that ``read`` gives, transparency included. Palettes and CMYK are RGB already."""
+    """Number of bands that ``read`` returns, transparency included. Palettes and CMYK are converted
+    to RGB.
+    """
     alpha: bool = False
     """Whether the last band is transparency."""
     dtype: np.dtype
     bits: int | None = None
-    """Bits that the values fill, as the file states it; None where it does not."""
+    """Number of bits that the values fill, as stated in the file; None if not stated."""
     inverted: bool = False
     """Whether the smallest value is white."""
     meaning: Meaning = Meaning()
-    """What the stored values stand for; ``interpret`` sets it."""
+    """Meaning of the stored values; ``interpret`` sets it."""
     most_px: int = LARGEST_IMAGE_PX
-    """The most pixels that are decoded at once."""
+    """Maximum number of pixels that are decoded at once."""
     georeference: "Georeference | None" = None
-    """Where the picture lies on the earth; None where the file does not say it."""
+    """Place of the picture on the earth; None if the file does not state it."""
 
     def interpret(self, meaning: Meaning) -> None:
-        """Take what the stored values, whose type is ``dtype``, stand for."""
+        """Set the meaning of the stored values; ``dtype`` must be their type."""
         self.meaning = meaning
         if meaning.coloured:
             self.bands, self.alpha = 3, False
@@ -199,23 +203,23 @@ class Reader(Closing):
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        """Heights and widths in pixels of the sizes in which the file has the picture, as stored,
-        the largest first.
+        """Heights and widths in pixels of all sizes of the picture in the file, as stored, the
+        largest first.
         """
         return [self.stored]
 
     @property
     def piece(self) -> tuple[int, int]:
-        """Rows and columns of what is stored that are decoded at once: of a tile, a strip or a
-        chunk, or of all where there are no parts.
+        """Rows and columns that are decoded at once: a tile, a strip, a chunk, or everything
+        without parts.
         """
         return (1, 1)
 
     def take_level(self, level: int) -> None:
-        """Make one of the sizes of the picture the picture.
+        """Select one of the sizes of the picture.
 
         Args:
-            level: its number in ``sizes``, from 0, the largest.
+            level: index in ``sizes``, from 0, the largest.
 
         Raises:
             NotAsAsked: there is no such level.
@@ -232,40 +236,39 @@ class Reader(Closing):
             self._take_level(level)
 
     def _take_level(self, level: int) -> None:
-        """Read a smaller size, which there is, from now on."""
+        """Read an existing smaller size from now on."""
         raise AssertionError("a reader with several sizes overrides this")
 
     @property
     def pages(self) -> int:
-        """How many pages, frames or pictures the file has."""
+        """Number of pages, frames or pictures in the file."""
         return 1
 
     @property
     def height(self) -> int:
-        """Height in pixels of the picture, after the turns of EXIF."""
+        """Height in pixels of the picture, after EXIF rotation."""
         return self.stored[1] if self.turn.transpose else self.stored[0]
 
     @property
     def width(self) -> int:
-        """Width in pixels of the picture, after the turns of EXIF."""
+        """Width in pixels of the picture, after EXIF rotation."""
         return self.stored[0] if self.turn.transpose else self.stored[1]
 
     def read(
         self, box: Box, height: int, width: int, bands: Sequence[int] | None = None
     ) -> np.ndarray:
-        """Read a part of the picture: values as the file has them, of its own type, or colours, or
-        float32 in physical units where it states scale and offset.
+        """Read a part of the picture: the file's values in their own type, or colours, or float32
+        in physical units if the file states scale and offset.
 
         Args:
             box: the part, within the picture.
-            height: the least number of rows that are wanted. Where the format has the part in
-                smaller sizes, the smallest that is large enough is read; else it is read in full.
-            width: the least number of columns, likewise.
-            bands: numbers of the bands from 1, in the order wanted; None: all.
+            height: minimum number of rows. If the format has the part in smaller sizes, the
+                smallest that suffices is read; else it is read in full.
+            width: minimum number of columns, likewise.
+            bands: band numbers from 1, in the wanted order; None: all.
 
         Returns:
-            ``[h, w, bands]``, the whole of ``box`` and nothing else; a masked array where pixels
-            hold nothing.
+            ``[h, w, bands]``, exactly ``box``; a masked array if some pixels have no data.
         """
         turned = (width, height) if self.turn.transpose else (height, width)
         part = self.turn.stored(box, *self.stored), *turned
@@ -275,17 +278,17 @@ class Reader(Closing):
 
     @abstractmethod
     def _read(self, box: Box, height: int, width: int, bands: Sequence[int] | None) -> np.ndarray:
-        """Read a part of what is stored; ``bands`` count from 0, and -1 is the last."""
+        """Read a part of the stored image; ``bands`` count from 0, and -1 is the last."""
 
     def _empty(self, box: Box, height: int, width: int) -> np.ndarray | None:
-        """Return where a mask of the file says that a part of what is stored holds nothing, bool
-        ``[h, w]`` as large as ``_read`` gives it; None where the file has no mask.
+        """Return the no-data mask of a stored part from the file's mask, bool ``[h, w]`` in the
+        size of ``_read``; None if the file has no mask.
         """
         return None
 
     def check_decoded(self, rows: int, columns: int) -> None:
-        """Raise ValueError where more pixels would be decoded at once than is allowed: a small file
-        can claim any size.
+        """Raise ValueError if more pixels would be decoded at once than allowed: a small file can
+        claim any size.
         """
         if rows * columns > self.most_px:
             raise ValueError(
@@ -295,7 +298,7 @@ class Reader(Closing):
 
 
 def check_page(page: int | None, pages: int) -> int:
-    """Return the number of the page that is wanted, from 0.
+    """Return the index of the wanted page, from 0.
 
     Raises:
         NotAsAsked: there is no such page.
@@ -308,17 +311,17 @@ def check_page(page: int | None, pages: int) -> int:
 
 
 def pick(pixels: np.ndarray, bands: Sequence[int] | None) -> np.ndarray:
-    """Return bands of ``[h, w, bands]`` by their numbers from 0; None: all."""
+    """Return bands of ``[h, w, bands]`` by their indices from 0; None: all."""
     return pixels if bands is None else pixels[..., list(bands)]
 
 
 def smaller_part(box: Box, scale: tuple[float, float], shape: Sequence[int]) -> tuple[slice, slice]:
-    """Return where a part of an image lies in the same image made smaller.
+    """Return the place of a part of an image in a reduced version of the image.
 
     Args:
         box: the part, in pixels of the large image.
-        scale: how many pixels of the large image one of the small one is high and wide.
-        shape: height and width of the small image, which bound the part.
+        scale: height and width of a reduced pixel in pixels of the large image.
+        shape: height and width of the reduced image, which bound the part.
     """
     ends = []
     for start, length, by, most in zip(box[:2], box[2:], scale, shape[:2], strict=True):
@@ -335,16 +338,16 @@ def lengths(part: tuple[slice, slice]) -> tuple[int, int]:
 def choose_level(
     sizes: Sequence[tuple[int, int]], box: Box, height: int, width: int
 ) -> tuple[int, tuple[slice, slice]]:
-    """Choose the smallest of several sizes of an image in which a part is large enough.
+    """Return the smallest of several sizes of an image in which a part is large enough.
 
     Args:
-        sizes: heights and widths, the full size first and then smaller ones.
+        sizes: heights and widths, the full size first, then smaller ones.
         box: the part, in pixels of the full size.
-        height: the rows that the part must have.
-        width: its columns.
+        height: minimum number of rows of the part.
+        width: minimum number of columns.
 
     Returns:
-        The number of the size, and where the part lies in it.
+        The index of the size, and the place of the part in it.
     """
     for number in range(len(sizes) - 1, -1, -1):
         scale = (sizes[0][0] / sizes[number][0], sizes[0][1] / sizes[number][1])

@@ -1,8 +1,9 @@
-"""TIFF through tifffile: tiles, strips, BigTIFF, planes, pages and pyramids, of which the segments
-are read that a part of the image lies in.
+"""TIFF through tifffile: tiles, strips, BigTIFF, planes, pages and pyramids, reading only the
+segments that overlap a part.
 
-Files with nodata, scales or masks, and georeferenced ones where it is installed, are left to
-rasterio; inks of 8 bits, black-and-white and the like, whose colours Pillow knows, to Pillow.
+Files with no-data values, scales or masks, and georeferenced files if rasterio is installed, go to
+rasterio. 8-bit inks, black-and-white and similar files, whose colours Pillow supports, go to
+Pillow.
 """
 
 import importlib.util
@@ -49,12 +50,12 @@ from visionattn.data.geometry import Box
 ORIENTATION, LARGEST_VALUE = 274, 281
 OLD_JPEG = 6
 JPEGS = (OLD_JPEG, 7, 33007, 34892)
-# tifffile logs what it finds wrong; the error says it too.
+# tifffile logs problems that its errors report too.
 logging.getLogger("tifffile").addHandler(logging.NullHandler())
 
 
 def open_reader(file: BinaryIO, page: int | None) -> Reader:
-    """Open a TIFF with what suits it: tifffile, rasterio or Pillow."""
+    """Open a TIFF with the suitable reader: tifffile, rasterio or Pillow."""
     with damage_of_tiff():
         image = TiffImage(file, page)
         name = getattr(file, "name", None)
@@ -69,7 +70,7 @@ def open_reader(file: BinaryIO, page: int | None) -> Reader:
 
 
 def _with_rasterio(image: "TiffImage", file: BinaryIO) -> Reader:
-    """Open what is georeferenced, or says what GDAL alone knows."""
+    """Open a file that is georeferenced or holds information that only GDAL reads."""
     what = "TIFF with nodata, scale, offset or a mask"
     require("raster", "rasterio", what=what)
     if image.pages > 1:
@@ -80,7 +81,7 @@ def _with_rasterio(image: "TiffImage", file: BinaryIO) -> Reader:
 
 
 def _of_other_kinds(image: "TiffImage", file: BinaryIO, page: int | None) -> Reader:
-    """Open with Pillow what tifffile gives no colours of."""
+    """Open with Pillow a file whose colours tifffile does not decode."""
     said, kind = image.page, image.page.photometric
     try:
         if np.max(said.bitspersample) <= 8 or said.samplesperpixel == 1:
@@ -95,7 +96,7 @@ def _of_other_kinds(image: "TiffImage", file: BinaryIO, page: int | None) -> Rea
 
 
 def open_mask(file: BinaryIO) -> Image.Image:
-    """Open a mask that Pillow does not know, such as one of 64 bits."""
+    """Open a mask that Pillow does not support, such as a 64-bit one."""
     with damage_of_tiff():
         image = TiffImage(file, None)
         if image.page.samplesperpixel > 1 or image.page.dtype.kind not in "ui":
@@ -109,12 +110,12 @@ def open_mask(file: BinaryIO) -> Image.Image:
 
 
 def damage_of_tiff() -> AbstractContextManager[None]:
-    """Turn what tifffile raises for garbled files into one of ``DAMAGED_IMAGE``."""
+    """Turn tifffile's exceptions for malformed files into one of ``DAMAGED_IMAGE``."""
     return damage("TIFF", tifffile.TiffFileError, MemoryError)
 
 
 class TiffImage(Reader):
-    """A TIFF whose values are grey levels, colours or bands as they are, or become colours."""
+    """A TIFF whose values are grey levels, colours or bands, or are converted to colours."""
 
     def __init__(self, file: BinaryIO, page: int | None):
         self._file = file
@@ -147,12 +148,12 @@ class TiffImage(Reader):
 
     @property
     def pages(self) -> int:
-        """How many pages there are; smaller copies, masks and channels are none."""
+        """The number of pages; smaller copies, masks and channels do not count."""
         return len(self._named) or len(page_places(self._tiff))
 
     @property
     def plain(self) -> bool:
-        """Whether the values can be read as grey levels, colours or bands."""
+        """Whether the values are readable as grey levels, colours or bands."""
         page = self.page
         plain = page.photometric in (MIN_IS_WHITE, MIN_IS_BLACK, RGB) or (
             page.photometric == YCBCR and page.compression in JPEGS
@@ -164,7 +165,7 @@ class TiffImage(Reader):
 
     @property
     def of_gdal(self) -> bool:
-        """Whether tags or a mask say which pixels hold nothing, or what the values stand for."""
+        """Whether tags or a mask mark pixels without data, or define the meaning of values."""
         tags = self.page.tags
         scaled = "role=" in str(tags.valueof(GDAL_METADATA, ""))
         return self._masked or GDAL_NODATA in tags or scaled
@@ -174,7 +175,7 @@ class TiffImage(Reader):
         return max(value) if isinstance(value, tuple) else value
 
     def _bits(self) -> int | None:
-        """Return the bits that the values fill, where fewer are stated than their type has."""
+        """Return the number of bits that the values fill, if less than their type has."""
         if self.dtype.kind != "u":
             return None
         if self.dtype == np.uint8:
@@ -199,7 +200,7 @@ class TiffImage(Reader):
         self.page = self.levels[0][0].page
 
     def _read(self, box: Box, height: int, width: int, bands: Sequence[int] | None) -> np.ndarray:
-        # Whatever a garbled header says comes out here: sizes of nothing, lists of other lengths.
+        # Errors from a malformed header show up here: zero sizes, lists of wrong lengths.
         with damage_of_tiff():
             number, part = choose_level(self.sizes, box, height, width)
             planes = self.levels[number]
@@ -219,7 +220,7 @@ class TiffImage(Reader):
     def _segments(
         self, plane: Plane, part: tuple[slice, slice], bands: Sequence[int] | None
     ) -> np.ndarray:
-        """Decode the tiles or strips that a part of a page lies in, of the planes of ``bands``.
+        """Decode the tiles or strips that overlap a part of a page, for the planes of ``bands``.
 
         zarr over tifffile's ``aszarr`` gives the same values and takes 1.3 to 6 times as long.
         """
@@ -243,7 +244,7 @@ class TiffImage(Reader):
         segments = page.parent.filehandle.read_segments(starts, counts, indices=indices, flat=True)
         for content, index in segments:
             segment, place, size = page.decode(content, index, **arguments)
-            if segment is None:  # nothing is stored where all is background
+            if segment is None:  # nothing is stored for pure background
                 continue
             into, out_of = [], []
             for wanted, start, length in zip(part, place[2:4], size[1:3], strict=True):

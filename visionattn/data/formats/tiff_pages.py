@@ -1,5 +1,8 @@
-"""Which parts of a TIFF are one image, and what its tags say of the values: channels that are pages
-of OME and ImageJ files, smaller copies, masks, palettes, inks and GDAL's metadata.
+"""Structure of TIFF files: which parts form one image, and the meaning of values according to the
+tags.
+
+It covers channels stored as pages (OME, ImageJ), smaller copies, masks, palettes, inks and GDAL's
+metadata.
 """
 
 import math
@@ -20,19 +23,19 @@ PHOTOMETRIC, GEO_KEYS, GDAL_METADATA, GDAL_NODATA = 262, 34735, 42112, 42113
 MIN_IS_WHITE, MIN_IS_BLACK, RGB, PALETTE, INKS, YCBCR, LAB = 0, 1, 2, 3, 5, 6, 8
 """Photometric interpretations."""
 APERIO_YCBCR = 33003
-"""The compression whose values are luma and chroma, whatever the photometric interpretation."""
+"""Compression whose values are luma and chroma, whatever the photometric interpretation says."""
 SLIDES = ("svs", "ndpi", "scn", "bif", "qpi")
-"""Makers of slides whose levels tifffile knows."""
+"""Slide formats whose levels tifffile supports."""
 REDUCED, MASK = 1, 4
-"""Bits of the tag that tells smaller copies and masks from pages."""
+"""Bits of the tag that distinguishes smaller copies and masks from pages."""
 
 
 class Plane(NamedTuple):
-    """A page of the file, or one of several images that are stored behind each other in it."""
+    """A page of the file, or one of several images stored consecutively in it."""
 
     page: Any
     shift: int = 0
-    """Bytes from the page's own image."""
+    """Offset in bytes from the page's own image."""
 
 
 def page_size(page) -> tuple[int, int]:
@@ -41,14 +44,15 @@ def page_size(page) -> tuple[int, int]:
 
 
 def page_places(tiff) -> list[int]:
-    """Return where the pages are in a file that are no smaller copies and no masks."""
+    """Return the indices of the pages that are neither smaller copies nor masks."""
     return [n for n, page in enumerate(tiff.pages) if not page.subfiletype & (REDUCED | MASK)]
 
 
 def page_levels(tiff, place: int) -> tuple[list[list[Plane]], bool]:
-    """Return the planes of a page, which are its bands, and of its smaller copies, the largest
-    first, which are within it or follow it in the file; and whether a mask says where it holds
-    nothing.
+    """Return the planes of a page and of its smaller copies, the largest first, and whether a mask
+    marks pixels without data.
+
+    The planes of a page are its bands. Smaller copies are inside the page or follow it in the file.
     """
     page = tiff.pages[place]
     found = list(page.pages or [])
@@ -69,9 +73,11 @@ def page_levels(tiff, place: int) -> tuple[list[list[Plane]], bool]:
 
 
 def named_images(tiff) -> list[tuple[Any, np.ndarray]]:
-    """Return the images of a file of OME or ImageJ, whose axes are named: for each depth and time
-    the series and the numbers of its channels in it; of a slide the largest picture, as labels and
-    thumbnails are none; empty for other files.
+    """Return the images of an OME or ImageJ file, whose axes are named, or of a slide; empty for
+    other files.
+
+    Each image, one per depth and time, is a series and the indices of its channels in it. Of a
+    slide it is the largest picture, without labels and thumbnails.
     """
     images = []
     found = tiff.series if tiff.is_ome or tiff.is_imagej else []
@@ -96,7 +102,7 @@ def named_levels(tiff, series, numbers: np.ndarray) -> list[list[Plane]]:
 
 
 def _planes(tiff, series, numbers: np.ndarray) -> list[Plane]:
-    if series.is_truncated:  # ImageJ lists the first page of large stacks alone
+    if series.is_truncated:  # ImageJ lists only the first page of large stacks
         page = series.pages[0]
         return [Plane(page, int(number) * page.nbytes) for number in numbers]
     pages = [series.pages[int(number)] for number in numbers]
@@ -106,32 +112,32 @@ def _planes(tiff, series, numbers: np.ndarray) -> list[Plane]:
 
 
 def colours_of(page, bands: int) -> Callable[[np.ndarray], np.ndarray] | None:
-    """Return what makes red, green and blue of ``bands`` values, without transparency; None where
-    the values are grey levels, colours or bands already.
+    """Return a function that computes red, green and blue from ``bands`` values without
+    transparency; None if the values already are grey levels, colours or bands.
     """
     if (page.compression, bands) == (APERIO_YCBCR, 3):
         return of_ycbcr
     if (page.photometric, bands) == (LAB, 3) and page.dtype in (np.uint8, np.uint16):
         return of_lab
-    # Inks of 8 bits are left to Pillow: JPEG may hold them as negatives.
+    # 8-bit inks are left to Pillow: JPEG may hold them inverted.
     return of_inks if (page.photometric, bands, page.dtype) == (INKS, 4, np.uint16) else None
 
 
 def palette_of(page, bands: int) -> np.ndarray | None:
     """Return the palette of a page with ``bands`` values, uint8 ``[n, 3]``; None without one."""
-    # rasterio leaves zeros black in the tag, and GDAL takes the palette all the same.
+    # rasterio leaves zeros as black in the tag, but GDAL uses the palette anyway.
     indexed = page.photometric == PALETTE or (
         page.photometric == MIN_IS_BLACK and GEO_KEYS in page.tags
     )
     if not indexed or bands != 1 or page.colormap is None or page.dtype.kind != "u":
         return None
-    # As GDAL does it; old files have colours of 8 bits.
+    # As in GDAL; old files have 8-bit colours.
     step = 256 if not (page.colormap % 256).any() else 257
     return (page.colormap.T // (step if page.colormap.max() > 255 else 1)).astype(np.uint8)
 
 
 def meaning_of(page, bands: int, *, alpha: bool) -> Meaning:
-    """Return what the ``bands`` stored values of a page stand for; ``alpha`` tells that the last is
+    """Return the meaning of the ``bands`` stored values of a page; with ``alpha`` the last is
     transparency.
     """
     palette, colours = (make(page, bands - alpha) for make in (palette_of, colours_of))

@@ -1,5 +1,7 @@
-"""From the bands and values of a file to those of a model: which bands, and what is black and
-white, which a look at a few files of a data set decides once for all of them.
+"""From the bands and values of a file to a model's channels: which bands, and which values are
+black and white.
+
+For a dataset, a few files determine the value range once for all.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,29 +19,29 @@ from visionattn.data.formats.reader import DAMAGED_IMAGE, NotAsAsked, Reader
 from visionattn.data.geometry import Box, View
 
 GREY = np.array([0.299, 0.587, 0.114], np.float32)
-"""The weights of red, green and blue in grey, as Pillow has them (ITU-R 601-2)."""
+"""Weights of red, green and blue in grey, as in Pillow (ITU-R 601-2)."""
 TILE_ROWS = 256
 BLOCK_PX = 2**24
-"""The most pixels that are read at once where all of an image is looked at."""
+"""Maximum number of pixels read at once when a whole image is inspected."""
 BITS = (8, 10, 12, 14, 16)
-"""What integers of 16 bits may hold where their file does not say it."""
+"""Possible numbers of bits in 16-bit integers, if the file does not state it."""
 FEW_FILES, PAGED_FILES = 8, 256
-"""How many files tell which range the values of all have, and how many are asked for pages."""
+"""Number of files that determine the value range, and number of files checked for pages."""
 PAGED = (".tif", ".tiff", ".btf", ".tf8", ".gif", ".webp")
-"""The ends of names of formats that have pages."""
+"""Suffixes of formats with pages."""
 
 
 def read_image(reader: Reader, view: View, options: ReadOptions) -> np.ndarray:
-    """Read what a model sees of an image, at the size of the content of ``view``.
+    """Read the part of an image that a model sees, at the size of the content of ``view``.
 
     Shrinking averages over areas; enlarging is bilinear.
 
     Returns:
-        ``[h, w, C]``: uint8 for files of 8 bits, else float32 in [0, 1].
+        ``[h, w, C]``: uint8 for 8-bit files, else float32 in [0, 1].
 
     Raises:
-        One of ``DAMAGED_IMAGE``: the image cannot be read; ValueError also where it has no such
-            bands or its values have no known range.
+        One of ``DAMAGED_IMAGE``: the image cannot be read; ValueError also if bands are missing or
+            its values have no known range.
     """
     bands, box = bands_of(reader, options), view.box
     if options.whole:
@@ -52,16 +54,18 @@ def read_image(reader: Reader, view: View, options: ReadOptions) -> np.ndarray:
 
 
 def channels_of(stored: np.ndarray, reader: Reader, options: ReadOptions) -> np.ndarray:
-    """Make the channels of a model of the bands that were read: uint8 for files of 8 bits, else
-    float32 in [0, 1]; 0 where pixels hold nothing.
+    """Return a model's channels from the bands that were read: uint8 for 8-bit files, else float32
+    in [0, 1]; 0 for pixels without data.
     """
     pixels = scale_values(stored, reader, options)
     return pixels if options.bands is not None else _coloured(pixels, options.channels)
 
 
 def read_blocks(reader: Reader, options: ReadOptions) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Read an image at its full size in parts that fit into memory: what is stored and the channels
-    that it becomes, ``[h, w, bands]`` and ``[h, w, C]``, masked arrays where pixels hold nothing.
+    """Yield an image at its full size in parts that fit into memory: stored values
+    ``[h, w, bands]`` and channels ``[h, w, C]``.
+
+    They are masked arrays if some pixels have no data.
     """
     bands = bands_of(reader, options)
     for box in blocks(reader):
@@ -69,21 +73,21 @@ def read_blocks(reader: Reader, options: ReadOptions) -> Iterator[tuple[np.ndarr
         channels = channels_of(stored, reader, options)
         if isinstance(stored, np.ma.MaskedArray):
             empty = np.ma.getmaskarray(stored)
-            if empty.shape != channels.shape:  # grey that became colours, or colours grey
+            if empty.shape != channels.shape:  # grey that became colour, or the reverse
                 empty = np.broadcast_to(empty.any(2, keepdims=True), channels.shape)
             channels = np.ma.MaskedArray(channels, empty)
         yield stored, channels
 
 
 def resize(image: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Resize ``[H, W, C]`` to ``[height, width, C]``: areas are averaged, or pixels interpolated
-    where the image grows.
+    """Resize ``[H, W, C]`` to ``[height, width, C]``: by area averaging, or by interpolation if the
+    image grows.
     """
     if image.shape[:2] == (height, width):
         return image
     shrinks = height <= image.shape[0] and width <= image.shape[1]
     way = cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR
-    # OpenCV takes 4 channels at most for some types and ways.
+    # For some types and methods, OpenCV supports at most 4 channels.
     parts = [
         cv2.resize(
             np.ascontiguousarray(image[..., start : start + 4]), (width, height), interpolation=way
@@ -94,7 +98,7 @@ def resize(image: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def bands_of(reader: Reader, options: ReadOptions) -> list[int] | None:
-    """Return which bands to read, from 1; None: all."""
+    """Return the bands to read, from 1; None: all."""
     held = "1 band" if reader.bands == 1 else f"{reader.bands} bands"
     if options.bands is not None:
         if max(options.bands) > reader.bands:
@@ -110,20 +114,20 @@ def bands_of(reader: Reader, options: ReadOptions) -> list[int] | None:
 
 
 def _coloured(pixels: np.ndarray, channels: int) -> np.ndarray:
-    """Bring grey or red, green and blue to the number of channels that is wanted."""
+    """Convert grey, or red, green and blue, to the wanted number of channels."""
     if pixels.shape[2] == channels:
         return pixels
     if channels == 3:
         return np.repeat(pixels, 3, axis=2)
     if pixels.dtype == np.uint8:
-        # As Pillow does it, in whole numbers.
+        # As in Pillow, in integer arithmetic.
         weights = np.array([19595, 38470, 7471], np.uint32)
         return (((pixels @ weights) + 0x8000) >> 16).astype(np.uint8)[..., None]
     return (pixels @ GREY)[..., None]
 
 
 def range_of(reader: Reader, options: ReadOptions) -> tuple[float, float] | None:
-    """Return the values that become 0 and 1; None where nothing says it."""
+    """Return the values that map to 0 and 1; None if unknown."""
     stated = None
     if reader.dtype.kind == "u" and reader.bits is not None:
         stated = (0.0, float(2**reader.bits - 1))
@@ -131,19 +135,20 @@ def range_of(reader: Reader, options: ReadOptions) -> tuple[float, float] | None
         stated = (0.0, 1.0)
     if options.value_range is None:
         return stated
-    # What was found of other files holds for integers whose file does not state their range.
+    # A range measured on other files applies to integers whose file states no range.
     if options.found and (stated is not None or reader.dtype.kind not in "ui"):
         return stated
     return options.value_range
 
 
 def scale_values(pixels: np.ndarray, reader: Reader, options: ReadOptions) -> np.ndarray:
-    """Return uint8 as it is and other values as float32 in [0, 1]; what holds nothing is 0. Where
-    the smallest value is white, so is the lower end of the range.
+    """Return uint8 unchanged and other values as float32 in [0, 1]; pixels without data are 0.
+
+    If the smallest value is white, the range is inverted.
 
     Raises:
-        NotAsAsked: nothing says which values are black and white, or values are beyond what the
-            other files hold; one line with the smallest and the largest value.
+        NotAsAsked: the value range is unknown, or values exceed the range of the other files; one
+            line with the smallest and the largest value.
     """
     values, empty = np.ma.getdata(pixels), np.ma.getmask(pixels)
     if values.dtype == np.uint8 and reader.bits in (8, None):
@@ -167,7 +172,7 @@ def scale_values(pixels: np.ndarray, reader: Reader, options: ReadOptions) -> np
 
 
 def no_range(reader: Reader, ends: tuple[float, float]) -> str:
-    """Say that nothing tells which range the values of an image have."""
+    """Return the message about an image whose value range is unknown."""
     units = "values in physical units" if reader.meaning.scale else f"{reader.dtype} values"
     return (
         f"{units} from {ends[0]:,.6g} to {ends[1]:,.6g}, and nothing says which of them are "
@@ -185,8 +190,8 @@ def _check_within(pixels: np.ndarray, low: float, high: float) -> None:
 
 
 def extremes(pixels: np.ndarray) -> tuple[float, float]:
-    """Return the smallest and the largest finite value of pixels that hold something; 0 and 0 where
-    there is none.
+    """Return the smallest and the largest finite value of pixels with data; 0 and 0 if there are
+    none.
     """
     if isinstance(pixels, np.ma.MaskedArray):
         pixels = pixels.compressed()
@@ -196,7 +201,7 @@ def extremes(pixels: np.ndarray) -> tuple[float, float]:
 
 
 def blocks(reader: Reader) -> Iterator[Box]:
-    """Divide an image into parts of whole rows that fit into memory."""
+    """Yield parts of an image in whole rows that fit into memory."""
     rows = max(1, BLOCK_PX // reader.width)
     if rows > TILE_ROWS:  # so that no tile is read twice
         rows -= rows % TILE_ROWS
@@ -205,39 +210,38 @@ def blocks(reader: Reader) -> Iterator[Box]:
 
 
 class _Seen(NamedTuple):
-    """What a file of a data set has."""
+    """Properties of one inspected file of a dataset."""
 
     name: str
     pages: int
-    """How many there are; 1 where a page is asked for."""
+    """Number of pages; 1 if a page was requested."""
     dtype: np.dtype
     scaled: bool
     """Whether it states scale and offset."""
     ends: tuple[float, float] | None = None
-    """The smallest and the largest value, where nothing says which range they have."""
+    """The smallest and the largest value, if the range is unknown."""
     unknown: str = ""
-    """What is said where nobody gives that range."""
+    """Message if no range is given either."""
 
 
 def settle(
     source: Source, indices: Sequence[int], options: ReadOptions, *, strict: bool = True
 ) -> tuple[ReadOptions, list[str]]:
-    """Look at a few files of a data set, evenly spread, for what is decided once for all of them.
+    """Inspect a few evenly spaced files of a dataset, for settings that hold for all of them.
 
     Args:
         source: the files.
-        indices: numbers of the files of the data set.
+        indices: indices of the dataset's files.
         options: how they are read.
-        strict: raise where values have no range; otherwise such a file is an error when its turn
-            comes.
+        strict: raise if values have no range; otherwise such a file is an error when it is read.
 
     Returns:
-        The options, with the range of values of integers whose files do not state it, and lines
-        that tell people of that range and of pages that are left out.
+        The options, with the value range of integers whose files do not state it, and messages
+        about that range and about pages that are left out.
 
     Raises:
-        ValueError: the values are no integers of up to 16 bits and have no range, or none of the
-            files has the bands or the page, or the package, that it takes; one line with the file.
+        ValueError: the values are not integers of up to 16 bits and have no range, or no inspected
+            file has the required bands, page or package; one line with the file.
     """
     seen: list[_Seen] = []
     refused: list[str] = []
@@ -249,7 +253,7 @@ def settle(
         except NotAsAsked as error:
             refused.append(f"{source.name(index)}: {error}")
         except DAMAGED_IMAGE:
-            continue  # it is reported when its turn comes
+            continue  # reported when it is read
     if strict and refused and not seen:
         raise ValueError(refused[0])
     options, lines = _settled(seen, options, strict)
@@ -257,8 +261,7 @@ def settle(
 
 
 def settle_one(reader: Reader, name: str, options: ReadOptions) -> tuple[ReadOptions, list[str]]:
-    """Do the same for one image that is open, of which all is looked at where nothing says which
-    range its values have.
+    """Inspect one open image like ``settle``, reading all of it if its value range is unknown.
 
     Raises:
         One of ``DAMAGED_IMAGE``: it cannot be read, or has no such bands.
@@ -271,8 +274,8 @@ def settle_one(reader: Reader, name: str, options: ReadOptions) -> tuple[ReadOpt
 def _first_of_pages(
     source: Source, indices: Sequence[int], options: ReadOptions
 ) -> Iterator[_Seen]:
-    """Yield the first file of several pages among the first whose names tell formats that have
-    some; their heads alone are read.
+    """Yield the first file with several pages, among the first files of paged formats; only their
+    headers are read.
     """
     named = (int(index) for index in indices if source.name(int(index)).lower().endswith(PAGED))
     for index in islice(named, PAGED_FILES if options.page is None else 0):
@@ -283,7 +286,7 @@ def _first_of_pages(
 
 
 def _of_pages(seen: Sequence[_Seen]) -> list[str]:
-    """Return the line that tells of pages that are left out."""
+    """Return the message about pages that are left out."""
     many = max(seen, key=lambda file: file.pages, default=None)
     if many is None or many.pages == 1:
         return []
@@ -308,8 +311,8 @@ def _look(reader: Reader, name: str, options: ReadOptions) -> _Seen:
 def _settled(
     seen: Sequence[_Seen], options: ReadOptions, strict: bool
 ) -> tuple[ReadOptions, list[str]]:
-    """Return the options with the range of integers whose files do not state it, and lines that
-    tell people of values.
+    """Return the options with the range of integers whose files do not state it, and messages about
+    values.
     """
     lines, whole = [], []
     ranged = options.value_range is not None and not options.found

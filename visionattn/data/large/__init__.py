@@ -1,4 +1,4 @@
-"""Images and maps that are larger than memory: read by bands of rows, and written by them."""
+"""Images and maps larger than memory, read and written in bands of rows."""
 
 from visionattn.data.large.sink import open_sink
 from visionattn.data.large.source import ImageSource, open_source

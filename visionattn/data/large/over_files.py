@@ -1,4 +1,4 @@
-"""``forward_tiled`` and ``forward_tiles`` of paths, arrays and tensors."""
+"""``forward_tiled`` and ``forward_tiles`` for paths, arrays and tensors."""
 
 from contextlib import nullcontext
 from functools import wraps
@@ -10,25 +10,25 @@ from visionattn.data.large.source import open_source
 from visionattn.models.large import forward_bands, tiles
 
 SOURCE = ("height", "width", "channels", "read")
-"""What a ``Source`` has."""
+"""Attributes of a ``Source``."""
 
 
 @wraps(forward_bands.forward_tiled)
 def forward_tiled(model: nn.Module, source: Any, *args: Any, **options: Any) -> Any:
-    """Open the image, compute, and close what was opened."""
+    """Open the image, compute, and close the image."""
     with _opened(source) as image:
         return forward_bands.forward_tiled(model, image, *args, **options)
 
 
 @wraps(tiles.forward_tiles)
 def forward_tiles(model: nn.Module, image: Any, **options: Any) -> Tensor | None:
-    """Do the same over tiles, of tensors as the model takes them."""
+    """Compute over tiles; tensors are as the model takes them."""
     with nullcontext(image) if isinstance(image, Tensor) else _opened(image) as opened:
         return tiles.forward_tiles(model, opened, **options)
 
 
 def _opened(image: Any) -> Any:
-    """Return a context with the source of an image."""
+    """Return a context that yields the source of an image."""
     if all(hasattr(image, name) for name in SOURCE):
         return nullcontext(image)
     if isinstance(image, Tensor) and image.ndim == 4 and len(image) == 1:

@@ -1,8 +1,8 @@
-"""Maps that are written by bands of rows: zarr with shards, ``.npy`` and GeoTIFF.
+"""Maps written in bands of rows: zarr with shards, ``.npy`` and GeoTIFF.
 
-This module owns the three formats. Each map appears whole or not at all, under its name only when
-it is finished; until then it lies beside its place, where the same writes go on after a kill and
-end with the same bytes. The module knows nothing of what maps hold.
+This module owns the three formats. A map gets its name only when it is finished. Until then it has
+a temporary name next to its place, where the same writes resume after a kill and end with the same
+bytes. The module is independent of the maps' contents.
 """
 
 import io
@@ -31,26 +31,25 @@ from visionattn.data.formats.reader import Closing, Georeference, require
 Shape = tuple[int, int, int]
 """Bands, rows and columns of a map."""
 FILES = 128
-"""About how many shards a map has at most."""
+"""Approximate maximum number of shards of a map."""
 SHARD_BYTES = (2**22, 2**26)
-"""Bytes of a shard before it is compressed: shards grow to the first, and not above the second."""
+"""Bytes of a shard before compression: shards grow to the first, and never beyond the second."""
 CHUNK_BYTES = 2**20
-"""About as many bytes, before they are compressed, are decoded at once of a zarr."""
+"""Approximate uncompressed bytes of a zarr chunk."""
 TILE_PX = 256
 """Height and width of the tiles of a TIFF."""
 DRIVER_BYTES = 2**26
-"""The cache that GDAL may use."""
+"""Size of GDAL's cache."""
 HEAD, ZARR = 128, "zarr.json"
-"""Bytes of an ``.npy`` that do for the head of any map, and the file that makes a folder a zarr."""
+"""Header size of an ``.npy``, enough for any map, and the file that marks a folder as zarr."""
 
 
 class MapSink(Closing):
-    """A map ``[C, H, W]`` that is written by bands of rows, a context manager; ``open_sink`` makes
-    it.
+    """A map ``[C, H, W]`` written in bands of rows, a context manager; ``open_sink`` makes it.
 
     Attributes:
-        rows: bands whose length and first row are multiples of it are written the fastest; known
-            once the map is begun.
+        rows: bands whose length and first row are multiples of it are the fastest to write; known
+            after ``begin``.
     """
 
     rows: int = 1
@@ -66,20 +65,20 @@ class MapSink(Closing):
         dtype: np.dtype | None,
         georeference: Georeference | None = None,
     ):
-        """Take where the map will be on the disk, and where it lies on the earth."""
+        """Store the path of the map and its georeference."""
         self.path, self._overwrite, self._asked = path, overwrite, dtype
         self._georeference, self._held = georeference, ExitStack()
 
     def begin(self, shape: Shape, dtype: Any) -> None:
-        """Make room for a map, or go on with an unfinished one of the same shape and type.
+        """Create a map, or resume an unfinished one of the same shape and type.
 
         Args:
             shape: bands, rows and columns.
-            dtype: of the map; a sink of float16 writes floats as that.
+            dtype: type of the map; a float16 sink converts floats to it.
 
         Raises:
-            ValueError: there is not enough room for it on the disk, something is in the way, or
-                another process writes it; one line, and nothing is written.
+            ValueError: not enough disk space, a file is in the way, or another process writes it;
+                one line, and nothing is written.
             OSError: it cannot be written.
         """
         bands, height, width = (int(side) for side in shape)
@@ -99,11 +98,11 @@ class MapSink(Closing):
         """Write a band of rows; the same rows may be written again.
 
         Args:
-            first_row: the number of its first row.
+            first_row: index of its first row.
             band: ``[C, h, W]``.
 
         Raises:
-            ValueError: it is no band of this map, or float16 does not hold its values.
+            ValueError: it is not a band of this map, or float16 cannot hold its values.
             OSError: it cannot be written.
         """
         bands, height, width = self._shape
@@ -134,35 +133,35 @@ class MapSink(Closing):
         """Give the map its name, once all of it is on the disk.
 
         Raises:
-            ValueError: something is in the way by now.
+            ValueError: a file is in the way by now.
             OSError: it cannot be written.
         """
         with named(self.path):
             self._finish()
 
     def close(self) -> None:
-        """Let go of the map; what is unfinished stays for the next time."""
+        """Close the map; unfinished work stays for a resume."""
         self._held.close()
 
     def _bytes(self) -> int:
-        """Return how many bytes the map takes."""
+        """Return the size of the map in bytes."""
         return math.prod(self._shape) * self.dtype.itemsize + HEAD
 
     @abstractmethod
     def _begin(self) -> None:
-        """Make an empty map, or find that the unfinished one is of this kind."""
+        """Create an empty map, or check that the unfinished one is of this kind."""
 
     @abstractmethod
     def _write(self, rows: slice, band: np.ndarray) -> None:
         """Write some rows."""
 
     def _finish(self) -> None:
-        """Give it its name."""
+        """Give the map its name."""
         self._place.finish()
 
 
 class NpySink(MapSink):
-    """A map as an ``.npy`` file, of which all bytes are reserved before the first band."""
+    """A map as an ``.npy`` file; all bytes are reserved before the first band."""
 
     def _begin(self) -> None:
         head = self._head()
@@ -172,7 +171,7 @@ class NpySink(MapSink):
                 return
             self._place.empty()
             reserve_bytes(file.fileno(), size)
-            # The head comes last: without it nobody goes on with this file.
+            # The header comes last: without it the file is not resumed.
             file.seek(0)
             _write_all(file, np.frombuffer(head, np.uint8))
 
@@ -183,8 +182,8 @@ class NpySink(MapSink):
         return stream.getvalue()
 
     def _write(self, rows: slice, band: np.ndarray) -> None:
-        # Not through a memory-map: its pages count as memory of this process, and a full disk ends
-        # it without a word.
+        # Not through a memory map: its pages count as memory of this process, and a full disk would
+        # kill it without a message.
         _, height, width = self._shape
         start, row_bytes = len(self._head()), width * self.dtype.itemsize
         with self._place.open() as file:
@@ -229,8 +228,9 @@ class ZarrSink(MapSink):
 
 
 class TiffSink(NpySink):
-    """A map as a GeoTIFF of deflated tiles, and as a plain TIFF where nothing says where its image
-    lies. A TIFF cannot be gone on with, so the map is an ``.npy`` until it is finished.
+    """A map as a GeoTIFF of deflated tiles, or as a plain TIFF without a georeference.
+
+    Writing a TIFF cannot be resumed, so the map is an ``.npy`` until it is finished.
     """
 
     def _begin(self) -> None:
@@ -243,11 +243,11 @@ class TiffSink(NpySink):
         super()._begin()
 
     def _bytes(self) -> int:
-        # The TIFF is written beside the .npy; what cannot be compressed grows a little.
+        # The TIFF is written next to the .npy; incompressible data grows slightly.
         return math.ceil(2.01 * super()._bytes())
 
     def _finish(self) -> None:
-        # What is there is refused here, as write_whole replaces it.
+        # Refuse an existing file here, because write_whole replaces it.
         check_free(self.path, self._overwrite)
         write_whole(self.path, self._write_tiff)
         self._place.forget()
@@ -258,7 +258,7 @@ class TiffSink(NpySink):
         from rasterio.windows import Window
 
         bands, height, width = self._shape
-        half = self.dtype == np.float16  # which GDAL has as floats of 16 bits
+        half = self.dtype == np.float16  # 16-bit floats in GDAL
         profile: dict[str, Any] = {
             "driver": "GTiff",
             "count": bands,
@@ -290,7 +290,7 @@ class TiffSink(NpySink):
                 raise OSError(f"{self.path} cannot be written: {error}") from error
 
     def _parts(self) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Read the ``.npy`` by rows of tiles: number of the band from 1, first row, values."""
+        """Yield the ``.npy`` by rows of tiles: band number from 1, first row, values."""
         bands, height, width = self._shape
         with self._place.open() as file:
             file.seek(len(self._head()))
@@ -302,11 +302,11 @@ class TiffSink(NpySink):
 
 
 def shards_of(shape: Shape, itemsize: int) -> tuple[Shape, Shape]:
-    """Choose shards and chunks of a zarr, ``[C, rows, columns]`` each.
+    """Return the shard and chunk shapes of a zarr, ``[C, rows, columns]`` each.
 
     A shard holds all columns and all bands of a power of two of rows, so that bands of rows fill
-    whole shards: so many that there are about ``FILES`` of them at most, as far as they do not grow
-    above ``SHARD_BYTES``.
+    whole shards. The number of rows gives at most about ``FILES`` shards, as far as ``SHARD_BYTES``
+    allows.
     """
     bands, height, width = shape
     row = bands * width * itemsize
@@ -320,7 +320,7 @@ def shards_of(shape: Shape, itemsize: int) -> tuple[Shape, Shape]:
 
 
 def _power(least: float) -> int:
-    """Return the smallest power of two that is not below a number."""
+    """Return the smallest power of two that is at least ``least``."""
     return 1 << max(0, math.ceil(least) - 1).bit_length()
 
 
@@ -331,7 +331,7 @@ def _write_all(file: io.RawIOBase, plane: np.ndarray) -> None:
 
 
 def _bytes_of(place: Path) -> int:
-    """Return how many bytes a file, or a folder with all below it, takes on the disk."""
+    """Return the disk size in bytes of a file, or of a folder with everything below it."""
     if not place.is_dir():
         return place.stat().st_size if place.exists() else 0
     found = (Path(folder, name) for folder, _, names in os.walk(place) for name in names)
@@ -339,7 +339,7 @@ def _bytes_of(place: Path) -> int:
 
 
 def _forget_parts(place: Path) -> None:
-    """Delete what zarr was writing when it was killed."""
+    """Delete files that zarr was writing when it was killed."""
     for part in place.rglob("*.partial"):
         part.unlink(missing_ok=True)
 
@@ -355,21 +355,18 @@ def open_sink(
     overwrite: bool = False,
     dtype: Any = None,
 ) -> MapSink:
-    """Return what writes a map, by the end of the name: ``.zarr``, ``.npy``, ``.tif`` or ``.tiff``.
+    """Return a sink for a map, by the suffix: ``.zarr``, ``.npy``, ``.tif`` or ``.tiff``.
 
     Args:
-        path: the file, or for zarr the folder; the folder that it lies in exists.
-        source: the image that it is a map of; a GeoTIFF lies where its ``georeference`` says.
-        scale: how many pixels of ``source`` a cell of the map is high and wide: a patch for
-            features, 1 for classes of pixels.
-        overwrite: what has the name is replaced, once the map is whole; of folders those that are
-            zarr.
-        dtype: ``float16`` or another type of floats that maps of floats are written as; None: their
-            own.
+        path: the file, or the folder for zarr; its parent folder exists.
+        source: the image of the map; its ``georeference`` is used for a GeoTIFF.
+        scale: height and width of a map cell in pixels of ``source``: a patch for features, 1 for
+            pixel classes.
+        overwrite: replace an existing file once the map is complete; of folders only zarr.
+        dtype: ``float16`` or another floating point type for maps of floats; None: their own.
 
     Raises:
-        ValueError, OSError: the name ends otherwise, something is in the way, or a package is
-            missing; one line.
+        ValueError, OSError: an unknown suffix, a file in the way, or a missing package; one line.
     """
     path = Path(path)
     suffix = path.suffix.lower()

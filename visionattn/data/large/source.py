@@ -1,7 +1,7 @@
-"""Images of which parts are read: arrays, memory-maps, zarr, and files in every format.
+"""Images read in parts: arrays, memory maps, zarr, and files in every format.
 
-This module owns parts of images, how a band of rows becomes a model's input, and the errors of
-parts that cannot be read. ``visionattn.data.formats`` reads the files.
+This module owns parts of images, the conversion of a band of rows to a model's input, and the
+errors of unreadable parts. ``visionattn.data.formats`` reads the files.
 """
 
 import hashlib
@@ -39,29 +39,30 @@ from visionattn.data.sources import ends_of
 from visionattn.models.weights import DataSpec
 
 MUCH = 2**30
-"""Bytes of a row of tiles, strips or chunks from which on people are told of them."""
+"""Size in bytes of a row of tiles, strips or chunks above which a warning is given."""
 
 
 class UnreadablePart(ValueError):
-    """A part of an image cannot be read; the text names its rows and the file."""
+    """A part of an image cannot be read; the message names its rows and the file."""
 
 
 class ImageSource(Closing):
-    """An open image of which parts are read, a context manager; ``open_source`` makes it.
+    """An open image that is read in parts, a context manager; ``open_source`` makes it.
 
-    Parts are read by one thread at a time, which may be any thread.
+    Only one thread may read at a time; it may be any thread.
 
     Attributes:
-        name: what messages call the image.
-        height: pixels.
-        width: pixels.
-        channels: bands that ``read`` gives.
-        dtype: of what ``read`` gives.
-        level: which size of a pyramid it is; 0 is the largest.
-        georeference: where it lies on the earth, at this level; None where the file does not say.
+        name: name of the image in messages.
+        height: in pixels.
+        width: in pixels.
+        channels: number of bands that ``read`` returns.
+        dtype: dtype of the result of ``read``.
+        level: level of a pyramid; 0 is the largest.
+        georeference: place on the earth, at this level; None if the file does not state it.
         whole: whether its format has no parts.
-        held_bytes: what reading keeps besides what ``read`` returns: the image where its format has
-            no parts, else the row of tiles, strips or chunks in which a band ends.
+        held_bytes: memory that reading keeps in addition to the result of ``read``: the whole image
+            if its format has no parts, else the row of tiles, strips or chunks in which a band
+            ends.
     """
 
     def __init__(
@@ -72,15 +73,14 @@ class ImageSource(Closing):
         options: ReadOptions | None,
         path: str | None = None,
     ):
-        """Take an open reader, whose level is taken already, and the path of its file."""
+        """Store an open reader, whose level is already set, and the path of its file."""
         self._reader, self._options, self._path = reader, options, path
         self._bands = None if options is None else bands_of(reader, options)
         self.name, self.level = name, level
         self.height, self.width = reader.height, reader.width
         self.channels = reader.bands if self._bands is None else len(self._bands)
         self.dtype, self.georeference = reader.dtype, reader.georeference
-        # How many rows of the picture tiles, strips or chunks have, and the first row of the first
-        # whole one.
+        # Number of picture rows per tile, strip or chunk, and the first row of the first whole one.
         side = 1 if reader.turn.transpose else 0
         flipped = reader.turn.flip_columns if side else reader.turn.flip_rows
         self._piece_rows = max(1, min(reader.piece[side], self.height))
@@ -92,16 +92,17 @@ class ImageSource(Closing):
         self.held_bytes = rows * row_bytes if rows > 1 else 0
 
     def read(self, rows: slice, columns: slice) -> np.ndarray:
-        """Read a part: values of the file's own type, or colours, or float32 in physical units.
+        """Read a part: the file's values in their own type, or colours, or float32 in physical
+        units.
 
-        Bands that follow each other decode each tile, strip or chunk once, wherever they end.
+        Consecutive bands decode each tile, strip or chunk once, wherever they end.
 
         Args:
             rows: ``slice(start, stop)`` within the image.
             columns: likewise.
 
         Returns:
-            ``[h, w, channels]``; a masked array where pixels hold nothing.
+            ``[h, w, channels]``; a masked array if some pixels have no data.
 
         Raises:
             UnreadablePart: it cannot be read; one line with the rows and the file.
@@ -138,31 +139,30 @@ class ImageSource(Closing):
             if last > rows.stop:
                 first = max(start, self._piece_start(rows.stop - 1))
                 rest = pixels[first - start :]
-                # A view would keep all of the band in memory.
+                # A view would keep the whole band in memory.
                 rest = rest.copy() if 2 * len(rest) < len(pixels) else rest
                 self._kept = first, columns, rest
         return join(parts)
 
     def _piece_start(self, row: int) -> int:
-        """Return the first row of the tile, strip or chunk that a row lies in; that of the first
-        one may be above the image.
+        """Return the first row of the tile, strip or chunk that contains a row; the first one may
+        start above the image.
         """
         return row - (row - self._first_piece) % self._piece_rows
 
     def prepare(self, spec: DataSpec) -> Callable[[np.ndarray], Tensor]:
-        """Return what makes a model's input of pixels that were read: bands, values and
-        normalisation are those with which files are read at their own size.
+        """Return a function that turns pixels into a model's input, with the bands, value range and
+        normalisation used for reading files at their own size.
 
-        Where nothing says which range the values have, all of the image is read once, here, for its
-        largest value, and a warning tells it.
+        If the value range is unknown, the whole image is read once, here, for its largest value,
+        with a warning.
 
         Args:
-            spec: what the model expects.
+            spec: the model's specification of images.
 
         Returns:
             A function of pixels ``[h, w, channels]`` that returns float32 ``[1, in_chans, h, w]``.
-            Of what it is given it raises ``NotAsAsked`` where values have no known range, or are
-            above it.
+            It raises ``NotAsAsked`` for values without a known range, or above it.
 
         Raises:
             ValueError: the model takes other bands or another number of them; one line.
@@ -196,9 +196,10 @@ class ImageSource(Closing):
         return prepare
 
     def identity(self) -> dict[str, Any]:
-        """Return, as JSON types, what tells whether it is the same image, read in the same way: the
-        name of the file, how many bytes it has and a digest of the first and the last of them; of
-        arrays and folders a digest of the first, the middle and the last row instead.
+        """Return a fingerprint of the image and how it is read, as JSON types.
+
+        It has the file name, the number of bytes, and a digest of the first and last bytes. For
+        arrays and folders it has a digest of the first, the middle and the last row instead.
         """
         found = {"name": os.path.basename(self.name), "height": self.height, "width": self.width}
         found |= {"level": self.level, "bands": self._bands, "dtype": self.dtype.str}
@@ -227,21 +228,21 @@ def open_source(
     options: ReadOptions | None = None,
     name: str | None = None,
 ) -> ImageSource:
-    """Open an image of any size to read parts of it.
+    """Open an image of any size for reading in parts.
 
-    JPEG, PNG and whatever else has no parts is decoded as a whole when the first part is asked for,
-    and kept; a warning says how many bytes that takes.
+    JPEG, PNG and other formats without parts are decoded completely when the first part is read,
+    and kept; a warning gives the memory.
 
     Args:
-        image: an array or a memory-map ``[H, W]`` or ``[H, W, C]``, or whatever is sliced like one;
-            an array of zarr, whose axes may also be named y, x and c, in any order; a tensor
+        image: an array or memory map ``[H, W]`` or ``[H, W, C]``, or any object that can be sliced
+            like one; a zarr array, whose axes may also be named y, x and c, in any order; a tensor
             ``[H, W]`` or ``[C, H, W]``; a path of a file in any format of ``docs/files.md``, or an
             open file.
-        level: which size of a pyramid (a slide, OME-NGFF, a TIFF with smaller copies, a raster with
+        level: level of a pyramid (a slide, OME-NGFF, a TIFF with smaller copies, a raster with
             overviews), from 0, the largest; None: 0.
-        options: how it is read: bands, page, range of values; ``options_of(spec)`` has what a model
-            asks for. None: all bands, of which ``prepare`` takes those that the model takes.
-        name: what messages call it; None: its path, or "the array".
+        options: bands, page, value range; ``options_of(spec)`` gives a model's. None: all bands;
+            ``prepare`` then selects the model's.
+        name: name in messages; None: its path, or "the array".
 
     Raises:
         ValueError, OSError: there is no such image, level, band or page, or it cannot be read; one
@@ -266,7 +267,7 @@ def open_source(
 
 
 def _path_of(image: object) -> str | None:
-    """Return the path of a file, which may be open; None where there is none."""
+    """Return the path of a file, possibly open; None if there is none."""
     if isinstance(image, (str, os.PathLike)):
         return os.fspath(image)
     name = getattr(image, "name", None)
@@ -298,7 +299,7 @@ def _said(part: slice) -> str:
 
 
 def _renamed(name: str, error: BaseException) -> Exception:
-    """Return an error with the name of the image in its line."""
+    """Return an error with the name of the image in its message."""
     if isinstance(error, OSError) and error.filename:
         return error
     kind = type(error) if isinstance(error, NotAsAsked) else ValueError

@@ -81,13 +81,13 @@ def forward_tiled(
     Args:
         model: a ``VisionAttnTransformer`` or a ``Segmenter`` of one, in any mode; it runs in eval
             mode, on its device and in its dtype.
-        source: the image, read once from top to bottom: a
-            ``Source``, or for ``visionattn.forward_tiled`` anything that ``open_source`` opens: a
-            path, an array, a tensor.
+        source: the image, read once from top to bottom: a ``Source``, or for
+            ``visionattn.forward_tiled`` anything that ``open_source`` opens: a path, an array, a
+            tensor.
         sink: receives a map; None: the map is returned.
         want: "logits" ``[1, num_classes]``; "pooled", the features before the classifier
-            ``[1, D]``; "dense", the last feature map after the final norm
-            ``[1, D, H, W]``; "masks", for a ``Segmenter``, the class of each pixel, uint8 ``[1, H_px, W_px]``;
+            ``[1, D]``; "dense", the last feature map after the final norm ``[1, D, H, W]``;
+            "masks", for a ``Segmenter``, the class of each pixel, uint8 ``[1, H_px, W_px]``;
             "evidence", the attribution of a class (``models/attribution.py``), without the
             gradient.
         target: for "evidence", the index of the class; None: the most probable.
@@ -295,8 +295,7 @@ class _Pass:
         return max(1, PIECE_TOKENS // self.layout.grid.width)
 
     def _pieces(self, first: int, x: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield first row and tokens of pieces of tokens ``[1, n, D]`` of rows from ``first`` on.
-        """
+        """Yield first row and tokens of each piece of ``[1, n, D]`` from row ``first`` on."""
         width = self.layout.grid.width
         for begin, end in bands_of(x.shape[1] // width, self._piece_rows):
             yield first + begin, x[:, begin * width : end * width]
@@ -373,8 +372,7 @@ class BandBlock:
         return self.block.added(x, self.attn.project(out.transpose(1, 2).flatten(2), normed))
 
     def band(self, first: int, last: int, tokens: TokenStore) -> Iterator[tuple[int, Tensor]]:
-        """Map the tokens of a band; yield first row and new tokens ``[1, n, D]``, piece by piece.
-        """
+        """Map the tokens of a band; yield first row and new tokens ``[1, n, D]`` of each piece."""
         strip, width, strips = Strip(self.grid, first, last), self.grid.width, self.strips
         whole = strips.rows_around(strip) if strips.sees_rows else strip
         x = tokens.read(whole.first, whole.last)

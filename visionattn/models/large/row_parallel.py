@@ -332,11 +332,10 @@ class RowParallel(nn.Module):
         """Turn images into logits ``[B, num_classes]``, the same on all ranks.
 
         Args:
-            x:
-                ``[B, C, H_px, W_px]``, the same on all ranks; or, with ``height``, only the rank's own rows of pixels (``own_rows``); or a ``DTensor`` divided among the ranks by rows (``Shard(2)``),
-                in whole patches. Any object with its
-                ``placements``, ``device_mesh`` and ``to_local`` works, such as the ``ShardTensor``
-                of PhysicsNeMo.
+            x: ``[B, C, H_px, W_px]``, the same on all ranks; or, with ``height``, only the rank's
+                own rows of pixels (``own_rows``); or a ``DTensor`` divided among the ranks by rows
+                (``Shard(2)``), in whole patches. Any object with its ``placements``,
+                ``device_mesh`` and ``to_local`` works, such as the ``ShardTensor`` of PhysicsNeMo.
             height: H_px, if x holds the rank's own rows.
             sizes: None; images that do not fill their canvas are refused.
 
@@ -358,8 +357,7 @@ class RowParallel(nn.Module):
 
 
 def block_of_rows(block: Block, x: Tensor, share: Share) -> Tensor:
-    """Map the tokens of a rank, ``[B, P + rows * W, D]``, as ``Block`` maps the tokens of an image.
-    """
+    """Map the tokens of a rank, ``[B, P + rows * W, D]``, as ``Block`` does for an image."""
     return block.added(x, attention_of_rows(block.attn, block.norm1(x), share))
 
 
@@ -370,9 +368,8 @@ def parallelize(
 
     Args:
         model: a model of this package, whole on each process and with the same weights.
-        mesh: the processes that share an image: a one-dimensional
-            ``DeviceMesh``, such as ``mesh["sequence"]`` of a two-dimensional one, or a process
-            group; None: all processes.
+        mesh: the processes that share an image: a one-dimensional ``DeviceMesh``, such as
+            ``mesh["sequence"]`` of a two-dimensional one, or a process group; None: all processes.
 
     Returns:
         A module with the model's parameters, which takes whole images, or a process's own rows, and
@@ -381,9 +378,8 @@ def parallelize(
 
     Raises:
         ValueError: there is no process group, the mesh has several dimensions, or the model has
-            parts that need all tokens on one process: softmax blocks,
-            ``feature_map="softmax"``, ``form="direct"``, dropped patches, attention pooling, a
-            pyramid or a segmentation head.
+            parts that need all tokens on one process: softmax blocks, ``feature_map="softmax"``,
+            ``form="direct"``, dropped patches, attention pooling, a pyramid or a segmentation head.
     """
     if not distributed.is_available() or not distributed.is_initialized():
         raise ValueError(

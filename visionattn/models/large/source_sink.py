@@ -47,8 +47,7 @@ class Sink(Protocol):
         ...
 
     def close(self) -> None:
-        """Close the map; without ``finish``, the unfinished map stays for another pass to resume.
-        """
+        """Close the map; without ``finish``, it stays for another pass to resume."""
         ...
 
 
@@ -70,8 +69,7 @@ class MapWriter:
             sink.begin(shape, self.whole.numpy().dtype)
 
     def take(self, first: int, rows: Tensor) -> None:
-        """Take rows ``[C, h, W]`` from ``first`` on; until ``flush``, calls must continue in order.
-        """
+        """Take rows ``[C, h, W]`` from ``first`` on; until ``flush``, calls come in order."""
         rows = rows.to("cpu", self.dtype)
         if self.sink is None:
             self.whole[:, first : first + rows.shape[1]] = rows

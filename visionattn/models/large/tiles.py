@@ -1,10 +1,10 @@
 """Any model, ours or timm's, over overlapping tiles of an image: outputs are averaged, and maps are
 blended over the seams.
 
-This module places tiles and combines their outputs. Images come from a
-``Source`` and maps go to a ``Sink`` band by band, so neither need fit into memory; files are
-handled elsewhere. A tile does not see the image outside of it, so results differ from the whole
-image, unless each output depends only on the pixels at its own place.
+This module places tiles and combines their outputs. Images come from a ``Source`` and maps go to a
+``Sink`` band by band, so neither need fit into memory; files are handled elsewhere. A tile does not
+see the image outside of it, so results differ from the whole image, unless each output depends only
+on the pixels at its own place.
 """
 
 import math
@@ -169,17 +169,16 @@ def forward_tiles(
     agree, the result is exactly theirs. Incomplete patches repeat the image's last row and column.
 
     Args:
-        model: any module that takes
-            ``[B, C, H, W]``; ``pooled`` and ``dense`` need timm's ``forward_head`` and ``forward_intermediates``.
-        image:
-            ``[B, C, H, W]`` as the model takes it, or a ``Source`` that is read tile by tile; for ``visionattn.forward_tiles`` also a path or an array, as ``open_source``
-            opens it.
+        model: any module that takes ``[B, C, H, W]``; ``pooled`` and ``dense`` need timm's
+            ``forward_head`` and ``forward_intermediates``.
+        image: ``[B, C, H, W]`` as the model takes it, or a ``Source`` that is read tile by tile;
+            for ``visionattn.forward_tiles`` also a path or an array, as ``open_source`` opens it.
         tile: height and width of tiles in pixels, a whole number of patches; a smaller image is one
             tile.
         overlap: minimum number of pixels that neighbours share, a whole number of patches; None: an
             eighth of ``tile``, rounded up to whole patches.
-        want:
-            ``logits``, ``pooled`` features, the last feature map (``dense``), or the class of each pixel (``masks``).
+        want: ``logits``, ``pooled`` features, the last feature map (``dense``), or the class of
+            each pixel (``masks``).
         combine: ``mean`` or ``max`` over tiles, only for vectors.
         batch_size: tiles per call.
         prepare: only for a ``Source``: turns pixels ``[h, w, C]`` into ``[1, C, h, w]`` as the

@@ -45,8 +45,7 @@ class TokenStore:
         self.tokens = torch.from_numpy(self.mapped).view(like.dtype).view(shape)
 
     def read(self, first: int, last: int) -> Tensor:
-        """Return the tokens ``[1, n, width]`` of rows ``first`` to ``last - 1``; possibly a view.
-        """
+        """Return the tokens ``[1, n, width]`` of rows ``first`` to ``last - 1``, maybe a view."""
         return self.tokens[self._place(first) : self._place(last)].to(self.device)[None]
 
     def write(self, first: int, x: Tensor) -> None:
@@ -85,8 +84,7 @@ def _reserve(path: Path, size: int) -> None:
 
 
 class Place(NamedTuple):
-    """The progress of a pass: ``step`` 0 embeds, step s maps block s - 1; ``bands`` are done in it.
-    """
+    """The progress of a pass: ``step`` 0 embeds, step s maps block s - 1; ``bands`` are done."""
 
     step: int
     bands: int

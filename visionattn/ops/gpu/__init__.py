@@ -1,8 +1,8 @@
 """Code that all GPU kernels in Triton share. Importing this package neither imports Triton nor
 queries a device.
 
-``launch.py`` launches kernels, ``machine.py`` checks machine and inputs, and ``language.py`` and ``sums.py``
-are written in Triton. The kernels are in the packages of their operations,
+``launch.py`` launches kernels, ``machine.py`` checks machine and inputs, and ``language.py`` and
+``sums.py`` are written in Triton. The kernels are in the packages of their operations,
 ``*/kernels``. Each package's ``gpu.py`` lists the supported inputs, and imports the kernels when
 they first run.
 

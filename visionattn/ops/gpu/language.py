@@ -1,10 +1,10 @@
 """Helpers of all kernels: a decorator that compiles once for all sizes, program indices, reading
 and writing of rows, ``1 / mass``, sums of parts, feature maps, and half-precision operands.
 
-Names in kernels begin with
-``p_`` for pointers, ``i_`` for program indices, ``o_`` for offsets, ``m_`` for masks and ``b_`` for
-values in registers; capitals are compile-time sizes. Strides are passed in octets
-(``launch.octets``) and multiplied by 8 here, so that the compiler knows their alignment.
+Names in kernels begin with ``p_`` for pointers, ``i_`` for program indices, ``o_`` for offsets,
+``m_`` for masks and ``b_`` for values in registers; capitals are compile-time sizes. Strides are
+passed in octets (``launch.octets``) and multiplied by 8 here, so that the compiler knows their
+alignment.
 """
 
 import inspect
@@ -128,8 +128,8 @@ def high_and_low(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def product_of_both(left, high, low, PRECISION: tl.constexpr, LOW: tl.constexpr = True):
-    """Multiply
-    ``left`` by the sum of ``high`` and ``low``, of the same dtype; without LOW, by ``high`` only.
+    """Multiply ``left`` by the sum of ``high`` and ``low``, of the same dtype; without LOW, by
+    ``high`` only.
     """
     product = tl.dot(left, high, input_precision=PRECISION)
     if LOW and tl.float32 != left.dtype:
@@ -202,8 +202,8 @@ def read(
 
 @triton.jit
 def write(p, o_rows, row_octets, o_columns, b, m_rows, WIDTH: tl.constexpr):
-    """Write the rows of
-    ``m_rows`` of ``b [rows, columns]``, starting from ``p``, in the dtype of ``p``; only columns before ``WIDTH``.
+    """Write the rows of ``m_rows`` of ``b [rows, columns]``, starting from ``p``, in the dtype of
+    ``p``; only columns before ``WIDTH``.
     """
     m_write = m_rows[:, None] & (o_columns < WIDTH)[None, :]
     tl.store(rows(p, o_rows, row_octets, o_columns), b.to(p.dtype.element_ty), mask=m_write)

@@ -50,12 +50,11 @@ def launching_with(
     Contexts may be nested.
 
     Args:
-        run: called as
-            ``run(launch, kernel, grid, *args, **meta)`` in place of each launch; ``launch(kernel, grid, *args, **meta)``
-            performs it. None: launch as usual.
-        rows: called as
-            ``rows(row_of, kernel, d, e, dtype, device)`` for the row of a launch; ``row_of(kernel, d, e, dtype, device)``
-            returns the row of the table. None: use the table.
+        run: called as ``run(launch, kernel, grid, *args, **meta)`` in place of each launch;
+            ``launch(kernel, grid, *args, **meta)`` performs it. None: launch as usual.
+        rows: called as ``rows(row_of, kernel, d, e, dtype, device)`` for the row of a launch;
+            ``row_of(kernel, d, e, dtype, device)`` returns the row of the table. None: use the
+            table.
     """
     global _launch, _row_of
     before = _launch, _row_of

@@ -1,5 +1,4 @@
-"""Sums over the partial results of programs, in a fixed order, so that results are deterministic.
-"""
+"""Sums over the partial results of programs, in a fixed order, for deterministic results."""
 
 import triton.language as tl
 from torch import Tensor

@@ -1,5 +1,5 @@
-"""Kernelized attention: weights
-``phi(q_i) . phi(k_j)``, whose sums reduce the keys to one ``d x e`` state.
+"""Kernelized attention: weights ``phi(q_i) . phi(k_j)``, whose sums reduce the keys to one
+``d x e`` state.
 """
 
 from functools import partial
@@ -76,8 +76,8 @@ def kernelized_attention(
             an object with ``.query(x)`` and ``.key(x)``, such as ``RandomFeatures``. A weight of
             "elu1" is 0 if every sum of an entry of q and an entry of k is below -87 (float64:
             -745), and a query without other weights gets 0. On a CPU, outside of compiled graphs,
-            these sums are relative to the largest entry of the query and, without
-            ``causal`` and ``relative``, to the largest entry of all keys.
+            these sums are relative to the largest entry of the query and, without ``causal`` and
+            ``relative``, to the largest entry of all keys.
         causal: query i attends to keys ``j <= i``, queries from M on to all keys; not for
             "softmax", nor on a grid.
         relative: linear relative position; see ``position/kinds.py``.

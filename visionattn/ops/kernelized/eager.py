@@ -5,8 +5,8 @@ again in the backward pass, so autograd saves only q, k and v. Loops over tokens
 operator: a compiler sees one node for any N.
 
 In most passes values carry an extra column of ones, ``v1 = [v, 1]``, so that one product gives the
-sums of values and the mass. Here
-``e1 = e + 1``, ``f`` is the number of features and ``g = images * heads`` in one chunk.
+sums of values and the mass. Here ``e1 = e + 1``, ``f`` is the number of features and
+``g = images * heads`` in one chunk.
 
 A causal pass works on segments of several blocks of 64 tokens. One batched product each computes
 the masked products of all blocks of a segment, the state of each block, and their running sums.
@@ -97,8 +97,8 @@ def _blocks(x: Tensor) -> Tensor:
 
 
 def _states_of_blocks(x: Tensor, y: Tensor, running: Tensor, *, reverse: bool = False) -> Tensor:
-    """Return the state before each block (reverse: after it),
-    ``[g * T / 64, f, e1]``; update ``running [g, f, e1]``.
+    """Return the state before each block (reverse: after it), ``[g * T / 64, f, e1]``; update
+    ``running [g, f, e1]``.
 
     Args:
         x, y: ``[g, T, f]`` and ``[g, T, e1]``; the state of a block is ``x^T y``.
@@ -227,8 +227,8 @@ def _direct_backward(
 
 
 def form_taken(form: str, causal: bool, q_shape: tuple[int, ...], v_shape: tuple[int, ...]) -> str:
-    """Return "direct" or "efficient" for
-    ``q [B, h, N, d]`` and ``v [B, h, M, e]``: the named form, or the choice of ``choose_form``.
+    """Return "direct" or "efficient" for ``q [B, h, N, d]`` and ``v [B, h, M, e]``: the named form,
+    or the choice of ``choose_form``.
     """
     if form != "auto":
         return form
@@ -238,8 +238,7 @@ def form_taken(form: str, causal: bool, q_shape: tuple[int, ...], v_shape: tuple
 def _operands(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str, dtype: torch.dtype
 ):
-    """Return queries, keys and values in the form that the passes need, in the dtype of products.
-    """
+    """Return queries, keys and values in the form of the passes, in the dtype of products."""
     absent = None if key_mask is None else ~key_mask
     return (
         Features(q, feature_map, dtype),

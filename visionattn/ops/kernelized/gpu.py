@@ -96,9 +96,8 @@ def kernel_mean(
 
     Returns:
         the mean ``[B, h, N, e]`` in the dtype of v, tokens before heads in memory; and, float32,
-        for the gradient: the mass
-        ``[B, h, N]`` and the state, S ``[B, h, d, e]`` followed by Z ``[B, h, d]`` in one axis, all
-        divided by M.
+        for the gradient: the mass ``[B, h, N]`` and the state, S ``[B, h, d, e]`` followed by Z
+        ``[B, h, d]`` in one axis, all divided by M.
     """
     (batch, heads, n, _), e = q.shape, v.shape[3]
     from visionattn.ops.kernelized.kernels.bidirectional import means

@@ -126,8 +126,8 @@ class WithMass:
 
 
 def put(x: Tensor, b: slice, t: slice, values: Tensor, mass: Tensor | None = None) -> None:
-    """Write
-    ``x [g, T, e or e1]`` into ``values[b, :, t]`` and its last column into ``mass[b, :, t]``.
+    """Write ``x [g, T, e or e1]`` into ``values[b, :, t]`` and its last column into
+    ``mass[b, :, t]``.
     """
     there = values[b, :, t]
     x = x.unflatten(0, there.shape[:2])[:, :, : there.shape[2]]

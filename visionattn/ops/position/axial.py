@@ -2,9 +2,8 @@
 as one operator.
 
 For one axis of ``Axial`` all patches of a row act as one key: the query at (y, x) gives each key of
-row y' the weight
-``phi(q) . r_clip(y' - y)`` with ``phi = elu1``, for any column. So only the sums ``V_y'`` of whole
-rows are needed, and from them the sum of each class for row y:
+row y' the weight ``phi(q) . r_clip(y' - y)`` with ``phi = elu1``, for any column. So only the sums
+``V_y'`` of whole rows are needed, and from them the sum of each class for row y:
 
     rows 0 .. y-R: one sum     y-R+1 .. y+R-1: a class each     y+R .. H-1: one sum
 
@@ -203,9 +202,9 @@ def axis_sums(
             dtype of the sums.
         v: ``[B, h, H, W, e]``, any dtype, zero where a patch is absent.
         keys: number of patches present in each row, ``[1 or B, H]``, in the dtype of the table.
-        total: number of all keys,
-            ``[1 or B, 1, 1, 1]``. With ``mean`` a key weighs ``w_c total / n``, with n the number
-            of keys of its class for the query; without ``mean``, or if None, ``w_c``.
+        total: number of all keys, ``[1 or B, 1, 1, 1]``. With ``mean`` a key weighs
+            ``w_c total / n``, with n the number of keys of its class for the query; without
+            ``mean``, or if None, ``w_c``.
         mean: see ``total``. The plain form divides by ``total`` either way.
 
     Returns:

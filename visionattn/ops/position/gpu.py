@@ -28,8 +28,8 @@ MAX_CLASSES_ELSEWHERE = 64
 def why_not(
     relative: RelativePosition | None, q: Tensor, v: Tensor, key_mask: Tensor | None
 ) -> str | None:
-    """Return the reason why no kernels exist for a relative position with
-    ``q [B, h, N, d]`` and ``v [B, h, M, e]``, in one sentence; None if they exist.
+    """Return the reason why no kernels exist for a relative position with ``q [B, h, N, d]`` and
+    ``v [B, h, M, e]``, in one sentence; None if they exist.
     """
     if relative is None:
         return None

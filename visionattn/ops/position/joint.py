@@ -1,12 +1,11 @@
 """Weighted sums of values over the classes of clipped relative position on a grid, forward and
 backward, as one operator.
 
-Each class (a, b) of the offset
-``(clip(dy), clip(dx))`` has, for the query at (y, x), the sum ``U_ab(y, x)`` of the values of its
-keys. The output is ``sum_ab w_ab U_ab`` with ``w_ab = phi(q) . r_ab`` and ``phi = elu1``. Two forms
-compute it: products of tiles with windows of the values (``tiles.py``), linear in the number of
-patches, and on small grids a weight for each pair of places, which is cheaper there
-(``direct_is_faster``).
+Each class (a, b) of the offset ``(clip(dy), clip(dx))`` has, for the query at (y, x), the sum
+``U_ab(y, x)`` of the values of its keys. The output is ``sum_ab w_ab U_ab`` with
+``w_ab = phi(q) . r_ab`` and ``phi = elu1``. Two forms compute it: products of tiles with windows of
+the values (``tiles.py``), linear in the number of patches, and on small grids a weight for each
+pair of places, which is cheaper there (``direct_is_faster``).
 
 The operator takes queries and values of any dtype and strides, and multiplies in the dtype of the
 table, some heads at a time. Autograd saves no copies.
@@ -170,8 +169,8 @@ def class_sums(
         v: ``[B, h, H, Wk, e]``, any dtype, zero where a patch is absent. Wq and Wk may differ only
             on a single row.
         counts: keys of each class for each query, ``[1 or B, H, Wq, C]``.
-        total: number of all keys, broadcast to
-            ``[1 or B, H, Wq, 1]``. With ``mean`` a key weighs ``w_ab total / counts``; without ``mean``, or if None, ``w_ab``.
+        total: number of all keys, broadcast to ``[1 or B, H, Wq, 1]``. With ``mean`` a key weighs
+            ``w_ab total / counts``; without ``mean``, or if None, ``w_ab``.
         horizon_y, horizon_x: Ry and Rx.
         later: number of places by which keys are shifted to the right compared with ``v``, on a
             single row.
@@ -208,8 +207,7 @@ def _takes_direct(v: Tensor, horizon_y: int) -> bool:
 
 
 def _tiled_chunks(q: Tensor, table: Tensor, v: Tensor, tiles: Tiles):
-    """Yield for each chunk of the tiled form: the chunk, the keys for its windows, and its bands.
-    """
+    """Yield for each chunk of the tiled form: the chunk, the keys for its windows and its bands."""
     for chunk in in_turn(_chunks(q, table, KEY_ELEMENTS // max(1, prod(v.shape[2:])))):
         keys, heads = tiles.keys(chunk.part(v), table.dtype), len(chunk.table)
         yield chunk, keys, in_turn(tiles.bands(heads, v.shape[4]))

@@ -2,9 +2,9 @@
 content.
 
 Relative position is key minus query; tables run from past to future: entry
-``clip(delta, -R, R) + R``. There are three kinds of classes: ``Flat`` clips the offset in the sequence, ``Joint`` clips the pair of offsets on the grid, ``Axial``
-adds a table of rows and a table of columns. Prefix tokens take no part. ``phi`` is ``elu1`` of the
-unscaled queries.
+``clip(delta, -R, R) + R``. There are three kinds of classes: ``Flat`` clips the offset in the
+sequence, ``Joint`` clips the pair of offsets on the grid, ``Axial`` adds a table of rows and a
+table of columns. Prefix tokens take no part. ``phi`` is ``elu1`` of the unscaled queries.
 
 With ``normalization="sum"`` the weights are S, as in the papers. With "mean" each class counts as
 the mean of its keys: S is divided by the number of keys of the class that the query sees, and the
@@ -224,8 +224,8 @@ def _axial_sums(
 def joint_classes(
     relative: Joint, key_mask: Tensor | None, total: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the table, the keys of each class
-    ``[1 or B, H, W, C]`` and, for "mean", all keys ``[1 or B, 1, 1, 1]``.
+    """Return the table, the keys of each class ``[1 or B, H, W, C]`` and, for "mean", all keys
+    ``[1 or B, 1, 1, 1]``.
 
     All are in the dtype of ``total``; ``total`` is as for ``relative_sums``.
     """

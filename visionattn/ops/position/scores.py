@@ -63,8 +63,8 @@ class _Reach:
 
 
 def _reach(first: int, count: int, num_classes: int) -> _Reach:
-    """Return the reach of the offsets
-    ``first .. first + count - 1``, first <= 0, for a table of ``num_classes`` = 2R+1 entries.
+    """Return the reach of the offsets ``first .. first + count - 1``, first <= 0, for a table of
+    ``num_classes`` = 2R+1 entries.
     """
     horizon = num_classes // 2
     low, high = (max(-horizon, min(horizon, offset)) for offset in (first, first + count - 1))
@@ -75,8 +75,8 @@ def _reach(first: int, count: int, num_classes: int) -> _Reach:
 
 
 def _shifted(lines: Tensor, width: int) -> Tensor:
-    """Return a view of contiguous lines
-    ``[..., b, H, b - 1 + width]``, query i from place ``b - 1 - i`` on: ``[..., b, H, width]``.
+    """Return a view of contiguous lines ``[..., b, H, b - 1 + width]``, query i from place
+    ``b - 1 - i`` on: ``[..., b, H, width]``.
     """
     block, heads = lines.shape[-3], lines.stride()[:-3]
     strides = (*heads, lines.stride(-3) - 1, lines.stride(-2), 1)
@@ -108,8 +108,8 @@ def _classes(table: Tensor, rows: _Reach, columns: _Reach, q: Tensor) -> Tensor:
 
 
 def _pairs(matrix: Tensor, q: Tensor, height: int, width: int, prefix: int) -> Tensor:
-    """Return a view
-    ``[B, h, H, W, height, width]`` of the pairs of patches in ``matrix [B, h, P + H*W, P + height*width]``.
+    """Return a view ``[B, h, H, W, height, width]`` of the pairs of patches in
+    ``matrix [B, h, P + H*W, P + height*width]``.
     """
     return matrix[:, :, prefix:, prefix:].unflatten(3, (height, width)).unflatten(2, q.shape[2:4])
 
@@ -129,8 +129,8 @@ def score_flops(q, table, height: int, width: int, *, backward: bool) -> int:
 
 @operator(fake=_empty_scores, flops=partial(score_flops, backward=False))
 def relative_scores(q: Tensor, table: Tensor, height: int, width: int, prefix: int = 0) -> Tensor:
-    """Return
-    ``q_yx . r`` with the class ``(clip(u - y), clip(w - x))`` of each key (u, w): ``[B, h, P + H*W, P + height*width]``.
+    """Return ``q_yx . r`` with the class ``(clip(u - y), clip(w - x))`` of each key (u, w):
+    ``[B, h, P + H*W, P + height*width]``.
 
     Differentiable once; autograd saves only q and the table. In addition to the result, one block
     of at most 128 queries is in memory.
@@ -176,8 +176,8 @@ def relative_scores(q: Tensor, table: Tensor, height: int, width: int, prefix: i
 def relative_scores_backward(
     grad: Tensor, q: Tensor, table: Tensor, height: int, width: int, prefix: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of
-    ``relative_scores`` with respect to q and the table for ``grad [B, h, P + H*W, P + height*width]``.
+    """Return the gradients of ``relative_scores`` with respect to q and the table for
+    ``grad [B, h, P + H*W, P + height*width]``.
     """
     d_q = q.new_zeros(q.shape)
     d_table = table.new_zeros(table.shape, dtype=accumulation_dtype(q, table))

@@ -1,9 +1,9 @@
 """Sums over the classes of relative position in the tiled form: one matrix product for each tile of
 queries and its window of keys.
 
-The grid is cut into tiles of queries. Along one axis, a tile of
-``t`` queries reads ``t + 2R`` keys: the ``t + 2R - 2`` places within the horizon of some query, and
-before and after them one sum of all places beyond. With t = 4, R = 2 and tiles at 0, 4, 8:
+The grid is cut into tiles of queries. Along one axis, a tile of ``t`` queries reads ``t + 2R``
+keys: the ``t + 2R - 2`` places within the horizon of some query, and before and after them one sum
+of all places beyond. With t = 4, R = 2 and tiles at 0, 4, 8:
 
     places    -1 0 1 2 3 4 5 6 7 8 9 10 ...
     tile 1    [sum to 2] 3 4 5 6 7 8 [sum from 9 on]      the queries are 4 5 6 7
@@ -162,8 +162,8 @@ class Tiles:
         return [Band(r, c) for r in rows for c in chunks(self.columns.tiles, most)]
 
     def keys(self, v: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return
-        ``v [g, H, W', e]`` with margins and sums along both axes, ``[g, length of rows, length of columns, e]``.
+        """Return ``v [g, H, W', e]`` with margins and sums along both axes,
+        ``[g, length of rows, length of columns, e]``.
         """
         size = v.shape[0], self.rows.length, self.columns.length, v.shape[3]
         keys = v.new_empty(size, dtype=dtype)
@@ -196,8 +196,8 @@ class Tiles:
         return out.view(-1, self.window, keys.shape[3])
 
     def where(self, heads: int, band: Band) -> Tensor:
-        """Return the indices in
-        ``keys.flatten(0, 2)`` of a band's windows, ``[g * tiles * window]``.
+        """Return the indices in ``keys.flatten(0, 2)`` of a band's windows,
+        ``[g * tiles * window]``.
         """
         rows, columns = self.places[0][band.rows], self.places[1][band.columns]
         head = torch.arange(heads, device=self.device) * (self.rows.length * self.columns.length)
@@ -237,8 +237,8 @@ class Tiles:
         return rows, self.rows.size, columns, self.columns.size
 
     def spread(self, weights: Tensor) -> Tensor:
-        """Expand weights of classes,
-        ``[g, n, C]``, to weights of keys, ``[g * tiles, queries, window]``.
+        """Expand weights of classes, ``[g, n, C]``, to weights of keys,
+        ``[g * tiles, queries, window]``.
         """
         weights = weights.view(-1, self.queries, weights.shape[2])
         index = self.index.expand(len(weights), -1, -1)
@@ -256,8 +256,8 @@ class Tiles:
         return self.buffers[name]
 
     def collect(self, grad: Tensor, classes: int) -> Tensor:
-        """Return the gradient of weights of classes,
-        ``[g * n, C]``, from the gradient of the result of ``spread``, in float32 or float64.
+        """Return the gradient of weights of classes, ``[g * n, C]``, from the gradient of the
+        result of ``spread``, in float32 or float64.
         """
         out = grad.new_zeros(*grad.shape[:2], classes)
         out.scatter_add_(2, self.index.expand(len(grad), -1, -1), grad)

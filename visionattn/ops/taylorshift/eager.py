@@ -5,11 +5,11 @@ with its gradient.
 autograd saves only q, k, v and, for the efficient form, its state. Loops over tokens and the choice
 of the form by length are inside the operator: a compiler sees one node for any N.
 
-The state of the efficient form has one row per feature of
-``f(x) = [phi2(x), x, 1]``, weighted so that ``f(q) . state`` gives the sums of the values: ``state = W sum_j f(k_j) v_j^T``
-with W = a or 2a, b, c. The mass needs no features: ``a q^T (K^T K) q + b q . sum k + c M``. Both
-forms compute it this way, except the direct form without a temperature, which sums its scores. The
-relative term and the division are in ``attention.py``.
+The state of the efficient form has one row per feature of ``f(x) = [phi2(x), x, 1]``, weighted so
+that ``f(q) . state`` gives the sums of the values: ``state = W sum_j f(k_j) v_j^T`` with W = a or
+2a, b, c. The mass needs no features: ``a q^T (K^T K) q + b q . sum k + c M``. Both forms compute it
+this way, except the direct form without a temperature, which sums its scores. The relative term and
+the division are in ``attention.py``.
 """
 
 import torch
@@ -72,8 +72,8 @@ def _read(
 
 
 def _direct_values(step: Pass, abc: tuple[float, float, float], v: Tensor) -> Tensor:
-    """Return the sums of
-    ``v [g, M, c]``, ``[g, N, c]``, through blocks of scores: ``a ((x + b/2a)^2 + c/a - (b/2a)^2)``.
+    """Return the sums of ``v [g, M, c]``, ``[g, N, c]``, through blocks of scores:
+    ``a ((x + b/2a)^2 + c/a - (b/2a)^2)``.
     """
     a, b, c = abc
     query, key = (x.load(slice(None)).to(step.dtype) for x in (step.q, step.k))
@@ -122,8 +122,8 @@ def linear_form(
 def flops(
     q, k, v, form: str, *, backward: bool, columns: int | None = None, state_kept: bool = False
 ) -> int:
-    """Count 2 times the multiply-adds of the products, for
-    ``[B, h, N, d]``, ``[B, h, M, d]`` and ``[B, h, M, e]``.
+    """Count 2 times the multiply-adds of the products, for ``[B, h, N, d]``, ``[B, h, M, d]`` and
+    ``[B, h, M, e]``.
 
     Args:
         columns: number of columns that the scores of the direct form multiply, if its mass comes
@@ -181,8 +181,8 @@ def taylor_sums(
     c: float,
     form: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return
-    ``sum_j w_ij v_j`` and ``sum_j w_ij`` with ``w = a x^2 + b x + c``, ``x_ij = q_i . k_j``.
+    """Return ``sum_j w_ij v_j`` and ``sum_j w_ij`` with ``w = a x^2 + b x + c``,
+    ``x_ij = q_i . k_j``.
 
     Args:
         q, k, v: ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]``, any floating point dtype and
@@ -196,10 +196,9 @@ def taylor_sums(
             to be faster.
 
     Returns:
-        values
-        ``[B, h, N, e]``, mass ``[B, h, N]``, and for the gradient the state ``[B, h, F + d + 1, e]``
-        (empty unless the form is "efficient"), ``K^T K [B, h, d, d]`` and ``sum k [B, h, d]``;
-        float32 (float64 for float64 inputs).
+        values ``[B, h, N, e]``, mass ``[B, h, N]``, and for the gradient the state
+        ``[B, h, F + d + 1, e]`` (empty unless the form is "efficient"), ``K^T K [B, h, d, d]`` and
+        ``sum k [B, h, d]``; float32 (float64 for float64 inputs).
 
     Source: TaylorShift, "Efficient TaylorShift"; the packed products, the mass and the completed
     square are ours.
@@ -241,8 +240,8 @@ def _kept_state(state: Tensor, weights: Tensor) -> Tensor:
 def _mass_backward(
     abc: tuple[float, float, float], query: Tensor, d_mass: Tensor, moments: list, grads: list
 ) -> Tensor:
-    """Return the gradient of
-    ``query [g, T, d]`` through the mass; add the gradients of ``K^T K`` and ``sum k`` to ``grads``.
+    """Return the gradient of ``query [g, T, d]`` through the mass; add the gradients of ``K^T K``
+    and ``sum k`` to ``grads``.
     """
     (a, b, _), (second, first), (d_second, d_first), d_mass = abc, moments, grads, d_mass[..., None]
     weighed = d_mass * query
@@ -262,8 +261,8 @@ def _efficient_backward(
     """Write the chunk's gradients through the efficient form; return the gradient of the length of
     the queries.
 
-    P holds the products of
-    ``[q, 1]`` and the gradients, ``[g, (d + 1) e, T]``. The gradient of q is ``S^T P``, and the gradient of ``S [g, (d + 1) e, d]``, the sums over keys, is ``P q^T``.
+    P holds the products of ``[q, 1]`` and the gradients, ``[g, (d + 1) e, T]``. The gradient of q
+    is ``S^T P``, and the gradient of ``S [g, (d + 1) e, d]``, the sums over keys, is ``P q^T``.
     Keys are handled the same way.
     """
     (a, b, c), (d_values, dq, dk, dv) = abc, grads

@@ -52,8 +52,8 @@ def unit(x: Tensor) -> Tensor:
 
 
 def _tiles(packed: Tensor, d: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yield for each tile its entries of x, and its products in
-    ``packed [g, >= F, ...]`` as ``[g, entries, d - first entry, ...]``.
+    """Yield for each tile its entries of x, and its products in ``packed [g, >= F, ...]`` as
+    ``[g, entries, d - first entry, ...]``.
     """
     begin = 0
     for rows in chunks(d, TILE):
@@ -106,8 +106,8 @@ def slopes(state: Tensor, d: int) -> Tensor:
 
 
 def pack(full: Tensor, out: Tensor) -> None:
-    """Write the sums
-    ``full [g, d, e, d]`` of ``x_j y_c x_i`` to ``out [g, >= F, e]``, packed as ``phi2(x) y^T``.
+    """Write the sums ``full [g, d, e, d]`` of ``x_j y_c x_i`` to ``out [g, >= F, e]``, packed as
+    ``phi2(x) y^T``.
     """
     for rows, products in _tiles(out, full.shape[1]):
         products.copy_(full[:, rows.start :, :, rows].permute(0, 3, 1, 2))
@@ -116,9 +116,8 @@ def pack(full: Tensor, out: Tensor) -> None:
 class Vectors:
     """Queries or keys of one chunk of heads, loaded some tokens at a time, and their gradients.
 
-    With
-    ``length [g, 1, 1]``, or 1, they are scaled to that length (``x / max(|x|, 1e-6)`` times it). Tokens in ``absent [g, tokens]``
-    are 0.
+    With ``length [g, 1, 1]``, or 1, they are scaled to that length (``x / max(|x|, 1e-6)`` times
+    it). Tokens in ``absent [g, tokens]`` are 0.
     """
 
     def __init__(
@@ -156,8 +155,8 @@ class Vectors:
 
 
 class Values:
-    """Values, or gradients, of one chunk of heads as
-    ``[g, T, e]``; tokens in ``absent [g, tokens]`` are 0.
+    """Values, or gradients, of one chunk of heads as ``[g, T, e]``; tokens in
+    ``absent [g, tokens]`` are 0.
     """
 
     def __init__(self, x: Tensor, dtype: torch.dtype, absent: Tensor | None = None):
@@ -222,8 +221,8 @@ class Pass:
         return out
 
     def add_moments(self, key: Tensor, second: Tensor, first: Tensor) -> None:
-        """Add
-        ``K^T K`` to ``second [g, d, d]`` and ``sum k`` to ``first [g, d]`` for ``key [g, T, d]``.
+        """Add ``K^T K`` to ``second [g, d, d]`` and ``sum k`` to ``first [g, d]`` for
+        ``key [g, T, d]``.
 
         Their dtype is used throughout, because an error here affects the masses of all queries.
         """

@@ -106,8 +106,7 @@ def expand_state(q: Tensor, state: Tensor) -> Tensor:
     fake=lambda q, state: contiguous_like(q, state), flops=lambda q, state: 2 * _flops(q, state[2])
 )
 def expand_state_backward(grad: Tensor, q: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of ``expand_state`` with respect to q and state for ``grad [G, N, e]``.
-    """
+    """Return the gradients of ``expand_state`` for q and state from ``grad [G, N, e]``."""
     if not q.shape[1]:
         return torch.zeros_like(q), torch.zeros_like(state)
     grad = grad.contiguous()

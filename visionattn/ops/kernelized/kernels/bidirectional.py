@@ -9,8 +9,8 @@ The gradient of a query's features is ``(A - <g, out> Z) / mass`` with ``A = S g
 gradient of the mean: with many keys, a small difference of large numbers. With content only, both
 terms come from one product, ``<g, out> = phi(q) . A / mass``, and the mean is not read. S enters
 that product as a high and a low part, and so does the gradient of S in the pass over the keys. With
-``Joint`` relative position, ``A / mass`` and ``phi(q) . A / mass`` are passed to ``position/gpu.py``,
-which adds its own terms.
+``Joint`` relative position, ``A / mass`` and ``phi(q) . A / mass`` are passed to
+``position/gpu.py``, which adds its own terms.
 
 Source: Katharopoulos et al. 2020, eq. 4 to 6; the gradient of the mass is ours.
 """
@@ -258,8 +258,8 @@ def _kernelized_keys_backward(
 
 
 def means(q: Tensor, state: Tensor, feature_map: str, out: Tensor, mass: Tensor) -> None:
-    """Write
-    ``out [B, h, N, e]`` and ``mass [B, h, N]`` of ``q [B, h, N, d]`` for a state of ``state_of_keys``.
+    """Write ``out [B, h, N, e]`` and ``mass [B, h, N]`` of ``q [B, h, N, d]`` for a state of
+    ``state_of_keys``.
 
     If the mass has more tokens than q, the others are unchanged.
     """

@@ -1,9 +1,9 @@
 """The state of bidirectional kernelized attention: partial states of segments of keys, and their
 sum.
 
-In units of the number of keys M (see
-``ops/gpu``) it is ``S = sum_j phi(k_j) v_j^T / M`` and ``Z = sum_j phi(k_j) / M``. One float32 buffer holds S ``[B, h, d, e]``, then Z ``[B, h, d]``.
-The buffers of the segments follow each other.
+In units of the number of keys M (see ``ops/gpu``) it is ``S = sum_j phi(k_j) v_j^T / M`` and
+``Z = sum_j phi(k_j) / M``. One float32 buffer holds S ``[B, h, d, e]``, then Z ``[B, h, d]``. The
+buffers of the segments follow each other.
 """
 
 import torch

@@ -171,8 +171,8 @@ def far_queries(shares: Tensor, grad: Tensor, place: Place, inverse_unit: float)
     """Return the contribution of far queries before and after each tile of each row of keys,
     ``[2, B, h, H, tiles, e]``, float32.
 
-    It is empty if one tile holds a row. Kernels must be able to read
-    ``grad [B, h, N, e]``; ``shares`` come from ``shares_of_classes``.
+    It is empty if one tile holds a row. Kernels must be able to read ``grad [B, h, N, e]``;
+    ``shares`` come from ``shares_of_classes``.
     """
     (batch, heads, _, e), height, tiles = grad.shape, place.height, launch.cdiv(place.width, TILE)
     if tiles == 1:

@@ -81,9 +81,8 @@ def table_of_lines(
     HORIZON_Y: tl.constexpr,
     HORIZON_X: tl.constexpr,
 ):
-    """Read
-    ``[D, LINES * SLOTS]`` in DTYPE: the table from class of rows ``i_chunk * LINES`` on, with ``b_z [D]``
-    in free slots.
+    """Read ``[D, LINES * SLOTS]`` in DTYPE: the table from class of rows ``i_chunk * LINES`` on,
+    with ``b_z [D]`` in free slots.
 
     Z uses the slot after the last class of columns: its rounded value in line 0, and the rounding
     error in line 1. So one product gives the content's mass with the weights of the classes, from
@@ -120,8 +119,8 @@ def _put_weights(
     MAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write the weights of LINES classes of rows for
-    ``b_phi [BLOCK_Q, D]`` of row ``y``, and return their mass ``[BLOCK_Q]``.
+    """Write the weights of LINES classes of rows for ``b_phi [BLOCK_Q, D]`` of row ``y``, and
+    return their mass ``[BLOCK_Q]``.
 
     ``b_columns [BLOCK_Q, SLOTS]`` is 1 / keys of the class in a row with "mean", else their number
     times ``Place.unit``; it is 0 without keys. ``b_content [1, SLOTS]`` is the unit of Z in the
@@ -240,8 +239,8 @@ def _joint_means(
     MAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write mean and mass under content and relative term of a strip:
-    ``strip_rows`` rows of ``BLOCK_Q`` queries, ``BLOCK_E`` columns.
+    """Write mean and mass under content and relative term of a strip: ``strip_rows`` rows of
+    ``BLOCK_Q`` queries, ``BLOCK_E`` columns.
 
     With ``MAP`` "" it reads sums instead of a state. The weights of a row's classes pass through
     ``p_weights``, where each program has its own ``[lines, BLOCK_Q, SLOTS]``: small enough to stay

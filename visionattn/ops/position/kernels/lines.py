@@ -136,8 +136,8 @@ def _means_of_values(
     BLOCK_C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write the means of rows of v for
-    ``BLOCK_C`` of its ``width * E`` columns, as one of ``2 * blocks * groups`` programs.
+    """Write the means of rows of v for ``BLOCK_C`` of its ``width * E`` columns, as one of
+    ``2 * blocks * groups`` programs.
     """
     i_side, i_block, i_group = i_program % 2, i_program // 2 % blocks, i_program // 2 // blocks
     o_n = i_block * BLOCK_C + tl.arange(0, BLOCK_C)

@@ -48,8 +48,7 @@ class Place(NamedTuple):
 
     @property
     def far_unit(self) -> float:
-        """With "sum", the final factor of the weight of all keys of a row outside a tile's window.
-        """
+        """With "sum", the final factor of the weight of a row's keys outside a tile's window."""
         return 1.0 if self.mean else float(1 << max(0, self.width - 1).bit_length())
 
     @property

@@ -1,10 +1,9 @@
 """Kernel of ``Joint`` relative position, backward: the gradients of queries and of weights of
 classes.
 
-The gradient of a weight is
-``(s_c - n_c <g, out>) / mass`` with the score s_c of the class (``scores.py``) and the score n_c of
-keys equal to 1. If a query attends to one class only, this is a small difference of large numbers,
-and the rounded mean is too coarse for it.
+The gradient of a weight is ``(s_c - n_c <g, out>) / mass`` with the score s_c of the class
+(``scores.py``) and the score n_c of keys equal to 1. If a query attends to one class only, this is
+a small difference of large numbers, and the rounded mean is too coarse for it.
 
 With a state as content, ``<g, out>`` and the mass are therefore summed again, from unrounded
 weights: phi(q) is multiplied by the products of scores and of n_c with the table, which dq needs
@@ -103,9 +102,8 @@ def _scores_and_keys(
 def _add_times_table(
     b_sum, x, b_high, b_low, DTYPE: tl.constexpr, PRECISION: tl.constexpr, LOW: tl.constexpr
 ):
-    """Add to
-    ``b_sum [N, D]`` the product of ``x [N, C]`` (in two parts with LOW) and the table ``[C, D]`` in
-    two parts.
+    """Add to ``b_sum [N, D]`` the product of ``x [N, C]`` (in two parts with LOW) and the table
+    ``[C, D]`` in two parts.
     """
     # The product of both low parts is negligible.
     x_high, x_low = parts(x, DTYPE)
@@ -298,8 +296,8 @@ def queries_backward(
     content: OfContent,
     place: Place,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q and of the weights of classes,
-    ``[B, h, H*W, C padded]``, and the units of the latter, ``[B, h, H*W]`` (float16 only).
+    """Return the gradients of q and of the weights of classes, ``[B, h, H*W, C padded]``, and the
+    units of the latter, ``[B, h, H*W]`` (float16 only).
     """
     (batch, heads, tokens, d), e = q.shape, grad.shape[3]
     row = launch.launch_row("joint queries backward", d, place.padded_classes, q.dtype, q.device)

@@ -330,8 +330,8 @@ def _row_of_values(
 def values_backward(
     q: Tensor, table: Tensor, grad: Tensor, mass: Tensor, place: Place, dv: Tensor
 ) -> None:
-    """Add the relative term's gradient of the values to
-    ``dv [B, h, N, e]``, for ``grad [B, h, N, e]`` of the mean.
+    """Add the relative term's gradient of the values to ``dv [B, h, N, e]``, for
+    ``grad [B, h, N, e]`` of the mean.
 
     ``q``, ``table`` and ``mass`` are as for ``shares_of_classes``; kernels must be able to read all
     of them.

@@ -1,10 +1,9 @@
 """The kernel of direct TaylorShift and its launch; its gradients are in ``direct_backward.py``.
 
-With
-``y = x + b/2a``, ``x = q.k``, the weight is ``a x^2 + b x + c = a (y^2 + r)``, ``r = c/a - (b/2a)^2 > 0``.
-The product of queries and keys starts at b/2a and one multiply-add gives the weight, without
-exponential or maximum. One program holds a block of queries and loops over all keys; weights stay
-in registers.
+With ``y = x + b/2a``, ``x = q.k``, the weight is ``a x^2 + b x + c = a (y^2 + r)``,
+``r = c/a - (b/2a)^2 > 0``. The product of queries and keys starts at b/2a and one multiply-add
+gives the weight, without exponential or maximum. One program holds a block of queries and loops
+over all keys; weights stay in registers.
 
 Sums are divided by the number of keys M (see ``ops/gpu``). Registers hold d up to 64 and e up to
 128 in half precision, and up to 32 of both in float32.
@@ -166,8 +165,7 @@ def _taylor_direct_means(
 
 
 def completed_square(coefficients: tuple[float, float, float]) -> tuple[float, float]:
-    """Return ``b / 2a`` and ``c/a - (b/2a)^2`` of ``(a, b, c)``: the shift of y = x + b/2a, and r.
-    """
+    """Return ``b / 2a`` and ``c/a - (b/2a)^2`` of ``(a, b, c)``: the shift of y, and r."""
     a, b, c = coefficients
     return b / (2 * a), c / a - (b / (2 * a)) ** 2
 

@@ -1,8 +1,8 @@
 """Kernels for the gradients of direct TaylorShift and their launches.
 
 ``direct.py`` defines the weights ``w = a (y^2 + r)``. The gradients of the sums of values and of
-weights are
-``g = grad / mass`` and ``z = -<g, out>``; the gradient of a score is ``a (g_i.v_j + z_i) 2 y_ij / M``.
+weights are ``g = grad / mass`` and ``z = -<g, out>``; the gradient of a score is
+``a (g_i.v_j + z_i) 2 y_ij / M``.
 
 The first launch holds queries and loops over keys, for dq. It also writes ``1 / mass`` and z of
 each query for the second launch, which holds keys and loops over queries, for dk and dv. Absent

@@ -93,8 +93,8 @@ def row_factors(b_x, p_length, i_head, LENGTH: tl.constexpr):
 
 @triton.jit
 def times_moments(b_left, p, o_rows, row, o_columns, column, m, b_start, PRECISION: tl.constexpr):
-    """Return
-    ``start + left @ m`` for the float32 matrix at ``p`` with strides ``row`` and ``column``.
+    """Return ``start + left @ m`` for the float32 matrix at ``p`` with strides ``row`` and
+    ``column``.
 
     In half precision the matrix is split into two parts.
     """
@@ -210,8 +210,8 @@ def taylor_efficient_expand(
 
 @triton.jit
 def features_of(p_features, o_i, o_j, D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Read the sums of products of columns
-    ``o_i`` and ``o_j``, both ``[F]``, with all columns of y, ``[F, E]``; 0 beyond the widths.
+    """Read the sums of products of columns ``o_i`` and ``o_j``, both ``[F]``, with all columns of
+    y, ``[F, E]``; 0 beyond the widths.
     """
     o_e = tl.arange(0, BLOCK_E)
     p = p_features + ((o_i * D + o_j) * E)[:, None] + o_e[None, :]
@@ -293,8 +293,8 @@ def state_of_keys(
     *,
     normalised: bool,
 ) -> State:
-    """Return the state of
-    ``k [B, h, M, d]``, scaled to length 1 if ``normalised``, and ``v [B, h, M, e]``.
+    """Return the state of ``k [B, h, M, d]``, scaled to length 1 if ``normalised``, and
+    ``v [B, h, M, e]``.
 
     Args:
         key_mask: bool ``[B, M]``, True takes part.

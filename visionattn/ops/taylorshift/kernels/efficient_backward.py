@@ -90,8 +90,8 @@ def taylor_efficient_gradient(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write the gradient of one block of x through
-    ``<y, [phi2(x), x, 1] state>``, ``x^T (X^T X) x`` and ``x . sum x``.
+    """Write the gradient of one block of x through ``<y, [phi2(x), x, 1] state>``,
+    ``x^T (X^T X) x`` and ``x . sum x``.
 
     ``DIVIDED`` uses ``g = y / mass`` for y, weights the last two terms with ``z = -<g, out>`` (else
     1), and writes z. Rows are scaled after the matrix products, whose operands are then read
@@ -214,8 +214,8 @@ def state_of(
     BLOCK_E: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """Read the sums of products of columns of x and y, both
-    ``[F]``, with every column of x, ``[F, D]``; 0 beyond the widths.
+    """Read the sums of products of columns of x and y, both ``[F]``, with every column of x,
+    ``[F, D]``; 0 beyond the widths.
     """
     if D == BLOCK_D and E == BLOCK_E and D % (BLOCK_F // BLOCK_E) == 0:
         return tl.load(p_state)
@@ -235,8 +235,8 @@ def _gradient_of(
     weights: tuple[float, float],
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradient of
-    ``x [B, h, N, d]`` for ``y [B, h, N, e]``; rows outside ``key_mask [B, N]`` get 0.
+    """Return the gradient of ``x [B, h, N, d]`` for ``y [B, h, N, e]``; rows outside
+    ``key_mask [B, N]`` get 0.
 
     Args:
         length: length to which x is scaled: float32 ``[h]`` or 1; 0: x is unchanged.
@@ -294,8 +294,8 @@ def backward(
     coefficients: tuple[float, float, float],
     dq_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of q, k, v and the temperature for
-    ``grad [B, h, N, e]`` of the mean under weights with sum ``mass``.
+    """Return the gradients of q, k, v and the temperature for ``grad [B, h, N, e]`` of the mean
+    under weights with sum ``mass``.
 
     Args:
         out, mass: the mean ``[B, h, N, e]``, and float32 ``[B, h, N]`` in units of the number of

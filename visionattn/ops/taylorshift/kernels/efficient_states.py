@@ -1,11 +1,10 @@
 """Sums over tokens for the efficient form of TaylorShift: products of features with values, and
 moments.
 
-Columns are cut into tiles of 16. Pair
-``p = i (i + 1) / 2 + j`` of tiles ``i >= j`` has the 256 features ``x_i x_j^T``. One launch sums
-them over segments of the tokens, with the moments as one extra share of the work; a second launch
-adds the segments. The same kernels sum over keys (``x = k, y = v``) and, in the backward pass, over
-queries (``x = q, y = grad / mass``).
+Columns are cut into tiles of 16. Pair ``p = i (i + 1) / 2 + j`` of tiles ``i >= j`` has the 256
+features ``x_i x_j^T``. One launch sums them over segments of the tokens, with the moments as one
+extra share of the work; a second launch adds the segments. The same kernels sum over keys
+(``x = k, y = v``) and, in the backward pass, over queries (``x = q, y = grad / mass``).
 
 No pass scales x to its length first: ``phi2(s x) = s^2 phi2(x)``, so the squared factor of a token
 multiplies its y. In float16 the tiles are multiplied by the power of two next to the factor, which
@@ -65,8 +64,8 @@ def num_moments(d: int, e: int) -> int:
 
 @dataclass(frozen=True)
 class Divided:
-    """Divisors and weights of the tokens, float32
-    ``[B, h, N]``: y is divided by ``mass`` (0 gives 0), x is multiplied by ``weights``.
+    """Divisors and weights of the tokens, float32 ``[B, h, N]``: y is divided by ``mass`` (0 gives
+    0), x is multiplied by ``weights``.
     """
 
     mass: Tensor
@@ -423,8 +422,8 @@ def sums(
         length: length to which x is scaled: float32 ``[h]`` or 1; 0: x is unchanged.
         divided: divisors of y and weights of x; None: y is unchanged and w = 1.
         key_mask: bool ``[B, N]``, the tokens that count.
-        weights: factors of the features and of the moments
-            ``X^T Y``, ``sum y``, ``X^T diag(w) X``, ``sum w x`` and the count.
+        weights: factors of the features and of the moments ``X^T Y``, ``sum y``, ``X^T diag(w) X``,
+            ``sum w x`` and the count.
 
     Returns:
         ``sum_n x_n x_n^T y_n^T``, ``[B, h, d * d, e]`` in the dtype of y (float32 for float16, see
