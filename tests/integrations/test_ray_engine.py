@@ -21,7 +21,7 @@ from tests.helpers import inference_files
 from tests.helpers.inference_files import write_folder, write_weights
 from tests.helpers.ray_cluster import environment, two_nodes
 from tests.helpers.tools import assert_one_error, load_tool, written
-from tests.inference.test_parts import features_in
+from tests.inference.test_features import features_in
 from visionattn.inference.extraction import collect
 from visionattn.inference.feature_options import parse_extract
 from visionattn.integrations.ray_engine import check_nodes, describe, extract_part
