@@ -326,18 +326,6 @@ def test_the_batch_size_is_a_number_or_auto(tmp_path):
     assert asdict(small_config(tmp_path))["batch_size"] == 8
 
 
-def test_a_run_is_bit_for_bit_the_run_without_a_forecast(tmp_path, monkeypatch, small):
-    options = {"optim": EVERYTHING, "model": {"drop_path_rate": 0.2}}
-    lines_of(small_config(tmp_path / "told", **options))
-    monkeypatch.setattr(engine, "forecast", lambda trainer, memory: None)
-    lines_of(small_config(tmp_path / "not", **options))
-    states = [
-        torch.load(tmp_path / name / "small" / LAST, weights_only=True) | {"config": None}
-        for name in ("told", "not")
-    ]
-    same(*states)
-
-
 def test_the_first_line_comes_before_any_image_is_looked_at(tmp_path, monkeypatch, small):
     stream = io.StringIO()
 

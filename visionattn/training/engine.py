@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 import numpy as np
 import torch
@@ -91,14 +91,8 @@ def prepare_classes(
     return Prepared(splits, *started_model(started, config.model, splits.spec, first=first))
 
 
-class Prepare(Protocol):
-    """A function that makes the model of a run: ``prepare_classes``, or that of distillation."""
-
-    def __call__(
-        self, config: TrainConfig, device: torch.device, *, resumed: bool, first: bool
-    ) -> Prepared:
-        """Make it."""
-        ...
+Prepare = Callable[..., Prepared]
+"""A function with the arguments of ``prepare_classes``; distillation has its own."""
 
 
 def train(
