@@ -312,7 +312,7 @@ def run(
             record.say(line)
         left = position.epoch < trainer.config.epochs
         if left and (expected := forecast(trainer, memory)):
-            record.say(expected.line())
+            record.say(expected.line)
         try:
             trainer.fit(record, interruption)
             return trainer.finish(record, interruption)

@@ -56,7 +56,7 @@ from visionattn.training.optimize import (
     restore_optimizer,
 )
 from visionattn.training.run_folder import BEST, BY_CLASS, Record
-from visionattn.training.run_progress import Pace, Position, Result, Window, sizes_worth_trying
+from visionattn.training.run_progress import Pace, Position, Result, Sums, sizes_worth_trying
 
 NON_FINITE_STEPS = 3
 """Steps in a row without a finite loss that end a run."""
@@ -140,7 +140,9 @@ class Trainer:
         self.steps_per_epoch = steps = math.ceil(len(self.batches) / config.optim.accumulate)
         self.scheduler = make_scheduler(self.optimizer, config.optim, config.epochs, steps)
         # How far they have come.
-        self.position, self.window, self.pace = Position(), Window(), Pace()
+        self.position, self.pace = Position(), Pace()
+        self.sums, self.window = Sums(), Sums()
+        """Of this epoch, and since the last line of metrics."""
         self.history: list[dict[str, Any]] = []
         self.progress = Progress(0)
         self.watched = nn.Identity() if config.compile or self.processes.size > 1 else model
@@ -354,16 +356,17 @@ class Trainer:
         """
         position = self.position
         if applied:
-            position.add(loss, images, waited, seconds)
             position.non_finite_in_a_row = 0
-            self.window.add(loss, norm, images, waited, seconds)
+            position.images, position.stepped = position.images + images, position.stepped + seconds
+            for sums in (self.sums, self.window):
+                sums.add(loss, norm, images, waited, seconds)
         else:
             self.count_skipped(loss, group, record)
         if self.window.steps and position.step % self.log_every == 0:
             place = {"step": position.step, "epoch": position.epoch + 1}
             rate = {"lr": self.learning_rate(), "skipped": position.skipped}
             record.step(place | self.window.means() | rate)
-            self.window = Window()
+            self.window = Sums()
         if self.pace.add(waited, seconds):
             record.say(self.pace.line(self.steps_left(), self.config.data.workers))
         note = f"loss {loss:.3f}, {images / max(seconds, 1e-9):.3g} images/s"
@@ -512,10 +515,13 @@ class Trainer:
             )
         self.count_time()
         self.share_unreadable()
+        means = self.sums.means()
         values = {
             "epoch": position.epoch + 1,
             "step": position.step,
-            **position.means(),
+            "train_loss": means["loss"],
+            "images_per_second": means["images_per_second"],
+            "wait_share": means["wait_share"],
             "val_loss": result.loss,
             "val_accuracy": result.accuracy,
             "val_top5": result.top5,
@@ -527,6 +533,7 @@ class Trainer:
         }
         # Then the figures, and the state last: what it counts as done is on the disk.
         position.next_epoch()
+        self.sums = Sums()
         self.history.append(values)
         more = {f"val_{key}": value for key, value in pixel_figures(result).items()}
         record.epoch(self.history, more)
@@ -556,7 +563,7 @@ class Trainer:
             record.folder,
             checkpoint,
             position.seconds,
-            position.images_per_second(),
+            position.images / max(position.stepped, 1e-9),
             position.best_epoch,
             position.best if position.best >= 0 else None,
             test,
@@ -621,6 +628,7 @@ class Trainer:
             "optimizer": whole_tensors(self.optimizer.state_dict()),
             "scaler": self.optimizer_step.scaler.state_dict(),
             "position": asdict(self.position),
+            "sums": asdict(self.sums),
             "window": asdict(self.window),
             "history": self.history,
             "images": self.images(),
@@ -667,7 +675,8 @@ class Trainer:
         scaler = self.optimizer_step.scaler
         if scaler.is_enabled() and state["scaler"]:  # else the precision has changed
             scaler.load_state_dict(state["scaler"])
-        self.position, self.window = Position(**state["position"]), Window(**state["window"])
+        self.position = Position(**state["position"])
+        self.sums, self.window = Sums(**state["sums"]), Sums(**state["window"])
         self.history = state["history"]
         self.batches.unreadable.update(state["unreadable"])
         self.scheduler.step_update(self.position.step)
