@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from visionattn.cli.files import first_line, flush_folder, write_whole
-from visionattn.cli.untrusted import brief
+from visionattn.cli.untrusted import brief, from_json
 from visionattn.data.data_checks import WHOLE
 from visionattn.data.splits import Splits
 from visionattn.data.walk import composed, listed
@@ -391,7 +391,9 @@ def best_figures(path: Path) -> BestFigures | None:
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing")
     notes = read_metadata(path).get("validation")
-    return BestFigures(*json.loads(notes)) if notes else None
+    if not notes:
+        return None
+    return BestFigures(*from_json(tuple[int, float | None, float], notes, f"validation of {path}"))
 
 
 def recall_best(position: Position, path: Path) -> list[str]:
