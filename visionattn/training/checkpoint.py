@@ -232,8 +232,8 @@ class States:
         return replace(model, name=NAME, args=state["config"]["model"]["args"])
 
     def former_defaults(self, name: str) -> dict[str, Any]:
-        """Return the arguments of the model that nobody gave and whose defaults have changed since
-        the state was saved, as they were then.
+        """Return the former values of default arguments that have changed since the state was
+        saved.
         """
         if self.newest.get("name") != name:
             return {}
@@ -271,7 +271,7 @@ class States:
 def check_options(
     old: dict[str, Any], new: dict[str, Any], *, amid_epoch: bool, done: bool
 ) -> list[str]:
-    """Check the options of a resumed run against those of its state.
+    """Check the options of a resumed run against its state.
 
     Args:
         old: the configuration that the state was saved with, as a dict.
@@ -422,7 +422,7 @@ def started_model(
     """Make the model of a run with the weights that it starts from.
 
     Args:
-        config: the run, of which ``init_from`` and ``init_model`` are read.
+        config: the run; only ``init_from`` and ``init_model`` count.
         model: what to build; the body of a teacher takes its place.
         spec: what the images are.
         first: this process gives the others its weights; they need none that are placed.

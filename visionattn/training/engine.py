@@ -182,7 +182,7 @@ def setting_up(status: Status, processes: Processes, *, replaces: bool) -> Itera
 
     Args:
         status: the run's status.
-        processes: those of the run.
+        processes: of the run.
         replaces: the folder holds an earlier run, which this one overwrites.
     """
     try:

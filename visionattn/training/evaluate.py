@@ -103,8 +103,8 @@ def evaluate(
     in.
 
     Args:
-        model: on ``device``; on several processes each has the whole of it, since nobody waits for
-            others' batches; those that share images (``per_image``) have one for their rows.
+        model: on ``device``; on several processes each has the whole model, or one for its rows of
+            each image (``per_image``).
         batches: the images, or the part of them that this process takes.
         spec: what the images are.
         device: where to compute.
@@ -197,7 +197,7 @@ def _sums(
         if judged.confusion is not None:
             counts += judged.confusion
         parts.append(found)
-        # Time is that of the device, which works on after a call has returned.
+        # The device works on after a call has returned.
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append((len(labels), time.perf_counter() - start))

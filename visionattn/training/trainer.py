@@ -259,8 +259,8 @@ class Trainer:
     def step(self, group: list[Batch]) -> tuple[float, float, bool]:
         """Do one optimiser step on the images of some batches.
 
-        Each loss is divided by the images of the whole group, so the gradient is that of their
-        mean, however they are batched and divided over processes.
+        Each loss is divided by the images of the whole group, so the gradient belongs to
+        their mean, however they are batched and divided over processes.
 
         Args:
             group: batches; a process without images of one of them runs the model on a placeholder
@@ -573,7 +573,7 @@ class Trainer:
         )
 
     def count_time(self) -> None:
-        """Add the time since the last call to that of the epoch and of the run."""
+        """Add the time since the last call to the time of the epoch and of the run."""
         if self.clock is not None:
             now = time.perf_counter()
             self.position.seconds += now - self.clock

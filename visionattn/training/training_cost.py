@@ -1,8 +1,7 @@
 """What a training takes: memory at its largest batch, and time, said before its first step.
 
 ``models/cost.py`` counts passes and finds what fits. Here are steps, several processes and the
-loading of images. The time is that of a forward, in proportion: ``run_progress.Pace`` measures real
-steps.
+loading of images. The time is extrapolated from a forward; ``run_progress.Pace`` measures steps.
 """
 
 import math
@@ -93,7 +92,7 @@ class TrainingMemory(Memory):
 
     def bytes_of(self, shape: Shape, evaluation: Shape | None = None) -> int | None:
         """Return the memory of one process and of those that load its images, at its largest batch
-        of training and of evaluation; None if nobody can tell.
+        of training and of evaluation; None if unknown.
         """
         step = self.extended(self.step_bytes, self.own_part(shape))
         if step is None:
@@ -109,8 +108,8 @@ class TrainingMemory(Memory):
         return self.base_bytes + step + loading
 
     def step_bytes(self, shape: Shape) -> int | None:
-        """Return the bytes of a step of one process, with what the optimiser keeps; None if nobody
-        can tell, on a GPU infinity for too much.
+        """Return the bytes of a step of one process, with what the optimiser keeps; None if
+        unknown, on a GPU infinity for too much.
         """
         passes, optim = self.passes, self.config.optim
 
@@ -194,7 +193,7 @@ def loading_bytes(config: DataConfig, dataset: Dataset, spec: DataSpec, shape: S
 
 
 def largest_shape(shapes: np.ndarray) -> Shape:
-    """Return the batch of the most pixels; of equals, that of the largest images."""
+    """Return the batch with the most pixels; of equals, the one with the largest images."""
     pixels = shapes[:, 1:].prod(1)
     order = np.lexsort((pixels, pixels * shapes[:, 0]))
     images, height, width = shapes[order[-1]].tolist()
@@ -229,7 +228,7 @@ def with_batch(
     if images differ in size, with ``data.batch_patches`` too.
 
     Raises:
-        ValueError: nobody can tell what fits.
+        ValueError: the memory of the model is unknown.
     """
     if config.batch_size != "auto":
         return config, []
