@@ -119,6 +119,8 @@ class Trainer:
         # Model and optimiser.
         decay = config.optim.ema_decay
         self.ema = ModelEmaV3(model, decay=decay, use_warmup=True) if decay else None
+        self.evaluated: nn.Module = self.ema.module if self.ema else model
+        """The model that is evaluated and kept: the average if there is one."""
         kind = choose_kind(config, self.processes.size)
         self.called = self.objective.called(model)
         if kind == "sequence" and self.called is not model:
@@ -335,8 +337,9 @@ class Trainer:
 
     def shape_of(self, images: int) -> tuple[int, ...]:
         """Return the shape ``[B, C, H, W]`` of a batch, at the largest size if sizes differ."""
-        geometry = self.geometry
-        size = geometry.canvas or geometry.view(*(geometry.img_size or SOME_PX)).canvas
+        size = (
+            self.geometry.canvas or self.geometry.view(*(self.geometry.img_size or SOME_PX)).canvas
+        )
         return (images, self.spec.in_chans, *size)
 
     def count(
@@ -424,11 +427,6 @@ class Trainer:
     def learning_rate(self) -> float:
         """Return the learning rate of the next step, the highest of all groups."""
         return max(group["lr"] for group in self.optimizer.param_groups)
-
-    @property
-    def evaluated(self) -> nn.Module:
-        """Return the model that is evaluated and kept: the average if there is one."""
-        return self.ema.module if self.ema else self.model
 
     def evaluate(
         self,
