@@ -28,7 +28,7 @@ MODEL = {"patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "horizon"
 MODEL |= {"global_pool": "token", "class_token": True}
 
 
-TIMES = {"seconds", "epoch_seconds", "train_seconds", "waited", "stepped", "stepped_before"}
+TIMES = {"seconds", "epoch_seconds", "train_seconds", "waited", "stepped"}
 TIMES |= {"images_per_second", "wait_share"}
 """What differs between equal runs."""
 

@@ -195,9 +195,7 @@ def test_a_dry_run_lists_what_is_left_with_its_time_and_trains_nothing(tmp_path,
     monkeypatch.setattr(
         expected,
         "forecast",
-        lambda config, memory: SimpleNamespace(
-            epochs=config.epochs, seconds_per_epoch=60.0 / config.epochs * len(asked)
-        ),
+        lambda config, memory: SimpleNamespace(seconds=60.0 * len(asked)),
     )
     flags = ("--attention", "softmax", "--seeds", "0", "3", "--dry_run", "true", "--heads")
     printed = fakes(*flags, "2", "8")

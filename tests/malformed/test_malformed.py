@@ -12,7 +12,7 @@ from tests.malformed.__main__ import all_cases
 from tests.malformed.runner import Case, Result, contents, differing
 
 SAMPLE = (
-    "^(valid resume|state position.step=list|state moments of 5 x 5|state numpy's place of 10..9"
+    "^(valid resume|state is a list|state before of version 99|state weights of 5 x 5"
     "|weights args.depth=null|weights validate of no heads|features True version of text"
     "|sweep cell.ending.seconds=list|sweep measurement 'null'|yaml train an alias bomb"
     "|yaml sweep a mapping in itself|yaml validate epochs null|config train data.workers=null"

@@ -186,12 +186,6 @@ def test_small_pictures_are_enlarged_by_a_whole_number_at_most_four_and_others_a
     np.testing.assert_array_equal(seen, pixels.repeat(times, 0).repeat(times, 1))
 
 
-@pytest.mark.parametrize(("size", "counts"), [((900, 600), (16, 16)), ((300, 1250), (3, 1))])
-def test_large_pictures_are_shrunk_as_little_as_the_sheet_allows(size, counts):
-    sheet, _ = drawn(*([plain(*size)] * count for count in counts), most_px=1000)
-    assert 800 < max(sheet.shape[:2]) <= 1000
-
-
 def test_pictures_keep_their_aspect_ratios_and_what_is_absent_is_hatched():
     pixels = np.zeros((320, 400, 3), np.uint8)
     pixels[:, :240] = COLOUR

@@ -4,18 +4,15 @@ memory is a result.
 
 import io
 import json
-from types import SimpleNamespace
 
 import pytest
-import timm
 import torch
-from torch import nn
 
 from tests.helpers.small_runs import MODEL, SPEC, quadrants_for, small_config
 from visionattn.cli.ends import run_tool
 from visionattn.lab.measure import bytes_kept
 from visionattn.models.backbone import VisionAttnTransformer
-from visionattn.models.building import ModelConfig, build_model, check_img_size
+from visionattn.models.building import ModelConfig, build_model
 from visionattn.training import engine
 
 
@@ -57,12 +54,6 @@ def no_memory(*args, **options):
     )
 
 
-def test_too_little_memory_for_the_weights_is_no_fault_of_the_arguments(monkeypatch):
-    monkeypatch.setattr(timm, "create_model", no_memory)
-    with pytest.raises(RuntimeError, match="can't allocate memory"):
-        build_model(ModelConfig("scaleformer_vit_t", MODEL), SPEC)
-
-
 @pytest.fixture
 def small_run(tmp_path, monkeypatch):
     """Start a run with these options; returns its exit code and its status."""
@@ -75,17 +66,6 @@ def small_run(tmp_path, monkeypatch):
         return code, json.loads(path.read_text()) if path.exists() else None
 
     return start
-
-
-def test_the_threads_that_a_run_asks_for_are_those_that_its_status_names(small_run):
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        assert small_run(threads=2)[1]["provenance"]["device"] == "cpu, 2 threads"
-        torch.set_num_threads(3)
-        assert small_run(overwrite=True)[1]["provenance"]["device"] == "cpu, 3 threads"
-    finally:
-        torch.set_num_threads(before)
 
 
 PLACES = [
@@ -127,17 +107,6 @@ def test_too_little_memory_on_a_resumption_replaces_the_old_status_and_keeps_the
     monkeypatch.setattr("timm.create_model", no_memory)
     assert small_run(overwrite=True)[0] == 3
     assert [path.name for path in (tmp_path / "small").iterdir()] == ["status.json"]
-
-
-def test_a_patch_that_is_one_number_is_a_square():
-    model = nn.Module()
-    model.patch_embed = SimpleNamespace(patch_size=16)
-    check_img_size(model, [32, 48])
-    with pytest.raises(
-        ValueError,
-        match="not a whole number of 16-pixel patches; the nearest that fit: 32 or 48",
-    ):
-        check_img_size(model, [40])
 
 
 def test_an_argument_that_timm_would_drop_is_refused():

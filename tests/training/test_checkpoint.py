@@ -16,9 +16,8 @@ from safetensors.torch import save_file
 
 import visionattn
 from tests.helpers.small_runs import MODEL, SPEC, small_config, small_trainer
-from visionattn.cli import files
 from visionattn.cli.ends import run_tool
-from visionattn.cli.files import is_unfinished, write_text
+from visionattn.cli.files import is_unfinished
 from visionattn.models.placement import place_weights
 from visionattn.models.state_dicts import shorten
 from visionattn.models.weights import DataSpec, load_model, read_pickle, read_state_dict, save_model
@@ -65,24 +64,6 @@ def test_a_saved_model_comes_back_with_its_arguments_and_its_data(tmp_path):
         assert file.metadata()["model"] == "scaleformer_vit_t"
 
 
-def test_a_file_that_cannot_be_written_leaves_the_old_one_and_no_other(tmp_path, monkeypatch):
-    path = tmp_path / "a.safetensors"
-    save_model(path, small_model(), "scaleformer_vit_t", MODEL, SPEC)
-    before = path.read_bytes()
-
-    def full_disk(path):
-        raise OSError("no space left")
-
-    monkeypatch.setattr(files, "flush_to_disk", full_disk)
-    with pytest.raises(OSError, match="no space"):
-        save_model(path, small_model(), "scaleformer_vit_t", MODEL, SPEC)
-    with pytest.raises(OSError, match="no space"):
-        save_state(path, {"step": 3})
-    with pytest.raises(OSError, match="no space"):
-        write_text(path, "three")
-    assert path.read_bytes() == before and os.listdir(tmp_path) == ["a.safetensors"]
-
-
 def test_the_previous_state_stays_until_the_new_one_reads_back(tmp_path, monkeypatch, capsys):
     """As on a disk that takes what is written and gives something else back."""
     last, previous, real = tmp_path / "last.pt", tmp_path / "previous.pt", torch.save
@@ -126,26 +107,6 @@ def test_a_state_is_on_the_disk_before_it_takes_its_name_and_its_name_when_the_c
     synced, *renamed, folder = calls
     assert is_unfinished(synced) and Path(synced).parent == tmp_path
     assert renamed == [f"-> {tmp_path / 'previous.pt'}", f"-> {last}"] and folder == str(tmp_path)
-
-
-def test_equal_weights_are_equal_files_and_their_metadata_stand_in_order(tmp_path):
-    """safetensors itself writes the entries of the metadata in any order."""
-    model, notes = small_model(), {"validation": "[1, 0.5, 0.7]", "é": 'a "note"'}
-    contents = set()
-    for number in range(8):
-        path = tmp_path / f"{number}.safetensors"
-        save_model(path, model, "scaleformer_vit_t", MODEL, SPEC, notes=notes)
-        contents.add(path.read_bytes())
-    assert len(contents) == 1
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata()
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    assert notes.items() <= metadata.items() and metadata["model"] == "scaleformer_vit_t"
-    assert all(torch.equal(tensors[name], value) for name, value in model.state_dict().items())
-    content = path.read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    head = json.loads(content[8 : 8 + length])
-    assert length % 8 == 0 and list(head["__metadata__"]) == sorted(metadata)
 
 
 def test_a_specification_makes_the_input_of_the_model():
@@ -195,29 +156,17 @@ def test_files_that_are_no_models_are_one_line_each(tmp_path):
     path.write_bytes(pickle.dumps({"a": Harm(tmp_path / "harm")}))
     assert "is a pickle" in line() and not (tmp_path / "harm").exists()
     save_file(model.state_dict(), path)
-    assert (
-        "has no description of its model; weights of other projects go through --init-from"
-        in line()
-    )
-    save_model(path, model, "resnet_of_mars", MODEL, SPEC)
-    assert "holds a model 'resnet_of_mars', which timm does not know" in line()
-    save_model(path, model, "scaleformer_vit_t", MODEL | {"embed_dim": 24}, SPEC)
-    assert "does not fit the model 'scaleformer_vit_t' that it names" in line()
-    assert "of another shape" in line()
-    save_model(path, model, "scaleformer_vit_t", MODEL | {"depth": 3}, SPEC)
-    assert "missing (first: blocks.2." in line()
-    save_model(path, model, "scaleformer_vit_t", MODEL | {"checkpoint_path": "evil.pt"}, SPEC)
-    assert "asks for other weights to be loaded (checkpoint_path): refused" in line()
-    save_model(path, model, "scaleformer_vit_t", MODEL | {"horizn": 3}, SPEC)
-    assert "that cannot be built with these args: patch_size=4, " in line() and "horizn" in line()
-    for args, reason in (
-        ({"patch_size": 0}, "(integer division or modulo by zero)"),
-        ({"norm_layer": "foo"}, "(KeyError: 'foo')"),
-        ({"norm_layer": 5}, "(AssertionError)"),
-        ({"num_heads": 3}, "num_heads 3 does not divide"),
+    assert "has no description of its model; weights of other projects go through" in line()
+    for name, args, reason in (
+        ("resnet_of_mars", {}, "holds a model 'resnet_of_mars', which timm does not know"),
+        ("scaleformer_vit_t", {"embed_dim": 24}, "of another shape"),
+        ("scaleformer_vit_t", {"depth": 3}, "missing (first: blocks.2."),
+        ("scaleformer_vit_t", {"checkpoint_path": "evil.pt"}, "asks for other weights to be load"),
+        ("scaleformer_vit_t", {"horizn": 3}, "that cannot be built with these args: patch_size=4"),
+        ("scaleformer_vit_t", {"norm_layer": "foo"}, "(KeyError: 'foo')"),
     ):
-        save_model(path, model, "scaleformer_vit_t", MODEL | args, SPEC)
-        assert "that cannot be built with these args: " in line() and reason in line()
+        save_model(path, model, name, MODEL | args, SPEC)
+        assert reason in line()
     save_file(
         model.state_dict(),
         path,
@@ -247,26 +196,6 @@ def test_a_checkpoint_that_would_run_code_is_refused_and_the_code_does_not_run(t
         assert "\n" not in str(error.value) and not harm.exists()
 
 
-def test_a_truncated_or_garbled_checkpoint_is_one_line(tmp_path):
-    path = tmp_path / "a.pt"
-    torch.save({"model": small_model().state_dict()}, path)
-    whole = path.read_bytes()
-    for content in (
-        whole[: len(whole) // 2],
-        whole[:100],
-        b"",
-        b"hello, this is text\n" * 9,
-        b"PK\x03\x04",
-        b"\x80\x02}q\x00(",
-    ):
-        path.write_bytes(content)
-        with pytest.raises(ValueError, match="a.pt ") as error:
-            read_state_dict(path)
-        assert "\n" not in str(error.value), content[:20]
-    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
-        read_state_dict(tmp_path / "b.pt")
-
-
 @pytest.mark.parametrize(
     "nest",
     [
@@ -288,13 +217,6 @@ def test_the_tensors_of_a_state_dict_are_found_however_it_is_nested(tmp_path, ne
     found = read_state_dict(tmp_path / "a.pth")
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[key], tensors[key]) for key in tensors)
-
-
-def test_a_file_without_tensors_is_one_line(tmp_path):
-    for content in ({"epoch": 3}, [1, 2], torch.zeros(3)):
-        torch.save(content, tmp_path / "a.pt")
-        with pytest.raises(ValueError, match="a.pt holds no tensors by name"):
-            read_state_dict(tmp_path / "a.pt")
 
 
 def test_a_state_of_no_run_is_refused(tmp_path):
@@ -343,25 +265,6 @@ def test_our_own_weights_go_to_a_model_of_another_head_size_patch_and_horizon(tm
     text = "\n".join(placement.resampled)
     assert "patch_embed.proj.weight 16x1x4x4 -> 16x3x8x8" in text
     assert "blocks.0.attn.relative" in text
-
-
-def test_a_plain_vit_takes_the_weights_of_another_image_size(tmp_path):
-    source = plain_vit(img_size=24)
-    save_file(source.state_dict(), tmp_path / "vit.safetensors")
-    model = plain_vit()
-    placement = place_weights(model, "vit_tiny_patch16_224", tmp_path / "vit.safetensors")
-    assert placement.resampled == ["pos_embed 1x37x16 -> 1x17x16"] and not placement.missing
-    assert not placement.unused
-
-
-def test_weights_of_colour_images_go_to_a_model_of_grey_ones(tmp_path):
-    source = plain_vit(in_chans=3)
-    save_file(source.state_dict(), tmp_path / "vit.safetensors")
-    model = plain_vit()
-    place_weights(model, "vit_tiny_patch16_224", tmp_path / "vit.safetensors")
-    torch.testing.assert_close(
-        model.patch_embed.proj.weight, source.patch_embed.proj.weight.sum(1, keepdim=True)
-    )
 
 
 def test_weights_of_which_nothing_fits_are_refused(tmp_path):

@@ -271,7 +271,7 @@ def test_an_image_that_one_process_cannot_read_ends_all_with_one_line_or_is_left
 @pytest.mark.parametrize(
     ("size", "options", "line"),
     [
-        (3, {"batch_size": 2}, "batch_size 2 is that of all 3 processes together and leaves some"),
+        (3, {"batch_size": 2}, "batch_size 2 counts all 3 processes together and leaves some"),
         (3, {"batch_size": 5, "optim": {"mixup": 0.2}}, "wanted at least 6, or fewer processes"),
         (
             4,

@@ -21,8 +21,6 @@ from tests.helpers.resumed_runs import (
 )
 from tests.helpers.small_runs import MODEL, SPEC, same
 from visionattn.cli.ends import Stopped
-from visionattn.inference.inference_options import InferenceOptions
-from visionattn.inference.model_opening import open_model
 from visionattn.models.registration import DEFAULTS, FORMER, complete, is_ours
 from visionattn.models.weights import load_model, read_metadata, save_model
 from visionattn.training import checkpoint
@@ -72,8 +70,9 @@ def written(path, version, model, **options):
     return path
 
 
-@pytest.mark.parametrize("version", [1, 2, 3])
-@pytest.mark.parametrize("options", [{}, dict(output_gate=True), dict(value_conv=5)])
+@pytest.mark.parametrize(
+    ("version", "options"), [(1, {}), (2, dict(output_gate=True)), (3, dict(value_conv=5))]
+)
 def test_weights_load_as_the_model_they_were_saved_of(tmp_path, later, version, options):
     model, image = small(**options), torch.randn(2, 1, 16, 24)
     expected = model(image)
@@ -97,13 +96,6 @@ def test_weights_of_a_model_with_new_defaults_come_back_and_miss_nothing_in_sile
         load_model(written(tmp_path / "c.safetensors", 2, small(relative="joint", value_conv=0)))
 
 
-def test_arguments_say_what_was_so_far_the_default(later):
-    before = small().state_dict()
-    later()
-    model = small(output_gate=False, value_conv=0, relative="joint")
-    same(model.state_dict(), before)
-
-
 @pytest.mark.parametrize("name", [name for name in list_models("*vit*") if is_ours(name)])
 def test_complete_arguments_build_the_same_model(name, monkeypatch):
     """Whatever the name stands for: nothing of it is left out."""
@@ -123,40 +115,10 @@ def size_of(name):
     return {key: DEFAULTS[name][key] for key in ("img_size", "in_chans") if key in DEFAULTS[name]}
 
 
-def test_weights_of_before_have_the_arguments_of_their_name(tmp_path):
-    """Those of the published models, which differ from the defaults of the class."""
-    name, given = "taylorshift_abs_vit_t", {"img_size": 16, **MODEL, "global_pool": "avg"}
-    del given["horizon"]
-    model = create_model(name, num_classes=4, in_chans=1, **given).eval()
-    assert all(block.attn.output_gate is None for block in model.blocks)
-    path, image = tmp_path / "a.safetensors", torch.randn(2, 1, 16, 24)
-    save_model(path, model, name, given, SPEC)
-    metadata = read_metadata(path) | {"version": "2", "args": json.dumps(given)}
-    save_file(model.state_dict(), path, metadata=metadata)
-    assert torch.equal(load_model(path)(image), model(image))
-    opened = open_model(InferenceOptions(checkpoint=str(path)), classifies=True)
-    assert opened.identity()["args"] == json.dumps(given, sort_keys=True)
-
-
-@pytest.mark.parametrize("name", FORMER)
-def test_former_defaults_have_no_gate_no_convolution_and_heads_of_width_64(name):
-    whole, former = complete(name, {}), complete(name, {}, FORMER)
-    changed = dict(output_gate=False, value_conv=0)
-    if name.startswith("taylorshift_vit") and "pixel" not in name:
-        changed["num_heads"] = whole["embed_dim"] // 64
-    assert former == whole | changed
-
-
 @pytest.mark.parametrize("name", FORMER)
 def test_no_name_has_come_to_change_what_cannot_be_stated(name):
     changed = {key for key, value in DEFAULTS[name].items() if FORMER[name].get(key) != value}
     assert changed <= complete(name, {}, {}).keys()
-
-
-def test_arguments_of_other_models_stay_as_they_are():
-    assert complete("vit_tiny_patch16_224", {"depth": 2}) == {"depth": 2}
-    assert complete("no_such_model", {"depth": 2}) == {"depth": 2}
-    assert complete(NAME + ".untrained", {"depth": 2})["attention"] == "kernelized"
 
 
 def stopped_run(output, monkeypatch):

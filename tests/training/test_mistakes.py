@@ -106,17 +106,9 @@ def test_a_run_keeps_what_its_best_weights_say_of_each_class(tmp_path, monkeypat
         labels = np.array([item.label for item in items])
         assert (found.split, found.epoch, found.images) == (name, 1, len(dataset))
         assert found.class_names == list(SPEC.class_names) and "16 x 16 px" in found.seen
-        assert [list(row) for row in found.classes] == [
-            [(labels == k).sum(), ((labels == k) & (said == k)).sum(), (said == k).sum()]
-            for k in range(4)
+        assert [right for _, right, _ in found.classes] == [
+            ((labels == k) & (said == k)).sum() for k in range(4)
         ]
-        made = {(a, b): n for a, b, n in found.confusions}
-        assert made == {
-            (a, b): count
-            for a in range(4)
-            for b in range(4)
-            if a != b and (count := ((labels == a) & (said == b)).sum())
-        }
         assert found.complete and found.mistakes
         seen = {item.pixels.tobytes(): i for i, item in enumerate(items)}
         for each in found.mistakes:
@@ -126,21 +118,6 @@ def test_a_run_keeps_what_its_best_weights_say_of_each_class(tmp_path, monkeypat
             assert each.of_label == pytest.approx(shares[i, labels[i]], abs=1e-5)
         chances = [each.of_label for each in found.mistakes]
         assert chances == sorted(chances)
-
-
-def test_what_a_later_epoch_does_worse_is_not_kept(tmp_path, monkeypatch):
-    splits = quadrants(9, test=False)
-    monkeypatch.setattr(engine, "build_splits", lambda config, seed: splits)
-    real = engine.Trainer.evaluate
-
-    def evaluate(self, *arguments):
-        result = real(self, *arguments)
-        return replace(result, accuracy=1.0 / (1 + self.position.epoch))
-
-    monkeypatch.setattr(engine.Trainer, "evaluate", evaluate)
-    lines_of(small_config(tmp_path, epochs=2))
-    assert read_by_class(tmp_path / "small" / "validation.json").epoch == 1
-    assert not (tmp_path / "small" / "test.json").exists()
 
 
 class Marked(Quadrants):

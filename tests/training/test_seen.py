@@ -12,8 +12,7 @@ from PIL import Image
 from tests.helpers.tools import load_tool
 from visionattn.data.batches import Batch
 from visionattn.data.geometry import Geometry
-from visionattn.models.building import ModelConfig, build_model
-from visionattn.models.weights import load_model, save_model
+from visionattn.models.weights import load_model
 from visionattn.training.evaluate import evaluate
 
 MODEL = {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2, "horizon": 1}
@@ -86,20 +85,9 @@ def test_validation_refuses_in_one_line_what_contradicts(capsys, flags, line):
     assert code == 2 and printed.err.count("\n") == 1 and line in printed.err, printed.err
 
 
-def test_more_loading_processes_than_a_machine_bears_are_refused(capsys):
-    assert train("--data.workers=1000000") == 2
-    assert "data.workers must be at most " in capsys.readouterr().err
-
-
 def rename_a_class(root):
     for split in ("train", "val"):
         (root / split / "dark").rename(root / split / "dim")
-
-
-def swap_classes(root):
-    for split in ("train", "val"):
-        for name, other in (("dark", "kept"), ("light", "dark"), ("kept", "light")):
-            (root / split / name).rename(root / split / other)
 
 
 def exchange_a_file(root):
@@ -111,21 +99,12 @@ def swap_labels(root):
         (root / "train" / f"{name}.png").rename(root / "train" / f"{other}.png")
 
 
-def change_one_byte(root):
-    path = root / "val" / "light" / "07.png"
-    content = bytearray(path.read_bytes())
-    content[-20] ^= 1
-    path.write_bytes(content)
-
-
 @pytest.mark.parametrize(
     ("change", "line"),
     [
         (rename_a_class, "classes that are gone: dark; new ones: dim"),
-        (swap_classes, "18 of 18 train images differ (pages/train/dark/01.png, "),
         (exchange_a_file, "1 of 18 train images differ (pages/train/dark/06.png)"),
         (swap_labels, "2 of 18 train images differ (pages/train/dark/00.png, pages/train/light/01"),
-        (change_one_byte, "1 of 8 validation images differ (pages/val/light/07.png)"),
     ],
 )
 def test_a_run_does_not_go_on_with_other_images_of_equal_number(tmp_path, capsys, change, line):
@@ -192,25 +171,6 @@ def test_padding_changes_no_evaluation(capsys):
     assert padded.loss == pytest.approx(single.loss, rel=1e-5)
     whole = evaluate(model, [Batch(images, labels)], model.data_spec, device=cpu)
     assert abs(whole.loss - single.loss) > 1e-4
-
-
-def test_files_of_before_are_read_as_cropped(tmp_path):
-    from safetensors import safe_open
-    from safetensors.torch import load_file, save_file
-
-    from tests.helpers.small_runs import SPEC
-
-    model, args = build_model(ModelConfig("scaleformer_vit_t", MODEL), SPEC)
-    save_model("new.safetensors", model, "scaleformer_vit_t", args, SPEC)
-    with safe_open("new.safetensors", framework="pt") as file:
-        metadata = file.metadata()
-    data = json.loads(metadata["data"])
-    old = {key: data[key] for key in ("in_chans", "num_classes", "class_names", "mean", "std")}
-    old |= {"encoding": None, "img_size": 16}
-    metadata |= {"version": "1", "data": json.dumps(old)}
-    save_file(load_file("new.safetensors"), "old.safetensors", metadata=metadata)
-    spec = load_model("old.safetensors").data_spec
-    assert (spec.fit, spec.img_size, spec.max_patches) == ("crop", 16, None)
 
 
 def test_a_model_of_timm_sees_padding_as_black_and_the_run_says_so(capsys):

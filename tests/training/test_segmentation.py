@@ -10,10 +10,8 @@ import torch
 from PIL import Image
 from sklearn.metrics import jaccard_score
 
-from tests.helpers.several_processes import run_processes
 from tests.helpers.small_runs import MODEL, lines, lines_of, rows, small_config
 from tests.helpers.tools import assert_one_error, load_tool
-from visionattn.cli.ends import run_tool
 from visionattn.data.batches import Batch
 from visionattn.data.splits import build_splits
 from visionattn.models.building import ModelConfig, build_model
@@ -22,8 +20,6 @@ from visionattn.models.segmentation import IGNORED, Segmenter
 from visionattn.models.weights import DataSpec, load_model, read_metadata, save_model
 from visionattn.training.checkpoint import best_figures, started_model
 from visionattn.training.config import OptimConfig, check
-from visionattn.training.distributed import joined
-from visionattn.training.engine import train
 from visionattn.training.evaluate import evaluate
 from visionattn.training.objectives import PixelClasses, confusion_of
 
@@ -155,33 +151,6 @@ def test_a_run_learns_masks_and_says_how_well(run):
     assert model.stride == 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_two_processes_learn_what_one_does(tmp_path, parallel):
-    """Nine images in batches of four: the last one leaves a process without any."""
-    write_folder(tmp_path / "data", images=9)
-    figures = {}
-    for size in (1, 2):
-        kind = parallel if size > 1 else None
-        config = config_of(tmp_path, run=f"of_{size}", log_every=1, parallel=kind)
-
-        def work(rank, config=config):
-            def tool():
-                with joined() as processes:
-                    train(config, processes=processes)
-
-            return run_tool(tool, several=True)
-
-        ended = run_processes(size, work, tmp_path / f"streams_{size}")
-        assert [each.code for each in ended] == [0] * size, "".join(each.err for each in ended)
-        found = lines(tmp_path / "out" / f"of_{size}")
-        losses = [line["loss"] for line in found if line["kind"] in ("train", "test")]
-        test = found[-1]
-        assert test["kind"] == "test" and test["images"] == 4
-        figures[size] = [*losses, test["mean_iou"], *test["ious"], test["accuracy"]]
-    assert figures[2] == pytest.approx(figures[1], abs=1e-5)
-
-
 def test_weights_are_judged_at_several_sizes(run, tmp_path, capsys):
     folder, *_ = run
     best, kept = folder / "out/small/best.safetensors", tmp_path / "rows.json"
@@ -204,20 +173,6 @@ def test_weights_are_judged_at_several_sizes(run, tmp_path, capsys):
         assert f"{100 * row['mean_iou']:.2f} %" in line
         assert f"{100 * row['accuracy']:.2f} %" in line
         assert row["mean_iou"] == pytest.approx(np.mean(row["ious"]))
-
-
-def test_weights_are_judged_on_other_masks_with_the_classes_that_they_know(run, tmp_path, capsys):
-    folder, *_ = run
-    write_folder(tmp_path / "data")
-    for path in (tmp_path / "data").glob("*/masks/*.png"):  # whose masks have two classes alone
-        mask = np.array(Image.open(path))
-        Image.fromarray(np.where(mask == 2, np.uint8(255), mask)).save(path)
-    best = tmp_path / "best.safetensors"
-    best.write_bytes((folder / "out/small/best.safetensors").read_bytes())
-    given = ["--data.name", "folder", "--data.root", str(tmp_path / "data"), "--data.workers", "0"]
-    with pytest.warns(UserWarning, match="no mask has a pixel of the classes red"):
-        assert validate_tool(["--checkpoint", str(best), *given]) == 0
-    assert "mean IoU" in capsys.readouterr().out
 
 
 def rewrite(root, values, dtype=np.uint8):

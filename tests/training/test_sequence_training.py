@@ -3,14 +3,11 @@ process, also beside data parallel, after a resumption, and with everything that
 """
 
 import json
-import os
-import signal
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.helpers.several_processes import run_processes
 from tests.helpers.small_runs import quadrants, small_config, small_trainer
 from tests.training.test_distributed_training import (
     EVERYTHING,
@@ -19,11 +16,9 @@ from tests.training.test_distributed_training import (
     stop_after,
     weights,
 )
-from visionattn.cli.ends import run_tool
-from visionattn.models.large import row_parallel
 from visionattn.training import engine
 from visionattn.training.config import check
-from visionattn.training.distributed import joined, ranks_per_image
+from visionattn.training.distributed import ranks_per_image
 from visionattn.training.engine import train
 from visionattn.training.run_folder import BY_CLASS
 
@@ -99,28 +94,3 @@ def test_options_that_contradict_each_other_are_refused(tmp_path):
     assert ranks_per_image(config, 6) == 6
     assert ranks_per_image(replace(config, sequence_ranks=2), 6) == 2
     assert ranks_per_image(replace(config, parallel="ddp"), 6) == 1
-
-
-@pytest.mark.slow
-def test_a_process_that_dies_ends_those_that_wait_for_its_rows(tmp_path, monkeypatch):
-    """They wait in the middle of a layer, in an evaluation too."""
-    real, calls = row_parallel.rows_around, iter(range(10**6))
-
-    def dying(*args, **options):
-        if os.environ["RANK"] == "1" and next(calls) == 20:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*args, **options)
-
-    monkeypatch.setattr(row_parallel, "rows_around", dying)
-    config = small_config(tmp_path, parallel="sequence", epochs=1)
-
-    def work(rank):
-        def tool():
-            with joined() as processes:
-                train(config, processes=processes)
-
-        return run_tool(tool, several=True)
-
-    ended = run_processes(2, work, tmp_path / "streams")
-    assert [each.code for each in ended] == [4, -signal.SIGKILL]
-    assert ended[0].err.count("error: ") == 1

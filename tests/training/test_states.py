@@ -89,16 +89,6 @@ def test_without_its_last_state_a_run_goes_on_from_the_one_before(stopped, whole
     assert_same_end(whole, stopped)
 
 
-def test_a_bad_last_state_never_takes_the_place_of_the_good_one_before(stopped, monkeypatch):
-    last, previous = stopped / "last.pt", (stopped / "previous.pt").read_bytes()
-    last.write_bytes(b"garbled")
-    stop_after(monkeypatch, 1, interrupt)
-    with pytest.raises(Stopped, match="stopped after step 7 "):
-        run(config_of(stopped.parent, resume=True))
-    assert (stopped / "previous.pt").read_bytes() == previous
-    assert state_of(stopped)["position"]["step"] == 7
-
-
 def test_without_any_readable_state_a_run_ends_with_one_line_and_nothing_is_touched(
     stopped, capsys
 ):

@@ -26,6 +26,7 @@ from tests.helpers.small_runs import (
 )
 from tests.helpers.stand_in_gpu import GPU, Card, OnProcessor
 from visionattn.cli.ends import DoesNotFit, exit_code, run_tool
+from visionattn.cli.tables import lasting
 from visionattn.data.batches import _BatchKeys
 from visionattn.data.buckets import canvases
 from visionattn.data.geometry import Geometry
@@ -326,18 +327,6 @@ def test_the_batch_size_is_a_number_or_auto(tmp_path):
     assert asdict(small_config(tmp_path))["batch_size"] == 8
 
 
-def test_a_run_is_bit_for_bit_the_run_without_a_forecast(tmp_path, monkeypatch, small):
-    options = {"optim": EVERYTHING, "model": {"drop_path_rate": 0.2}}
-    lines_of(small_config(tmp_path / "told", **options))
-    monkeypatch.setattr(engine, "forecast", lambda trainer, memory: None)
-    lines_of(small_config(tmp_path / "not", **options))
-    states = [
-        torch.load(tmp_path / name / "small" / LAST, weights_only=True) | {"config": None}
-        for name in ("told", "not")
-    ]
-    same(*states)
-
-
 def test_the_first_line_comes_before_any_image_is_looked_at(tmp_path, monkeypatch, small):
     stream = io.StringIO()
 
@@ -381,11 +370,13 @@ def test_an_epoch_computes_its_steps_and_its_evaluation(tmp_path, timed, checkpo
     config = small_config(tmp_path, epochs=5, optim={"accumulate": 2})
     trainer = small_trainer(config, quadrants(64))
     trainer.position.epoch, trainer.config.model.grad_checkpointing = 2, checkpointing
-    told = forecast(trainer, Expected(1, 2))
-    assert timed == [(8, 16, 16)] and told.images == "64 images of 16 x 16 px, 16 patches"
-    assert told.seconds_per_step == pytest.approx(forwards * 2 * 8 * 0.256)
-    assert told.seconds_per_epoch == pytest.approx(forwards * 64 * 0.256 + 23 * 0.256)
-    assert (told.epochs, told.memory) == (3, Expected(1, 2))
+    told = forecast(trainer, Expected(1 << 20, None))
+    step, epoch = forwards * 2 * 8 * 0.256, forwards * 64 * 0.256 + 23 * 0.256
+    assert timed == [(8, 16, 16)] and told.seconds == pytest.approx(3 * epoch)
+    assert told.line == (
+        "64 images of 16 x 16 px, 16 patches; memory: 1 MiB expected; computing takes about "
+        f"{lasting(step)} per step, {lasting(epoch)} per epoch, {lasting(3 * epoch)} in all"
+    )
     steps = trainer.steps_left()
     assert steps == pytest.approx(3 * (4 + 4 * 23 / 64 / forwards))
 
@@ -394,9 +385,9 @@ def test_the_median_of_batches_is_timed_unless_the_model_is_cut(tmp_path, monkey
     trainer = small_trainer(small_config(tmp_path))
     shapes = np.array([[4, 8 * n, 8] for n in range(20, 0, -1)])
     monkeypatch.setattr(type(trainer.batches), "shapes", lambda own: shapes)
-    assert forecast(trainer, Expected(1, 2)).seconds_per_step > 0 and timed == [(4, 88, 8)]
+    assert forecast(trainer, Expected(1, 2)).seconds > 0 and timed == [(4, 88, 8)]
     trainer.spread.kind = "fsdp"
-    told = forecast(trainer, Expected(2 << 20, 1 << 20)).line()
+    told = forecast(trainer, Expected(2 << 20, 1 << 20)).line
     assert len(timed) == 1 and told.endswith(
         "memory: 2 MiB expected, 1 MiB there, which may not do; the first steps will tell the time"
     )

@@ -13,10 +13,8 @@ import yaml
 from PIL import Image
 
 import visionattn
-from tests.helpers.several_processes import run_processes
-from tests.helpers.small_runs import lines, lines_of, quadrants, same, small_config
+from tests.helpers.small_runs import lines, lines_of, same, small_config
 from tests.helpers.tools import assert_one_error, load_tool
-from visionattn.cli.ends import run_tool
 from visionattn.data.batches import SampleKey
 from visionattn.data.documents import draw_page
 from visionattn.data.drawn_images import seen_as
@@ -27,9 +25,7 @@ from visionattn.models.export import check_exportable
 from visionattn.models.pixel_decoder import PixelDecoder
 from visionattn.models.weights import load_model
 from visionattn.training import engine
-from visionattn.training.batch_pictures import show_batch
 from visionattn.training.config import OptimConfig
-from visionattn.training.distributed import joined
 from visionattn.training.evaluate import evaluate
 from visionattn.training.objectives import Likelihood
 from visionattn.training.run_progress import report
@@ -39,12 +35,6 @@ from visionattn.training.trainer import Trainer
 train_tool, validate_tool = load_tool("train"), load_tool("validate")
 CPU = torch.device("cpu")
 TINY = {"embed_dim": 16, "depth": 2, "num_heads": 2, "mlp_ratio": 2.0, "rows": 1, "reach": 1}
-
-
-def quadrants_to_write(config, seed):
-    """57 training, 23 validation and 29 test images of four classes, in place of build_splits."""
-    splits = quadrants(57, img_size=config.img_size)
-    return replace(splits, spec=replace(splits.spec, task="generate", mean=(), std=()))
 
 
 def config_of(folder, *, model=None, data=None, **options):
@@ -128,36 +118,6 @@ def test_validate_gives_bits_per_dimension_at_other_sizes(run, capsys):
     table = [line.split() for line in capsys.readouterr().out.splitlines()[-3:]]
     assert table[0] == ["size", "images", "bits/dim", "images/s"]
     assert table[1][:3] == ["8", "359", said[-1].split()[2]] and table[2][:2] == ["10", "359"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_two_processes_learn_what_one_does(tmp_path, monkeypatch, parallel):
-    """57 images in batches of 8: the last one leaves a process without any."""
-    monkeypatch.setattr(engine, "build_splits", quadrants_to_write)
-    figures = {}
-    for size in (1, 2):
-        config = config_of(
-            tmp_path,
-            run=f"of_{size}",
-            batch_size=8,
-            log_every=1,
-            parallel=parallel if size > 1 else None,
-            model={"conditioned": True},
-        )
-
-        def work(rank, config=config):
-            def tool():
-                with joined() as processes:
-                    engine.train(config, processes=processes)
-
-            return run_tool(tool, several=True)
-
-        ended = run_processes(size, work, tmp_path / f"streams_{size}")
-        assert [each.code for each in ended] == [0] * size, "".join(each.err for each in ended)
-        found = lines(tmp_path / f"of_{size}")
-        figures[size] = [line["loss"] for line in found if line["kind"] in ("train", "test")]
-    assert len(figures[1]) == 9 and figures[2] == pytest.approx(figures[1], abs=1e-4)
 
 
 def test_pieces_of_pages_come_from_pages_at_their_own_scale(tmp_path):
@@ -267,15 +227,6 @@ def test_what_reads_images_refuses_a_model_that_writes_them(run, tmp_path):
             call()
     with pytest.raises(ValueError, match="writes images value by value, which timm and"):
         share(ShareConfig(checkpoint=str(best), to=str(tmp_path / "shared")))
-
-
-def test_the_first_batches_are_shown_with_classes_or_without(tmp_path):
-    for name in ("digits", "documents"):
-        config = config_of(tmp_path, data={"name": name}, batch_size=16)
-        said = show_batch(replace(config, show_batch=str(tmp_path / f"{name}.png")))
-        assert "16 training and 16 validation images" in said
-        with Image.open(tmp_path / f"{name}.png") as sheet:
-            assert sheet.size[0] > 500
 
 
 def test_a_run_starts_from_the_weights_of_another(run, tmp_path):

@@ -29,7 +29,7 @@ from visionattn.training.trainer import Trainer
 MOST_PICTURES = 16
 """Pictures of each of the two batches."""
 MOST_PX, COLUMNS = 2400, 8
-"""About the largest width and height of a sheet in pixels, and the most pictures side by side."""
+"""The largest width of a sheet in pixels, and the most pictures side by side."""
 ENLARGED_PX, MOST_TIMES, LEAST_PX = 256, 4, 24
 """Small pictures are enlarged by one whole number, up to ``ENLARGED_PX`` and ``MOST_TIMES``; large
 ones are shrunk to one longest side, of at least ``LEAST_PX``.
@@ -254,11 +254,12 @@ def draw_sheet(parts: Sequence[Part], *, most_px: int = MOST_PX) -> Image.Image:
 
     Args:
         parts: in the order of reading, with at least one picture.
-        most_px: about the largest width and height of the sheet in pixels.
+        most_px: the largest width of the sheet in pixels, as far as captions allow.
     """
     longest = max(max(picture.pixels.shape[:2]) for part in parts for picture in part.pictures)
     times = max(1, min(MOST_TIMES, ENLARGED_PX // longest))
-    columns, cap = best_columns(parts, times * longest, most_px)
+    columns = min(COLUMNS, max(len(part.pictures) for part in parts))
+    cap = min(times * longest, max(LEAST_PX, (most_px - 2 * MARGIN) // columns - GAP))
     how = f"; shown {times} times as large" if times > 1 else ""
     if cap < longest:
         how = f"; shown at {cap} px at most"
@@ -278,28 +279,6 @@ def draw_sheet(parts: Sequence[Part], *, most_px: int = MOST_PX) -> Image.Image:
             left += tile.width + GAP
         top += height
     return sheet
-
-
-def best_columns(parts: Sequence[Part], largest: int, most_px: int) -> tuple[int, int]:
-    """Return how many pictures stand side by side, and the longest side of a picture in pixels:
-    the largest that fits, and of equals the most columns.
-
-    Args:
-        parts: what is drawn.
-        largest: the longest side that is wanted.
-        most_px: about the largest width and height of the sheet.
-    """
-    lines = max(len(picture.captions) for part in parts for picture in part.pictures)
-    found = []
-    for columns in range(1, COLUMNS + 1):
-        rows = sum(-(-len(part.pictures) // columns) for part in parts)
-        width = (most_px - 2 * MARGIN) // columns - GAP
-        heads = 2 * MARGIN + len(parts) * (HEAD_PX + GAP)
-        height = (most_px - heads) // rows - GAP - 6 - lines * CAPTION_PX
-        if columns == 1 or width >= NARROWEST:
-            found.append((max(min(LEAST_PX, largest), min(largest, width, height)), columns))
-    cap, columns = max(found)
-    return columns, cap
 
 
 def draw_head(title: str, note: str) -> Image.Image:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from visionattn.cli.files import first_line, flush_folder, write_whole
-from visionattn.cli.untrusted import brief
+from visionattn.cli.untrusted import brief, from_json
 from visionattn.data.data_checks import WHOLE
 from visionattn.data.splits import Splits
 from visionattn.data.walk import composed, listed
@@ -52,7 +52,7 @@ from visionattn.training.config import TrainConfig
 from visionattn.training.run_folder import LAST, PREVIOUS
 from visionattn.training.run_progress import Position
 
-STATE_FORMAT, STATE_VERSION = "visionattn.state", 3
+STATE_FORMAT, STATE_VERSION = "visionattn.state", 4
 QUIET = frozenset({"resume", "overwrite", "output", "run", "show_batch", "log_every", "save_every"})
 QUIET |= {"init_from", "init_model", "parallel", "sequence_ranks", "dist_timeout"}
 """Options that may differ on resume without a word."""
@@ -232,8 +232,8 @@ class States:
         return replace(model, name=NAME, args=state["config"]["model"]["args"])
 
     def former_defaults(self, name: str) -> dict[str, Any]:
-        """Return the arguments of the model that nobody gave and whose defaults have changed since
-        the state was saved, as they were then.
+        """Return the former values of default arguments that have changed since the state was
+        saved.
         """
         if self.newest.get("name") != name:
             return {}
@@ -271,7 +271,7 @@ class States:
 def check_options(
     old: dict[str, Any], new: dict[str, Any], *, amid_epoch: bool, done: bool
 ) -> list[str]:
-    """Check the options of a resumed run against those of its state.
+    """Check the options of a resumed run against its state.
 
     Args:
         old: the configuration that the state was saved with, as a dict.
@@ -391,7 +391,9 @@ def best_figures(path: Path) -> BestFigures | None:
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing")
     notes = read_metadata(path).get("validation")
-    return BestFigures(*json.loads(notes)) if notes else None
+    if not notes:
+        return None
+    return BestFigures(*from_json(tuple[int, float | None, float], notes, f"validation of {path}"))
 
 
 def recall_best(position: Position, path: Path) -> list[str]:
@@ -420,14 +422,14 @@ def started_model(
     """Make the model of a run with the weights that it starts from.
 
     Args:
-        config: the run, of which ``init_from`` and ``init_model`` are read.
+        config: the run; only ``init_from`` and ``init_model`` count.
         model: what to build; the body of a teacher takes its place.
         spec: what the images are.
         first: this process gives the others its weights; they need none that are placed.
 
     Returns:
-        The model, what was built (``converted_vit`` with all arguments, where a teacher gave the
-        body), its arguments as ``build_model`` gives them, and lines about the weights.
+        The model, what was built (``converted_vit`` with all arguments for the body of a teacher),
+        its arguments as ``build_model`` gives them, and lines about the weights.
 
     Raises:
         ValueError, FileNotFoundError: the model or the weights are wrong; one line.
@@ -447,7 +449,8 @@ def started_model(
                 f"{NAME} has the body of a teacher; name it with --init-from, e.g. "
                 "vit_small_patch16_224, or a file"
             )
-        return (*_built(model, spec), [])
+        made, args = build_model(model, spec)
+        return made, model, args, []
     if is_teacher(source, config.init_model, model.name):
         body = None if _metadata(source) else config.init_model
         vit, lines = open_teacher(source, body=body, pretrained=True)
@@ -466,8 +469,8 @@ def started_model(
                     f"{brief(asked)}; {NONE_GIVEN}"
                 )
         model = replace(model, args=held | model.args)
-    made, chosen, args = _built(model, spec)
-    return made, chosen, args, place_weights(made, model.name, source).lines() if first else []
+    made, args = build_model(model, spec)
+    return made, model, args, place_weights(made, model.name, source).lines() if first else []
 
 
 def _is_segmenter(source: str | None) -> bool:
@@ -479,25 +482,19 @@ def _is_segmenter(source: str | None) -> bool:
 def _on_started_body(
     config: TrainConfig, model: ModelConfig, spec: DataSpec, first: bool
 ) -> tuple[nn.Module, ModelConfig, dict[str, Any], list[str]]:
-    """Put a new head of pixels on a body that starts as that of a classification would."""
+    """Put a new segmentation head on a body that starts as the body of a classifier does."""
     head = {key: value for key, value in model.args.items() if key in HEAD_ARGS}
-    body_model = replace(
-        model, args={key: value for key, value in model.args.items() if key not in HEAD_ARGS}
-    )
+    rest = {key: value for key, value in model.args.items() if key not in HEAD_ARGS}
+    body_model = replace(model, args=rest)
     body_spec = replace(spec, task="classification", num_classes=0, class_names=())
     body, chosen, args, lines = started_model(config, body_model, body_spec, first=first)
     made = Segmenter(body, spec.num_classes, **head)
     return made, replace(chosen, args=chosen.args | head), args | head, lines
 
 
-def _built(model: ModelConfig, spec: DataSpec) -> tuple[nn.Module, ModelConfig, dict[str, Any]]:
-    made, args = build_model(model, spec)
-    return made, model, args
-
-
 def is_teacher(source: str, body: str | None, name: str) -> bool:
-    """Tell whether a model of ours of that name starts from a timm ViT that says its body: by
-    timm's name, in a file of ``visionattn train``, or in a state dict whose ``body`` is given.
+    """Tell whether the model ``name``, one of ours, starts from a timm ViT of known body: given by
+    timm's name, by a file of ``visionattn train``, or by a state dict with a ``body``.
     """
     if not is_ours_by_name(name):
         return False
@@ -511,7 +508,7 @@ def is_teacher(source: str, body: str | None, name: str) -> bool:
 
 
 def is_ours_by_name(name: str) -> bool:
-    """Tell whether a name, which timm may not know, is that of a model of ours."""
+    """Tell whether a name is a model of ours; timm may not know it."""
     return timm.is_model(name) and is_ours(name)
 
 
@@ -540,17 +537,17 @@ def _args_in(source: str) -> dict[str, Any]:
 
 
 def converted_for(vit: nn.Module, model: ModelConfig, spec: DataSpec) -> Converted:
-    """Make the model that is to be trained of a teacher.
+    """Convert a teacher to the model to train.
 
     Args:
         vit: the teacher.
-        model: a name of ours, whose attention and relative position are taken, and whose width and
-            depth the teacher must have; or ``converted_vit``, for any teacher. Its arguments are
-            those of ``from_softmax``.
-        spec: what the images are: their channels and classes are the model's.
+        model: a name of ours, which gives attention and relative position, and must have the width
+            and depth of the teacher; or ``converted_vit``, for any teacher. Its arguments are those
+            of ``from_softmax``.
+        spec: the channels and classes of the images.
 
     Raises:
-        ValueError: the teacher cannot be converted, or is of another size; one line.
+        ValueError: the teacher cannot be converted, or has another size; one line.
     """
     check_args(model)
     body, family = body_of(vit), DEFAULTS[model.name.partition(".")[0]]

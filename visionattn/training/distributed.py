@@ -69,11 +69,11 @@ KINDS = {"input": ValueError, "oom": OutOfMemory, "failed": Failed}
 
 
 class Processes:
-    """What one process of a run knows of all of them, and how it speaks with the others.
+    """One process of a run: its place among the others, and its messages to them.
 
     Args:
         rank: the number of this process.
-        size: how many processes there are.
+        size: the number of processes.
         local_rank: the number of this process on its machine.
         hosts: the machine of each process.
     """
@@ -84,14 +84,12 @@ class Processes:
         self.rank, self.size = rank, size
         self.local_rank, self.hosts = local_rank, list(hosts)
         self.per_image = 1
-        """How many processes share each image: those of neighbouring numbers, whose batches are the
-        same.
-        """
+        """How many neighbouring processes share each image; they have the same batches."""
         self.store: distributed.Store | None = None
         self.speaks = rank == 0
         """Whether this is the process that says how the run ended."""
         self.failing = False
-        """Whether the run ends because one process alone has failed."""
+        """Whether the run ends because of an error in one process only."""
         self._agreed: BaseException | None = None
 
     @property
@@ -111,7 +109,7 @@ class Processes:
 
     @property
     def counts(self) -> bool:
-        """Tell whether what this process finds of its images is not what another one finds too."""
+        """Tell whether this process counts its images, which others may share."""
         return self.rank % self.per_image == 0
 
     @property
@@ -130,7 +128,7 @@ class Processes:
         if name.partition(":")[2]:
             raise ValueError(
                 f"device {name} is one for all processes; say cuda, and each takes the GPU of its "
-                f"number"
+                "number"
             )
         device = pick_device(name)
         if device.type != "cuda":
@@ -173,8 +171,8 @@ class Processes:
     def together(self, work: Callable[[], Outcome]) -> Outcome:
         """Do work on each process, and raise on all of them what it raises on one.
 
-        The work may not send messages to other processes. Where several processes raise, an error
-        counts before an interruption, and that of a lower number before that of a higher one.
+        The work may not send messages to other processes. If several processes raise, an error
+        counts before an interruption, and a lower process number before a higher one.
         """
         if self.size == 1:
             return work()
@@ -230,16 +228,14 @@ class Processes:
         return error
 
     def agreed(self, error: BaseException) -> bool:
-        """Tell whether all processes raise this error, or the one that it says in other words, at
-        the same place, so that they can still do something together.
+        """Tell whether all processes raise this error (or its cause) at the same place, so that
+        they can still do something together.
         """
         agreed = self._agreed is not None and self._agreed in (error, error.__cause__)
         return self.size == 1 or agreed
 
     def _portable(self, error: BaseException | None) -> BaseException | None:
-        """Make a copy of an error that can be sent, and name this process in its text, unless it is
-        the first one.
-        """
+        """Copy an error to send it, and add this process to its text, unless it is the first."""
         if error is None:
             return None
         place = "" if self.first else f" ({self.name})"
@@ -254,13 +250,13 @@ class Processes:
         return made
 
     def set_timeout(self, seconds: float) -> None:
-        """Set how long a process waits for an answer of the others."""
+        """Set how long a process waits for the others."""
         if self.size > 1:
             distributed.group.WORLD.set_timeout(timedelta(seconds=seconds))
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """End all processes for the same reason when one of them alone meets an error in here."""
+        """End all processes for the same reason if one of them meets an error in this context."""
         try:
             yield
         except (Stopped, NonFinite, Interrupted):  # the same on all
@@ -275,8 +271,8 @@ class Processes:
             raise end from error
 
     def _end_of(self, error: BaseException) -> BaseException:
-        """Return what this process ends with after an error that it has met alone: the error, or
-        the failure of another process that was first to tell the store.
+        """Return the error that ends this process after an error in it: the error itself, or the
+        failure of another process that told the store first.
         """
         self.failing, lost = True, False
         kind = "input" if isinstance(error, (ValueError, OSError)) else "failed"
@@ -294,7 +290,7 @@ class Processes:
         found = [own := json.dumps([kind, f"{said} ({self.name})"])]
 
         def tell() -> None:
-            # What several meet, the first process tells, unless that is the dead one.
+            # An error of several processes is told by the first one, unless that is dead.
             if not self.first:
                 time.sleep(FIRST_SECONDS if lost else 1)
             with suppress(RuntimeError):  # the store has ended too
@@ -309,7 +305,7 @@ class Processes:
         return error if found[0] == own and not lost else KINDS[kind](said)
 
     def terminate(self, signum: int, frame: object) -> None:
-        """End on SIGTERM, unless this process is about to end anyway."""
+        """End on SIGTERM, unless this process is ending already."""
         if not self.failing:
             raise SystemExit(128 + signum)
 
@@ -318,9 +314,9 @@ class Processes:
 def joined() -> Iterator[Processes]:
     """Join the other processes that ``torchrun`` has started, and at the end wait for them.
 
-    A single process joins nothing. At the end one process alone leaves its line on standard error.
-    ``torchrun`` sends SIGTERM to the others as soon as one has failed; they ignore it from here on,
-    so that each ends with the same exit code.
+    A single process joins nothing. At the end only one process leaves its line on standard error.
+    ``torchrun`` sends SIGTERM to the others when one has failed; they ignore it from the end of the
+    context on, so that each ends with the same exit code.
 
     Raises:
         ValueError: the environment says that there are several processes, but not which one this
@@ -400,11 +396,8 @@ def part(processes: Processes) -> None:
 
 
 def place_of(error: BaseException) -> str:
-    """Name the process that an error comes from, as `` (process 1 on host)``, for a line that says
-    the error in other words.
-
-    The name is empty for errors of the first process, and for errors that this process alone has
-    met, to which ``guard`` adds it.
+    """Return the process that an error comes from, as `` (process 1 on host)``; empty for the first
+    process, and for errors to which ``guard`` adds it later.
     """
     return getattr(error, "place", "")
 
@@ -420,7 +413,7 @@ def _end_at_once(exit_code: int) -> None:
 
 
 def ranks_per_image(config: TrainConfig, size: int) -> int:
-    """Return how many of so many processes share each image.
+    """Return how many of ``size`` processes share each image.
 
     Raises:
         ValueError: ``sequence_ranks`` does not divide their number.
@@ -458,7 +451,7 @@ def choose_kind(config: TrainConfig, size: int) -> Kind | None:
     if fewest < (2 if mixes else 1):
         wanted = "two images, which are mixed," if mixes else "an image"
         raise ValueError(
-            f"batch_size {config.batch_size} is that of all {size} processes together and leaves "
+            f"batch_size {config.batch_size} counts all {size} processes together and leaves "
             f"some without {wanted} of a batch; wanted at least {(2 if mixes else 1) * parts}, or "
             "fewer processes"
         )
@@ -466,11 +459,11 @@ def choose_kind(config: TrainConfig, size: int) -> Kind | None:
 
 
 def check_model(model: nn.Module, name: str, size: int, kind: Kind | None = None) -> None:
-    """Check that the model trains on several processes as it does on one.
+    """Check that the model trains on several processes as on one.
 
     Raises:
-        ValueError: it has batch norm, whose statistics would be those of each process's part of a
-            batch; or, with ``sequence``, its tokens cannot be divided (``parallelize``).
+        ValueError: it has batch norm, with statistics of one process's part of a batch; or, with
+            ``sequence``, its tokens cannot be divided (``parallelize``).
     """
     if kind == "sequence":
         check_divisible(model)
@@ -482,15 +475,13 @@ def check_model(model: nn.Module, name: str, size: int, kind: Kind | None = None
     ]
     if norms and size > 1:
         raise ValueError(
-            f"model {name} has batch norm ({norms[0]}), whose statistics would be those of each "
-            "process's part of a batch; train it on one process, or choose a model with another "
-            "norm"
+            f"model {name} has batch norm ({norms[0]}), with other statistics on each process; "
+            "train it on one process, or choose a model with another norm"
         )
 
 
 class Spread:
-    """How the processes of a run hold its model. With one process that is the model itself, and
-    nothing here acts.
+    """Spread a model over the processes of a run; nothing here acts with one process.
 
     Args:
         kind: ``ddp``, ``fsdp``, ``sequence``, or None for one process.
@@ -555,8 +546,8 @@ class Spread:
 
     @contextmanager
     def summing(self, last: bool) -> Iterator[None]:
-        """Surround forward and backward of one batch of a step; the processes' gradients are
-        averaged after the last one.
+        """Surround forward and backward of one batch of a step; gradients are averaged over the
+        processes after the ``last`` one.
         """
         if self.kind is None:
             yield
@@ -576,9 +567,7 @@ class Spread:
             self._check_gradients()
 
     def _check_gradients(self) -> None:
-        """Raise ValueError where a parameter takes no part in the loss: the processes would wait
-        for its gradient.
-        """
+        """Raise ValueError if a parameter takes no part in the loss: DDP would wait for it."""
         for name, parameter in self._module.module.named_parameters():
             if parameter.requires_grad and parameter.grad is None:
                 name = name.removeprefix("model.") if self._group else name
@@ -589,9 +578,7 @@ class Spread:
                 )
 
     def evaluated(self, model: nn.Module) -> nn.Module:
-        """Return what evaluates a whole model: itself, or with the rows of each image shared among
-        processes.
-        """
+        """Return a whole model to evaluate: itself, or with the rows of each image shared."""
         return model if self._group is None else RowParallel(model, self._group)
 
     def total(self, value: Tensor) -> Tensor:
@@ -601,10 +588,8 @@ class Spread:
         return value
 
     def whole(self, module: nn.Module, *, gradients: bool = False) -> nn.Module:
-        """Return the module with whole tensors, to evaluate or to save: itself, or a copy where it
-        is cut.
-
-        All processes must call it.
+        """Return the module with whole tensors, to evaluate or to save: itself, or a copy of a
+        module that is cut. All processes must call it.
 
         Args:
             module: the model, or the average.
@@ -626,9 +611,7 @@ class Spread:
 
 
 def stages(model: nn.Module) -> list[nn.Module]:
-    """Return the parts of a model whose parameters FSDP gathers in turn: the blocks of a
-    transformer, the stages of others.
-    """
+    """Return the parts of a model that FSDP gathers one after another: blocks or stages."""
     found = getattr(model, "blocks", None) or getattr(model, "stages", None) or []
     return [stage for stage in found if next(stage.parameters(), None) is not None]
 
@@ -650,7 +633,7 @@ def whole_tensors(state: Any) -> Any:
 
 
 def cut_like(value: Any, like: Tensor) -> Any:
-    """Cut a whole tensor as another one of its shape is cut; anything else comes back as it is."""
+    """Cut a whole tensor like another one of its shape; return anything else unchanged."""
     if not isinstance(like, DTensor) or not isinstance(value, Tensor) or value.shape != like.shape:
         return value
     return distribute_tensor(

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 import numpy as np
 import torch
@@ -91,14 +91,8 @@ def prepare_classes(
     return Prepared(splits, *started_model(started, config.model, splits.spec, first=first))
 
 
-class Prepare(Protocol):
-    """A function that makes the model of a run: ``prepare_classes``, or that of distillation."""
-
-    def __call__(
-        self, config: TrainConfig, device: torch.device, *, resumed: bool, first: bool
-    ) -> Prepared:
-        """Make it."""
-        ...
+Prepare = Callable[..., Prepared]
+"""A function with the arguments of ``prepare_classes``; distillation has its own."""
 
 
 def train(
@@ -188,7 +182,7 @@ def setting_up(status: Status, processes: Processes, *, replaces: bool) -> Itera
 
     Args:
         status: the run's status.
-        processes: those of the run.
+        processes: of the run.
         replaces: the folder holds an earlier run, which this one overwrites.
     """
     try:
@@ -318,7 +312,7 @@ def run(
             record.say(line)
         left = position.epoch < trainer.config.epochs
         if left and (expected := forecast(trainer, memory)):
-            record.say(expected.line())
+            record.say(expected.line)
         try:
             trainer.fit(record, interruption)
             return trainer.finish(record, interruption)

@@ -103,8 +103,8 @@ def evaluate(
     in.
 
     Args:
-        model: on ``device``; on several processes each has the whole of it, since nobody waits for
-            others' batches; those that share images (``per_image``) have one for their rows.
+        model: on ``device``; on several processes each has the whole model, or one for its rows of
+            each image (``per_image``).
         batches: the images, or the part of them that this process takes.
         spec: what the images are.
         device: where to compute.
@@ -174,14 +174,13 @@ def _sums(
     those whose outputs have their classes; then images per second and, where pixels have classes,
     the counts of ``confusion_of``, row by row.
     """
-    images_seen, seconds = 0, 0.0
-    first_seconds, first_images = 0.0, 0
+    times: list[tuple[int, float]] = []
     # Sums stay on the device until the end: reading each would wait for the device.
     parts = [torch.zeros(4, device=device)]
     pixels = spec.task == "segmentation"
     counts = torch.zeros((spec.num_classes,) * 2 if pixels else 0, dtype=torch.int64, device=device)
     leaves_out = takes_sizes(model)
-    for number, (images, labels, sizes) in enumerate(batches):
+    for images, labels, sizes in batches:
         start = time.perf_counter()
         labels = labels.to(device, non_blocking=True)
         with autocast(device, amp):
@@ -198,18 +197,12 @@ def _sums(
         if judged.confusion is not None:
             counts += judged.confusion
         parts.append(found)
-        # Time is that of the device, which works on after a call has returned.
+        # The device works on after a call has returned.
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        elapsed = time.perf_counter() - start
-        if number == 0:
-            first_seconds, first_images = elapsed, len(labels)
-        images_seen += len(labels)
-        seconds += elapsed
+        times.append((len(labels), time.perf_counter() - start))
     # The first batch, in which libraries start, counts in time only if there is no other.
-    if images_seen > first_images:
-        seconds, timed = seconds - first_seconds, images_seen - first_images
-    else:
-        timed = images_seen
+    timed, seconds = (sum(each) for each in zip(*(times[1:] or times or [(0, 0.0)]), strict=True))
+    images_seen = sum(count for count, _ in times)
     sums = torch.stack(parts).cpu().double().sum(0).tolist()
     return images_seen, *sums, timed / max(seconds, 1e-9), *counts.flatten().tolist()

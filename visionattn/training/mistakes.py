@@ -24,8 +24,8 @@ from visionattn.models.weights import DataSpec
 
 VERSION = 1
 MOST_MISTAKES, MOST_PAIRS = 12, 2000
-"""Mistakes with pictures that are kept, and pairs of a class and another that it was taken for: the
-most frequent ones, which are all pairs of 45 classes.
+"""The most mistakes with pictures, and the most pairs of a class and its confusion; 2,000 are all
+pairs of 45 classes.
 """
 MOST_PX, MOST_PX_WIDE, WIDE = (900, 600), (600, 1200), 1.5
 """The largest height and width of a picture in pixels; the second pair for images whose width is
@@ -34,7 +34,7 @@ more than ``WIDE`` times their height.
 MOST_BYTES = 150_000
 """The most bytes of a picture."""
 SMALL_PX = 64
-"""Images of at most so many pixels a side are kept as they are, as PNG; others become JPEG."""
+"""Images of at most 64 x 64 px become PNG, others JPEG."""
 QUALITIES = (85, 70, 50, 30)
 """The qualities of JPEG that are tried until an image is small enough; then it is shrunk."""
 ADDRESS = re.compile(r"data:image/(png|jpeg);base64,[A-Za-z0-9+/]+={0,2}")

@@ -100,7 +100,7 @@ class OptimizerStep:
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """Make AdamW, LAMB or RAdam; one-dimensional parameters and those of
+    """Make AdamW, LAMB or RAdam; one-dimensional parameters and the names in
     ``model.no_weight_decay()`` do not decay.
     """
     return create_optimizer_v2(

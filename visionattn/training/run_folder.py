@@ -8,7 +8,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -156,25 +156,20 @@ class Status:
         """The result of a finished run."""
 
     def __enter__(self) -> "Status":
-        if self.writes:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = held(self.folder) if self.writes else nullcontext()
-        self._lock.__enter__()
-        try:
+        with ExitStack() as lock:
+            if self.writes:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                lock.enter_context(held(self.folder))
             self._write("running", None, None)
-        except OSError:
-            self._lock.__exit__(None, None, None)
-            raise
+            self._lock = lock.pop_all()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        try:
+        with self._lock:
             if error is None:
                 self._write("finished", None, 0)
             else:
                 self.end(error)
-        finally:
-            self._lock.__exit__(None, None, None)
 
     def end(self, error: BaseException) -> None:
         """Write the end of a run that did not finish."""

@@ -31,22 +31,14 @@ class Position:
     """Steps without an update, as the loss or the gradient was not finite."""
     non_finite_in_a_row: int = 0
     """Consecutive skipped steps up to now that count as a fault."""
-    loss_sum: float = 0.0
-    """Sum of the losses of the images of this epoch so far."""
-    images: int = 0
-    """Images of this epoch so far."""
-    waited: float = 0.0
-    """Seconds of the steps of this epoch that were spent waiting for data."""
-    stepped: float = 0.0
-    """Seconds of the steps of this epoch."""
     epoch_seconds: float = 0.0
     """Time of this epoch so far, validation included."""
     seconds: float = 0.0
     """Time of training and validation."""
-    images_before: int = 0
-    """Images of the epochs before."""
-    stepped_before: float = 0.0
-    """Seconds of the steps of the epochs before."""
+    images: int = 0
+    """Training images of all steps."""
+    stepped: float = 0.0
+    """Seconds of all steps."""
     best: float = -1.0
     """Best score on the validation images, in [0, 1]."""
     best_loss: float = math.inf
@@ -54,38 +46,15 @@ class Position:
     best_epoch: int = 0
     """The epoch of these weights, counted from 1; 0 before there are any."""
 
-    def add(self, loss: float, images: int, waited: float, seconds: float) -> None:
-        """Count the images of a step, their mean loss, and its time."""
-        self.loss_sum, self.images = self.loss_sum + loss * images, self.images + images
-        self.waited, self.stepped = self.waited + waited, self.stepped + seconds
-
-    def means(self) -> dict[str, float]:
-        """Return loss per image, images per second, and the share of time spent waiting for data,
-        of this epoch.
-        """
-        return {
-            "train_loss": self.loss_sum / self.images if self.images else math.nan,
-            "images_per_second": round(self.images / self.stepped, 1) if self.stepped else 0.0,
-            "wait_share": round(self.waited / self.stepped, 4) if self.stepped else 0.0,
-        }
-
-    def images_per_second(self) -> float:
-        """Return the images per second of all steps."""
-        return (self.images_before + self.images) / max(self.stepped_before + self.stepped, 1e-9)
-
     def next_epoch(self) -> None:
         """Count the epoch as finished."""
         self.epoch, self.batch = self.epoch + 1, 0
-        self.images_before += self.images
-        self.stepped_before += self.stepped
-        self.loss_sum, self.images = 0.0, 0
-        self.waited, self.stepped = 0.0, 0.0
         self.epoch_seconds = 0.0
 
 
 @dataclass
-class Window:
-    """Sums over the steps since the last line of metrics."""
+class Sums:
+    """Sums over steps: of an epoch, or since the last line of metrics."""
 
     steps: int = 0
     loss: float = 0.0
@@ -95,7 +64,9 @@ class Window:
     seconds: float = 0.0
 
     def add(self, loss: float, norm: float, images: int, waited: float, seconds: float) -> None:
-        """Count a step."""
+        """Count a step: mean loss and gradient norm, images, and its seconds, ``waited`` of them
+        for data.
+        """
         self.steps, self.images = self.steps + 1, self.images + images
         self.loss, self.norm = self.loss + loss * images, self.norm + norm
         self.waited, self.seconds = self.waited + waited, self.seconds + seconds
@@ -105,10 +76,10 @@ class Window:
         spent waiting for data.
         """
         return {
-            "loss": self.loss / self.images,
-            "grad_norm": self.norm / self.steps,
-            "images_per_second": round(self.images / self.seconds, 1),
-            "wait_share": round(self.waited / self.seconds, 4),
+            "loss": self.loss / self.images if self.images else math.nan,
+            "grad_norm": self.norm / self.steps if self.steps else math.nan,
+            "images_per_second": round(self.images / self.seconds, 1) if self.seconds else 0.0,
+            "wait_share": round(self.waited / self.seconds, 4) if self.seconds else 0.0,
         }
 
 

@@ -56,7 +56,7 @@ from visionattn.training.optimize import (
     restore_optimizer,
 )
 from visionattn.training.run_folder import BEST, BY_CLASS, Record
-from visionattn.training.run_progress import Pace, Position, Result, Window, sizes_worth_trying
+from visionattn.training.run_progress import Pace, Position, Result, Sums, sizes_worth_trying
 
 NON_FINITE_STEPS = 3
 """Steps in a row without a finite loss that end a run."""
@@ -119,6 +119,8 @@ class Trainer:
         # Model and optimiser.
         decay = config.optim.ema_decay
         self.ema = ModelEmaV3(model, decay=decay, use_warmup=True) if decay else None
+        self.evaluated: nn.Module = self.ema.module if self.ema else model
+        """The model that is evaluated and kept: the average if there is one."""
         kind = choose_kind(config, self.processes.size)
         self.called = self.objective.called(model)
         if kind == "sequence" and self.called is not model:
@@ -140,7 +142,9 @@ class Trainer:
         self.steps_per_epoch = steps = math.ceil(len(self.batches) / config.optim.accumulate)
         self.scheduler = make_scheduler(self.optimizer, config.optim, config.epochs, steps)
         # How far they have come.
-        self.position, self.window, self.pace = Position(), Window(), Pace()
+        self.position, self.pace = Position(), Pace()
+        self.sums, self.window = Sums(), Sums()
+        """Of this epoch, and since the last line of metrics."""
         self.history: list[dict[str, Any]] = []
         self.progress = Progress(0)
         self.watched = nn.Identity() if config.compile or self.processes.size > 1 else model
@@ -257,8 +261,8 @@ class Trainer:
     def step(self, group: list[Batch]) -> tuple[float, float, bool]:
         """Do one optimiser step on the images of some batches.
 
-        Each loss is divided by the images of the whole group, so the gradient is that of their
-        mean, however they are batched and divided over processes.
+        Each loss is divided by the images of the whole group, so the gradient belongs to
+        their mean, however they are batched and divided over processes.
 
         Args:
             group: batches; a process without images of one of them runs the model on a placeholder
@@ -333,8 +337,9 @@ class Trainer:
 
     def shape_of(self, images: int) -> tuple[int, ...]:
         """Return the shape ``[B, C, H, W]`` of a batch, at the largest size if sizes differ."""
-        geometry = self.geometry
-        size = geometry.canvas or geometry.view(*(geometry.img_size or SOME_PX)).canvas
+        size = (
+            self.geometry.canvas or self.geometry.view(*(self.geometry.img_size or SOME_PX)).canvas
+        )
         return (images, self.spec.in_chans, *size)
 
     def count(
@@ -354,16 +359,17 @@ class Trainer:
         """
         position = self.position
         if applied:
-            position.add(loss, images, waited, seconds)
             position.non_finite_in_a_row = 0
-            self.window.add(loss, norm, images, waited, seconds)
+            position.images, position.stepped = position.images + images, position.stepped + seconds
+            for sums in (self.sums, self.window):
+                sums.add(loss, norm, images, waited, seconds)
         else:
             self.count_skipped(loss, group, record)
         if self.window.steps and position.step % self.log_every == 0:
             place = {"step": position.step, "epoch": position.epoch + 1}
             rate = {"lr": self.learning_rate(), "skipped": position.skipped}
             record.step(place | self.window.means() | rate)
-            self.window = Window()
+            self.window = Sums()
         if self.pace.add(waited, seconds):
             record.say(self.pace.line(self.steps_left(), self.config.data.workers))
         note = f"loss {loss:.3f}, {images / max(seconds, 1e-9):.3g} images/s"
@@ -421,11 +427,6 @@ class Trainer:
     def learning_rate(self) -> float:
         """Return the learning rate of the next step, the highest of all groups."""
         return max(group["lr"] for group in self.optimizer.param_groups)
-
-    @property
-    def evaluated(self) -> nn.Module:
-        """Return the model that is evaluated and kept: the average if there is one."""
-        return self.ema.module if self.ema else self.model
 
     def evaluate(
         self,
@@ -512,10 +513,13 @@ class Trainer:
             )
         self.count_time()
         self.share_unreadable()
+        means = self.sums.means()
         values = {
             "epoch": position.epoch + 1,
             "step": position.step,
-            **position.means(),
+            "train_loss": means["loss"],
+            "images_per_second": means["images_per_second"],
+            "wait_share": means["wait_share"],
             "val_loss": result.loss,
             "val_accuracy": result.accuracy,
             "val_top5": result.top5,
@@ -527,6 +531,7 @@ class Trainer:
         }
         # Then the figures, and the state last: what it counts as done is on the disk.
         position.next_epoch()
+        self.sums = Sums()
         self.history.append(values)
         more = {f"val_{key}": value for key, value in pixel_figures(result).items()}
         record.epoch(self.history, more)
@@ -556,7 +561,7 @@ class Trainer:
             record.folder,
             checkpoint,
             position.seconds,
-            position.images_per_second(),
+            position.images / max(position.stepped, 1e-9),
             position.best_epoch,
             position.best if position.best >= 0 else None,
             test,
@@ -566,7 +571,7 @@ class Trainer:
         )
 
     def count_time(self) -> None:
-        """Add the time since the last call to that of the epoch and of the run."""
+        """Add the time since the last call to the time of the epoch and of the run."""
         if self.clock is not None:
             now = time.perf_counter()
             self.position.seconds += now - self.clock
@@ -621,6 +626,7 @@ class Trainer:
             "optimizer": whole_tensors(self.optimizer.state_dict()),
             "scaler": self.optimizer_step.scaler.state_dict(),
             "position": asdict(self.position),
+            "sums": asdict(self.sums),
             "window": asdict(self.window),
             "history": self.history,
             "images": self.images(),
@@ -667,7 +673,8 @@ class Trainer:
         scaler = self.optimizer_step.scaler
         if scaler.is_enabled() and state["scaler"]:  # else the precision has changed
             scaler.load_state_dict(state["scaler"])
-        self.position, self.window = Position(**state["position"]), Window(**state["window"])
+        self.position = Position(**state["position"])
+        self.sums, self.window = Sums(**state["sums"]), Sums(**state["window"])
         self.history = state["history"]
         self.batches.unreadable.update(state["unreadable"])
         self.scheduler.step_update(self.position.step)

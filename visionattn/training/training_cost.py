@@ -1,8 +1,7 @@
 """What a training takes: memory at its largest batch, and time, said before its first step.
 
 ``models/cost.py`` counts passes and finds what fits. Here are steps, several processes and the
-loading of images. The time is that of a forward, in proportion: ``run_progress.Pace`` measures real
-steps.
+loading of images. The time is extrapolated from a forward; ``run_progress.Pace`` measures steps.
 """
 
 import math
@@ -93,7 +92,7 @@ class TrainingMemory(Memory):
 
     def bytes_of(self, shape: Shape, evaluation: Shape | None = None) -> int | None:
         """Return the memory of one process and of those that load its images, at its largest batch
-        of training and of evaluation; None if nobody can tell.
+        of training and of evaluation; None if unknown.
         """
         step = self.extended(self.step_bytes, self.own_part(shape))
         if step is None:
@@ -109,8 +108,8 @@ class TrainingMemory(Memory):
         return self.base_bytes + step + loading
 
     def step_bytes(self, shape: Shape) -> int | None:
-        """Return the bytes of a step of one process, with what the optimiser keeps; None if nobody
-        can tell, on a GPU infinity for too much.
+        """Return the bytes of a step of one process, with what the optimiser keeps; None if
+        unknown, on a GPU infinity for too much.
         """
         passes, optim = self.passes, self.config.optim
 
@@ -194,7 +193,7 @@ def loading_bytes(config: DataConfig, dataset: Dataset, spec: DataSpec, shape: S
 
 
 def largest_shape(shapes: np.ndarray) -> Shape:
-    """Return the batch of the most pixels; of equals, that of the largest images."""
+    """Return the batch with the most pixels; of equals, the one with the largest images."""
     pixels = shapes[:, 1:].prod(1)
     order = np.lexsort((pixels, pixels * shapes[:, 0]))
     images, height, width = shapes[order[-1]].tolist()
@@ -229,7 +228,7 @@ def with_batch(
     if images differ in size, with ``data.batch_patches`` too.
 
     Raises:
-        ValueError: nobody can tell what fits.
+        ValueError: the memory of the model is unknown.
     """
     if config.batch_size != "auto":
         return config, []
@@ -272,24 +271,10 @@ def largest_images(dataset: Dataset, choices: tuple[Geometry, ...]) -> tuple[Siz
 class Forecast:
     """What a training will take."""
 
-    images: str
-    memory: Expected
-    seconds_per_step: float | None
-    """Of computing, without loading; None if a forward alone does not tell."""
-    seconds_per_epoch: float | None
-    epochs: int
-    """Epochs that are left."""
-
-    def line(self) -> str:
-        """Return the line for people."""
-        if self.seconds_per_step is None or self.seconds_per_epoch is None:
-            return f"{self.images}; {self.memory}; the first steps will tell the time"
-        left = self.epochs * self.seconds_per_epoch
-        return (
-            f"{self.images}; {self.memory}; computing takes about "
-            f"{lasting(self.seconds_per_step)} per step, {lasting(self.seconds_per_epoch)} per "
-            f"epoch, {lasting(left)} in all"
-        )
+    line: str
+    """Images, memory and time, for people."""
+    seconds: float | None
+    """Computing of all epochs that are left, without loading; None if unknown before a step."""
 
 
 def forecast(trainer: Trainer, memory: Expected) -> Forecast | None:
@@ -300,31 +285,28 @@ def forecast(trainer: Trainer, memory: Expected) -> Forecast | None:
     if not len(shapes) or not len(evaluated):
         return None
     config, size = trainer.config, trainer.processes.data_size
-    generates = trainer.spec.task == "generate"
-    cell = 1 if generates else cell_px(trainer.geometry)
-    images = images_of(
-        shapes[:, 1:], len(trainer.splits.train), cell, cells="pixels" if generates else "patches"
-    )
+    cells = "pixels" if trainer.spec.task == "generate" else "patches"
+    cell = 1 if cells == "pixels" else cell_px(trainer.geometry)
+    images = images_of(shapes[:, 1:], len(trainer.splits.train), cell, cells=cells)
     usual = shapes[np.argsort(shapes.prod(1), kind="stable")[len(shapes) // 2]].tolist()
     tried = share_of((usual[0], usual[1], usual[2]), size)
     # A model that is cut, or that shares images, computes nothing by itself.
     alone = trainer.spread.kind in (None, "ddp")
-    each = forward_seconds(trainer, tried) if alone else None
-    each = trainer.processes.gather(each)[0]
-    epochs = config.epochs - trainer.position.epoch
+    each = trainer.processes.gather(forward_seconds(trainer, tried) if alone else None)[0]
     if each is None:
-        return Forecast(images, memory, None, None, epochs)
-    steps, evaluation = (
-        np.ceil(part[:, 0] / size) * part[:, 1:].prod(1) for part in (shapes, evaluated)
-    )
+        return Forecast(f"{images}; {memory}; the first steps will tell the time", None)
     share = FORWARD_CHECKPOINTED if config.model.grad_checkpointing else FORWARD
     per_pixel = each / math.prod(tried[1:]) / share
+    trained, validated = (
+        per_pixel * np.ceil(part[:, 0] / size) * part[:, 1:].prod(1) for part in (shapes, evaluated)
+    )
+    step = float(np.median(trained)) * config.optim.accumulate
+    epoch = float(trained.sum() + share * validated.sum())
+    left = (config.epochs - trainer.position.epoch) * epoch
     return Forecast(
-        images,
-        memory,
-        per_pixel * float(np.median(steps)) * config.optim.accumulate,
-        per_pixel * float(steps.sum() + share * evaluation.sum()),
-        epochs,
+        f"{images}; {memory}; computing takes about {lasting(step)} per step, {lasting(epoch)} per "
+        f"epoch, {lasting(left)} in all",
+        left,
     )
 
 

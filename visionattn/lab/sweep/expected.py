@@ -50,4 +50,6 @@ def expected_seconds(config: TrainConfig) -> float | str:
     except OutOfMemory as error:
         return in_one_line(error)
     found = forecast(trainer, memory)
-    return found.epochs * found.seconds_per_epoch if found else "none of its images can be read"
+    if found is None:
+        return "none of its images can be read"
+    return "the first steps will tell" if found.seconds is None else found.seconds

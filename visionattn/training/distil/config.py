@@ -133,6 +133,8 @@ class DistilConfig(StudentOptions):
     """Optimiser steps between two states within an epoch, from which a killed one goes on; None:
     one after each epoch.
     """
+    dist_timeout: float = 600.0
+    """Under ``torchrun`` alone: seconds that a process waits for an answer of the others."""
 
 
 def parse_distil(argv: Sequence[str]) -> DistilConfig:
@@ -250,6 +252,7 @@ def stage_run(
         overwrite=config.overwrite,
         log_every=config.log_every,
         save_every=config.save_every,
+        dist_timeout=config.dist_timeout,
     )
 
 

@@ -104,6 +104,7 @@ def distil(
         )
     processes = processes or Processes()
     processes.together(lambda: check_distil(config))
+    processes.set_timeout(config.dist_timeout)
     processes.on_first(lambda: check_root(config.data))
     folder = processes.on_first(lambda: distil_folder(config))
 
