@@ -13,7 +13,7 @@ from PIL import Image
 
 from visionattn.data.augment import Augment
 from visionattn.data.batches import Unreadable
-from visionattn.data.data_config import AugmentConfig, DataConfig
+from visionattn.data.data_config import DataConfig
 from visionattn.data.geometry import Geometry
 from visionattn.data.mask_files import MaskFiles, check_trained
 from visionattn.data.splits import SampleKey, build_splits
@@ -124,7 +124,7 @@ def items(dataset):
         (in_bits(2), ".png", {}),
         (in_bits(4), ".png", {}),
         (values(0, 1, 2, mode="RGB"), ".bmp", {}),
-        (coloured, ".png", {"mask_colours": COLOURS}),
+        (coloured, ".png", {"masks": {"colours": COLOURS}}),
     ],
 )
 def test_each_pixel_has_the_class_that_its_mask_says(tmp_path, save, suffix, more):
@@ -155,7 +155,7 @@ def test_each_pixel_has_the_class_that_its_mask_says(tmp_path, save, suffix, mor
 def test_white_is_class_1_of_black_and_white_masks(tmp_path, save, suffix, names):
     write(tmp_path, save, classes=2, suffix=suffix)
     with pytest.warns(UserWarning, match="are black and white .*: white is class 1") as said:
-        splits = opened(tmp_path, mask_classes=names)
+        splits = opened(tmp_path, masks={"classes": names})
     assert len(said) == 1 and ("(roof)" in str(said[0].message)) == bool(names)
     assert splits.spec.colours == BINARY and splits.spec.class_names == tuple(names or "01")
     for seen in (*items(splits.train), *items(splits.validation)):
@@ -166,9 +166,9 @@ def test_white_is_class_1_of_black_and_white_masks(tmp_path, save, suffix, names
     ("save", "more", "lost", "names"),
     [
         (values(0, 1, 255), {}, 2, "01"),
-        (values(0, 7, 1), {"mask_classes": ["a", "b"], "mask_ignored": [7]}, 1, "ab"),
-        (values(0, 255, 128), {"mask_ignored": [128]}, 2, "01"),
-        (coloured, {"mask_colours": COLOURS[:2], "mask_ignored": COLOURS[2]}, 2, "01"),
+        (values(0, 7, 1), {"masks": {"classes": ["a", "b"], "ignored": 7}}, 1, "ab"),
+        (values(0, 255, 128), {"masks": {"ignored": 128}}, 2, "01"),
+        (coloured, {"masks": {"colours": COLOURS[:2], "ignored": COLOURS[2]}}, 2, "01"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*white is class 1, 128 does not count")
@@ -181,11 +181,11 @@ def test_a_value_may_not_count(tmp_path, save, more, lost, names):
 
 
 def test_colours_that_are_named_may_be_white_and_black(tmp_path):
-    more = {"mask_colours": [[255] * 3, [0] * 3]}
+    more = {"masks": {"colours": [[255] * 3, [0] * 3]}}
     splits = opened(write(tmp_path, values(255, 0), classes=2), **more)
     assert splits.spec.colours == BINARY[::-1]
     assert np.array_equal(item(splits, 0).label * 100, item(splits, 0).pixels[..., 0])
-    check_trained(splits, named=True)
+    check_trained(splits)
 
 
 def test_masks_are_read_until_their_meaning_is_known(tmp_path, monkeypatch):
@@ -195,7 +195,7 @@ def test_masks_are_read_until_their_meaning_is_known(tmp_path, monkeypatch):
     monkeypatch.setattr(MaskFiles, "pairs", lambda *given: read.append(given) or pairs(*given))
     for names, count in ((["a", "b", "c"], 0), (["a", "b"], 1), (None, 4)):
         read.clear()
-        splits = opened(tmp_path, mask_classes=names, val_fraction=0.25)
+        splits = opened(tmp_path, masks={"classes": names}, val_fraction=0.25)
         assert len(read) == count
     assert (len(splits.train), len(splits.validation)) == (3, 1)
 
@@ -257,9 +257,7 @@ def test_augmentation_moves_both_alike(preset):
     mask = np.zeros((64, 64), np.uint8)
     mask[8:40, 12:30], mask[50:60, 30:60] = 1, 1
     image = np.stack([np.where(mask, 250, 5).astype(np.uint8)] * 3, -1)
-    calm = dict(grey=0.0, solarise=0.0, blur=0.0, colour=0.0, shadow=0.0, noise=0.0, erase=0.0)
-    aug = AugmentConfig(erase=0.0) if preset == "rand" else AugmentConfig(**calm)
-    augment, agree, moved = Augment(preset, aug), [], 0
+    augment, agree, moved = Augment(preset), [], 0
     for number in range(12):
         pixels, label = augment.both(image, mask, (0, number))
         assert np.array_equal(pixels, augment(image, (0, number)))
@@ -272,13 +270,14 @@ def test_augmentation_moves_both_alike(preset):
 
 
 def test_beyond_a_black_border_nothing_counts():
-    augment = Augment("none", AugmentConfig(shift=0.5), bands=1, border="black")
+    augment = Augment("light", bands=1, border="black")
     image = np.full((32, 32, 1), 200, np.uint8)
     found = [augment.both(image, np.ones((32, 32), np.uint8), (0, number)) for number in range(8)]
     assert any((pixels == 0).any() for pixels, _ in found)
     for pixels, mask in found:
         assert set(np.unique(mask)) <= {1, IGNORED}
-        assert np.array_equal(mask == IGNORED, pixels[..., 0] == 0)
+        assert (mask[pixels[..., 0] == 0] == IGNORED).all()
+        assert (pixels[..., 0][mask == IGNORED] < 101).all()  # half of a pixel is black at the edge
 
 
 def grey(level, dtype=np.uint8):
@@ -288,7 +287,7 @@ def grey(level, dtype=np.uint8):
 SPOILED = {
     "it has 33 x 18 pixels, its image 33 x 17": np.zeros((33, 18), np.uint8),
     "it has the value 3; with 3 classes wanted 0 to 2 or 255, which does": grey(3),
-    "name that of each class with data.mask_colours": np.stack([grey(9), grey(0), grey(9)], 2),
+    "name that of each class with data.masks.colours": np.stack([grey(9), grey(0), grey(9)], 2),
     "it has pixels of the kind float; wanted the number of a class": grey(0.5, np.float32),
     "cannot be read": None,
 }
@@ -302,15 +301,15 @@ def test_a_wrong_mask_is_the_image_that_cannot_be_read(tmp_path, words):
         path.write_bytes(b"no mask")
     else:
         Image.fromarray(spoiled).save(path)
-    splits = opened(tmp_path, mask_classes=["a", "b", "c"])
+    splits = opened(tmp_path, masks={"classes": ["a", "b", "c"]})
     found = item(splits, 2)
     assert isinstance(found, Unreadable) and words in str(found) and "masks/deep/2." in found.reason
     assert "\n" not in str(found) and not isinstance(item(splits, 1), Unreadable)
 
 
 def test_an_unknown_colour_is_named(tmp_path):
-    splits = opened(write(tmp_path, coloured), mask_colours=COLOURS[:2])
-    assert "it has the colour 0 90 255, which is none of data.mask_colours" in str(item(splits, 0))
+    splits = opened(write(tmp_path, coloured), masks={"colours": COLOURS[:2]})
+    assert "it has the colour 0 90 255, which is none of data.masks.colours" in str(item(splits, 0))
 
 
 @pytest.mark.parametrize("what", ["two", "no folder", "no images"])
@@ -335,25 +334,36 @@ def test_a_folder_without_whole_pairs_is_refused(tmp_path, what):
 @pytest.mark.parametrize(
     ("levels", "more", "words"),
     [
-        ((0, 0), {"mask_classes": ["a", "b"]}, "class a alone counts in the 4 training masks; "),
-        ((0, 255), {"mask_ignored": [255]}, "does not count (if it is a class, leave data.mask_ig"),
-        ((255, 255, 255), {"mask_ignored": [255]}, "no pixel counts in the 4 training masks"),
-        ((0, 2), {"mask_classes": list("abc")}, "no pixel of the 4 training masks has the class b"),
-        ((0, 9), {"mask_colours": [[0] * 3, [9] * 3, [5] * 3]}, "masks has the class 2: add"),
+        (
+            (0, 0),
+            {"masks": {"classes": ["a", "b"]}},
+            "class a alone counts in the 4 training masks; ",
+        ),
+        (
+            (0, 255),
+            {"masks": {"ignored": 255}},
+            "does not count (if it is a class, leave data.masks.ig",
+        ),
+        ((255, 255, 255), {"masks": {"ignored": 255}}, "no pixel counts in the 4 training masks"),
+        (
+            (0, 2),
+            {"masks": {"classes": list("abc")}},
+            "no pixel of the 4 training masks has the class b",
+        ),
+        ((0, 9), {"masks": {"colours": [[0] * 3, [9] * 3, [5] * 3]}}, "masks has the class 2: add"),
         (
             (0, 128, 255),
             {},
             "127 of 129 classes have no pixel; where values are colours, name that",
         ),
-        ((0, 255), {"mask_ignored": [0]}, "it has the value 255; wanted 0 to 254 or 0"),
+        ((0, 255), {"masks": {"ignored": 0}}, "it has the value 255; wanted 0 to 254 or 0"),
     ],
 )
 def test_masks_that_teach_nothing_are_refused(tmp_path, levels, more, words):
     write(tmp_path, values(*levels), classes=len(levels))
-    named = "mask_classes" in more or "mask_colours" in more
     with warnings.catch_warnings(), pytest.raises(ValueError) as caught:
         warnings.simplefilter("ignore")
-        check_trained(opened(tmp_path, **more), named=named)
+        check_trained(opened(tmp_path, **more))
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -374,10 +384,19 @@ def test_splits_whose_masks_disagree_are_named(tmp_path, train, val, note, error
         pytest.raises(ValueError, match=words) if error else nullcontext(),
         pytest.warns(UserWarning, match=note),
     ):
-        check_trained(opened(tmp_path), named=False)
+        check_trained(opened(tmp_path))
 
 
 def test_another_mask_is_another_image(tmp_path):
     before = opened(write(tmp_path, NUMBERS)).train.digests()
     NUMBERS(np.ones(SIZES[2], np.uint8), tmp_path / "train" / "masks" / "deep" / "2.png")
     assert (opened(tmp_path).train.digests() != before).tolist() == [False, False, True, False]
+
+
+def test_a_file_beside_the_masks_says_what_an_option_may_say_otherwise(tmp_path):
+    write(tmp_path, NUMBERS)
+    (tmp_path / "classes.yaml").write_text("classes: [ground, roof, road]\nignored: 255\n")
+    splits = opened(tmp_path)
+    assert splits.spec.class_names == ("ground", "roof", "road")
+    assert splits.train.masks.classes.named and splits.train.masks.classes.stated
+    assert opened(tmp_path, masks={"classes": ["x", "y", "z"]}).spec.class_names == ("x", "y", "z")

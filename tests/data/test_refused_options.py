@@ -1,30 +1,29 @@
 """Options that are out of range, contradict each other or would do nothing are one line each."""
 
+import json
 import math
 
 import pytest
 
 from tests.helpers.image_files import config_of, refused, write_classes
-from visionattn.data.augment import Augment
-from visionattn.data.data_config import AugmentConfig, DataConfig
+from visionattn.data.data_config import DataConfig
 from visionattn.data.splits import build_splits
 
 FOLDER = dict(name="folder", root="pictures")
 MASKED = FOLDER | dict(task="segmentation")
 COPY = dict(name="copy", task="generate")
 THREE = [[0, 0, 0], [200, 30, 30], [0, 90, 255]]
-PAIR = "must be two numbers {}, the lower one first, got {}"
 
 CASES = [
     # Options that are for other data.
     (dict(bands=[1]), "data.bands is for folder alone; leave it out for digits"),
-    (dict(num_classes=3), "data.num_classes is for wds/... alone (other data say it themselves)"),
+    (FOLDER | dict(args={"num_classes": 3}), "data.args.num_classes is for wds/... alone (other d"),
     (dict(root="x"), "data.root is for images in files (--data.name folder); leave it out for"),
-    (dict(download=True), "data.download is for cifar10 and cifar10_pixel alone; leave it out"),
-    (dict(mask_classes=["a", "b"]), "data.mask_classes is for folder with data.task segmentation"),
+    (dict(name="cifar10", args={"download": 3}), "data.args.download must be true or false, got"),
+    (dict(masks={"classes": ["a", "b"]}), "data.masks is for folder with data.task segmentation"),
     (dict(task="segmentation"), "digits has no masks; data.task segmentation is for canvas, doc"),
-    (dict(args={"train_images": 7}), "data.args is for canvas, documents, copy alone; leave it"),
-    (dict(name="canvas", aug=AugmentConfig(turn=3.0)), "data.aug is for images that are read, and"),
+    (dict(args={"train_images": 7}), "data.args is for canvas, documents, copy, cifar10, ci"),
+    (dict(name="canvas", augment="a.yaml"), "augment a.yaml is not made for canvas; choose none,"),
     (dict(name="documents", max_patches=9), "data.max_patches is for images that are read, and"),
     (dict(name="digits", augment="three"), "augment three is not made for digits; choose none, l"),
     # Missing roots.
@@ -67,35 +66,22 @@ CASES = [
     (FOLDER | dict(bands=[0, 2]), "data.bands must be numbers from 1, got [0, 2]"),
     (FOLDER | dict(page=0), "data.page must be at least 1, got 0"),
     (FOLDER | dict(value_range=[0, math.inf]), "data.value_range must be two finite numbers, the "),
-    (FOLDER | dict(range_found=True), "data.range_found is said of data.value_range, which is mis"),
     (FOLDER | dict(root="wds/x", bands=[1]), "timm's reader of wds/x gives the colours of the fir"),
     # Masks.
     (MASKED | dict(root=__file__), f"data root {__file__} is no folder, wanted images/*"),
-    (MASKED | dict(mask_classes=["a"]), "data.mask_classes must name 2 to 255 classes, got 1"),
-    (MASKED | dict(mask_classes=["a", "a"]), "data.mask_classes must be names, each once, got"),
-    (MASKED | dict(mask_colours=[[0, 0], [1, 1]]), "data.mask_colours wants red, green and blue o"),
-    (MASKED | dict(mask_colours=[[0] * 3] * 2), "data.mask_colours has a colour twice; each class"),
-    (MASKED | dict(mask_colours=THREE, mask_classes=["a", "b"]), "data.mask_classes names 2 class"),
-    (MASKED | dict(mask_ignored=[-1]), "data.mask_ignored must be one value from 0 to 65535, got "),
-    (MASKED | dict(mask_colours=THREE, mask_ignored=[255]), "data.mask_ignored must be red, green"),
-    (MASKED | dict(mask_colours=THREE, mask_ignored=THREE[1]), "data.mask_ignored [200, 30, 30] i"),
-    (MASKED | dict(mask_classes=["a", "b"], mask_ignored=[1]), "data.mask_ignored [1] is that of "),
 ]
-AUGMENTATIONS = [
-    ("none", dict(crop_scale=[0.5, 1.1]), 3, "crop_scale " + PAIR.format("in (0, 1]", "0.5 1.1")),
-    ("none", dict(scale=[0.9, 0.5]), 3, "scale " + PAIR.format("above 0", "0.9 0.5")),
-    ("none", dict(blur_sigma=[math.nan, 1]), 3, "blur_sigma " + PAIR.format("above 0", "nan 1")),
-    ("none", dict(turn=181.0), 3, "turn must be in [0, 180], got 181.0"),
-    ("none", dict(noise=math.nan), 3, "noise must be in [0, 1], got nan"),
-    (
-        "aerial",
-        dict(blur_sigma=[1.0, 2]),
-        3,
-        "blur_sigma acts on a blur alone, and augment aerial h",
-    ),
-    ("three", dict(blur=0.5), 3, "an image gets one of data.aug.grey, data.aug.solarise and data."),
-    ("three", {}, 1, "images of one band are grey already, which augment three would make them; u"),
-    ("rand", {}, 4, "augment rand changes the colours of images of 1 or 3 bands, these have 4; ch"),
+MEANINGS = [
+    (dict(classes=["a"]), ".classes must name 2 to 255 classes, got 1"),
+    (dict(classes=["a", "a"]), ".classes must be names, each once, got"),
+    (dict(colours=[[0, 0], [1, 1]]), ".colours wants red, green and blue of each class, 0 to 255"),
+    (dict(colours=[[0] * 3] * 2), ".colours has a colour twice; each class"),
+    (dict(colours=THREE, classes=["a", "b"]), ".classes names 2 classes and "),
+    (dict(ignored=-1), ".ignored must be one value from 0 to 65535, got -1"),
+    (dict(ignored=[255]), ".ignored must be one value from 0 to 65535, got [255]"),
+    (dict(colours=THREE, ignored=255), ".ignored must be red, green and blue, 0 to 255, got 255"),
+    (dict(colours=THREE, ignored=THREE[1]), ".ignored [200, 30, 30] is that of a class; name"),
+    (dict(classes=["a", "b"], ignored=1), ".ignored 1 is that of a class; name another one"),
+    (dict(names=["a", "b"]), " has an unknown key names"),
 ]
 
 
@@ -105,12 +91,15 @@ def test_options_of_data_are_refused(given, line):
     assert error.startswith(line), error
 
 
-@pytest.mark.parametrize(("name", "parts", "bands", "line"), AUGMENTATIONS)
-def test_parts_of_augmentation_are_refused(name, parts, bands, line):
-    with pytest.raises(ValueError) as caught:
-        Augment(name, AugmentConfig(**parts), bands=bands)
-    said = str(caught.value).removeprefix("data.aug.")
-    assert said.startswith(line) and "\n" not in said
+@pytest.mark.parametrize(("given", "line"), MEANINGS)
+def test_wrong_meanings_of_masks_are_refused_from_options_and_files(tmp_path, given, line):
+    error = refused(ValueError, DataConfig(**MASKED, masks=given))
+    assert error.startswith(f"data.masks{line}"), error
+    path = tmp_path / "classes.json"
+    path.write_text(json.dumps(given))
+    (tmp_path / "images").mkdir()
+    error = refused(ValueError, DataConfig(**MASKED | dict(root=str(tmp_path))))
+    assert error.startswith(f"{path}{line}"), error
 
 
 def test_means_are_as_many_as_channels(tmp_path):

@@ -50,7 +50,7 @@ def test_mean_and_spread_are_those_of_all_training_pixels(pictures, tmp_path, th
     assert rows[2].endswith(f"| 0 | 200 | 6 | {len(pixels):,} |")
 
 
-def test_bands_of_16_bits_are_measured_in_the_range_that_is_found_and_written(tmp_path, capsys):
+def test_bands_of_16_bits_are_measured_in_the_range_that_is_found(tmp_path, capsys):
     tifffile = pytest.importorskip("tifffile")
     rng = np.random.default_rng(2)
     kept = []
@@ -70,7 +70,7 @@ def test_bands_of_16_bits_are_measured_in_the_range_that_is_found_and_written(tm
     found = written(output)
     np.testing.assert_allclose(found["mean"], pixels.mean((0, 2, 3)), rtol=1e-7)
     np.testing.assert_allclose(found["std"], pixels.std((0, 2, 3)), rtol=1e-6)
-    assert (found["bands"], found["value_range"]) == ([4, 2], [0.0, 4095.0])
+    assert found["bands"] == [4, 2] and "value_range" not in found  # training finds it again
     assert capsys.readouterr().out.splitlines()[2].startswith("| 4 | ")
 
 

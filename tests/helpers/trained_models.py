@@ -68,7 +68,7 @@ def train_segmenter(folder: Path) -> Trained:
             Image.fromarray(COLOURS[mask]).save(data / split / "images" / f"{number}.png")
             Image.fromarray(mask).save(data / split / "masks" / f"{number}.png")
     options = dict(name="folder", task="segmentation", root=str(data), fit="crop")
-    options |= dict(mask_classes=list(MATERIALS))
+    options |= dict(masks={"classes": list(MATERIALS)})
     return _train(folder, options, MODEL | {"head_stride": 2}, data / "val" / "images")
 
 

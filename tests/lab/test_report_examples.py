@@ -66,7 +66,7 @@ def masked(tmp_path_factory):
     folder = tmp_path_factory.mktemp("masked_report")
     write_folder(folder / "data")
     data = dict(name="folder", task="segmentation", root=str(folder / "data"), fit="crop")
-    data |= dict(mask_classes=list(CLASSES))
+    data |= dict(masks={"classes": list(CLASSES)})
     model, optim = TINY | {"head_stride": 2}, {"lr": 1e-2}
     lines_of(small_config(folder, data=data, model=model, epochs=3, batch_size=4, optim=optim))
     return folder / "small"

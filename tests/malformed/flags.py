@@ -40,7 +40,7 @@ WRONG = {
     Literal: ("wrong", "1", "[none]", LONG),
 }
 """Values that no flag of the type takes."""
-TAKES = {"optim.clip_grad": (), "data.aug.turn": (), "features_block": ("-1",)}
+TAKES = {"optim.clip_grad": (), "features_block": ("-1",)}
 """What a flag takes though others of its type do not."""
 
 

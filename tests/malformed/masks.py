@@ -101,10 +101,11 @@ WRONG_MASKS: dict[str, Callable[[Path], Any]] = {
 }
 """What is wrong with a mask, or where masks are."""
 WRONG_OPTIONS = {
-    "mask_classes": ("[]", "[a]", "[a, a, b]", "['', b, c]", "[a, b]", "x", "7", "[[a], b, c]"),
-    "mask_colours": ("[[1, 2]]", "[[0, 0, 0], [0, 0, 300], [1, 1, 1]]", "[1, 2, 3]", "red")
-    + ("[[0, 0, 0], [0, 0, 0], [1, 1, 1]]", "[[0, 0, 0], [1, 1, 1], [3, 3, 3]]"),
-    "mask_ignored": ("[0]", "[1]", "[-1]", "[1, 2]", "[0, 0, 0]", "[]", "x"),
+    "masks": ("{classes: []}", "{classes: [a]}", "{classes: [a, a, b]}", "{classes: ['', b, c]}")
+    + ("{classes: [a, b]}", "{classes: x}", "{classes: 7}", "{classes: [[a], b, c]}", "x", "[1]")
+    + ("{colours: [[1, 2]]}", "{colours: [[0, 0, 0], [0, 0, 300], [1, 1, 1]]}", "{colours: red}")
+    + ("{colours: [[0, 0, 0], [0, 0, 0], [1, 1, 1]]}", "{ignored: 1, classes: [a, b, c]}")
+    + ("{ignored: -1}", "{ignored: [1, 2]}", "{ignored: x}", "{names: [a, b, c]}"),
     "name": ("digits", "cifar10", "imagefolder", "imagenet"),
     "root": (
         "nowhere",

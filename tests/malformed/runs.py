@@ -29,10 +29,8 @@ CONFIG_KEYS = {
         "root": "images",
         "img_size": 16,
         "val_fraction": 0.1,
-        "aug": {"flip_vertical": 0.5, "crop_scale": [0.5, 1.0]},
         "workers": 0,
         "mean": [0.5, 0.5, 0.5],
-        "download": False,
     },
     "optim": {"name": "adamw", "lr": 0.1, "warmup_epochs": 0.5, "clip_grad": 1.0, "accumulate": 1},
     "epochs": 1,
@@ -44,8 +42,6 @@ CONFIG_KEYS = {
     "compile": False,
 }
 FINE_IN_CONFIGS = (
-    "data.aug.flip_vertical=null",
-    "data.aug.crop_scale=null",
     "data.mean=null",
     "data.root=text",
     "optim.clip_grad=null",

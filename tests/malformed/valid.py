@@ -34,7 +34,7 @@ TRAINING = {
 MASKED_TRAINING = TRAINING | {
     "model": {"name": "taylorshift_vit_t", "args": MODEL | {"head_stride": 4}},
     "data": TRAINING["data"]
-    | {"root": "photos", "task": "segmentation", "mask_classes": ["a", "b", "c"]},
+    | {"root": "photos", "task": "segmentation", "masks": {"classes": ["a", "b", "c"]}},
 }
 WRITING_TRAINING = TRAINING | {
     "model": {

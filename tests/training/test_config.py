@@ -200,10 +200,6 @@ def test_every_configuration_of_the_repository_is_valid_and_has_a_header(path):
             ["--data.img_size_choices", "96", "32", "96"],
             "data.img_size_choices [96, 32, 96] names a size twice; name each once",
         ),
-        (
-            ["--optim.warmup_lr", "1"],
-            "optim.warmup_lr 1.0 is above optim.lr 0.001, to which the warm-up leads",
-        ),
         (["--optim.min_lr", "1"], "optim.min_lr 1.0 is above optim.lr 0.001, the peak"),
         (["--optim.drop_epochs", "0"], "optim.drop_epochs must be above 0, got 0.0"),
         (

@@ -46,7 +46,7 @@ def write_folder(root, images=10, px=16, spoil=None):
 
 def config_of(folder, **options):
     data = dict(name="folder", task="segmentation", root=str(folder / "data"), fit="crop")
-    data |= dict(mask_classes=list(CLASSES)) | options.pop("data", {})
+    data |= dict(masks={"classes": list(CLASSES)}) | options.pop("data", {})
     options = dict(epochs=2, batch_size=4) | options
     return small_config(folder / "out", data=data, model=TINY | {"head_stride": 2}, **options)
 
@@ -185,7 +185,7 @@ def rewrite(root, values, dtype=np.uint8):
 @pytest.mark.filterwarnings("ignore:the masks of .* are black and white")
 def test_black_and_white_masks_mean_the_same_to_all_that_read_them(tmp_path, capsys):
     rewrite(write_folder(tmp_path / "data"), (0, 255, 255))
-    config = config_of(tmp_path, data={"mask_classes": None}, optim={"lr": 1e-2}, epochs=6)
+    config = config_of(tmp_path, data={"masks": {}}, optim={"lr": 1e-2}, epochs=6)
     lines_of(config)
     out = tmp_path / "out" / "small"
     [test] = [line for line in lines(out) if line["kind"] == "test"]
@@ -273,7 +273,7 @@ def test_wrong_options_are_one_line(run, tmp_path, capsys):
     assert_one_error(capsys, "task")
     assert train_tool([*flags, "--data.root", str(folder / "none")]) == 2
     assert_one_error(capsys, "does not exist; wanted images/* and masks/*")
-    assert train_tool([*flags, "--data.mask_classes", "[dark, light, red, blue]"]) == 2
+    assert train_tool([*flags, "--data.masks", "{classes: [dark, light, red, blue]}"]) == 2
     assert_one_error(capsys, "no pixel of the 10 training masks has the class blue: add masks")
     assert not (folder / "out" / "x").exists()
     check(config)

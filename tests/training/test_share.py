@@ -20,7 +20,6 @@ import torch
 import yaml
 from huggingface_hub.errors import HfHubHTTPError
 from PIL import Image
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import visionattn
@@ -59,16 +58,14 @@ def shared(*flags, folder="out"):
 
 
 LOAD = """
-import sys, warnings
+import warnings
 import torch
 warnings.simplefilter("error")
 import timm
 import visionattn
 model = timm.create_model("local-dir:out", pretrained=True).eval()
-image = torch.load("image.pt")
 with torch.no_grad():
-    spec = str(getattr(model, "data_spec", None))
-    torch.save({"logits": model(image), "spec": spec}, "loaded.pt")
+    torch.save(model(torch.load("image.pt")), "loaded.pt")
 """
 
 
@@ -83,36 +80,41 @@ def loaded_afresh(code, folder):
     return torch.load(folder / "loaded.pt")
 
 
+def test_a_fresh_process_loads_what_the_checkpoint_holds(here, quick_python, monkeypatch):
+    write_weights(here / "best.safetensors", COLOUR)
+    torch.save(image := torch.randn(2, 3, 24, 40), "image.pt")
+    shared()
+    monkeypatch.setattr(sys, "executable", str(quick_python))
+    with torch.no_grad():
+        expected = load_model("best.safetensors")(image)
+    assert (loaded_afresh(LOAD, here) - expected).abs().max() <= 1e-6 and expected.std() > 1e-3
+
+
 @pytest.mark.parametrize(
     "name, spec, args",
     [
-        ("scaleformer_vit_t", COLOUR, ARGS),
         ("taylorshift_abs_vit_t", GREY, ABSOLUTE),
         ("scaleformer_vit_t", NATIVE, ARGS | {"output_gate": False, "reg_tokens": 2}),
         ("taylorshift_vit_pixel", ONE_HOT, {"img_size": 32, "embed_dim": 12, "num_heads": 3}),
         ("vit_tiny_patch16_224", COLOUR, {"embed_dim": 24, "num_heads": 3, "depth": 1}),
     ],
-    ids=["colour", "absolute", "native", "pixels", "timm"],
+    ids=["absolute", "native", "pixels", "timm"],
 )
-def test_a_fresh_process_loads_what_the_checkpoint_holds(
-    name, spec, args, here, quick_python, monkeypatch
-):
+def test_timm_loads_what_the_checkpoint_holds(name, spec, args, here):
     write_weights(here / "best.safetensors", spec, name=name, args=args)
     size = {256: (32, 32), 1: (24, 24)}.get(spec.in_chans, (24, 40))
     size = (224, 224) if name.startswith("vit_") else size
     image = torch.randn(2, spec.in_chans, *size)
-    torch.save(image, "image.pt")
     config = shared()
-    monkeypatch.setattr(sys, "executable", str(quick_python))
-    found = loaded_afresh(LOAD, here)
+    found = timm.create_model("local-dir:out", pretrained=True).eval()
     with torch.no_grad():
         expected = load_model("best.safetensors")(image)
-    assert (found["logits"] - expected).abs().max() <= 1e-6 and expected.std() > 1e-3
+        assert (found(image) - expected).abs().max() <= 1e-6 and expected.std() > 1e-3
     ours = not name.startswith("vit_")
-    assert found["spec"] == (str(spec) if ours else "None")
+    assert getattr(found, "data_spec", None) == (spec if ours else None)
     assert config["architecture"] == name and config["num_classes"] == spec.num_classes
     assert config.get("label_names", []) == list(spec.class_names)
-    assert "local-dir:out" in Path("out/README.md").read_text()
+    assert sorted(os.listdir("out")) == ["README.md", "config.json", "model.safetensors"]
 
 
 def test_the_folder_says_what_timm_asks_about_images(here):
@@ -169,21 +171,6 @@ def test_a_new_head_and_other_channels_are_adapted_as_timm_does(here):
     assert model.data_spec == replace(COLOUR, num_classes=7, class_names=())
 
 
-def test_classes_are_named_by_what_is_loaded_as_by_the_checkpoint(here):
-    """At their own sizes and from bands, of which timm's own transform knows nothing."""
-    write_weights(here / "best.safetensors", replace(COLOUR, fit="native", img_size=None))
-    shared()
-    images = [torch.randint(256, (3, side, 40), dtype=torch.uint8) for side in (24, 33)]
-    model = timm.create_model("local-dir:out", pretrained=True)
-    for image in images:
-        found = visionattn.predict(model, image)
-        expected = visionattn.predict("best.safetensors", image)
-        assert found.classes == expected.classes and set(found.classes[0]) == set(
-            COLOUR.class_names
-        )
-        assert torch.equal(found.probabilities, expected.probabilities)
-
-
 TRANSFORMERS = """
 import torch
 import visionattn
@@ -238,22 +225,25 @@ def test_the_card_says_what_the_run_knows_and_no_path_of_the_machine(here, small
     assert head["library_name"] == "timm" and head["license"] == "unknown"
     assert head["pipeline_tag"] == "image-classification" and "visionattn" in head["tags"]
     assert "# Model card for my model" in card and call in card
-    tested, chosen = status["result"]["test_accuracy"], status["result"]["validation_accuracy"]
-    assert f"- {100 * tested:.1f} % of 29 test images\n" in card
-    best = status["result"]["best_epoch"]
-    assert f"{100 * chosen:.1f} % of the validation images, by which epoch {best} was" in card
-    assert "`ne`, `nw`, `se`, `sw`" in card and "4 classes" in card and "`digits`, embedded" in card
-    assert "1 channel: values in [0, 1], less 0.3, divided by 0.2\n" in card
-    assert "center crop to 16 x 16 px\n" in card
+    result, best = status["result"], status["result"]["best_epoch"]
     numbers = sum(tensor.numel() for tensor in load_file(folder / "best.safetensors").values())
-    assert f"`scaleformer_vit_t`, {numbers:,} parameters" in card
-    assert f"torch {torch.__version__}, visionattn {visionattn.__version__}" in card
-    assert "--init_from start.safetensors" in card
+    for line in (
+        f"- {100 * result['test_accuracy']:.1f} % of 29 test images\n",
+        f"- {100 * result['validation_accuracy']:.1f} % of the validation images, by which epoch",
+        f"images, by which epoch {best} was chosen\n",
+        "- **Classes:** `ne`, `nw`, `se`, `sw`\n- **Data:** `digits`, embedded in visionattn\n",
+        "  - 1 channel: values in [0, 1], less 0.3, divided by 0.2\n",
+        "  - preprocessing: center crop to 16 x 16 px\n",
+        f"`scaleformer_vit_t`, {numbers:,} parameters\n",
+        f"; torch {torch.__version__}, visionattn {visionattn.__version__}",
+        "--init_from start.safetensors",
+    ):
+        assert line in card, line
     everything = b"".join(written(here / "my model").values()).decode("latin")
     assert "secret" not in everything and str(here) not in everything
-    for name, said in {"status.json": "status.json is damaged", "config.yaml": "epochs"}.items():
+    for name, said in {"status.json": "status.json is damaged", "config.yaml": "garbled"}.items():
         text = (folder / name).read_text()
-        (folder / name).write_text('{"epochs": "many"}')
+        (folder / name).write_text("[garbled")
         assert main(["share", str(folder / "best.safetensors"), "--to", "out"]) == 2
         assert_one_error(capsys, said)
         assert not Path("out").exists()
@@ -267,7 +257,7 @@ def test_the_card_says_what_the_run_knows_and_no_path_of_the_machine(here, small
 
 def test_the_command_of_a_card_trains_with_the_same_configuration(tmp_path):
     config = small_config(tmp_path, optim={"clip_grad": None, "ema_decay": 0.9}, seed=3)
-    config.data.img_size_choices, config.data.aug.scale = [16, 24], [0.5, 1.5]
+    config.data.img_size_choices, config.data.args = [16, 24], {}
     line = command_of(config)
     assert line.startswith("visionattn train --model.name scaleformer_vit_t --model.args '{")
     again = parse_train(shlex.split(line)[2:])
@@ -372,20 +362,6 @@ def test_a_checkpoint_without_its_run_has_a_card_without_figures(here):
     assert "`class 39` and 1,160 more, in config.json" in card and "class 40" not in card
 
 
-def test_files_are_those_of_timm_and_readable_for_others(here):
-    write_weights(here / "best.safetensors", COLOUR)
-    before = os.umask(0o022)
-    try:
-        shared()
-    finally:
-        os.umask(before)
-    assert sorted(os.listdir("out")) == ["README.md", "config.json", "model.safetensors"]
-    assert {path.stat().st_mode & 0o777 for path in Path("out").iterdir()} == {0o644}
-    assert sorted(os.listdir(here)) == ["best.safetensors", "out"]
-    with safe_open("out/model.safetensors", "pt") as file:
-        assert set(file.keys()) == set(load_file("best.safetensors"))
-
-
 REFUSED = {
     "": "--checkpoint is missing",
     "best.safetensors": "--to is missing: a folder or hub",
@@ -393,16 +369,9 @@ REFUSED = {
     "notes.txt --to out": "notes.txt is no whole safetensors file",
     "plain.safetensors --to out": "has no description of its model",
     "best.safetensors --to there": "there exists; name a folder that does not",
-    "best.safetensors --to notes.txt": "notes.txt exists; name a folder that does not",
-    "best.safetensors --to dangling": "dangling exists; name a folder that does not",
-    "best.safetensors --to no/where": "for where",
     "best.safetensors --to hf_hub:a/b": "to must be a folder's plain path or hf-hub:ORG/NAME",
     "best.safetensors --to out --license none,really": "license must be an identifier such as",
-    "best.safetensors --checkpoint best.safetensors --to out": "first is --checkpoint",
-    "best.safetensors best.safetensors --to out": "",
-    "best.safetensors --to out --lisense mit": "unknown option --lisense; the nearest is --license",
     "best.safetensors --to hf-hub:name": "a folder's plain path or hf-hub:ORG/NAME, got hf-hub:na",
-    "best.safetensors --to hf-hub:a/b/c": "a folder's plain path or hf-hub:ORG/NAME",
     "best.safetensors --to hf-hub:a/b": "there is no token for the hub; hf auth login",
 }
 
@@ -412,7 +381,6 @@ def test_bad_input_is_one_line_and_writes_nothing(here, capsys, monkeypatch):
     write_weights(here / "best.safetensors", COLOUR)
     (here / "notes.txt").write_text("notes")
     (here / "there").mkdir()
-    (here / "dangling").symlink_to("gone")
     save_file({"a": torch.zeros(3)}, here / "plain.safetensors")
     before, names = written(here), sorted(os.listdir(here))
     for line, message in REFUSED.items():
@@ -476,24 +444,6 @@ def test_a_model_is_uploaded_as_it_would_be_written(here, monkeypatch, capsys):
     }
 
 
-def test_what_was_uploaded_is_what_the_hub_gives(here, monkeypatch):
-    """timm's own way of fetching, with the download alone replaced."""
-    write_weights(here / "best.safetensors", COLOUR)
-    hub = Hub(monkeypatch)
-    assert main(words("share best.safetensors --to hf-hub:org/trees")) == 0
-
-    def fetch(repo_id, filename, **how):
-        (here / "cache").mkdir(exist_ok=True)
-        (here / "cache" / filename).write_bytes(hub.files[filename])
-        return str(here / "cache" / filename)
-
-    monkeypatch.setattr("timm.models._hub.hf_hub_download", fetch)
-    model = timm.create_model("hf-hub:org/trees", pretrained=True).eval()
-    image = torch.randn(1, 3, 24, 40)
-    assert torch.equal(model(image), load_model("best.safetensors")(image))
-    assert model.data_spec == COLOUR
-
-
 def test_a_model_that_the_hub_holds_stays(here, monkeypatch, capsys):
     write_weights(here / "best.safetensors", COLOUR)
     hub = Hub(monkeypatch, holds=True)
@@ -520,11 +470,7 @@ def test_what_the_hub_refuses_is_one_line(here, monkeypatch, capsys):
 
 
 def test_a_card_tells_teachers_that_were_drawn_from_those_with_weights():
-
-    def card_lines(config):
-        return " ".join(_distilled(config, "b"))
-
     named = DistilConfig(teacher="vit_tiny_patch16_224")
-    assert "`vit_tiny_patch16_224` with random weights, without labels" in card_lines(named)
+    assert _distilled(named, "b")["random"]
     for other in (replace(named, pretrained=True), DistilConfig(teacher="runs/best.safetensors")):
-        assert "random" not in card_lines(other) and "licence holds" in card_lines(other)
+        assert not _distilled(other, "b")["random"]

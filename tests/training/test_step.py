@@ -88,14 +88,14 @@ def test_the_gradient_is_clipped_to_its_largest_norm(tmp_path):
 
 
 def test_the_rate_warms_up_linearly_and_falls_as_a_cosine_by_the_step():
-    config = OptimConfig(lr=0.1, min_lr=0.01, warmup_epochs=0.5, warmup_lr=0.02)
+    config = OptimConfig(lr=0.1, min_lr=0.01, warmup_epochs=0.5)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     scheduler = make_scheduler(optimizer, config, epochs=3, steps_per_epoch=8)
     rates = [optimizer.param_groups[0]["lr"]]
     for step in range(1, 25):
         scheduler.step_update(step)
         rates.append(optimizer.param_groups[0]["lr"])
-    assert rates[:5] == pytest.approx([0.02, 0.04, 0.06, 0.08, 0.1])
+    assert rates[:5] == pytest.approx([1e-6, 0.02500075, 0.0500005, 0.07500025, 0.1])
     assert rates[4:24] == pytest.approx(
         [0.01 + 0.09 * 0.5 * (1 + math.cos(math.pi * i / 20)) for i in range(20)]
     )
@@ -103,10 +103,10 @@ def test_the_rate_warms_up_linearly_and_falls_as_a_cosine_by_the_step():
 
 
 @pytest.mark.parametrize(
-    ("warmup_epochs", "first"), [(0.0, [0.1] * 4), (0.5, [0.02, 0.04, 0.06, 0.08])]
+    ("warmup_epochs", "first"), [(0.0, [0.1] * 4), (0.5, [1e-6, 0.02500075, 0.0500005, 0.07500025])]
 )
 def test_the_rate_falls_once_after_so_many_epochs(warmup_epochs, first):
-    optim = {"lr": 0.1, "min_lr": 0.01, "warmup_lr": 0.02, "drop_epochs": 1.5}
+    optim = {"lr": 0.1, "min_lr": 0.01, "drop_epochs": 1.5}
     config = OptimConfig(**optim, warmup_epochs=warmup_epochs)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     scheduler = make_scheduler(optimizer, config, epochs=3, steps_per_epoch=8)

@@ -1,13 +1,13 @@
-"""Augmentation by parts, with albumentations, whose draws depend on a key and on nothing else.
+"""Augmentation with albumentations, whose draws depend on a key and on nothing else.
 
 This is the only module that imports albumentations, which takes seconds; whoever augments nothing
-does not import it. What the parts are, and which of them a preset has, is in ``presets.py``.
+does not import it.
 """
 
 import math
 import os
 import random
-from typing import Literal
+from typing import Any, Literal
 
 import cv2
 import numpy as np
@@ -17,9 +17,10 @@ os.environ.setdefault(
 )  # it asks the network for a newer version otherwise
 import albumentations as A
 
-from visionattn.data.data_config import AugmentConfig
+from visionattn.cli.files import first_line
+from visionattn.cli.untrusted import read_yaml
+from visionattn.data.data_config import PRESETS
 from visionattn.data.geometry import Box, Size
-from visionattn.data.presets import whole_parts
 from visionattn.models.segmentation import IGNORED
 
 _BOX_STREAM, _CALL_STREAM = 1, 2
@@ -29,57 +30,83 @@ _BORDERS = {
     "edge": cv2.BORDER_REPLICATE,
 }
 _CROP_TRIALS = 10
+_CROPPED = ("three", "rand")
+"""The presets that crop."""
+_SMALLEST_CROP, _CROP_RATIO = 0.08, (3 / 4, 4 / 3)
+_TRIAL_PX = 64
+"""The side of the black image on which a pipeline of the user is tried."""
 
 
 class Augment:
-    """Augment images by a preset, whose parts may be set one by one.
+    """Augment images by a preset, or by a pipeline of albumentations in a YAML file.
 
     ``box`` draws which part of an image is seen. Whoever reads the image resizes this part to the
-    size at which the model sees it, and the call does everything else: flips, turns, affine
-    change, colour, blur, shadow, noise and erasing, in this order.
+    size at which the model sees it, and the call does everything else.
 
     Attributes:
-        parts: the part of every field, as ``presets.whole_parts`` makes it.
         crops: whether ``box`` draws anything; it returns the whole image otherwise.
     """
 
     def __init__(
         self,
         name: str,
-        given: AugmentConfig | None = None,
         *,
         bands: int = 3,
-        smallest_crop: float | None = None,
+        smallest_crop: float = _SMALLEST_CROP,
         border: Literal["black", "reflect", "edge"] | None = None,
     ):
-        """Choose the parts.
+        """Choose the steps.
 
         Args:
-            name: a key of ``presets.PRESETS``.
-            given: parts that replace the preset's.
+            name: one of ``PRESETS``, or the path of a YAML file that ``albumentations.save`` wrote.
+                A ``RandomResizedCrop`` with ``p: 1`` that stands first is done by ``box``: before
+                resizing, to whatever size the model sees.
             bands: channels of the images.
-            smallest_crop: the lowest ``crop_scale`` of presets that crop, instead of their own.
-            border: what lies beyond the edge of a moved image: black, the image mirrored, or its
-                outermost pixels again. None: "edge" for ``documents``, as a mirrored mark would
-                count twice; "reflect" for the others.
+            smallest_crop: the least share of the area that presets keep which crop.
+            border: what lies beyond the edge of an image that a preset moves: black, the image
+                mirrored, or its outermost pixels again. None: "edge" for ``documents``, as a
+                mirrored mark would count twice; "reflect" for the others.
 
         Raises:
-            ValueError: a part is out of its range, or cannot act; one line.
+            ValueError: the preset is not for these bands, or the file holds no pipeline that keeps
+                the size of such images; one line.
+            OSError: the file cannot be read.
         """
-        self.parts = whole_parts(name, given or AugmentConfig(), bands, smallest_crop)
-        self.crops = self.parts.crop_scale != [1.0, 1.0]
-        self._border = _BORDERS[border or ("edge" if name == "documents" else "reflect")]
-        steps = [*self._moves(), *self._colours(bands)]
-        steps += self._rand() if name == "rand" else []
-        steps += self._spoils()
-        self._pipeline = A.Compose(steps)
+        self._name = name
+        self.crops, self._scale, self._ratio = name in _CROPPED, (smallest_crop, 1.0), _CROP_RATIO
+        self._quarter_turns = 0.75 if name == "aerial" else 0.0
+        if name in PRESETS:
+            _check_bands(name, bands)
+            edge = _BORDERS[border or ("edge" if name == "documents" else "reflect")]
+            self._pipeline = A.Compose(_preset(name, bands, edge))
+        else:
+            self._pipeline = self._read(name, bands)
+
+    def _read(self, path: str, bands: int) -> A.Compose:
+        """Read the pipeline of a file, and try it on a black image."""
+        try:
+            read = A.from_dict(read_yaml(path))
+            steps = list(read.transforms) if type(read) is A.Compose else [read]
+            first = steps[0] if steps else None
+            if isinstance(first, A.RandomResizedCrop) and first.p == 1:
+                self.crops, self._scale, self._ratio = True, first.scale, first.ratio
+                steps = steps[1:]
+            pipeline = A.Compose(steps)
+            pipeline(image=np.zeros((_TRIAL_PX, _TRIAL_PX, bands), np.uint8))
+        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"data.augment {path} holds no pipeline of albumentations for images of {bands} "
+                f"bands, as albumentations.save(transform, path, 'yaml') writes it: "
+                f"{first_line(error)}"
+            ) from error
+        return pipeline
 
     def box(self, height: int, width: int, canvas: Size, entropy: tuple[int, ...]) -> Box:
         """Draw the part of an image that is seen, as torchvision's ``RandomResizedCrop`` does.
 
-        Its share of the area is uniform in ``crop_scale``; the logarithm of its aspect ratio is
-        uniform around that of ``canvas``. Where ten draws do not fit into the image, it is the
-        largest centred part that has an allowed aspect ratio.
+        Its share of the area is uniform; the logarithm of its aspect ratio is uniform around that
+        of ``canvas``. Where ten draws do not fit into the image, it is the largest centred part
+        that has an allowed aspect ratio.
 
         Args:
             height, width: size of the image in pixels.
@@ -89,9 +116,9 @@ class Augment:
         if not self.crops:
             return Box(0, 0, height, width)
         rng = np.random.default_rng((*entropy, _BOX_STREAM))
-        ratios = [each * canvas[1] / canvas[0] for each in self.parts.crop_ratio]
+        ratios = [each * canvas[1] / canvas[0] for each in self._ratio]
         for _ in range(_CROP_TRIALS):
-            area = height * width * rng.uniform(*self.parts.crop_scale)
+            area = height * width * rng.uniform(*self._scale)
             ratio = math.exp(rng.uniform(math.log(ratios[0]), math.log(ratios[1])))
             rows, columns = round(math.sqrt(area / ratio)), round(math.sqrt(area * ratio))
             if 0 < rows <= height and 0 < columns <= width:
@@ -109,6 +136,9 @@ class Augment:
         Args:
             image: as it has been read and resized.
             entropy: decides every draw; other numbers follow from it than for ``box``.
+
+        Raises:
+            ValueError: the pipeline of a file changes the size.
         """
         return self._change({"image": image}, entropy)["image"]
 
@@ -116,8 +146,8 @@ class Augment:
         self, image: np.ndarray, mask: np.ndarray, entropy: tuple[int, ...]
     ) -> tuple[np.ndarray, np.ndarray]:
         """Augment an image as a call does, and move its mask, uint8 ``[H, W]``, with it: each pixel
-        of the mask takes the nearest value, and ``IGNORED`` where it comes from beyond a black
-        border. What is erased, shaded or blurred keeps its class.
+        of the mask takes the nearest value, and presets write ``IGNORED`` where it comes from
+        beyond a black border. What is shaded or blurred keeps its class.
         """
         changed = self._change({"image": image, "mask": mask}, entropy)
         return changed["image"], changed["mask"]
@@ -126,80 +156,107 @@ class Augment:
         self, given: dict[str, np.ndarray], entropy: tuple[int, ...]
     ) -> dict[str, np.ndarray]:
         rng = np.random.default_rng((*entropy, _CALL_STREAM))
-        height, width = given["image"].shape[:2]
+        size = given["image"].shape
         # A turn by 90 degrees keeps the size of a square alone.
-        quarters = int(rng.integers(1, 4)) if height == width else 2
-        if rng.random() < self.parts.quarter_turns:
+        quarters = int(rng.integers(1, 4)) if size[0] == size[1] else 2
+        if rng.random() < self._quarter_turns:
             given = {name: np.rot90(each, quarters) for name, each in given.items()}
         # One state for all steps: set_random_seed would give each step the same draws.
         self._pipeline.set_random_state(rng, random.Random(int(rng.integers(2**63))))
-        return self._pipeline(**{name: np.ascontiguousarray(x) for name, x in given.items()})
+        changed = self._pipeline(**{name: np.ascontiguousarray(x) for name, x in given.items()})
+        if changed["image"].shape != size:
+            raise ValueError(
+                f"data.augment {self._name} makes images of {list(changed['image'].shape)} of "
+                f"{list(size)}; the size is that of data.img_size, so leave its step out"
+            )
+        return changed
 
-    def _moves(self) -> list[A.BasicTransform]:
-        """Return what moves pixels."""
-        parts = self.parts
-        steps = [A.HorizontalFlip(p=parts.flip_horizontal), A.VerticalFlip(p=parts.flip_vertical)]
-        if parts.shift or parts.turn or parts.scale != [1.0, 1.0]:
-            steps.append(self._affine(parts.shift, parts.scale, parts.turn))
-        return steps
 
-    def _colours(self, bands: int) -> list[A.BasicTransform]:
-        """Return what changes the value of each pixel: at most one of three, then colour."""
-        parts, amount = self.parts, self.parts.colour
+def _check_bands(name: str, bands: int) -> None:
+    """Raise ValueError for a preset whose changes of colour images of so many bands do not have."""
+    if name == "three" and bands == 1:
+        raise ValueError("augment three makes images grey, as those of one band are already")
+    if name == "rand" and bands not in (1, 3):
+        raise ValueError(
+            f"augment rand changes the colours of images of 1 or 3 bands, these have {bands}"
+        )
+
+
+def _preset(name: str, bands: int, border: int) -> list[A.BasicTransform]:
+    """Return the steps of a preset: flips, affine change, colour, blur, shadow, noise.
+
+    ``three`` is the 3-Augment of Touvron et al. 2022 (DeiT III, section 3). ``rand``, after Cubuk
+    et al. 2020, has two of twelve changes of colour and shape. ``documents`` moves no pixel by more
+    than 4.5 % of the longer side. ``aerial`` draws each of the eight symmetries of a square equally
+    often.
+    """
+    flip_horizontal = 0.5 if name in ("three", "rand", "aerial") else 0.0
+    # Flips that never act stay: they draw numbers, on which the later steps depend.
+    steps = [
+        A.HorizontalFlip(p=flip_horizontal),
+        A.VerticalFlip(p=0.5 if name == "aerial" else 0.0),
+    ]
+    if name == "light":
+        steps.append(_affine(border, shift=0.06, scale=(0.88, 1.08), turn=10.0))
+    elif name == "three":
         # Weights of human eyes where the bands are red, green and blue; the mean of others.
         method = "weighted_average" if bands == 3 else "average"
         one_of = [
-            A.ToGray(num_output_channels=bands, method=method, p=parts.grey),
-            A.Solarize(threshold_range=(0.5, 0.5), p=parts.solarise),
-            A.GaussianBlur(blur_limit=0, sigma_limit=tuple(parts.blur_sigma), p=parts.blur),
+            A.ToGray(num_output_channels=bands, method=method, p=1 / 3),
+            A.Solarize(threshold_range=(0.5, 0.5), p=1 / 3),
+            A.GaussianBlur(blur_limit=0, sigma_limit=(0.1, 2.0), p=1 / 3),
         ]
-        one_of = [each for each in one_of if each.p]
-        # OneOf takes its members' p as weights; its own p is that any of them acts.
-        steps = [A.OneOf(one_of, p=min(1.0, sum(each.p for each in one_of)))] if one_of else []
-        if amount and bands in (1, 3):
-            around = (1 - amount, 1 + amount)
-            steps.append(A.ColorJitter(around, around, around, hue=(0, 0), p=1))
-        elif amount:
-            steps.append(A.RandomBrightnessContrast(amount, amount, brightness_by_max=False, p=1))
-        return steps
-
-    def _spoils(self) -> list[A.BasicTransform]:
-        """Return what spoils an image: shadow, noise, erasing."""
-        parts = self.parts
+        steps += [A.OneOf(one_of, p=1.0), _colour(0.3, bands)]
+    elif name == "rand":
+        steps.append(A.SomeOf(_rand_changes(border), n=2, replace=False, p=1))
+    elif name == "documents":
         shadow = A.RandomShadow(
             shadow_roi=(0, 0, 1, 1),
             num_shadows_limit=(1, 2),
             shadow_dimension=3,  # more corners cross each other into splinters
             shadow_intensity_range=(0.1, 0.4),
-            p=parts.shadow,
+            p=0.3,
         )
-        noise = A.GaussNoise(std_range=(0.0, parts.noise), p=float(parts.noise > 0))
-        erase = A.Erasing(scale=(0.02, 0.33), ratio=(0.3, 3.3), fill="random", p=parts.erase)
-        return [step for step in (shadow, noise, erase) if step.p]
+        steps.append(_affine(border, shift=0.01, scale=(0.98, 1.02), turn=2.0))
+        steps += [_colour(0.2, bands), shadow, A.GaussNoise(std_range=(0.0, 0.04), p=1.0)]
+    elif name == "aerial":
+        steps.append(_colour(0.2, bands))
+    return steps
 
-    def _rand(self) -> list[A.BasicTransform]:
-        changes = [
-            A.AutoContrast(p=1),
-            A.Equalize(p=1),
-            A.Posterize(num_bits=(4, 7), p=1),
-            A.Solarize(threshold_range=(0.3, 0.9), p=1),
-            A.ColorJitter((0.5, 1.5), (1, 1), (1, 1), (0, 0), p=1),
-            A.ColorJitter((1, 1), (0.5, 1.5), (1, 1), (0, 0), p=1),
-            A.ColorJitter((1, 1), (1, 1), (0.2, 1.8), (0, 0), p=1),
-            A.Sharpen(alpha=(0.1, 0.6), p=1),
-            A.InvertImg(p=1),
-            self._affine(0.3, (1, 1), 0),
-            self._affine(0.0, (1, 1), 25),
-            A.Affine(shear=(-15, 15), border_mode=self._border, fill_mask=IGNORED, p=1),
-        ]
-        return [A.SomeOf(changes, n=2, replace=False, p=1)]
 
-    def _affine(self, shift: float, scale: list[float] | tuple, degrees: float) -> A.Affine:
-        return A.Affine(
-            translate_percent=(-shift, shift),
-            scale=tuple(scale),
-            rotate=(-degrees, degrees),
-            border_mode=self._border,
-            fill_mask=IGNORED,
-            p=1,
-        )
+def _affine(
+    border: int, *, shift: float = 0.0, scale: tuple[float, float] = (1, 1), turn: float = 0.0
+) -> A.Affine:
+    return A.Affine(
+        translate_percent=(-shift, shift),
+        scale=scale,
+        rotate=(-turn, turn),
+        border_mode=border,
+        fill_mask=IGNORED,
+        p=1,
+    )
+
+
+def _colour(amount: float, bands: int) -> A.BasicTransform:
+    """Return what changes brightness, contrast and, of three bands, saturation."""
+    if bands not in (1, 3):
+        return A.RandomBrightnessContrast(amount, amount, brightness_by_max=False, p=1)
+    around = (1 - amount, 1 + amount)
+    return A.ColorJitter(around, around, around, hue=(0, 0), p=1)
+
+
+def _rand_changes(border: int) -> list[Any]:
+    return [
+        A.AutoContrast(p=1),
+        A.Equalize(p=1),
+        A.Posterize(num_bits=(4, 7), p=1),
+        A.Solarize(threshold_range=(0.3, 0.9), p=1),
+        A.ColorJitter((0.5, 1.5), (1, 1), (1, 1), (0, 0), p=1),
+        A.ColorJitter((1, 1), (0.5, 1.5), (1, 1), (0, 0), p=1),
+        A.ColorJitter((1, 1), (1, 1), (0.2, 1.8), (0, 0), p=1),
+        A.Sharpen(alpha=(0.1, 0.6), p=1),
+        A.InvertImg(p=1),
+        _affine(border, shift=0.3),
+        _affine(border, turn=25),
+        A.Affine(shear=(-15, 15), border_mode=border, fill_mask=IGNORED, p=1),
+    ]

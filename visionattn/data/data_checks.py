@@ -1,32 +1,52 @@
 """What the user asked of a data set, checked and made whole by the data set's name.
 
-``ranges.py`` checks ranges of numbers, and ``presets.py`` augmentation.
+``ranges.py`` checks ranges of numbers, and ``mask_values.py`` what is said of masks.
 """
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from visionattn.cli.untrusted import checked
-from visionattn.data.data_config import DataConfig
+from visionattn.data.data_config import PRESETS, DataConfig
 from visionattn.data.documents import LARGEST_PIECE_PX, SMALLEST_SIZE_PX
 from visionattn.data.drawn_images import SHORTEST, DrawnArgs
 from visionattn.data.embedded import CanvasArgs
 from visionattn.data.formats import check_reading
 from visionattn.data.geometry import Size, check_geometry, sides
 from visionattn.data.ranges import check_ranges
-from visionattn.models.segmentation import IGNORED as MOST_CLASSES
 
 EMBEDDED = ("digits", "digits_pixel", "canvas", "documents", "copy")
 """Data sets that need no files."""
 DRAWN = frozenset({"canvas", "documents"})
 """Data sets of pictures that are drawn, and their masks."""
-ARGS: dict[str, type[DrawnArgs]] = {
+
+
+@dataclass(frozen=True)
+class Cifar10Args:
+    """What ``data.args`` says of CIFAR-10."""
+
+    download: bool = False
+    """Fetch the data into ``data.root`` where they are missing."""
+
+
+@dataclass(frozen=True)
+class FolderArgs:
+    """What ``data.args`` says of images in files."""
+
+    num_classes: int | None = None
+    """How many classes a stream has."""
+
+
+ARGS: dict[str, type] = {
     "canvas": CanvasArgs,
     "documents": DrawnArgs,
     "copy": DrawnArgs,
+    "cifar10": Cifar10Args,
+    "cifar10_pixel": Cifar10Args,
+    "folder": FolderArgs,
 }
-"""What ``data.args`` may say, of data sets of as many images as the user asks for."""
-MASKED = ("mask_classes", "mask_colours", "mask_ignored")
-"""Options of masks in files."""
+"""What ``data.args`` may say, by data set."""
 WHOLE = frozenset({"folder", "documents"})
 """Data sets whose images are seen whole unless the user says otherwise."""
 USUAL_PX: dict[str, int | list[int]] = {
@@ -88,25 +108,20 @@ def check_data(config: DataConfig) -> None:
         check_writing(config)
     elif config.name == "copy":
         raise ValueError("copy has no classes, only values to write; wanted data.task generate")
-    check_masks(config)
     check_reading(config.bands, config.value_range, config.page, config.max_pixels)
-    if config.range_found and config.value_range is None:
-        raise ValueError("data.range_found is said of data.value_range, which is missing")
     _check_acts(config)
 
 
 def _check_acts(config: DataConfig) -> None:
     """Raise ValueError for an option that would do nothing for the data set."""
-    folder, drawn = config.name == "folder", config.name in ARGS
+    folder, drawn = config.name == "folder", config.name in (*DRAWN, "copy")
     masked = folder and config.task == "segmentation"
     stream = folder and (config.root or "").startswith("wds/")
     rules = [
         (("bands", "value_range", "page", "max_pixels", "mean", "std"), folder, "folder alone"),
-        (MASKED, masked, "folder with data.task segmentation alone"),
-        (("num_classes",), stream, "wds/... alone (other data say it themselves)"),
+        (("masks",), masked, "folder with data.task segmentation alone"),
         (("root",), config.name not in EMBEDDED, "images in files (--data.name folder)"),
-        (("download",), config.name.startswith("cifar10"), "cifar10 and cifar10_pixel alone"),
-        (("max_patches", "aug"), not drawn, "images that are read, and not drawn at data.img_size"),
+        (("max_patches",), not drawn, "images that are read, and not drawn at data.img_size"),
         (("mean", "std"), config.task != "generate", "other tasks than generate"),
     ]
     usual = DataConfig()
@@ -114,9 +129,14 @@ def _check_acts(config: DataConfig) -> None:
         for key in keys:
             if not acts and getattr(config, key) != getattr(usual, key):
                 raise ValueError(f"data.{key} is for {whose}; leave it out for {config.name}")
+    if folder and not stream and args_of(config).num_classes is not None:
+        raise ValueError(
+            "data.args.num_classes is for wds/... alone (other data say it themselves); leave it "
+            "out"
+        )
 
 
-def args_of(config: DataConfig) -> DrawnArgs:
+def args_of(config: DataConfig) -> Any:
     """Return what ``data.args`` says, whole and checked.
 
     Raises:
@@ -126,7 +146,7 @@ def args_of(config: DataConfig) -> DrawnArgs:
         raise ValueError(
             f"data.args is for {', '.join(ARGS)} alone; leave it out for {config.name}"
         )
-    return checked(ARGS.get(config.name, DrawnArgs), config.args, "data.args")
+    return checked(ARGS[config.name], config.args, "data.args") if config.name in ARGS else None
 
 
 def check_writing(config: DataConfig) -> None:
@@ -142,43 +162,6 @@ def check_writing(config: DataConfig) -> None:
             f"data.task generate takes pieces of documents at their own scale, not fit "
             f"{config.fit}; leave data.fit out"
         )
-
-
-def check_masks(config: DataConfig) -> None:
-    """Check what is said of masks in files.
-
-    Raises:
-        ValueError: it is for other data, out of range, or contradicts itself; one line.
-    """
-    names, colours = config.mask_classes, config.mask_colours
-    ignored = config.mask_ignored
-    most = MOST_CLASSES
-    for key, given in (("mask_classes", names), ("mask_colours", colours)):
-        if given is not None and not 2 <= len(given) <= most:
-            raise ValueError(f"data.{key} must name 2 to {most} classes, got {len(given)}")
-    if names is not None and (len(set(names)) < len(names) or not all(names)):
-        raise ValueError(f"data.mask_classes must be names, each once, got {names}")
-    for colour in colours or []:
-        if len(colour) != 3 or not all(0 <= level <= 255 for level in colour):
-            raise ValueError(
-                f"data.mask_colours wants red, green and blue of each class, 0 to 255, got {colour}"
-            )
-    if colours is not None and len(set(map(tuple, colours))) < len(colours):
-        raise ValueError("data.mask_colours has a colour twice; each class has its own")
-    if names is not None and colours is not None and len(names) != len(colours):
-        raise ValueError(
-            f"data.mask_classes names {len(names)} classes and data.mask_colours {len(colours)}"
-        )
-    if ignored is None:
-        return
-    wanted = 1 if colours is None else 3
-    if len(ignored) != wanted or min(ignored) < 0 or max(ignored) > (65535 if wanted == 1 else 255):
-        what = "one value from 0 to 65535" if wanted == 1 else "red, green and blue, 0 to 255"
-        raise ValueError(f"data.mask_ignored must be {what}, got {ignored}")
-    if ignored in (colours or []) or (
-        names is not None and wanted == 1 and ignored[0] < len(names)
-    ):
-        raise ValueError(f"data.mask_ignored {ignored} is that of a class; name another one")
 
 
 def check_size(config: DataConfig, both: Size) -> None:
@@ -209,10 +192,28 @@ def check_size(config: DataConfig, both: Size) -> None:
         )
 
 
-def allow_augment(config: DataConfig, *allowed: str) -> None:
-    """Raise ValueError for an augmentation that is not made for this data set."""
-    if config.augment not in ("none", *allowed):
+def check_augment(config: DataConfig, *allowed: str, files: bool = True) -> None:
+    """Check that an augmentation is made for this data set.
+
+    Args:
+        config: names the augmentation.
+        allowed: presets.
+        files: whether it may be a file.
+
+    Raises:
+        ValueError: it is not; one line.
+        FileNotFoundError: it is no preset, and no file.
+    """
+    chosen = config.augment
+    if chosen in ("none", *allowed):
+        return
+    if chosen in PRESETS or not files:
         raise ValueError(
-            f"augment {config.augment} is not made for {config.name}; choose "
-            f"{', '.join(('none', *allowed))}"
+            f"augment {chosen} is not made for {config.name}; choose "
+            f"{', '.join(('none', *allowed))}{', or a YAML file of albumentations' * files}"
+        )
+    if not Path(chosen).is_file():
+        raise FileNotFoundError(
+            f"data.augment {chosen} is no file, nor one of {', '.join(PRESETS)}; "
+            "albumentations.save(transform, path, 'yaml') writes one"
         )

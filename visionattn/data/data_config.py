@@ -1,7 +1,7 @@
 """What a user says of the images: names, sizes, augmentation.
 
-A docstring under each field is its help text. ``data_checks.py``, ``presets.py`` and
-``training/config.py`` check the values.
+A docstring under each field is its help text. ``data_checks.py`` and ``training/config.py`` check
+the values.
 """
 
 from dataclasses import dataclass, field
@@ -10,45 +10,8 @@ from typing import Any, Literal
 from visionattn.models.registration import Task
 from visionattn.models.weights import Fit
 
-
-@dataclass
-class AugmentConfig:
-    """Parts of the augmentation; each that is None is as the preset ``data.augment`` says."""
-
-    crop_scale: list[float] | None = None
-    """Lowest and highest share of an image's area that a random crop keeps, in (0, 1]; ``1 1``
-    crops nothing.
-    """
-    crop_ratio: list[float] | None = None
-    """Lowest and highest change of the aspect ratio by a random crop, above 0."""
-    flip_horizontal: float | None = None
-    """Probability that left and right change places."""
-    flip_vertical: float | None = None
-    """Probability that top and bottom change places."""
-    quarter_turns: float | None = None
-    """Probability of a turn by 90, 180 or 270 degrees; by 180 where an image is not square."""
-    turn: float | None = None
-    """Largest rotation either way in degrees, in [0, 180]."""
-    shift: float | None = None
-    """Largest shift either way as a share of height and of width, in [0, 1]."""
-    scale: list[float] | None = None
-    """Lowest and highest enlargement, above 0."""
-    grey: float | None = None
-    """Probability of grey; an image gets one of grey, solarise and blur at most."""
-    solarise: float | None = None
-    """Probability that values above the middle are inverted."""
-    blur: float | None = None
-    """Probability of a Gaussian blur."""
-    blur_sigma: list[float] | None = None
-    """Lowest and highest standard deviation of the blur in pixels, above 0."""
-    colour: float | None = None
-    """Largest change of brightness, contrast and, of three bands, saturation, in [0, 1]."""
-    shadow: float | None = None
-    """Probability of one or two shadows, which take 10 to 40 % of the light."""
-    noise: float | None = None
-    """Largest standard deviation of noise, drawn for each image from 0 on, in [0, 1] of white."""
-    erase: float | None = None
-    """Probability that noise replaces a rectangle of 2 to 33 % of the area (Zhong et al. 2017)."""
+PRESETS = ("none", "light", "three", "rand", "documents", "aerial")
+"""The augmentations that have a name."""
 
 
 @dataclass
@@ -99,41 +62,30 @@ class DataConfig:
     """``native`` alone: the most patches of a batch, whose images have equal grids; a larger image
     is a batch by itself. None: as many as ``batch_size`` images have on average.
     """
-    augment: Literal["none", "light", "three", "rand", "documents", "aerial"] = "none"
-    """``light``: shift, scale, rotation. ``three``: crop, flip, greyscale, solarise or blur, and
-    colour. ``rand``: crop, flip and random colour. ``documents``: small moves, light, noise.
-    ``aerial``: quarter turns, flips, colour. ``aug`` sets their parts.
+    augment: str = "none"
+    """``none``, or a preset: ``light`` (shift, scale, rotation), ``three`` (crop, flip, greyscale,
+    solarise or blur, and colour), ``rand`` (crop, flip and random colour), ``documents`` (small
+    moves, light, noise), ``aerial`` (quarter turns, flips, colour); or a YAML file of
+    ``albumentations.save``.
     """
-    aug: AugmentConfig = field(default_factory=AugmentConfig)
-    """Parts of the augmentation."""
     val_fraction: float = 0.1
     """Share of the training images that is held out to choose the best weights, in (0, 1), where
     there is no ``val`` split.
     """
     args: dict[str, Any] = field(default_factory=dict)
-    """``canvas``, ``documents`` and ``copy`` alone: ``train_images`` per epoch (20,000) and
-    ``eval_images`` of the validation and of the test split (2,000). ``canvas`` also takes
-    ``distractors`` (fragments of digits; null: 4 per 128 x 128 pixels), ``digit_px`` (smallest and
-    largest side of digits in pixels; [16, 40]) and ``whole_digits`` (1, or 2, where the larger
-    counts).
+    """What one data set alone takes. ``canvas``, ``documents`` and ``copy``: ``train_images`` per
+    epoch (20,000) and ``eval_images`` of the validation and of the test split (2,000). ``canvas``
+    also: ``distractors`` (fragments of digits; null: 4 per 128 x 128 pixels), ``digit_px``
+    (smallest and largest side of digits in pixels; [16, 40]) and ``whole_digits`` (1, or 2, where
+    the larger counts). ``cifar10``, ``cifar10_pixel``: ``download`` (true fetches the data into
+    ``root`` where they are missing). ``folder`` with root ``wds/...``: ``num_classes``, required.
     """
-    num_classes: int | None = None
-    """``wds/...`` alone, and required there: how many classes there are."""
-    mask_classes: list[str] | None = None
-    """``folder`` with masks alone: the names of the classes of pixels, in the order of their values
-    from 0 on, or of ``mask_colours``. None: numbers up to the largest value, or 0 and 1 for black
-    and white masks; all masks are read for this.
+    masks: dict[str, Any] = field(default_factory=dict)
+    """``folder`` with masks alone: ``classes``, their names in the order of their values;
+    ``colours``, red, green and blue of each, where masks have colours; ``ignored``, the value or
+    colour of pixels that do not count (255). Without it, ``classes.yaml`` or ``classes.json`` in
+    ``root`` says the same; without either, classes are numbers up to the largest value.
     """
-    mask_colours: list[list[int]] | None = None
-    """``folder`` with masks alone: red, green and blue of each class, 0 to 255. None: the values of
-    masks are indices.
-    """
-    mask_ignored: list[int] | None = None
-    """``folder`` with masks alone: the value, or the three of a colour, of pixels that do not
-    count. None: 255 where masks have other values than 0 and 255, or no colour.
-    """
-    download: bool = False
-    """``cifar10`` and ``cifar10_pixel`` alone: fetch the data into ``root`` where it is missing."""
     on_error: Literal["fail", "skip"] = "fail"
     """What an unreadable image does: stop the run with its path, or be left out with a warning."""
     bands: list[int] | None = None
@@ -143,10 +95,6 @@ class DataConfig:
     value_range: list[float] | None = None
     """``folder`` alone: the values that become black and white, in files of more than 8 bits. None:
     what a file states, or 8 to 16 bits by the largest value of a few files.
-    """
-    range_found: bool = False
-    """``value_range`` was found by looking at files that do not state theirs: what a file states
-    comes first, and values above the range are an error.
     """
     page: int | None = None
     """``folder`` alone: the page of files that have several, from 1. None: the first."""

@@ -211,7 +211,7 @@ def _numbers(files: MaskFiles, kinds: dict[Pairs, int], root: str) -> tuple[str,
         raise ValueError(
             f"the masks of {root} have the values {', '.join(map(str, there))}, so that {empty} "
             f"of {count} classes have no pixel; where values are colours, name that of each class: "
-            f"--data.mask_colours '{colours}'"
+            f"--data.masks '{{colours: {colours}}}'"
         )
     having = [pairs for pairs in kinds if (IGNORED, IGNORED * GREY_STEP) in pairs]
     alone = all({value for value, _ in pairs} <= {0, IGNORED} for pairs in having)
@@ -225,16 +225,15 @@ def _numbers(files: MaskFiles, kinds: dict[Pairs, int], root: str) -> tuple[str,
     return tuple(map(str, range(count)))
 
 
-def check_trained(splits: Any, *, named: bool) -> None:
+def check_trained(splits: Any) -> None:
     """Check the masks of training, validation and test images.
 
     Args:
         splits: the images, a ``Splits``.
-        named: whether the user has named the classes; otherwise a class without training pixels is
-            only a warning.
 
     Raises:
-        ValueError: only one class counts, or a named class has no pixel; one line.
+        ValueError: only one class counts, or a class that the user has named has no pixel; one
+            line. Another class without training pixels is only a warning.
     """
     train, names = splits.train, splits.spec.class_names
     found, ignored = classes_of(train, len(names))
@@ -246,7 +245,7 @@ def check_trained(splits: Any, *, named: bool) -> None:
         text = f"no pixel of the {len(train)} training masks has the class {', '.join(missing)}"
         count = len(splits.validation) if getattr(splits.validation, "held_out", False) else 0
         apart = f"; --seed holds out {count} other masks" if count else ""
-        if named:
+        if train.masks.classes.named:
             raise ValueError(
                 f"{text}: add masks with it, or name only classes that masks have{apart}"
             )
@@ -298,7 +297,7 @@ def _counting(
     classes = dataset.masks.classes
     if ignored and isinstance(classes.ignored, int):
         other = (
-            "leave data.mask_ignored out" if classes.stated else "write the class's number there"
+            "leave data.masks.ignored out" if classes.stated else "write the class's number there"
         )
         text += f", as the value {classes.ignored} does not count (if it is a class, {other})"
     return text

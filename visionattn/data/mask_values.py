@@ -5,12 +5,14 @@ This module turns the pixels of one mask into classes. ``mask_files.py`` finds m
 
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import cv2
 import numpy as np
 from PIL import Image
 
+from visionattn.cli.untrusted import checked, read_yaml
 from visionattn.data.data_config import DataConfig
 from visionattn.data.formats.reader import NotAsAsked
 from visionattn.data.formats.tiff_pages import MIN_IS_WHITE, PHOTOMETRIC
@@ -31,6 +33,68 @@ BLACK_AND_WHITE = ((0, 0, 0), (255, 255, 255))
 """Class colours of black and white masks."""
 NUMBERS: Pairs = frozenset({(0, 0), (1, GREY_STEP)})
 """The classes 0 and 1 as plain numbers, in a mask without palette."""
+CLASS_FILES = ("classes.yaml", "classes.json")
+"""Files in the folder of images and masks that say what ``data.masks`` could say."""
+
+
+@dataclass(frozen=True)
+class MasksSaid:
+    """What the user says of masks."""
+
+    classes: list[str] | None = None
+    """Names, in the order of their values from 0 on, or of ``colours``."""
+    colours: list[list[int]] | None = None
+    """Red, green and blue of each class; None: the values of masks are indices."""
+    ignored: int | list[int] | None = None
+    """The value or colour of pixels that do not count."""
+
+
+def said_of_masks(config: DataConfig) -> MasksSaid:
+    """Return what ``data.masks`` says, or else a file of ``CLASS_FILES`` in ``data.root``.
+
+    Raises:
+        ValueError: a name or a value is wrong, out of range, or contradicts another; one line.
+    """
+    source, values = "data.masks", config.masks
+    paths = [Path(config.root or "", name) for name in CLASS_FILES]
+    if not values and (found := [path for path in paths if path.is_file()]):
+        source, values = str(found[0]), read_yaml(found[0])
+    said = checked(MasksSaid, values, source)
+    _check_said(said, source)
+    return said
+
+
+def _check_said(said: MasksSaid, source: str) -> None:
+    """Raise ValueError for what contradicts itself or is out of range."""
+    names, colours, ignored = said.classes, said.colours, said.ignored
+    for key, given in (("classes", names), ("colours", colours)):
+        if given is not None and not 2 <= len(given) <= IGNORED:
+            raise ValueError(f"{source}.{key} must name 2 to {IGNORED} classes, got {len(given)}")
+    if names is not None and (len(set(names)) < len(names) or not all(names)):
+        raise ValueError(f"{source}.classes must be names, each once, got {names}")
+    for colour in colours or []:
+        if not _is_colour(colour):
+            raise ValueError(
+                f"{source}.colours wants red, green and blue of each class, 0 to 255, got {colour}"
+            )
+    if colours is not None and len(set(map(tuple, colours))) < len(colours):
+        raise ValueError(f"{source}.colours has a colour twice; each class has its own")
+    if names is not None and colours is not None and len(names) != len(colours):
+        raise ValueError(
+            f"{source}.classes names {len(names)} classes and {source}.colours {len(colours)}"
+        )
+    if ignored is None:
+        return
+    if colours is not None and not _is_colour(ignored):
+        raise ValueError(f"{source}.ignored must be red, green and blue, 0 to 255, got {ignored}")
+    if colours is None and not (isinstance(ignored, int) and 0 <= ignored <= 65535):
+        raise ValueError(f"{source}.ignored must be one value from 0 to 65535, got {ignored}")
+    if ignored in (colours or range(len(names or []))):
+        raise ValueError(f"{source}.ignored {ignored} is that of a class; name another one")
+
+
+def _is_colour(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 3 and all(0 <= x <= 255 for x in value)
 
 
 @dataclass(frozen=True)
@@ -45,19 +109,22 @@ class MaskClasses:
     """Index or colour of ignored pixels; None: no pixel is ignored."""
     stated: bool = False
     """Whether the user has defined the ignored pixels."""
+    named: bool = False
+    """Whether the user has defined the classes."""
 
     @classmethod
-    def of(cls, config: DataConfig) -> "MaskClasses":
-        """Return the settings from the options, which ``check_masks`` has checked."""
+    def of(cls, said: MasksSaid) -> "MaskClasses":
+        """Return the settings from what the user has defined."""
         colours = None
-        if config.mask_colours is not None:
-            colours = tuple((red, green, blue) for red, green, blue in config.mask_colours)
-        given = config.mask_ignored
+        if said.colours is not None:
+            colours = tuple((red, green, blue) for red, green, blue in said.colours)
         ignored: int | tuple[int, int, int] | None = None if colours else IGNORED
-        if given is not None:
-            ignored = (given[0], given[1], given[2]) if len(given) == 3 else given[0]
-        names = tuple(config.mask_classes or map(str, range(len(colours or ()))))
-        return cls(names, colours, ignored, given is not None)
+        if said.ignored is not None:
+            given = said.ignored
+            ignored = given if isinstance(given, int) else (given[0], given[1], given[2])
+        names = tuple(said.classes or map(str, range(len(colours or ()))))
+        named = bool(said.classes or said.colours)
+        return cls(names, colours, ignored, said.ignored is not None, named)
 
     def classes(self, mask: Image.Image) -> np.ndarray:
         """Return the class of each pixel of a mask, uint8 ``[height, width]``; ``IGNORED`` for
@@ -104,7 +171,7 @@ class MaskClasses:
         given = f"the colour {colour >> 16} {colour >> 8 & 255} {colour & 255}"
         raise NotAsAsked(
             f"it has {given if colour >= 0 else 'a value above 255'}, which is none of "
-            f"data.mask_colours ({wanted}) and not data.mask_ignored"
+            f"data.masks.colours ({wanted}) and not data.masks.ignored"
         )
 
     def may_be_binary(self, pairs: Pairs) -> bool:
@@ -204,7 +271,7 @@ def _values(mask: Image.Image, *, coloured: bool) -> tuple[np.ndarray, dict[int,
     if not coloured:
         raise NotAsAsked(
             "it has colours, and nothing says what they stand for: name that of each class with "
-            "data.mask_colours"
+            "data.masks.colours"
         )
     values = red.astype(np.uint32) << 16 | green.astype(np.uint16) << 8 | blue
     return values, {value: value for value in _used(values)}

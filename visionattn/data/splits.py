@@ -16,13 +16,13 @@ from torch.utils.data import Dataset
 
 from visionattn.data.batches import EvalBatches, SampleKey, TrainBatches
 from visionattn.data.data_checks import (
-    allow_augment,
     args_of,
+    check_augment,
     check_data,
     check_size,
     resolved,
 )
-from visionattn.data.data_config import AugmentConfig, DataConfig
+from visionattn.data.data_config import DataConfig
 from visionattn.data.documents import CLASS_NAMES, DocumentsDataset, PagePieces
 from visionattn.data.drawn_images import CopyingDataset, DrawnDataset, Split, value_names
 from visionattn.data.embedded import (
@@ -33,7 +33,7 @@ from visionattn.data.embedded import (
 from visionattn.data.formats import COLOURED, LARGEST_IMAGE_PX, ReadOptions
 from visionattn.data.geometry import Geometry, Size, geometry_of, sides
 from visionattn.data.images import ArrayDataset, ImageDataset
-from visionattn.data.mask_values import MaskClasses
+from visionattn.data.mask_values import MaskClasses, said_of_masks
 from visionattn.data.own_images import check_there, find_images, find_masked
 from visionattn.data.streams import Shards, StreamEvalBatches, StreamTrainBatches, open_shards
 from visionattn.data.tree import LAYOUT, MASKED_LAYOUT
@@ -194,14 +194,14 @@ def eval_batches(
 
 
 def _augment(config: DataConfig, *allowed: str, **options) -> "Augment | None":
-    """Return the augmentation of ``config``, which must be one of ``allowed``."""
-    allow_augment(config, *allowed)
-    if config.augment == "none" and config.aug == AugmentConfig():
+    """Return the augmentation of ``config``, which must be a file or one of ``allowed``."""
+    check_augment(config, *allowed)
+    if config.augment == "none":
         return None
     # Importing albumentations takes seconds.
     from visionattn.data.augment import Augment
 
-    return Augment(config.augment, config.aug, **options)
+    return Augment(config.augment, **options)
 
 
 def _spec(
@@ -247,7 +247,7 @@ def _build_digits(config: DataConfig, seed: int) -> Splits:
 
 def _build_drawn(config: DataConfig, seed: int) -> Splits:
     canvas, masked = config.name == "canvas", config.task == "segmentation"
-    allow_augment(config, *(["light"] if canvas else []))
+    check_augment(config, *(["light"] if canvas else []), files=False)
     args = args_of(config)
     make: Callable[..., DrawnDataset] = CopyingDataset
     spec = _spec(config, 1, ())
@@ -295,20 +295,26 @@ def _read_cifar10(config: DataConfig, *, train: bool) -> "CIFAR10":
         raise ValueError(
             f"{config.name} needs a root: the folder that holds, or is to hold, cifar-10-batches-py"
         )
+    download = args_of(config).download
     try:
-        return CIFAR10(config.root, train=train, download=config.download)
+        return CIFAR10(config.root, train=train, download=download)
     except (RuntimeError, OSError) as error:  # torchvision's missing or damaged files; network
-        if config.download:
+        if download:
             raise FileNotFoundError(
                 f"cannot fetch CIFAR-10 into {config.root}: {' '.join(str(error).split())}"
             ) from error
         raise FileNotFoundError(
-            f"no CIFAR-10, or a damaged one, in {config.root}; fetch it with --data.download true"
+            f"no CIFAR-10, or a damaged one, in {config.root}; fetch it with "
+            "--data.args.download true"
         ) from error
 
 
 def _open_root(
-    config: DataConfig, seed: int, *, labelled: bool = True, known: Sequence[str] | None = None
+    config: DataConfig,
+    seed: int,
+    *,
+    labelled: bool = True,
+    known: Sequence[str] | None = None,
 ) -> tuple[dict[str, Dataset], DataSpec]:
     """Open the user's own images; ``known`` are the class names of weights to evaluate on them, see
     ``own_images.find_images``.
@@ -321,7 +327,6 @@ def _open_root(
         config.bands,
         config.value_range,
         config.page,
-        found=config.range_found,
         max_pixels=config.max_pixels or LARGEST_IMAGE_PX,
     )
     presets = ("light", "three", "rand", "documents", "aerial")
@@ -334,19 +339,21 @@ def _open_root(
                 f"timm's reader of {config.root} gives the colours of the first page; leave "
                 "bands, value_range, page and max_pixels out, or unpack it to a folder"
             )
+        names, num_classes = (), args_of(config).num_classes
         datasets = open_shards(
             config.root,
-            num_classes=config.num_classes,
+            num_classes=num_classes,
             on_error=config.on_error,
             seed=seed,
             augment=augment,
             judged=known is not None,
         )
-        names, num_classes = (), config.num_classes
     else:
         generate = config.task == "generate"
         if config.task == "segmentation":
-            found = find_masked(config.root, MaskClasses.of(config), options.max_pixels)
+            found = find_masked(
+                config.root, MaskClasses.of(said_of_masks(config)), options.max_pixels
+            )
             names, colours = found.masks.classes.names, found.masks.classes.colours
         else:
             found = find_images(config.root, labelled=labelled and not generate, known=known)

@@ -229,10 +229,9 @@ def as_yaml(found: Moments, options: ReadOptions, argv: Sequence[str], images: i
     data = {"mean": _numbers(found.mean), "std": _numbers(found.std)}
     for name in ("bands", "value_range", "page"):
         value = getattr(options, name)
-        if value is not None:
+        # A range that was found is found again in the training images.
+        if value is not None and not (name == "value_range" and options.found):
             data[name] = list(value) if isinstance(value, tuple) else value
-    if options.found:
-        data["range_found"] = True
     said = f"# {typed('stats')} {shlex.join(argv)}\n"
     said += f"# {images:,} images, {found.count.max():,.0f} pixels\n"
     return said + yaml.safe_dump({"data": data}, sort_keys=False, default_flow_style=None)

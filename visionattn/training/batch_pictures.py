@@ -3,7 +3,7 @@ sheet. The batches are made as a run makes them, and nothing of a run is written
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -240,9 +240,8 @@ def in_mask(spec: DataSpec, mask: Tensor) -> list[str]:
 def training_changes(config: TrainConfig) -> str:
     """Say how training images are changed."""
     data, optim = config.data, config.optim
-    mixing = {name: getattr(optim, name) or None for name in ("mixup", "cutmix")}
-    changes = (asdict(data.aug) | mixing).items()
-    given = [f"{name} {value}" for name, value in changes if value is not None]
+    mixing = {"mixup": optim.mixup, "cutmix": optim.cutmix}
+    given = [f"{name} {value}" for name, value in mixing.items() if value]
     return ", ".join([f"augment {data.augment}", *given])
 
 

@@ -58,13 +58,13 @@ QUIET |= {"init_from", "init_model", "parallel", "sequence_ranks", "dist_timeout
 """Options that may differ on resume without a word."""
 BINDING = ("seed", "optim.name", "optim.layer_decay")
 BINDING += ("data.name", "data.task", "data.val_fraction", "data.args", "data.fit")
-BINDING += ("data.mask_classes", "data.mask_colours", "data.mask_ignored")
+BINDING += ("data.masks",)
 """Options that must not change on resume: they decide about images and the optimiser's state."""
 COUNTED = ("batch_size", "optim.accumulate", "data.batch_patches", "data.max_patches")
 """Options that must not change until the epoch is over."""
 SIZES = ("data.img_size", "data.img_size_choices")
 """The same, if images of many sizes make the batches."""
-TRAINED = ("optim.", "data.aug", "data.img_size_choices", "batch_size")
+TRAINED = ("optim.", "data.augment", "data.img_size_choices", "batch_size")
 """The beginnings of options that act on training steps only."""
 PARTS = ("train", "validation", "test")
 """The splits of a data set, as fields of ``Splits``."""

@@ -29,9 +29,7 @@ class OptimConfig:
     once; fractions are allowed. None: it falls by a cosine.
     """
     warmup_epochs: float = 1.0
-    """Epochs of linear warm-up; fractions are allowed."""
-    warmup_lr: float = 1e-6
-    """Learning rate at the start of the warm-up."""
+    """Epochs of linear warm-up from 1e-6; fractions are allowed."""
     weight_decay: float = 0.05
     """Decoupled weight decay; biases, norms, positions and temperatures are exempt."""
     layer_decay: float | None = None
@@ -188,7 +186,6 @@ def check(config: TrainConfig) -> None:
     not_negative = {
         "seed": config.seed,
         "optim.min_lr": optim.min_lr,
-        "optim.warmup_lr": optim.warmup_lr,
         "optim.warmup_epochs": optim.warmup_epochs,
         "optim.weight_decay": optim.weight_decay,
         "optim.mixup": optim.mixup,
@@ -221,11 +218,6 @@ def _check_together(config: TrainConfig) -> None:
         raise ValueError("show_batch draws the first batch of the first epoch; leave resume out")
     if optim.min_lr > optim.lr:
         raise ValueError(f"optim.min_lr {optim.min_lr} is above optim.lr {optim.lr}, the peak")
-    if optim.warmup_epochs and optim.warmup_lr > optim.lr:
-        raise ValueError(
-            f"optim.warmup_lr {optim.warmup_lr} is above optim.lr {optim.lr}, to which the warm-up "
-            "leads"
-        )
     if optim.warmup_epochs >= config.epochs:
         raise ValueError(
             f"optim.warmup_epochs {optim.warmup_epochs} leaves nothing of epochs {config.epochs} "

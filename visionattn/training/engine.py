@@ -86,7 +86,7 @@ def prepare_classes(
             f"the only class of {config.data.root or config.data.name} is "
             f"{''.join(splits.spec.class_names) or 0}; wanted two or more to tell apart"
         )
-    check_trained(splits, named=bool(config.data.mask_classes or config.data.mask_colours))
+    check_trained(splits)
     started = replace(config, init_from=None, init_model=None) if resumed else config
     return Prepared(splits, *started_model(started, config.model, splits.spec, first=first))
 
@@ -143,7 +143,7 @@ def train(
     folder = processes.on_first(lambda: run_folder(config))
     states = States(folder)
     resumed = processes.on_first(lambda: config.resume and states.exist())
-    if config.data.download:  # once per machine, while the others wait
+    if config.data.args.get("download"):  # once per machine, while the others wait
         processes.together(
             lambda: processes.local_rank == 0 and build_splits(config.data, config.seed)
         )

@@ -14,6 +14,9 @@ from visionattn.models.machine import autocast
 from visionattn.training.config import OptimConfig
 from visionattn.training.objectives import make_criterion
 
+WARMUP_LR = 1e-6
+"""The learning rate at the start of the warm-up."""
+
 
 class OptimizerStep:
     """Do the step by which a model learns: forward, loss, backward, clipping and update.
@@ -116,11 +119,11 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimiz
 def make_scheduler(
     optimizer: torch.optim.Optimizer, config: OptimConfig, epochs: int, steps_per_epoch: int
 ) -> Scheduler:
-    """Make the schedule, a function of the step only: linear warm-up from ``warmup_lr`` to ``lr``,
+    """Make the schedule, a function of the step only: linear warm-up from ``WARMUP_LR`` to ``lr``,
     then a cosine to ``min_lr``, or a drop to ``min_lr`` after ``drop_epochs``.
     """
     warmup_steps = min(round(config.warmup_epochs * steps_per_epoch), epochs * steps_per_epoch - 1)
-    warmup: dict[str, Any] = dict(warmup_t=warmup_steps, warmup_lr_init=config.warmup_lr)
+    warmup: dict[str, Any] = dict(warmup_t=warmup_steps, warmup_lr_init=min(WARMUP_LR, config.lr))
     if config.drop_epochs is not None:
         return MultiStepLRScheduler(
             optimizer,

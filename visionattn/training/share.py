@@ -9,16 +9,13 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from shutil import rmtree
 from tempfile import TemporaryDirectory
 
 from timm.models import save_for_hf
 from torch import nn
 
 from visionattn.cli.files import check_new, first_line, whole_folder, write_text
-from visionattn.cli.interruption import undone_at_end
 from visionattn.cli.parsing import parse, with_first
 from visionattn.cli.untrusted import brief
 from visionattn.models.building import patch_size
@@ -151,7 +148,7 @@ def upload(path: Path, model: nn.Module, card: str, license: str | None, *, name
     try:
         if api.file_exists(name, "config.json"):
             raise ValueError(f"hf-hub:{name} holds a model already; choose another name")
-        with TemporaryDirectory() as folder, undone_at_end(partial(rmtree, folder)):
+        with TemporaryDirectory() as folder:
             write(Path(folder), path, model, card, license)
             api.create_repo(name, exist_ok=True)
             api.upload_folder(repo_id=name, folder_path=folder, commit_message="Add model")

@@ -20,10 +20,11 @@ from visionattn.cli.parsing import field_types, parse, spell_out
 from visionattn.cli.progress import Progress
 from visionattn.cli.provenance import provenance
 from visionattn.data.buckets import cell_px
-from visionattn.data.data_config import AugmentConfig, DataConfig
+from visionattn.data.data_config import DataConfig
 from visionattn.data.drawn_images import seen_as
 from visionattn.data.geometry import Geometry, check_geometry, pixels, sides
 from visionattn.data.mask_files import check_judged
+from visionattn.data.mask_values import said_of_masks
 from visionattn.data.splits import eval_batches, images_to_judge
 from visionattn.data.walk import listed
 from visionattn.models.building import check_geometries, patch_size
@@ -131,7 +132,7 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
             word.startswith(f"--data.{key}=") for word in spelled
         ):
             raise ValueError(f"data.{key} is for training; name {flag} instead")
-    if any(word.startswith(("--data.augment=", "--data.aug.")) for word in spelled):
+    if any(word.startswith("--data.augment=") for word in spelled):
         raise ValueError("data.augment is for training; images to evaluate on stay as they are")
     if config.split is None and trained_on and _same_root(config.data, trained_on):
         return replace(config, split="val")
@@ -305,19 +306,13 @@ class Validation:
         # What the weights know of files holds for other folders too.
         known: dict[str, Any] = {
             key: getattr(self.spec, key)
-            for key in ("bands", "value_range", "range_found", "page")
+            for key in ("bands", "value_range", "page")
             if data.name == "folder" and getattr(data, key) is None
         }
         if self.spec.task != "classification":
             known["task"] = self.spec.task
-        masked = self.spec.task == "segmentation" and data.name == "folder"
-        if masked and (data.mask_classes or data.mask_colours) is None:
-            known["mask_classes"] = list(class_names(self.spec))
-        named = len(data.mask_classes or self.spec.colours or ())
-        if masked and data.mask_colours is None and named == len(self.spec.colours or ()) > 0:
-            known["mask_colours"] = list(map(list, self.spec.colours))
-            if len(data.mask_ignored or ()) == 1:  # a level of grey, where colours were found
-                known["mask_ignored"] = data.mask_ignored * 3
+        if self.spec.task == "segmentation" and data.name == "folder":
+            known["masks"] = self._meaning_of_masks(data)
         data = replace(data, **known)
         # As choices of the training, all sizes are checked, here and not when their turn comes.
         first = self.geometries[0]
@@ -330,7 +325,6 @@ class Validation:
             replace(
                 data,
                 augment="none",
-                aug=AugmentConfig(),
                 fit=first.fit,
                 img_size=None if first.img_size is None else list(first.img_size),
                 img_size_choices=[min(each.img_size) for each in self.geometries if each.img_size]
@@ -359,6 +353,17 @@ class Validation:
             )
         check_judged(found[chosen], self.spec, chosen)
         return chosen, found[chosen]
+
+    def _meaning_of_masks(self, data: DataConfig) -> dict[str, Any]:
+        """Return ``data.masks``, with what the weights know where nobody says otherwise."""
+        said, colours = said_of_masks(data), self.spec.colours
+        if not (said.classes or said.colours):
+            said = replace(said, classes=list(class_names(self.spec)))
+        if colours and said.colours is None and len(said.classes or colours) == len(colours):
+            said = replace(said, colours=list(map(list, colours)))
+            if isinstance(said.ignored, int):  # a level of grey, where colours were found
+                said = replace(said, ignored=[said.ignored] * 3)
+        return {key: value for key, value in asdict(said).items() if value is not None}
 
     def rows(self) -> Iterator[Row]:
         """Evaluate at one size after the other."""

@@ -142,7 +142,8 @@ def drawn(run: Run, count: int) -> tuple[Validation, list[Item]]:
     if not run.weights.is_file():
         raise FileNotFoundError(f"there is no {run.weights.name}")
     flags = ["--checkpoint", str(run.weights), "--device", "cpu"]
-    flags += ["--data.download", "false"] if run.setting("data", "download") else []
+    if (run.setting("data", "args") or {}).get("download"):
+        flags += ["--data.args.download", "false"]
     flags += ["--split", "test"] if run.result.get("test_images") else []
     validation = Validation(parse_validate(flags))
     dataset = validation.dataset

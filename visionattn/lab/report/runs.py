@@ -38,7 +38,7 @@ WORDS = {
 }
 """How a page says each status."""
 OF_TRAINING = {
-    *("augment", "aug", "img_size_choices", "batch_patches", "args.train_images"),
+    *("augment", "img_size_choices", "batch_patches", "args.train_images"),
     *("mean", "std", "workers", "download"),
 }
 """Options of data that change neither which images are evaluated nor at which size."""

@@ -59,8 +59,6 @@ class DistilOptimConfig:
     """Learning rate at the end of the cosine."""
     warmup_epochs: float = 0.2
     """Epochs of linear warm-up; fractions are allowed."""
-    warmup_lr: float = 1e-6
-    """Learning rate at the start of the warm-up."""
     weight_decay: float = 0.05
     """Decoupled weight decay of what learns; biases, norms, positions and temperatures are exempt.
     """
