@@ -22,12 +22,14 @@ from tests.helpers.tools import assert_one_error, load_tool
 from visionattn.cli.files import unfinished
 from visionattn.lab.report.classes import MOST_IN_MATRIX, MOST_PICTURES, classes_of
 from visionattn.lab.report.page import report
+from visionattn.lab.report.page_tables import results
 from visionattn.lab.report.runs import curves_of, read_run, same_data
-from visionattn.lab.report.tables import results
 from visionattn.lab.report.templates import look_page
 from visionattn.models.weights import DataSpec
 
 COUNTS = [[5, 2, 0], [0, 3, 0], [1, 0, 1]]
+OF_ONE = ["precision", "most often taken for"]
+"""Columns of classes that a single run has."""
 NAMES = ["ape", "bear", "a cat of a long name"]
 
 
@@ -45,6 +47,11 @@ def page_of(*paths, output, images=0, title="T"):
 def rows_under(page, name):
     """The rows of tables from the heading that begins with ``name`` on."""
     return page.rows[next(i for i, row in enumerate(page.rows) if row[:1] == [name]) :]
+
+
+def rows_under_head(page, head):
+    """The rows below a row."""
+    return page.rows[page.rows.index(head) + 1 :]
 
 
 def lines_of(run):
@@ -95,20 +102,16 @@ def test_a_run_without_status_that_tested_its_weights_has_finished(tmp_path):
     assert found.problems == []
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "{", "a: 2020-13-45", '{"status": ["x"]}'])
-def test_files_that_are_damaged_are_named_and_the_rest_is_shown(tmp_path, text):
+def test_files_that_are_damaged_are_named_and_the_rest_is_shown(tmp_path):
     names = ["metrics.jsonl", "status.json", "config.yaml", "test.json", "best.safetensors"]
     runs = [write_run(tmp_path / name.partition(".")[0], epochs=1) for name in names]
     for run, name in zip(runs, names, strict=True):
-        (run / name).write_text(text + "\n")
+        (run / name).write_text("[" * 100_000 if name != "status.json" else '{"status": ["x"]}')
     early = tmp_path / "early"
-    early.mkdir()
+    (early / "status.json").mkdir(parents=True)
     (early / "config.yaml").write_text("epochs: 9\n")
-    (early / "status.json").mkdir()
     page = page_of(*runs, early, output=tmp_path / "page.html", images=1)
-    for name in names[1:]:
-        mapping = name == "config.yaml" and "{" in text[:1]
-        assert f"{name} cannot be read" in page.text or mapping
+    assert all(f"{name} cannot be read" in page.text for name in names[1:])
     assert "there is no metrics.jsonl" in page.text and page.row("test")[0] == "finished"
     assert "no images, since there is no best.safetensors" in page.text
 
@@ -161,23 +164,22 @@ def folder(root):
     return {"data": {"name": "folder", "root": root}}
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "same"),
-    [
-        ({}, {"data": {"img_size": 48}}, False),
-        ({}, {"seed": 3}, False),
-        ({}, {"data": {"task": "segmentation"}}, False),
-        (folder("a/b"), folder("./a/b/"), True),
-        (folder("a/b"), folder("a/c"), False),
-        ({}, {"data": {"augment": "light", "aug": {"turn": 3.0}, "workers": 4}}, True),
-        ({}, {"data": {"on_error": "fail", "img_size_choices": [24, 32]}}, True),
-        ({}, {"optim": {"lr": 0.1}, "model": {"name": "taylorshift_vit_t"}}, True),
-    ],
-)
-def test_runs_are_compared_where_their_images_are_the_same(tmp_path, one, other, same):
-    runs = [write_run(tmp_path / str(i), config=each) for i, each in enumerate((one, other))]
-    found = [same_data(read_run(run, run.name)) for run in runs]
-    assert (found[0] == found[1]) == same and None not in found
+SAME = [
+    ({}, {"data": {"img_size": 48}}, False),
+    ({}, {"seed": 3}, False),
+    (folder("a/b"), folder("./a/b/"), True),
+    (folder("a/b"), folder("a/c"), False),
+    ({}, {"data": {"augment": "light", "aug": {"turn": 3.0}, "workers": 4}}, True),
+    ({}, {"data": {"on_error": "fail", "img_size_choices": [24, 32]}}, True),
+    ({}, {"optim": {"lr": 0.1}, "model": {"name": "taylorshift_vit_t"}}, True),
+]
+
+
+def test_runs_are_compared_where_their_images_are_the_same(tmp_path):
+    for number, (*configs, same) in enumerate(SAME):
+        runs = [write_run(tmp_path / f"{number}{i}", config=each) for i, each in enumerate(configs)]
+        found = [same_data(read_run(run, run.name)) for run in runs]
+        assert (found[0] == found[1]) == same and None not in found, configs
 
 
 def test_the_best_of_runs_of_the_same_images_is_bold(tmp_path):
@@ -200,27 +202,22 @@ def test_the_best_of_runs_of_the_same_images_is_bold(tmp_path):
 
 def test_runs_that_generate_images_have_bits_per_dimension(tmp_path):
     runs = []
-    for name, losses in (("one", [3.0, 2.25, 2.5]), ("two", [3.0, 2.0]), ("other", [4.0])):
-        config = {"data": {"task": "classification" if name == "other" else "generate"}}
-        run = write_run(tmp_path / name, config=config, status=None)
+    for name, task, losses in (("one", "generate", [3.0, 2.25, 2.5]), ("two", "generate", [2.0]),
+                               ("other", "classification", [4.0])):  # fmt: skip
+        run = write_run(tmp_path / name, config={"data": {"task": task}}, status=None)
         lines = [{"kind": "epoch", "step": i, "epoch": i, "val_loss": loss, "val_accuracy": None}
                  for i, loss in enumerate(losses, 1)]  # fmt: skip
         write_lines(run, [*lines, {"kind": "test", "accuracy": None, "loss": min(losses) / 2}])
         runs.append(read_run(run, name))
     table = results(runs)
-    columns = zip(table.columns, *table.rows, strict=True)
-    row = {name: [cell.text for cell in cells] for name, *cells in columns}
-    assert row["test bits/dim"] == ["1.1250", "1.0000", ""]
-    assert row["validation bits/dim"] == ["2.2500", "2.0000", ""]
-    assert row["best epoch"] == ["2", "2", "1"] and "test accuracy" not in row
-    strong = [each[table.columns.index("test bits/dim")].strong for each in table.rows]
-    assert strong == [False, True, False]
+    place = table.columns.index("test bits/dim")
+    cells = [row[place] for row in table.rows]
+    assert [cell.text for cell in cells] == ["1.1250", "1.0000", ""]
+    assert [cell.strong for cell in cells] == [False, True, False]
+    assert "test accuracy" not in table.columns
     units = [curves_of(chosen)[0].y_name for chosen in (runs[:2], runs[2:], runs)]
-    assert units == ["bits per dimension", "nats per image"] + [
-        "nats per image, or bits per dimension"
-    ]
-    page_of(tmp_path / "one", output=tmp_path / "page.html", images=3)
-    assert "Example images" not in (tmp_path / "page.html").read_text()
+    known = ["bits per dimension", "nats per image"]
+    assert units == [*known, ", or ".join(known[::-1])]
 
 
 # Classes
@@ -246,8 +243,7 @@ def test_each_class_has_its_row_in_a_matrix_its_accuracy_and_its_mistakes(tmp_pa
     roots = [("hit", 5 / 7), ("miss", 2 / 7), ("hit", 1), ("miss", 1 / 2), ("hit", 1 / 2)]
     depths = re.findall(r'class="(hit|miss)" style="--depth:(\d+)%"', text)
     assert depths == [(kind, str(round(100 * share**0.5))) for kind, share in roots]
-    head = ["class", "test images", "mine", "precision", "most often taken for"]
-    assert page.rows[page.rows.index(head) + 1 :][:3] == [
+    assert rows_under_head(page, ["class", "test images", "mine", *OF_ONE])[:3] == [
         ["ape", "7", "71.43 %", "83.33 %", "bear (2)"],
         ["bear", "3", "100.00 %", "60.00 %", ""],
         ["a cat of a long name", "2", "50.00 %", "100.00 %", "ape (1)"],
@@ -265,33 +261,35 @@ def test_runs_of_the_same_images_share_a_table_of_classes(tmp_path):
     write_classes(runs[1], [[6, 1, 0], [1, 2, 0], [1, 0, 1]], names=NAMES)
     write_classes(runs[2], [[6, 2, 0], *COUNTS[1:]], names=NAMES)
     page = page_of(*runs, output=tmp_path / "page.html")
-    table = page.rows[page.rows.index(["class", "test images", "one", "two"]) :]
-    assert table[1] == ["ape", "7", "71.43 %", "85.71 %"]
+    assert rows_under_head(page, ["class", "test images", "one", "two"])[0] == [
+        "ape",
+        "7",
+        "71.43 %",
+        "85.71 %",
+    ]
     assert ["ape", "8", "75.00 %", "85.71 %", "bear (2)"] in page.rows
 
 
-@pytest.mark.parametrize("classes", [MOST_IN_MATRIX, MOST_IN_MATRIX + 1, 1000])
-def test_many_classes_have_their_most_frequent_mistakes_in_place_of_a_matrix(tmp_path, classes):
-    run = write_run(tmp_path / "mine", epochs=0)
+def test_many_classes_have_their_most_frequent_mistakes_in_place_of_a_matrix(tmp_path):
+    classes, run = MOST_IN_MATRIX + 1, write_run(tmp_path / "mine", epochs=0)
     draw = np.random.default_rng(0)
     counts = np.diag(draw.integers(40, 60, classes))
     for pair in draw.integers(0, classes, (6 * classes, 2)):
         counts[tuple(pair)] += 1
     counts[0, 1], counts[1] = 33, 0
+    write_classes(run, counts[:-1, :-1].tolist())
+    page_of(run, output=tmp_path / "page.html")
+    assert "colspan" in (tmp_path / "page.html").read_text()
     write_classes(run, counts.tolist())
     page = page_of(run, output=tmp_path / "page.html")
-    text = (tmp_path / "page.html").read_text()
-    assert len(text) < 1_500_000 and ("colspan" in text) == (classes <= MOST_IN_MATRIX)
-    if classes > MOST_IN_MATRIX:
-        pairs = page.rows[page.rows.index(["class", "taken for", "times", "of its images"]) :][1:21]
-        made = sorted(counts[~np.eye(classes, dtype=bool)].tolist(), reverse=True)
-        assert [int(row[2]) for row in pairs] == made[:20]
-        assert pairs[0] == ["0", "1", "33", f"{3300 / counts[0].sum():.2f} %"]
-        rows = [row for row in page.rows if len(row) == 5 and row[2].endswith("%")]
-        shares = [float(row[2].rstrip(" %")) for row in rows]
-        assert len(rows) == classes - 1 and shares == sorted(shares)
-        last = [row for row in page.rows if len(row) == 5][-1]
-        assert last[:3] == ["1", "0", ""]  # a class without images
+    assert "colspan" not in (tmp_path / "page.html").read_text()
+    pairs = rows_under_head(page, ["class", "taken for", "times", "of its images"])[:20]
+    made = sorted(counts[~np.eye(classes, dtype=bool)].tolist(), reverse=True)
+    assert [int(row[2]) for row in pairs] == made[:20]
+    assert pairs[0] == ["0", "1", "33", f"{3300 / counts[0].sum():.2f} %"]
+    rows = rows_under_head(page, ["class", "test images", "mine", *OF_ONE])[:classes]
+    shares = [float(row[2].rstrip(" %")) for row in rows[:-1]]
+    assert shares == sorted(shares) and rows[-1][:3] == ["1", "0", ""]  # a class without images
 
 
 def test_a_page_has_a_bounded_number_of_pictures(tmp_path):
@@ -344,13 +342,13 @@ def test_nothing_of_a_file_is_taken_for_markup_and_nothing_is_fetched(tmp_path):
 def test_pages_of_look_lead_each_figure_to_its_file_and_names_are_texts():
     figure = {"title": "Patches", "lines": ["What <b>patches</b> add."], "file": "1-a.png"}
     figure |= {"source": "data:image/jpeg;base64,AAAA", "details": ["data:image/jpeg;base64,BB"]}
-    parts = [{"title": "<script>&", "lines": ["l"], "figures": [figure, figure | {"details": []}]}]
-    text = look_page("T", parts)
+    text = look_page("T", [{"title": "<script>&", "lines": ["l"], "figures": [figure]}])
     page = Page(text)
     assert "script" not in page.tags and "<script>&" in page.text and "b" not in page.tags
-    links = [value for tag, key, value in page.attributes if (tag, key) == ("a", "href")]
-    assert links == ["1-a.png"] * 2 and text.count("AAAA") == 2 and text.count(",BB") == 1
-    assert "default-src 'none'" in text and "<h1>nothing</h1>" in look_page("nothing", [])
+    assert [value for tag, key, value in page.attributes if (tag, key) == ("a", "href")] == [
+        "1-a.png"
+    ]
+    assert ",AAAA" in text and ",BB" in text and "default-src 'none'" in text
 
 
 def test_a_page_that_exists_is_replaced_on_request_alone(main, tmp_path, capsys):
@@ -365,13 +363,93 @@ def test_a_page_that_exists_is_replaced_on_request_alone(main, tmp_path, capsys)
     assert "<h1>mine</h1>" in place.read_text() and not unfinished(run)
 
 
+# Rows of sweeps and profiles
+
+
+MEASURED = {"measure_device": "cuda", "measure_amp": "none", "measure_threads": 4}
+MEASURED |= {"measure_batch": 16, "measure_rounds": 5, "measure_processor": "the card's host"}
+MEASURED |= {"measure_torch": "2.7", "measure_commit": "beef", "train_commit": "cafe"}
+LAST_CALL = dict(processor="a laptop", torch="2.99", commit="f00d", device="cpu, 9 threads")
+
+
+def page_of_rows(tmp_path, rows, name="cells.csv"):
+    return page_of(write_rows(tmp_path / name, rows), output=tmp_path / "page.html")
+
+
+def test_the_rows_of_a_sweep_become_means_over_seeds(tmp_path):
+    page = page_of_rows(tmp_path, sweep_rows(), "heads/cells.csv")
+    first, second, *rest = page.rows[1:]
+    assert first[:6] == ["taylorshift", "direct", "32", "4", "64", "1,024"]
+    assert first[6:] == ["83 ± 2.8", "123,456", "2.5", "400", "4", "100", "12",
+                         "taylorshift direct", "finished", ""]  # fmt: skip
+    assert second[6] == "81 (1 of 2)" and second[11:13] == ["out of memory"] * 2
+    assert second[-2:] == ["finished, not finite", "the loss was not finite"]
+    assert [row[1:4] for row in rest] == [["efficient", "32", heads] for heads in "48"]
+    assert {"Accuracy", "Speed of inference", "Memory of training step"} <= set(page.texts)
+    assert {"Head counts: heads", "Images of 32 px"} <= set(page.texts)
+    assert "Curves and images" not in page.text  # no trainings beside it
+    write_run(tmp_path / "heads" / "runs" / "one", epochs=0)
+    page = page_of(tmp_path / "heads", output=tmp_path / "page.html")
+    runs, output = (str(tmp_path / "heads" / name) for name in ("runs", "trainings.html"))
+    assert f"visionattn report {runs}/*/ --output {output}" in page.texts
+
+
+def test_a_sweep_says_what_it_was_measured_on_and_not_where_its_tables_were_written(tmp_path):
+    about = LAST_CALL | MEASURED | {"trained_form": "efficient"}
+    rows = [row | about | {"measured": f"2031-05-0{1 + row['seed']}"} for row in sweep_rows()]
+    page = page_of_rows(tmp_path, rows)
+    # A form that was not trained has no accuracy of its own.
+    assert [row[6] for row in page.rows[1:]] == ["", "", "83 ± 2.8", "83 ± 2.8"]
+    same = (
+        "trained form efficient, batch 16, mixed precision none, device cuda, threads 4, rounds 5"
+    )
+    assert same in page.text and "images per second, batch 16" in page.texts
+    assert all(part in page.text for part in ("the card's host", "2.7", "beef", "cafe"))
+    assert "2031-05-01; 2031-05-02" in page.text
+    assert not any(part in page.text for part in ("a laptop", "2.99", "f00d", "9 threads"))
+    empty = ("inference", "training", "measure")
+    rows = [{k: "" if k.startswith(empty) else v for k, v in row.items()} for row in sweep_rows()]
+    page = page_of_rows(tmp_path, rows)
+    assert page.rows[0][6:] == ["test accuracy in %", "parameters", "GFLOP", "status", "reason"]
+
+
+def test_the_rows_of_a_memory_profile_have_their_conditions_above(tmp_path):
+    rows = [row | {"batch": 3, "depth": 2, "budget_bytes": 5 * 2**30} for row in memory_rows()]
+    page = page_of_rows(tmp_path, rows)
+    same = "pass inference, precision float32, form auto, checkpointing no, batch 3, blocks 2"
+    assert f"{same}, budget, GiB 5." in page.text and page.tags.count("figure") == 2
+    assert page.row("scaleformer_vit_t") == ["512", "1,024", "1,324", "1,024", "22", "1", "ok"]
+    assert page.rows[-1] == ["vit_tiny_patch16_224+eager", "1,024", "4,096", "", "", "", "1.97",
+                             "out of memory"]  # fmt: skip
+    mixed = [row | {"batch": 1 + i % 2} for i, row in enumerate(rows)]
+    mixed[0] |= {"px": 0, "above_bytes": -5, "peak_bytes": "1e308", "growth_exponent": "1e400"}
+    page = page_of_rows(tmp_path, mixed)
+    assert page.rows[0][:4] == ["model", "px", "tokens", "batch"] and page.rows[1][3] == "1"
+
+
+def test_the_largest_images_of_a_profile_are_a_table(tmp_path):
+    same = {"pass": "training_step", "form": "auto", "batch": 1, "budget_bytes": 2**31}
+    fits = same | dict(model="scaleformer_vit_t", largest_px=3072, tokens=36_864, too_large_px=3088)
+    fits |= {"peak_bytes": 1500 * 2**20, "status": "ok"}
+    none = fits | dict(largest_px="", tokens="", peak_bytes="", status="nothing fits")
+    page = page_of_rows(tmp_path, [fits, none], "largest.csv")
+    assert page.rows == [
+        ["model", "largest px", "tokens", "peak, MiB", "too large px", "status"],
+        ["scaleformer_vit_t", "3,072", "36,864", "1,500", "3,088", "ok"],
+        ["scaleformer_vit_t", "", "", "", "3,088", "nothing fits"],
+    ]
+    assert "pass training_step, form auto, batch 1, budget, GiB 2" in page.text
+
+
+# How it ends
+
+
 BAD_INPUT = {
     "": "name what to show: folders of runs or sweeps",
     "nowhere": "no run and no sweep at nowhere",
-    "empty": "empty holds no run, no sweep and no memory profile; a run has config.yaml",
+    "empty": "empty is no run (config.yaml), no sweep that has ended (cells.csv) and no CSV file",
     ".": "name the runs within it, e.g. run",
-    "half": "the sweep in half has written no cells.csv yet",
-    "run/metrics.jsonl": "has neither the columns of a sweep nor those of a memory profile",
+    "run/metrics.jsonl": "no CSV file of a sweep or a memory profile; name other folders",
     "run --output nowhere/a.html": "nowhere for a.html",
     "run --output empty": "empty cannot be written",
     "run --output page.pdf": "output page.pdf: a page is HTML; end its name in .html",
@@ -385,9 +463,7 @@ BAD_INPUT = {
 def test_bad_input_ends_with_one_line_and_code_2(main, tmp_path, capsys, monkeypatch, flags):
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "run", epochs=1)
-    for name in ("empty", "half"):
-        Path(name).mkdir()
-    Path("half/sweep.json").write_text("{}")
+    Path("empty").mkdir()
     before = sorted(tmp_path.rglob("*"))
     assert main(flags.split()) == 2
     assert_one_error(capsys, BAD_INPUT[flags])
