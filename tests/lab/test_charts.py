@@ -1,6 +1,7 @@
 """Charts as SVG and PNG, and which charts rows of a benchmark, sweep or profile become."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -80,7 +81,8 @@ def test_names_failures_and_marks_stand_in_the_legend():
         assert f">{name}</text>" in svg(chart, "c")
         assert f">{name}</text>" not in svg(chart, "c", legend=False)
     alone = Chart("T", "px", "MiB", [Series("b", Look(1), [], [], failed=failed)])
-    assert not alone.empty and ">out of memory</text>" in svg(alone, "c")
+    for chart in (alone, replace(alone, log_x=2, log_y=10)):
+        assert not chart.empty and ">out of memory</text>" in svg(chart, "c")
 
 
 def test_an_svg_has_the_colours_of_the_page_and_no_style_of_its_own():
