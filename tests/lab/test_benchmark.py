@@ -15,7 +15,7 @@ import visionattn.ops as ops
 from visionattn.cli.ends import Failed
 from visionattn.lab.accuracy import disagreement
 from visionattn.lab.cases import Case
-from visionattn.lab.compare import Plan, Quartiles, Row, check_case, measure_together, ratios_of
+from visionattn.lab.compare import Plan, Row, check_case, measure_together, ratios_of, spread
 from visionattn.lab.memory import build, case_peak_bytes
 from visionattn.lab.networks import CHECK_GRID, build_model, identity_twin, values_alone
 from visionattn.lab.operations import CHECK_TOKENS, grid_of
@@ -207,8 +207,8 @@ def test_a_row_holds_counts_and_bytes_worked_out_by_hand():
 def test_rows_are_related_to_the_baseline_round_by_round(monkeypatch):
     # A machine that is three times slower in the second round: the ratio does not see it.
     assert ratios_of([2.0, 6.0, 2.0], [4.0, 12.0, 4.0]) == [0.5] * 3
-    assert Quartiles.of([1.0, 2.0, 3.0, 4.0, 5.0]) == Quartiles(2.0, 3.0, 4.0)
-    assert Quartiles.of([7.0]) == Quartiles(7.0, 7.0, 7.0)
+    assert list(spread("a", [1.0, 2.0, 3.0, 4.0, 5.0]).values()) == [3.0, 2.0, 4.0]
+    assert spread("a", [7.0]) == {"a_median": 7.0, "a_low": 7.0, "a_high": 7.0}
     monkeypatch.setattr(compare, "warm_up", lambda work, **options: 1.0)
     monkeypatch.setattr(
         compare, "interleaved_seconds", lambda works, *rest, **options: [[3.0, 8.0], [2.0, 4.0]]
