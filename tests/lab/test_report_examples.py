@@ -17,8 +17,8 @@ from visionattn.data.embedded import digit_splits
 from visionattn.lab.report.classes import iou_table
 from visionattn.lab.report.examples import galleries
 from visionattn.lab.report.page import report
+from visionattn.lab.report.page_tables import results
 from visionattn.lab.report.runs import Run, read_run
-from visionattn.lab.report.tables import results
 from visionattn.models.weights import DataSpec
 
 

@@ -81,9 +81,7 @@ TOOLS = {
 BENCHMARKS = {"operations": "taylorshift", "models": "vit_tiny_patch16_224", "loader": "digits"}
 BENCHMARKS |= {"papers": "taylorshift-heads"}
 TOOLS |= {
-    f"benchmark {name}": Tool(
-        ("benchmark", name, *filter(None, [BENCHMARKS.get(name)])), command.options
-    )
+    f"benchmark {name}": Tool(("benchmark", name, *filter(None, [BENCHMARKS.get(name)])), command)
     for name, command in COMMANDS.items()
 }
 

@@ -1,36 +1,42 @@
-"""What ``visionattn benchmark`` does: runs what is named, prints tables, writes files."""
+"""``visionattn benchmark``: its commands, each a class with its options, what these must be and
+what it does. It prints tables and writes files.
+
+``gpu`` is read in ``gpu/gpu_table.py``, which needs nothing that reads configurations.
+"""
 
 import argparse
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from inspect import cleandoc
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
 import torch
 
 from visionattn.cli.commands import program, typed
-from visionattn.cli.files import write_text, write_whole
+from visionattn.cli.files import check_free, write_text, write_whole
 from visionattn.cli.parsing import parse, with_first
 from visionattn.cli.provenance import provenance_of, summary
 from visionattn.cli.tables import Record, csv_text, heading, line
+from visionattn.data.ranges import check_workers
 from visionattn.lab import papers, targets
-from visionattn.lab.benchmark_options import (
-    CaseOptions,
-    LoaderOptions,
-    ModelOptions,
-    OperationOptions,
-    PaperOptions,
-    TargetOptions,
-)
-from visionattn.lab.cases import Case
-from visionattn.lab.compare import COLUMNS, cells_of, measure_together, record_of
+from visionattn.lab.cases import Case, check_sizes
+from visionattn.lab.compare import COLUMNS, Plan, cells_of, measure_together, record_of
 from visionattn.lab.gpu.gpu_table import benchmark_gpu
+from visionattn.lab.memory import build
+from visionattn.lab.networks import has_forms
+from visionattn.lab.operations import FORMED
+from visionattn.models.machine import pick_device
+from visionattn.ops.attentions import FormChoice
 
 if TYPE_CHECKING:  # reading images needs libraries that a machine with a GPU may lack
     from visionattn.lab.loader import LoaderCase
 
 Print = Callable[[str], None]
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
 
 def benchmark(argv: Sequence[str], show: Print) -> None:
@@ -52,10 +58,10 @@ def benchmark(argv: Sequence[str], show: Print) -> None:
         raise ValueError(f"wanted one of {wanted}, got {name[:80]!r}; --help says what they do")
     command, before = COMMANDS[name], torch.get_num_threads()
     options = parse(
-        command.options,
+        command,
         with_first(words, command.first) if command.first else words,
         command=f"benchmark {name}",
-        description=cleandoc(command.options.__doc__ or ""),
+        description=cleandoc(command.__doc__ or ""),
         example=command.example,
     )
     prepared = options.prepare()
@@ -63,98 +69,351 @@ def benchmark(argv: Sequence[str], show: Print) -> None:
         torch.set_num_threads(options.threads or before)
         provenance = provenance_of(getattr(options, "device", "cpu"), ["benchmark", *argv])
         show(summary(provenance) + "\n")
-        records = command.run(options, prepared, provenance, show)
-        if options.csv and records:
-            write_text(options.csv, csv_text(records, provenance))
+        options.run(prepared, provenance, show)
     finally:
         torch.set_num_threads(before)
 
 
 def show_commands() -> NoReturn:
     """Print what the commands do, and leave."""
-    about = {name: command.options.__doc__ or "" for name, command in COMMANDS.items()}
+    about = {name: command.__doc__ or "" for name, command in COMMANDS.items()}
     about["gpu"] = "On an NVIDIA GPU: kernels and models against floors measured there; minutes."
     lines = [f"  {name:12}{' '.join(text.split())}" for name, text in about.items()]
     argparse.ArgumentParser(
         prog=program("benchmark"),
         usage=f"{program('benchmark')} COMMAND ...",
         description="\n".join(["COMMAND --help lists the options of a command.", "", *lines]),
-        epilog=f"try:\n  {typed('benchmark', 'operations', *CASES.split())}",
+        epilog=f"try:\n  {typed('benchmark', 'operations', *OperationOptions.example.split())}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     ).parse_args(["--help"])
     raise AssertionError("the parser leaves")
 
 
-def run_cases(
-    options: CaseOptions, groups: Sequence[Sequence[Case]], provenance: Record, show: Print
-) -> list[Record]:
-    """Measure cases of one size against each other, and print them size by size."""
-    records: list[Record] = []
-    show(heading(list(COLUMNS)))
-    for cases in groups:
-        for row in measure_together(cases, options.plan, options.baseline_of(cases)):
-            records.append(record_of(row))
-            show(line(cells_of(records[-1], COLUMNS)))
-    if options.plot:
-        from visionattn.lab.charts import png
-        from visionattn.lab.figures import sizes_of
+@dataclass
+class BenchmarkOptions:
+    """What all commands have in common."""
 
-        charts, notes = sizes_of(records), [summary(provenance), provenance["command"]]
-        write_whole(options.plot, lambda path: png(path, charts, notes=notes))
-    return records
-
-
-def run_targets(
-    options: TargetOptions, chosen: Sequence[targets.Target], provenance: Record, show: Print
-) -> list[Record]:
-    """Measure the figures to reach and print each as it is ready."""
-    records: list[Record] = []
-    show(heading(list(targets.COLUMNS)))
-    for record in targets.measure_targets(chosen):
-        show(line(cells_of(record, targets.COLUMNS)))
-        records.append(record)
-    return records
-
-
-def run_papers(
-    options: PaperOptions, figure: papers.Figure, provenance: Record, show: Print
-) -> list[Record]:
-    """Redraw a figure of the papers, which writes its own rows."""
-    place = Path(options.files()[0])
-    ways = {"quick": options.quick, "processor_time": options.processor_time}
-    papers.redraw(figure, place.parent, place.stem, provenance, show, **ways)
-    return []
-
-
-def run_loader(
-    options: LoaderOptions, cases: "Sequence[LoaderCase]", provenance: Record, show: Print
-) -> list[Record]:
-    """Measure how fast images are loaded, and print what is counted and a row for each way."""
-    from visionattn.lab import loader
-
-    show(f"{loader.COUNTED}\n\n{heading(list(loader.COLUMNS))}")
-    records = loader.measure_loaders(cases, rounds=options.rounds, seconds=options.seconds)
-    for record in records:
-        show(line(cells_of(record, loader.COLUMNS)))
-    return records
-
-
-@dataclass(frozen=True)
-class Command:
-    """A command: its options, and what it does."""
-
-    options: type
-    run: Callable[[Any, Any, Record, Print], list[Record]]
-    example: str
-    first: str = ""
+    first: ClassVar[str] = ""
     """The option whose name may be left out before what stands first."""
+    example: ClassVar[str]
+    """Words of the command that work as they are pasted."""
+    csv: str | None = None
+    """File for the rows, with provenance."""
+    threads: int | None = None
+    """Threads of a processor; None: what torch takes."""
+    overwrite: bool = False
+    """Replace files that exist."""
+
+    def files(self) -> list[str | None]:
+        """Return the files that will be written; None is no file."""
+        return [self.csv]
+
+    def prepare(self) -> Any:
+        """Check all that can be known before anything is measured, and return what will be.
+
+        Raises:
+            ValueError, OSError: an option has no such value, does nothing, or a file is in the way.
+        """
+        check_least(1, threads=self.threads)
+        for path in filter(None, self.files()):
+            check_free(Path(path), self.overwrite)
+
+    def run(self, prepared: Any, provenance: Record, show: Print) -> None:
+        """Measure what ``prepare`` returned; ``show`` gets the table line by line."""
+        raise NotImplementedError
+
+    def tell(
+        self, rows: Iterable[Record], columns: Mapping[str, str], provenance: Record, show: Print
+    ) -> list[Record]:
+        """Print rows as they come, under the headings of ``columns``, and write them."""
+        records = []
+        show(heading(list(columns)))
+        for record in rows:
+            show(line(cells_of(record, columns)))
+            records.append(record)
+        if self.csv:
+            write_text(self.csv, csv_text(records, provenance))
+        return records
 
 
-CASES = "taylorshift kernelized+joint sdpa --tokens 256 512 --width 32 --no-memory"
-COMMANDS = {
-    "operations": Command(OperationOptions, run_cases, CASES, "names"),
-    "models": Command(ModelOptions, run_cases, "scaleformer_vit_t --img_size 224", "names"),
-    "targets": Command(TargetOptions, run_targets, "--only 'N = 4096'"),
-    "papers": Command(PaperOptions, run_papers, "crossover --quick", "figure"),
-    "loader": Command(LoaderOptions, run_loader, "digits --workers 0 --rounds 2", "names"),
+def check_least(least: float, **numbers: float | Sequence[float] | None) -> None:
+    """Raise ValueError for an option, by its name, with a number below ``least``; None is none."""
+    for name, given in numbers.items():
+        for number in given if isinstance(given, Sequence) else [given]:
+            if number is not None and not least <= number < math.inf:
+                raise ValueError(f"{name} must be at least {least:g}, got {number}")
+
+
+@dataclass
+class CaseOptions(BenchmarkOptions):
+    """What ``operations`` and ``models`` have in common."""
+
+    first: ClassVar[str] = "names"
+    names: list[str] = field(default_factory=list)
+    """What is measured; the names may stand first, without ``--names``."""
+    form: list[FormChoice] | None = None
+    """Any of auto, direct, efficient, of what has forms; None: efficient for operations, auto for
+    models.
+    """
+    dtype: list[Dtype] = field(default_factory=lambda: ["float32"])
+    """Any of float32, bfloat16, float16, float64."""
+    backward: bool = False
+    """Time forward and backward, not the forward alone."""
+    batch: int = 1
+    """Images at once."""
+    baseline: str | None = None
+    """The case that ratios are taken to, as the table names it, form included; None: sdpa, or the
+    first case.
+    """
+    rounds: int = 5
+    """Rounds of the interleaved run at least."""
+    seconds: float = 1.0
+    """Seconds for each case while more rounds are made."""
+    no_memory: bool = False
+    """Leave out peak memory, which takes a process of some seconds per case."""
+    device: str = "cpu"
+    """cpu or cuda."""
+    plot: str | None = None
+    """PNG of time and memory over size, log-log, with fitted slopes."""
+
+    def files(self) -> list[str | None]:
+        """Return the files that will be written; None is no file."""
+        return [self.csv, self.plot]
+
+    def cases(self) -> list[Case]:
+        """Return the cases in the order of the options."""
+        raise NotImplementedError
+
+    def baseline_of(self, cases: Sequence[Case]) -> str:
+        """Return the label of the case that ratios are taken to.
+
+        Raises:
+            ValueError: there is no such case.
+        """
+        labels = [case.label for case in cases]
+        baseline = self.baseline or ("sdpa" if "sdpa" in labels else labels[0])
+        if baseline not in labels:
+            raise ValueError(f"baseline {baseline}: wanted one of the cases: {', '.join(labels)}")
+        return baseline
+
+    def prepare(self) -> list[list[Case]]:
+        """Check that names, sizes and devices exist and options act; return the cases, those of one
+        place together.
+        """
+        check_least(1, batch=self.batch, rounds=self.rounds)
+        check_least(0, seconds=self.seconds)
+        super().prepare()
+        pick_device(self.device)
+        places: dict[Case, list[Case]] = {}
+        for case in self.cases():
+            places.setdefault(case.place, []).append(case)
+        groups = [list(dict.fromkeys(cases)) for cases in places.values()]
+        if not groups:
+            raise ValueError("name what to measure; --help has an example")
+        if self.form not in (None, ["auto"]) and all(
+            case.form == "auto" for cases in groups for case in cases
+        ):
+            raise ValueError(f"form does nothing here: {', '.join(self.names)} have no forms")
+        for cases in groups:
+            self.baseline_of(cases)
+            for case in cases:
+                check_sizes(case)
+                # What is not built yet is no bad input: its row will say so.
+                with contextlib.suppress(NotImplementedError), torch.no_grad():
+                    build(case, "meta").forward()
+        return groups
+
+    def run(self, groups: Sequence[Sequence[Case]], provenance: Record, show: Print) -> None:
+        """Measure cases of one size against each other, and print them size by size."""
+        memory, device = not self.no_memory, self.device
+        plan = Plan(rounds=self.rounds, seconds=self.seconds, memory=memory, device=device)
+        rows = (
+            record_of(row)
+            for cases in groups
+            for row in measure_together(cases, plan, self.baseline_of(cases))
+        )
+        records = self.tell(rows, COLUMNS, provenance, show)
+        if self.plot:
+            from visionattn.lab.charts import png
+            from visionattn.lab.figures import sizes_of
+
+            charts, notes = sizes_of(records), [summary(provenance), provenance["command"]]
+            write_whole(self.plot, lambda path: png(path, charts, notes=notes))
+
+
+@dataclass
+class OperationOptions(CaseOptions):
+    """Operations against each other and against what a user would otherwise take: taylorshift,
+    kernelized, softmax, window, relative, sdpa, eager, eager-kernelized; options behind plus signs:
+    taylorshift+temperature+joint.
+    """
+
+    example: ClassVar[str] = (
+        "taylorshift kernelized+joint sdpa --tokens 256 512 --width 32 --no-memory"
+    )
+    tokens: list[int] = field(default_factory=lambda: [1024, 4096])
+    """Numbers of tokens N."""
+    width: list[int] = field(default_factory=lambda: [64])
+    """Widths d of a head."""
+    heads: int = 6
+    """Heads."""
+    horizon: int = 3
+    """R of the relative position; 0 is one class."""
+
+    def cases(self) -> list[Case]:
+        """Return the cases in the order of the options."""
+        how = dict(backward=self.backward, batch=self.batch, heads=self.heads)
+        how["horizon"] = self.horizon
+        return [
+            Case("operation", name, size, width, form, dtype, **how)
+            for dtype, width, size, name in product(self.dtype, self.width, self.tokens, self.names)
+            for form in ((self.form or ["efficient"]) if name.split("+")[0] in FORMED else ["auto"])
+        ]
+
+    def prepare(self) -> list[list[Case]]:
+        """Check sizes too."""
+        check_least(1, tokens=self.tokens, width=self.width, heads=self.heads)
+        check_least(0, horizon=self.horizon)
+        return super().prepare()
+
+
+@dataclass
+class ModelOptions(CaseOptions):
+    """Whole models, ours and timm's, by timm's names; options behind plus signs:
+    scaleformer_vit_s+identity, vit_small_patch16_224+eager, taylorshift_vit_s+heads=12.
+    """
+
+    example: ClassVar[str] = "scaleformer_vit_t --img_size 224"
+    img_size: list[int] = field(default_factory=lambda: [224, 512])
+    """Heights and widths in pixels."""
+
+    def cases(self) -> list[Case]:
+        """Return the cases in the order of the options."""
+        return [
+            Case("model", name, px, None, form, dtype, self.backward, self.batch)
+            for dtype, px, name in product(self.dtype, self.img_size, self.names)
+            for form in ((self.form or ["auto"]) if has_forms(name) else ["auto"])
+        ]
+
+    def prepare(self) -> list[list[Case]]:
+        """Check sizes too."""
+        check_least(1, img_size=self.img_size)
+        return super().prepare()
+
+
+@dataclass
+class TargetOptions(BenchmarkOptions):
+    """The figures to reach, and what they come to here; minutes."""
+
+    example: ClassVar[str] = "--only 'N = 4096'"
+    only: str | None = None
+    """The rows that this regular expression fits."""
+
+    def prepare(self) -> list[targets.Target]:
+        """Return the targets."""
+        super().prepare()
+        return targets.choose(self.only)
+
+    def run(self, chosen: Sequence[targets.Target], provenance: Record, show: Print) -> None:
+        """Measure the figures to reach and print each as it is ready."""
+        self.tell(targets.measure_targets(chosen), targets.COLUMNS, provenance, show)
+
+
+@dataclass
+class PaperOptions(BenchmarkOptions):
+    """A figure of the papers, redrawn on this machine."""
+
+    first: ClassVar[str] = "figure"
+    example: ClassVar[str] = "crossover --quick"
+    figure: str | None = None
+    """crossover, scaleformer-4, scaleformer-5, scaleformer-6 or taylorshift-heads; it may stand
+    first, without ``--figure``.
+    """
+    csv: str | None = None
+    """File for the rows, with provenance; the PNG lies beside it. None: the name of the figure."""
+    quick: bool = False
+    """A short version that shows no more than that it runs."""
+    processor_time: bool = False
+    """Seconds that a processor spends, not those of a clock: other work on the machine does not
+    count; with ``--threads 1``.
+    """
+
+    def files(self) -> list[str | None]:
+        """Return the files that will be written."""
+        csv = Path(self.csv or f"{self.figure}.csv")
+        return [str(csv), str(csv.with_suffix(".png"))]
+
+    def prepare(self) -> papers.Figure:
+        """Return the figure."""
+        if self.figure not in papers.FIGURES:
+            raise ValueError(
+                f"figure must be one of {', '.join(papers.FIGURES)}, got {self.figure}"
+            )
+        if self.processor_time and self.threads != 1:
+            raise ValueError("processor_time adds up all threads' seconds; give --threads 1")
+        super().prepare()
+        return papers.FIGURES[self.figure]
+
+    def run(self, figure: papers.Figure, provenance: Record, show: Print) -> None:
+        """Redraw the figure, which writes its own rows."""
+        place = Path(self.files()[0] or "")
+        ways = {"quick": self.quick, "processor_time": self.processor_time}
+        papers.redraw(figure, place.parent, place.stem, provenance, show, **ways)
+
+
+@dataclass
+class LoaderOptions(BenchmarkOptions):
+    """The data pipeline alone, by YAML files of trainings or names of data sets; options behind
+    plus signs: configs/canvas.yaml+augment=none, folder+root=PATH.
+    """
+
+    first: ClassVar[str] = "names"
+    example: ClassVar[str] = "digits --workers 0 --rounds 2"
+    names: list[str] = field(default_factory=list)
+    """What is loaded; the names may stand first, without ``--names``."""
+    img_size: list[int] | None = None
+    """Heights and widths in pixels; None: as the data say."""
+    batch: int | None = None
+    """Images at once; None: as in the training."""
+    workers: list[int] = field(default_factory=lambda: [0, 1, 2])
+    """Numbers of processes that load; 0 loads in the main process."""
+    read_all: bool = False
+    """Also decode all of each image, where a part or a smaller size is enough."""
+    rounds: int = 5
+    """Rounds of the interleaved run."""
+    seconds: float = 3.0
+    """Seconds for each case, in all its rounds."""
+
+    def prepare(self) -> "list[LoaderCase]":
+        """Find the images, and return the ways to load them."""
+        from visionattn.lab.loader import loader_cases
+
+        if not self.names:
+            raise ValueError("name what to load; --help has an example")
+        check_least(1, img_size=self.img_size, batch=self.batch, rounds=self.rounds)
+        check_least(0, seconds=self.seconds)
+        for workers in self.workers:
+            check_workers(workers, "workers")
+        for px in self.img_size or []:
+            check_sizes(Case("model", "loader", px, batch=self.batch or 1))
+        super().prepare()
+        return loader_cases(
+            self.names, self.img_size, self.workers, self.batch, read_all=self.read_all
+        )
+
+    def run(self, cases: "Sequence[LoaderCase]", provenance: Record, show: Print) -> None:
+        """Measure how fast images are loaded, and print what is counted and a row for each way."""
+        from visionattn.lab import loader
+
+        show(f"{loader.COUNTED}\n")
+        rows = loader.measure_loaders(cases, rounds=self.rounds, seconds=self.seconds)
+        self.tell(rows, loader.COLUMNS, provenance, show)
+
+
+COMMANDS: dict[str, type[BenchmarkOptions]] = {
+    "operations": OperationOptions,
+    "models": ModelOptions,
+    "targets": TargetOptions,
+    "papers": PaperOptions,
+    "loader": LoaderOptions,
 }

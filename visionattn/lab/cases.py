@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from visionattn.cli.memory import MARGIN, memory_there_is
-from visionattn.ops.attentions import FORM_CHOICES
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 PASSES = ("inference", "forward+backward", "training_step")
@@ -117,13 +116,6 @@ class Case:
     def as_dict(self) -> dict:
         """Return the fields, for JSON; ``Case(**fields)`` is the case again."""
         return asdict(self)
-
-
-def forms_to_check(case: Case, has_forms: bool) -> tuple[str, ...]:
-    """Return the form of the case. Where that is "auto" and there are several, each: the size of
-    the check may take another one.
-    """
-    return FORM_CHOICES if case.form == "auto" and has_forms else (case.form,)
 
 
 def check_sizes(case: Case) -> None:

@@ -298,7 +298,7 @@ def _set_axes(ax, chart: Chart) -> None:
         (ax.xaxis, chart.log_x, ax.set_xscale),
         (ax.yaxis, chart.log_y, ax.set_yscale),
     ):
-        if base:
+        if base and axis.get_minpos() < math.inf:  # else nothing was measured
             scale("log", base=base)
             low, high = axis.get_view_interval()
             # With several ticks per power, matplotlib falls back to a linear axis's where it must.

@@ -25,25 +25,14 @@ COLUMNS |= {"peak": "peak_bytes", "kept": "kept_bytes", "operations": "flops", "
 """Headings of the table that people read, and the values of a record below them."""
 
 
-@dataclass(frozen=True)
-class Quartiles:
-    """Median and quartiles of what rounds gave."""
-
-    low: float
-    median: float
-    high: float
-
-    @classmethod
-    def of(cls, samples: Sequence[float]) -> "Quartiles":
-        """Make them of any number of samples."""
-        return cls(*np.quantile(samples, (0.25, 0.5, 0.75)).tolist())
-
-
 def spread(name: str, samples: Sequence[float]) -> Record:
-    """Return three columns of a record; None where nothing was measured."""
-    quartiles = Quartiles.of(samples) if samples else None
-    ends = ("median", "low", "high")
-    return {f"{name}_{end}": quartiles and getattr(quartiles, end) for end in ends}
+    """Return median and quartiles of what rounds gave, as three columns of a record; None where
+    nothing was measured.
+    """
+    ends = (f"{name}_median", f"{name}_low", f"{name}_high")
+    if not samples:
+        return dict.fromkeys(ends)
+    return dict(zip(ends, np.quantile(samples, (0.5, 0.25, 0.75)).tolist(), strict=True))
 
 
 @dataclass

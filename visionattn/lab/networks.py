@@ -15,15 +15,14 @@ from einops import rearrange
 from torch import Tensor, nn
 
 import visionattn.models  # noqa: F401  registers ours with timm
-from visionattn.lab.accuracy import disagreement, tolerance
-from visionattn.lab.cases import Case, Work, forms_to_check
-from visionattn.lab.operations import defined, results
+from visionattn.lab.accuracy import tolerance
+from visionattn.lab.cases import Case, Work
+from visionattn.lab.operations import check_forms, defined, results
 from visionattn.layers import Attention
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.registration import is_ours
 from visionattn.ops import OPERATIONS
 from visionattn.ops.attentions import AttentionKind
-from visionattn.ops.choice import choosing_as
 
 CHECK_GRID = (29, 31)
 """Patches on which models are checked; no square."""
@@ -207,22 +206,21 @@ def check_network(case: Case, device: str = "cpu") -> str | None:
     as_trained(model)
     rows, columns = model.patch_embed.patch_size
     image = make_image(case, model, CHECK_GRID[0] * rows, CHECK_GRID[1] * columns, device)
-    ours = isinstance(model, VisionAttnTransformer)
     definition = copy.deepcopy(model).double()
-    if not ours:
+    if not is_ours(case.base):
         unfuse(definition)
     for layer in attentions_of(definition):
         if layer.operation is not values_alone:
             layer.operation = definition_of(layer.kind)
-    expected = results(lambda image: definition(image), {"image": image.double()}, case.backward)
-    for form in forms_to_check(case, ours and "identity" not in case.options):
+    expected = results(definition.forward, {"x": image.double()}, case.backward)
+
+    def run(form: str) -> dict[str, Tensor]:
         set_form(model, form)
-        with choosing_as(tokens=(case.size // rows) * (case.size // columns)):
-            actual = results(lambda image: model(image), {"image": image}, case.backward)
-        wrong = disagreement(actual, expected, 10 * tolerance(case.torch_dtype))
-        if wrong:
-            return wrong
-    return None
+        return results(model.forward, {"x": image}, case.backward)
+
+    formed, tokens = has_forms(case.name), (case.size // rows) * (case.size // columns)
+    limit = 10 * tolerance(case.torch_dtype)
+    return check_forms(case, formed, run, expected, limit, tokens)
 
 
 def definition_of(kind: AttentionKind) -> Callable[..., Tensor]:

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visionattn.lab.accuracy import disagreement, tolerance
-from visionattn.lab.cases import Case, Work, forms_to_check
+from visionattn.lab.cases import Case, Work
 from visionattn.layout import Grid, TokenLayout
 from visionattn.ops import OPERATIONS, Flat, RandomFeatures, count_classes, reference
-from visionattn.ops.attentions import ATTENTIONS, AttentionKind
+from visionattn.ops.attentions import ATTENTIONS, FORM_CHOICES, AttentionKind
 from visionattn.ops.choice import choosing_as
 from visionattn.ops.feature_maps import FEATURE_MAPS, elu1
 from visionattn.ops.position.kinds import KINDS, relative_sums
@@ -260,11 +260,37 @@ def check_operation(case: Case, device: str = "cpu") -> str | None:
     tensors = make_tensors(case, CHECK_TOKENS, device)
     wide = {name: tensor.double() for name, tensor in tensors.items()}
     expected = results(definition_of(case, CHECK_TOKENS, device), wide, case.backward)
-    for form in forms_to_check(case, case.base in FORMED):
+
+    def run(form: str) -> dict[str, Tensor]:
         function = function_of(replace(case, form=form), CHECK_TOKENS, device)
-        with choosing_as(tokens=case.size):
-            actual = results(function, tensors, case.backward)
-        wrong = disagreement(actual, expected, tolerance(case.torch_dtype))
+        return results(function, tensors, case.backward)
+
+    limit = tolerance(case.torch_dtype)
+    return check_forms(case, case.base in FORMED, run, expected, limit, case.size)
+
+
+def check_forms(
+    case: Case,
+    has_forms: bool,
+    run: Callable[[str], dict[str, Tensor]],
+    expected: dict[str, Tensor],
+    limit: float,
+    tokens: int,
+) -> str | None:
+    """Compare what ``run`` gives in the form of the case, or, where that is "auto", in each: the
+    size of the check may take another one. Returns what is wrong, or None.
+
+    Args:
+        case: what is checked.
+        has_forms: whether it has several.
+        run: gives results by name, in a form.
+        expected: by the definition.
+        limit: largest error, see ``disagreement``.
+        tokens: of the case, by which sums over classes are chosen.
+    """
+    for form in FORM_CHOICES if case.form == "auto" and has_forms else (case.form,):
+        with choosing_as(tokens=tokens):
+            wrong = disagreement(run(form), expected, limit)
         if wrong:
             return wrong
     return None

@@ -5,12 +5,13 @@ mistakes. It reads nothing; ``training/mistakes.py`` has the file that all of th
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import numpy as np
 
 from visionattn.lab.figures import number
+from visionattn.lab.report.page_tables import Cell, Table, numeric, percent
 from visionattn.lab.report.runs import Run
-from visionattn.lab.report.tables import Cell, Table, numeric, percent
 from visionattn.models.pixel_classes import class_names
 from visionattn.models.weights import described, read_metadata
 from visionattn.training.mistakes import SMALL_PX, ByClass, Mistake
@@ -92,6 +93,7 @@ def class_tables(shown: Sequence[RunClasses]) -> list[Table]:
         table = Table(["class", f"{split} images", *(one.run for one in group)])
         if len(group) == 1:
             table.columns = [*table.columns, "precision", "most often taken for"]
+        worst = {pair[0]: pair for pair in reversed(first.confusions)}  # most frequent come first
         rights = [[one.found.classes[i][1] for one in group] for i in range(len(images))]
         order = list(range(len(images)))
         if len(images) > MOST_IN_MATRIX:  # classes without images come last
@@ -100,9 +102,9 @@ def class_tables(shown: Sequence[RunClasses]) -> list[Table]:
             row = [Cell(first.name(i)), numeric(images[i])]
             row += [share(right, images[i]) for right in rights[i]]
             if len(group) == 1:
-                worst = [pair for pair in first.confusions if pair[0] == i][:1]
-                said = [f"{first.name(said)} ({often:,})" for _, said, often in worst]
-                row += [share(rights[i][0], first.classes[i][2]), Cell("".join(said))]
+                _, said, often = worst.get(i, (i, i, 0))
+                mistake = Cell(f"{first.name(said)} ({often:,})") if often else Cell()
+                row += [share(rights[i][0], first.classes[i][2]), mistake]
             table.rows.append(row)
         tables.append(table)
     return tables
@@ -117,21 +119,15 @@ def iou_table(runs: Sequence[Run]) -> Table | None:
     """Return the intersection over union of each class, a column for each run that has it, of the
     test images or, where there are none, of the validation images; None where no run has it.
     """
-    columns: dict[str, list] = {}
-    names: Sequence[str] = ()
-    for run in runs:
-        ious = run.result.get("test_ious") or run.result.get("validation_ious")
-        if isinstance(ious, list):
-            columns[run.name] = ious
-            names = max(names, names_of(run), key=len)
-    count = max(map(len, columns.values()), default=0)
-    names = [*names, *map(str, range(len(names), count))]
-    rows = [
-        [Cell(names[i]), *(numeric(number(ious[i]) if i < len(ious) else None, percent)
-                           for ious in columns.values())]
-        for i in range(count)
-    ]  # fmt: skip
-    return Table(["class", *columns], rows) if columns else None
+    found = {run: run.result.get("test_ious") or run.result.get("validation_ious") for run in runs}
+    columns = {run: ious for run, ious in found.items() if isinstance(ious, list)}
+    if not columns:
+        return None
+    known, rows = max(map(names_of, columns), key=len), []
+    for i, ious in enumerate(zip_longest(*columns.values())):
+        name = known[i] if i < len(known) else str(i)
+        rows.append([Cell(name), *(numeric(number(iou), percent) for iou in ious)])
+    return Table(["class", *(run.name for run in columns)], rows)
 
 
 def names_of(run: Run) -> Sequence[str]:

@@ -14,9 +14,10 @@ import torch
 from einops import rearrange
 from PIL import Image
 
+from visionattn.cli.ends import is_out_of_memory
 from visionattn.data.batches import Item, SampleKey, Unreadable
 from visionattn.data.streams import Shards
-from visionattn.lab.report.runs import Run, for_each
+from visionattn.lab.report.runs import Run
 from visionattn.models.patches import call, takes_sizes
 from visionattn.models.pixel_classes import class_names, ious_of, painted, palette
 from visionattn.models.segmentation import IGNORED
@@ -89,8 +90,15 @@ def galleries(runs: Sequence[Run], count: int) -> tuple[list[Gallery], dict[str,
         The galleries, and for the runs that are in none the reason, a line each.
     """
     found: dict[tuple, Gallery] = {}
-    telling = [run for run in runs if run.task != "generate"]
-    skipped = for_each(telling, lambda run: add(found, run, count))
+    skipped: dict[str, str] = {}
+    for run in (run for run in runs if run.task != "generate"):
+        try:
+            add(found, run, count)
+        except (ValueError, OSError, RuntimeError, MemoryError) as error:
+            full = is_out_of_memory(error)
+            if isinstance(error, RuntimeError) and not full:
+                raise
+            skipped[run.name] = "out of memory" if full else " ".join(str(error).split())
     return list(found.values()), skipped
 
 

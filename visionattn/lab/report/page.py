@@ -19,7 +19,7 @@ from visionattn.cli.parsing import parse, with_first
 from visionattn.cli.untrusted import read_csv
 from visionattn.lab.charts import Chart, Look, svg
 from visionattn.lab.figures import Row, distinct, heads_of, memory_of
-from visionattn.lab.report import tables
+from visionattn.lab.report import page_tables as tables
 from visionattn.lab.report.classes import class_tables, classes_of, iou_table
 from visionattn.lab.report.examples import galleries
 from visionattn.lab.report.runs import curves_of, is_run, read_run
@@ -113,20 +113,12 @@ def find(paths: Sequence[Path]) -> tuple[dict[str, Path], list[tuple[str, Path, 
 
 
 def nothing_in(path: Path) -> str:
-    """Say why a path cannot be shown, and what to name instead."""
-    if not path.is_dir():
-        return (
-            f"{path} has neither the columns of a sweep nor those of a memory profile; name a "
-            f"run folder or such a CSV file"
-        )
-    said = f"{path} holds no run, no sweep and no memory profile"
-    if (path / "sweep.json").is_file():
-        said = f"the sweep in {path} has written no cells.csv yet; it does so at its end"
+    """Say what to name instead of a path that cannot be shown."""
     within = runs_in(path) + runs_in(path / "runs")
-    return said + (
-        f"; name the runs within it, e.g. {within[0]}"
-        if within
-        else "; a run has config.yaml, a sweep cells.csv"
+    way_out = f"name the runs within it, e.g. {within[0]}" if within else "name other folders"
+    return (
+        f"{path} is no run (config.yaml), no sweep that has ended (cells.csv) and no CSV file of a "
+        f"sweep or a memory profile; {way_out}"
     )
 
 

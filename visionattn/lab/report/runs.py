@@ -7,7 +7,7 @@ missing is missing in the page, and what cannot be read is listed in ``problems`
 
 import math
 import os.path
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -17,7 +17,6 @@ from typing import Any, TypedDict
 from safetensors import SafetensorError, safe_open
 
 from visionattn.cli import untrusted
-from visionattn.cli.ends import is_out_of_memory
 from visionattn.data.data_config import DataConfig
 from visionattn.lab.charts import Chart, Look, Series
 from visionattn.lab.figures import number
@@ -67,7 +66,7 @@ class Status(TypedDict, total=False):
     result: Values | None
 
 
-@dataclass
+@dataclass(eq=False)
 class Run:
     """What is known of a run."""
 
@@ -160,9 +159,8 @@ def read_run(folder: Path, name: str) -> Run:
     if run.weights.is_file():
         run.parameters = run.read(BEST, count_parameters)
     for split in ("validation", "test"):
-        found = None
-        if (folder / BY_CLASS[split]).exists():
-            found = run.read(BY_CLASS[split], read_by_class)
+        there = (folder / BY_CLASS[split]).exists()
+        found = run.read(BY_CLASS[split], read_by_class) if there else None
         # A run that went on has not come to its test yet: the file is of other weights.
         if found and run.result.get("best_epoch") in (None, found.epoch):
             run.by_class = found
@@ -187,20 +185,20 @@ def result_of(epochs: list[Values], tests: list[Values]) -> Values:
     """Return what the lines say of the result, in the words of ``status.json``."""
     found: Values = {}
     known = [line for line in epochs if number(line.get("val_loss")) is not None]
+
+    def rank(line: Values) -> tuple[float, float]:
+        """As in training: the best score, where there is one, then the smallest loss."""
+        score = number(line.get("val_mean_iou")) or number(line.get("val_accuracy"))
+        return score or 0.0, -line["val_loss"]
+
     if known:
-        # As in training: the best score, where there is one, then the smallest loss.
-        best = max(known, key=lambda line: (score_of(line), -line["val_loss"]))
+        best = max(known, key=rank)
         found |= {f"validation_{key[4:]}": best[key] for key in best if key.startswith("val_")}
         found["best_epoch"] = best.get("epoch")
         found["train_seconds"] = sum(number(line.get("seconds")) or 0.0 for line in epochs)
     for line in tests:
         found |= {f"test_{key}": value for key, value in line.items()}
     return found
-
-
-def score_of(line: Values) -> float:
-    """Return the score by which the best epoch is chosen; 0 where models have none."""
-    return number(line.get("val_mean_iou")) or number(line.get("val_accuracy")) or 0.0
 
 
 def count_parameters(path: Path) -> int:
@@ -221,7 +219,7 @@ def flatten(config: Values, prefix: str = "") -> Values:
     return flat
 
 
-def same_data(run: Run) -> Hashable | None:
+def same_data(run: Run) -> tuple | None:
     """Return what is equal for runs that were evaluated on the same images at the same size: the
     options of data with their defaults, the seed, which divides them, and the number of test
     images. None where the run does not say which data it has.
@@ -230,28 +228,9 @@ def same_data(run: Run) -> Hashable | None:
         return None
     options = flatten(asdict(DataConfig())) | flatten(run.config["data"])
     options["root"] = options["root"] and os.path.normpath(str(options["root"]))
-    kept = [
-        (key, repr(value))
-        for key, value in sorted(options.items())
-        if not {key, key.partition(".")[0]} & OF_TRAINING
-    ]
-    return *kept, run.config.get("seed", 0), run.result.get("test_images")
-
-
-def for_each(runs: Sequence[Run], work: Callable[[Run], None]) -> dict[str, str]:
-    """Do something for each run; return, for the runs where it cannot be done, the reason in a
-    line.
-    """
-    skipped: dict[str, str] = {}
-    for run in runs:
-        try:
-            work(run)
-        except (ValueError, OSError, RuntimeError, MemoryError) as error:
-            full = is_out_of_memory(error)
-            if isinstance(error, RuntimeError) and not full:
-                raise
-            skipped[run.name] = "out of memory" if full else " ".join(str(error).split())
-    return skipped
+    kept = {key: value for key, value in options.items() if key not in OF_TRAINING}
+    kept = {key: value for key, value in kept.items() if key.partition(".")[0] not in OF_TRAINING}
+    return repr(sorted(kept.items())), run.config.get("seed", 0), run.result.get("test_images")
 
 
 def curves_of(runs: Sequence[Run]) -> list[Chart]:
