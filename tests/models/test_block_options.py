@@ -17,7 +17,7 @@ from visionattn.layout import Grid, TokenLayout
 from visionattn.models import backbone, mixed_blocks
 from visionattn.models.placement import place_weights
 from visionattn.models.state_dicts import checkpoint_filter_fn, resample_table
-from visionattn.models.weights import load_model, save_model
+from visionattn.models.weights import DataSpec, load_model, save_model
 from visionattn.ops import RandomFeatures, count_classes
 from visionattn.ops.local import gated
 
