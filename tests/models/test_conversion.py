@@ -123,10 +123,8 @@ def test_another_native_size_and_patch_are_those_that_timm_resamples_to():
 def test_grey_images_see_the_sum_of_the_filters_and_colours_share_a_grey_one():
     for own, asked in ((3, 1), (1, 3)):
         vit = teacher(in_chans=own)
-        model, grey = (
-            from_softmax(vit, softmax_blocks=range(3), in_chans=asked).model,
-            image(vit)[:, :1],
-        )
+        model = from_softmax(vit, softmax_blocks=range(3), in_chans=asked).model
+        grey = image(vit)[:, :1]
         with torch.no_grad():
             wanted = vit(grey.expand(-1, own, -1, -1))
             torch.testing.assert_close(model(grey.expand(-1, asked, -1, -1)), wanted)

@@ -181,7 +181,15 @@ def test_a_state_dict_shows_classes_channels_patch_and_size(tmp_path):
     assert lines[1] == "  resampled (1): pos_embed 1x17x64 -> 1x37x64"
 
 
-def test_a_named_teacher_is_refused_before_its_weights_are_fetched(monkeypatch, tmp_path):
+def test_folders_of_timm_are_teachers(tmp_path):
+    vit = timm.create_model("test_vit", num_classes=4)
+    timm.models.save_for_hf(vit, tmp_path)
+    read, lines = open_teacher(f"local-dir:{tmp_path}")
+    assert lines == [f"local-dir:{tmp_path}, timm's weights"]
+    assert torch.equal(read.head.weight, vit.head.weight)
+
+
+def test_a_named_teacher_is_refused_before_its_weights_are_fetched(monkeypatch):
     fetched, made = [], conversion.created
     monkeypatch.setattr(
         conversion,
@@ -193,10 +201,5 @@ def test_a_named_teacher_is_refused_before_its_weights_are_fetched(monkeypatch, 
     assert fetched == [False]
     vit, lines = open_teacher("test_vit", pretrained=True)
     assert fetched[1:] == [False, True] and lines == ["test_vit, timm's weights"]
-    folder = tmp_path / "timm"
-    timm.models.save_for_hf(vit, folder)
-    read, lines = open_teacher(f"local-dir:{folder}")
-    assert lines == [f"local-dir:{folder}, timm's weights"]
-    assert torch.equal(read.head.weight, vit.head.weight)
     assert not vit.training
     assert "random weights" in open_teacher("test_vit")[1][0]
