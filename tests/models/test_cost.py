@@ -8,9 +8,9 @@ from contextlib import nullcontext
 import pytest
 import timm
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 import visionattn  # noqa: F401  registers the models
+from tests.helpers.oracles import peak_bytes
 from tests.helpers.stand_in_gpu import GPU, Card, OnProcessor
 from visionattn.cli.ends import DoesNotFit
 from visionattn.models import cost
@@ -30,20 +30,6 @@ from visionattn.models.weights import DataSpec
 
 CPU, MIB = torch.device("cpu"), 2**20
 SPEC = DataSpec(3, 4, (), (0.5,) * 3, (0.25,) * 3, None, 32)
-
-
-def allocated(work) -> int:
-    """The most bytes that PyTorch's allocator gave out during real work, as its profiler saw it."""
-    work()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        work()
-    events = profiler.profiler.kineto_results.events()
-    level = peak = 0
-    for event in sorted(events, key=lambda each: each.start_ns()):
-        if event.name() == "[memory]":
-            level += event.nbytes()
-            peak = max(peak, level)
-    return peak
 
 
 def test_a_tensor_counts_until_nobody_holds_it_and_small_ones_apart():
@@ -84,7 +70,8 @@ def test_a_step_is_counted_as_the_allocator_gives_memory_out(name, checkpointing
 
     with counting() as (count, copied):
         step(copied(model))
-    assert count.peak_bytes == pytest.approx(allocated(real), rel=0.05)
+    real()
+    assert count.peak_bytes == pytest.approx(peak_bytes(real), rel=0.05)
 
 
 def step_on(model, rows, columns):

@@ -17,8 +17,8 @@ import pytest
 import torch
 from onnxruntime.transformers.float16 import convert_float_to_float16
 from timm.models import create_model
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers.oracles import Largest
 from tests.helpers.tools import assert_one_error, load_tool, written
 from visionattn.models import export as exporting
 from visionattn.models.export import export
@@ -172,19 +172,6 @@ def test_a_program_runs_in_a_process_that_does_not_know_this_package(
     torch.export.load(path, extra_files=extra)
     said = json.loads(extra["visionattn.json"])
     assert said["visionattn.model"] == NAME and said["made"] == "here"
-
-
-class Largest(TorchDispatchMode):
-    """Keeps the most entries of any tensor that was made within."""
-
-    entries = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        found = function(*args, **(kwargs or {}))
-        for x in found if isinstance(found, tuple | list) else (found,):
-            if isinstance(x, torch.Tensor):
-                self.entries = max(self.entries, x.numel())
-        return found
 
 
 def most_entries(run, side, make=images):
