@@ -1,15 +1,10 @@
-"""What the tests of the operations share: seeded inputs, loops over single pairs, and comparison by
-name.
+"""What the tests of the operations share: seeded inputs, comparison by name, and memory."""
 
-The loops know nothing of the package: they are what ``visionattn.ops.reference`` itself is checked
-against.
-"""
-
-import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -131,98 +126,14 @@ def peak_bytes(function: Callable[[], object]) -> int:
     return peak
 
 
-def dot(a: Tensor, b: Tensor) -> float:
-    return math.fsum(float(x) * float(y) for x, y in zip(a, b, strict=True))
+class Largest(TorchDispatchMode):
+    """Keeps the most entries of any tensor that was made within."""
 
+    entries = 0
 
-def elu1(x: Tensor) -> Tensor:
-    return torch.tensor(
-        [value + 1 if value > 0 else math.exp(value) for value in x.tolist()], dtype=torch.float64
-    )
-
-
-def loop_mean(weight: Callable[[int, int, int, int], float], v: Tensor, queries: int) -> Tensor:
-    """Weighted mean of the values, one pair at a time; ``weight(b, head, i, j)``."""
-    batch, heads, keys, e = v.shape
-    out = torch.zeros(batch, heads, queries, e, dtype=torch.float64)
-    for b in range(batch):
-        for head in range(heads):
-            for i in range(queries):
-                weights = [weight(b, head, i, j) for j in range(keys)]
-                mass = math.fsum(weights)
-                for f in range(e):
-                    total = math.fsum(w * v[b, head, j, f].item() for j, w in enumerate(weights))
-                    out[b, head, i, f] = total / mass if mass else 0.0
-    return out
-
-
-def loop_taylor_weight(
-    q: Tensor, k: Tensor, temperature: Tensor | None, coefficients: tuple[float, float, float]
-):
-    """``weight(b, head, i, j)`` of TaylorShift."""
-    a, b2, c = coefficients
-
-    def weight(b: int, head: int, i: int, j: int) -> float:
-        x = dot(q[b, head, i], k[b, head, j])
-        if temperature is not None:
-            lengths = math.sqrt(dot(q[b, head, i], q[b, head, i])) * math.sqrt(
-                dot(k[b, head, j], k[b, head, j])
-            )
-            x = temperature[head].item() * x / lengths
-        return a * x**2 + b2 * x + c
-
-    return weight
-
-
-def loop_relative_weight(relative, q: Tensor, present: list[list[bool]]):
-    """``weight(b, head, i, j)`` of Flat, Axial or Joint, from where each token lies; prefix tokens
-    lie nowhere.
-
-    ``present[b][j]`` tells whether key j takes part.
-    """
-    layout, kind = relative.layout, type(relative).__name__
-    width = 0 if layout is None else layout.grid.width
-
-    def place(b: int, token: int) -> tuple[int, int] | None:
-        if layout is None:
-            return (0, token)
-        if token < layout.num_prefix:
-            return None
-        patch = token - layout.num_prefix
-        index = patch if layout.kept is None else int(layout.kept[b, patch])
-        return divmod(index, layout.grid.width)
-
-    def clip(delta: int, table: Tensor) -> int:
-        horizon = (table.shape[1] - 1) // 2
-        return max(-horizon, min(horizon, delta)) + horizon
-
-    def classes(b: int, i: int, j: int) -> dict[str, int | tuple[int, int]]:
-        """The class of the pair in each table, none where it takes no part."""
-        here, there = place(b, i), place(b, j)
-        if here is None or there is None or not present[b][j]:
-            return {}
-        dy, dx = there[0] - here[0], there[1] - here[1]
-        if kind == "Axial":
-            return {"rows": clip(dy, relative.rows), "columns": clip(dx, relative.columns)}
-        if kind == "Joint":
-            return {"table": (clip(dy, relative.table), clip(dx, relative.table))}
-        if layout is not None and layout.present is not None:
-            holds = layout.present[b].tolist()
-            order = sorted(range(len(holds)), key=lambda place: (not holds[place], place))
-            ours, theirs = (order.index(y * width + x) for y, x in (here, there))
-            return {"table": clip(theirs - ours, relative.table)}
-        return {"table": clip(dy * width + dx, relative.table)}
-
-    def weight(b: int, head: int, i: int, j: int) -> float:
-        total = 0.0
-        for name, index in classes(b, i, j).items():
-            table = getattr(relative, name)
-            score = dot(elu1(q[b, head, i]), table[head if table.shape[0] > 1 else 0][index])
-            if relative.normalization == "mean":
-                score /= sum(
-                    classes(b, i, other).get(name) == index for other in range(len(present[b]))
-                )
-            total += score
-        return total
-
-    return weight
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        for x in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(x, torch.Tensor):
+                self.entries = max(self.entries, x.numel())
+        return found

@@ -1,5 +1,9 @@
 """The attribution of an output, against the plainest computation of each part."""
 
+import itertools
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import timm
 import torch
@@ -7,6 +11,7 @@ import torch
 import visionattn  # noqa: F401  registers the models
 from tests.helpers.changed_modules import adapt, put
 from tests.helpers.oracles import peak_bytes
+from tests.ops.drawn_cases import DEFINITIONS
 from visionattn.models.attribution import (
     block_number,
     check_model,
@@ -17,6 +22,7 @@ from visionattn.models.attribution import (
 )
 from visionattn.models.registration import create
 from visionattn.ops import reference
+from visionattn.ops.position.kinds import tables_of
 
 SMALL = dict(patch_size=4, embed_dim=24, depth=3, num_heads=3, horizon=2, num_classes=5)
 SMALL |= dict(class_token=False)
@@ -42,24 +48,14 @@ def image(height=20, width=28, seed=1, dtype=torch.float64):
     return torch.randn(1, 3, height, width, generator=generator, dtype=dtype)
 
 
+PREFIXED = dict(class_token=True, reg_tokens=2)
 MODELS = {
-    "kernelized": dict(name="scaleformer_vit_t"),
-    "taylorshift": dict(name="taylorshift_vit_t"),
+    "kernelized": dict(centre_keys=True, **PREFIXED),
+    "taylorshift": dict(name="taylorshift_vit_t", relative="axial", qk_norm=True),
     "softmax": dict(attention="softmax", value_conv=0, output_gate=False),
     "windows": dict(attention="window", window_size=3, horizon=None),
-    "axial": dict(relative="axial"),
-    "flat": dict(relative="flat", normalization="sum"),
+    "flat": dict(relative="flat", normalization="sum", feature_map="softmax"),
     "no places": dict(relative="none", horizon=None, pos_embed="learn", img_size=20),
-    "centred keys": dict(centre_keys=True),
-    "normalised queries and keys": dict(qk_norm=True),
-    "class token and registers": dict(class_token=True, reg_tokens=2),
-    "shen": dict(feature_map="softmax"),
-}
-DEFINITIONS = {
-    "taylorshift": reference.taylorshift_attention,
-    "kernelized": reference.kernelized_attention,
-    "softmax": reference.softmax_attention,
-    "window": reference.window_attention,
 }
 
 
@@ -73,11 +69,6 @@ def dense_rows(model, inputs, sizes):
         def call(q, k, v, **options):
             given = {key: value for key, value in options.items() if key not in LEFT_OUT}
             unit = torch.eye(k.shape[2], dtype=q.dtype).expand(*k.shape[:2], -1, -1)
-            if definition is reference.softmax_attention and given.get("relative"):
-                relative = given.pop("relative")
-                given["bias"] = reference.relative_bias(relative, q)
-                given["key_mask"] = relative.layout.key_mask(given.pop("key_mask"))
-            given = {key: value for key, value in given.items() if value is not None}
             found.append(definition(q, k, unit, **given)[0])
             return operation(q, k, v, **options)
 
@@ -127,7 +118,6 @@ def plain_margin(model, inputs, target, sizes=None):
 
 
 POOLS = {
-    "max": {},
     "avg": {},
     "avgmax": {},
     "max, norm before": dict(global_pool="max", fc_norm=False),
@@ -158,21 +148,17 @@ def test_what_patches_add_does_not_depend_on_what_others_hold_but_for_the_norm(p
         tokens = model.forward_features(inputs, sizes=sizes)[0]
         there = torch.zeros(5, 7, dtype=torch.bool)
         there[:4, :6] = True
-        own = torch.where(there.flatten()[:, None], tokens, -torch.inf)
-        winner, count = own.argmax(0), int(there.sum())
+        own, flat = torch.where(there.flatten()[:, None], tokens, -torch.inf), there.flatten()
+        winner = torch.arange(35)[:, None] == own.argmax(0)
         pooled = model.pool(tokens[None], present=there.flatten()[None])[0]
         at_norm = torch.autograd.functional.jacobian(frozen_norm(model.fc_norm, pooled), pooled)
         weights = (model.head.weight[2] - model.head.weight.mean(0)) @ at_norm
         centre = pooled.mean() if isinstance(model.fc_norm, torch.nn.LayerNorm) else 0.0
-        for y in range(5):
-            for x in range(7):
-                patch = y * 7 + x
-                share_max = torch.where(winner == patch, tokens[patch] - centre, 0.0)
-                share_avg = (tokens[patch] - centre) / count if there[y, x] else 0.0
-                of = {"max": share_max, "avg": share_avg}
-                of["avgmax"] = 0.5 * (share_max + share_avg)
-                added = (weights * of[pool.split(",")[0]]).sum()
-                assert float(found.patches[y, x]) == pytest.approx(float(added), abs=1e-10)
+        max_share = torch.where(winner, tokens - centre, 0.0)
+        avg_share = torch.where(flat[:, None], tokens - centre, 0.0) / int(there.sum())
+        shares = {"max": max_share, "avg": avg_share, "avgmax": (max_share + avg_share) / 2}
+        added = (shares[pool.split(",")[0]] @ weights).view(5, 7)
+        torch.testing.assert_close(found.patches, added, rtol=0, atol=1e-10)
         wanted = float(plain_margin(model, inputs, 2, sizes))
         # The rest is what of the margin comes of biases.
         bias = getattr(model.fc_norm, "bias", None)
@@ -181,7 +167,7 @@ def test_what_patches_add_does_not_depend_on_what_others_hold_but_for_the_norm(p
             rest += (model.head.weight[2] - model.head.weight.mean(0)) @ bias
     assert found.rest == pytest.approx(float(rest), abs=1e-10)
     if found.channels is not None:
-        assert torch.equal(found.channels.flatten(), torch.bincount(winner, minlength=35))
+        assert torch.equal(found.channels.flatten(), winner.sum(1))
     torch.testing.assert_close(found.logits, model(inputs, sizes=sizes)[0].detach().float())
     assert found.margin == pytest.approx(wanted, abs=1e-12)
     assert found.gradient is None
@@ -197,9 +183,12 @@ def frozen_norm(norm, pooled):
     return lambda x: (x - centre) / spread * norm.weight
 
 
-def test_the_gradient_is_that_of_the_margin():
+def test_the_gradient_is_that_of_the_margin_and_the_model_is_left_as_it_is():
     model, inputs, sizes = build(), image(), torch.tensor([(15, 22)])
-    found = find_attribution(model, inputs, sizes=sizes)
+    model.blocks[1].attn.qkv.weight.requires_grad_(False)
+    trained = [each.requires_grad for each in model.parameters()]
+    with torch.inference_mode():
+        found = find_attribution(model, image(), sizes=sizes)
     assert found.target == found.logits.argmax()
     own = inputs.clone().requires_grad_()
     (grad,) = torch.autograd.grad(plain_margin(model, own, found.target, sizes), own)
@@ -207,16 +196,6 @@ def test_the_gradient_is_that_of_the_margin():
     torch.testing.assert_close(found.gradient, wanted, rtol=0, atol=1e-12)
     assert wanted.abs().max() > 1e-3
     assert found.gradient[16:].eq(0).all() and found.gradient[:, 24:].eq(0).all()
-
-
-def test_the_model_is_left_as_it_is_and_inference_mode_does_not_matter():
-    model, inputs = build(), image()
-    model.blocks[1].attn.qkv.weight.requires_grad_(False)
-    trained = [each.requires_grad for each in model.parameters()]
-    wanted = find_attribution(model, inputs)
-    with torch.inference_mode():
-        found = find_attribution(model, image())
-    torch.testing.assert_close(found.gradient, wanted.gradient)
     assert [each.requires_grad for each in model.parameters()] == trained
     assert all(each.grad is None for each in model.parameters())
     assert not model.grad_checkpointing and inputs.grad is None and not inputs.requires_grad
@@ -239,13 +218,9 @@ def test_prefix_tokens_that_are_pooled_are_in_the_rest():
     found = find_attribution(model, inputs)
     assert found.patches.shape == (5, 7) and int(found.channels.sum()) < 24
     assert float(found.patches.sum()) + found.rest == pytest.approx(found.margin)
-
-
-def test_one_class_alone_has_its_output_as_margin():
-    model, inputs = build(num_classes=1), image()
-    found = find_attribution(model, inputs)
+    model = build(num_classes=1)  # whose output is the margin
     with torch.no_grad():
-        assert found.margin == pytest.approx(float(model(inputs)[0, 0]))
+        assert find_attribution(model, inputs).margin == pytest.approx(float(model(inputs)[0, 0]))
 
 
 def test_components_are_those_of_the_covariance():
@@ -269,28 +244,18 @@ def test_components_are_those_of_the_covariance():
 
 @pytest.mark.parametrize("kind", ["joint", "axial", "flat"])
 def test_offsets_have_the_weight_that_a_query_of_zeros_gives_them(kind):
-    model = build(relative=kind, img_size=(36, 44))
-    attention = model.blocks[1].attn
-    found = offset_weights(attention)
-    position = attention.relative(attention.native_layout)
+    attention = build(relative=kind, img_size=(36, 44)).blocks[1].attn
+    found, position = offset_weights(attention), attention.relative(attention.native_layout)
+    tables = {name: table.detach().double() for name, table in tables_of(position).items()}
     zeros = torch.zeros(1, 3, attention.native_layout.num_tokens, 8, dtype=torch.float64)
-    position = position.__class__(
-        *(table.double() for table in tables(position)), position.layout, "sum"
-    )
     present = torch.ones(1, zeros.shape[2], dtype=torch.bool)
+    position = replace(position, **tables, normalization="sum")
     dense = reference.relative_weights(position, zeros, present)[0]
     width, middle = 11, 4 * 11 + 5
-    for dy in range(-2, 3) if kind != "flat" else [0]:
-        for dx in range(-2, 3):
-            wanted = dense[:, middle, middle + dy * width + dx]
-            row = 0 if kind == "flat" else dy + 2
-            torch.testing.assert_close(found[:, row, dx + 2], wanted)
-
-
-def tables(position):
-    if hasattr(position, "rows"):
-        return position.rows.detach(), position.columns.detach()
-    return (position.table.detach(),)
+    for dy, dx in itertools.product(range(-2, 3) if kind != "flat" else [0], range(-2, 3)):
+        wanted = dense[:, middle, middle + dy * width + dx]
+        row = 0 if kind == "flat" else dy + 2
+        torch.testing.assert_close(found[:, row, dx + 2], wanted)
 
 
 def test_offsets_under_a_softmax_have_lengths_and_without_tables_nothing():
@@ -300,41 +265,25 @@ def test_offsets_under_a_softmax_have_lengths_and_without_tables_nothing():
     assert offset_weights(build(**MODELS["no places"]).blocks[0].attn) is None
 
 
-def test_memory_is_linear_in_the_patches():
+def test_memory_is_linear_in_the_patches_and_a_gradient_keeps_the_tokens_between_blocks():
     """One float for each pair of patches would be 16 times as many for four times the patches."""
     model = build("taylorshift_vit_t", dtype=torch.float32, patch_size=2)
 
-    def peak(side, work):
-        inputs = image(side, side, dtype=torch.float32)
-        return peak_bytes(lambda: work(inputs))
-
-    def rows(inputs):
+    def rows(model, inputs):
         return watch(model, inputs, {0: [5], 2: [5]}, features=2)
 
-    for work in (lambda inputs: find_attribution(model, inputs), rows):
-        small, large = peak(64, work), peak(128, work)
-        assert large < 4.4 * small
-        assert large < 4096**2 * 4  # one matrix of all pairs
-
-
-def test_a_gradient_keeps_the_tokens_between_blocks_and_what_is_within_one():
+    for work in (find_attribution, rows):
+        small, large = (
+            peak_bytes(partial(work, model, image(side, side, dtype=torch.float32)))
+            for side in (64, 128)
+        )
+        assert large < min(4.4 * small, 4096**2 * 4)  # one matrix of all pairs
     inputs = image(64, 64, dtype=torch.float32)
     few, many = (
-        peak_bytes(lambda: find_attribution(model, inputs))  # noqa: B023
-        for model in (build(dtype=torch.float32, depth=depth) for depth in (2, 12))
+        peak_bytes(partial(find_attribution, build(dtype=torch.float32, depth=depth), inputs))
+        for depth in (2, 12)
     )
     assert many < 2 * few
-
-
-def test_a_pyramid_is_looked_at_by_its_blocks():
-    plain, inputs = build(), image()
-    pyramid = build("scaleformer_vit_t_pyramid")
-    own = pyramid.state_dict()
-    pyramid.load_state_dict(own | plain.state_dict())
-    rows, features = watch(pyramid, inputs, {2: [0, 3]}, features=2)
-    wanted, plain_features = watch(plain, inputs, {2: [0, 3]}, features=2)
-    assert torch.equal(rows[2].total, wanted[2].total)
-    assert torch.equal(features, plain_features)
 
 
 def test_what_cannot_be_looked_at_is_one_line():

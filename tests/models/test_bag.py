@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from visionattn.models.bag import BagEncoder, layout_of
+from visionattn.layout import Grid, TokenLayout
+from visionattn.models.bag import BagEncoder
 
 IN, D, HEADS, CLASSES = 11, 24, 3, 5
 OPTIONS = [
@@ -48,8 +49,6 @@ def test_the_order_of_the_tiles_and_the_place_of_the_bag_change_nothing(options)
 
 @pytest.mark.parametrize("options", OPTIONS[:3], ids=str)
 def test_where_all_tiles_are_there_the_result_is_that_of_blocks_on_a_dense_grid(options):
-    from visionattn.layout import Grid, TokenLayout
-
     model, (features, places) = encoder(**options), bag(63)
     x = model.embed(features[(places[:, 0] * 9 + places[:, 1]).argsort()])[None]
     if model.cls_token is not None:
@@ -60,40 +59,6 @@ def test_where_all_tiles_are_there_the_result_is_that_of_blocks_on_a_dense_grid(
     pool = options["global_pool"]
     pooled = x[:, 0] if pool == "token" else x.amax(1) if pool == "max" else x.mean(1)
     torch.testing.assert_close(model(features, places), model.head(pooled)[0])
-
-
-def dense_reference(model: BagEncoder, features: Tensor, places: Tensor) -> Tensor:
-    """The blocks over the tiles only, all pairs written out: kernelized, ``Joint``, "mean"."""
-    from visionattn.ops.feature_maps import elu1
-
-    x, horizon = model.embed(features), model.horizon
-    offset = (places[None] - places[:, None]).clamp(-horizon, horizon) + horizon
-    for block in model.blocks:
-        attn = block.attn
-        y = block.norm1(x)
-        q, k, v = attn.qkv(y).view(len(x), 3, HEADS, -1).permute(1, 2, 0, 3)
-        table = attn.relative(layout_of(places[None], None, 0, horizon)).table
-        out = []
-        for head in range(HEADS):
-            phi_q, phi_k = elu1(q[head]), elu1(k[head])
-            entry = table[head][offset[..., 0], offset[..., 1]]
-            number = offset[..., 0] * (2 * horizon + 1) + offset[..., 1]
-            same = (number[:, :, None] == number[:, None, :]).sum(2)
-            content = phi_q @ phi_k.T / len(x)
-            weights = content + torch.einsum("nd,nmd->nm", phi_q, entry) / same
-            out.append(weights @ v[head] / weights.sum(1, keepdim=True))
-        x = x + attn.proj(torch.stack(out, 1).flatten(1))
-        x = x + block.mlp(block.norm2(x))
-    return model.head(model.norm(x).amax(0))
-
-
-def test_a_sparse_bag_is_what_all_pairs_written_out_give():
-    model, (features, places) = encoder(relative="joint"), bag(17)
-    scattered = places * torch.tensor([1, 40])  # columns far beyond the horizon
-    for where in (places, scattered):
-        torch.testing.assert_close(
-            model(features, where), dense_reference(model, features, where), rtol=1e-9, atol=1e-9
-        )
 
 
 @pytest.mark.parametrize("options", OPTIONS[:2] + OPTIONS[4:], ids=str)
@@ -117,33 +82,14 @@ def test_a_batch_of_bags_of_different_sizes_gives_each_what_it_gives_alone(optio
     assert (features.grad[present].abs().sum(1) > 0).all()
 
 
-@pytest.mark.parametrize("options", OPTIONS[2:4], ids=str)
-def test_gradients_reach_every_parameter_and_are_those_of_differences(options):
-    model, (features, places) = encoder(**options), bag(13, 5, 6)
-    for parameter in model.parameters():
-        parameter.requires_grad_(True)
-    out = model(features, places).square().sum()
-    grads = dict(
-        zip(
-            [name for name, _ in model.named_parameters()],
-            torch.autograd.grad(out, list(model.parameters())),
-            strict=True,
-        )
-    )
-    for name, parameter in model.named_parameters():
-        assert grads[name].isfinite().all(), name
+def test_gradients_reach_every_parameter():
+    for options in OPTIONS[2:4]:
+        model, (features, places) = encoder(**options), bag(13, 5, 6)
+        model(features, places).square().sum().backward()
+        unused = [name for name, p in model.named_parameters() if not p.grad.any()]
         # Where the class token alone is pooled, no place counts in the last block.
-        unused = model.cls_token is not None and name == "blocks.1.attn.relative.table"
-        assert (grads[name] != 0).any() != unused, name
-        direction = torch.randn_like(parameter)
-        with torch.no_grad():
-            step, ends = 1e-6, []
-            for sign in (1, -1):
-                parameter.add_(direction, alpha=sign * step)
-                ends.append(model(features, places).square().sum())
-                parameter.sub_(direction, alpha=sign * step)
-        slope = (ends[0] - ends[1]) / (2 * step)
-        torch.testing.assert_close((grads[name] * direction).sum(), slope, rtol=1e-4, atol=1e-6)
+        of_place = "blocks.1.attn.relative.table"
+        assert unused == ([of_place] if model.cls_token is not None else [])
 
 
 BAD = {
@@ -164,16 +110,11 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("said", BAD)
-def test_bags_that_are_none_are_one_line(said):
-    with pytest.raises(ValueError) as error:
-        encoder()(*BAD[said](*bag()))
-    assert said in str(error.value) and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "options", [{"attention": "window"}, {"relative": "flat"}, {"global_pool": "map"}]
-)
-def test_options_that_mean_nothing_for_a_bag_are_refused(options):
-    with pytest.raises(ValueError, match="wanted one of"):
-        BagEncoder(IN, D, 1, HEADS, **options)
+def test_bags_and_options_that_are_none_are_one_line():
+    for said, change in BAD.items():
+        with pytest.raises(ValueError) as error:
+            encoder()(*change(*bag()))
+        assert said in str(error.value) and "\n" not in str(error.value)
+    for options in ({"attention": "window"}, {"relative": "flat"}, {"global_pool": "map"}):
+        with pytest.raises(ValueError, match="wanted one of"):
+            BagEncoder(IN, D, 1, HEADS, **options)

@@ -1,6 +1,5 @@
 """A pass over bands that ends anywhere goes on and ends with the same bits."""
 
-import multiprocessing
 import os
 import signal
 
@@ -23,7 +22,6 @@ def segmenter(**head):
 
 
 PASSES = {
-    "kernelized": (dict(value_conv=3, depth=2), "dense"),
     "taylorshift": (
         dict(attention="taylorshift", centre_keys=True, relative="axial", depth=2),
         "logits",
@@ -36,7 +34,6 @@ PASSES = {
         dict(relative="flat", horizon=9, pos_embed="learn", depth=2, global_pool="map"),
         "pooled",
     ),
-    "no prefix": (dict(class_token=False, relative="none", depth=2), "evidence"),
 }
 FILES = ["progress.json", "tokens.0", "tokens.1"]
 
@@ -52,8 +49,6 @@ def run(model, want, sink=None, work=None, **options):
     """What comes of a pass, as a tensor; of a sink, its map."""
     image = Array(draw_image(61, 35))
     found = forward_tiled(model, image, sink, want=want, work=work, **options)
-    if want == "evidence":
-        return torch.cat([found.logits, found.patches.flatten()])
     return found if sink is None else torch.from_numpy(sink.map.copy())
 
 
@@ -90,32 +85,6 @@ def test_a_pass_that_is_killed_in_any_band_goes_on(name, tmp_path, monkeypatch):
     assert kill > 8
     assert torch.equal(found, expected[0] if want == "dense" and sink else expected)
     assert not work.exists()
-
-
-def test_a_process_that_is_killed_goes_on(tmp_path):
-    model, work = make(depth=2), tmp_path / "work"
-    expected = run(model, "dense", Rows())
-
-    def die():
-        with pytest.MonkeyPatch.context() as patch:
-            real = token_store.TokenStore.flush
-            calls = iter(range(100))
-
-            def flush(self):
-                if next(calls) == 6:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                real(self)
-
-            patch.setattr(token_store.TokenStore, "flush", flush)
-            run(model, "dense", Rows(), work)
-
-    process = multiprocessing.get_context("fork").Process(target=die)
-    process.start()
-    process.join(60)
-    assert process.exitcode == -signal.SIGKILL
-    said = []
-    assert torch.equal(run(model, "dense", Rows(), work, say=said.append), expected)
-    assert said[0] == "going on with band 3 of block 0" and not work.exists()
 
 
 def test_a_stop_without_a_folder_is_an_interruption(monkeypatch):

@@ -2,19 +2,22 @@
 
 import copy
 import json
-from functools import partial
+import re
+from functools import cache, partial
+from pathlib import Path
 
 import pytest
 import timm
 import torch
-from timm.layers import RmsNorm, SwiGLUPacked
+from timm.layers import RmsNorm
 from timm.models import VisionTransformer
 from timm.models.vision_transformer import ParallelScalingBlock, ResPostBlock
 from torch import nn
 
 from tests.helpers.changed_modules import adapt, hook, patch, prune_all
+from tests.helpers.timm_contract import keeps_contract
 from visionattn.models import VisionAttnTransformer, from_softmax
-from visionattn.models.conversion import ACCEPTED
+from visionattn.models.conversion import ACCEPTED, body_of
 from visionattn.models.weights import DataSpec, load_model, save_model
 
 BODY = dict(img_size=(48, 32), patch_size=8, embed_dim=24, depth=3, num_heads=3, num_classes=5)
@@ -37,55 +40,34 @@ def image(vit, seed=1, size=None):
 
 
 BODIES = {
-    "plain": dict(),
-    "no class token": dict(class_token=False, global_pool="avg"),
-    "registers": dict(reg_tokens=4),
-    "registers without position": dict(reg_tokens=3, no_embed_class=True),
-    "no position": dict(pos_embed="none"),
-    "norm of queries and keys": dict(qk_norm=True),
-    "torch's LayerNorm": dict(norm_layer=partial(nn.LayerNorm, eps=1e-2)),
-    "no final norm": dict(final_norm=False),
-    "norm before pooling": dict(fc_norm=False, global_pool="avg"),
-    "packed SwiGLU": dict(mlp_layer=SwiGLUPacked, act_layer=nn.SiLU, mlp_ratio=2.67 * 2),
-    "no biases": dict(qkv_bias=False, proj_bias=False),
-    "norms within": dict(scale_attn_norm=True, scale_mlp_norm=True),
-    "pooling by attention, registers": dict(class_token=False, global_pool="map", reg_tokens=4),
-    "pooling by refined tokens": dict(global_pool="prr"),
+    "norm before pooling, norms within": dict(
+        fc_norm=False, global_pool="avg", scale_attn_norm=True, scale_mlp_norm=True
+    ),
+    "torch's LayerNorm, no biases": dict(
+        norm_layer=partial(nn.LayerNorm, eps=1e-2), qkv_bias=False, proj_bias=False
+    ),
     "no pooling": dict(global_pool=""),
     "a ratio that rounds down": dict(embed_dim=57, mlp_ratio=173.5 / 57),
     "two channels, oblong patches": dict(in_chans=2, patch_size=(8, 4)),
 }
+"""Bodies that no name of timm has."""
 
 
 @pytest.mark.parametrize("body", BODIES)
 def test_where_all_blocks_stay_a_softmax_the_model_computes_what_timm_does(body):
     vit = teacher(**BODIES[body])
+    before = copy.deepcopy(vit.state_dict())
     converted = from_softmax(vit, softmax_blocks=range(len(vit.blocks)))
-    x = image(vit)
+    x, own = image(vit), converted.model.state_dict()
     with torch.no_grad():
         torch.testing.assert_close(converted.model(x), vit(x), rtol=1e-12, atol=1e-12)
         features = vit.forward_features(x)
         torch.testing.assert_close(converted.model.forward_features(x), features)
     assert converted.new == converted.left_out == converted.resampled == []
     assert converted.taken == list(vit.state_dict())
-
-
-@pytest.mark.parametrize(
-    "body, attention",
-    [("norm of queries and keys", "taylorshift"), ("packed SwiGLU", "window")],
-)
-def test_every_weight_of_the_teacher_is_copied_and_the_teacher_left_alone(body, attention):
-    vit = teacher(**BODIES[body])
-    before = copy.deepcopy(vit.state_dict())
-    converted = from_softmax(vit, attention, softmax_blocks=(-2,))
-    own = converted.model.state_dict()
-    for name, value in before.items():
+    for name, value in before.items():  # the teacher is left alone
         assert torch.equal(vit.state_dict()[name], value)
-        assert torch.equal(own[name], value) and own[name].data_ptr() != value.data_ptr()
-    assert sorted(converted.taken + converted.new) == sorted(own)
-    ours = {"relative.table", "value_conv.weight"}
-    ours |= {"temperature"} if attention == "taylorshift" else set()
-    assert set(converted.new) == {f"blocks.{i}.attn.{leaf}" for i in (0, 2) for leaf in ours}
+        assert own[name].data_ptr() != vit.state_dict()[name].data_ptr()
 
 
 def test_what_is_new_starts_so_that_it_changes_little():
@@ -111,13 +93,9 @@ def test_windows_of_the_whole_grid_see_what_a_softmax_sees():
         torch.testing.assert_close(model.blocks[0](tokens), vit.blocks[0](tokens))
 
 
-@pytest.mark.parametrize(
-    "body, size", [("registers", (64, 24)), ("registers without position", (24, 40))]
-)
-def test_position_is_resampled_to_images_of_other_sizes_as_timm_does(body, size):
-    vit = teacher(dynamic_img_size=True, **BODIES[body])
-    model = from_softmax(vit, softmax_blocks=range(3)).model
-    x = image(vit, size=size)
+def test_images_of_other_sizes_are_resampled_and_padded_as_timm_does():
+    vit = teacher(dynamic_img_size=True, dynamic_img_pad=True, reg_tokens=3, no_embed_class=True)
+    model, x = from_softmax(vit, softmax_blocks=range(3)).model, image(vit, size=(61, 22))
     with torch.no_grad():
         torch.testing.assert_close(model(x), vit(x))
 
@@ -142,27 +120,14 @@ def test_another_native_size_and_patch_are_those_that_timm_resamples_to():
     assert converted.lines()[0] == "43 of 45 tensors are those of VisionTransformer"
 
 
-def test_grey_images_see_the_sum_of_the_filters():
-    vit = teacher()
-    model = from_softmax(vit, softmax_blocks=range(3), in_chans=1).model
-    x = image(vit)[:, :1]
-    with torch.no_grad():
-        torch.testing.assert_close(model(x), vit(x.expand(-1, 3, -1, -1)))
-
-
-def test_colours_share_a_grey_filter():
-    vit = teacher(in_chans=1)
-    model = from_softmax(vit, softmax_blocks=range(3), in_chans=3).model
-    x = image(vit)
-    with torch.no_grad():
-        torch.testing.assert_close(model(x.expand(-1, 3, -1, -1)), vit(x))
-
-
-def test_images_are_padded_where_the_teacher_pads_them():
-    vit = teacher(dynamic_img_size=True, dynamic_img_pad=True)
-    x = image(vit, size=(45, 30))
-    with torch.no_grad():
-        torch.testing.assert_close(from_softmax(vit, softmax_blocks=range(3)).model(x), vit(x))
+def test_grey_images_see_the_sum_of_the_filters_and_colours_share_a_grey_one():
+    for own, asked in ((3, 1), (1, 3)):
+        vit = teacher(in_chans=own)
+        model = from_softmax(vit, softmax_blocks=range(3), in_chans=asked).model
+        grey = image(vit)[:, :1]
+        with torch.no_grad():
+            wanted = vit(grey.expand(-1, own, -1, -1))
+            torch.testing.assert_close(model(grey.expand(-1, asked, -1, -1)), wanted)
 
 
 def test_other_channels_classes_and_sizes_change_what_is_said_of_the_images():
@@ -238,60 +203,65 @@ class Changed(VisionTransformer):
         return x[:, -1]
 
 
-def with_another_eps(vit):
-    vit.blocks[1].norm2.eps = 0.5
+def changed(change, **options):
+    """A teacher with a change."""
+    vit = teacher(**options)
+    change(vit)
     return vit
 
 
-REFUSED = {
+def add_gate(vit):
+    vit.blocks[1].attn.gate = nn.Linear(24, 24)
+
+
+def narrow_heads(vit):
+    vit.blocks[1].attn.head_dim = 4
+
+
+def change_eps(vit):
+    vit.blocks[1].norm2.eps = 0.5
+
+
+GLU = partial(timm.layers.GluMlp, act_layer=nn.GELU)
+PARTS = {
     r"its blocks\.0 is ResPostBlock\(\)": dict(block_fn=ResPostBlock),
     r"it has no blocks\.0\.mlp\.fc1\.weight": dict(block_fn=ParallelScalingBlock),
     r"its patch_embed\.norm is LayerNorm": dict(embed_norm_layer="layernorm"),
-    r"its blocks\.0\.mlp is GluMlp\(\)": dict(
-        mlp_layer=partial(timm.layers.GluMlp, act_layer=nn.GELU)
-    ),
+    r"its blocks\.0\.mlp is GluMlp\(\)": dict(mlp_layer=GLU),
     r"its blocks\.0\.norm1 is RmsNorm": dict(norm_layer=RmsNorm),
     r"its blocks\.0\.mlp\.act is ReLU": dict(act_layer="relu"),
     r"it has no blocks\.0\.": dict(depth=0),
 }
+CHANGES = {
+    r"its blocks\.1\.attn\.qkv is Adapted": adapt("blocks.1.attn.qkv"),
+    r"blocks\.1 has hooks or another forward": hook("blocks.1", torch.sin),
+    r"blocks\.1\.mlp has hooks or another forward": patch("blocks.1.mlp"),
+    r"it has no blocks\.0\.mlp\.fc1\.weight": prune_all,
+    r"its blocks.1.norm2 is LayerNorm.*eps=0.5": change_eps,
+    r"its blocks\.1\.attn\.gate is Linear": add_gate,
+    r"its blocks\.1\.attn is Attention": narrow_heads,
+}
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_parts_that_ours_have_not_are_named(message):
-    with pytest.raises(
-        ValueError, match=f"VisionTransformer cannot be converted: {message}"
-    ) as error:
-        from_softmax(VisionTransformer(**(BODY | REFUSED[message])))
-    assert "\n" not in str(error.value) and str(error.value).endswith(f"; {ACCEPTED}")
+def refused(message, vit, **options):
+    with pytest.raises(ValueError, match=f"cannot be converted: {message}") as error:
+        from_softmax(vit, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
-def test_models_that_are_no_vision_transformer_of_timm_are_refused():
-    for vit, message in {
-        nn.Linear(2, 2): "Linear cannot be converted: its class is Linear",
-        timm.create_model("test_efficientnet"): "test_efficientnet cannot be converted: its class",
-        Changed(**BODY): "its class is Changed",
-        VisionAttnTransformer(**BODY): "its class is VisionAttnTransformer",
-        with_another_eps(teacher()): "its blocks.1.norm2 is LayerNorm.*eps=0.5",
-    }.items():
-        with pytest.raises(ValueError, match=message):
-            from_softmax(vit)
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (adapt("blocks.1.attn.qkv"), r"its blocks\.1\.attn\.qkv is Adapted"),
-        (hook("blocks.1", torch.sin), r"blocks\.1 has hooks or another forward"),
-        (patch("blocks.1.mlp"), r"blocks\.1\.mlp has hooks or another forward"),
-        (prune_all, r"it has no blocks\.0\.mlp\.fc1\.weight"),
-    ],
-    ids=["LoRA", "hook", "another forward", "pruned"],
-)
-def test_what_is_not_in_the_weights_is_not_left_out(change, message):
-    vit = teacher()
-    change(vit)
-    with pytest.raises(ValueError, match=f"VisionTransformer cannot be converted: {message}"):
-        from_softmax(vit)
+def test_models_and_parts_that_ours_have_not_are_named():
+    for message, options in PARTS.items():
+        vit = VisionTransformer(**(BODY | options))
+        assert refused(message, vit).endswith(f"; {ACCEPTED}")
+    for message, change in CHANGES.items():
+        refused(message, changed(change))
+    for vit in (nn.Linear(2, 2), Changed(**BODY), VisionAttnTransformer(**BODY)):
+        refused(f"its class is {type(vit).__name__}", vit)
+    refused("its class", timm.create_model("test_efficientnet"))
+    for options in (dict(qk_norm=True), dict(class_token=False, global_pool="map")):
+        with pytest.raises(ValueError, match="its norms or its pooling have heads too"):
+            from_softmax(teacher(**options), num_heads=6)
 
 
 WRONG = {
@@ -307,26 +277,139 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("message", WRONG)
-def test_wrong_arguments_are_one_line(message):
-    with pytest.raises(ValueError, match=message) as error:
-        from_softmax(teacher(), **WRONG[message])
-    assert "\n" not in str(error.value)
+def test_wrong_arguments_are_one_line():
+    for message, options in WRONG.items():
+        with pytest.raises(ValueError, match=message) as error:
+            from_softmax(teacher(), **options)
+        assert "\n" not in str(error.value)
 
 
-def test_gates_and_narrow_heads_are_refused():
-    vit = teacher()
-    vit.blocks[1].attn.gate = nn.Linear(24, 24)
-    with pytest.raises(ValueError, match=r"its blocks\.1\.attn\.gate is Linear"):
-        from_softmax(vit)
-    vit = teacher()
-    vit.blocks[1].attn.head_dim = 4
-    with pytest.raises(ValueError, match=r"its blocks\.1\.attn is Attention"):
-        from_softmax(vit)
+# Every ViT of timm
+
+PAGE = Path(__file__).parents[2] / "docs" / "conversion.md"
+NAMES = timm.list_models("vit_*")
+TINY = dict(depth=2, embed_dim=24, num_heads=3, num_classes=5)
+OTHERS = {
+    "_sapiens2": dict(num_kv_heads=[3, 3]),
+    "vit_base_mci": dict(embed_dim=768, num_heads=12),
+}
+"""Arguments that make some of timm's names tiny; their number of blocks or width is in others."""
 
 
-def test_heads_that_are_normalised_or_pool_are_not_regrouped():
-    with pytest.raises(ValueError, match="its norms or its pooling have heads too"):
-        from_softmax(teacher(qk_norm=True), num_heads=6)
-    with pytest.raises(ValueError, match="its norms or its pooling have heads too"):
-        from_softmax(teacher(class_token=False, global_pool="map"), num_heads=6)
+def tiny(name, **options):
+    """timm's architecture, tiny."""
+    own = next((own for part, own in OTHERS.items() if part in name), {})
+    patch_size = next((int(n) for n in re.findall(r"patch(\d+)", name)), 16)
+    sized = {} if "mci" in name else dict(img_size=4 * patch_size)
+    return timm.create_model(name, **(TINY | sized | own | options)).eval()
+
+
+def drawn(name, **options):
+    """With weights that are neither zero nor one."""
+    torch.manual_seed(0)
+    vit = tiny(name, **options)
+    with torch.no_grad():
+        for parameter in vit.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return vit
+
+
+def structure(vit):
+    """What tells bodies apart, whatever their size."""
+    own = body_of(vit)
+    sizes = ("img_size", "patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio")
+    return tuple((key, value) for key, value in own.items() if key not in sizes)
+
+
+@cache
+def found_of(name):
+    """The structure of a name, or why it is refused."""
+    try:
+        return structure(tiny(name))
+    except ValueError as error:
+        return str(error)
+
+
+def one_of_each(names):
+    """A name for each structure that there is."""
+    found = {name: found_of(name) for name in reversed(names)}
+    return tuple({of: name for name, of in found.items() if type(of) is tuple}.values())
+
+
+def said_of(name):
+    """What the page says of a name: why it is refused, or nothing."""
+    table = PAGE.read_text().partition("## Which ViTs of timm are taken?")[2]
+    for line in table.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        patterns = re.findall(r"`(vit_[\w*]+)`", cells[0]) if line.startswith("| `vit_") else []
+        if any(re.fullmatch(of.replace("*", ".*"), name) for of in patterns):
+            return cells[-1]
+    return None
+
+
+some_names = pytest.mark.parametrize(
+    "names", [NAMES[::5], pytest.param(NAMES, marks=pytest.mark.slow)], ids=["some", "all"]
+)
+
+
+@some_names
+def test_every_vit_of_timm_is_taken_or_refused_in_one_line_as_the_page_says(names):
+    for name in names:
+        refusal, found = said_of(name), found_of(name)
+        wanted = refusal and f"{name} cannot be converted: {refusal}; {ACCEPTED}"
+        assert wanted == (None if type(found) is tuple else found), name
+    # So that the next test is of more than a few.
+    assert len(one_of_each(names)) >= (20 if names is NAMES else 10)
+
+
+@some_names
+def test_each_structure_is_converted_with_all_its_weights_its_function_and_timm_s_contract(names):
+    for number, name in enumerate(one_of_each(names)):
+        vit = drawn(name).double()
+        x = torch.randn(1, vit.in_chans, *vit.patch_embed.img_size, dtype=torch.float64)
+        converted = from_softmax(vit, softmax_blocks=(0, 1))
+        assert converted.taken == list(vit.state_dict()) and converted.new == []
+        with torch.no_grad():
+            torch.testing.assert_close(converted.model(x), vit(x), rtol=1e-10, atol=1e-10)
+        converted = from_softmax(vit, "taylorshift", softmax_blocks=(0,))
+        own = converted.model.state_dict()
+        assert all(torch.equal(own[key], value) for key, value in vit.state_dict().items()), name
+        ours = {"relative.table", "temperature", "value_conv.weight"}
+        assert set(converted.new) == {f"blocks.1.attn.{part}" for part in ours}
+        with torch.no_grad():
+            assert converted.model(x).isfinite().all() and converted.left_out == []
+        if number % 6 == 0:
+            attention = ("kernelized", ["taylorshift", "window"])[number % 2]
+            model = from_softmax(vit.float(), attention, softmax_blocks=()).model.train()
+            assert model.default_cfg["architecture"] == "converted_vit"
+            rows, columns = model.patch_embed.patch_size
+            keeps_contract(model, torch.randn(2, 3, 5 * rows, 3 * columns), (5, 3), 5)
+
+
+MIXED = dict(attention=["kernelized", "taylorshift", "window", "kernelized"], softmax_blocks=[3])
+
+
+def images(model, rows=5, columns=3):
+    height, width = model.patch_embed.patch_size
+    return torch.randn(2, 3, rows * height, columns * width)
+
+
+@pytest.mark.slow
+def test_converted_models_are_exported_and_compiled_with_open_sizes():
+    model, graphs = from_softmax(drawn("vit_base_patch16_siglip_256", depth=4), **MIXED).model, []
+    height, width = model.eval().patch_embed.patch_size
+    rows, columns = (torch.export.Dim(of, min=2, max=64) for of in ("rows", "columns"))
+    sizes = {2: height * rows, 3: width * columns}
+    program = torch.export.export(model, (images(model, 5, 3),), dynamic_shapes=(sizes,))
+
+    def backend(graph, inputs):
+        graphs.append(1)
+        return graph
+
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    with torch.no_grad():
+        for rows, columns in ((5, 3), (4, 6), (7, 3), (3, 9)):
+            x = images(model, rows, columns)
+            for other in (compiled, program.module()):
+                torch.testing.assert_close(other(x), model(x), atol=1e-5, rtol=1e-5)
+    assert len(graphs) <= 2

@@ -2,6 +2,7 @@
 
 import math
 import os
+from pathlib import Path
 
 import pytest
 import timm
@@ -42,6 +43,7 @@ STATE = ["vit.pth", *BODY]
 
 @pytest.mark.parametrize("words", [["ours.safetensors"], ["vit.safetensors", *BODY], STATE])
 def test_a_file_becomes_a_file_of_ours(folder, capsys, words):
+    """The file of a training says what its images and classes are, others that timm's are so."""
     assert convert([*words, "--softmax-blocks", "-1", "--output", "out.safetensors"]) == 0
     printed = capsys.readouterr()
     lines = printed.out.splitlines()
@@ -49,36 +51,27 @@ def test_a_file_becomes_a_file_of_ours(folder, capsys, words):
     assert "made for 32 x 32 px" in printed.out and "(1 of kernelized, 1 of softmax)" in printed.out
     assert lines[-1].endswith("--data.name folder --data.root FOLDER")
     model, given = load_model("out.safetensors"), folder.state_dict()
-    own = model.state_dict()
+    own, spec = model.state_dict(), model.data_spec
     assert all(torch.equal(own[name], value) for name, value in given.items())
     assert read_metadata("out.safetensors")["converted_from"] == "vit_tiny_patch16_224"
-
-
-def test_a_file_of_a_training_says_what_its_images_and_classes_are(folder):
-    assert convert(["ours.safetensors", "--attention", "window", "--output", "a.safetensors"]) == 0
-    spec = load_model("a.safetensors").data_spec
-    assert spec.class_names == tuple("abcdefg") and (spec.fit, spec.max_patches) == ("native", 50)
-    assert convert([*STATE, "--output", "b.safetensors"]) == 0
-    model = load_model("b.safetensors")
+    if words[0] == "ours.safetensors":
+        assert spec.class_names == tuple("abcdefg")
+        assert (spec.fit, spec.max_patches) == ("native", 50)
+        return
     cfg = timm.get_pretrained_cfg("vit_tiny_patch16_224")
-    assert model.data_spec.mean == model.pretrained_cfg["mean"] == cfg.mean
+    assert spec.mean == model.pretrained_cfg["mean"] == cfg.mean
     assert model.pretrained_cfg["interpolation"] == cfg.interpolation == "bicubic"
     assert model.pretrained_cfg["input_size"] == (3, 32, 32)
 
 
 def test_the_options_of_from_softmax_reach_it(folder):
-    options = "{horizon: 2, feature_map: relu, num_classes: 3, img_size: [48, 24]}"
-    words = ["--options", options, "--num-heads", "6", "--seed", "3", "--output", "a.safetensors"]
-    assert convert([*STATE, *words]) == 0
+    options = "{horizon: 2, num_classes: 3, img_size: [48, 24]}"
+    words = ["--options", options, "--num-heads", "6", "--attention", "kernelized", "window"]
+    assert convert([*STATE, *words, "--seed", "3", "--output", "a.safetensors"]) == 0
     model = load_model("a.safetensors")
-    attn = model.blocks[1].attn
-    assert (attn.relative.horizon, attn.num_heads, model.num_classes) == (2, 6, 3)
-    assert model.patch_embed.grid_size == (6, 3)
-    assert (
-        convert([*STATE, "--attention", "taylorshift", "window", "--output", "b.safetensors"]) == 0
-    )
-    kinds = [block.attn.attention for block in load_model("b.safetensors").blocks]
-    assert kinds == ["taylorshift", "window"]
+    first, second = (block.attn for block in model.blocks)
+    assert (first.relative.horizon, first.num_heads, model.num_classes) == (2, 6, 3)
+    assert model.patch_embed.grid_size == (6, 3) and second.attention == "window"
 
 
 REFUSED = {
@@ -112,50 +105,42 @@ def test_what_is_drawn_follows_the_seed(folder):
         assert not torch.equal(made[0][name], made[2][name])
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_is_wrong_is_one_line_and_nothing_is_written(folder, capsys, message):
-    with open("garbled.pth", "wb") as file:
-        file.write(b"no weights")
+def test_what_is_wrong_is_one_line_and_nothing_is_written(folder, capsys):
+    Path("garbled.pth").write_bytes(b"no weights")
     state = folder.state_dict()
     state["blocks.1.mlp.fc1.weight"][3, 2] = math.nan
     torch.save(state, "nan.pth")
     before = sorted(os.listdir())
-    assert convert([*REFUSED[message], "--output", "out.safetensors"]) == 2
-    assert_one_error(capsys, message)
-    assert sorted(os.listdir()) == before
+    for message, words in REFUSED.items():
+        assert convert([*words, "--output", "out.safetensors"]) == 2, message
+        assert_one_error(capsys, message)
+        assert sorted(os.listdir()) == before
 
 
 def test_a_file_that_is_there_is_kept_unless_it_is_to_be_replaced(folder, capsys):
-    with open("out.safetensors", "w") as file:
-        file.write("mine")
+    Path("out.safetensors").write_text("mine")
     assert convert([*STATE, "--output", "out.safetensors"]) == 2
     assert_one_error(capsys, "out.safetensors exists; --overwrite replaces it")
-    with open("out.safetensors") as file:
-        assert file.read() == "mine"
+    assert Path("out.safetensors").read_text() == "mine"
     assert convert([*STATE, "--output", "out.safetensors", "--overwrite"]) == 0
     assert convert(STATE) == 2
     capsys.readouterr()
     assert load_model("out.safetensors").embed_dim == 24
 
 
-@pytest.mark.parametrize(
-    "words, output",
-    [
-        (["ours.safetensors"], "sub/../ours.safetensors"),
-        (["link.safetensors"], "ours.safetensors"),
-        (["local-dir:timm"], "timm/model.safetensors"),
-    ],
-)
-def test_the_only_file_of_a_teacher_is_kept(folder, capsys, words, output):
-    os.mkdir("sub")
+def test_the_only_file_of_a_teacher_is_kept(folder, capsys):
     os.symlink("ours.safetensors", "link.safetensors")
     timm.models.save_for_hf(folder, "timm", safe_serialization=True)
-    with open(output, "rb") as file:
-        before = file.read()
-    assert convert([*words, "--output", output, "--overwrite"]) == 2
-    assert_one_error(capsys, f"{output} is of the teacher, which is kept; write to another file")
-    with open(output, "rb") as file:
-        assert file.read() == before
+    for teacher, output in {
+        "ours.safetensors": "timm/../ours.safetensors",
+        "link.safetensors": "ours.safetensors",
+        "local-dir:timm": "timm/model.safetensors",
+    }.items():
+        before = Path(output).read_bytes()
+        assert convert([teacher, "--output", output, "--overwrite"]) == 2
+        message = f"{output} is of the teacher, which is kept; write to another file"
+        assert_one_error(capsys, message)
+        assert Path(output).read_bytes() == before
 
 
 def test_a_place_that_cannot_be_written_is_told_with_the_reason(folder, capsys, monkeypatch):
@@ -196,6 +181,14 @@ def test_a_state_dict_shows_classes_channels_patch_and_size(tmp_path):
     assert lines[1] == "  resampled (1): pos_embed 1x17x64 -> 1x37x64"
 
 
+def test_folders_of_timm_are_teachers(tmp_path):
+    vit = timm.create_model("test_vit", num_classes=4)
+    timm.models.save_for_hf(vit, tmp_path)
+    read, lines = open_teacher(f"local-dir:{tmp_path}")
+    assert lines == [f"local-dir:{tmp_path}, timm's weights"]
+    assert torch.equal(read.head.weight, vit.head.weight)
+
+
 def test_a_named_teacher_is_refused_before_its_weights_are_fetched(monkeypatch):
     fetched, made = [], conversion.created
     monkeypatch.setattr(
@@ -210,11 +203,3 @@ def test_a_named_teacher_is_refused_before_its_weights_are_fetched(monkeypatch):
     assert fetched[1:] == [False, True] and lines == ["test_vit, timm's weights"]
     assert not vit.training
     assert "random weights" in open_teacher("test_vit")[1][0]
-
-
-def test_folders_of_timm_are_teachers(tmp_path):
-    vit = timm.create_model("test_vit", num_classes=4)
-    timm.models.save_for_hf(vit, tmp_path)
-    read, lines = open_teacher(f"local-dir:{tmp_path}")
-    assert lines == [f"local-dir:{tmp_path}, timm's weights"]
-    assert torch.equal(read.head.weight, vit.head.weight)

@@ -5,15 +5,14 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from tests.helpers.layout_cases import CASES
 from tests.helpers.oracles import assert_agree, draw, run
 from tests.models.test_absent import close
+from tests.ops.drawn_cases import Drawn
 from visionattn.layers import Attention
 from visionattn.layout import Grid, TokenLayout
 from visionattn.ops import reference
 
 DIM, HEADS = 24, 3
-ATTENTIONS = ("kernelized", "taylorshift", "softmax", "window")
 
 
 def make_layer(attention="kernelized", **options) -> Attention:
@@ -45,9 +44,8 @@ def attended(layer, q, k, v, layout, mask, causal):
         return reference.taylorshift_attention(
             q, k, v, temperature=tau, relative=position, key_mask=key_mask
         )
-    return reference.kernelized_attention(
-        q, k, v, relative=position, key_mask=key_mask, causal=causal
-    )
+    options = dict(relative=position, key_mask=key_mask, causal=causal)
+    return reference.kernelized_attention(q, k, v, feature_map=layer.feature_map, **options)
 
 
 class ByHand(nn.Module):
@@ -79,7 +77,7 @@ class ByHand(nn.Module):
         return torch.einsum("od,bnd->bno", weights["proj.weight"], out) + weights["proj.bias"]
 
 
-def assert_as_by_hand(layer, layout, mask=None, causal=False, batch=2):
+def assert_as_by_hand(layer, layout, mask=None, causal=False):
     """Result and gradients equal their definition; outputs of absent patches do not count."""
     there, meaning = layout.key_mask(None), ByHand(layer)
 
@@ -94,7 +92,7 @@ def assert_as_by_hand(layer, layout, mask=None, causal=False, batch=2):
     def zero_absent(out):
         return out if there is None else out.masked_fill(~there[:, :, None], 0)
 
-    tensors = {"x": draw(batch, layout.num_tokens, DIM, seed=1)}
+    tensors = {"x": draw(2, layout.num_tokens, DIM, seed=1)}
     tensors |= {name: p.detach() for name, p in meaning.named_parameters()}
     expected = run(meant, tensors)
     assert_agree(run(ours, tensors), expected, 1e-12, floor=1.0)
@@ -104,27 +102,23 @@ def assert_as_by_hand(layer, layout, mask=None, causal=False, batch=2):
 # What a layer computes
 
 
-@pytest.mark.parametrize(
-    "attention, relative, name",
-    [
-        ("kernelized", "joint", "absent and missing patches and masked keys"),
-        ("kernelized", "none", "one patch"),
-        ("taylorshift", "none", "absent and missing patches and masked keys"),
-        ("softmax", "joint", "missing patches and masked keys"),
-        ("window", "joint", "absent patches"),
-    ],
-)
-def test_a_layer_and_its_gradients_are_its_definition(attention, relative, name):
-    case, layer = CASES[name], make_layer(attention, relative=relative)
-    assert_as_by_hand(layer, case.layout(), case.mask(), batch=case.batch)
+FULL = Drawn(absent=True, missing=14, masked=True, horizons=(2, 2))
+LAYERS = [
+    (dict(attention="kernelized", relative="joint", value_conv=3, centre_keys=True), FULL),
+    (dict(attention="kernelized", relative="none"), Drawn((1, 1))),
+    (dict(feature_map="relu", relative="axial", normalization="sum"), FULL),
+    (dict(feature_map="random", random_features=5, relative="flat"), Drawn()),
+    (dict(attention="taylorshift", relative="none", scale_norm=True), FULL),
+    (dict(attention="softmax", relative="joint", value_conv=3), Drawn(missing=14, masked=True)),
+    (dict(attention="window", relative="axial", value_conv=3), FULL),
+    (dict(attention="window", relative="none", scale_norm=True), FULL),
+]
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS)
-def test_keys_are_centred_and_the_gate_is_between_the_convolution_and_the_norm(attention):
-    centre = attention in ("kernelized", "taylorshift")
-    layer = make_layer(attention, value_conv=3, scale_norm=True, centre_keys=centre)
-    case = CASES["missing patches and masked keys"]
-    assert_as_by_hand(layer, case.layout(), case.mask(), batch=case.batch)
+@pytest.mark.parametrize("options, case", LAYERS)
+def test_a_layer_and_its_gradients_are_its_definition(options, case):
+    """Keys are centred; the gate is between the convolution and the norm."""
+    assert_as_by_hand(make_layer(**options), case.layout(), case.mask())
 
 
 @pytest.mark.parametrize(

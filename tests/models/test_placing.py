@@ -54,19 +54,6 @@ def test_patches_and_position_of_other_sizes_are_resampled(vit, tmp_path):
     assert torch.equal(model.pos_embed[:, :1], vit.pos_embed[:, :1])
 
 
-def test_a_file_of_a_plain_vit_is_loaded_into_a_wrapper_of_features(vit, tmp_path):
-    with pytest.warns(UserWarning, match="start fresh"):
-        wrapper = create_model(
-            "scaleformer_vit_t",
-            checkpoint_path=str(tmp_path / "vit.pth"),
-            features_only=True,
-            out_indices=[0],
-            **SMALL,
-        )
-    assert len(wrapper.model.blocks) == 1
-    assert torch.equal(wrapper.model.blocks[0].attn.qkv.weight, vit.blocks[0].attn.qkv.weight)
-
-
 def test_the_body_of_a_segmentation_is_loaded_and_a_head_is_new(tmp_path):
     """Blocks above those that the head of pixels reads are not in the file."""
     args = dict(embed_dim=24, depth=4, num_heads=3, head_stride=4)
@@ -85,16 +72,6 @@ def test_the_body_of_a_segmentation_is_loaded_and_a_head_is_new(tmp_path):
         )
     weight = masks.backbone.blocks[1].mlp.fc1.weight
     assert torch.equal(wrapper.model.blocks[1].mlp.fc1.weight, weight)
-
-
-def test_a_plain_vit_is_loaded_into_a_model_without_parts_of_its_own(vit, tmp_path):
-    torch.save(vit.state_dict(), tmp_path / "vit.pth")
-    own = dict(relative="none", pos_embed="learn", value_conv=0, output_gate=False)
-    own |= dict(horizon=None, global_pool="max", class_token=True)
-    model = create_model(
-        "scaleformer_vit_t", checkpoint_path=str(tmp_path / "vit.pth"), **SMALL | own
-    )
-    assert torch.equal(model.blocks[1].attn.qkv.weight, vit.blocks[1].attn.qkv.weight)
 
 
 def test_what_is_missing_of_a_file_of_ours_is_still_an_error():

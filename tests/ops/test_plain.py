@@ -12,9 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers.oracles import draw, draw_qkv, draw_table
+from tests.helpers.oracles import Largest, draw, draw_qkv, draw_table
 from tests.ops.drawn_cases import Drawn, cases, drawn, map_of, paired
 from visionattn import ops
 from visionattn.layout import Grid, TokenLayout
@@ -220,19 +219,6 @@ def test_without_a_name_the_form_is_the_one_that_keeps_its_digits():
         values, mass, *_ = plain.plain_taylor_sums(q, k, v, None, None, 0.5, 1.0, 1.0, form)
         error[form] = float((values / mass.unsqueeze(3) - wanted).abs().max())
     assert 20 * error["auto"] < error["efficient"]
-
-
-class Largest(TorchDispatchMode):
-    """Keeps the most entries of any tensor that was made within."""
-
-    entries = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        found = function(*args, **(kwargs or {}))
-        for x in found if isinstance(found, tuple | list) else (found,):
-            if isinstance(x, torch.Tensor):
-                self.entries = max(self.entries, x.numel())
-        return found
 
 
 LINEAR = (("kernelized", "axial"), ("taylorshift", "joint"), ("window", "joint"))

@@ -1,0 +1,426 @@
+"""Options of blocks: their starts, weights of other models, and which option acts where."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from timm.models import create_model
+
+from tests.helpers.oracles import draw
+from tests.models.test_absent import close, gradients, small
+from visionattn.lab.measure import bytes_kept, count_flops
+from visionattn.lab.networks import identity_twin
+from visionattn.layers import Attention, RelativeTables
+from visionattn.layers.position import HEAD_OFFSETS
+from visionattn.layout import Grid, TokenLayout
+from visionattn.models import backbone, mixed_blocks
+from visionattn.models.placement import place_weights
+from visionattn.models.state_dicts import checkpoint_filter_fn, resample_table
+from visionattn.models.weights import DataSpec, load_model, save_model
+from visionattn.ops import RandomFeatures, count_classes
+from visionattn.ops.local import gated
+
+DIM = 24
+GATES = [f"blocks.{i}.attn.output_gate.weight" for i in (0, 1)]
+SPEC = DataSpec(3, 7, (), (0.5,) * 3, (0.2,) * 3, None, 64)
+SMALL = dict(embed_dim=DIM, depth=2, num_heads=3, num_classes=7, img_size=64)
+
+
+def draw_image(height=80, width=112):
+    return draw(2, 3, height, width, seed=5)
+
+
+# Starts
+
+
+def test_each_head_starts_peaked_at_its_own_small_offset():
+    torch.manual_seed(0)
+    table = RelativeTables("joint", 10, 16, horizon=3)(TokenLayout(0, Grid(5, 9))).table
+    assert table.shape == (10, 7, 7, 16) and bool((table > 0).all())
+    for head, entries in enumerate(table.mean(-1)):
+        dy, dx = HEAD_OFFSETS[head % 8]
+        peak = entries[dy + 3, dx + 3].item()
+        assert peak == pytest.approx(3.0, abs=0.5)  # elu(2) + 1
+        assert entries.flatten().sort().values[-2] < 0.12
+        assert entries.argmax() == (dy + 3) * 7 + dx + 3
+
+
+@pytest.mark.parametrize("kind", ["joint", "axial", "flat"])
+def test_the_scale_of_tables_falls_as_heads_grow_wider(kind):
+    """phi(q) . r at the start is the same for any head width when phi(q) is."""
+    layout, balance = TokenLayout(0, Grid(5, 9)), []
+    for d in (16, 64):
+        relative = RelativeTables(kind, 3, d)(layout)
+        table = relative.rows if kind == "axial" else relative.table
+        balance.append(table.sum(-1).mean().item())
+    assert balance[0] == pytest.approx(balance[1], rel=0.05)
+
+
+def test_reset_draws_the_start_anew_and_sets_the_temperature():
+    attn = Attention(24, 3, attention="taylorshift", temperature_init=2.5)
+    with torch.no_grad():
+        attn.temperature.zero_()
+        attn.relative.table.zero_()
+    attn.reset_parameters()
+    attn.relative.reset_parameters()
+    assert attn.temperature.tolist() == [2.5] * 3 and attn.relative.table.min() < -2
+
+
+def test_families_of_relative_position_have_gate_and_convolution_by_default():
+    for family in ("scaleformer_vit", "taylorshift_vit", "taylorshift_abs_vit"):
+        with torch.device("meta"):
+            attn = create_model(f"{family}_t", depth=1).blocks[0].attn
+        parts = attn.output_gate, attn.value_conv
+        assert [part is not None for part in parts] == [family != "taylorshift_abs_vit"] * 2
+        assert parts[1] is None or parts[1].weight.shape[-1] == 3
+
+
+STARTS = {"": 0.02, "jax": 1 / 96**0.5, "moco": 1 / 96**0.5, "reset": 1 / (3 * 96) ** 0.5}
+"""The standard deviation that each of timm's starts gives to a linear layer of 96 x 96."""
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_the_gate_starts_as_the_other_linear_layers_and_the_convolution_at_zero(start):
+    """Some of timm's starts draw the weights of every convolution."""
+    torch.manual_seed(0)
+    options = SMALL | dict(embed_dim=96, weight_init=start)
+    model = create_model("scaleformer_vit_t", output_gate=True, value_conv=3, **options)
+    for block in model.blocks:
+        assert not block.attn.value_conv.weight.any()
+        for weight in (block.attn.output_gate.weight, block.attn.proj.weight):
+            assert weight.std().item() == pytest.approx(STARTS[start], rel=0.05)
+            assert abs(weight.mean().item()) < 0.05 * STARTS[start]
+
+
+@pytest.mark.parametrize("mode", ["", "jax"])
+def test_prefix_tokens_of_gated_models_start_where_a_gate_is_open(mode):
+    """A class token that starts at 1e-6, as timm's, gets nothing through its gate."""
+    made = [
+        create_model("scaleformer_vit_t", **SMALL, reg_tokens=2, output_gate=gate, weight_init=mode)
+        for gate in (True, False)
+    ]
+    for model, std in zip(made, (0.02, 1e-6), strict=True):
+        for token in (model.cls_token, model.reg_token):
+            assert token.std().item() == pytest.approx(std, rel=0.5)
+
+
+def test_a_class_token_learns_from_patches_at_the_start():
+    torch.manual_seed(0)
+    model = create_model("scaleformer_vit_t", **SMALL, global_pool="token").double()
+    tokens = []
+    for block in model.blocks:
+        block.attn.proj.register_forward_hook(lambda *args: tokens.append(args[2]))
+    model(torch.randn(4, 3, 64, 64, dtype=torch.float64)).logsumexp(1).sum().backward()
+    for found in tokens:
+        of_class, of_patches = found[:, 0].norm(dim=-1).mean(), found[:, 1:].norm(dim=-1).mean()
+        assert of_class > 0.1 * of_patches
+    assert model.patch_embed.proj.weight.grad.norm() < 100 * model.head.weight.grad.norm()
+
+
+# Weights of other models
+
+
+def test_a_table_resampled_to_a_longer_horizon_keeps_centre_and_corners():
+    table = torch.arange(2 * 5 * 5 * 3, dtype=torch.float32).reshape(2, 5, 5, 3)
+    longer = resample_table(table, torch.Size((2, 9, 9, 3)))
+    assert torch.equal(longer[:, ::2, ::2], table)
+    assert torch.allclose(longer[:, 0, 1], (table[:, 0, 0] + table[:, 0, 1]) / 2)
+    assert torch.equal(resample_table(longer, table.shape), table)
+    with pytest.raises(ValueError, match="only the horizon may differ"):
+        resample_table(table, torch.Size((3, 5, 5, 3)))
+
+
+def test_weights_of_another_patch_and_horizon_are_resampled():
+    source = create_model("scaleformer_vit_t", **SMALL, patch_size=16, horizon=3)
+    model = create_model("scaleformer_vit_t", **SMALL, patch_size=8, horizon=5)
+    fitted = checkpoint_filter_fn(source.state_dict(), model)
+    model.load_state_dict(fitted)
+    assert model.blocks[0].attn.relative.table.shape == (3, 11, 11, 8)
+    assert torch.allclose(
+        model.blocks[0].attn.relative.table[:, 5, 5], source.blocks[0].attn.relative.table[:, 3, 3]
+    )
+    assert fitted["patch_embed.proj.weight"].shape == (24, 3, 8, 8)
+
+
+def checkerless(height, width, prefix=1):
+    """A position whose entries are row and column in [0, 1]; resampling keeps linear ones."""
+    rows, columns = torch.linspace(0, 1, height), torch.linspace(0, 1, width)
+    grid = torch.stack(
+        [rows[:, None].expand(height, width), columns.expand(height, width)], -1
+    ).reshape(1, -1, 2)
+    return torch.cat([torch.full((1, prefix, 2), 9.0), grid], 1).repeat(1, 1, 12)
+
+
+@pytest.mark.parametrize(
+    "source, known",
+    [((4, 6), True), ((8, 2), True), ((8, 2), False), ((7, 5), False), ((6, 6), False)],
+)
+def test_absolute_position_moves_from_grid_to_grid(source, known):
+    model = create_model(
+        "taylorshift_abs_vit_t", **(SMALL | dict(img_size=(32, 128)))
+    )  # a grid of 2 x 8
+    given = checkerless(*source)
+    fitted = checkpoint_filter_fn({"pos_embed": given}, model, source if known else None)[
+        "pos_embed"
+    ]
+    if not known and source != (6, 6):  # 16 tokens like the model's own; 35 tokens, no square
+        assert torch.equal(fitted, given)
+        return
+    assert fitted.shape == model.pos_embed.shape and bool((fitted[:, 0] == 9).all())
+    grid = fitted[0, 1:, :2].reshape(2, 8, 2)
+    assert bool((grid[0, :, 0] < 0.4).all() and (grid[1, :, 0] > 0.6).all())
+    assert bool((grid[:, :, 1].diff(dim=1) > -0.1).all()) and bool((grid[:, -1, 1] > 0.8).all())
+
+
+def test_weights_that_lack_gates_leave_them_as_they_are(tmp_path):
+    source = small(dtype=torch.float32, output_gate=False)
+    model = small(dtype=torch.float32, output_gate=True)
+    gates = {name: model.state_dict()[name].clone() for name in GATES}
+    model.load_state_dict(checkpoint_filter_fn(source.state_dict(), model))
+    assert all(torch.equal(model.state_dict()[name], gate) for name, gate in gates.items())
+    torch.save(source.state_dict(), tmp_path / "plain.pth")
+    placement = place_weights(model, "scaleformer_vit_t", tmp_path / "plain.pth")
+    assert placement.missing == GATES and not placement.unused
+    *_, missing, warning = placement.lines()
+    assert "blocks.{0-1}.attn.output_gate.weight" in missing and "near 0" in warning
+
+
+def test_a_sigmoid_gate_of_timm_is_not_taken_for_ours():
+    model = small(dtype=torch.float32, output_gate=True)
+    weights = model.state_dict()
+    given = {name.replace("output_gate", "gate"): value + 1 for name, value in weights.items()}
+    fitted = checkpoint_filter_fn(given, model)
+    assert all(torch.equal(fitted[name], weights[name]) for name in GATES)
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*blocks.0.attn.gate.weight"):
+        model.load_state_dict(fitted)
+
+
+# Random features
+
+
+def make(feature_map, seed=0, **options):
+    """A small model whose attention depends on q and k, as a trained one's does."""
+    torch.manual_seed(seed)
+    model = create_model("scaleformer_vit_t", feature_map=feature_map, **SMALL | options)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.qkv.weight *= 4
+    return model
+
+
+def test_random_features_follow_the_seed_and_are_the_blocks_own():
+    first, again, other = make("random"), make("random"), make("random", seed=1)
+    rows = [model.blocks[0].attn.feature_map.projection for model in (first, again, other)]
+    assert rows[0].shape == (8, 8) and torch.equal(rows[0], rows[1])
+    assert not torch.equal(rows[0], rows[2])
+    assert not torch.equal(rows[0], first.blocks[1].attn.feature_map.projection)
+
+
+def test_random_features_travel_with_the_weights(tmp_path):
+    model, image = make("random", random_features=21).eval(), draw_image().float()
+    out = model(image)
+    args = SMALL | dict(feature_map="random", random_features=21)
+    del args["num_classes"]
+    save_model(tmp_path / "model.safetensors", model, "scaleformer_vit_t", args, SPEC)
+    state = torch.get_rng_state()
+    loaded = load_model(tmp_path / "model.safetensors")
+    assert torch.equal(loaded(image), out) and torch.equal(torch.get_rng_state(), state)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(copied(image), out)
+
+
+def test_a_model_on_the_meta_device_draws_nothing_until_it_is_reset():
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    with torch.device("meta"):
+        features = RandomFeatures(8, 21)
+        model = create_model("scaleformer_vit_t", **SMALL, feature_map="random")
+    assert features.projection.is_meta and all(x.is_meta for x in model.state_dict().values())
+    assert torch.equal(torch.get_rng_state(), state)
+    features.to_empty(device="cpu").reset_parameters()
+    torch.manual_seed(0)
+    assert torch.equal(features.projection, RandomFeatures(8, 21).projection)
+    assert all(x.is_meta for x in copy.deepcopy(make("random")).to("meta").state_dict().values())
+    assert count_flops(make("random"), 64, 64) > 0
+
+
+@pytest.mark.slow
+def test_one_graph_and_one_export_serve_all_sizes():
+    model, sizes = make("random").eval(), [draw_image().float(), draw_image(64, 96).float()]
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    sides = {i: 16 * torch.export.Dim(side, min=2, max=64) for i, side in ((2, "h"), (3, "w"))}
+    shapes = {"x": {0: torch.export.Dim("b", min=1, max=8)} | sides}
+    exported = torch.export.export(model, (sizes[0],), dynamic_shapes=shapes).module()
+    with torch.no_grad():
+        for image in sizes:
+            for other in (compiled, exported):
+                torch.testing.assert_close(other(image), model(image), rtol=1e-5, atol=1e-6)
+
+
+# The gate
+
+
+def test_gradients_of_a_compiled_product_leave_unused_tokens_out():
+    """A compiled graph looks at no entries: it sets the rows to 0 beforehand."""
+    out, gate = draw(2, 7, DIM, seed=1), draw(2, 7, DIM, seed=2)
+    compiled = torch.compile(gated, fullgraph=True, backend="aot_eager")
+    results = []
+    for function, held in ((gated, 1.0), (gated, float("nan")), (compiled, float("inf"))):
+        factors = [x.clone() for x in (out, gate)]
+        for x in factors:
+            x[0, 3] = held
+            x.requires_grad_()
+        product = function(*factors)
+        results.append(torch.autograd.grad(product[:, :3].square().sum(), factors))
+    for found in results[1:]:
+        for grad, wanted in zip(found, results[0], strict=True):
+            close(grad, wanted, 1e-12)
+    assert results[0][0][:, :3].abs().min() > 0
+
+
+def test_operations_of_the_gate_are_counted():
+    plain, gated = (
+        count_flops(small(dtype=torch.float32, output_gate=on), 64, 80) for on in (False, True)
+    )
+    assert gated - plain == 2 * 2 * 21 * DIM**2
+
+
+def test_backward_keeps_both_factors_and_no_other_tensor():
+    """Plain autograd would keep the silu of the second factor too."""
+    factors = [draw(2, 7, DIM, seed=i).requires_grad_() for i in (1, 2)]
+    assert bytes_kept(lambda: gated(*factors)) == 2 * 2 * 7 * DIM * 8
+
+
+def test_the_identity_twin_keeps_the_gate_and_the_convolution():
+    model = small(relative="none", output_gate=True, value_conv=3)
+    twin, x = identity_twin(model), torch.randn(2, 3, 48, 80, dtype=torch.float64)
+    for block in model.blocks:
+        block.attn.operation = lambda q, k, v, **options: v
+    close(twin(x), model(x), 1e-12)
+    sizes = torch.tensor([[48, 80], [32, 48]])
+    close(twin(x, sizes=sizes), model(x, sizes=sizes), 1e-12)
+
+
+# Blocks that attend in different ways
+
+
+MIX = ["window", "kernelized", "window", "taylorshift", "softmax", "window"]
+OPTIONS = dict(attention=MIX, depth=6, window_size=3)
+
+
+def test_each_block_attends_in_its_own_way_with_the_options_that_it_has_a_use_for():
+    options = dict(temperature_init=2.0, horizon=1, feature_map="relu", form="efficient")
+    model = small(**OPTIONS, **options, normalization="sum")
+    layers = [block.attn for block in model.blocks]
+    assert [layer.attention for layer in layers] == MIX
+    assert [layer.shifted for layer in layers] == [False, False, True, False, False, False]
+    assert [layer.relative.horizon for layer in layers] == [2, 1, 2, 1, 1, 2]
+    assert [layer.relative.signed for layer in layers] == [True, False, True, False, True, True]
+    assert [layer.form for layer in layers] == ["auto", *["efficient", "auto", "efficient"]] + [
+        "auto"
+    ] * 2
+    assert layers[3].temperature_init == 2.0 and layers[1].feature_map is not None
+    assert [layer.relative.normalization for layer in layers] == ["sum"] * 6
+
+
+def test_counts_of_classes_are_made_once_and_for_the_block_that_has_a_use_for_them(monkeypatch):
+    made = []
+
+    def count(layout, horizons, **options):
+        made.append(horizons)
+        return count_classes(layout, horizons, **options)
+
+    monkeypatch.setattr(backbone, "count_classes", count)
+    model, x = small(**OPTIONS, horizon=1), draw_image()
+    found = model(x)
+    assert made == [(1, 1)]
+    monkeypatch.setattr(backbone, "class_counts_like", lambda layout, horizon, like: None)
+    close(found, model(x), 1e-12)
+    small(attention=["window", "softmax"])(x)
+    assert made == [(1, 1)]
+
+
+def test_a_gradient_reaches_every_parameter_and_checkpointing_changes_none():
+    model, x = small(**OPTIONS), draw_image()
+    wanted = gradients(model, model(x).square().sum())
+    # Entries of tables for offsets that the grid has not are 0, tables as a whole are not.
+    assert [name for name, grad in wanted.items() if not grad.any()] == []
+    model.set_grad_checkpointing(True)
+    found = gradients(model, model(x).square().sum())
+    for name, grad in wanted.items():
+        close(found[name], grad, 1e-12)
+
+
+def test_softmax_over_many_tokens_warns(monkeypatch):
+    monkeypatch.setattr(mixed_blocks, "MANY_TOKENS", 30)
+    model = small(attention=["softmax", "window", "softmax"], depth=3, dtype=torch.float32)
+    with pytest.warns(UserWarning) as caught:
+        model(draw_image().float())
+    expected = (
+        "softmax over 36 tokens in blocks [0, 2] takes time that grows with their square; "
+        '"window" and "kernelized" are linear in them'
+    )
+    assert [str(one.message) for one in caught] == [expected]
+
+
+REFUSED = {
+    "wanted a name, or 2, one for each block, got 3": dict(attention=["window"] * 3),
+    "attention 'linear': wanted one of": dict(attention=["window", "linear"]),
+    "a list of names, one for each block, got 5": dict(attention=5),
+    "temperature_init=2.0 would do nothing: attention='window' has no temperature; "
+    "attention='kernelized' has no temperature": dict(
+        attention=["window", "kernelized"], temperature_init=2.0
+    ),
+    "window_size=5 would do nothing: attention='kernelized' has no windows": dict(window_size=5),
+    "horizon=2 would do nothing: attention='window' has an entry for each offset": dict(
+        attention="window", horizon=2
+    ),
+    "horizon=2 would do nothing": dict(relative="none", horizon=2),
+    "form='direct' would do nothing": dict(attention=["window", "softmax"], form="direct"),
+    "form 'linear': wanted one of auto, direct, efficient": dict(form="linear"),
+    "normalization='mean' would do nothing": dict(attention="softmax", normalization="mean"),
+    "normalization='sum' would do nothing": dict(relative="none", normalization="sum"),
+    "relative='flat': attention='window' is on a grid": dict(
+        attention=["window", "kernelized"], relative="flat"
+    ),
+    "window_size: wanted a whole number of patches from 1, got 0": dict(
+        attention="window", window_size=0
+    ),
+    "value_conv: wanted an odd side of 1 patch or more, got 4": dict(value_conv=4),
+    "centre_keys=True would do nothing": dict(attention="softmax", centre_keys=True),
+    "feature_map 'elu': wanted one of elu1, relu, softmax, random": dict(feature_map="elu"),
+    "'relu' would do nothing: .*no feature": dict(attention="taylorshift", feature_map="relu"),
+    'random_features=5 would do nothing: .*feature_map="random"': dict(random_features=5),
+    "num_features of 1 or more, got 8 and 0": dict(feature_map="random", random_features=0),
+    "relative '2d': wanted one of joint, axial, flat, none": dict(relative="2d"),
+    "normalization 'l2': wanted mean or sum": dict(normalization="l2"),
+    "horizon: wanted 0 or more patches, got -1": dict(horizon=-1),
+}
+
+
+def test_what_no_block_can_use_and_what_is_no_list_for_the_blocks_is_refused():
+    for message, options in REFUSED.items():
+        with pytest.raises(ValueError, match=message) as caught:
+            small(**options)
+        assert "\n" not in str(caught.value)
+
+
+def test_calls_that_a_layer_cannot_answer_say_why():
+    """A convolution needs a grid, no causal token sees later ones, and nothing maps all pairs."""
+    layout, x = TokenLayout(1, Grid(4, 5)), draw(2, 21, 24, seed=1)
+    layer = Attention(24, 3, relative="joint", value_conv=3, centre_keys=True).double()
+    with pytest.raises(ValueError, match="without a grid"):
+        layer(x)
+    layer.native_layout = layout
+    assert torch.equal(layer(x), layer(x, layout))
+    windows = Attention(24, 3, attention="window").double()
+    for of, message in (
+        (layer, "let tokens see later ones"),
+        (windows, "is_causal=True: attention='window' has no causal form"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            of(x, layout, is_causal=True)
+    layer.fused_attn = False
+    with pytest.raises(ValueError, match="weights of all pairs"):
+        layer(x, layout)
