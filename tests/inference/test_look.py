@@ -18,9 +18,7 @@ from tests.helpers.tools import written
 from visionattn.command import run
 from visionattn.data.geometry import Box
 from visionattn.inference import attribution_folder
-from visionattn.inference.attribution_folder import cut
 from visionattn.inference.look_options import parse_look
-from visionattn.inference.pictures import Picture
 from visionattn.models.attribution import find_attribution, principal, watch
 from visionattn.models.weights import load_model
 
@@ -150,14 +148,6 @@ def test_from_python_the_same_is_found_and_the_model_is_left_as_it_was(folder):
     assert [row.place for row in again.rows] == [(1, 6), again.top]
     assert again.components.shape == (3, 5, 7) and again.shares.shape == (3,)
     assert again.patch_at(39, 0) == (4, 0) and again.box(4, 6) == Box(32, 48, 8, 8)
-
-
-def test_a_detail_is_of_the_image_and_not_of_the_sentences_below_it():
-    sheet = Image.new("RGB", (2000, 900), "white")
-    sheet.paste((0, 0, 0), (0, 0, 1900, 500))
-    picture = Picture("a", "a", (), sheet, Box(490, 1890, 8, 8), (1900, 500))
-    part = cut(picture)
-    assert part.size == (640, 500) and part.getextrema() == ((0, 0),) * 3
 
 
 PREFIX = 2
