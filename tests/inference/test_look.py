@@ -221,6 +221,12 @@ class Drawn:
         mask[tuple(slices)] = True
         return mask
 
+    def assert_even(self, picture):
+        """Each pixel of the model's input is of one colour, to its edges."""
+        side = self.case.each * self.case.times
+        wanted = self.sampled(picture).repeat(side, 0).repeat(side, 1)
+        np.testing.assert_array_equal(picture[self.inside()], wanted.reshape(-1, 3))
+
     def frame(self, place):
         """The line around a patch, one pixel away from it."""
         return self.inside(place, 1, 1) & ~self.inside(place, 1)
@@ -298,7 +304,7 @@ def test_all_pictures_show_the_numbers_where_they_are(tmp_path, monkeypatch, nam
     order = np.sort(np.abs(gradient), axis=None)[::-1]
     most = order[round(0.005 * order.size) - 1]
     gradient = gradient[: case.seen[0], : case.seen[1]]
-    assert_drawn(drawn, "gradient", np.clip(gradient / most, -1, 1))
+    drawn.assert_even(assert_drawn(drawn, "gradient", np.clip(gradient / most, -1, 1)))
 
     row = rows[1].total[0, :, 0, PREFIX:].mean(0).unflatten(0, (-1, across))
     row = row[:height, :width].numpy()
@@ -315,6 +321,7 @@ def test_all_pictures_show_the_numbers_where_they_are(tmp_path, monkeypatch, nam
     wanted = [of_pixels(255 * each) for each in np.clip((components - low) / (high - low), 0, 1)]
     picture = drawn.picture("features")
     np.testing.assert_allclose(drawn.sampled(picture), np.stack(wanted, -1), atol=1)
+    drawn.assert_even(picture)
     assert (picture[~drawn.inside()] == 255).all()
 
 
