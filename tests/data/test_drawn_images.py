@@ -158,15 +158,6 @@ def test_training_draws_new_canvases_each_epoch_and_evaluation_goes_through_its_
     assert labels == [*test_labels, *test_labels[: 400 - len(test_labels)]]
 
 
-def test_the_splits_of_canvases_are_drawn_from_disjoint_digits():
-    args = {"train_images": 11, "eval_images": 7}
-    splits = build_splits(DataConfig(name="canvas", img_size=96, args=args), seed=5)
-    parts = (splits.train, splits.validation, splits.test)
-    assert [len(part) for part in parts] == [11, 7, 7]
-    digits = [{image.tobytes() for image in part.digits.images} for part in parts]
-    assert not digits[0] & digits[1] and not digits[0] & digits[2] and not digits[1] & digits[2]
-
-
 def test_canvases_are_those_that_were_drawn_before():
     """Recorded: figures of models rest on these canvases, and on the places of their parts."""
     two = CanvasArgs(distractors=9, digit_px=(12, 30), whole_digits=2)
