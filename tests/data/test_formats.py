@@ -1,8 +1,9 @@
-"""Files in every format give the pixels that the test wrote, at the size that is asked for."""
+"""Files in every format give the pixels that the test wrote: sizes, bands, and which are white."""
 
 import importlib.util
 import io
-from concurrent.futures import ThreadPoolExecutor
+import struct
+import zlib
 
 import cv2
 import numpy as np
@@ -18,8 +19,10 @@ from visionattn.data.formats import (
     open_image,
     read_image,
     read_size,
+    settle,
 )
 from visionattn.data.geometry import Box, Geometry
+from visionattn.data.sources import Files
 
 NODATA = (42113, 2, 0, "7", False)
 """GDAL's tag of the value that stands for no data."""
@@ -111,15 +114,6 @@ def test_the_second_picture_of_a_phone_is_no_page_unless_it_is_asked_for():
     assert abs(int(seen(io.BytesIO(content), page=2)[8, 8, 0]) - 200) <= 2
 
 
-def test_threads_that_read_large_images_leave_the_limit_of_pillow_as_it_was(monkeypatch):
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    content = saved(pattern(), "png").getvalue()
-    with ThreadPoolExecutor(8) as pool:
-        sizes = list(pool.map(lambda _: read_size(io.BytesIO(content)), range(200)))
-    assert sizes == [(HEIGHT, WIDTH)] * 200
-    assert Image.MAX_IMAGE_PIXELS == 100
-
-
 def test_more_pixels_than_are_allowed_are_not_decoded_and_the_size_is_read_all_the_same():
     array = io.BytesIO()
     np.save(array, pattern())
@@ -144,18 +138,13 @@ def test_more_pixels_than_are_allowed_are_not_decoded_and_the_size_is_read_all_t
 
 
 def test_a_part_is_that_of_the_whole_image_resized():
-    pixels = pattern(3)
-    view = Geometry("crop", (11, 7)).view(HEIGHT, WIDTH)
-    got, sizes = [], []
+    view, stored = Geometry("crop", (11, 7)).view(HEIGHT, WIDTH), pattern(3)
+    got = []
     for read_whole in (False, True):
         options = ReadOptions(whole=read_whole)
-        with open_image(tiff(pixels, photometric="rgb", tile=(16, 16))) as reader:
+        with open_image(tiff(stored, photometric="rgb", tile=(16, 16))) as reader:
             got.append(read_image(reader, view, options))
-        with open_image(saved(np.zeros((640, 960, 3), np.uint8), "jpeg")) as reader:
-            read_image(reader, Geometry("stretch", (64, 96)).view(640, 960), options)
-            sizes.append(reader._pixels.shape[0])
     np.testing.assert_array_equal(*got)
-    assert sizes == [80, 640]  # a JPEG is decoded smaller
 
 
 def halved(pixels):
@@ -203,23 +192,6 @@ def test_pages_are_read_by_their_numbers_from_1():
     assert (seen(gif, page=2) == 200).all()
 
 
-def test_a_georeferenced_raster_is_read_by_windows_and_overviews(tmp_path):
-    rasterio = pytest.importorskip("rasterio")
-    pixels = np.random.default_rng(1).integers(0, 4096, (96, 160, 5), np.uint16)
-    profile = dict(driver="GTiff", height=96, width=160, count=5, dtype="uint16", nbits=12)
-    profile |= dict(transform=rasterio.Affine(10, 0, 100, 0, -10, 500), crs="EPSG:3857")
-    path = str(tmp_path / "a.tif")
-    with rasterio.open(path, "w", tiled=True, blockxsize=16, blockysize=16, **profile) as file:
-        file.write(pixels.transpose(2, 0, 1))
-    with rasterio.open(path, "r+") as file:
-        file.build_overviews([2], rasterio.enums.Resampling.average)
-    with open_image(path) as reader:
-        assert type(reader).__name__ == "Raster"
-        assert (reader.bands, reader.bits, reader.height, reader.width) == (5, 12, 96, 160)
-        part = reader.read(Box(32, 48, 64, 80), 32, 40, [4, 1]).astype(float)
-        assert np.abs(part - halved(pixels)[16:48, 24:64][..., [3, 0]]).max() <= 1
-
-
 def test_a_missing_package_is_one_line_that_installs_it(tmp_path, monkeypatch):
     find = importlib.util.find_spec
     holes = tiff(pattern(), extratags=[NODATA]).getvalue()
@@ -264,3 +236,135 @@ def test_garbled_tiffs_are_damaged_images():
             assert "\n" not in str(error)
             damaged += 1
     assert damaged > 20
+
+
+def test_bits_that_a_file_states_are_white_at_their_largest_value(tmp_path):
+    twelve = pattern(1, np.uint16, 4095)
+    stated = {
+        "largest value of a TIFF": tiff(twelve, extratags=[(281, 3, 1, 4095, True)]),
+        "sBIT of a PNG, unscaled": png_with_bits(twelve, 12),
+        "sBIT of a PNG, scaled": png_with_bits(twelve << 4 | twelve >> 8, 12),
+    }
+    for kind, stream in stated.items():
+        got = seen(stream, channels=1)
+        assert got.dtype == np.float32, kind
+        np.testing.assert_allclose(got, twelve / 4095, atol=1e-6, err_msg=kind)
+
+
+def png_with_bits(pixels, bits):
+    """A PNG of 16 bits with the chunk sBIT, which Pillow does not write."""
+    content = saved(pixels, "png").getvalue()
+    body = b"sBIT" + bytes([bits])
+    chunk = struct.pack(">I", 1) + body + struct.pack(">I", zlib.crc32(body))
+    return io.BytesIO(content[:33] + chunk + content[33:])
+
+
+def test_colours_of_16_bits_in_a_png_keep_all_their_bits(capfd):
+    """OpenCV writes them, blue first."""
+    pixels = pattern(3, np.uint16)
+    content = cv2.imencode(".png", np.ascontiguousarray(pixels[..., ::-1]))[1].tobytes()
+    got = seen(io.BytesIO(content), value_range=(0, 65535))
+    np.testing.assert_allclose(got, pixels / 65535, atol=1e-6)
+    garbled = bytearray(content)
+    garbled[len(garbled) // 2] ^= 255
+    for damaged in (content[:-300], bytes(garbled)):
+        with pytest.raises(DAMAGED_IMAGE):
+            seen(io.BytesIO(damaged), value_range=(0, 65535))
+    assert capfd.readouterr().err == ""  # of libpng
+
+
+def test_values_become_fractions_of_the_range_and_are_clipped_to_it():
+    pixels = np.array([[-5.0, 0.0, 2.0], [3.0, np.nan, np.inf]], np.float32)[..., None]
+    got = seen(tiff(pixels), channels=1, value_range=(-1, 3))
+    np.testing.assert_allclose(got[..., 0], [[0, 0.25, 0.75], [1, 0, 1]])
+    for dtype in ("float32", "uint16"):
+        said = f"^{dtype} values from 0 to 900, and nothing says which .*; give --data.value_range"
+        with pytest.raises(NotAsAsked, match=said):
+            seen(tiff(pattern(1, np.uint16, 900).astype(dtype)))
+
+
+def test_bands_are_picked_in_the_order_given_or_are_one_line():
+    pixels = pattern(5)
+    for bands in ((5, 2), (1,), (3, 3, 1)):
+        got = seen(tiff(pixels), bands=bands)
+        np.testing.assert_array_equal(got, pixels[..., [band - 1 for band in bands]])
+    for bands, wanted, line in (
+        (1, (1, 2), "wanted band 2, the image has 1 band"),
+        (2, None, "the image has 2 bands; name those to read, in their order, as in --data.bands"),
+    ):
+        with pytest.raises(NotAsAsked, match=f"^{line}[^\n]*$"):
+            seen(tiff(pattern(bands)), bands=wanted)
+    # of four bands the first three are the colours, the fourth is transparency or infrared
+    four = pattern(4)
+    np.testing.assert_array_equal(seen(tiff(four)), four[..., :3])
+
+
+VIEW = Geometry("native", None).view(HEIGHT, WIDTH)
+
+
+class Listed:
+    """Streams as a source of images."""
+
+    def __init__(self, *streams):
+        self.contents = [stream.getvalue() for stream in streams]
+
+    def open(self, index):
+        return io.BytesIO(self.contents[index])
+
+    def name(self, index):
+        return f"image {index}"
+
+
+@pytest.mark.parametrize(("largest", "bits"), [(4095, 12), (4096, 14), (16384, 16), (17, 8)])
+def test_the_range_of_16_bits_is_found_once_by_the_largest_value_of_a_few_files(largest, bits):
+    pixels = [pattern(1, np.uint16, high) for high in (5, largest, 11)]
+    source = Listed(*map(tiff, pixels))
+    options, lines = settle(source, range(3), ReadOptions(1))
+    assert options.value_range == (0, 2**bits - 1)
+    assert lines == [
+        f"16-bit images hold values up to {largest:,}: read as {bits} bits; "
+        "--data.value_range LOW HIGH says otherwise"
+    ]
+    with open_image(source.open(0)) as reader:
+        got = read_image(reader, VIEW, options)
+    np.testing.assert_allclose(got, pixels[0] / (2**bits - 1), atol=1e-6)
+
+
+def test_other_values_than_those_of_the_range_that_was_found_are_an_error():
+    options = settle(Listed(tiff(pattern(1, np.uint16, 4000))), [0], ReadOptions(1))[0]
+    assert options.value_range == (0, 4095)
+    for pixels, said in (
+        (pattern(1, np.uint16, 5000), "values up to 5,000, where those of the other images end"),
+        (pattern(1, np.uint8, 3).astype(np.float32) / 4, "^float32 values from 0 to 0.75, and not"),
+        (
+            pattern(1, np.uint8, 90).astype(np.int16) - 7,
+            "^values from -7, where those of the",
+        ),
+    ):
+        with open_image(tiff(pixels)) as reader, pytest.raises(NotAsAsked, match=said):
+            read_image(reader, VIEW, options)
+    # What a file states comes first.
+    stated = pattern(1, np.uint16, 16383)
+    with open_image(tiff(stated, extratags=[(281, 3, 1, 16383, True)])) as reader:
+        np.testing.assert_allclose(read_image(reader, VIEW, options), stated / 16383, atol=1e-6)
+
+
+def test_a_range_is_not_looked_for_where_it_is_given_or_all_images_have_8_bits():
+    eight, sixteen = saved(pattern(), "png"), tiff(pattern(1, np.uint16))
+    for source, options in (
+        (Listed(eight, eight), ReadOptions()),
+        (Listed(sixteen), ReadOptions(value_range=(0, 9))),
+        (Listed(io.BytesIO(b"no image")), ReadOptions()),
+    ):
+        assert settle(source, range(len(source.contents)), options) == (options, [])
+
+
+def test_one_file_of_pages_among_many_is_told(tmp_path):
+    for number in range(40):
+        Image.new("L", (9, 8), number).save(tmp_path / f"{number:02}.tif")
+    pages = [Image.new("L", (9, 8), number) for number in range(3)]
+    pages[0].save(tmp_path / "03.tif", save_all=True, append_images=pages[1:])
+    files = Files([str(path) for path in sorted(tmp_path.iterdir())])
+    _, lines = settle(files, range(40), ReadOptions(1))
+    assert len(lines) == 1 and "several pages (3 in" in lines[0] and "03.tif" in lines[0]
+    assert settle(files, range(40), ReadOptions(1, page=1))[1] == []

@@ -2,7 +2,6 @@
 
 import gzip
 import os
-import socket
 import tarfile
 import unicodedata
 import warnings
@@ -230,15 +229,10 @@ def test_a_class_and_a_split_may_be_links_and_take_no_images_of_others(tmp_path)
     assert (len(splits.validation), len(splits.test)) == (2, 2)
 
 
-def test_pipes_and_sockets_are_no_images_and_a_zarr_folder_is_one(pictures, monkeypatch):
+def test_a_pipe_is_no_image_and_a_zarr_folder_is_one(pictures):
     os.mkfifo(pictures / "pipe.png")
-    monkeypatch.chdir(pictures)  # the name of a socket is short
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind("socket.png")
-        assert below(pictures) == FOUND
-        for name in ("pipe.png", "socket.png", "/dev/null"):
-            with pytest.raises(ValueError, match="is a pipe, a socket or a device and no image"):
-                list_images([name])
+    with pytest.raises(ValueError, match="is a pipe, a socket or a device and no image"):
+        list_images([str(pictures / "pipe.png")])
     zarr = pictures / "b" / "x.zarr"
     write(zarr, "0/1.png", "folder")
     assert below(pictures) == [*FOUND, "b/x.zarr"] and list_images([str(zarr)]).paths == [str(zarr)]

@@ -18,9 +18,7 @@ from tests.helpers.tools import written
 from visionattn.command import run
 from visionattn.data.geometry import Box
 from visionattn.inference import attribution_folder
-from visionattn.inference.attribution_folder import cut
 from visionattn.inference.look_options import parse_look
-from visionattn.inference.pictures import Picture
 from visionattn.models.attribution import find_attribution, principal, watch
 from visionattn.models.weights import load_model
 
@@ -152,14 +150,6 @@ def test_from_python_the_same_is_found_and_the_model_is_left_as_it_was(folder):
     assert again.patch_at(39, 0) == (4, 0) and again.box(4, 6) == Box(32, 48, 8, 8)
 
 
-def test_a_detail_is_of_the_image_and_not_of_the_sentences_below_it():
-    sheet = Image.new("RGB", (2000, 900), "white")
-    sheet.paste((0, 0, 0), (0, 0, 1900, 500))
-    picture = Picture("a", "a", (), sheet, Box(490, 1890, 8, 8), (1900, 500))
-    part = cut(picture)
-    assert part.size == (640, 500) and part.getextrema() == ((0, 0),) * 3
-
-
 PREFIX = 2
 TINY = ARGS | dict(global_pool="avgmax", class_token=True, reg_tokens=PREFIX - 1, horizon=2)
 ORANGE, BLUE, GREEN = (213, 94, 0), (0, 114, 178), (0, 128, 80)
@@ -230,6 +220,12 @@ class Drawn:
             slices.append(slice(max(0, start * case.times - around), end * case.times + around))
         mask[tuple(slices)] = True
         return mask
+
+    def assert_even(self, picture):
+        """Each pixel of the model's input is of one colour, to its edges."""
+        side = self.case.each * self.case.times
+        wanted = self.sampled(picture).repeat(side, 0).repeat(side, 1)
+        np.testing.assert_array_equal(picture[self.inside()], wanted.reshape(-1, 3))
 
     def frame(self, place):
         """The line around a patch, one pixel away from it."""
@@ -308,7 +304,7 @@ def test_all_pictures_show_the_numbers_where_they_are(tmp_path, monkeypatch, nam
     order = np.sort(np.abs(gradient), axis=None)[::-1]
     most = order[round(0.005 * order.size) - 1]
     gradient = gradient[: case.seen[0], : case.seen[1]]
-    assert_drawn(drawn, "gradient", np.clip(gradient / most, -1, 1))
+    drawn.assert_even(assert_drawn(drawn, "gradient", np.clip(gradient / most, -1, 1)))
 
     row = rows[1].total[0, :, 0, PREFIX:].mean(0).unflatten(0, (-1, across))
     row = row[:height, :width].numpy()
@@ -325,6 +321,7 @@ def test_all_pictures_show_the_numbers_where_they_are(tmp_path, monkeypatch, nam
     wanted = [of_pixels(255 * each) for each in np.clip((components - low) / (high - low), 0, 1)]
     picture = drawn.picture("features")
     np.testing.assert_allclose(drawn.sampled(picture), np.stack(wanted, -1), atol=1)
+    drawn.assert_even(picture)
     assert (picture[~drawn.inside()] == 255).all()
 
 

@@ -14,7 +14,6 @@ from tests.helpers.inference_files import (
 from visionattn.data.geometry import Geometry
 from visionattn.inference.inference_options import InferenceOptions, check
 from visionattn.inference.model_opening import Opened, open_model
-from visionattn.models.weights import DataSpec
 
 SOFTMAX = "vit_tiny_patch16_224"
 SOFTMAX_ARGS = {"patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
@@ -89,12 +88,6 @@ def test_a_model_built_for_one_size_takes_others(tmp_path):
     windows = {"depths": [1, 1], "num_heads": [1, 2], "embed_dim": 24}
     found = opened(model="swin_tiny_patch4_window7_224", args=windows, img_size="native")
     assert found.model(torch.zeros(1, 3, 32, 48)).shape == (1, 1000)
-
-
-def test_one_hot_models_are_told_by_their_channels():
-    found = opened(model="scaleformer_vit_pixel")
-    assert found.spec == DataSpec(256, 10, (), (), (), "grey_one_hot", 32)
-    assert found.geometry.patch_px == (1, 1)
 
 
 OURS = {"checkpoint": "best.safetensors"}

@@ -12,7 +12,6 @@ from PIL import Image
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics.pairwise import cosine_similarity
 
-import visionattn.inference.extraction as features
 from tests.helpers import inference_files
 from tests.helpers.inference_files import GREY, feature_of, read_index, write_weights
 from tests.helpers.tools import assert_one_error, written
@@ -28,7 +27,6 @@ from visionattn.inference.probes import (
     divide_folder,
     fit_and_judge,
     patches_of,
-    pixel_map,
 )
 
 CLASSES = {"fern": (60, 180, 70), "moss": (90, 120, 60), "sand": (190, 170, 90)}
@@ -178,11 +176,6 @@ def probe_canvases(*more: str, output: str = "out") -> int:
     return run("features", [*given.split(), "--workers", "0", "--output", output, *more])
 
 
-def dense_figures(lines: list[str]) -> list[tuple[str, ...]]:
-    """The figures of the last two lines: of pixels, and of the maps."""
-    return [DENSE.fullmatch(line).groups() for line in lines[-2:]]
-
-
 def test_the_command_probes_the_maps_that_it_wrote_and_pixels_beside_them(folder, capsys):
     assert probe_canvases("--dense", "--probe") == 0
     lines = capsys.readouterr().out.splitlines()
@@ -190,42 +183,29 @@ def test_the_command_probes_the_maps_that_it_wrote_and_pixels_beside_them(folder
         "canvas: 30 validation and 30 test images; distractors null, "
         "digit_px (16, 40), whole_digits 1, val_fraction 0.1, seed 0"
     )
-    found = dense_figures(lines)
-    assert [each[0] for each in found] == ["pixels", "dense probe"]
-    assert {each[4] for each in found} == {"9"} and " 1,080 of 30 test images" in lines[-3]
-    # By hand: the maps of the files, the masks of the data set.
-    parts = []
+    # By hand: the maps of the files, the masks and pixels of the data set.
+    maps, pixels = [], []
     for split in ("validation", "test"):
         data = CanvasDataset(digit_splits(0.1, 0)[split], split, 30, 0)
         rows = [row for row in read_index(folder / "out") if f"/{split}/" in row["path"]]
         assert [row["path"] for row in rows] == [f"canvas/{split}/{i}" for i in range(30)]
-        maps = [feature_of(folder / "out", row).reshape(24, 36).T for row in rows]
-        masks = [data.canvas(i, 0, 48, 48, masked=True).mask for i in range(30)]
-        labels = [patch_labels(mask, (6, 6), 12).ravel() for mask in masks]
-        parts.append(list(zip(maps, labels, strict=True)))
-    wanted = fit_and_judge(*parts, 12, 0)
-    assert lines[-1] == wanted.line("dense probe")
+        found = [feature_of(folder / "out", row).reshape(24, 36).T for row in rows]
+        drawn = [data.canvas(i, 0, 48, 48, masked=True) for i in range(30)]
+        labels = [patch_labels(each.mask, (6, 6), 12).ravel() for each in drawn]
+        squares = [each.image.reshape(6, 8, 6, 8).swapaxes(1, 2).reshape(36, 64) for each in drawn]
+        maps.append(list(zip(found, labels, strict=True)))
+        pixels.append(list(zip(np.array(squares, np.float32), labels, strict=True)))
+    wanted = fit_and_judge(*maps, 12, 0)
+    assert lines[-1] == wanted.line("dense probe") and " 1,080 of 30 test images" in lines[-3]
     assert f"on {wanted.fitted:,} patches of 30" in lines[-3]
+    by_pixels = DENSE.fullmatch(fit_and_judge(*pixels, 12, 0).line("pixels")).groups()
+    assert DENSE.fullmatch(lines[-2]).groups() == by_pixels
     # The same command computes nothing anew, and says the same.
     before = written(folder / "out")
     assert probe_canvases("--dense", "--probe") == 0
     again = capsys.readouterr().out.splitlines()
     assert "60 of 60 images are done" in again[2] and again[-1] == lines[-1]
     assert written(folder / "out") == before
-
-
-def test_maps_that_are_the_pixels_give_the_figures_of_the_pixels(folder, capsys, monkeypatch):
-    def same(model, inputs, sizes):
-        rows, columns = inputs.shape[2] // 8, inputs.shape[3] // 8
-        pixels = torch.round(255 * (inputs * GREY.std[0] + GREY.mean[0]))
-        return torch.stack([pixel_map(image, rows, columns) for image in pixels])
-
-    monkeypatch.setattr(features, "last_map", same)
-    more = ["--data", "documents", "--fit", "native", "--img_size", "100", "--batch_size", "1"]
-    assert probe_canvases("--dense", "--probe", *more) == 0
-    pixels, last = dense_figures(capsys.readouterr().out.splitlines())
-    assert pixels[1:] == last[1:]
-    assert float(last[2]) > 80 and float(last[3]) > 5
 
 
 def test_canvases_are_those_of_the_run_beside_the_weights_unless_flags_say_otherwise(

@@ -1,0 +1,319 @@
+"""Documents, canvases, sequences to copy and their masks: what lies where, and what decides it."""
+
+import zlib
+from itertools import product
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.geometry import square
+from visionattn.data import drawn_images
+from visionattn.data.data_config import DataConfig
+from visionattn.data.documents import (
+    DocumentsDataset,
+    PagePieces,
+    draw_page,
+)
+from visionattn.data.drawn_images import (
+    CopyingDataset,
+    draw_sequence,
+    paint,
+    patch_labels,
+    see_mask,
+)
+from visionattn.data.embedded import (
+    CanvasArgs,
+    CanvasDataset,
+    Digits,
+    digit_splits,
+    draw_canvas,
+)
+from visionattn.data.geometry import Geometry
+from visionattn.data.splits import SampleKey, build_splits, train_batches
+
+SHAPES = [(40, 40), (103, 512), (300, 97)]
+
+
+def generator(seed):
+    return np.random.default_rng(seed)
+
+
+def test_a_page_differs_from_the_one_without_its_mark_in_the_box_of_the_mark_alone():
+    for seed, (height, width) in product(range(8), SHAPES):
+        without = draw_page(generator(seed), height, width, None)
+        page = draw_page(generator(seed), height, width, seed % 4)
+        assert page.image.shape == (height, width, 1) and page.image.dtype == np.uint8
+        assert page.label == seed % 4 and without.label is None and page.mark == without.mark
+        changed = page.image[:, :, 0] != without.image[:, :, 0]
+        # The ring touches each side of its box.
+        for places, first, size in (
+            (np.flatnonzero(changed.any(1)), page.mark.top, page.mark.height),
+            (np.flatnonzero(changed.any(0)), page.mark.left, page.mark.width),
+        ):
+            assert first <= places[0] <= first + 2
+            assert first + size - 3 <= places[-1] <= first + size - 1
+
+
+def test_splits_share_no_page_and_the_test_pages_are_those_of_every_seed():
+    def pages(split, seed):
+        data = DocumentsDataset(split, 8, seed)
+        return [data.page(index, 0, 100).image.tobytes() for index in range(8)]
+
+    assert pages("test", 5) == pages("test", 6)
+    seeds = (5, 6, drawn_images.TEST_SEED)
+    drawn = [
+        page for split in ("train", "validation") for seed in seeds for page in pages(split, seed)
+    ]
+    drawn += pages("test", 5)
+    assert len(set(drawn)) == len(drawn) == 7 * 8
+
+
+@pytest.mark.parametrize(
+    ("fit", "size_px"), [("native", 192), ("pad", 64), ("stretch", 64), ("crop", 64)]
+)
+def test_a_page_is_drawn_for_the_size_asked_and_seen_as_a_file_of_its_size_would_be(fit, size_px):
+    data = DocumentsDataset("train", 20, seed=5)
+    geometry = Geometry(fit, (size_px, size_px), None, (16, 16))
+    for index in range(20):
+        item = data[SampleKey(index, 3, geometry)]
+        page = data.page(index, 3, size_px)
+        view = geometry.view(*page.image.shape[:2])
+        assert item.label == page.label and item.pixels.shape == (*view.canvas, 1)
+        assert tuple(data.canvases(geometry)[index]) == view.canvas
+        if fit == "native":
+            height, width = page.image.shape[:2]
+            np.testing.assert_array_equal(item.pixels[:height, :width], page.image)
+            assert (item.pixels[height:] == item.pixels[height - 1]).all()
+            assert (item.pixels[:, width:] == item.pixels[:, width - 1 : width]).all()
+
+
+def test_pages_are_those_that_were_drawn_before():
+    """Recorded: figures of models rest on these pages, and on the places of their marks."""
+    data, found = DocumentsDataset("test", 40, seed=0), []
+    for index, px in ((0, 320), (7, 512), (12, 200)):
+        page = data.page(index, 0, px, masked=True)
+        np.testing.assert_array_equal(data.page(index, 0, px).image, page.image)
+        told = page.image.tobytes(), page.mask.tobytes(), repr(page.mark).encode()
+        found.append(zlib.crc32(b"".join(told)))
+    for index in (0, 5):
+        page = DocumentsDataset("train", 40, seed=3).page(index, 2, 256)
+        piece = PagePieces("train", 40, 3)[SampleKey(index, 1, Geometry("crop", (32, 24)))]
+        found.append(zlib.crc32(page.image.tobytes() + piece.pixels.tobytes()))
+    assert found == [3625883580, 3650784675, 1095769232, 864543810, 2812777546]
+
+
+SIZES = [(96, 96), (128, 128), (104, 176), (384, 384)]
+
+
+def overlap(first, second):
+    rows = min(first.top + first.height, second.top + second.height) - max(first.top, second.top)
+    columns = min(first.left + first.width, second.left + second.width) - max(
+        first.left, second.left
+    )
+    return max(0, rows) * max(0, columns)
+
+
+@pytest.fixture(scope="module")
+def held_out():
+    return CanvasDataset(digit_splits(0.1, 5)["test"], "test", 400, seed=5)
+
+
+@pytest.mark.parametrize(("height", "width"), [(48, 48), (56, 64), (104, 176)])
+def test_the_whole_digit_lies_inside_the_canvas_and_nothing_overlaps_it(height, width):
+    data = CanvasDataset(digit_splits(0.1, 5)["train"], "train", 100, seed=5, vary=height != 56)
+    for index in range(60):
+        canvas = data.canvas(index, 0, height, width)
+        assert canvas.image.shape == (height, width, 1) and canvas.image.dtype == np.uint8
+        assert canvas.digit.height == canvas.digit.width and 16 <= canvas.digit.height <= 40
+        for box in (canvas.digit, *canvas.distractors):
+            assert box.top >= 0 and box.top + box.height <= height
+            assert box.left >= 0 and box.left + box.width <= width
+        assert all(overlap(canvas.digit, box) == 0 for box in canvas.distractors)
+
+
+def test_a_digit_keeps_its_class_and_its_pixels_at_every_size_of_the_canvas(held_out):
+    for index in range(50):
+        canvases = [held_out.canvas(index, 0, *size) for size in SIZES]
+        assert len({canvas.label for canvas in canvases}) == 1
+        cuts = []
+        for canvas in canvases:
+            top, left, height, width = canvas.digit
+            cuts.append(canvas.image[top : top + height, left : left + width, 0].astype(float))
+        # the noise, uniform over 0.15 * 255 grey levels, is all that differs
+        for cut in cuts[1:]:
+            assert 11 < (cut - cuts[0]).std() < 19
+
+
+def test_training_draws_new_canvases_each_epoch_and_evaluation_goes_through_its_digits_in_turn(
+    held_out,
+):
+    train = CanvasDataset(digit_splits(0.1, 5)["train"], "train", 50, seed=5)
+    assert not np.array_equal(
+        train[SampleKey(3, 0, square(96))][0], train[SampleKey(3, 1, square(96))][0]
+    )
+    labels = [held_out[SampleKey(index, 0, square(96))][1] for index in range(400)]
+    test_labels = held_out.digits.labels
+    assert labels == [*test_labels, *test_labels[: 400 - len(test_labels)]]
+
+
+def test_canvases_are_those_that_were_drawn_before():
+    """Recorded: figures of models rest on these canvases, and on the places of their parts."""
+    two = CanvasArgs(distractors=9, digit_px=(12, 30), whole_digits=2)
+    found = []
+    for split, task, vary in (("test", CanvasArgs(), False), ("train", two, True)):
+        data = CanvasDataset(digit_splits(0.1, 0)[split], split, 400, 0, task=task, vary=vary)
+        for index in (0, 7):
+            canvas = data.canvas(index, 0, 128, 96, masked=True)
+            told = canvas.image.tobytes(), canvas.mask.tobytes(), repr(canvas[1:4]).encode()
+            found.append(zlib.crc32(b"".join(told)))
+    assert found == [2290779051, 2303929292, 1584080078, 2158011508]
+
+
+TASK = {"name": "copy", "task": "generate", "workers": 0}
+
+
+def item(split="train", index=0, epoch=0, seed=3, length=41):
+    geometry = Geometry("crop", (1, length))
+    return CopyingDataset(split, 100, seed)[SampleKey(index, epoch, geometry)]
+
+
+def words(values):
+    """Read ``0 w 0 w 0 ...`` back from the separators alone: w, w again, and what follows."""
+    text = "".join(chr(ord("a") + value) for value in values.tolist())
+    before, first, second, *rest = text.split("a")
+    return before, first, second, "".join(rest)
+
+
+@pytest.mark.parametrize("length", [4, 31])
+def test_a_sequence_says_its_word_twice_and_the_second_one_counts(length):
+    sizes = set()
+    for seed in range(600):
+        values, counted = draw_sequence(np.random.default_rng(seed), length)
+        assert values.shape == counted.shape == (length,)
+        assert values.dtype == counted.dtype == np.uint8 and values.max() <= 10
+        before, first, second, rest = words(np.append(values, 0))
+        assert before == rest == "" and first == second != ""
+        size = len(first)
+        sizes.add(size)
+        # The second word lies behind the first one and two separators.
+        assert np.flatnonzero(counted).tolist() == list(range(size + 2, 2 * size + 2))
+    # From a quarter of the sequence on, as long as both words and separators find room.
+    assert sizes == {size for size in range(length // 4, length) if 2 * size + 2 <= length}
+
+
+def test_seed_split_epoch_and_index_decide_a_sequence():
+    def told(**how):
+        found = item(**how)
+        return found.pixels.tobytes(), found.label.tobytes()
+
+    assert told() == told()
+    changed = [{"index": 1}, {"epoch": 1}, {"seed": 4}, {"split": "validation"}, {"split": "test"}]
+    assert len({told(), *(told(**how) for how in changed)}) == 1 + len(changed)
+    # The test is the same for everyone.
+    assert told(split="test", seed=4) == told(split="test")
+    assert told(split="validation", seed=4) != told(split="validation")
+
+
+def test_batches_have_one_row_of_levels_and_the_mask_of_those_that_count():
+    config = DataConfig(**TASK, args={"train_images": 5, "eval_images": 3})
+    splits = build_splits(config, seed=1)
+    spec = splits.spec
+    assert (spec.in_chans, spec.num_classes, spec.img_size) == (1, 0, (1, 128))
+    assert (spec.task, spec.mean, spec.std) == ("generate", (), ())
+    assert [len(part) for part in (splits.train, splits.validation, splits.test)] == [5, 3, 3]
+    batches = train_batches(splits, config, batch_size=4, seed=1)
+    found = list(batches.epoch(0))
+    assert [tuple(batch.images.shape) for batch in found] == [(4, 1, 1, 128), (1, 1, 1, 128)]
+    for batch in found:
+        assert batch.images.dtype == batch.labels.dtype == torch.uint8 and batch.sizes is None
+        assert batch.labels.shape == (len(batch.images), 1, 128)
+        assert (spec.prepare(batch.images) == batch.images).all()
+
+
+def test_the_ink_of_the_digit_is_where_the_picture_differs_from_one_with_an_empty_digit():
+    digits = digit_splits(0.1, 5)["validation"]
+    empty = Digits(np.zeros_like(digits.images), digits.labels)
+    task = CanvasArgs(distractors=0)
+    for seed, vary in enumerate((False, True) * 10):
+        options = dict(vary=vary, task=task, masked=True)
+        drawn, without = (
+            draw_canvas(each, seed, 61, 77, np.random.default_rng(seed), **options)
+            for each in (digits, empty)
+        )
+        added = drawn.image[:, :, 0].astype(int) - without.image[:, :, 0]
+        # A quarter of white, at contrasts from 0.5 to 0.7.
+        assert (drawn.mask[added > 46] == 2 + drawn.label).all() and (added > 46).sum() > 20
+        assert not drawn.mask[added < 31].any() and not without.mask.any()
+
+
+def test_the_ink_of_a_mark_and_of_distractors_is_the_dark_of_a_page():
+    seen = 0
+    for seed in range(8):
+        label = seed % 4
+        plain = draw_page(np.random.default_rng(seed), 301, 263, label)
+        page = draw_page(np.random.default_rng(seed), 301, 263, label, masked=True)
+        assert plain.mask is None and (page.image == plain.image).all()
+        top, left, side, _ = page.mark
+        rows, columns = np.nonzero(page.mask > 1)
+        assert top <= rows.min() and rows.max() < top + side
+        assert left <= columns.min() and columns.max() < left + side
+        ink = page.mask == 2 + label
+        assert (page.mask[page.mask > 1] == 2 + label).all()
+        image = page.image[:, :, 0].astype(float)
+        paper = image[page.mask == 0].mean()
+        assert paper - image[ink].mean() > 60
+        # A distractor is as dark as the mark.
+        if (page.mask == 1).any():
+            seen += 1
+            assert abs(image[page.mask == 1].mean() - image[ink].mean()) < 40
+    assert seen > 2
+
+
+def test_a_part_covers_what_lies_below_it_and_its_faint_pixels_are_no_ink():
+    mask = np.full((3, 4), 1, np.uint8)
+    ink = np.array([[0, 64, 65, 255]], np.uint8)
+    paint(mask, 1, 0, ink, 7, None)
+    assert mask.tolist() == [[1] * 4, [1, 1, 7, 7], [1] * 4]
+    cover = np.array([[0, 127], [128, 255]], np.uint8)
+    paint(mask, 1, 1, np.array([[0, 0], [0, 70]], np.uint8), 5, cover)
+    assert mask.tolist() == [[1] * 4, [1, 1, 7, 7], [1, 0, 5, 1]]
+
+
+@pytest.mark.parametrize(
+    ("fit", "size"),
+    [("native", None), ("crop", (24, 56)), ("pad", (48, 40)), ("stretch", (32, 64))],
+)
+def test_a_mask_comes_to_the_size_of_the_model_with_its_image(fit, size):
+    """An image that is its own mask, of squares large enough to outlast resizing."""
+    mask = np.kron(np.array([[0, 3, 3], [1, 1, 0]], np.uint8), np.ones((15, 13), np.uint8))
+    geometry = Geometry(fit, size, None, (8, 8))
+    view = geometry.view(*mask.shape)
+    seen = see_mask(mask, view)
+    assert seen.shape == view.canvas and seen.dtype == np.uint8
+    assert set(np.unique(seen)) == {0, 1, 3}
+    top, left, height, width = view.box
+    part = mask[top : top + height, left : left + width].astype(float)
+    smooth = cv2.resize(part, view.content[::-1], interpolation=cv2.INTER_LINEAR)
+    near = np.abs(seen[: view.content[0], : view.content[1]] - smooth)
+    assert (near < 1).mean() > 0.97 and near.mean() < 0.1
+    # What is beyond repeats the edge up to whole patches, and is else background.
+    beyond = seen[view.content[0] :]
+    assert (beyond == (seen[view.content[0] - 1] if fit == "native" else 0)).all()
+
+
+def test_a_patch_is_what_most_of_its_ink_is_where_a_sixteenth_is_inked():
+    mask = np.zeros((8, 18), np.uint8)  # two rows of three patches of 4 x 6 pixels
+    mask[0, :2] = 4  # 2 of 24 pixels
+    mask[3, 6] = 4  # 1 of 24
+    mask[0, 12:18], mask[1, 12:16] = 1, 3
+    mask[4:8, 0:6] = 2
+    mask[4, 6:8], mask[5, 6:8] = 3, 1
+    labels = patch_labels(mask, (2, 3), 5)
+    assert labels.tolist() == [[4, 0, 1], [2, 1, 0]] and labels.dtype == np.int64
+    exact = np.zeros((16, 32), np.uint8)  # 16 of 256 pixels, and 15
+    exact[2, :16], exact[2, 16:31] = 2, 2
+    assert patch_labels(exact, (1, 2), 3).tolist() == [[2, 0]]
+    with pytest.raises(ValueError, match="8 x 18 pixels is not a whole number of patches"):
+        patch_labels(mask, (2, 4), 5)
