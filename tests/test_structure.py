@@ -14,7 +14,16 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "visionattn"
-ORDER = ("layout", "cli", "ops", "layers", "models", "data", ("inference", "training"), "lab")
+ORDER = (
+    ("layout", "model_config"),
+    "cli",
+    "ops",
+    "layers",
+    "models",
+    "data",
+    ("inference", "training"),
+    "lab",
+)
 ORDER += ("integrations", "command", "__main__")
 """Who may import whom: what stands left of it, and itself. Neither of a pair imports the other."""
 RANKS = {
@@ -90,7 +99,7 @@ def run(code):
 @pytest.mark.usefixtures("started_quickly")
 def test_training_and_inference_import_what_is_heavy_where_they_use_it():
     """These take seconds, and most runs use one of them or none."""
-    heavy = ("albumentations", "jinja2", "jsonargparse", "matplotlib", "rich", "scipy", "sklearn")
+    heavy = ("albumentations", "jinja2", "pydantic", "matplotlib", "rich", "scipy", "sklearn")
     code = f"""
 import sys
 for name in {heavy} + ("tensorboard", "torch.utils.tensorboard"):
@@ -241,7 +250,7 @@ def modules_only_others_need():
 def test_models_need_torch_timm_numpy_and_safetensors_alone():
     """A machine for inference has no more; nothing there fetches anything or prints."""
     blocked = modules_only_others_need()
-    assert {"albumentations", "cv2", "jsonargparse", "tensorboard", "sklearn"} <= set(blocked)
+    assert {"albumentations", "cv2", "pydantic", "tensorboard", "sklearn"} <= set(blocked)
     assert {"rich", "matplotlib", "scipy", "einops"} <= set(blocked)
     code = f"""
 import sys

@@ -2,14 +2,13 @@
 
 Importing the package registers the models with timm: ``import timm, visionattn;
 timm.create_model("scaleformer_vit_s")``. Functions that read images or train are imported on first
-use.
+use. The command ``visionattn`` registers the models after it has checked the names of its options.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-import visionattn.cli.early  # noqa: F401, I001  before what takes seconds to import
-import visionattn.models  # noqa: F401  registers them with timm
+from visionattn.cli.interruption import is_command
 
 if TYPE_CHECKING:
     from visionattn.data.large.over_files import forward_tiled, forward_tiles
@@ -23,6 +22,9 @@ if TYPE_CHECKING:
     )
     from visionattn.models.weights import DataSpec, load_model
     from visionattn.training.calls import train
+
+if not is_command():
+    import visionattn.models  # noqa: F401  registers them with timm
 
 __version__ = "0.1.0"
 __all__ = [

@@ -1,7 +1,8 @@
 """The command ``visionattn`` and its subcommands; ``tools/*.py`` call the same functions.
 
 This is the top of the package: it may import everything, and nothing imports it. Each subcommand
-imports what it needs when it runs, so that ``visionattn --help`` answers at once.
+imports what it needs when it runs, after a check of the names of its options: ``visionattn --help``
+and a mistyped option are answered before torch is imported.
 """
 
 import atexit
@@ -10,11 +11,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
 import visionattn
-from visionattn.cli.interruption import STOPPED
+from visionattn.cli.interruption import STOPPED, is_alone
 
 Words = Sequence[str]
 Say = Callable[[str], None]
@@ -87,8 +89,8 @@ def stats(argv: Words, say: Say) -> None:
 def predict(argv: Words, say: Say) -> None:
     """Predict the classes of image files, or of their pixels."""
     from visionattn.inference.banding import MapOfImage, is_map
-    from visionattn.inference.inference_options import parse_options
-    from visionattn.inference.predict import PredictOptions, Predictor
+    from visionattn.inference.inference_options import PredictOptions, parse_options
+    from visionattn.inference.predict import Predictor
     from visionattn.inference.segment import MaskPredictor, gives_masks
 
     example = "--checkpoint checkpoints/digits/best.safetensors --images docs/figures"
@@ -203,19 +205,38 @@ class Subcommand:
 
     work: Callable[[Words, Say], None]
     about: str
+    options: str | None = None
+    """The dataclass of its options, where its module imports no torch."""
     several: bool = False
     """Whether ``torchrun`` may start it in several processes."""
 
 
 SUBCOMMANDS = {
-    "train": Subcommand(train, "train a model on images with classes", several=True),
+    "train": Subcommand(
+        train,
+        "train a model on images with classes",
+        "visionattn.training.config.TrainConfig",
+        several=True,
+    ),
     "distil": Subcommand(
         distil, "a linear-attention model of a softmax ViT, trained without labels", several=True
     ),
-    "validate": Subcommand(validate, "accuracy of trained weights at several image sizes"),
+    "validate": Subcommand(
+        validate,
+        "accuracy of trained weights at several image sizes",
+        "visionattn.training.config.ValidateConfig",
+    ),
     "stats": Subcommand(stats, "mean and spread of one's own training images, band by band"),
-    "predict": Subcommand(predict, "classes of images, as a table, CSV or JSON"),
-    "features": Subcommand(features, "features of images, as safetensors with an index"),
+    "predict": Subcommand(
+        predict,
+        "classes of images, as a table, CSV or JSON",
+        "visionattn.inference.inference_options.PredictOptions",
+    ),
+    "features": Subcommand(
+        features,
+        "features of images, as safetensors with an index",
+        "visionattn.inference.feature_options.ExtractOptions",
+    ),
     "look": Subcommand(look, "the attribution of a class, drawn over images"),
     "generate": Subcommand(generate, "images that a pixel decoder writes, or completes"),
     "share": Subcommand(share, "trained weights as timm and transformers load them"),
@@ -239,9 +260,23 @@ def run(name: str, argv: Words | None = None) -> int:
 
     words = sys.argv[1:] if argv is None else argv
     chosen = SUBCOMMANDS[name]
-    return run_tool(
-        lambda: chosen.work(words, lambda text: print(text, flush=True)), several=chosen.several
-    )
+
+    def work() -> None:
+        if chosen.options and is_alone():
+            check_names(chosen.options, words)
+        import visionattn.models  # noqa: F401  registers them with timm
+
+        chosen.work(words, lambda text: print(text, flush=True))
+
+    return run_tool(work, several=chosen.several)
+
+
+def check_names(options: str, argv: Words) -> None:
+    """Raise ValueError where a flag is no option of a dataclass, which is given by its path."""
+    from visionattn.cli.parsing import field_types, flags_of
+
+    module, _, name = options.rpartition(".")
+    flags_of(argv, field_types(getattr(import_module(module), name)))
 
 
 def leave(code: int) -> NoReturn:

@@ -25,7 +25,7 @@ def test_importing_registers_the_models_and_waits_for_no_reader_of_images():
     code = (
         "import sys\n"
         "import visionattn\n"
-        "heavy = {'albumentations', 'jsonargparse', 'matplotlib', 'sklearn', 'tensorboard'}\n"
+        "heavy = {'albumentations', 'pydantic', 'matplotlib', 'sklearn', 'tensorboard'}\n"
         "assert {'train', 'predict', 'load_model', 'ops'} <= set(dir(visionattn))\n"
         "assert not heavy & set(sys.modules)\n"
         "import timm\n"
@@ -48,7 +48,7 @@ def test_help_version_and_wrong_names_are_answered_without_parsers():
         "import sys\n"
         "from visionattn.command import main\n"
         "codes = [main([word]) for word in ('--help', '--version', 'sweeps')] + [main([])]\n"
-        "assert not {'jsonargparse', 'albumentations', 'matplotlib'} & set(sys.modules)\n"
+        "assert not {'pydantic', 'albumentations', 'matplotlib'} & set(sys.modules)\n"
         "assert codes == [0, 0, 2, 2], codes\n"
     )
     done = fresh(code)

@@ -99,7 +99,7 @@ def test_other_programs_that_import_the_package_keep_their_handlers(tmp_path):
     (tmp_path / "visionattn_user.py").write_text(
         "import signal\n"
         "before = signal.getsignal(signal.SIGINT)\n"
-        "import visionattn.cli.early\n"
+        "import visionattn.cli.interruption\n"
         "print(signal.getsignal(signal.SIGINT) is before)\n"
     )
     for words in (["visionattn_user.py"], ["-m", "visionattn_user"]):

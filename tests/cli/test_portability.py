@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 OTHER_SYSTEM = """
 import os, shutil, signal, sys
 sys.modules["fcntl"] = sys.modules["resource"] = None
@@ -50,6 +52,7 @@ for words in (
 """
 
 
+@pytest.mark.slow
 def test_digits_are_trained_and_used_where_the_system_is_not_posix(tmp_path, started_quickly):
     from PIL import Image
 

@@ -17,7 +17,8 @@ from tests.helpers.geometry import square
 from visionattn.data.batches import Batch, Item, collate
 from visionattn.data.data_config import DataConfig
 from visionattn.data.splits import SampleKey, Splits
-from visionattn.models.building import ModelConfig, build_model
+from visionattn.model_config import ModelConfig
+from visionattn.models.building import build_model
 from visionattn.models.weights import DataSpec
 from visionattn.training import engine
 from visionattn.training.config import OptimConfig, TrainConfig

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pytest
 
-LIBRARIES = "albumentations jinja2 jsonargparse matplotlib.pyplot rich safetensors.torch"
+LIBRARIES = "albumentations jinja2 pydantic matplotlib.pyplot rich safetensors.torch"
 LIBRARIES += " sklearn timm torch torch.utils.tensorboard torchvision"
 PASSED_ON = signal.SIGINT, signal.SIGTERM
 

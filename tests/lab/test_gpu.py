@@ -156,7 +156,7 @@ def test_the_summary_is_short_and_says_what_failed(tmp_path):
 
 
 BLOCKED = tuple(
-    words("albumentations cv2 hypothesis jsonargparse rich xdist tensorboard sklearn matplotlib")
+    words("albumentations cv2 hypothesis pydantic rich xdist tensorboard sklearn matplotlib")
 )
 BLOCKER = f"""
 import sys

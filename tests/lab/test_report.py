@@ -110,7 +110,7 @@ def test_what_is_damaged_or_absurd_is_named_and_the_rest_is_shown(tmp_path):
     page = page_of(*runs, early, odd, output=tmp_path / "page.html", images=1)
     assert all(f"{name} cannot be read" in page.text for name in names[1:])
     assert "there is no metrics.jsonl" in page.text and page.row("test")[0] == "finished"
-    assert "2 of 19 lines of metrics.jsonl cannot be read" in page.text
+    assert "1 of 19 lines of metrics.jsonl cannot be read" in page.text
     assert "62.50 %" in page.row("odd") and page.tags.count("figure") == 6
     assert "no images, since there is no best.safetensors" in page.text
 
@@ -344,7 +344,7 @@ BAD_INPUT = {
     "run --output nowhere/a.html": "nowhere for a.html",
     "run --output page.pdf": "output page.pdf: a page is HTML; end its name in .html",
     "run --images -1": "images must be from 0 to 100, got -1",
-    "run --runs run": "what stands first is --runs, which is given too",
+    "run --runs run": "the first word is --runs, which is given too",
 }
 
 

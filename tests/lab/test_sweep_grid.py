@@ -18,7 +18,7 @@ from visionattn.lab.sweep.config import SweepConfig
 from visionattn.lab.sweep.folder import comparable
 from visionattn.lab.sweep.grid import Network, attention_of, make_grid, make_plan, model_of, on_meta
 from visionattn.lab.sweep.measurement import Meter, keep_time, times_faster
-from visionattn.models.building import ModelConfig
+from visionattn.model_config import ModelConfig
 from visionattn.models.weights import DataSpec
 from visionattn.training.config import TrainConfig
 

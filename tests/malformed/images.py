@@ -36,7 +36,11 @@ def encoded(suffix: str, **options: Any) -> bytes:
 FORMATS = ("png", "jpg", "webp", "bmp", "gif", "tif", "jp2", "ppm", "npy")
 LOOK = ("predict", "--checkpoint", "run/best.safetensors", "--workers", "0", "--threads", "1")
 LOOK += ("--images",)
-TRAIN_ON = ("train", "--config", "train.yaml", "--run", "out", "--data.root")
+TRAIN_ON = ("train", "--config", "train.yaml", "--run", "run2", "--data.root")
+READERS = (
+    (*TRAIN_ON, "images"),
+    ("stats", "--data.root", "images", "--data.workers", "0", "--output", "o.yaml"),
+)
 WRONG_BYTES = [kind for kind in BYTES if kind not in ("less one byte", "middle off")]
 
 
@@ -46,36 +50,19 @@ def cases() -> Iterator[Case]:
     for number, suffix in enumerate(FORMATS):
         content = encoded(suffix)
         for turn, kind in enumerate(WRONG_BYTES):
-            name = f"odd.{suffix}"
+            name = f"images/train/cat/odd.{suffix}"
+            words = ((*LOOK, name), *READERS)[(number + turn) % 3]
+            # A training that meets the image after its first step keeps its state.
             change = write(name, BYTES[kind](content))
-            yield Case(f"image {suffix} {kind}", (*LOOK, name), change)
-            if (number + turn) % 3 == 0:
-                inside = write(f"images/train/cat/odd.{suffix}", BYTES[kind](content))
-                words = (*TRAIN_ON, "images")
-                # A run that meets it after its first step keeps its state.
-                yield Case(f"image train {suffix} {kind}", words, inside, writes=("out",))
-            if (number + turn) % 3 == 1:
-                inside = write(f"images/train/cat/odd.{suffix}", BYTES[kind](content))
-                words = ("stats", "--data.root", "images", "--data.workers", "0")
-                yield Case(f"image stats {suffix} {kind}", (*words, "--output", "o.yaml"), inside)
-    for suffix in ("svs", "ndpi", "vrt", "img", "hgt", "ntf", "zarr", "tiff", "btf", "avif", "pbm"):
-        for kind in ("empty", "text", "html", "0xff"):
-            content = BYTES[kind](b"x" * 500)
-            yield Case(
-                f"image {suffix} {kind}", (*LOOK, f"odd.{suffix}"), write(f"odd.{suffix}", content)
-            )
+            yield Case(f"image {words[0]} {suffix} {kind}", words, change, writes=("run2",))
+    for suffix in ("svs", "ndpi", "vrt", "hgt", "zarr", "btf", "avif"):
+        for kind in ("empty", "text"):
+            change = write(f"odd.{suffix}", BYTES[kind](b"x" * 500))
+            yield Case(f"image {suffix} {kind}", (*LOOK, f"odd.{suffix}"), change)
     for name, content in PICTURES.items():
         yield Case(f"image {name}", (*LOOK, name), write(name, content))
-        words = ("look", "run/best.safetensors", name, "--output", "out", "--threads", "1")
-        yield Case(f"image look {name}", words, write(name, content))
     for name, change in PLACES.items():
         yield Case(f"images {name}", (*LOOK, name), change)
-
-
-def npy(header: str, body: bytes = b"\0" * 64) -> bytes:
-    """Return a file of numpy with a header that is written by hand."""
-    text = header.encode()
-    return b"\x93NUMPY\x01\0" + len(text).to_bytes(2, "little") + text + body
 
 
 def array(values: Any) -> bytes:
@@ -85,51 +72,7 @@ def array(values: Any) -> bytes:
     return stream.getvalue()
 
 
-def png_of(width: int, height: int) -> bytes:
-    """Return a PNG whose head says these sizes, and which holds little."""
-    import struct
-    import zlib
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        )
-
-    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
-    body = chunk(b"IDAT", zlib.compress(b"\0" * 3000)) + chunk(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + head + body
-
-
-def tiff_of(**tags: int) -> bytes:
-    """Return a TIFF of one strip whose tags are written by hand."""
-    import struct
-
-    told = {"width": 8, "height": 8, "bits": 8, "compression": 1, "photometric": 1}
-    told |= {"offset": 8, "samples": 1, "rows": 8, "count": 64} | tags
-    numbers = (256, 257, 258, 259, 262, 273, 277, 278, 279)
-    entries = b"".join(
-        struct.pack("<HHII", number, 4, 1, value)
-        for number, value in zip(numbers, told.values(), strict=True)
-    )
-    body = b"\0" * 64
-    place = 8 + len(body)
-    return (
-        struct.pack("<2sHI", b"II", 42, place) + body + struct.pack("<H", 9) + entries + b"\0" * 4
-    )
-
-
-def vrt_of(source: str) -> str:
-    """Return a raster that shows another one."""
-    band = f"<SourceFilename relativeToVRT='1'>{source}</SourceFilename>"
-    band = f"<VRTRasterBand dataType='Byte' band='1'><SimpleSource>{band}</SimpleSource>"
-    return f"<VRTDataset rasterXSize='9' rasterYSize='9'>{band}</VRTRasterBand></VRTDataset>"
-
-
 PICTURES = {
-    "huge.png": png_of(2**31 - 1, 2**31 - 1),
-    "wide.png": png_of(2**30, 1),
-    "flat.png": png_of(0, 5),
-    "large.png": png_of(100_000, 100_000),
     "objects.npy": array(np.array([{"a": 1}], dtype=object)),
     "text.npy": array(np.array(["a", "b"])),
     "flat.npy": array(np.zeros(5)),
@@ -138,29 +81,12 @@ PICTURES = {
     "complex.npy": array(np.zeros((5, 5), complex)),
     "dates.npy": array(np.zeros((5, 5), "datetime64[s]")),
     "fields.npy": array(np.zeros((5, 5), [("a", "u1")])),
-    "large.npy": npy("{'descr': '|u1', 'fortran_order': False, 'shape': (9999999, 9999999), }\n"),
-    "below.npy": npy("{'descr': '|u1', 'fortran_order': False, 'shape': (-5, 5), }\n"),
-    "code.npy": npy("__import__('os').system('true')\n"),
-    "null.npy": npy("None\n"),
-    "deep.npy": npy("(" * 9000),
-    "digits.npy": npy(f"{{'descr': '|u1', 'fortran_order': False, 'shape': ({'9' * 4000},), }}\n"),
-    "wide.tif": tiff_of(width=2**31 - 1, height=2**31 - 1),
-    "beyond.tif": tiff_of(offset=2**31),
-    "nothing.tif": tiff_of(width=0),
-    "bits.tif": tiff_of(bits=77),
-    "packed.tif": tiff_of(compression=9999),
-    "samples.tif": tiff_of(samples=60_000),
-    "loop.tif": b"II*\0\x08\0\0\0\0\0\x08\0\0\0",
-    "far.tif": b"II*\0\xff\xff\xff\xff",
     "list.txt": "nowhere/a.png\nnowhere/b.png\n",
     "empty.txt": "",
     "bytes.txt": b"\xff\xfe\n",
     "nul.txt": "a\0b.png\n",
-    "long.txt": "x" * 100_000 + "\n",
     "itself.txt": "itself.txt\n",
     "folder.txt": "images\n",
-    "loop.vrt": vrt_of("loop.vrt"),
-    "gone.vrt": vrt_of("no.tif"),
     "bomb.svg": "<svg/>",
 }
 """Images that hold what no image does."""
@@ -261,7 +187,7 @@ ROOTS: dict[str, tuple[str, Callable[[Path], Any] | None]] = {
 def folder_cases() -> Iterator[Case]:
     """Return cases of folders of images."""
     for name, (root, change) in ROOTS.items():
-        kept = ("out",) if name == "has a link to nowhere" else ()  # a run keeps its state
+        kept = ("run2",) if name == "has a link to nowhere" else ()  # a run keeps its state
         yield Case(f"root train {name}", (*TRAIN_ON, root), change, writes=kept)
         words = ("stats", "--data.root", root, "--data.workers", "0", "--output", "out.yaml")
         if name not in ("has a further class to validate on", "has one class"):

@@ -137,7 +137,7 @@ class _Running:
             for name in differing(self.before, contents(self.folder))
             if not name.startswith(self.case.writes or ("\0",))
         )
-        shutil.rmtree(self.place)
+        shutil.rmtree(self.place, ignore_errors=True)
         code = os.waitstatus_to_exitcode(status) if process else None
         return Result(self.case, code, out, err, changed, took)
 

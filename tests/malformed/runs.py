@@ -20,7 +20,23 @@ from tests.malformed.mutations import (
     write,
 )
 from tests.malformed.runner import Case
-from tests.malformed.valid import EXTRACT, PREDICT, RESUME, SHARE, START, SWEEP, VALIDATE
+from tests.malformed.valid import (
+    CONVERT,
+    DISTIL,
+    EXTRACT,
+    GENERATE,
+    GO_ON,
+    PREDICT,
+    PREDICT_MASKS,
+    RESUME,
+    SEGMENTED,
+    SHARE,
+    START,
+    START_MASKS,
+    TEACHER,
+    VALIDATE,
+    WRITER,
+)
 
 CONFIG_KEYS = {
     "model": {"name": "x", "args": {"depth": 1}, "grad_checkpointing": False},
@@ -59,19 +75,17 @@ STATUS = {
         "test_accuracy": 0.5,
         "test_images": 9,
     },
-    "provenance": {"torch": "2", "visionattn": "0.1", "processor": "one", "commit": "c0ffee"},
 }
 FINE_IN_STATUS = ("result=null", "result.test_accuracy=null", "result.test_images=null")
-FINE_IN_STATUS += ("provenance.commit=null", "result.test_accuracy missing")
-FINE_IN_STATUS += ("result.test_images missing", "provenance.commit missing")
-FINE_IN_STATUS += ("provenance.processor missing",)
+FINE_IN_STATUS += ("result.test_accuracy missing", "result.test_images missing")
+FINE_IN_STATUS += ("result.validation_accuracy=null",)
 
 
 def cases() -> Iterator[Case]:
     """Return cases of a run's configuration, for the tools that read it."""
     yield from bytes_cases()
     readers = (("train", "--config", "run/config.yaml", "--run", "out"), VALIDATE)
-    readers += ((*SWEEP[:1], "--base", "run/config.yaml", "--heads", "2", "--output", "out"),)
+    readers += (("sweep", "--base", "run/config.yaml", "--heads", "2", "--output", "out"),)
     number = 0
     for name, tree in few(broken_trees(CONFIG_KEYS), 6):
         place, _, kind = name.partition("=")
@@ -123,7 +137,13 @@ READERS = {
         + ("--images", "images", "--output", "out", "--workers", "0"),
     ),
     "train.yaml": (("train", "--config", "train.yaml", "--run", "out"),),
-    "base.yaml": (SWEEP, ("benchmark", "loader", "base.yaml", "--seconds", "0")),
+    "base.yaml": (("sweep", "--base", "base.yaml", "--heads", "2", "--output", "out"),),
+    "photos/train/masks/1.png": (START_MASKS,),
+    SEGMENTED: (PREDICT_MASKS,),
+    WRITER: (GENERATE,),
+    TEACHER: (CONVERT, DISTIL),
+    "student/distil.yaml": (GO_ON,),
+    "student/b/best.safetensors": (GO_ON,),
     "run/config.yaml": (VALIDATE, SHARE),
     "run/status.json": (SHARE,),
     "profile/memory.csv": (("report", "profile/memory.csv", "--output", "page.html"),),

@@ -1,9 +1,9 @@
 """A folder of valid files that the tools wrote and read back: what malformed input is made of.
 
-``images`` (two classes), ``run`` (a training with averaged weights), ``base.yaml`` and ``sweep``
-(two head counts with everything trained and measured), ``features``, ``profile``, ``weights.pth``
-(of another project), a timm ViT in ``teacher.safetensors`` (ours) and ``teacher.pth``,
-``converted.safetensors``, and ``student`` (its distillation in two stages, of ``distil.yaml``);
+``images`` (two classes), ``run`` (a training with averaged weights), ``base.yaml``, ``features``,
+``profile``, ``weights.pth`` (of another project), a timm ViT in ``teacher.safetensors`` and
+``teacher.pth``, ``converted.safetensors``, and ``student`` (its distillation in two stages, of
+``distil.yaml``);
 ``photos`` (images with masks), and ``segmented`` (a training of ``masked.yaml`` on them);
 ``writer`` (a training of ``writing.yaml``, which writes the images of ``images``).
 """
@@ -11,7 +11,6 @@
 import contextlib
 import io
 import os
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -54,8 +53,6 @@ DISTILLING = {
     "threads": 1,
     "output": ".",
 }
-SWEEP = ("sweep", "--base", "base.yaml", "--heads", "2", "4", "--form", "direct")
-SWEEP += ("--output", "sweep", "--measure_rounds", "2", "--measure_batch", "2")
 
 
 def write(folder: Path) -> None:
@@ -74,7 +71,6 @@ def write(folder: Path) -> None:
         run("train", "--config", "writing.yaml", "--run", "writer")
         run(*FEATURES, "--output", "features")
         run(*FEATURES, "--dense", "--output", "dense")
-        write_sweep()
         weights = torch.load("run/last.pt", weights_only=True)["model"]
         torch.save({"state_dict": weights, "epoch": 3}, "weights.pth")
         write_teacher()
@@ -131,32 +127,6 @@ def write_masks(folder: Path) -> None:
                 Image.fromarray(pixels).save(folder / split / kind / f"{number}.png")
 
 
-def write_sweep() -> None:
-    """Write a sweep that is done, as trainings and measurements of seconds would leave it."""
-    from visionattn.lab.sweep.config import parse_sweep, read_base
-    from visionattn.lab.sweep.folder import Ending, SweepFolder
-    from visionattn.lab.sweep.grid import make_plan
-    from visionattn.lab.sweep.measurement import PASSES, conditions_of
-
-    config = parse_sweep(SWEEP[1:])
-    base = read_base(config)
-    plan, folder = make_plan(config, base), SweepFolder(Path("sweep"))
-    folder.open(base, overwrite=False)
-    result = {"best_epoch": 1, "validation_accuracy": 0.5, "test_accuracy": None}
-    result |= {"test_loss": None, "test_images": None, "train_seconds": 2.0}
-    for cell in plan.grid.cells():
-        folder.keep_ending(cell, Ending("finished", None, 0, 3.5, 1, result, {"commit": "c0ffee"}))
-    entry = {"status": "ok", "reason": None, "peak_bytes": 2**20}
-    entry |= {"backends": ["taylorshift direct"], "seconds": [0.25, 0.5]}
-    origin = {"processor": "one", "device": "cpu", "load": 0.5, "torch": "2", "commit": None}
-    for network in plan.grid.networks:
-        known = {"network": asdict(network), "conditions": conditions_of(config, plan)}
-        known |= {"timed": "2026-01-02 03:04:05 UTC", "provenance": origin | {"date": "2026-01-02"}}
-        folder.keep_measurement(network, known | dict.fromkeys(PASSES, entry))
-    folder.close()
-    run(*SWEEP)
-
-
 def warm_up() -> None:
     """Import what the commands import, once for all forks, and keep torch to one thread."""
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -171,6 +141,9 @@ LOOK += ("--threads", "1", "--output", "out")
 GENERATE = ("generate", WRITER, "--count", "2", "--threads", "1", "--output", "out")
 VALIDATE = ("validate", "--checkpoint", "run/best.safetensors", "--threads", "1")
 SHARE = ("share", "run/best.safetensors", "--to", "out")
+START_MASKS = ("train", "--config", "masked.yaml", "--run", "out")
+PREDICT_MASKS = ("predict", "--checkpoint", SEGMENTED, "--images", "photos/val/images")
+PREDICT_MASKS += ("--output", "out", "--threads", "1", "--workers", "0")
 EXPORT = ("export", "run/best.safetensors", "--format", "torch", "--output", "out.pt2")
 START = ("train", "--config", "train.yaml", "--run", "out", "--init_from", "run/best.safetensors")
 TEACHER = "teacher.safetensors"

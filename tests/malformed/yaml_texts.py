@@ -7,53 +7,22 @@ from tests.malformed.mutations import write
 from tests.malformed.runner import Case
 from tests.malformed.valid import VALIDATE
 
-LEVELS = "\n".join(
-    f"{name}: &{name} [{', '.join([f'*{former}'] * 10)}]"
-    for former, name in zip("abcdefgh", "bcdefghi", strict=True)
-)
 YAML = {
-    "an alias bomb": f"a: &a [x, x, x, x, x, x, x, x, x, x]\n{LEVELS}\n",
-    "an alias bomb within": "model: {args: {a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1], "
-    + ", ".join(
-        f"{name}: &{name} [{', '.join([f'*{former}'] * 10)}]"
-        for former, name in zip("abcdefgh", "bcdefghi", strict=True)
-    )
-    + "}}\n",
-    "merged bombs": "a: &a {x: 1}\n"
-    + "\n".join(
-        f"{name}: &{name}\n  <<: [{', '.join([f'*{former}'] * 10)}]\n  k{name}: 1"
-        for former, name in zip("abcdefg", "bcdefgh", strict=True)
-    )
-    + "\n",
-    "a list in itself": "data: &a\n  - *a\n",
-    "a mapping in itself": "model: &a\n  args: *a\n",
-    "arguments in themselves": "model: {args: &a {x: *a}}\n",
-    "itself": "&a\nmodel: *a\n",
     "100,000 brackets": "model: {args: {x: " + "[" * 100_000 + "]" * 100_000 + "}}\n",
-    "1,000 brackets": "model: {args: {x: " + "[" * 1000 + "]" * 1000 + "}}\n",
-    "100 brackets": "model: {args: {x: " + "[" * 100 + "]" * 100 + "}}\n",
-    "1,000 blocks": "".join(" " * i + f"k{i}:\n" for i in range(1000)),
     "a tag of Python": "model: !!python/object/apply:os.system ['true']\n",
     "a tag of its own": "model: !mine 3\n",
     "a number of no digits": 'epochs: !!int ""\n',
     "a fraction of no digits": 'optim: {lr: !!float ""}\n',
     "a word that is neither true nor false": "compile: !!bool maybe\n",
     "a word that is no date": "epochs: !!timestamp soon\n",
-    "a tag of binary": "run: !!binary x\n",
-    "a tag of a set": "model: !!set {a, b}\n",
     "epochs null": "epochs: null\n",
     "epochs empty": "epochs:\n",
     "epochs of text": "epochs: many\n",
-    "epochs of 5,000 digits": f"epochs: {'9' * 5000}\n",
     "epochs of 30 digits": f"epochs: {'9' * 30}\n",
-    "epochs of hexadecimals": f"epochs: 0x{'f' * 5000}\n",
-    "epochs in base 60": "epochs: 1:30:00:00:00:00:00:00:00:00:00:00:00:00:00:00:00:00:00:00\n",
     "epochs of a date": "epochs: 2026-13-45\n",
     "epochs of a time": "epochs: 2026-01-02T03:04:05Z\n",
     "epochs nan": "epochs: .nan\n",
-    "epochs true": "epochs: true\n",
     "epochs of a list": "epochs: [1]\n",
-    "lr of 5,000 digits": f"optim: {{lr: {'9' * 5000}}}\n",
     "lr inf": "optim: {lr: .inf}\n",
     "lr nan": "optim: {lr: .nan}\n",
     "lr null": "optim: {lr: null}\n",
@@ -68,12 +37,6 @@ YAML = {
     "a key twice": "epochs: 1\nepochs: 2\n",
     "a key of a group twice": "optim: {lr: 0.1, lr: 0.2}\n",
     "a group twice": "optim: {lr: 0.1}\noptim: {lr: 0.2}\n",
-    "a number as key": "1: 2\n",
-    "null as key": "null: 2\n",
-    "a list as key": "[1, 2]: 3\n",
-    "a mapping as key": "{a: 1}: 3\n",
-    "true as key": "true: 3\n",
-    "a key of 10,000 letters": "k" * 10_000 + ": 1\n",
     "an unknown key": "colour: red\n",
     "an unknown key of a group": "optim: {colour: red}\n",
     "a group of a number": "optim: 3\n",
@@ -91,21 +54,10 @@ YAML = {
     "control letters": "run: a\x07b\n",
     "no UTF-8": b"run: \xff\xfe\n",
     "UTF-16": "epochs: 1\n".encode("utf-16"),
-    "2 MB": "# " + "x" * 2_000_000 + "\nepochs: 1\n",
-    "100,000 keys": "".join(f"k{i}: 1\n" for i in range(100_000)),
     "a name with a slash": "run: a/b\n",
     "a name of points": "run: ..\n",
-    "a name with NUL": 'run: "a\\0b"\n',
-    "a name of 5,000 letters": f"run: {'r' * 5000}\n",
-    "a root with NUL": 'data: {root: "a\\0b"}\n',
-    "a root of 5,000 letters": f"data: {{root: {'r' * 5000}}}\n",
-    "a root of surrogates": 'data: {root: "\\udc80"}\n',
-    "an output with NUL": 'output: "a\\0b"\n',
-    "an output of 5,000 letters": f"output: {'r' * 5000}\n",
-    "weights with NUL": 'init_from: "a\\0b"\n',
     "arguments null": "model: {args: null}\n",
     "arguments of a list": "model: {args: [1]}\n",
-    "arguments of numbers": "model: {args: {1: 2}}\n",
     "arguments of nothing": "model: {args: {embed_dim: null}}\n",
     "arguments of text": "model: {args: {embed_dim: x}}\n",
     "arguments of a list inside": "model: {args: {embed_dim: [1]}}\n",
@@ -115,13 +67,9 @@ YAML = {
     "arguments of a date": "model: {args: {embed_dim: 2026-01-02}}\n",
     "arguments of 30 digits": f"model: {{args: {{embed_dim: {'9' * 30}}}}}\n",
     "a billion blocks": "model: {args: {depth: 1000000000}}\n",
-    "a model of 5,000 letters": f"model: {{name: {'m' * 5000}}}\n",
     "a model of the hub": "model: {name: 'hf-hub:a/b'}\n",
     "a model of a folder": "model: {name: 'local-dir:/tmp'}\n",
-    "a model with NUL": 'model: {name: "a\\0b"}\n',
     "a device of text": "device: quantum\n",
-    "a device with NUL": 'device: "a\\0b"\n',
-    "a device of 5,000 letters": f"device: {'d' * 5000}\n",
     "device cuda:99": "device: cuda:99\n",
     "show_batch of a folder": "show_batch: images\n",
     "a range of text": "data: {value_range: [a, b]}\n",
@@ -155,7 +103,7 @@ def cases() -> Iterator[Case]:
         for tool, argv in YAML_READERS.items():
             skipped = {"sweep": NOT_OF_SWEEPS, "validate": NOT_OF_VALIDATION}
             skipped |= {"benchmark": NOT_OF_LOADERS}
-            if name.startswith(skipped.get(tool, ())) and "bomb" not in name:
+            if name.startswith(skipped.get(tool, ())):
                 continue
             yield Case(f"yaml {tool} {name}", argv, layered(argv, text))
 

@@ -11,8 +11,9 @@ import torch
 from tests.helpers.small_runs import MODEL, SPEC, quadrants_for, small_config
 from visionattn.cli.ends import run_tool
 from visionattn.lab.measure import bytes_kept
+from visionattn.model_config import ModelConfig
 from visionattn.models.backbone import VisionAttnTransformer
-from visionattn.models.building import ModelConfig, build_model
+from visionattn.models.building import build_model
 from visionattn.training import engine
 
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 import visionattn
 from visionattn.command import main
-from visionattn.models.building import ModelConfig
+from visionattn.model_config import ModelConfig
 from visionattn.training.calls import config_of
 from visionattn.training.config import DataConfig, TrainConfig
 

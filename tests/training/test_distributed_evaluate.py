@@ -12,7 +12,8 @@ from tests.helpers.geometry import square
 from tests.helpers.several_processes import run_processes
 from tests.helpers.small_runs import MODEL, SPEC, quadrants
 from visionattn.data.batches import Batch, SampleKey, collate
-from visionattn.models.building import ModelConfig, build_model
+from visionattn.model_config import ModelConfig
+from visionattn.models.building import build_model
 from visionattn.training.distributed import joined
 from visionattn.training.evaluate import evaluate
 

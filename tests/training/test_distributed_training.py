@@ -20,7 +20,8 @@ from tests.helpers.small_runs import MODEL, SPEC, Quadrants, quadrants, small_co
 from visionattn.cli.ends import run_tool
 from visionattn.data.batches import Unreadable
 from visionattn.data.streams import Shards, StreamTrainBatches
-from visionattn.models.building import ModelConfig, build_model
+from visionattn.model_config import ModelConfig
+from visionattn.models.building import build_model
 from visionattn.models.weights import load_model
 from visionattn.training import checkpoint, engine
 from visionattn.training.distributed import check_model, choose_kind, joined

@@ -29,7 +29,8 @@ from visionattn.cli.ends import Stopped
 from visionattn.cli.parsing import parse
 from visionattn.data.batches import Batch, Unreadable
 from visionattn.data.splits import SampleKey, Splits
-from visionattn.models.building import ModelConfig, build_model, check_img_size
+from visionattn.model_config import ModelConfig
+from visionattn.models.building import build_model, check_img_size
 from visionattn.models.weights import load_model
 from visionattn.training import engine, trainer
 from visionattn.training.config import TrainConfig

@@ -14,7 +14,8 @@ from tests.helpers.small_runs import MODEL, lines, lines_of, rows, small_config
 from tests.helpers.tools import assert_one_error, load_tool
 from visionattn.data.batches import Batch
 from visionattn.data.splits import build_splits
-from visionattn.models.building import ModelConfig, build_model
+from visionattn.model_config import ModelConfig
+from visionattn.models.building import build_model
 from visionattn.models.pixel_classes import ious_of
 from visionattn.models.segmentation import IGNORED, Segmenter
 from visionattn.models.weights import DataSpec, load_model, read_metadata, save_model

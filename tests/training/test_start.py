@@ -11,7 +11,7 @@ import yaml
 from safetensors.torch import save_file
 
 from tests.helpers.small_runs import quadrants_for, same, small_config
-from visionattn.models.building import ModelConfig
+from visionattn.model_config import ModelConfig
 from visionattn.models.conversion import from_softmax
 from visionattn.models.weights import DataSpec, load_model, read_metadata, save_model
 from visionattn.training import engine

@@ -110,10 +110,10 @@ def fail_to_flush(patch: pytest.MonkeyPatch, victim: str | None, time_of_failure
     real, count = files.flush_to_disk, iter(range(1, 1000))
 
     def flush(path) -> None:
-        written = files.UNFINISHED.fullmatch(Path(path).name)
-        if victim in (None, written[1] if written else Path(path).name) and (
-            next(count) >= time_of_failure
-        ):
+        name = Path(path).name
+        if files.is_unfinished(path):  # .NAME.RANDOM.visionattn.tmp
+            name = name[1:].removesuffix(files.UNFINISHED).rpartition(".")[0]
+        if victim in (None, name) and next(count) >= time_of_failure:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(path)
 

@@ -30,8 +30,9 @@ from visionattn.cli.tables import lasting
 from visionattn.data.batches import _BatchKeys
 from visionattn.data.buckets import canvases
 from visionattn.data.geometry import Geometry
+from visionattn.model_config import ModelConfig
 from visionattn.models import cost
-from visionattn.models.building import ModelConfig, build_model
+from visionattn.models.building import build_model
 from visionattn.models.cost import SHARE, WORKER_BYTES, Expected
 from visionattn.models.machine import random_state
 from visionattn.training import engine, training_cost

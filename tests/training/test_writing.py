@@ -20,7 +20,7 @@ from visionattn.data.documents import draw_page
 from visionattn.data.drawn_images import seen_as
 from visionattn.data.geometry import Geometry
 from visionattn.data.splits import build_splits
-from visionattn.models.building import ModelConfig
+from visionattn.model_config import ModelConfig
 from visionattn.models.export import check_exportable
 from visionattn.models.pixel_decoder import PixelDecoder
 from visionattn.models.weights import load_model

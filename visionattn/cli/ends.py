@@ -12,9 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
-from visionattn.cli.interruption import STOPPED, ends_in_time
+from visionattn.cli.interruption import STOPPED, ends_in_time, is_alone
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -51,6 +49,8 @@ class Failed(Exception):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether an error says that an allocation failed, on a GPU or on a processor."""
+    import torch  # takes a second, which a mistyped option does not wait for
+
     words = ("allocate memory", "not enough memory")
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
         word in str(error) for word in words
@@ -74,8 +74,7 @@ def run_tool(work: Callable[[], None], *, several: bool = False) -> int:
         0; 1 for a loss that is not finite; 2 for bad input, and for files that cannot be read or
         written; 3 for too little memory; 4 where another process of the run ended; 130 for Ctrl-C.
     """
-    alone = os.environ.get("WORLD_SIZE", "1") == "1"
-    if not several and not alone:
+    if not several and not is_alone():
         if os.environ.get("RANK", "0") == "0":
             print(
                 "error: this tool runs as one process; start it without torchrun", file=sys.stderr
@@ -85,7 +84,7 @@ def run_tool(work: Callable[[], None], *, several: bool = False) -> int:
         if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     try:
-        with ends_in_time(alone=alone), warnings_in_one_line(), writers_tell_once():
+        with ends_in_time(alone=is_alone()), told_in_one_line():
             work()
     except (ValueError, OSError, Stopped, KeyboardInterrupt, *EXIT_CODES) as error:
         return tell(error)
@@ -103,11 +102,12 @@ def tell(error: BaseException) -> int:
 
 
 @contextmanager
-def warnings_in_one_line() -> Iterator[None]:
-    """Write the warnings that this package gives to people, and Pillow's of garbled files, as a
-    line each, without the place in the code.
+def told_in_one_line() -> Iterator[None]:
+    """Write the warnings of this package, and Pillow's of garbled files, as a line each, without
+    the place in the code. Errors of TensorBoard's thread are told where it raises them again: in
+    the main thread, at the next line that is written.
     """
-    usual = warnings.formatwarning
+    usual, usual_of_threads = warnings.formatwarning, threading.excepthook
 
     def write(message, category, filename, *where) -> str:
         ours = PACKAGE in Path(filename).parents or "PIL" in Path(filename).parts
@@ -115,30 +115,16 @@ def warnings_in_one_line() -> Iterator[None]:
             return usual(message, category, filename, *where)
         return f"note: {bounded(' '.join(str(message).split()))}\n"
 
-    warnings.formatwarning = write
-    try:
-        yield
-    finally:
-        warnings.formatwarning = usual
-
-
-@contextmanager
-def writers_tell_once() -> Iterator[None]:
-    """Let errors of the system in TensorBoard's thread be told where it raises them again: in the
-    main thread, at the next line that is written.
-    """
-    usual = threading.excepthook
-
     def tell_others(failed: threading.ExceptHookArgs) -> None:
         thread = type(failed.thread).__module__
         if not (isinstance(failed.exc_value, OSError) and thread.startswith("tensorboard.")):
-            usual(failed)
+            usual_of_threads(failed)
 
-    threading.excepthook = tell_others
+    warnings.formatwarning, threading.excepthook = write, tell_others
     try:
         yield
     finally:
-        threading.excepthook = usual
+        warnings.formatwarning, threading.excepthook = usual, usual_of_threads
 
 
 def exit_code(error: BaseException) -> int:
@@ -158,10 +144,8 @@ def in_one_line(error: BaseException) -> str:
     return bounded(" ".join(text.split())) or type(error).__name__
 
 
-LONGEST = 600
-"""Letters of a line that people are told."""
-LONGEST_WORD = 200
-"""Letters of a word in a line that is too long: paths are shorter, garbled values are not."""
+LONGEST, LONGEST_WORD = 600, 200
+"""Letters of a line, and of a word in a line that is too long: garbled values are longer."""
 
 
 def bounded(line: str) -> str:
@@ -170,10 +154,10 @@ def bounded(line: str) -> str:
     """
     if len(line) <= LONGEST:
         return line
-    return cut(" ".join(cut(word, LONGEST_WORD) for word in line.split(" ")), LONGEST)
+    return _cut(" ".join(_cut(word, LONGEST_WORD) for word in line.split(" ")), LONGEST)
 
 
-def cut(text: str, most: int) -> str:
+def _cut(text: str, most: int) -> str:
     """Return a text of at most ``most`` letters: of a longer one, its beginning and its end."""
     half = (most - 5) // 2
     return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"

@@ -1,10 +1,9 @@
 """Files that are there whole or not at all, and whether one may write somewhere.
 
 This module writes, locks and refuses files, and puts an error into one line. It knows no format.
-
-Everything that is written goes through ``target_of``: files alone are written to, and what is no
-regular file is refused. What is being written has a random name beside its place, ``is_unfinished``
-tells it, and what a killed process left of a file goes when that file is written again.
+Everything is written through ``target_of``, which refuses what is no regular file. A file that is
+being written has a random name beside its place; ``is_unfinished`` tells it, and writing the file
+again deletes what a killed process left.
 """
 
 import errno
@@ -27,12 +26,8 @@ from filelock import FileLock, Timeout, lock_descriptor
 from visionattn.cli.interruption import undone_at_end
 from visionattn.cli.tables import sized
 
-UNFINISHED = re.compile(r"\.(.{1,48})\.[0-9a-f]{16}\.visionattn\.tmp", re.DOTALL)
-"""The names of files that are being written, with the first 48 letters of the names that they will
-have.
-"""
-
-
+UNFINISHED = ".visionattn.tmp"
+"""The end of the names of what is being written."""
 CONTINUED = ".visionattn.part"
 """The end of the names of what is written over several runs."""
 POSIX = hasattr(os, "O_DIRECTORY")
@@ -46,29 +41,13 @@ def target_of(path: str | Path) -> Path:
     they lead to no file yet.
 
     Raises:
-        OSError: there is a folder, a device, a pipe or a socket, or the file to which this process
-            prints; none of them may be replaced.
+        OSError: there is a folder, a device, a pipe or a socket; none of them may be replaced.
     """
-    with suppress(FileNotFoundError, NotADirectoryError):
-        found = os.stat(path)
-        if stat.S_ISDIR(found.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if not stat.S_ISREG(found.st_mode):
-            said = "is a device, a pipe or a socket; name a file"
-            raise OSError(errno.EINVAL, said, str(path))
-        if _is_printed_to(found):  # what is printed later would be lost with the old file
-            said = "is where this command prints; name another file"
-            raise OSError(errno.EINVAL, said, str(path))
+    if os.path.isdir(path):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise OSError(errno.EINVAL, "is a device, a pipe or a socket; name a file", str(path))
     return Path(os.path.realpath(path)) if os.path.islink(path) else Path(path)
-
-
-def _is_printed_to(found: os.stat_result) -> bool:
-    """Tell whether a file is this process's standard output or standard error."""
-    for stream in (1, 2):
-        with suppress(OSError):  # of a stream that is closed
-            if os.path.samestat(found, os.fstat(stream)):
-                return True
-    return False
 
 
 def write_whole(
@@ -92,13 +71,13 @@ def write_whole(
             leaves it open (a full disk). ``path`` and ``previous`` are as they were.
     """
     target = target_of(path)
-    with named(path), beside(target) as (temporary, mode):
+    with named(path), _beside(target) as temporary:
+        mode = os.stat(target if target.exists() else temporary).st_mode
         write(temporary)
         flush_to_disk(temporary)
         if check is not None:
             check(temporary)
-        if stat.S_IMODE(os.stat(temporary).st_mode) != mode:  # some writers make files of their own
-            os.chmod(temporary, mode)
+        os.chmod(temporary, stat.S_IMODE(mode))  # some writers make files of their own
         if previous is not None and target.exists():
             os.replace(target, previous)
         os.replace(temporary, target)
@@ -120,57 +99,28 @@ def whole_folder(path: str | Path, *, replaces: str | None = None) -> Iterator[P
             open or names what is being written.
     """
     target = Path(path)
-    _settle(target)
     check_new(target, replaces=replaces)
-    forget_unfinished(target, folders=True)
-    place = _place_beside(target)
-    os.mkdir(place)
-    remove = partial(shutil.rmtree, place, ignore_errors=True)
-    with _alive(place), named(path), undone_at_end(remove):
-        try:
-            yield place
-            for file in place.iterdir():
-                flush_to_disk(file)
-                # Some writers make files that nobody else may read.
-                os.chmod(file, stat.S_IMODE(place.stat().st_mode) & 0o666)
-            flush_folder(place)
-            check_new(target, replaces=replaces)  # a rename would replace an empty folder
-            _rename_folder(place, target)
-        finally:
-            remove()
-
-
-def _former(target: Path) -> Path:
-    """Return where a folder is while another one takes its name."""
-    number = hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]
-    return target.with_name(f".{target.name[:48]}.{number}.visionattn.former")
-
-
-def _settle(target: Path) -> None:
-    """End what a killed process began as it replaced a folder: give the former one its name back,
-    or delete it where the new one is there.
-    """
-    former = _former(target)
-    with suppress(OSError):  # of others, or somebody else was faster
-        if os.path.lexists(target):
-            shutil.rmtree(former)
-        else:
-            os.rename(former, target)
+    with named(path), _beside(target, folder=True) as place:
+        yield place
+        for file in place.iterdir():
+            flush_to_disk(file)
+            # Some writers make files that nobody else may read.
+            os.chmod(file, stat.S_IMODE(place.stat().st_mode) & 0o666)
+        flush_folder(place)
+        check_new(target, replaces=replaces)  # a rename would replace an empty folder
+        _rename_folder(place, target)
 
 
 def _rename_folder(place: Path, target: Path) -> None:
     """Give a folder its name; what had the name until then is deleted once it has."""
-    former = _former(target) if target.exists() else None
-    if former is not None:
-        os.rename(target, former)
-    try:
+    former = _unfinished_name(target)
+    with ExitStack() as undo:
+        if target.exists():
+            os.rename(target, former)
+            undo.callback(os.rename, former, target)
         os.rename(place, target)
-    except OSError:
-        if former is not None:
-            os.rename(former, target)
-        raise
-    if former is not None:
-        shutil.rmtree(former, ignore_errors=True)
+        undo.pop_all()
+    shutil.rmtree(former, ignore_errors=True)
 
 
 def check_new(path: Path, *, replaces: str | None = None) -> None:
@@ -188,37 +138,34 @@ def check_new(path: Path, *, replaces: str | None = None) -> None:
         raise ValueError(f"no permission to write to {parent}")
 
 
-def _place_beside(target: Path) -> Path:
-    """Return the random name beside a file or folder under which it is written."""
-    return target.with_name(f".{target.name[:48]}.{secrets.token_hex(8)}.visionattn.tmp")
+def _unfinished_name(target: Path) -> Path:
+    """Return a random name beside a file or folder, under which it is written."""
+    return target.with_name(f".{target.name[:48]}.{secrets.token_hex(8)}{UNFINISHED}")
 
 
 @contextmanager
-def beside(target: Path) -> Iterator[tuple[Path, int]]:
-    """Make an empty file of a random name in the folder of another one, and delete it at the end,
-    unless it was renamed. Give its path, and the permissions that it is to have.
+def _beside(target: Path, *, folder: bool = False) -> Iterator[Path]:
+    """Make an empty file or folder of a random name beside another one, and delete it at the end,
+    unless it was renamed. It is locked, by which ``forget_unfinished`` knows that its writer lives.
     """
     forget_unfinished(target)
-    mode = stat.S_IMODE(os.stat(target).st_mode) if target.exists() else None
-    place = _place_beside(target)
-    # O_EXCL follows no link and takes no file of others. Nobody reads what is to be private.
-    asked = 0o666 if mode is None else 0o600
-    os.close(os.open(place, os.O_RDWR | os.O_CREAT | os.O_EXCL, asked))
-    with _alive(place), undone_at_end(place.unlink):
-        try:
-            yield place, stat.S_IMODE(place.stat().st_mode) if mode is None else mode
-        finally:
-            place.unlink(missing_ok=True)
-
-
-@contextmanager
-def _alive(place: Path) -> Iterator[None]:
-    """Lock what is being written, by which ``forget_unfinished`` knows that its writer lives."""
+    place = _unfinished_name(target)
+    place.mkdir() if folder else place.touch(exist_ok=False)
     with ExitStack() as held:
+        held.callback(_delete, place)
+        held.enter_context(undone_at_end(partial(_delete, place)))
         if POSIX:
             held.callback(os.close, descriptor := os.open(place, os.O_RDONLY))
             _is_free(descriptor)
-        yield
+        yield place
+
+
+def _delete(path: Path) -> None:
+    """Delete a file or folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _is_free(descriptor: int) -> bool:
@@ -252,14 +199,11 @@ class Continued:
         """
         self._path, self._folder = Path(path), folder
         self._overwrite = overwrite
-        if folder:
-            _settle(self._path)
-            if not overwrite:
-                check_new(self._path)
-            self.target = self._path
-        else:
+        if not folder:
             check_free(self._path, overwrite)
-            self.target = target_of(self._path)
+        elif not overwrite:
+            check_new(self._path)
+        self.target = self._path if folder else target_of(self._path)
         self.place = self.beside(path, folder=folder)
         self._held = ExitStack()
         with named(path):
@@ -282,7 +226,7 @@ class Continued:
         """Forget what a killed process left."""
         if self._folder:
             for each in self.place.iterdir():
-                shutil.rmtree(each) if each.is_dir() and not each.is_symlink() else each.unlink()
+                _delete(each)
         else:
             os.truncate(self.place, 0)
 
@@ -304,14 +248,14 @@ class Continued:
                 check_free(self._path, self._overwrite)
                 flush_to_disk(self.place)
                 if self.target.exists():
-                    os.chmod(self.place, stat.S_IMODE(os.stat(self.target).st_mode))
+                    shutil.copymode(self.target, self.place)
                 os.replace(self.place, self.target)
             flush_folder(self.target.absolute().parent)
         self.close()
 
     def forget(self) -> None:
         """Delete what is unfinished."""
-        shutil.rmtree(self.place) if self._folder else self.place.unlink(missing_ok=True)
+        _delete(self.place)
         self.close()
 
     def close(self) -> None:
@@ -339,35 +283,27 @@ def reserve_bytes(descriptor: int, size: int) -> None:
 
 
 def is_unfinished(path: str | Path) -> bool:
-    """Tell by its name whether a file is one that is being written, or that a killed process
-    left.
-    """
-    return UNFINISHED.fullmatch(os.path.basename(path)) is not None
+    """Tell by its name whether a file is being written, or was left by a killed process."""
+    name = os.path.basename(path)
+    return name.startswith(".") and name.endswith(UNFINISHED)
 
 
-def forget_unfinished(target: Path, *, folders: bool = False) -> None:
-    """Delete what killed processes left of a file, or of a folder: that of a living one is
+def forget_unfinished(target: Path) -> None:
+    """Delete what killed processes left of a file or folder. What a living process writes is
     locked.
     """
-    for path in unfinished(target.parent, folders=folders) if POSIX else ():
-        if UNFINISHED.fullmatch(path.name)[1] == target.name[:48]:
-            with suppress(OSError):  # of others, or somebody else was faster
+    for path in target.parent.glob(f".*{UNFINISHED}") if POSIX else ():
+        if path.name[1:].startswith(target.name[:48] + "."):
+            with suppress(OSError), ExitStack() as held:  # of others, or somebody else was faster
                 descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-                try:
-                    if lock_descriptor(descriptor, blocking=False):
-                        shutil.rmtree(path) if folders else path.unlink()
-                finally:
-                    os.close(descriptor)
+                held.callback(os.close, descriptor)
+                if lock_descriptor(descriptor, blocking=False):
+                    _delete(path)
 
 
-def unfinished(folder: Path, *, folders: bool = False) -> list[Path]:
-    """List the files in a folder, or the folders, that are being written or were left by killed
-    processes.
-    """
-    with suppress(OSError):
-        found = [folder / name for name in os.listdir(folder) if is_unfinished(name)]
-        return [path for path in found if path.is_dir() == folders]
-    return []
+def unfinished(folder: Path) -> list[Path]:
+    """List the files in a folder that are being written or were left by killed processes."""
+    return [path for path in folder.glob(f".*{UNFINISHED}") if path.is_file()]
 
 
 def added_to(path: str | Path) -> BinaryIO:
@@ -387,15 +323,10 @@ def add_line(path: str | Path, record: dict[str, Any]) -> None:
     """Add one line of JSON, at once and whole, so that several processes may add to one file; it is
     on the disk before anything else is done.
     """
-    line = (json.dumps(record) + "\n").encode()
-    place = os.open(target_of(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        with named(path):
-            if os.write(place, line) < len(line):  # as on a full disk, with room for a part
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fsync(place)
-    finally:
-        os.close(place)
+    with named(path), added_to(path) as file:
+        file.write((json.dumps(record) + "\n").encode())
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
@@ -416,35 +347,20 @@ def named(path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if type(error) is OSError and error.errno is None:  # of a library, which knows no file
+        if error.errno is None:  # of a library, which knows no file
             raise OSError(f"{path} cannot be written: {error}") from error
-        if error.errno is not None and (error.filename is None or _is_beside(error.filename)):
+        beside = any(mark in str(error.filename) for mark in (UNFINISHED, CONTINUED))
+        if error.filename is None or beside:
             error.filename = str(path)
         raise
     except Exception as error:
-        if (number := _system_error(error)) is None:
+        # torch raises the system's error anew, and libraries in Rust write its number down.
+        said = re.search(r"\(os error (\d+)\)", str(error))
+        context = error.__context__ if isinstance(error, RuntimeError) else None
+        number = int(said[1]) if said else getattr(context, "errno", None)
+        if number is None:
             raise
         raise OSError(number, os.strerror(number), str(path)) from error
-
-
-def _is_beside(filename: object) -> bool:
-    """Tell whether a path is of what is being written, or of a file within it."""
-    if not isinstance(filename, (str, os.PathLike)):
-        return False
-    return any(
-        is_unfinished(each) or str(each).endswith(CONTINUED)
-        for each in (filename, *Path(os.fsdecode(filename)).parents)
-    )
-
-
-def _system_error(error: Exception) -> int | None:
-    """Return the number of the system's error that a library has put into one of its own: torch
-    raises it anew with words about positions, and libraries in Rust write it down.
-    """
-    if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
-        return error.__context__.errno
-    said = re.search(r"\(os error (\d+)\)", str(error))
-    return int(said[1]) if said else None
 
 
 def flush_to_disk(path: str | Path) -> None:

@@ -1,9 +1,10 @@
-"""Ctrl-C and SIGTERM: a tool ends within seconds, whatever it computes.
+"""Ctrl-C and SIGTERM: a tool ends within seconds, whatever it computes or imports.
 
 Python runs its handlers of signals between two of its own instructions, and one operation on a
 large image, or a backward pass, takes minutes. So a thread hears of a signal from the system at
 once, and ends the process where it has not begun to end by itself within ``GRACE``. This module
-owns that thread and what is undone before it ends the process.
+owns that thread and what is undone before it ends the process. ``import visionattn`` imports it
+first: while a command of the package imports its libraries, a signal ends it with one line.
 """
 
 import multiprocessing
@@ -14,10 +15,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from types import TracebackType
+from pathlib import Path
 from typing import TypeVar
 
 Item = TypeVar("Item")
+PACKAGE = Path(__file__).parents[1]
 GRACE = 2.0
 """Seconds from a signal until a process is ended that has not begun to end by itself."""
 STOPPED = 130
@@ -30,6 +32,22 @@ _active: list["_Listener"] = []
 
 class Interrupted(Exception):
     """Ctrl-C or SIGTERM came; raised by ``Interruption.watch`` between two items."""
+
+
+def is_alone() -> bool:
+    """Tell whether this is the only process of its run, and not one of several of ``torchrun``."""
+    return os.environ.get("WORLD_SIZE", "1") == "1"
+
+
+def is_command() -> bool:
+    """Tell whether this process is a command of the package by itself: its script, ``python -m``,
+    or a file of ``tools/``.
+    """
+    script, words = Path(sys.argv[0] if sys.argv else ""), sys.orig_argv
+    named = script.name == PACKAGE.name or script.absolute().parent == PACKAGE.parent / "tools"
+    if str(script) == "-m":  # so it is called while the package is imported
+        named = words[words.index("-m") + 1 :][:1] == [PACKAGE.name]
+    return named and is_alone()
 
 
 @contextmanager
@@ -54,7 +72,7 @@ class _Listener(threading.Thread):
         self._system.setblocking(False)
 
     def __enter__(self) -> "_Listener":
-        self._previous = {number: signal.signal(number, _end) for number in SIGNALS}
+        self._previous = {number: signal.signal(number, _interrupt) for number in SIGNALS}
         self._wakeup = signal.set_wakeup_fd(self._system.fileno(), warn_on_full_buffer=False)
         _active.append(self)
         self.start()
@@ -63,13 +81,12 @@ class _Listener(threading.Thread):
     def __exit__(self, *exception: object) -> None:
         _active.remove(self)
         signal.set_wakeup_fd(self._wakeup)
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        _restore(self._previous)
         self.left.set()
         self._system.send(b"\0")
         self.join()
-        for end in (self._own, self._system):
-            end.close()
+        self._own.close()
+        self._system.close()
 
     def run(self) -> None:
         """Wait for a signal, then for the process to end."""
@@ -102,9 +119,14 @@ def _say_interrupted() -> int:
     return STOPPED
 
 
-def _end(signum: int, frame: object) -> None:
+def _interrupt(signum: int, frame: object) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # some send it twice; the end is under way
     raise KeyboardInterrupt
+
+
+def _restore(handlers: dict[int, object]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def _forget_in_child() -> None:
@@ -127,8 +149,11 @@ def ends_in_time(*, alone: bool):
         alone: whether this is the only process of a run; several end together, by means of their
             own, and so does what is not the main thread or computes within another tool.
     """
-    main = threading.current_thread() is threading.main_thread()
-    return _Listener() if alone and main and not _active else nullcontext()
+    return _Listener() if alone and _in_main_thread() and not _active else nullcontext()
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 class Interruption:
@@ -150,18 +175,15 @@ class Interruption:
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> "Interruption":
-        if threading.current_thread() is threading.main_thread():
+        if _in_main_thread():
             self._previous = {number: signal.signal(number, self._note) for number in SIGNALS}
         for listener in _active:
             listener.last_words = self._last_words
             listener.ending = self._last_words is None
         return self
 
-    def __exit__(
-        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+    def __exit__(self, *exception: object) -> None:
+        _restore(self._previous)
         for listener in _active:
             listener.last_words, listener.ending = None, self.requested
 
@@ -191,3 +213,13 @@ class Interruption:
         for listener in _active:
             listener.ending = True
         raise Interrupted
+
+
+def _end_at_once(signum: int, frame: object) -> None:
+    os.write(2, b"interrupted\n")
+    os._exit(STOPPED)
+
+
+if is_command() and _in_main_thread():
+    for _number in SIGNALS:
+        signal.signal(_number, _end_at_once)

@@ -44,17 +44,16 @@ def memory_there_is(device: torch.device, processes: int = 1) -> int | None:
     where nobody says.
 
     Args:
-        device: a GPU's free memory counts, or else that of the machine, of the control groups and
-            of the process's own limits, whichever is least.
+        device: of a GPU its free memory counts, else the free memory of the machine and of the
+            control groups, whichever is less.
         processes: how many like this one share the machine; a GPU is one process's own.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     if not sys.platform.startswith("linux"):
         return None
-    left = [free / processes for free in (free_of_machine(), free_of_groups()) if free is not None]
-    left += [free for free in [free_of_limits()] if free is not None]
-    return None if not left else taken_bytes(device) + max(0, int(min(left)))
+    left = [free for free in (free_of_machine(), free_of_groups()) if free is not None]
+    return taken_bytes(device) + min(left) // processes if left else None
 
 
 def free_of_machine(root: Path = Path("/")) -> int | None:
@@ -103,22 +102,6 @@ def _left_in(group: Path, limit: str, usage: str, file_cache: str) -> int | None
     if most == "max" or int(most) >= UNLIMITED:
         return None
     return max(0, int(most) - used + (int(kept.group(1)) if kept else 0))
-
-
-def free_of_limits() -> int | None:
-    """Return the bytes that the limits of this process leave (``ulimit -v`` and ``-d``); None where
-    it has none.
-    """
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    left = []
-    for limit, field in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
-        most = resource.getrlimit(limit)[0]
-        if most != resource.RLIM_INFINITY:
-            left.append(max(0, most - resident_bytes(field)))
-    return min(left, default=None)
 
 
 def largest_fit(fits: Callable[[int], bool], start: int = 16, most: int | None = None) -> int:

@@ -5,14 +5,17 @@ and then.
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TextIO, TypeVar
+from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from torch import Tensor, nn
 
 from visionattn.cli.interruption import undone_at_end
 from visionattn.cli.tables import lasting
+
+if TYPE_CHECKING:
+    import rich.progress
 
 Item = TypeVar("Item")
 QUIET_SECONDS = 5.0
@@ -48,7 +51,8 @@ class Progress:
         self._before, self._failed, self._part = done, 0, 0.0
         self._clock = clock
         self._start = self._told = self._moved = clock()
-        self._bar: ProgressBar | None = None
+        self._bar: rich.progress.Progress | None = None
+        self._shown = ExitStack()
 
     def __enter__(self) -> "Progress":
         return self
@@ -57,10 +61,9 @@ class Progress:
         self.stop()
 
     def stop(self) -> None:
-        """Remove the bar."""
-        if self._bar:
-            self._bar.stop()
-            self._bar = None
+        """Remove the bar, and give the terminal its cursor back."""
+        self._shown.close()
+        self._bar = None
 
     def advance(self, count: int, failed: int = 0, note: str = "") -> None:
         """Count things that are done, and how many of them have no result."""
@@ -91,8 +94,12 @@ class Progress:
             said.append(f"{self._part:.2f} of the next")
         words = ", ".join(filter(None, said))
         if self.stream.isatty():
-            self._bar = self._bar or ProgressBar(self.stream)
-            self._bar.show(self.what or self.unit, self.done + self._part, self.total, words)
+            if self._bar is None:
+                self._bar = self._shown.enter_context(_bar_on(self.stream))
+                self._shown.enter_context(undone_at_end(self._bar.stop))
+            (task,) = self._bar.task_ids
+            place = dict(completed=self.done + self._part, total=self.total)
+            self._bar.update(task, description=self.what or self.unit, note=words, **place)
         elif now - self._told >= SECONDS_PER_LINE:
             self._told = now
             left = self.total - self._before - came
@@ -104,7 +111,7 @@ class Progress:
     def say(self, line: str, say: Callable[[str], object] = print) -> None:
         """Print a result: above the bar where both are on one terminal."""
         if self._bar and sys.stdout.isatty():
-            self._bar.print(line)
+            self._bar.console.print(line, markup=False, soft_wrap=True)
         else:
             say(line)
 
@@ -146,49 +153,29 @@ class Progress:
                 handle.remove()
 
 
-class ProgressBar:
-    """Draw a moving line on a terminal. It shows no percentage, so that every percentage on the
+def _bar_on(stream: TextIO) -> "rich.progress.Progress":
+    """Return a moving line on a terminal. It shows no percentage, so that every percentage on the
     screen is a result.
     """
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
-    def __init__(self, stream: TextIO):
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-        )
-
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"),
-        )
-        self._progress = Progress(
-            *columns,
-            console=Console(file=stream, highlight=False),
-            transient=True,
-            redirect_stdout=False,  # results may go to a file while the bar is on a terminal
-            redirect_stderr=False,
-        )
-        self._task = self._progress.add_task("", note="")
-        self._progress.start()
-        self._ended: AbstractContextManager = undone_at_end(self._progress.stop)
-        self._ended.__enter__()
-
-    def print(self, line: str) -> None:
-        """Print above the bar."""
-        self._progress.console.print(line, markup=False, soft_wrap=True)
-
-    def show(self, what: str, done: float, total: int, note: str) -> None:
-        """Show how far something has come."""
-        self._progress.update(self._task, description=what, completed=done, total=total, note=note)
-
-    def stop(self) -> None:
-        """Remove the bar, and give the terminal its cursor back."""
-        self._progress.stop()
-        self._ended.__exit__(None, None, None)
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+        console=Console(file=stream, highlight=False),
+        transient=True,
+        redirect_stdout=False,  # results may go to a file while the bar is on a terminal
+        redirect_stderr=False,
+    )
+    bar.add_task("", note="")
+    return bar

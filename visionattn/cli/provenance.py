@@ -11,9 +11,10 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
+from typing_extensions import TypedDict
 
 import visionattn
 

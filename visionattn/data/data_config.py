@@ -7,8 +7,7 @@ the values.
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from visionattn.models.registration import Task
-from visionattn.models.weights import Fit
+from visionattn.model_config import Fit, Task
 
 PRESETS = ("none", "light", "three", "rand", "documents", "aerial")
 """The augmentations that have a name."""

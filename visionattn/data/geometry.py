@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from visionattn.models.weights import DataSpec, Fit
+from visionattn.model_config import Fit
+from visionattn.models.weights import DataSpec
 
 Size = tuple[int, int]
 """Height and width in pixels."""

@@ -14,11 +14,8 @@ from typing import Any, Literal
 
 from visionattn.cli.files import first_line
 from visionattn.cli.untrusted import brief, read_yaml
-from visionattn.data.data_checks import DRAWN
 from visionattn.data.data_config import DataConfig
-from visionattn.data.large.sink import SINKS
 from visionattn.inference.inference_options import DenseOptions, parse_options
-from visionattn.inference.shards import Part
 
 EVAL_IMAGES = 500
 """Generated images per split if ``data_args`` does not set it."""
@@ -78,6 +75,8 @@ class ExtractOptions(DenseOptions):
     @property
     def drawn(self) -> bool:
         """Return whether the images are generated, at the size at which the model sees them."""
+        from visionattn.data.data_checks import DRAWN
+
         return self.data in DRAWN
 
     @property
@@ -185,6 +184,9 @@ def check(options: ExtractOptions) -> None:
 
 def _check_parts(options: ExtractOptions) -> None:
     """Check the options that divide a collection into parts."""
+    from visionattn.data.large.sink import SINKS
+    from visionattn.inference.shards import Part
+
     ray = options.engine == "ray"
     if options.shard is not None:
         Part.parse(options.shard)

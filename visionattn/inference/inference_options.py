@@ -9,10 +9,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
 from visionattn.cli.untrusted import checked
-from visionattn.data.formats import check_reading
-from visionattn.data.geometry import check_geometry
 from visionattn.data.ranges import check_workers
-from visionattn.models.weights import Fit
+from visionattn.model_config import Fit
 
 NATIVE = "native"
 MOST_GIB = 2**20
@@ -121,6 +119,16 @@ class InferenceOptions(OpenOptions):
 
 
 @dataclass
+class PredictOptions(InferenceOptions):
+    """Classes of images."""
+
+    top_k: int | None = None
+    """Number of classes per image, the most probable first. None: 5, in a table on standard output
+    3, or fewer if the model has fewer.
+    """
+
+
+@dataclass
 class DenseOptions(InferenceOptions):
     """Features of images in memory."""
 
@@ -181,6 +189,10 @@ def check(options: OpenOptions) -> None:
     Raises:
         ValueError: one line with the option, the allowed values and the given value.
     """
+    # Readers of images take a second to import, which a mistyped option does not wait for.
+    from visionattn.data.formats import check_reading
+    from visionattn.data.geometry import check_geometry
+
     for key, least in (
         ("batch_size", 1),
         ("threads", 1),

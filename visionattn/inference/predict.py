@@ -6,7 +6,7 @@ not at all.
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from visionattn.cli.tables import heading, line, write_rows
 from visionattn.inference.image_batches import Outcome
 from visionattn.inference.image_listing import find_images
 from visionattn.inference.image_run import ImageRun, read_as_asked
-from visionattn.inference.inference_options import InferenceOptions
+from visionattn.inference.inference_options import PredictOptions
 from visionattn.inference.model_opening import Opened, open_model
 from visionattn.models.patches import call
 
@@ -29,16 +29,6 @@ DIGITS = 6
 """Decimals of a probability."""
 USUAL, SHOWN = 5, 3
 """Default number of classes per image: in files, and in the table on standard output."""
-
-
-@dataclass
-class PredictOptions(InferenceOptions):
-    """Classes of images."""
-
-    top_k: int | None = None
-    """Number of classes per image, the most probable first. None: 5, in a table on standard output
-    3, or fewer if the model has fewer.
-    """
 
 
 class Predictor:

@@ -25,11 +25,12 @@ from visionattn.inference.inference_options import (
     DenseOptions,
     InferenceOptions,
     OpenOptions,
+    PredictOptions,
     check,
     options_of_call,
 )
 from visionattn.inference.model_opening import Opened, description, open_model, open_module
-from visionattn.inference.predict import PredictOptions, count_of_classes, most_probable
+from visionattn.inference.predict import count_of_classes, most_probable
 from visionattn.models.cost import Compute
 from visionattn.models.patches import call, in_eval, last_map, pooled, takes_sizes
 

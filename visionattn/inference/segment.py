@@ -22,8 +22,9 @@ from visionattn.data.geometry import Geometry
 from visionattn.inference.image_batches import Outcome, masks
 from visionattn.inference.image_listing import find_images
 from visionattn.inference.image_run import ImageRun, read_as_asked
+from visionattn.inference.inference_options import PredictOptions
 from visionattn.inference.model_opening import Opened, description, of_no_model, open_model
-from visionattn.inference.predict import FIELDS, PredictOptions
+from visionattn.inference.predict import FIELDS
 from visionattn.inference.result_files import write_array, write_table
 from visionattn.models.patches import call
 from visionattn.models.pixel_classes import class_names, palette

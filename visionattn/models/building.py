@@ -4,7 +4,6 @@ import json
 import math
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Protocol
 
@@ -15,28 +14,12 @@ from torch import nn
 import visionattn.models  # noqa: F401  registers the models
 from visionattn.cli.ends import is_out_of_memory
 from visionattn.cli.files import first_line
+from visionattn.model_config import ModelConfig
 from visionattn.models.patches import wrong_size
 from visionattn.models.registration import create, is_ours
 from visionattn.models.weights import LOADING_ARGS, UNBUILDABLE, DataSpec, describe_args
 
 Size = tuple[int, int]
-
-
-@dataclass
-class ModelConfig:
-    """Which model to build: ``timm.create_model(name, num_classes=..., **args)``."""
-
-    name: str = "scaleformer_vit_t"
-    """A timm name: one of our models or any other timm model."""
-    args: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the model, e.g. ``{num_heads: 6, patch_size: 8}``. With ``data.task``
-    segmentation also of its head: ``head_blocks``, the blocks whose features it uses (default: the
-    last), and ``head_stride``, the side in pixels of the cells that get a logit (default: a patch).
-    """
-    grad_checkpointing: bool = False
-    """Save only the inputs of blocks for the backward pass and recompute the rest: less memory,
-    more time.
-    """
 
 
 def build_model(config: ModelConfig, spec: DataSpec) -> tuple[nn.Module, dict[str, Any]]:

@@ -26,13 +26,12 @@ from timm.models import (
 )
 from torch import nn
 
-from visionattn.cli.untrusted import from_json
 from visionattn.models.mixed_blocks import places_of_blocks
 from visionattn.models.pyramid import STRIDES
 from visionattn.models.registration import DEFAULTS, FORMER, PYRAMID, class_of, is_ours
 from visionattn.models.segmentation import HEAD_ARGS
 from visionattn.models.state_dicts import FeatureMaps, filter_pretrained
-from visionattn.models.weights import FORMAT, DataSpec, check_spec, described, read_metadata
+from visionattn.models.weights import FORMAT, DataSpec, described, read_metadata, read_spec
 
 SIZES = {
     "t": ("tiny", dict(embed_dim=192, depth=12)),
@@ -358,8 +357,7 @@ def say_images(model: nn.Module) -> None:
     said = [note for note in notes if isinstance(note, str) and note.startswith(NOTE)]
     if not said:
         return
-    spec = from_json(DataSpec, said[0].removeprefix(NOTE), "the note about images")
-    check_spec(spec)
+    spec = read_spec(said[0].removeprefix(NOTE))
     if getattr(model, "in_chans", None) != spec.in_chans:
         return
     outputs = getattr(model, "num_classes", 0)  # a wrapper of features has none

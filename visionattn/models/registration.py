@@ -3,7 +3,7 @@ task by its name.
 """
 
 import inspect
-from typing import Any, Literal
+from typing import Any
 
 import timm
 from timm.models import (
@@ -17,9 +17,6 @@ from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.pyramid import PyramidTransformer
 from visionattn.models.segmentation import HEAD_ARGS, Segmenter
 
-Task = Literal["classification", "segmentation", "generate"]
-"""What an output belongs to: an image, each of its pixels, or the next value of an image."""
-
 PYRAMID = dict(pyramid_channels=256)
 """Arguments that a pyramid name adds."""
 DEFAULTS: dict[str, dict[str, Any]] = {}
@@ -28,6 +25,8 @@ WRITERS: dict[str, type[nn.Module]] = {}
 """Autoregressive image models by name; they are not vision transformers."""
 FORMER: dict[str, dict[str, Any]] = {}
 """The arguments of each name in file formats 1 and 2, where files did not state them."""
+MOST_BLOCKS = 10_000
+"""The most blocks of a model."""
 STATED_ELSEWHERE = ("img_size", "in_chans", "num_classes", "device", "dtype")
 
 
@@ -104,9 +103,12 @@ def create(
         args: arguments of the model; for ``segmentation`` also ``HEAD_ARGS``.
 
     Raises:
-        ValueError: the model is not for the task (see ``Segmenter``), or as the model for its
-            arguments.
+        ValueError: the model is not for the task (see ``Segmenter``), has more than ``MOST_BLOCKS``
+            blocks, or as the model for its arguments.
     """
+    depth = args.get("depth")
+    if isinstance(depth, int) and depth > MOST_BLOCKS:  # building them would take hours
+        raise ValueError(f"depth must be at most {MOST_BLOCKS:,}, got {depth:,}; name fewer blocks")
     if (task == "generate") != (name in WRITERS):
         wrong = "gives classes and writes no images"
         if name in WRITERS:

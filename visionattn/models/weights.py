@@ -16,21 +16,22 @@ import zipfile
 from argparse import Namespace
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, get_args
 
 import timm
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
+from typing_extensions import TypedDict
 
 from visionattn.cli.files import first_line, write_whole
-from visionattn.cli.untrusted import SHOWN, brief, checked, from_json
+from visionattn.cli.untrusted import SHOWN, brief, from_json
+from visionattn.model_config import Fit, Task
 from visionattn.models.pyramid import STRIDES
 from visionattn.models.registration import (
     FORMER,
     PYRAMID,
-    Task,
     check_reads,
     complete,
     create,
@@ -45,8 +46,6 @@ READABLE_VERSIONS = ("1", "2", "3")
 """Version 1 had neither ``fit`` nor ``max_patches``: its images were resized and cropped. Before
 version 3, files held only the given arguments of our models, without defaults.
 """
-Fit = Literal["native", "pad", "stretch", "crop"]
-"""How images of any size are fitted to a model; see ``visionattn.data.geometry``."""
 LOADING_ARGS = frozenset(
     {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"}
 )
@@ -302,16 +301,19 @@ def described(metadata: dict[str, str], path: str | Path) -> tuple[str, dict[str
         ValueError: they are malformed, name no timm model, or would load other weights; one line.
     """
     try:
-        said = checked(_Description, metadata, "metadata")
-        args = from_json(dict[str, Any], said["args"], "args")
-        spec = from_json(DataSpec, said["data"], "data")
-        check_spec(spec)
+        name, args, spec = (
+            metadata["model"],
+            json.loads(metadata["args"]),
+            read_spec(metadata["data"]),
+        )
+        if not isinstance(args, dict):
+            raise ValueError(f"args must be names and values, got {brief(args)}")
         # macOS writes é as e and an accent: names are compared in their composed form.
         names = tuple(unicodedata.normalize("NFC", name) for name in spec.class_names)
         spec = replace(spec, class_names=names)
-    except ValueError as error:
-        raise ValueError(f"{path} has a garbled description of its model: {error}") from error
-    name = said["model"]
+    except (KeyError, TypeError, ValueError) as error:
+        said = first_line(error)
+        raise ValueError(f"{path} has a garbled description of its model: {said}") from error
     if not timm.is_model(name):
         raise ValueError(
             f"{path} holds a model {name[:SHOWN]!r}, which timm does not know; import the package "
@@ -326,12 +328,25 @@ def described(metadata: dict[str, str], path: str | Path) -> tuple[str, dict[str
     return name, complete(name, args, {} if stated else FORMER), spec
 
 
-class _Description(TypedDict):
-    """Required metadata of our files, in addition to the format."""
+def read_spec(text: str) -> DataSpec:
+    """Return the specification of images that a file of weights or a note has as JSON. pydantic is
+    no part of making a model, so ``check_spec`` checks it.
 
-    model: str
-    args: str
-    data: str
+    Raises:
+        ValueError: it is garbled; one line.
+    """
+    try:
+        fields = json.loads(text)
+        spec = DataSpec(**{key: _with_tuples(value) for key, value in fields.items()})
+        check_spec(spec)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"data: {first_line(error)}") from error
+    return spec
+
+
+def _with_tuples(value: Any) -> Any:
+    """Return a value of JSON with tuples in place of lists."""
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
 def check_spec(spec: DataSpec) -> None:
@@ -340,6 +355,9 @@ def check_spec(spec: DataSpec) -> None:
     channels = 0 if one_hot or spec.task == "generate" else spec.in_chans
     sides = spec.img_size if isinstance(spec.img_size, tuple) else (spec.img_size or 1,)
     wrong = {
+        "fit": spec.fit not in get_args(Fit),
+        "task": spec.task not in get_args(Task),
+        "encoding": spec.encoding not in (None, "grey_one_hot"),
         "in_chans": spec.in_chans < 1 or (one_hot and spec.in_chans != 256),
         "num_classes": spec.num_classes < 0
         or (spec.task == "segmentation" and not 1 <= spec.num_classes <= IGNORED),

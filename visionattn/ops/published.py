@@ -19,7 +19,6 @@ import argparse
 from collections.abc import Sequence
 from math import isqrt
 
-from visionattn.cli import parsing
 from visionattn.ops.choice import (
     check_sizes,
     choose_form,
@@ -296,21 +295,22 @@ def _totals(n: int, d: int, heads: int) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the calculator; wrong arguments end with one line and exit code 2."""
+    """Print the calculator; wrong arguments end with exit code 2."""
     example = "python -m visionattn.ops.published --dim 32 --heads 12 --tokens 4096"
-    parser = parsing.Parser(
+    parser = argparse.ArgumentParser(
         prog="python -m visionattn.ops.published",
         description="From how many tokens on TaylorShift's efficient form is the cheaper one.",
         epilog=f"example:\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    positive = parsing.whole_from(1)
-    parser.add_argument("--dim", type=positive, required=True, help="width d of one head")
-    parser.add_argument("--heads", type=positive, default=1, help="number of heads (default 1)")
+    parser.add_argument("--dim", type=int, required=True, help="width d of one head")
+    parser.add_argument("--heads", type=int, default=1, help="number of heads (default 1)")
     parser.add_argument(
-        "--tokens", type=positive, help="also count operations and entries of so many tokens"
+        "--tokens", type=int, help="also count operations and entries of so many tokens"
     )
     args = parser.parse_args(argv)
+    if min(value for value in vars(args).values() if value is not None) < 1:
+        parser.error("wanted whole numbers from 1")
     lines = _crossovers(args.dim, args.heads)
     if args.tokens is not None:
         lines += ["", *_totals(args.tokens, args.dim, args.heads)]

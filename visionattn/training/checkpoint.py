@@ -24,7 +24,8 @@ from visionattn.cli.untrusted import brief, from_json
 from visionattn.data.data_checks import WHOLE
 from visionattn.data.splits import Splits
 from visionattn.data.walk import composed, listed
-from visionattn.models.building import ModelConfig, build_model, check_args
+from visionattn.model_config import ModelConfig
+from visionattn.models.building import build_model, check_args
 from visionattn.models.conversion import (
     NAME,
     OPTIONS,

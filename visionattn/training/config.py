@@ -10,8 +10,7 @@ from typing import Literal
 
 from visionattn.data.data_config import DataConfig
 from visionattn.data.ranges import check_ranges, check_signs
-from visionattn.models.building import ModelConfig
-from visionattn.models.weights import Fit
+from visionattn.model_config import Fit, ModelConfig
 
 
 @dataclass

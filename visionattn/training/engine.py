@@ -31,7 +31,8 @@ from visionattn.cli.provenance import provenance
 from visionattn.data.geometry import geometry_of
 from visionattn.data.mask_files import check_trained
 from visionattn.data.splits import Splits, build_splits, check_root, geometry_choices
-from visionattn.models.building import ModelConfig, check_geometries, patch_size
+from visionattn.model_config import ModelConfig
+from visionattn.models.building import check_geometries, patch_size
 from visionattn.models.conversion import NAME as CONVERTED
 from visionattn.models.cost import Expected
 from visionattn.training.checkpoint import States, recall_best, started_model

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from visionattn.cli.ends import is_out_of_memory
 from visionattn.cli.files import check_free, write_text
-from visionattn.cli.parsing import field_types, parse, spell_out
+from visionattn.cli.parsing import field_types, flags_of, parse
 from visionattn.cli.progress import Progress
 from visionattn.cli.provenance import provenance
 from visionattn.data.buckets import cell_px
@@ -27,6 +27,7 @@ from visionattn.data.mask_files import check_judged
 from visionattn.data.mask_values import said_of_masks
 from visionattn.data.splits import eval_batches, images_to_judge
 from visionattn.data.walk import listed
+from visionattn.model_config import Task
 from visionattn.models.building import check_geometries, patch_size
 from visionattn.models.cost import (
     FEW_PIXELS,
@@ -40,7 +41,6 @@ from visionattn.models.cost import (
 from visionattn.models.machine import pick_device, precision_taken
 from visionattn.models.patches import takes_sizes
 from visionattn.models.pixel_classes import class_names
-from visionattn.models.registration import Task
 from visionattn.models.weights import DataSpec, existing, load_model
 from visionattn.training.config import TrainConfig, ValidateConfig
 from visionattn.training.evaluate import Evaluation, evaluate
@@ -91,26 +91,24 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
             which data; one line.
     """
     # The checkpoint is looked for before all flags are parsed, as the run beside it gives defaults.
-    spelled = spell_out(argv, field_types(ValidateConfig))
-    given = [word.partition("=")[2] for word in spelled if word.startswith("--checkpoint=")]
+    given = flags_of(argv, field_types(ValidateConfig))
     defaults: dict[str, Any] = {}
     trained_on = None
-    if given:
-        path = existing(given[-1])
+    if "checkpoint" in given:
+        path = existing(given["checkpoint"])
         beside = path.with_name(CONFIG)
         if beside.is_file():
             run = parse(TrainConfig, ["--config", str(beside)])
-            names = [word.partition("=")[2] for word in spelled if word.startswith("--data.name=")]
             # Of a run's data, another data set takes only what means the same for it.
             keep = (
                 asdict(run.data)
-                if run.data.name in (names or [run.data.name])[-1:]
+                if given.get("data.name", run.data.name) == run.data.name
                 else of_any_data(run.data)
             )
             defaults = {f"data.{key}": value for key, value in keep.items()}
             defaults |= {"seed": run.seed, "batch_size": run.eval_batch_size or run.batch_size}
             trained_on = run.data
-        elif not any(word.startswith("--data.name=") for word in spelled):
+        elif "data.name" not in given:
             raise ValueError(
                 f"there is no {beside} that would say which data; name it, e.g. --data.name folder "
                 "--data.root FOLDER"
@@ -128,11 +126,9 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
     # What is seen of images is told by the checkpoint and by flags; that of the data is ignored.
     for key, flag in SEEN.items():
         usual = defaults.get(f"data.{key}", getattr(DataConfig(), key))
-        if getattr(config.data, key) != usual or any(
-            word.startswith(f"--data.{key}=") for word in spelled
-        ):
+        if getattr(config.data, key) != usual or f"data.{key}" in given:
             raise ValueError(f"data.{key} is for training; name {flag} instead")
-    if any(word.startswith("--data.augment=") for word in spelled):
+    if "data.augment" in given:
         raise ValueError("data.augment is for training; images to evaluate on stay as they are")
     if config.split is None and trained_on and _same_root(config.data, trained_on):
         return replace(config, split="val")

@@ -12,9 +12,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from typing_extensions import TypedDict
 
 from visionattn.cli import untrusted
 from visionattn.data.data_config import DataConfig

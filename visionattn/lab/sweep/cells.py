@@ -11,7 +11,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
+
+from typing_extensions import TypedDict
 
 from visionattn.cli.files import added_to, write_text
 from visionattn.cli.fresh_process import ended_for_memory, environment, memory_kills

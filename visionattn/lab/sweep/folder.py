@@ -11,7 +11,9 @@ import math
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NotRequired, TextIO, TypedDict
+from typing import Any, Literal, NotRequired, TextIO
+
+from typing_extensions import TypedDict
 
 from visionattn.cli.files import check_folder, lock, unfinished, write_text
 from visionattn.cli.provenance import Provenance

@@ -16,8 +16,9 @@ from visionattn.data.splits import build_splits
 from visionattn.lab.measure import count_flops
 from visionattn.lab.sweep.config import SweepConfig
 from visionattn.layers.attention import idle_options
+from visionattn.model_config import ModelConfig
 from visionattn.models.backbone import VisionAttnTransformer
-from visionattn.models.building import ModelConfig, build_model, check_img_size
+from visionattn.models.building import build_model, check_img_size
 from visionattn.models.taylorshift_vit import PUBLISHED
 from visionattn.models.weights import DataSpec
 from visionattn.ops.attentions import ATTENTIONS, FORMS

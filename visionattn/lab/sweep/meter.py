@@ -13,7 +13,8 @@ from torch import nn
 
 from visionattn.cli.ends import is_out_of_memory
 from visionattn.lab.measure import attention_backends, interleaved_seconds, peak_bytes, warm_up
-from visionattn.models.building import ModelConfig, build_model
+from visionattn.model_config import ModelConfig
+from visionattn.models.building import build_model
 from visionattn.models.machine import autocast
 from visionattn.models.weights import DataSpec
 from visionattn.training.config import OptimConfig

@@ -123,9 +123,7 @@ def check_wider(plan: Plan, folder: SweepFolder) -> None:
         return
     rows = {Cell(network, seed).name for network in plan.grid.networks for seed in plan.grid.seeds}
     try:
-        missing = [
-            name for row in read_csv(written, ours=True)[1] if (name := row_name(row)) not in rows
-        ]
+        missing = [name for row in read_csv(written)[1] if (name := row_name(row)) not in rows]
     except (ValueError, KeyError) as error:
         raise ValueError(
             f"{written} is no table of a sweep ({first_line(error)}); delete it to write it anew"

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from visionattn.cli.parsing import config_files, parse
 from visionattn.data.data_config import DataConfig
-from visionattn.models.building import ModelConfig
+from visionattn.model_config import ModelConfig
 from visionattn.models.conversion import NAME, OF_ATTENTION, RATES, StudentOptions
 from visionattn.models.weights import DataSpec
 from visionattn.training.config import OptimConfig, TrainConfig, check
