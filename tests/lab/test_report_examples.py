@@ -14,10 +14,9 @@ from tests.helpers.report_folders import Page, write_run
 from tests.helpers.small_runs import lines_of, small_config
 from tests.training.test_segmentation import CLASSES, TINY, write_folder
 from visionattn.data.embedded import digit_splits
-from visionattn.lab.report.classes import iou_table
 from visionattn.lab.report.examples import galleries
 from visionattn.lab.report.page import report
-from visionattn.lab.report.page_tables import results
+from visionattn.lab.report.page_tables import iou_table, results
 from visionattn.lab.report.runs import Run, read_run
 from visionattn.models.weights import DataSpec
 
