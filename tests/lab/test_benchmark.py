@@ -17,7 +17,13 @@ from visionattn.lab.accuracy import disagreement
 from visionattn.lab.cases import Case
 from visionattn.lab.compare import Plan, Row, check_case, measure_together, ratios_of, spread
 from visionattn.lab.memory import build, case_peak_bytes
-from visionattn.lab.networks import CHECK_GRID, build_model, identity_twin, values_alone
+from visionattn.lab.networks import (
+    CHECK_GRID,
+    build_model,
+    identity_twin,
+    set_impl,
+    values_alone,
+)
 from visionattn.lab.operations import CHECK_TOKENS, grid_of
 from visionattn.lab.targets import Target, measure_targets
 from visionattn.ops.choice import choose_form
@@ -232,6 +238,7 @@ def test_identity_twin_has_the_parameters_of_its_model_and_leaves_attention_out(
     mine, own = model.state_dict(), twin.state_dict()
     assert list(mine) == list(own) and all(torch.equal(mine[name], own[name]) for name in mine)
     q, k, v = torch.randn(3, 1, 4, 5, 7)
+    set_impl(twin, "eager")  # leaves it as it is
     assert all(block.attn.operation(q, k, v) is v for block in twin.blocks)
     assert not any(block.attn.operation is values_alone for block in model.blocks)
     with torch.no_grad():

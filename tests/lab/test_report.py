@@ -227,6 +227,7 @@ def test_many_classes_have_their_most_frequent_mistakes_in_place_of_a_matrix(tmp
     *rows, last = [row for row in page.rows if len(row) == 5][1:]
     shares = [float(row[2].rstrip(" %")) for row in rows]
     assert shares == sorted(shares) and last[:3] == ["1", "0", ""]  # a class without images
+    assert [row[4] for row in rows if row[0] == "0"] == ["1 (33)"]
 
 
 def test_a_page_has_a_bounded_number_of_pictures_of_the_best_weights(tmp_path):
