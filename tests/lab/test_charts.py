@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.helpers.report_folders import memory_rows, sweep_rows
+from tests.helpers.report_folders import sweep_rows
 from visionattn.lab.charts import MOST_POINTS, Chart, Look, Mark, Series, png, short, svg
-from visionattn.lab.figures import heads_of, memory_of, sizes_of, slope_of
+from visionattn.lab.figures import heads_of, sizes_of, slope_of
 
 
 def line(x, y, **options):
@@ -130,14 +130,3 @@ def test_rows_of_a_sweep_become_means_over_seeds():
     assert (direct.y, direct.failed) == ([100], {8: "out of memory"}) and efficient.y == [250, 250]
     assert direct.look.shape != efficient.look.shape
     assert len(charts) == 6 and not heads_of(rows, 64)[1].series
-
-
-def test_rows_of_a_profile_become_lines_of_models_and_ways_to_run_them():
-    rows = memory_rows()
-    rows += [row | {"form": "direct"} for row in rows[:2]]
-    above, peak = memory_of(rows, ("above_bytes", "peak_bytes"))
-    names = [series.name.replace("\N{NO-BREAK SPACE}", " ") for series in above.series]
-    assert names[0] == "scaleformer_vit_t, form auto ∝ tokens¹·⁰⁰"
-    assert names[2] == "scaleformer_vit_t, form direct ∝ tokens¹·⁰⁰" and "+eager" in names[1]
-    assert above.series[0].y == [1024, 4096] and above.series[1].failed == {1024: "out of memory"}
-    assert peak.series[0].y == [1324, 4396] and above.x_texts == ["512\n1,024", "1,024\n4,096"]

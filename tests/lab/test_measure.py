@@ -161,27 +161,19 @@ def test_peaks_are_what_was_allocated_and_grow_with_the_patches(started_quickly)
     assert peaks[1] / peaks[0] <= 4.4 and peaks[3] / peaks[2] <= 4.4
 
 
-@pytest.mark.parametrize("form", ["direct", "efficient"])
-@pytest.mark.parametrize("family", ["scaleformer", "taylorshift"])
-def test_the_backend_that_ran_is_the_form_that_was_named(family, form):
+@pytest.mark.parametrize("name", ["scaleformer_vit_t", "taylorshift_vit_t"])
+def test_the_backend_that_ran_is_the_form_that_was_named_or_chosen(name):
     """As a profiler sees it, so also where a compiler built the graph."""
-    model = create_model(f"{family}_vit_t", depth=1, form=form).eval()
-    image = torch.zeros(1, 3, 32, 48)
-    name = {"scaleformer": "kernelized", "taylorshift": "taylorshift"}[family]
-    with torch.no_grad():
-        assert attention_backends(lambda: model(image)) == (f"{name} {form}",)
+    kind = {"s": "kernelized", "t": "taylorshift"}[name[0]]
+    for form, px in (("direct", 32), ("efficient", 32), ("auto", 1024)):
+        model = create_model(name, depth=1, form=form, relative="none").eval()
+        image, ran = torch.zeros(1, 3, px, px), form.replace("auto", "efficient")
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-        compiled(image)
-        assert attention_backends(lambda: compiled(image)) == (f"{name} {form}",)
-
-
-def test_an_automatic_form_is_reported_as_what_it_became():
-    model = create_model("taylorshift_vit_t", depth=1, relative="none").eval()
-    for size, form in ((32, "direct"), (1024, "efficient")):
-        image = torch.zeros(1, 3, size, size)
-        with torch.no_grad():
-            ran = attention_backends(lambda image=image: model(image))
-        assert ran == (f"taylorshift {form}",)
+        for work in (model, compiled) if px == 32 else (model,):
+            with torch.no_grad():
+                work(image)
+                found = attention_backends(lambda work=work, image=image: work(image))
+            assert found == (f"{kind} {ran}",)
 
 
 def test_attention_of_pytorch_is_reported_by_its_backend():

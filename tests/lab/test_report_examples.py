@@ -14,11 +14,10 @@ from tests.helpers.report_folders import Page, write_run
 from tests.helpers.small_runs import lines_of, small_config
 from tests.training.test_segmentation import CLASSES, TINY, write_folder
 from visionattn.data.embedded import digit_splits
-from visionattn.lab.report.classes import iou_table
 from visionattn.lab.report.examples import galleries
 from visionattn.lab.report.page import report
-from visionattn.lab.report.page_tables import results
-from visionattn.lab.report.runs import Run, read_run
+from visionattn.lab.report.page_tables import iou_table
+from visionattn.lab.report.runs import read_run
 from visionattn.models.weights import DataSpec
 
 
@@ -97,16 +96,6 @@ def test_masks_are_the_known_ones_and_what_the_weights_give(masked, tmp_path):
     assert legend == [*CLASSES, "does not count"] and set(legend) <= set(page.texts)
     assert page.tags.count("img") == 12 and "given, " in page.text
     assert "Validation mean IoU" in page.text and "test accuracy" not in page.text
-
-
-def test_each_run_has_the_figures_of_its_task(masked):
-    run = read_run(masked, "small")
-    images = Run(masked.parent, "images", result=dict(test_accuracy=0.75, test_images=8))
-    table = results([run, images])
-    of_masks, of_images = (dict(zip(table.columns, row, strict=True)) for row in table.rows)
-    assert of_masks["test mean IoU"].text == f"{100 * run.result['test_mean_iou']:.2f} %"
-    assert of_images["test accuracy"].text == "75.00 %"
-    assert of_masks["test accuracy"].text == of_images["test mean IoU"].text == ""
 
 
 def test_the_table_of_ious_has_a_row_for_each_class(masked):

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -18,7 +17,7 @@ from visionattn.lab.accuracy import errors_of, wrong
 from visionattn.lab.cases import Case
 from visionattn.lab.gpu.gpu_rows import GpuRow
 from visionattn.lab.gpu.gpu_timing import Ceilings, in_words, is_broken, seconds_of
-from visionattn.lab.operations import function_of, make_tensors, with_gradients
+from visionattn.lab.operations import function_of, make_tensors, sdpa, with_gradients
 
 
 @dataclass
@@ -104,15 +103,10 @@ def check(
     return wrong(errors, case.dtype) or "ok", max(errors.values())
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return softmax attention by what PyTorch takes for it."""
-    return F.scaled_dot_product_attention(q, k, v)
-
-
 def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return softmax attention by FlashAttention."""
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        return F.scaled_dot_product_attention(q, k, v)
+        return sdpa(q, k, v)
 
 
 def measure_operation(row: GpuRow, bench: Bench) -> Record:

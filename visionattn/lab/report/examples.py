@@ -96,8 +96,6 @@ def galleries(runs: Sequence[Run], count: int) -> tuple[list[Gallery], dict[str,
             add(found, run, count)
         except (ValueError, OSError, RuntimeError, MemoryError) as error:
             full = is_out_of_memory(error)
-            if isinstance(error, RuntimeError) and not full:
-                raise
             skipped[run.name] = "out of memory" if full else " ".join(str(error).split())
     return list(found.values()), skipped
 

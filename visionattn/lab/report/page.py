@@ -20,7 +20,6 @@ from visionattn.cli.untrusted import read_csv
 from visionattn.lab.charts import Chart, Look, svg
 from visionattn.lab.figures import Row, distinct, heads_of, memory_of
 from visionattn.lab.report import page_tables as tables
-from visionattn.lab.report.classes import class_tables, classes_of, iou_table
 from visionattn.lab.report.examples import galleries
 from visionattn.lab.report.runs import curves_of, is_run, read_run
 from visionattn.lab.report.templates import render
@@ -144,7 +143,7 @@ def page(
     runs = [read_run(folder, name) for name, folder in folders.items()]
     shown, skipped = galleries(runs, images) if images else ([], {})
     names = (f"chart{i}" for i in itertools.count())
-    classes = classes_of(runs, images)
+    classes = tables.classes_of(runs, images)
     return render(
         "page.html",
         title=title,
@@ -154,8 +153,8 @@ def page(
         results=tables.results(runs) if runs else None,
         curves=curves_of(runs),
         classes=classes,
-        class_tables=class_tables(classes),
-        ious=iou_table(runs),
+        class_tables=tables.class_tables(classes),
+        ious=tables.iou_table(runs),
         galleries=shown,
         skipped=skipped,
         settings=tables.settings(runs) if runs else None,
