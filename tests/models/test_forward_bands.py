@@ -29,7 +29,7 @@ CASES = {
     "axial, sum": dict(attention="taylorshift", relative="axial", normalization="sum"),
     "no position": dict(relative="none", feature_map="random", qk_norm=True, value_conv=3),
     "horizon 1": dict(horizon=1, normalization="sum", value_conv=5, output_gate=True),
-    "far horizon": dict(horizon=40, depth=2, reg_tokens=3),
+    "far horizon": dict(horizon=24, depth=2, reg_tokens=3),
     "centred": dict(centre_keys=True, class_token=False, global_pool="avgmax"),
     "windows": dict(attention=["window", "kernelized", "window"], value_conv=3, **WINDOWS),
     "windows alone": dict(attention="window", relative="none", class_token=False, window_size=3),
