@@ -82,17 +82,6 @@ def test_what_is_new_starts_so_that_it_changes_little():
     assert exact.relative is exact.value_conv is None and not exact.centre_keys
 
 
-def test_windows_of_the_whole_grid_see_what_a_softmax_sees():
-    """Tables of windows start at zero, as any other start would change the scores."""
-    vit = teacher(reg_tokens=2)
-    model = from_softmax(vit, ["window", "softmax", "kernelized"], window_size=6).model
-    assert [block.attn.attention for block in model.blocks] == ["window", "softmax", "kernelized"]
-    assert model.blocks[1].attn.relative is None
-    with torch.no_grad():
-        tokens = vit._pos_embed(vit.patch_embed(image(vit)))
-        torch.testing.assert_close(model.blocks[0](tokens), vit.blocks[0](tokens))
-
-
 def test_images_of_other_sizes_are_resampled_and_padded_as_timm_does():
     vit = teacher(dynamic_img_size=True, dynamic_img_pad=True, reg_tokens=3, no_embed_class=True)
     model, x = from_softmax(vit, softmax_blocks=range(3)).model, image(vit, size=(61, 22))

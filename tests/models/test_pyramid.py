@@ -1,8 +1,6 @@
 """Models with maps at four strides: their maps, their weights, and the decoders that take them."""
 
 import contextlib
-import copy
-import pickle
 import re
 
 import pytest
@@ -113,23 +111,6 @@ def test_a_wrapper_of_features_has_no_parameter_that_receives_no_gradient():
     assert shapes(maps) == [(2, 20, 12, 20), (2, 20, 3, 5)]
     sum(x.square().sum() for x in maps).backward()
     assert [n for n, p in model.named_parameters() if p.grad is None] == []
-
-
-def test_it_is_kept_moved_and_checkpointed_as_other_models():
-    model = create_model("scaleformer_vit_t_pyramid", features_only=True, **SMALL).eval()
-    x = image(64, 32)
-    maps = model(x)
-    again = pickle.loads(pickle.dumps(copy.deepcopy(model)))
-    assert all(map(torch.equal, again(x), maps))
-    model.model.set_grad_checkpointing(True)
-    assert all(map(torch.equal, model(x), maps))
-    assert model.to(torch.bfloat16)(x.to(torch.bfloat16))[0].dtype == torch.bfloat16
-    model = create_model("scaleformer_vit_t_pyramid", **SMALL, dtype=torch.float64)
-    assert all(p.dtype == torch.float64 for p in model.parameters())
-    model.set_input_size(img_size=(64, 96))
-    assert [info["reduction"] for info in model.feature_info] == STRIDES
-    with pytest.raises(ValueError, match="patch_size 8: the pyramid was made for patches of 16 px"):
-        model.set_input_size(patch_size=8)
 
 
 def test_a_decoder_takes_it_and_learns():
