@@ -173,16 +173,6 @@ def test_weights_that_lack_gates_leave_them_as_they_are(tmp_path):
     assert "blocks.{0-1}.attn.output_gate.weight" in missing and "near 0" in warning
 
 
-def test_a_sigmoid_gate_of_timm_is_not_taken_for_ours():
-    model = small(dtype=torch.float32, output_gate=True)
-    weights = model.state_dict()
-    given = {name.replace("output_gate", "gate"): value + 1 for name, value in weights.items()}
-    fitted = checkpoint_filter_fn(given, model)
-    assert all(torch.equal(fitted[name], weights[name]) for name in GATES)
-    with pytest.raises(RuntimeError, match=r"Unexpected key.*blocks.0.attn.gate.weight"):
-        model.load_state_dict(fitted)
-
-
 # Random features
 
 

@@ -373,32 +373,3 @@ def test_each_structure_is_converted_with_all_its_weights_its_function_and_timm_
             assert model.default_cfg["architecture"] == "converted_vit"
             rows, columns = model.patch_embed.patch_size
             keeps_contract(model, torch.randn(2, 3, 5 * rows, 3 * columns), (5, 3), 5)
-
-
-MIXED = dict(attention=["kernelized", "taylorshift", "window", "kernelized"], softmax_blocks=[3])
-
-
-def images(model, rows=5, columns=3):
-    height, width = model.patch_embed.patch_size
-    return torch.randn(2, 3, rows * height, columns * width)
-
-
-@pytest.mark.slow
-def test_converted_models_are_exported_and_compiled_with_open_sizes():
-    model, graphs = from_softmax(drawn("vit_base_patch16_siglip_256", depth=4), **MIXED).model, []
-    height, width = model.eval().patch_embed.patch_size
-    rows, columns = (torch.export.Dim(of, min=2, max=64) for of in ("rows", "columns"))
-    sizes = {2: height * rows, 3: width * columns}
-    program = torch.export.export(model, (images(model, 5, 3),), dynamic_shapes=(sizes,))
-
-    def backend(graph, inputs):
-        graphs.append(1)
-        return graph
-
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
-    with torch.no_grad():
-        for rows, columns in ((5, 3), (4, 6), (7, 3), (3, 9)):
-            x = images(model, rows, columns)
-            for other in (compiled, program.module()):
-                torch.testing.assert_close(other(x), model(x), atol=1e-5, rtol=1e-5)
-    assert len(graphs) <= 2

@@ -77,20 +77,6 @@ def test_bands_give_what_the_whole_image_gives(name, monkeypatch):
                 assert (found - expected).abs().max() < tolerance * expected.abs().max()
 
 
-def test_autocast_is_that_of_the_caller(monkeypatch):
-    model, image = make().float(), draw_image(60, 50).astype(np.float32)
-    monkeypatch.setattr(planning, "BAND_TOKENS", 40)
-    exact = plain(model, image, "dense")
-    with torch.autocast("cpu", torch.bfloat16):
-        found, expected = (
-            forward_tiled(model, Array(image), want="dense"),
-            plain(model, image, "dense"),
-        )
-    error = (found - expected).abs().mean()
-    assert 0 < (expected - exact).abs().mean() < 0.1
-    assert error < 2 * (expected - exact).abs().mean()
-
-
 @pytest.mark.parametrize("head", [{}, dict(head_blocks=[0, -1], head_stride=2)])
 def test_classes_of_pixels(head, monkeypatch):
     model = Segmenter(make(num_classes=0, attention="taylorshift"), 5, **head).double().eval()
