@@ -166,23 +166,6 @@ def test_a_decoder_and_timm_build_the_model_that_a_file_of_a_run_states(finetune
 PYRAMID_IS_FRESH = re.escape("not in the weights, so that they start fresh: pyramid.levels.{0-3}")
 
 
-def test_it_takes_the_weights_of_the_plain_model_and_names_what_is_new(tmp_path):
-    plain = create_model("scaleformer_vit_t", embed_dim=24, depth=2, num_heads=3).eval()
-    torch.save(plain.state_dict(), tmp_path / "plain.pth")
-    path, x = str(tmp_path / "plain.pth"), image(64, 32)
-    with pytest.warns(UserWarning, match=f"^{PYRAMID_IS_FRESH}$"):
-        model = create_model("scaleformer_vit_t_pyramid", checkpoint_path=path, **SMALL).eval()
-    assert torch.equal(model(x), plain(x))
-    with pytest.warns(UserWarning, match=f"^{PYRAMID_IS_FRESH}$"):
-        wrapper = create_model(
-            "scaleformer_vit_t_pyramid", checkpoint_path=path, features_only=True, **SMALL
-        )
-    assert torch.equal(wrapper.model.blocks[1].mlp.fc1.weight, plain.blocks[1].mlp.fc1.weight)
-    torch.save(model.state_dict(), path)
-    again = create_model("scaleformer_vit_t_pyramid", checkpoint_path=path, **SMALL)
-    assert torch.equal(again.pyramid.levels[1][0].weight, model.pyramid.levels[1][0].weight)
-
-
 def test_what_has_no_pyramid_or_contradicts_a_file_is_one_line(finetuned):
     scaleformer, taylorshift = "scaleformer_vit_t_pyramid", "taylorshift_vit_t_pyramid"
     file = dict(checkpoint_path=finetuned[1])
