@@ -66,7 +66,7 @@ def relative(
     return call
 
 
-def twin(**inputs: Tensor) -> Tensor:
+def biased_softmax(**inputs: Tensor) -> Tensor:
     """Softmax with a signed joint table, by its definition."""
     table, mask = inputs.pop("table"), inputs.pop("key_mask", None)
     bias = reference.relative_bias(Joint(table, layout_of(inputs["q"].shape[2])), inputs["q"])
@@ -136,7 +136,7 @@ OPERATIONS = {
     "kernelized, axial sum": at(KERNEL, Axial, "sum", AXIAL),
     "taylorshift, flat mean": at(TAYLOR, Flat, "mean", TAU | FLAT),
     "kernelized causal, flat mean": at(KERNEL, Flat, "mean", FLAT, causal=True),
-    "softmax twin": Operation(relative(softmax_attention, Joint, "sum"), twin, SIGNED),
+    "softmax, joint": Operation(relative(softmax_attention, Joint, "sum"), biased_softmax, SIGNED),
     "softmax in windows": at(WINDOW, Joint, "sum", SIGNED, window_size=4, shifted=True),
 }
 """One for each way through the code."""

@@ -247,9 +247,9 @@ def test_each_image_drops_its_share_of_its_own_patches():
 
 
 @pytest.mark.slow
-def test_one_graph_serves_all_sizes_of_images_and_of_canvases():
+def test_one_graph_and_one_export_serve_all_sizes_of_images_and_of_canvases():
     torch._dynamo.reset()
-    model, graphs = small(dtype=torch.float32, pos_embed="learn", depth=1).eval(), []
+    model, graphs = small(dtype=torch.float32, depth=1).eval(), []
 
     def backend(graph, inputs):
         graphs.append(graph)
@@ -257,24 +257,16 @@ def test_one_graph_serves_all_sizes_of_images_and_of_canvases():
 
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     x, sizes, _ = batch(dtype=torch.float32)
-    with torch.no_grad():
-        for height, width in ((80, 112), (48, 80), (64, 48)):
-            given = sizes.minimum(torch.tensor((height, width)))
-            canvas = x[:, :, :height, :width]
-            close(compiled(canvas, sizes=given), model(canvas, sizes=given), 1e-5)
-        compiled(canvas, sizes=given + 1000)  # a graph looks at no entry
-    assert len(graphs) <= 2
-
-
-@pytest.mark.slow
-def test_a_model_with_sizes_is_exported_with_symbolic_height_and_width():
-    model = small(dtype=torch.float32, depth=1).eval()
-    x, sizes, _ = batch(dtype=torch.float32)
     height, width = (torch.export.Dim(name, min=2, max=64) for name in ("height", "width"))
     shapes = {"x": {2: 16 * height, 3: 16 * width}, "sizes": None}
     program = torch.export.export(model, (x,), {"sizes": sizes}, dynamic_shapes=shapes)
-    canvas, given = x[:, :, :48, :80], sizes.minimum(torch.tensor((48, 80)))
-    close(program.module()(canvas, sizes=given), model(canvas, sizes=given), 1e-5)
+    with torch.no_grad():
+        for height, width in ((80, 112), (48, 80), (64, 48)):
+            given, canvas = sizes.minimum(torch.tensor((height, width))), x[:, :, :height, :width]
+            for other in (compiled, program.module()):
+                close(other(canvas, sizes=given), model(canvas, sizes=given), 1e-5)
+        compiled(canvas, sizes=given + 1000)  # a graph looks at no entry
+    assert len(graphs) <= 2
 
 
 def test_fx_traces_a_model_that_takes_sizes():

@@ -18,7 +18,7 @@ from visionattn.models import backbone, mixed_blocks
 from visionattn.models.placement import place_weights
 from visionattn.models.state_dicts import checkpoint_filter_fn, resample_table
 from visionattn.models.weights import DataSpec, load_model, save_model
-from visionattn.ops import RandomFeatures, count_classes
+from visionattn.ops import count_classes
 from visionattn.ops.local import gated
 
 DIM = 24
@@ -105,19 +105,6 @@ def test_prefix_tokens_of_gated_models_start_where_a_gate_is_open(mode):
             assert token.std().item() == pytest.approx(std, rel=0.5)
 
 
-def test_a_class_token_learns_from_patches_at_the_start():
-    torch.manual_seed(0)
-    model = create_model("scaleformer_vit_t", **SMALL, global_pool="token").double()
-    tokens = []
-    for block in model.blocks:
-        block.attn.proj.register_forward_hook(lambda *args: tokens.append(args[2]))
-    model(torch.randn(4, 3, 64, 64, dtype=torch.float64)).logsumexp(1).sum().backward()
-    for found in tokens:
-        of_class, of_patches = found[:, 0].norm(dim=-1).mean(), found[:, 1:].norm(dim=-1).mean()
-        assert of_class > 0.1 * of_patches
-    assert model.patch_embed.proj.weight.grad.norm() < 100 * model.head.weight.grad.norm()
-
-
 # Weights of other models
 
 
@@ -186,16 +173,6 @@ def test_weights_that_lack_gates_leave_them_as_they_are(tmp_path):
     assert "blocks.{0-1}.attn.output_gate.weight" in missing and "near 0" in warning
 
 
-def test_a_sigmoid_gate_of_timm_is_not_taken_for_ours():
-    model = small(dtype=torch.float32, output_gate=True)
-    weights = model.state_dict()
-    given = {name.replace("output_gate", "gate"): value + 1 for name, value in weights.items()}
-    fitted = checkpoint_filter_fn(given, model)
-    assert all(torch.equal(fitted[name], weights[name]) for name in GATES)
-    with pytest.raises(RuntimeError, match=r"Unexpected key.*blocks.0.attn.gate.weight"):
-        model.load_state_dict(fitted)
-
-
 # Random features
 
 
@@ -228,34 +205,6 @@ def test_random_features_travel_with_the_weights(tmp_path):
     assert torch.equal(loaded(image), out) and torch.equal(torch.get_rng_state(), state)
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(copied(image), out)
-
-
-def test_a_model_on_the_meta_device_draws_nothing_until_it_is_reset():
-    torch.manual_seed(0)
-    state = torch.get_rng_state()
-    with torch.device("meta"):
-        features = RandomFeatures(8, 21)
-        model = create_model("scaleformer_vit_t", **SMALL, feature_map="random")
-    assert features.projection.is_meta and all(x.is_meta for x in model.state_dict().values())
-    assert torch.equal(torch.get_rng_state(), state)
-    features.to_empty(device="cpu").reset_parameters()
-    torch.manual_seed(0)
-    assert torch.equal(features.projection, RandomFeatures(8, 21).projection)
-    assert all(x.is_meta for x in copy.deepcopy(make("random")).to("meta").state_dict().values())
-    assert count_flops(make("random"), 64, 64) > 0
-
-
-@pytest.mark.slow
-def test_one_graph_and_one_export_serve_all_sizes():
-    model, sizes = make("random").eval(), [draw_image().float(), draw_image(64, 96).float()]
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
-    sides = {i: 16 * torch.export.Dim(side, min=2, max=64) for i, side in ((2, "h"), (3, "w"))}
-    shapes = {"x": {0: torch.export.Dim("b", min=1, max=8)} | sides}
-    exported = torch.export.export(model, (sizes[0],), dynamic_shapes=shapes).module()
-    with torch.no_grad():
-        for image in sizes:
-            for other in (compiled, exported):
-                torch.testing.assert_close(other(image), model(image), rtol=1e-5, atol=1e-6)
 
 
 # The gate

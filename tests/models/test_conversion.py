@@ -82,17 +82,6 @@ def test_what_is_new_starts_so_that_it_changes_little():
     assert exact.relative is exact.value_conv is None and not exact.centre_keys
 
 
-def test_windows_of_the_whole_grid_see_what_a_softmax_sees():
-    """Tables of windows start at zero, as any other start would change the scores."""
-    vit = teacher(reg_tokens=2)
-    model = from_softmax(vit, ["window", "softmax", "kernelized"], window_size=6).model
-    assert [block.attn.attention for block in model.blocks] == ["window", "softmax", "kernelized"]
-    assert model.blocks[1].attn.relative is None
-    with torch.no_grad():
-        tokens = vit._pos_embed(vit.patch_embed(image(vit)))
-        torch.testing.assert_close(model.blocks[0](tokens), vit.blocks[0](tokens))
-
-
 def test_images_of_other_sizes_are_resampled_and_padded_as_timm_does():
     vit = teacher(dynamic_img_size=True, dynamic_img_pad=True, reg_tokens=3, no_embed_class=True)
     model, x = from_softmax(vit, softmax_blocks=range(3)).model, image(vit, size=(61, 22))
@@ -384,32 +373,3 @@ def test_each_structure_is_converted_with_all_its_weights_its_function_and_timm_
             assert model.default_cfg["architecture"] == "converted_vit"
             rows, columns = model.patch_embed.patch_size
             keeps_contract(model, torch.randn(2, 3, 5 * rows, 3 * columns), (5, 3), 5)
-
-
-MIXED = dict(attention=["kernelized", "taylorshift", "window", "kernelized"], softmax_blocks=[3])
-
-
-def images(model, rows=5, columns=3):
-    height, width = model.patch_embed.patch_size
-    return torch.randn(2, 3, rows * height, columns * width)
-
-
-@pytest.mark.slow
-def test_converted_models_are_exported_and_compiled_with_open_sizes():
-    model, graphs = from_softmax(drawn("vit_base_patch16_siglip_256", depth=4), **MIXED).model, []
-    height, width = model.eval().patch_embed.patch_size
-    rows, columns = (torch.export.Dim(of, min=2, max=64) for of in ("rows", "columns"))
-    sizes = {2: height * rows, 3: width * columns}
-    program = torch.export.export(model, (images(model, 5, 3),), dynamic_shapes=(sizes,))
-
-    def backend(graph, inputs):
-        graphs.append(1)
-        return graph
-
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
-    with torch.no_grad():
-        for rows, columns in ((5, 3), (4, 6), (7, 3), (3, 9)):
-            x = images(model, rows, columns)
-            for other in (compiled, program.module()):
-                torch.testing.assert_close(other(x), model(x), atol=1e-5, rtol=1e-5)
-    assert len(graphs) <= 2

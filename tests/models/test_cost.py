@@ -20,7 +20,6 @@ from visionattn.models.cost import (
     Expected,
     Footprint,
     ForwardMemory,
-    Memory,
     Passes,
     counting,
     scaled,
@@ -229,29 +228,6 @@ def test_auto_takes_the_largest_batch_up_to_the_images_there_are_and_512(memory)
     for model, there in ((None, None), (Looks(), 1 << 50)):
         with pytest.raises(ValueError, match="nobody can tell the memory of this model here; name"):
             memory(there, model).auto(size, 9)
-
-
-class Grows(Memory):
-    """1000 bytes and 64 for each image; ``fit`` of them leave some of what there is."""
-
-    def __init__(self, fit, beyond):
-        self.there_bytes, self.fit, self.beyond = int((1000 + 64 * fit) / SHARE) + 1, fit, beyond
-        self.asked = []
-
-    def bytes_of(self, shape):
-        self.asked.append(shape[0])
-        return 1000 + math.prod(shape) + (self.beyond if shape[0] > self.fit else 0)
-
-
-@pytest.mark.parametrize("fit, beyond, found", [(1, 0, 1), (47, math.inf, 40), (400, 0, 400)])
-def test_the_largest_batch_is_the_largest_of_those_that_are_tried(fit, beyond, found):
-    memory = Grows(fit, beyond)
-    assert memory.largest_batch((8, 8), 1000) == found
-    assert len(memory.asked) == len(set(memory.asked)) <= 8
-    assert memory.largest_batch((8, 8), 3) == min(found, 2)
-    assert memory.largest_batch((8, 8), 0) == 0
-    memory.there_bytes = 900
-    assert memory.largest_batch((8, 8), 99) == 0
 
 
 def test_images_too_large_to_be_counted_are_told_from_smaller_ones(monkeypatch, memory):

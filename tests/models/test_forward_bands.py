@@ -29,7 +29,7 @@ CASES = {
     "axial, sum": dict(attention="taylorshift", relative="axial", normalization="sum"),
     "no position": dict(relative="none", feature_map="random", qk_norm=True, value_conv=3),
     "horizon 1": dict(horizon=1, normalization="sum", value_conv=5, output_gate=True),
-    "far horizon": dict(horizon=40, depth=2, reg_tokens=3),
+    "far horizon": dict(horizon=24, depth=2, reg_tokens=3),
     "centred": dict(centre_keys=True, class_token=False, global_pool="avgmax"),
     "windows": dict(attention=["window", "kernelized", "window"], value_conv=3, **WINDOWS),
     "windows alone": dict(attention="window", relative="none", class_token=False, window_size=3),
@@ -75,20 +75,6 @@ def test_bands_give_what_the_whole_image_gives(name, monkeypatch):
                 )
                 assert found.shape == expected.shape
                 assert (found - expected).abs().max() < tolerance * expected.abs().max()
-
-
-def test_autocast_is_that_of_the_caller(monkeypatch):
-    model, image = make().float(), draw_image(60, 50).astype(np.float32)
-    monkeypatch.setattr(planning, "BAND_TOKENS", 40)
-    exact = plain(model, image, "dense")
-    with torch.autocast("cpu", torch.bfloat16):
-        found, expected = (
-            forward_tiled(model, Array(image), want="dense"),
-            plain(model, image, "dense"),
-        )
-    error = (found - expected).abs().mean()
-    assert 0 < (expected - exact).abs().mean() < 0.1
-    assert error < 2 * (expected - exact).abs().mean()
 
 
 @pytest.mark.parametrize("head", [{}, dict(head_blocks=[0, -1], head_stride=2)])

@@ -1,6 +1,5 @@
 """The contract that timm and its clients have with each name, and the geometry of models."""
 
-import math
 import warnings
 
 import pytest
@@ -132,39 +131,6 @@ def test_masks_of_pairs_and_causality_are_refused():
     for name in ("scaleformer_vit_t", "taylorshift_vit_t"):
         with pytest.raises(ValueError, match="causal"):
             small(name)(image(""), is_causal=True)
-
-
-@pytest.mark.parametrize(
-    "name, relative", [("scaleformer_vit_t", "joint"), ("taylorshift_vit_t", "flat")]
-)
-def test_dropped_patches_keep_their_places(name, relative):
-    """The kept patches' outputs are those of a full model whose other patches are masked."""
-    torch.manual_seed(0)
-    model = small(name, patch_drop_rate=0.4, relative=relative).double().train()
-    x = image(name).double()
-    tokens, layout = model._embed(x)
-    assert layout.kept.shape == (2, math.floor(15 * 0.6)) and tokens.shape[1] == layout.num_tokens
-    full = model._pos_embed(model.patch_embed(x))
-    mask = (
-        torch.zeros(2, 16, dtype=torch.bool)
-        .index_fill(1, torch.tensor([0]), True)
-        .scatter(1, layout.kept + 1, True)
-    )
-    attn = model.blocks[0].attn
-    wanted = attn(full, TokenLayout(1, layout.grid), attn_mask=mask)
-    got = attn(tokens, layout)
-    assert torch.allclose(got[:, 0], wanted[:, 0], atol=1e-12)
-    index = (layout.kept + 1).unsqueeze(-1).expand(-1, -1, 24)
-    assert torch.allclose(got[:, 1:], wanted.gather(1, index), atol=1e-12)
-
-
-def test_padding_on_request_adds_patches_at_the_bottom_and_the_right():
-    torch.manual_seed(0)
-    model = small("scaleformer_vit_t", dynamic_img_pad=True).eval()
-    x = image("", height=70, width=33)
-    padded = torch.nn.functional.pad(x, (0, 15, 0, 10))
-    assert torch.equal(model(x), model(padded))
-    assert model.forward_intermediates(x, intermediates_only=True)[0].shape[2:] == (5, 3)
 
 
 def test_images_that_do_not_fit_are_one_line():

@@ -6,7 +6,6 @@ from torch import nn
 from torch.func import functional_call
 
 from tests.helpers.oracles import assert_agree, draw, run
-from tests.models.test_absent import close
 from tests.ops.drawn_cases import Drawn
 from visionattn.layers import Attention
 from visionattn.layout import Grid, TokenLayout
@@ -128,38 +127,3 @@ def test_a_layer_and_its_gradients_are_its_definition(options, case):
 def test_a_causal_layer_does_not_look_ahead(options):
     layer, layout = make_layer(**options), TokenLayout(1, Grid(3, 4))
     assert_as_by_hand(layer, layout, causal=True)
-    x = draw(2, 13, DIM, seed=1)
-    other = torch.cat([x[:, :7], draw(2, 6, DIM, seed=2)], dim=1)
-    first, second = (layer(of, layout, is_causal=True) for of in (x, other))
-    close(first[:, :7], second[:, :7], 1e-12)
-    assert (first - second)[:, 7:].abs().min(dim=2).values.max() > 0
-    x.requires_grad_()
-    spoilt = torch.cat([x[:, :7], torch.full((2, 6, DIM), float("nan"))], dim=1)
-    grads = []
-    for of in (x, spoilt):
-        seen = layer(of, layout, is_causal=True)[:, :7]
-        grads += torch.autograd.grad(seen.square().sum(), x)
-    close(grads[1], grads[0], 1e-12)
-
-
-@pytest.mark.parametrize(
-    "attention, name",
-    [("kernelized", "masked"), ("softmax", "absent"), ("window", "masked")],
-)
-def test_what_tokens_hold_that_play_no_part_reaches_no_other(attention, name):
-    """The gate of a token is its own: NaN spoils that of no other, forwards or backwards."""
-    layer = make_layer(attention, value_conv=3, centre_keys=attention == "kernelized")
-    mask = torch.ones(2, 13, dtype=torch.bool)
-    mask[0, 5], mask[1, 9:] = False, False
-    layout = TokenLayout(1, Grid(3, 4), present=mask[:, 1:] if name == "absent" else None)
-    given = dict(attn_mask=mask) if name == "masked" else {}
-    each_token = ("qkv.weight", "output_gate.weight", "proj.weight")
-    others = [p for n, p in layer.named_parameters() if n not in each_token]
-    results = []
-    for held in (float("nan"), float("inf"), 7.0):
-        x = draw(2, 13, DIM, seed=1).masked_fill(~mask[:, :, None], held).requires_grad_()
-        out = layer(x, layout, **given)[mask]
-        grad, *grads = torch.autograd.grad(out.square().sum(), [x, *others])
-        results.append([out, grad[mask], *grads])
-    for of, wanted in zip(results[0] + results[1], results[2] * 2, strict=True):
-        close(of, wanted, 1e-12)

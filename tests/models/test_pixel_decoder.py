@@ -88,22 +88,6 @@ def test_steps_give_what_the_whole_image_gives(kind):
     torch.testing.assert_close(exact(images, labels), levels)
 
 
-@every_kind
-def test_no_value_sees_itself_or_what_follows(kind):
-    model = make(kind)
-    images, labels = draw(model, size=(4, 3))
-    with torch.inference_mode():
-        before = model.logits(images, labels).permute(0, 3, 4, 2, 1).flatten(1, 3)
-        for place in range(before.shape[1]):
-            values = in_order(images)
-            values[:, place] = (values[:, place] + 17) % 256
-            other = values.unflatten(1, (4, 3, model.in_chans)).permute(0, 3, 1, 2)
-            after = model.logits(other, labels).permute(0, 3, 4, 2, 1).flatten(1, 3)
-            assert torch.equal(after[:, : place + 1], before[:, : place + 1])
-            if place + 1 < before.shape[1]:
-                assert not torch.equal(after[:, place + 1], before[:, place + 1])
-
-
 def test_a_mixture_has_the_mass_of_logistic_distributions_over_each_level():
     out = torch.randn(11, 9, dtype=torch.float64) * 2
     found = log_mixture(out, torch.arange(8), 8).exp()

@@ -1,8 +1,6 @@
 """Models with maps at four strides: their maps, their weights, and the decoders that take them."""
 
 import contextlib
-import copy
-import pickle
 import re
 
 import pytest
@@ -115,23 +113,6 @@ def test_a_wrapper_of_features_has_no_parameter_that_receives_no_gradient():
     assert [n for n, p in model.named_parameters() if p.grad is None] == []
 
 
-def test_it_is_kept_moved_and_checkpointed_as_other_models():
-    model = create_model("scaleformer_vit_t_pyramid", features_only=True, **SMALL).eval()
-    x = image(64, 32)
-    maps = model(x)
-    again = pickle.loads(pickle.dumps(copy.deepcopy(model)))
-    assert all(map(torch.equal, again(x), maps))
-    model.model.set_grad_checkpointing(True)
-    assert all(map(torch.equal, model(x), maps))
-    assert model.to(torch.bfloat16)(x.to(torch.bfloat16))[0].dtype == torch.bfloat16
-    model = create_model("scaleformer_vit_t_pyramid", **SMALL, dtype=torch.float64)
-    assert all(p.dtype == torch.float64 for p in model.parameters())
-    model.set_input_size(img_size=(64, 96))
-    assert [info["reduction"] for info in model.feature_info] == STRIDES
-    with pytest.raises(ValueError, match="patch_size 8: the pyramid was made for patches of 16 px"):
-        model.set_input_size(patch_size=8)
-
-
 def test_a_decoder_takes_it_and_learns():
     """One step on images that are not square, and every parameter moves."""
     torch.manual_seed(0)
@@ -183,23 +164,6 @@ def test_a_decoder_and_timm_build_the_model_that_a_file_of_a_run_states(finetune
 
 
 PYRAMID_IS_FRESH = re.escape("not in the weights, so that they start fresh: pyramid.levels.{0-3}")
-
-
-def test_it_takes_the_weights_of_the_plain_model_and_names_what_is_new(tmp_path):
-    plain = create_model("scaleformer_vit_t", embed_dim=24, depth=2, num_heads=3).eval()
-    torch.save(plain.state_dict(), tmp_path / "plain.pth")
-    path, x = str(tmp_path / "plain.pth"), image(64, 32)
-    with pytest.warns(UserWarning, match=f"^{PYRAMID_IS_FRESH}$"):
-        model = create_model("scaleformer_vit_t_pyramid", checkpoint_path=path, **SMALL).eval()
-    assert torch.equal(model(x), plain(x))
-    with pytest.warns(UserWarning, match=f"^{PYRAMID_IS_FRESH}$"):
-        wrapper = create_model(
-            "scaleformer_vit_t_pyramid", checkpoint_path=path, features_only=True, **SMALL
-        )
-    assert torch.equal(wrapper.model.blocks[1].mlp.fc1.weight, plain.blocks[1].mlp.fc1.weight)
-    torch.save(model.state_dict(), path)
-    again = create_model("scaleformer_vit_t_pyramid", checkpoint_path=path, **SMALL)
-    assert torch.equal(again.pyramid.levels[1][0].weight, model.pyramid.levels[1][0].weight)
 
 
 def test_what_has_no_pyramid_or_contradicts_a_file_is_one_line(finetuned):

@@ -50,7 +50,7 @@ def test_a_shipped_model_is_what_its_name_says(name):
 
 
 @pytest.mark.parametrize("name", shipped.FILES)
-def test_timm_builds_and_loads_it_as_the_checkpoint_says(name):
+def test_timm_and_tools_build_it_as_the_checkpoint_says(name):
     expected = load_model(shipped.FILES[name])
     spec = expected.data_spec
     model = timm.create_model(name, pretrained=True).eval()
@@ -67,13 +67,9 @@ def test_timm_builds_and_loads_it_as_the_checkpoint_says(name):
     assert {n: x.shape for n, x in drawn.state_dict().items()} == same
     assert not torch.equal(drawn.head.weight, model.head.weight)
     assert not hasattr(drawn, "data_spec")
-
-
-@pytest.mark.parametrize("name", shipped.FILES)
-def test_tools_see_images_as_in_its_training_and_name_its_classes(name):
     opened = open_model(InferenceOptions(model=name, pretrained=True), classifies=True)
-    expected = open_model(InferenceOptions(checkpoint=str(shipped.FILES[name])), classifies=True)
-    assert opened.spec == expected.spec and opened.geometry == expected.geometry
+    of_file = open_model(InferenceOptions(checkpoint=str(shipped.FILES[name])), classifies=True)
+    assert opened.spec == of_file.spec and opened.geometry == of_file.geometry
 
 
 def test_timm_lists_as_pretrained_what_is_there_and_nothing_else():
