@@ -34,8 +34,6 @@ def write(
         for number, size in enumerate(SIZES):
             mask = rng.integers(0, classes, size, dtype=np.uint8)
             image = np.stack([mask * 100, mask * 0, mask * 0], -1)
-            if save is one_white and not number:
-                image[..., 0] = 100
             places = [root / layout.format(split=split, kind=kind) for kind in ("images", "masks")]
             for place in places:
                 (place / "deep").mkdir(parents=True, exist_ok=True)
@@ -71,33 +69,22 @@ def coloured(mask, path):
     Image.fromarray(np.array(COLOURS, np.uint8)[mask]).save(path)
 
 
-def in_bits(bits):
-    """A writer of grey PNGs of 2 or 4 bits, which no library that we have writes."""
-
-    def save(mask, path):
-        height, width = mask.shape
-        padded = np.zeros((height, -(-width * bits // 8) * 8 // bits), np.uint8)
-        padded[:, :width] = mask
-        places = np.unpackbits(padded[:, :, None], axis=2)[:, :, 8 - bits :]
-        rows = np.packbits(places.reshape(height, -1), axis=1)
-        lines = zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows))
-        head = struct.pack(">IIBBBBB", width, height, bits, 0, 0, 0, 0)
-        content = b"\x89PNG\r\n\x1a\n"
-        for kind, data in ((b"IHDR", head), (b"IDAT", lines), (b"IEND", b"")):
-            sums = struct.pack(">I", zlib.crc32(kind + data))
-            content += struct.pack(">I", len(data)) + kind + data + sums
-        path.write_bytes(content)
-
-    return save
+def in_four_bits(mask, path):
+    """Grey PNGs of 4 bits, which no library that we have writes."""
+    height, width = mask.shape
+    padded = np.pad(mask, ((0, 0), (0, width % 2)))
+    rows = padded[:, ::2] << 4 | padded[:, 1::2]
+    lines = zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows))
+    head = struct.pack(">IIBBBBB", width, height, 4, 0, 0, 0, 0)
+    content = b"\x89PNG\r\n\x1a\n"
+    for kind, data in ((b"IHDR", head), (b"IDAT", lines), (b"IEND", b"")):
+        sums = struct.pack(">I", zlib.crc32(kind + data))
+        content += struct.pack(">I", len(data)) + kind + data + sums
+    path.write_bytes(content)
 
 
 def now_and_then_in_one_bit(mask, path):
     Image.fromarray(mask * 255 if int(path.stem) % 2 else mask > 0).save(path)
-
-
-def one_white(mask, path):
-    """Greys of GIF have palettes of what occurs: white alone is the first place."""
-    Image.fromarray(mask * 255 if int(path.stem) else mask * 0 + 255).save(path)
 
 
 def opened(root, **more):
@@ -118,11 +105,9 @@ def items(dataset):
     [
         (NUMBERS, ".TIF", {}),
         (with_palette, ".png", {}),
-        (values(0, 1, 2, dtype=np.uint16), ".tif", {}),
         (values(0, 1, 2, dtype=np.uint16, byteorder=">"), ".tif", {}),
         (values(0, 1, 2, photometric="miniswhite"), ".tif", {}),
-        (in_bits(2), ".png", {}),
-        (in_bits(4), ".png", {}),
+        (in_four_bits, ".png", {}),
         (values(0, 1, 2, mode="RGB"), ".bmp", {}),
         (coloured, ".png", {"masks": {"colours": COLOURS}}),
     ],
@@ -141,14 +126,11 @@ def test_each_pixel_has_the_class_that_its_mask_says(tmp_path, save, suffix, mor
     ("save", "suffix", "names"),
     [
         (values(0, 255), ".png", ["ground", "roof"]),
-        (values(0, 255, mode="LA"), ".png", None),
         (values(0, 255, mode="P"), ".png", None),
-        (one_white, ".gif", None),
         (now_and_then_in_one_bit, ".png", None),
         (values(0, 65535, dtype=np.uint16), ".png", None),
         (values(0, 255, dtype=np.int32), ".tif", None),
         (values(1, 0, dtype=bool, photometric="miniswhite"), ".tif", None),
-        (values(255, 0, photometric="miniswhite"), ".tif", None),
         (values(65535, 0, dtype=np.uint16, photometric="miniswhite"), ".tif", None),
     ],
 )
@@ -251,7 +233,7 @@ def test_a_mask_goes_where_its_image_goes_and_the_rest_does_not_count(tmp_path, 
     assert np.array_equal(seen.label[sure] * 100, level[sure])
 
 
-@pytest.mark.parametrize("preset", ["light", "rand", "documents", "aerial"])
+@pytest.mark.parametrize("preset", ["rand", "documents", "aerial"])
 def test_augmentation_moves_both_alike(preset):
     """The class of a pixel is whether it is light; what stays light or dark tells it again."""
     mask = np.zeros((64, 64), np.uint8)
@@ -293,42 +275,31 @@ SPOILED = {
 }
 
 
-@pytest.mark.parametrize("words", SPOILED)
-def test_a_wrong_mask_is_the_image_that_cannot_be_read(tmp_path, words):
+def test_a_wrong_mask_is_the_image_that_cannot_be_read(tmp_path):
     path = write(tmp_path, NUMBERS, suffix=".tif") / "train" / "masks" / "deep" / "2.tif"
-    spoiled = SPOILED[words]
-    if spoiled is None:
-        path.write_bytes(b"no mask")
-    else:
-        Image.fromarray(spoiled).save(path)
     splits = opened(tmp_path, masks={"classes": ["a", "b", "c"]})
-    found = item(splits, 2)
-    assert isinstance(found, Unreadable) and words in str(found) and "masks/deep/2." in found.reason
-    assert "\n" not in str(found) and not isinstance(item(splits, 1), Unreadable)
-
-
-def test_an_unknown_colour_is_named(tmp_path):
-    splits = opened(write(tmp_path, coloured), masks={"colours": COLOURS[:2]})
+    for words, spoiled in SPOILED.items():
+        path.write_bytes(b"no mask")
+        if spoiled is not None:
+            Image.fromarray(spoiled).save(path)
+        found = item(splits, 2)
+        assert isinstance(found, Unreadable) and words in str(found)
+        assert "masks/deep/2." in found.reason and "\n" not in str(found)
+    assert not isinstance(item(splits, 1), Unreadable)
+    splits = opened(write(tmp_path / "b", coloured), masks={"colours": COLOURS[:2]})
     assert "it has the colour 0 90 255, which is none of data.masks.colours" in str(item(splits, 0))
 
 
-@pytest.mark.parametrize("what", ["two", "no folder", "no images"])
-def test_a_folder_without_whole_pairs_is_refused(tmp_path, what):
-    masks, root = write(tmp_path, NUMBERS) / "train" / "masks" / "deep", tmp_path
-    words = {
-        "two": "are masks of one image; keep one of them",
-        "no folder": "4 of 8 images of",
-        "no images": "has no images in a folder images; wanted images/* and masks/*",
-    }
-    if what == "two":
-        NUMBERS(np.zeros(SIZES[1], np.uint8), masks / "1.bmp")
-    elif what == "no folder":
-        masks.parent.rename(tmp_path / "train" / "annotations")
-    else:
-        root = masks.parent
-    with pytest.raises((ValueError, FileNotFoundError)) as caught:
-        opened(root)
-    assert words[what] in str(caught.value) and "\n" not in str(caught.value)
+def test_a_folder_without_whole_pairs_is_refused(tmp_path):
+    masks = write(tmp_path, NUMBERS) / "train" / "masks"
+    with pytest.raises(ValueError, match="has no images in a folder images; wanted images"):
+        opened(masks)
+    NUMBERS(np.zeros(SIZES[1], np.uint8), masks / "deep" / "1.bmp")
+    with pytest.raises(ValueError, match="are masks of one image; keep one of them"):
+        opened(tmp_path)
+    masks.rename(tmp_path / "train" / "annotations")
+    with pytest.raises(FileNotFoundError, match="^4 of 8 images of [^\n]*$"):
+        opened(tmp_path)
 
 
 @pytest.mark.parametrize(

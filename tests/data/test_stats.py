@@ -1,12 +1,19 @@
 """Means and spreads of one's own images agree with those of all pixels at once."""
 
+import json
+import warnings
+
 import numpy as np
 import pytest
 import yaml
 from PIL import Image
 
-from tests.helpers.tools import assert_one_error, load_tool, words
+from tests.helpers.tools import assert_one_error, load_tool, read_csv, words
+from visionattn.command import main
+from visionattn.models.weights import load_model
 from visionattn.training.options import parse_train
+
+tifffile = pytest.importorskip("tifffile")
 
 measure = load_tool("stats")
 
@@ -50,28 +57,57 @@ def test_mean_and_spread_are_those_of_all_training_pixels(pictures, tmp_path, th
     assert rows[2].endswith(f"| 0 | 200 | 6 | {len(pixels):,} |")
 
 
+def write_bands(root, high=3900):
+    """Two classes of four images of 5 bands; those of one are brighter in band 4. Their pixels."""
+    rng, kept = np.random.default_rng(0), []
+    for label, name in enumerate(("bird", "cat")):
+        (root / name).mkdir(parents=True)
+        for index in range(4):
+            pixels = rng.integers(100, high // 2, (24, 32, 5)).astype(np.uint16)
+            pixels[..., 3] += np.uint16(label * high // 2)
+            options = {"photometric": "minisblack", "planarconfig": "contig", "tile": (16, 16)}
+            tifffile.imwrite(root / name / f"{index}.tif", pixels, **options)
+            kept.append(pixels)
+    return np.stack(kept)
+
+
 def test_bands_of_16_bits_are_measured_in_the_range_that_is_found(tmp_path, capsys):
-    tifffile = pytest.importorskip("tifffile")
-    rng = np.random.default_rng(2)
-    kept = []
-    options = {"photometric": "minisblack", "planarconfig": "separate"}
-    for split, name in (("val", "a"), ("train", "a"), ("train", "b")):
-        folder = tmp_path / split / name
-        folder.mkdir(parents=True)
-        for index in range(2):
-            pixels = rng.integers(100, 4000, (5, 20, 30), np.uint16)
-            tifffile.imwrite(folder / f"{index}.tif", pixels, **options)
-            kept += [pixels] if split == "train" else []
+    write_bands(tmp_path / "val", 3000)
+    pixels = write_bands(tmp_path / "train")[..., [3, 1]].astype(np.float64) / 4095
     output = tmp_path / "stats.yaml"
     flags = words("--data.root {} --output {} --data.bands 4 2", tmp_path, output)
-    with pytest.warns(UserWarning, match="16-bit images hold values up to 3,9.*: read as 12 bits"):
+    with pytest.warns(UserWarning, match="16-bit images hold values up to 3,8.*: read as 12 bits"):
         assert measure(flags) == 0
-    pixels = np.stack(kept)[:, [3, 1]].astype(np.float64) / 4095
     found = written(output)
-    np.testing.assert_allclose(found["mean"], pixels.mean((0, 2, 3)), rtol=1e-7)
-    np.testing.assert_allclose(found["std"], pixels.std((0, 2, 3)), rtol=1e-6)
+    np.testing.assert_allclose(found["mean"], pixels.mean((0, 1, 2)), rtol=1e-7)
+    np.testing.assert_allclose(found["std"], pixels.std((0, 1, 2)), rtol=1e-6)
     assert found["bands"] == [4, 2] and "value_range" not in found  # training finds it again
     assert capsys.readouterr().out.splitlines()[2].startswith("| 4 | ")
+
+
+def test_a_model_trained_on_bands_of_12_bits_reads_them_in_every_tool(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_bands(tmp_path / "five")
+    write_bands(tmp_path / "bright", high=30_000)
+    flags = "train --data.name folder --data.root five --data.img_size 16 --data.bands 4 2"
+    flags += " --data.val_fraction 0.5 --data.workers 0 --optim.warmup_epochs 0 --batch_size 2"
+    flags += " --model.args.patch_size 8 --model.args.embed_dim 24 --model.args.depth 1"
+    with pytest.warns(UserWarning, match="16-bit images hold values up to 3,8.*read as 12 bits"):
+        assert main([*flags.split(), "--model.args.num_heads", "3", "--epochs", "2"]) == 0
+    (weights,) = tmp_path.rglob("best.safetensors")
+    spec = load_model(weights).data_spec
+    assert (spec.in_chans, spec.bands, spec.value_range) == (2, (4, 2), (0, 4095))
+    # The range is not found anew where values are brighter than in training.
+    for line in (
+        f"validate --checkpoint {weights} --data.root bright --json a.json",
+        f"predict --checkpoint {weights} --images five --workers 0 --output a.csv",
+        f"features --checkpoint {weights} --images five --workers 0 --output features",
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert main(line.split()) == 0
+    assert json.loads((tmp_path / "a.json").read_text())["rows"][0]["images"] == 8
+    assert [row["status"] for row in read_csv(tmp_path / "a.csv")] == ["ok"] * 8
 
 
 def test_training_takes_the_file_beside_its_own_configuration(pictures, tmp_path):

@@ -20,7 +20,7 @@ from visionattn.data.geometry import Box
 from visionattn.inference import attribution_folder
 from visionattn.inference.look_options import parse_look
 from visionattn.models.attribution import find_attribution, principal, watch
-from visionattn.models.weights import load_model
+from visionattn.models.weights import DataSpec, load_model
 
 MAX = ARGS | dict(global_pool="max", class_token=False)
 FILE = "best.safetensors"
@@ -123,6 +123,14 @@ def test_the_same_twice_and_a_folder_is_replaced_when_asked(folder):
     assert all(again[name] == first[name] for name in first if name.endswith(".png"))
     (folder / "mine").mkdir()
     assert look("b.png", "--overwrite", output="mine") == 2
+
+
+def test_many_bands_of_any_range_are_drawn(folder):
+    spec = DataSpec(5, 2, (), (0.4,) * 5, (0.3,) * 5, None, 16, bands=(1, 2, 3, 4, 5))
+    write_weights(folder / "bands.safetensors", replace(spec, value_range=(0.0, 4.0)), args=MAX)
+    np.save("bands.npy", np.random.default_rng(3).uniform(0, 4, (40, 48, 5)).astype(np.float32))
+    assert look("bands.npy", file="bands.safetensors") == 0
+    assert summary(folder / "out")[0]["class"] in ("0", "1")
 
 
 def test_a_model_that_comes_with_weights_may_stand_first(folder):
