@@ -243,6 +243,7 @@ def test_options_of_training_are_refused_where_no_epoch_is_left(tmp_path):
     assert "goes on after epoch 2, step 16" in printed and "epochs is now 3, was 2" in printed
     assert "optim.lr is now 0.002, was 0.003" in printed and "epoch 2/3" not in printed
     assert [row["epoch"] for row in rows(tmp_path / "small")] == ["1", "2", "3"]
+    assert [line["kind"] for line in lines(tmp_path / "small")].count("test") == 1
 
 
 def test_lines_of_a_process_that_died_after_its_last_state_are_not_written_twice(tmp_path):
