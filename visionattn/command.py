@@ -29,7 +29,8 @@ def train(argv: Words, say: Say) -> None:
     from visionattn.training.distributed import joined
     from visionattn.training.engine import train
     from visionattn.training.options import parse_train
-    from visionattn.training.run_progress import how_to_resume, report
+    from visionattn.training.run_folder import how_to_resume
+    from visionattn.training.run_progress import report
 
     with joined() as processes:
         config = processes.together(lambda: parse_train(argv))

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from tests.helpers.small_runs import (
     SPEC,
@@ -62,9 +61,10 @@ def files(folder: Path) -> set[str]:
 
 
 def test_a_run_leaves_weights_state_configuration_and_figures(tmp_path):
-    config = small_config(tmp_path)
+    config = small_config(tmp_path, optim=EVERYTHING | {"accumulate": 1})
     result, printed = run(config)
     folder = tmp_path / "small"
+    assert parse(TrainConfig, ["--config", str(folder / "config.yaml")]) == config
     assert files(folder) == {
         *words(
             "best.safetensors last.pt previous.pt config.yaml metrics.jsonl summary.csv "
@@ -91,15 +91,6 @@ def test_a_run_leaves_weights_state_configuration_and_figures(tmp_path):
     assert "epoch 2/2" in printed and printed.count("%") == 2
     events = next(folder.glob("events*")).read_bytes()
     assert all(tag in events for tag in (b"train/loss", b"train/lr", b"epoch/val_accuracy"))
-
-
-def test_the_kept_configuration_is_that_of_the_run(tmp_path):
-    config = small_config(tmp_path, optim=EVERYTHING, overwrite=True)
-    run(config)
-    path = tmp_path / "small" / "config.yaml"
-    again = parse(TrainConfig, ["--config", str(path)])
-    config.overwrite = False
-    assert again == config and yaml.safe_load(path.read_text())["optim"]["cutmix"] == 0.5
 
 
 def test_the_best_weights_are_those_of_the_best_validation_not_the_last_and_not_the_test(
@@ -253,6 +244,7 @@ def test_options_of_training_are_refused_where_no_epoch_is_left(tmp_path):
     assert "goes on after epoch 2, step 16" in printed and "epochs is now 3, was 2" in printed
     assert "optim.lr is now 0.002, was 0.003" in printed and "epoch 2/3" not in printed
     assert [row["epoch"] for row in rows(tmp_path / "small")] == ["1", "2", "3"]
+    assert [line["kind"] for line in lines(tmp_path / "small")].count("test") == 1
 
 
 def test_lines_of_a_process_that_died_after_its_last_state_are_not_written_twice(tmp_path):
@@ -454,17 +446,3 @@ def test_a_run_starts_from_the_weights_of_another_with_another_size(tmp_path):
             data={"img_size": 24},
         )
     )
-
-
-def test_on_a_terminal_there_is_a_bar_and_elsewhere_plain_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr("visionattn.cli.progress.QUIET_SECONDS", 0.0)
-
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    terminal = Terminal()
-    train(small_config(tmp_path, epochs=1), stream=terminal)
-    _, plain = run(small_config(tmp_path, epochs=1, run="plain"))
-    assert "8/8" in terminal.getvalue() and "epoch 1/1" in terminal.getvalue()
-    assert "\x1b" not in plain and "8/8" not in plain and len(plain.splitlines()) == 5

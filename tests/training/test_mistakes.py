@@ -23,7 +23,7 @@ from tests.helpers.small_runs import (
     small_config,
     small_trainer,
 )
-from visionattn.data.batches import EvalBatches, Item, SampleKey, Unreadable
+from visionattn.data.batches import EvalBatches, SampleKey, Unreadable
 from visionattn.data.data_config import DataConfig
 from visionattn.models.weights import load_model
 from visionattn.training import engine
@@ -35,7 +35,6 @@ from visionattn.training.mistakes import (
     MOST_PAIRS,
     address,
     by_class,
-    mistake_of,
     read_by_class,
     write_by_class,
 )
@@ -170,24 +169,6 @@ def test_a_large_picture_is_bounded_and_keeps_its_shape():
     assert picture_of(address(smooth)).shape[:2] == (600, 600)
     bands = np.random.default_rng(0).integers(0, 255, (30, 64, 5)).astype(np.uint8)
     np.testing.assert_array_equal(picture_of(address(bands)), bands[..., :3])
-
-
-def test_a_broad_picture_has_more_width_than_others():
-    class Pages:
-        def __init__(self, height, width):
-            self.image = np.zeros((height + 8, width + 8, 1), np.uint8)
-            self.image[:height, :width] = 200
-
-        def __getitem__(self, key):
-            height, width = self.image.shape[0] - 8, self.image.shape[1] - 8
-            return Item(self.image, 0, (height, width))
-
-    sizes = {(1000, 4000): (300, 1200), (2000, 2000): (600, 600), (4000, 1000): (900, 225)}
-    for size, shown in sizes.items():
-        kept = mistake_of(np.array([0, 1, -1.0, -0.5, 0]), Pages(*size), square(16), None)
-        picture = picture_of(kept.picture)
-        assert picture.shape == shown and kept.wide == (shown[1] == 1200)
-        assert abs(picture.astype(int) - 200).max() < 9  # what is absent is not shown
 
 
 def test_of_many_pairs_the_most_frequent_are_kept_and_the_file_stays_small(tmp_path):

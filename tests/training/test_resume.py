@@ -95,59 +95,6 @@ def test_a_run_killed_at_random_moments_and_resumed_ends_as_one_never_interrupte
     assert_same_end(whole, folder)
 
 
-def die_at(call: int, draw: random.Random):
-    """What makes a process kill itself around its given call of a function that writes, in the
-    middle of a state too.
-    """
-    counted, after = iter(range(1, 10_000)), draw.random() < 0.5
-
-    def deadly(real, spoil=lambda *arguments: None):
-        def work(*arguments, **options):
-            last = next(counted) == call
-            if last and not after:
-                spoil(*arguments)
-                os.kill(os.getpid(), signal.SIGKILL)
-            result = real(*arguments, **options)
-            if last:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result
-
-        return work
-
-    def prepare() -> None:
-        os.fsync, os.replace = deadly(os.fsync), deadly(os.replace)
-        torch.save = deadly(
-            torch.save, lambda state, file: file.write(b"PK" + bytes(5000)) and file.flush()
-        )
-
-    return prepare
-
-
-@pytest.mark.parametrize(
-    ("kills", "save_every"), [(3, 3), pytest.param(20, None, marks=pytest.mark.slow)]
-)
-def test_a_run_killed_in_the_middle_of_writing_ends_as_one_never_interrupted(
-    tmp_path, finished, kills, save_every
-):
-    draw, folder, killed, code = random.Random(3), tmp_path / "small", 0, 1
-    whole = finished(save_every=save_every)
-    while code:
-        call = draw.randint(1, 40) if killed < kills else 10_000
-        process = start(
-            config_of(tmp_path, resume=folder.exists(), save_every=save_every), die_at(call, draw)
-        )
-        code = end(process)
-        assert code in (0, -signal.SIGKILL)
-        if code == 0 and killed < kills:
-            assert_same_end(whole, folder)
-            engine.clear(folder)
-            folder.rmdir()
-            code = 1
-        else:
-            killed += 1
-    assert_same_end(whole, folder)
-
-
 def test_a_run_killed_with_its_first_best_weights_on_the_disk_goes_on(tmp_path, rare):
     def prepare() -> None:
         real = trainer.save_model

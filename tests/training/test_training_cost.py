@@ -7,7 +7,7 @@ import json
 import math
 import random
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -315,17 +315,6 @@ def test_the_largest_batch_has_the_most_pixels_and_then_the_largest_images():
     shapes = np.array([[4, 10, 10], [1, 20, 20], [2, 10, 10]])
     assert largest_shape(shapes) == (1, 20, 20)
     assert largest_shape(np.array([[5, 10, 10], [1, 20, 20]])) == (5, 10, 10)
-
-
-def test_the_batch_size_is_a_number_or_auto(tmp_path):
-    from visionattn.training.options import parse_train
-
-    assert parse_train(["--batch-size", "auto"]).batch_size == "auto"
-    assert parse_train(["--batch-size", "7"]).batch_size == 7
-    for wrong in ("most", "1.5"):
-        with pytest.raises(ValueError, match="batch_size must be a whole number or one of auto"):
-            parse_train([f"--batch-size={wrong}"])
-    assert asdict(small_config(tmp_path))["batch_size"] == 8
 
 
 def test_the_first_line_comes_before_any_image_is_looked_at(tmp_path, monkeypatch, small):

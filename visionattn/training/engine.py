@@ -45,8 +45,16 @@ from visionattn.training.distributed import (
     ranks_per_image,
 )
 from visionattn.training.objectives import Objective
-from visionattn.training.run_folder import BEST, LAST, Record, Status, clear, run_folder
-from visionattn.training.run_progress import Result, how_to_resume
+from visionattn.training.run_folder import (
+    BEST,
+    LAST,
+    Record,
+    Status,
+    clear,
+    how_to_resume,
+    run_folder,
+)
+from visionattn.training.run_progress import Result
 from visionattn.training.trainer import Trainer
 from visionattn.training.training_cost import TrainingMemory, check_memory, forecast, with_batch
 

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
+from visionattn.cli.commands import typed
 from visionattn.cli.ends import (
     DoesNotFit,
     NonFinite,
@@ -88,6 +89,12 @@ def run_folder(config: TrainConfig) -> Path:
             f"{folder} is not empty; {way_on}--overwrite deletes it, --run NAME writes elsewhere"
         )
     return folder
+
+
+def how_to_resume(config: TrainConfig) -> str:
+    """Return the command that resumes a run."""
+    kept = Path(config.output) / config.run / CONFIG
+    return typed("train", "--config", str(kept), "--resume")
 
 
 def can_go_on(folder: Path) -> bool:

@@ -216,9 +216,3 @@ def next_commands(config: TrainConfig, result: Result) -> list[str]:
             sizes = [str([list(each) for each in result.sizes_px])]
         validate += ["--img-size", *sizes]
     return [typed(*validate)]
-
-
-def how_to_resume(config: TrainConfig) -> str:
-    """Return the command that resumes a run."""
-    kept = Path(config.output) / config.run / "config.yaml"
-    return typed("train", "--config", str(kept), "--resume")
