@@ -22,10 +22,9 @@ from visionattn.data.batches import Batch
 from visionattn.data.data_config import DataConfig
 from visionattn.models import from_softmax
 from visionattn.training.config import OptimConfig
-from visionattn.training.distil.config import StageConfig, stage_data, stage_run
-from visionattn.training.distil.objective import Imitating
-from visionattn.training.distil.run import Whole
-from visionattn.training.distil.search import BlockLosses, measure_blocks
+from visionattn.training.distil.distil_config import StageConfig, stage_data, stage_run
+from visionattn.training.distil.distillation import Whole, begin
+from visionattn.training.distil.imitation import Imitating, block_losses
 from visionattn.training.distil.student import Preparing, carry, images_of, open_taught
 from visionattn.training.distributed import Processes
 from visionattn.training.objectives import Objective
@@ -112,22 +111,9 @@ def test_a_step_takes_the_mean_of_images_with_the_teacher_in_tiles_and_teaches_t
 # Which blocks stay softmax
 
 
-def test_those_of_the_largest_losses_stay_softmax_and_of_equals_the_first():
-    table = BlockLosses([0.1, 0.5, 0.3, 0.5])
-    assert [table.worst(count) for count in (1, 2, 3)] == [[1], [1, 3], [1, 2, 3]]
-    assert table.csv([1]).splitlines()[1:3] == ["0,0.1,0", "1,0.5,1"]
-
-
 def losses_of_blocks(student, teacher, batches, processes=None):
-    return measure_blocks(
-        student,
-        teacher,
-        batches,
-        SPEC,
-        device=CPU,
-        amp="none",
-        processes=processes or Processes(),
-    ).losses
+    given = processes or Processes()
+    return block_losses(student, teacher, batches, SPEC, "none", given)
 
 
 def test_blocks_are_measured_by_what_images_fill_and_over_all_processes():
@@ -172,7 +158,6 @@ def test_a_block_that_is_softmax_from_now_on_has_the_teachers_attention_again():
 def test_each_stage_begins_with_the_best_weights_of_the_one_before_it(tmp_path, monkeypatch):
     config = config_of(tmp_path, tmp_path, stages=["a", "b", "c"], search_softmax_blocks=1)
     begun = []
-    monkeypatch.setattr(Whole, "begin", lambda whole: None)
     monkeypatch.setattr(Whole, "search", lambda whole, count: [count])
     monkeypatch.setattr(Whole, "stage", lambda whole, *given: begun.append(given) or "")
     result = Whole(config, tmp_path, SimpleNamespace(lines=[]), Processes(), None).run()
@@ -241,11 +226,10 @@ def test_overwriting_deletes_what_says_what_there_was_first_and_all_of_it(tmp_pa
     left = folder / ".blocks.csv.0123456789abcdef.visionattn.tmp"
     left.write_text("half")
     monkeypatch.setattr(
-        "visionattn.training.distil.run.clear",
+        "visionattn.training.distil.distillation.clear",
         lambda path: said.append((folder / "distil.yaml").exists()),
     )
-    whole = Whole(config_of(tmp_path, tmp_path, overwrite=True), folder, None, Processes(), None)
-    whole.begin()
+    begin(config_of(tmp_path, tmp_path, overwrite=True), folder)
     assert said == [False]
     assert not (folder / "blocks.csv").exists() and not left.exists()
     assert "overwrite: false" in (folder / "distil.yaml").read_text()

@@ -15,7 +15,7 @@ from visionattn.data.splits import build_splits
 from visionattn.models.building import patch_size
 from visionattn.models.conversion import student_of
 from visionattn.training.config import TrainConfig
-from visionattn.training.distil.config import parse_distil, stage_data
+from visionattn.training.distil.distil_config import parse_distil, stage_data
 from visionattn.training.distil.imitation import Imitation, learn
 from visionattn.training.distil.student import check_student, open_taught
 

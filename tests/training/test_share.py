@@ -33,7 +33,7 @@ from visionattn.models.entry_points import images_cfg
 from visionattn.models.weights import DataSpec, load_model, read_metadata, read_safetensors
 from visionattn.training import engine
 from visionattn.training.card import _distilled, command_of
-from visionattn.training.distil.config import DistilConfig, parse_distil
+from visionattn.training.distil.distil_config import DistilConfig, parse_distil
 from visionattn.training.options import parse_train
 
 NATIVE = DataSpec(2, 3, ("a", "b b", 'c"\n'), (0.3, 0.4), (0.2, 0.1), None, None, "native", 60)

@@ -25,8 +25,8 @@ from visionattn.models.registration import is_ours
 from visionattn.models.weights import Kept, described, read_metadata
 from visionattn.training.checkpoint import best_figures
 from visionattn.training.config import TrainConfig
-from visionattn.training.distil.config import DistilConfig
-from visionattn.training.distil.run import DISTIL, WORDS
+from visionattn.training.distil.distil_config import DistilConfig
+from visionattn.training.distil.distillation import DISTIL, WORDS
 from visionattn.training.run_folder import BEST, CONFIG, STATUS
 
 MOST_CLASSES = 40
