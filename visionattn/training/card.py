@@ -27,6 +27,7 @@ from visionattn.training.checkpoint import best_figures
 from visionattn.training.config import TrainConfig
 from visionattn.training.distil.distil_config import DistilConfig
 from visionattn.training.distil.distillation import DISTIL, WORDS
+from visionattn.training.options import parse_train
 from visionattn.training.run_folder import BEST, CONFIG, STATUS
 
 MOST_CLASSES = 40
@@ -88,7 +89,7 @@ def _run(checkpoint: Path) -> dict[str, Any]:
     folder, parent = checkpoint.absolute().parent, checkpoint.absolute().parents[1]
     if checkpoint.name != BEST or not (folder / CONFIG).is_file():
         return {}
-    config = parse(TrainConfig, ["--config", str(folder / CONFIG)])
+    config = parse_train(["--config", str(folder / CONFIG)])
     status: dict[str, Any] = {}
     if (folder / STATUS).is_file():
         way_out = "delete it to share without its figures"

@@ -42,8 +42,9 @@ from visionattn.models.machine import pick_device, precision_taken
 from visionattn.models.patches import takes_sizes
 from visionattn.models.pixel_classes import class_names
 from visionattn.models.weights import DataSpec, existing, load_model
-from visionattn.training.config import TrainConfig, ValidateConfig
+from visionattn.training.config import ValidateConfig
 from visionattn.training.evaluate import Evaluation, evaluate
+from visionattn.training.options import parse_train
 from visionattn.training.run_folder import CONFIG
 from visionattn.training.training_cost import known, largest_images, largest_shape, loading_bytes
 
@@ -98,7 +99,7 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
         path = existing(given["checkpoint"])
         beside = path.with_name(CONFIG)
         if beside.is_file():
-            run = parse(TrainConfig, ["--config", str(beside)])
+            run = parse_train(["--config", str(beside)])
             # Of a run's data, another data set takes only what means the same for it.
             keep = (
                 asdict(run.data)

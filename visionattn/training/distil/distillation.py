@@ -26,7 +26,6 @@ from visionattn.models.conversion import student_of
 from visionattn.models.weights import load_model
 from visionattn.training import engine
 from visionattn.training.checkpoint import differences
-from visionattn.training.config import TrainConfig
 from visionattn.training.distil.distil_config import (
     STAGES,
     DistilConfig,
@@ -43,6 +42,7 @@ from visionattn.training.distil.student import (
     open_taught,
 )
 from visionattn.training.distributed import Processes
+from visionattn.training.options import parse_train
 from visionattn.training.run_folder import (
     BEST,
     CONFIG,
@@ -275,7 +275,7 @@ class Whole:
         if processes.on_first(table.is_file):
             rows = csv.DictReader(processes.on_first(table.read_text).splitlines())
             return [int(row["block"]) for row in rows if row["softmax"] == "1"]
-        run = parse(TrainConfig, ["--config", str(self.folder / "a" / CONFIG)])
+        run = parse_train(["--config", str(self.folder / "a" / CONFIG)])
         device = processes.device(run.device)
         if run.threads:  # also where stage a was done before
             torch.set_num_threads(run.threads)
