@@ -239,7 +239,7 @@ def test_options_of_training_are_refused_where_no_epoch_is_left(tmp_path):
     ):
         run(small_config(tmp_path, resume=True, optim={"lr": 2e-3}))
     assert (tmp_path / "small" / "config.yaml").read_bytes() == kept
-    run(small_config(tmp_path, resume=True, eval_batch_size=5))
+    run(small_config(tmp_path, resume=True))
     _, printed = run(small_config(tmp_path, resume=True, epochs=3, optim={"lr": 2e-3}))
     assert "goes on after epoch 2, step 16" in printed and "epochs is now 3, was 2" in printed
     assert "optim.lr is now 0.002, was 0.003" in printed and "epoch 2/3" not in printed

@@ -32,8 +32,7 @@ from visionattn.training.run_folder import BEST, CONFIG, STATUS
 
 MOST_CLASSES = 40
 """The most classes that a card lists; ``config.json`` has all."""
-UNTOLD = ("output", "resume", "overwrite", "show_batch", "parallel", "sequence_ranks")
-UNTOLD += ("dist_timeout",)
+UNTOLD = ("output", "resume", "overwrite", "show_batch", "parallel", "dist_timeout")
 """Options of a run that decide nothing of its weights, or that are for several processes."""
 TOLD = ("model.name", "data.name")
 """Options that a card tells even where they are as usual."""

@@ -55,7 +55,7 @@ from visionattn.training.run_progress import Position
 
 STATE_FORMAT, STATE_VERSION = "visionattn.state", 4
 QUIET = frozenset({"resume", "overwrite", "output", "run", "show_batch", "log_every", "save_every"})
-QUIET |= {"init_from", "parallel", "sequence_ranks", "dist_timeout"}
+QUIET |= {"init_from", "parallel", "dist_timeout"}
 """Options that may differ on resume without a word."""
 BINDING = ("seed", "optim.name", "optim.layer_decay")
 BINDING += ("data.name", "data.task", "data.val_fraction", "data.args", "data.fit")

@@ -89,8 +89,6 @@ class TrainConfig:
     """Seed of weights, order, augmentation and the embedded data sets' splits."""
     threads: int | None = None
     """CPU threads of torch; None: torch's own choice."""
-    eval_batch_size: int | None = None
-    """Images per batch of evaluation; None: ``batch_size``."""
     save_every: int | None = 500
     """Optimiser steps between two states within an epoch, from which a killed run goes on; None:
     one after each epoch.
@@ -99,13 +97,10 @@ class TrainConfig:
     """Optimiser steps between two lines of ``metrics.jsonl``. None: 50, or less where a run is so
     short that it would have fewer than 200 lines.
     """
-    parallel: Literal["ddp", "fsdp", "sequence"] | None = None
+    parallel: Literal["ddp", "fsdp", "sequence"] | int | None = None
     """Under ``torchrun`` alone: each process has the whole model (``ddp``), its share of it
-    (``fsdp``), or the whole model and some rows of each image (``sequence``). None: ``ddp``.
-    """
-    sequence_ranks: int | None = None
-    """With ``parallel`` sequence: how many processes share an image, which divides the number of
-    processes; None: all.
+    (``fsdp``), or the whole model and some rows of each image (``sequence``). A number is
+    ``sequence`` with so many processes for each image. None: ``ddp``.
     """
     dist_timeout: float = 600.0
     """Under ``torchrun`` alone: seconds that a process waits for an answer of the others before the
@@ -168,11 +163,10 @@ def check(config: TrainConfig) -> None:
     positive = {
         "epochs": config.epochs,
         "batch_size": 1 if config.batch_size == "auto" else config.batch_size,
-        "eval_batch_size": config.eval_batch_size,
         "threads": config.threads,
         "log_every": config.log_every,
         "save_every": config.save_every,
-        "sequence_ranks": config.sequence_ranks,
+        "parallel": config.parallel if isinstance(config.parallel, int) else None,
         "dist_timeout": config.dist_timeout,
         "optim.accumulate": optim.accumulate,
         "optim.lr": optim.lr,
@@ -242,9 +236,7 @@ def _check_together(config: TrainConfig) -> None:
         )
     if data.task == "generate":
         _check_writing(config)
-    if config.sequence_ranks is not None and config.parallel != "sequence":
-        raise ValueError("sequence_ranks is for parallel sequence; give both, or neither")
-    if config.parallel == "sequence":
+    if config.parallel == "sequence" or isinstance(config.parallel, int):
         _check_sequence(config)
     if config.resume and config.overwrite:
         raise ValueError("resume goes on with a run and overwrite deletes it: give one of them")

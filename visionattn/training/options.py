@@ -17,6 +17,8 @@ MOVED = {
     "data.download": "it is --data.args.download",
     "data.range_found": "leave it out",
     "optim.warmup_lr": "the warm-up begins at 1e-6; leave it out",
+    "eval_batch_size": "evaluation takes batch_size; leave it out",
+    "sequence_ranks": "it is --parallel NUMBER",
     "init_model": "`visionattn convert` makes a file for --init_from",
 }
 """Options of version 0.1 that are gone, and what takes their place."""

@@ -107,7 +107,7 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
                 else of_any_data(run.data)
             )
             defaults = {f"data.{key}": value for key, value in keep.items()}
-            defaults |= {"seed": run.seed, "batch_size": run.eval_batch_size or run.batch_size}
+            defaults |= {"seed": run.seed, "batch_size": run.batch_size}
             trained_on = run.data
         elif "data.name" not in given:
             raise ValueError(

@@ -101,8 +101,6 @@ class DistilConfig(StudentOptions):
     """The optimisation."""
     batch_size: int | Literal["auto"] = 64
     """Images per batch, of all processes together. ``auto``: the most that fit into memory."""
-    eval_batch_size: int | None = None
-    """Images per batch of evaluation; None: that of the stage."""
     grad_checkpointing: bool = False
     """Keep the inputs of the student's blocks alone for the backward pass of stages b and c: less
     memory, more time.
@@ -239,7 +237,6 @@ def stage_run(
         optim=OptimConfig(lr=stage.lr, **asdict(config.optim)),
         epochs=stage.epochs,
         batch_size=stage.batch_size or config.batch_size,
-        eval_batch_size=config.eval_batch_size,
         seed=config.seed,
         device=config.device,
         amp=config.amp,

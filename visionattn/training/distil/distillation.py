@@ -284,7 +284,7 @@ class Whole:
         batches = eval_batches(
             splits.validation,
             run.data,
-            batch_size=run.eval_batch_size or run.batch_size,
+            batch_size=run.batch_size,
             geometry=geometry_of(splits.spec, patch_size(student)),
         )
         batches.divide(processes.rank, processes.size)
