@@ -78,7 +78,6 @@ def config_of(output: Path, teacher: Path, **options: Any) -> DistilConfig:
         output=str(output),
         run="small",
         save_every=2,
-        log_every=1,
     )
     return DistilConfig(**(fixed | options))
 

@@ -41,7 +41,7 @@ def small_data(monkeypatch):
 
 def run_on(size: int, output: Path, *, code: int = 0, **options) -> list[Ended]:
     """Train on so many processes, forked also where there is but one."""
-    config = small_config(output, log_every=1, **options)
+    config = small_config(output, **options)
 
     def work(rank):
         def tool():

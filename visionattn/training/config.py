@@ -93,10 +93,6 @@ class TrainConfig:
     """Optimiser steps between two states within an epoch, from which a killed run goes on; None:
     one after each epoch.
     """
-    log_every: int | None = None
-    """Optimiser steps between two lines of ``metrics.jsonl``. None: 50, or less where a run is so
-    short that it would have fewer than 200 lines.
-    """
     parallel: Literal["ddp", "fsdp", "sequence"] | int | None = None
     """Under ``torchrun`` alone: each process has the whole model (``ddp``), its share of it
     (``fsdp``), or the whole model and some rows of each image (``sequence``). A number is
@@ -164,7 +160,6 @@ def check(config: TrainConfig) -> None:
         "epochs": config.epochs,
         "batch_size": 1 if config.batch_size == "auto" else config.batch_size,
         "threads": config.threads,
-        "log_every": config.log_every,
         "save_every": config.save_every,
         "parallel": config.parallel if isinstance(config.parallel, int) else None,
         "dist_timeout": config.dist_timeout,

@@ -18,6 +18,7 @@ MOVED = {
     "data.range_found": "leave it out",
     "optim.warmup_lr": "the warm-up begins at 1e-6; leave it out",
     "eval_batch_size": "evaluation takes batch_size; leave it out",
+    "log_every": "metrics.jsonl has a line every 50 steps, or 200 lines; leave it out",
     "sequence_ranks": "it is --parallel NUMBER",
     "init_model": "`visionattn convert` makes a file for --init_from",
 }

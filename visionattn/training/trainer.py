@@ -148,7 +148,7 @@ class Trainer:
         self.progress = Progress(0)
         self.watched = nn.Identity() if config.compile or self.processes.size > 1 else model
         """The model whose blocks move the progress bar; compiled ones cannot."""
-        self.log_every = config.log_every or max(1, min(LOG_EVERY, config.epochs * steps // LINES))
+        self.log_every = max(1, min(LOG_EVERY, config.epochs * steps // LINES))
         self.input_shape: tuple[int, ...] = self.shape_of(config.batch_size)
         """Shape of the last batch, ``[B, C, H, W]``."""
         self.clock: float | None = None

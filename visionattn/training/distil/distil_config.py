@@ -121,10 +121,6 @@ class DistilConfig(StudentOptions):
     """Go on where the distillation in the folder stopped."""
     overwrite: bool = False
     """Delete what an earlier one left in the folder."""
-    log_every: int | None = None
-    """Optimiser steps between two lines of ``metrics.jsonl``. None: 50, or less where a stage is so
-    short that it would have fewer than 200 lines.
-    """
     save_every: int | None = 500
     """Optimiser steps between two states within an epoch, from which a killed one goes on; None:
     one after each epoch.
@@ -245,7 +241,6 @@ def stage_run(
         run=letter,
         resume=config.resume,
         overwrite=config.overwrite,
-        log_every=config.log_every,
         save_every=config.save_every,
         dist_timeout=config.dist_timeout,
     )
