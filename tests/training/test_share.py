@@ -259,7 +259,7 @@ def test_the_command_of_a_card_trains_with_the_same_configuration(tmp_path):
     config = small_config(tmp_path, optim={"clip_grad": None, "ema_decay": 0.9}, seed=3)
     config.data.img_size_choices, config.data.args = [16, 24], {}
     line = command_of(config)
-    assert line.startswith("visionattn train --model.name scaleformer_vit_t --model.args '{")
+    assert line.startswith("visionattn train --epochs 2 ") and "--model.args '{" in line
     again = parse_train(shlex.split(line)[2:])
     again.output = config.output
     assert asdict(again) == asdict(config)
