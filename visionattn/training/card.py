@@ -36,7 +36,7 @@ UNTOLD = ("output", "resume", "overwrite", "show_batch", "parallel", "dist_timeo
 """Options of a run that decide nothing of its weights, or that are for several processes."""
 TOLD = ("model.name", "data.name")
 """Options that a card tells even where they are as usual."""
-PATHS = ("data.root", "init_from", "teacher")
+PATHS = ("data.root", "data.augment", "init_from", "teacher")
 """Options of which a card has the last part of the path."""
 
 

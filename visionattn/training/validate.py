@@ -25,6 +25,7 @@ from visionattn.data.drawn_images import seen_as
 from visionattn.data.geometry import Geometry, check_geometry, pixels, sides
 from visionattn.data.mask_files import check_judged
 from visionattn.data.mask_values import said_of_masks
+from visionattn.data.ranges import check_signs
 from visionattn.data.splits import eval_batches, images_to_judge
 from visionattn.data.walk import listed
 from visionattn.model_config import Task
@@ -172,11 +173,8 @@ class Validation:
     """
 
     def __init__(self, config: ValidateConfig):
-        for key, value in {"batch_size": config.batch_size, "threads": config.threads}.items():
-            if value not in (None, "auto") and value < 1:
-                raise ValueError(f"{key} must be above 0, got {value}")
-        if config.seed < 0:
-            raise ValueError(f"seed must be at least 0, got {config.seed}")
+        batch_size = None if config.batch_size == "auto" else config.batch_size
+        check_signs({"batch_size": batch_size, "threads": config.threads}, {"seed": config.seed})
         if config.json:
             check_free(Path(config.json), overwrite=True)
         if config.threads:
