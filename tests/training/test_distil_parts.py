@@ -21,13 +21,11 @@ from tests.helpers.small_runs import SPEC
 from visionattn.data.batches import Batch
 from visionattn.data.data_config import DataConfig
 from visionattn.models import from_softmax
-from visionattn.training.config import OptimConfig
 from visionattn.training.distil.distil_config import StageConfig, stage_data, stage_run
-from visionattn.training.distil.distillation import Whole, begin
+from visionattn.training.distil.distillation import begin
 from visionattn.training.distil.imitation import Imitating, block_losses
 from visionattn.training.distil.student import Preparing, carry, images_of, open_taught
 from visionattn.training.distributed import Processes
-from visionattn.training.objectives import Objective
 
 CPU = torch.device("cpu")
 
@@ -68,18 +66,6 @@ def test_a_batch_is_judged_by_the_sum_of_its_images_and_by_the_students_outputs(
     torch.testing.assert_close(judged.logits, logits, rtol=1e-4, atol=1e-5)
     unlabelled = Imitating(same_softmax(vit), stage, "same", labelled=False)
     assert unlabelled.judge(student, padded, sizes, labels).logits is None
-
-
-def test_classes_are_judged_by_what_images_fill_and_ranked_by_accuracy_then_loss():
-    student = from_softmax(vit_of(class_token=False, global_pool="avg")).model.eval()
-    padded, alone, sizes = beside_nothing(3, 12, 8)
-    labels, objective = torch.tensor([0, 3, 1]), Objective(OptimConfig())
-    with torch.no_grad():
-        judged, wanted = objective.judge(student, padded, sizes, labels), student(alone)
-    torch.testing.assert_close(judged.logits, wanted, rtol=1e-4, atol=1e-5)
-    entropy = -wanted.log_softmax(1)[range(3), labels].sum()
-    torch.testing.assert_close(judged.loss, entropy, rtol=1e-4, atol=1e-5)
-    assert objective.rank(0.5, 0.1) > objective.rank(0.5, 0.2) > objective.rank(0.4, 0.0)
 
 
 def test_a_step_takes_the_mean_of_images_with_the_teacher_in_tiles_and_teaches_the_student_alone():
@@ -153,17 +139,6 @@ def test_a_block_that_is_softmax_from_now_on_has_the_teachers_attention_again():
     assert {"blocks.1.attn.qkv.weight", "blocks.1.attn.proj.bias"} <= teachers
     for name, value in own.items():
         assert torch.equal(value, (given if name in teachers else learnt)[name]), name
-
-
-def test_each_stage_begins_with_the_best_weights_of_the_one_before_it(tmp_path, monkeypatch):
-    config = config_of(tmp_path, tmp_path, stages=["a", "b", "c"], search_softmax_blocks=1)
-    begun = []
-    monkeypatch.setattr(Whole, "search", lambda whole, count: [count])
-    monkeypatch.setattr(Whole, "stage", lambda whole, *given: begun.append(given) or "")
-    result = Whole(config, tmp_path, SimpleNamespace(lines=[]), Processes(), None).run()
-    best = [tmp_path / letter / "best.safetensors" for letter in "abc"]
-    assert begun == [("a", [], None), ("b", [1], best[0]), ("c", [1], best[1])]
-    assert result.checkpoint == best[2]
 
 
 def test_random_weights_of_a_teacher_follow_the_seed(tmp_path):
