@@ -44,7 +44,6 @@ BASE = {
     "optim": {"lr": 3e-3, "warmup_epochs": 0.1, "ema_decay": 0.9},
     "batch_size": 128,
     "save_every": 3,
-    "log_every": 2,
     "threads": 1,
 }
 MASKED = BASE | {"batch_size": 16}
@@ -64,7 +63,7 @@ DISTIL = {
     "a": {"lr": 3e-3},
     "b": {"lr": 3e-3, "epochs": 1},
     "optim": {"warmup_epochs": 0.1, "ema_decay": 0.9},
-} | {key: BASE[key] for key in ("data", "batch_size", "save_every", "log_every", "threads")}
+} | {key: BASE[key] for key in ("data", "batch_size", "save_every", "threads")}
 TRAIN_MASKS = "--config masked.yaml --epochs 2 --run small --output out"
 TRAIN_WRITER = "--config written.yaml --epochs 2 --run small --output out"
 DISTILLATION = "--config distil.yaml --run small --output out"

@@ -48,16 +48,15 @@ def train(argv: Words, say: Say) -> None:
 
 def distil(argv: Words, say: Say) -> None:
     """Distil with the given flags, in one process or in each process that ``torchrun`` started."""
-    from visionattn.training.distil.config import parse_distil
-    from visionattn.training.distil.report import report
-    from visionattn.training.distil.run import distil
+    from visionattn.training.distil.distil_config import parse_distil
+    from visionattn.training.distil.distillation import distil
     from visionattn.training.distributed import joined
 
     with joined() as processes:
         config = processes.together(lambda: parse_distil(argv))
         result = distil(config, processes=processes)
         if processes.first:
-            say("\n".join(report(result)))
+            say("\n".join(result.report()))
 
 
 def validate(argv: Words, say: Say) -> None:

@@ -16,8 +16,8 @@ from visionattn.models import from_softmax
 from visionattn.models.weights import save_model
 from visionattn.training import engine
 from visionattn.training.distil import student
-from visionattn.training.distil.config import DistilConfig, DistilOptimConfig, StageConfig
-from visionattn.training.distil.run import distil
+from visionattn.training.distil.distil_config import DistilConfig, DistilOptimConfig, StageConfig
+from visionattn.training.distil.distillation import distil
 
 NAME = "vit_tiny_patch16_224"
 BODY = dict(patch_size=4, embed_dim=16, depth=3, num_heads=2, img_size=16, dynamic_img_size=True)
@@ -78,7 +78,6 @@ def config_of(output: Path, teacher: Path, **options: Any) -> DistilConfig:
         output=str(output),
         run="small",
         save_every=2,
-        log_every=1,
     )
     return DistilConfig(**(fixed | options))
 

@@ -60,7 +60,7 @@ def config_of(output: Path, **options) -> TrainConfig:
     random that there is.
     """
     fixed = {"optim": OPTIM, "model": {"drop_path_rate": 0.2, "attn_drop_rate": 0.1}, "epochs": 3}
-    return small_config(output, **(fixed | {"save_every": 3, "log_every": 5} | options))
+    return small_config(output, **(fixed | {"save_every": 3} | options))
 
 
 def run(config: TrainConfig) -> str:

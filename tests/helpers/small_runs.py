@@ -82,8 +82,7 @@ def small_config(
     )
     return replace(
         config,
-        **{"epochs": 2, "batch_size": 8, "output": str(output), "run": "small", "log_every": 3}
-        | options,
+        **{"epochs": 2, "batch_size": 8, "output": str(output), "run": "small"} | options,
     )
 
 

@@ -21,7 +21,7 @@ from visionattn.lab.sweep.config import SweepConfig
 from visionattn.models.conversion import ConvertOptions
 from visionattn.models.export import ExportOptions
 from visionattn.training.config import TrainConfig, ValidateConfig
-from visionattn.training.distil.config import DistilConfig
+from visionattn.training.distil.distil_config import DistilConfig
 from visionattn.training.share import ShareConfig
 
 LONG = "x" * 5000

@@ -11,7 +11,8 @@ from visionattn.cli.ends import run_tool
 from visionattn.cli.parsing import field_types, parse, way_out
 from visionattn.data.data_config import DataConfig
 from visionattn.training.config import OptimConfig, TrainConfig, check
-from visionattn.training.distil.config import parse_distil
+from visionattn.training.distil.distil_config import parse_distil
+from visionattn.training.options import parse_train
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 DISTILLATIONS = [path for path in CONFIGS if path.stem.startswith("distil_")]
@@ -274,3 +275,32 @@ def test_a_tool_ends_with_a_code_and_one_line(capsys, error, code, line):
 def test_a_fault_of_the_program_is_not_taken_for_bad_input():
     with pytest.raises(ZeroDivisionError):
         run_tool(lambda: 1 / 0)
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        (
+            "--data.aug.turn",
+            "unknown option --data.aug.turn is gone: --data.augment takes a preset",
+        ),
+        (
+            "--data.mask-classes",
+            "unknown option --data.mask-classes is gone: it is classes of --data",
+        ),
+        ("--init-model", "unknown option --init-model is gone: `visionattn convert` makes a file"),
+    ],
+)
+def test_options_that_are_gone_name_what_takes_their_place(flag, said):
+    with pytest.raises(ValueError) as caught:
+        parse_train([flag, "1"])
+    assert str(caught.value).startswith(said)
+
+
+def test_a_configuration_of_a_former_version_names_what_is_gone(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("data: {aug: {turn: null}}\n")
+    with pytest.raises(
+        ValueError, match="config.yaml: unknown key data.aug is gone: --data.augment"
+    ):
+        parse_train(["--config", str(path)])

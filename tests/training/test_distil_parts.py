@@ -21,14 +21,11 @@ from tests.helpers.small_runs import SPEC
 from visionattn.data.batches import Batch
 from visionattn.data.data_config import DataConfig
 from visionattn.models import from_softmax
-from visionattn.training.config import OptimConfig
-from visionattn.training.distil.config import StageConfig, stage_data, stage_run
-from visionattn.training.distil.objective import Imitating
-from visionattn.training.distil.run import Whole
-from visionattn.training.distil.search import BlockLosses, measure_blocks
+from visionattn.training.distil.distil_config import StageConfig, stage_data, stage_run
+from visionattn.training.distil.distillation import begin
+from visionattn.training.distil.imitation import Imitating, block_losses
 from visionattn.training.distil.student import Preparing, carry, images_of, open_taught
 from visionattn.training.distributed import Processes
-from visionattn.training.objectives import Objective
 
 CPU = torch.device("cpu")
 
@@ -71,18 +68,6 @@ def test_a_batch_is_judged_by_the_sum_of_its_images_and_by_the_students_outputs(
     assert unlabelled.judge(student, padded, sizes, labels).logits is None
 
 
-def test_classes_are_judged_by_what_images_fill_and_ranked_by_accuracy_then_loss():
-    student = from_softmax(vit_of(class_token=False, global_pool="avg")).model.eval()
-    padded, alone, sizes = beside_nothing(3, 12, 8)
-    labels, objective = torch.tensor([0, 3, 1]), Objective(OptimConfig())
-    with torch.no_grad():
-        judged, wanted = objective.judge(student, padded, sizes, labels), student(alone)
-    torch.testing.assert_close(judged.logits, wanted, rtol=1e-4, atol=1e-5)
-    entropy = -wanted.log_softmax(1)[range(3), labels].sum()
-    torch.testing.assert_close(judged.loss, entropy, rtol=1e-4, atol=1e-5)
-    assert objective.rank(0.5, 0.1) > objective.rank(0.5, 0.2) > objective.rank(0.4, 0.0)
-
-
 def test_a_step_takes_the_mean_of_images_with_the_teacher_in_tiles_and_teaches_the_student_alone():
     vit = vit_of(img_size=8, class_token=False, global_pool="avg")
     teacher, student = same_softmax(vit).requires_grad_(True), from_softmax(vit).model
@@ -112,22 +97,9 @@ def test_a_step_takes_the_mean_of_images_with_the_teacher_in_tiles_and_teaches_t
 # Which blocks stay softmax
 
 
-def test_those_of_the_largest_losses_stay_softmax_and_of_equals_the_first():
-    table = BlockLosses([0.1, 0.5, 0.3, 0.5])
-    assert [table.worst(count) for count in (1, 2, 3)] == [[1], [1, 3], [1, 2, 3]]
-    assert table.csv([1]).splitlines()[1:3] == ["0,0.1,0", "1,0.5,1"]
-
-
 def losses_of_blocks(student, teacher, batches, processes=None):
-    return measure_blocks(
-        student,
-        teacher,
-        batches,
-        SPEC,
-        device=CPU,
-        amp="none",
-        processes=processes or Processes(),
-    ).losses
+    given = processes or Processes()
+    return block_losses(student, teacher, batches, SPEC, "none", given)
 
 
 def test_blocks_are_measured_by_what_images_fill_and_over_all_processes():
@@ -167,18 +139,6 @@ def test_a_block_that_is_softmax_from_now_on_has_the_teachers_attention_again():
     assert {"blocks.1.attn.qkv.weight", "blocks.1.attn.proj.bias"} <= teachers
     for name, value in own.items():
         assert torch.equal(value, (given if name in teachers else learnt)[name]), name
-
-
-def test_each_stage_begins_with_the_best_weights_of_the_one_before_it(tmp_path, monkeypatch):
-    config = config_of(tmp_path, tmp_path, stages=["a", "b", "c"], search_softmax_blocks=1)
-    begun = []
-    monkeypatch.setattr(Whole, "begin", lambda whole: None)
-    monkeypatch.setattr(Whole, "search", lambda whole, count: [count])
-    monkeypatch.setattr(Whole, "stage", lambda whole, *given: begun.append(given) or "")
-    result = Whole(config, tmp_path, SimpleNamespace(lines=[]), Processes(), None).run()
-    best = [tmp_path / letter / "best.safetensors" for letter in "abc"]
-    assert begun == [("a", [], None), ("b", [1], best[0]), ("c", [1], best[1])]
-    assert result.checkpoint == best[2]
 
 
 def test_random_weights_of_a_teacher_follow_the_seed(tmp_path):
@@ -241,11 +201,10 @@ def test_overwriting_deletes_what_says_what_there_was_first_and_all_of_it(tmp_pa
     left = folder / ".blocks.csv.0123456789abcdef.visionattn.tmp"
     left.write_text("half")
     monkeypatch.setattr(
-        "visionattn.training.distil.run.clear",
+        "visionattn.training.distil.distillation.clear",
         lambda path: said.append((folder / "distil.yaml").exists()),
     )
-    whole = Whole(config_of(tmp_path, tmp_path, overwrite=True), folder, None, Processes(), None)
-    whole.begin()
+    begin(config_of(tmp_path, tmp_path, overwrite=True), folder)
     assert said == [False]
     assert not (folder / "blocks.csv").exists() and not left.exists()
     assert "overwrite: false" in (folder / "distil.yaml").read_text()

@@ -291,7 +291,7 @@ def process_of(launcher: subprocess.Popen, rank: int) -> int:
 
 
 def test_torchrun_trains_on_two_processes(tmp_path, started_quickly):
-    launcher = torchrun(tmp_path, *words("--epochs 1 --optim.warmup_epochs 0.2 --log_every 1"))
+    launcher = torchrun(tmp_path, *words("--epochs 1 --optim.warmup_epochs 0.2"))
     assert launcher.wait(LIMIT_S) == 0, (tmp_path / "err").read_text()
     out = (tmp_path / "out").read_text().splitlines()
     assert "6 steps on 2 processes (ddp), cpu" in out[1] and out[4].startswith("epoch 1/1")
@@ -306,7 +306,7 @@ def test_torchrun_trains_on_two_processes(tmp_path, started_quickly):
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_process_ends_the_run_and_a_single_one_goes_on_with_it(tmp_path, rank, capsys):
-    launcher = torchrun(tmp_path, *words("--epochs 5000 --log_every 1 --save_every 1"))
+    launcher = torchrun(tmp_path, *words("--epochs 5000 --save_every 1"))
     start = time.monotonic()
     while not any(line["step"] == 3 for line in lines(tmp_path)):
         assert launcher.poll() is None and time.monotonic() - start < LIMIT_S, (

@@ -41,7 +41,7 @@ def small_data(monkeypatch):
 
 def run_on(size: int, output: Path, *, code: int = 0, **options) -> list[Ended]:
     """Train on so many processes, forked also where there is but one."""
-    config = small_config(output, log_every=1, **options)
+    config = small_config(output, **options)
 
     def work(rank):
         def tool():
@@ -276,10 +276,10 @@ def test_an_image_that_one_process_cannot_read_ends_all_with_one_line_or_is_left
         (3, {"batch_size": 5, "optim": {"mixup": 0.2}}, "wanted at least 6, or fewer processes"),
         (
             4,
-            {"batch_size": 1, "parallel": "sequence", "sequence_ranks": 2},
+            {"batch_size": 1, "parallel": 2},
             "wanted at least 2, or fewer processes",
         ),
-        (3, {"parallel": "sequence", "sequence_ranks": 2}, "does not divide the 3 processes that"),
+        (3, {"parallel": 2}, "does not divide the 3 processes that"),
     ],
 )
 def test_a_number_of_processes_that_does_not_fit_is_one_line(tmp_path, size, options, line):

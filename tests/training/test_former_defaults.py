@@ -115,12 +115,6 @@ def size_of(name):
     return {key: DEFAULTS[name][key] for key in ("img_size", "in_chans") if key in DEFAULTS[name]}
 
 
-@pytest.mark.parametrize("name", FORMER)
-def test_no_name_has_come_to_change_what_cannot_be_stated(name):
-    changed = {key for key, value in DEFAULTS[name].items() if FORMER[name].get(key) != value}
-    assert changed <= complete(name, {}, {}).keys()
-
-
 def stopped_run(output, monkeypatch):
     """A run of three epochs that is stopped in the second one, and its configuration."""
     config = config_of(output)
@@ -143,15 +137,6 @@ def test_runs_go_on_as_the_model_they_began_as(tmp_path, monkeypatch, later, who
     same(weights, expected)
     assert json.loads(metadata["args"])["value_conv"] == 0 and metadata["version"] == "3"
     assert load_model(folder / "best.safetensors").blocks[0].attn.output_gate is None
-
-
-def test_another_model_that_is_asked_for_by_name_is_refused(tmp_path, monkeypatch, later):
-    config, folder = stopped_run(tmp_path, monkeypatch)
-    later()
-    asked = replace(config.model, args=config.model.args | {"output_gate": True})
-    with pytest.raises(ValueError, match="2 missing .first: blocks.0.attn.output_gate.weight"):
-        run(replace(config, model=asked, resume=True))
-    assert state_of(folder)["position"]["step"] == 6
 
 
 def test_a_run_that_goes_on_reads_its_state_once_for_its_options_and_once_for_its_tensors(

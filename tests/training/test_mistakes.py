@@ -224,11 +224,8 @@ def test_a_short_run_has_lines_about_each_step_and_a_long_one_about_each_fiftiet
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(engine, "build_splits", quadrants_for)
-    lines_of(small_config(tmp_path, log_every=None, epochs=2))
+    lines_of(small_config(tmp_path, epochs=2))
     about = [line["step"] for line in lines(tmp_path / "small") if line["kind"] == "train"]
     assert about == list(range(1, 17))
     for epochs, every in ((60, 2), (1000, 40), (5000, 50)):
-        assert (
-            small_trainer(small_config(tmp_path, log_every=None, epochs=epochs)).log_every == every
-        )
-    assert small_trainer(small_config(tmp_path, log_every=7)).log_every == 7
+        assert small_trainer(small_config(tmp_path, epochs=epochs)).log_every == every

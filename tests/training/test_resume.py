@@ -176,9 +176,7 @@ def test_batches_without_a_readable_image_keep_their_place_when_a_run_is_resumed
     monkeypatch.setattr(
         engine, "build_splits", lambda *_: replace(good, train=Counted(20, 1, unreadable=bad))
     )
-    options = dict(
-        data={"on_error": "skip"}, batch_size=1, eval_batch_size=23, epochs=2, save_every=9
-    )
+    options = dict(data={"on_error": "skip"}, batch_size=1, epochs=2, save_every=9)
     run(config_of(tmp_path / "whole", **options))
     with monkeypatch.context() as patch:
         stop_after(patch, 6, interrupt)

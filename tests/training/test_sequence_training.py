@@ -43,7 +43,7 @@ def one(tmp_path_factory):
 @pytest.mark.parametrize(("size", "ranks"), [(3, None), (4, 2)])
 def test_processes_that_share_images_train_as_one_does(tmp_path, one, size, ranks):
     """Of four, two have half of each batch, and of the last batch one pair has nothing."""
-    options = {"optim": EVERYTHING, "parallel": "sequence", "sequence_ranks": ranks}
+    options = {"optim": EVERYTHING, "parallel": ranks or "sequence"}
     ended = run_on(size, tmp_path, **options)
     said = f"on {size} processes (sequence, {ranks or size} for each image), cpu"
     assert said in ended[0].out and "epoch 2/2" in ended[0].out and ended[0].err == ""
@@ -59,7 +59,7 @@ def test_all_that_share_an_image_draw_alike_and_a_resumed_run_ends_in_the_same_b
     tmp_path, monkeypatch
 ):
     model = {"drop_path_rate": 0.2, "drop_rate": 0.1, "attn_drop_rate": 0.1}
-    options = {"parallel": "sequence", "sequence_ranks": 2, "model": model, "epochs": 1}
+    options = {"parallel": 2, "model": model, "epochs": 1}
     run_on(4, tmp_path / "whole", **options)
     with monkeypatch.context() as patch:
         stop_after(patch, 2, rank=1)
@@ -84,13 +84,12 @@ def test_options_that_contradict_each_other_are_refused(tmp_path):
     for change, line in (
         ({"data": replace(config.data, fit="pad")}, "not with data.fit pad"),
         ({"data": replace(config.data, task="segmentation")}, "not with data.task segmentation"),
-        ({"sequence_ranks": 0}, "sequence_ranks must be above 0"),
-        ({"parallel": "ddp", "sequence_ranks": 2}, "sequence_ranks is for parallel sequence"),
+        ({"parallel": 0}, "parallel must be above 0"),
     ):
         with pytest.raises(ValueError, match=line):
             check(replace(config, **change))
     with pytest.raises(ValueError, match="^parallel sequence is for several processes"):
         train(config)
     assert ranks_per_image(config, 6) == 6
-    assert ranks_per_image(replace(config, sequence_ranks=2), 6) == 2
+    assert ranks_per_image(replace(config, parallel=2), 6) == 2
     assert ranks_per_image(replace(config, parallel="ddp"), 6) == 1

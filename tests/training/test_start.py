@@ -11,6 +11,7 @@ import yaml
 from safetensors.torch import save_file
 
 from tests.helpers.small_runs import quadrants_for, same, small_config
+from visionattn.command import main
 from visionattn.model_config import ModelConfig
 from visionattn.models.conversion import from_softmax
 from visionattn.models.weights import DataSpec, load_model, read_metadata, save_model
@@ -39,8 +40,8 @@ def teacher(tmp_path):
     return str(path), vit
 
 
-def started(source, name="converted_vit", body=None, **args):
-    config = TrainConfig(init_from=source, init_model=body)
+def started(source, name="converted_vit", **args):
+    config = TrainConfig(init_from=source)
     return started_model(config, ModelConfig(name, args), SPEC)
 
 
@@ -88,19 +89,20 @@ def test_a_body_beside_weights_of_another_is_refused_with_the_way_on(teacher, tm
     started(str(tmp_path / "converted.safetensors"), depth=2, drop_path_rate=0.1)
 
 
-def test_state_dicts_say_their_body_by_a_flag(tmp_path):
+def test_state_dicts_of_timm_go_through_convert(tmp_path):
     vit = timm.create_model("test_vit", num_classes=7, img_size=48)
-    save_file(vit.state_dict(), tmp_path / "vit.safetensors")
     torch.save({"model": vit.state_dict()}, tmp_path / "vit.pth")
-    for name in ("vit.safetensors", "vit.pth"):
-        model, _, args, lines = started(str(tmp_path / name), body="test_vit")
-        assert torch.equal(model.blocks[3].mlp.fc1.weight, vit.blocks[3].mlp.fc1.weight)
-        assert args["img_size"] == [48, 48] and torch.equal(model.pos_embed, vit.pos_embed)
-        assert lines[0] == f"{tmp_path / name}, weights of test_vit"
-        with pytest.raises(ValueError, match="does not say what body its weights have; name it wi"):
-            started(str(tmp_path / name))
-    with pytest.raises(ValueError, match="does not fit test_vit3: .* missing .*of another shape"):
-        started(str(tmp_path / "vit.pth"), body="test_vit3")
+    said = (
+        r"does not say what body its weights have; start from .*`visionattn convert .*vit.pth --m"
+    )
+    with pytest.raises(ValueError, match=said):
+        started(str(tmp_path / "vit.pth"))
+    converted = str(tmp_path / "converted.safetensors")
+    words = ["convert", str(tmp_path / "vit.pth"), "--model", "test_vit", "--output", converted]
+    assert main(words) == 0
+    model, _, args, _ = started(converted)
+    assert torch.equal(model.blocks[3].mlp.fc1.weight, vit.blocks[3].mlp.fc1.weight)
+    assert args["img_size"] == [48, 48] and torch.equal(model.pos_embed, vit.pos_embed)
 
 
 def test_names_of_timm_mean_the_weights_that_timm_has(tmp_path, monkeypatch):
@@ -129,10 +131,6 @@ def test_what_stands_against_a_start_is_one_line(teacher, tmp_path):
     path, _ = teacher
     for message, options in {
         "converted_vit has the body of a teacher; name it with --init-from": dict(source=None),
-        "init_model says whose weights init_from holds": dict(source=None, body="test_vit"),
-        "init_model is for models of ours, and test_vit is none": dict(
-            name="test_vit", body="test_vit"
-        ),
         "got output_gate; the rest is the teacher's": dict(output_gate=True),
         "model.args.num_classes is given by the data": dict(num_classes=3),
         "got mlp_ratio; the rest is the teacher's, 4.0": dict(mlp_ratio=2),
@@ -142,7 +140,7 @@ def test_what_stands_against_a_start_is_one_line(teacher, tmp_path):
         with pytest.raises(ValueError, match=message):
             started(**(dict(source=path) | options))
     with pytest.raises(FileNotFoundError, match="no checkpoint at nowhere.pth"):
-        started("nowhere.pth", body="test_vit")
+        started("nowhere.pth")
 
 
 @pytest.fixture

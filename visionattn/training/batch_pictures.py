@@ -92,7 +92,7 @@ def first_batches(config: TrainConfig) -> list[Part]:
     # Images do not depend on the processes that load them, except in a stream.
     if not (data.root or "").startswith("wds/"):
         data = replace(data, workers=0)
-    config = replace(config, data=data, parallel=None, sequence_ranks=None)
+    config = replace(config, data=data, parallel=None)
     trainer, *_ = engine.build(config, None, False, Processes(), torch.device("cpu"))
     training = []
     for number, batch in first(trainer.batches.epoch(0), "training"):

@@ -25,18 +25,18 @@ from visionattn.models.registration import is_ours
 from visionattn.models.weights import Kept, described, read_metadata
 from visionattn.training.checkpoint import best_figures
 from visionattn.training.config import TrainConfig
-from visionattn.training.distil.config import DistilConfig
-from visionattn.training.distil.run import DISTIL, WORDS
+from visionattn.training.distil.distil_config import DistilConfig
+from visionattn.training.distil.distillation import DISTIL, WORDS
+from visionattn.training.options import parse_train
 from visionattn.training.run_folder import BEST, CONFIG, STATUS
 
 MOST_CLASSES = 40
 """The most classes that a card lists; ``config.json`` has all."""
-UNTOLD = ("output", "resume", "overwrite", "show_batch", "parallel", "sequence_ranks")
-UNTOLD += ("dist_timeout",)
+UNTOLD = ("output", "resume", "overwrite", "show_batch", "parallel", "dist_timeout")
 """Options of a run that decide nothing of its weights, or that are for several processes."""
 TOLD = ("model.name", "data.name")
 """Options that a card tells even where they are as usual."""
-PATHS = ("data.root", "init_from", "teacher")
+PATHS = ("data.root", "data.augment", "init_from", "teacher")
 """Options of which a card has the last part of the path."""
 
 
@@ -88,7 +88,7 @@ def _run(checkpoint: Path) -> dict[str, Any]:
     folder, parent = checkpoint.absolute().parent, checkpoint.absolute().parents[1]
     if checkpoint.name != BEST or not (folder / CONFIG).is_file():
         return {}
-    config = parse(TrainConfig, ["--config", str(folder / CONFIG)])
+    config = parse_train(["--config", str(folder / CONFIG)])
     status: dict[str, Any] = {}
     if (folder / STATUS).is_file():
         way_out = "delete it to share without its figures"

@@ -54,8 +54,8 @@ from visionattn.training.run_folder import LAST, PREVIOUS
 from visionattn.training.run_progress import Position
 
 STATE_FORMAT, STATE_VERSION = "visionattn.state", 4
-QUIET = frozenset({"resume", "overwrite", "output", "run", "show_batch", "log_every", "save_every"})
-QUIET |= {"init_from", "init_model", "parallel", "sequence_ranks", "dist_timeout"}
+QUIET = frozenset({"resume", "overwrite", "output", "run", "show_batch", "save_every"})
+QUIET |= {"init_from", "parallel", "dist_timeout"}
 """Options that may differ on resume without a word."""
 BINDING = ("seed", "optim.name", "optim.layer_decay")
 BINDING += ("data.name", "data.task", "data.val_fraction", "data.args", "data.fit")
@@ -423,7 +423,7 @@ def started_model(
     """Make the model of a run with the weights that it starts from.
 
     Args:
-        config: the run; only ``init_from`` and ``init_model`` count.
+        config: the run; only ``init_from`` counts.
         model: what to build; the body of a teacher takes its place.
         spec: what the images are.
         first: this process gives the others its weights; they need none that are placed.
@@ -438,13 +438,7 @@ def started_model(
     source = config.init_from
     if spec.task == "segmentation" and not _is_segmenter(source):
         return _on_started_body(config, model, spec, first)
-    if config.init_model is not None and not is_ours_by_name(model.name):
-        raise ValueError(
-            f"init_model is for models of ours, and {model.name} is none; leave it out"
-        )
     if source is None:
-        if config.init_model is not None:
-            raise ValueError("init_model says whose weights init_from holds; name both, or neither")
         if model.name == NAME and "embed_dim" not in model.args:
             raise ValueError(
                 f"{NAME} has the body of a teacher; name it with --init-from, e.g. "
@@ -452,9 +446,8 @@ def started_model(
             )
         made, args = build_model(model, spec)
         return made, model, args, []
-    if is_teacher(source, config.init_model, model.name):
-        body = None if _metadata(source) else config.init_model
-        vit, lines = open_teacher(source, body=body, pretrained=True)
+    if is_teacher(source, model.name):
+        vit, lines = open_teacher(source, pretrained=True)
         converted = converted_for(vit, model, spec)
         lines += [*converted.lines(), *_other_values(converted.spec, spec)]
         chosen = replace(model, name=NAME, args=converted.args)
@@ -493,18 +486,15 @@ def _on_started_body(
     return made, replace(chosen, args=chosen.args | head), args | head, lines
 
 
-def is_teacher(source: str, body: str | None, name: str) -> bool:
+def is_teacher(source: str, name: str) -> bool:
     """Tell whether the model ``name``, one of ours, starts from a timm ViT of known body: given by
-    timm's name, by a file of ``visionattn train``, or by a state dict with a ``body``.
+    timm's name, or by a file of ``visionattn train``.
     """
     if not is_ours_by_name(name):
         return False
     if not Path(source).is_file():
         return source.startswith(SOURCES) or timm.is_model(source)
-    metadata = _metadata(source)
-    if not metadata:
-        return body is not None
-    held = metadata.get("model", "")
+    held = _metadata(source).get("model", "")
     return timm.is_model(held) and not is_ours(held)
 
 
@@ -531,8 +521,8 @@ def _args_in(source: str) -> dict[str, Any]:
     metadata = _metadata(str(existing(source)))
     if metadata.get("model") != NAME:
         raise ValueError(
-            f"{source} does not say what body its weights have; name it with --init-model, or make "
-            "a file of `visionattn convert` of it"
+            f"{source} does not say what body its weights have; start from the file that "
+            f"`visionattn convert {source} --model NAME --output FILE` makes"
         )
     return described(metadata, source)[1]
 

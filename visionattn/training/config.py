@@ -52,14 +52,8 @@ class OptimConfig:
 
 @dataclass
 class TrainConfig:
-    """A whole run."""
+    """A whole run. The flags that are used most come first."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    """The model."""
-    data: DataConfig = field(default_factory=DataConfig)
-    """The data."""
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    """The optimisation."""
     epochs: int = 10
     """Passes over the training images."""
     batch_size: int | Literal["auto"] = 64
@@ -67,59 +61,53 @@ class TrainConfig:
     ``batch_size * optim.accumulate``. ``auto``: the most that fit into memory, which the run's
     ``config.yaml`` then names.
     """
-    eval_batch_size: int | None = None
-    """Images per batch of evaluation; None: ``batch_size``."""
-    seed: int = 0
-    """Seed of weights, order, augmentation and the embedded data sets' splits."""
+    run: str | None = None
+    """Name of the run folder; None: that of the first config file."""
+    output: str = "checkpoints"
+    """Folder of run folders."""
+    resume: bool = False
+    """Go on from the last state of the run folder."""
+    overwrite: bool = False
+    """Delete what an earlier run left in the run folder."""
+    init_from: str | None = None
+    """Weights to start from: a checkpoint of ours, or a timm name such as
+    ``vit_small_patch16_224``, whose weights timm may have to download. A ViT becomes one of our
+    models, ``converted_vit``. A resumed run has its own. ``visionattn convert`` makes a checkpoint
+    of a state dict.
+    """
+    show_batch: str | None = None
+    """PNG file in which to draw the first batches of training and of validation as the model sees
+    them; nothing is trained then.
+    """
     device: str = "auto"
     """``auto`` takes a GPU where there is one."""
     amp: Literal["none", "bf16", "fp16"] = "none"
     """Automatic mixed precision."""
     compile: bool = False
     """Compile the model with ``torch.compile``."""
+    seed: int = 0
+    """Seed of weights, order, augmentation and the embedded data sets' splits."""
     threads: int | None = None
     """CPU threads of torch; None: torch's own choice."""
-    output: str = "checkpoints"
-    """Folder of run folders."""
-    run: str | None = None
-    """Name of the run folder; None: that of the first config file."""
-    resume: bool = False
-    """Go on from the last state of the run folder."""
-    overwrite: bool = False
-    """Delete what an earlier run left in the run folder."""
-    init_from: str | None = None
-    """Weights to start from: a checkpoint of ours, a timm name such as ``vit_small_patch16_224``,
-    whose weights timm may have to download, or a state dict of a timm ViT. A ViT becomes one of
-    our models, ``converted_vit``. A resumed run has its own.
-    """
-    init_model: str | None = None
-    """The timm name of the body that a state dict in ``init_from`` has the weights of; files of
-    ours say it themselves.
-    """
-    show_batch: str | None = None
-    """PNG file in which to draw the first batches of training and of validation as the model sees
-    them; nothing is trained then.
-    """
-    log_every: int | None = None
-    """Optimiser steps between two lines of ``metrics.jsonl``. None: 50, or less where a run is so
-    short that it would have fewer than 200 lines.
-    """
     save_every: int | None = 500
     """Optimiser steps between two states within an epoch, from which a killed run goes on; None:
     one after each epoch.
     """
-    parallel: Literal["ddp", "fsdp", "sequence"] | None = None
+    parallel: Literal["ddp", "fsdp", "sequence"] | int | None = None
     """Under ``torchrun`` alone: each process has the whole model (``ddp``), its share of it
-    (``fsdp``), or the whole model and some rows of each image (``sequence``). None: ``ddp``.
-    """
-    sequence_ranks: int | None = None
-    """With ``parallel`` sequence: how many processes share an image, which divides the number of
-    processes; None: all.
+    (``fsdp``), or the whole model and some rows of each image (``sequence``). A number is
+    ``sequence`` with so many processes for each image. None: ``ddp``.
     """
     dist_timeout: float = 600.0
     """Under ``torchrun`` alone: seconds that a process waits for an answer of the others before the
     run ends. What one process does alone, such as saving or downloading, must take less.
     """
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The model."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """The data."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """The optimisation."""
 
 
 @dataclass
@@ -171,11 +159,9 @@ def check(config: TrainConfig) -> None:
     positive = {
         "epochs": config.epochs,
         "batch_size": 1 if config.batch_size == "auto" else config.batch_size,
-        "eval_batch_size": config.eval_batch_size,
         "threads": config.threads,
-        "log_every": config.log_every,
         "save_every": config.save_every,
-        "sequence_ranks": config.sequence_ranks,
+        "parallel": config.parallel if isinstance(config.parallel, int) else None,
         "dist_timeout": config.dist_timeout,
         "optim.accumulate": optim.accumulate,
         "optim.lr": optim.lr,
@@ -245,9 +231,7 @@ def _check_together(config: TrainConfig) -> None:
         )
     if data.task == "generate":
         _check_writing(config)
-    if config.sequence_ranks is not None and config.parallel != "sequence":
-        raise ValueError("sequence_ranks is for parallel sequence; give both, or neither")
-    if config.parallel == "sequence":
+    if config.parallel == "sequence" or isinstance(config.parallel, int):
         _check_sequence(config)
     if config.resume and config.overwrite:
         raise ValueError("resume goes on with a run and overwrite deletes it: give one of them")

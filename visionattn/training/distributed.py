@@ -416,14 +416,14 @@ def ranks_per_image(config: TrainConfig, size: int) -> int:
     """Return how many of ``size`` processes share each image.
 
     Raises:
-        ValueError: ``sequence_ranks`` does not divide their number.
+        ValueError: ``parallel`` does not divide their number.
     """
-    if config.parallel != "sequence":
+    if config.parallel != "sequence" and not isinstance(config.parallel, int):
         return 1
-    ranks = size if config.sequence_ranks is None else config.sequence_ranks
+    ranks = size if config.parallel == "sequence" else config.parallel
     if size % ranks:
         raise ValueError(
-            f"sequence_ranks {ranks} does not divide the {size} process{'es' * (size > 1)} that "
+            f"parallel {ranks} does not divide the {size} process{'es' * (size > 1)} that "
             "torchrun has started"
         )
     return ranks
@@ -434,8 +434,7 @@ def choose_kind(config: TrainConfig, size: int) -> Kind | None:
 
     Raises:
         ValueError: ``parallel`` is set for one process that ``torchrun`` has not started,
-            ``sequence_ranks`` does not divide their number, or a batch has too few images for all
-            processes.
+            ``parallel`` does not divide their number, or a batch has too few images for all.
     """
     if size == 1:
         if config.parallel and "WORLD_SIZE" not in os.environ:
@@ -445,8 +444,9 @@ def choose_kind(config: TrainConfig, size: int) -> Kind | None:
             )
         return None
     parts = size // ranks_per_image(config, size)
+    kind: Kind = "sequence" if isinstance(config.parallel, int) else config.parallel or "ddp"
     if config.batch_size == "auto":  # it is asked for again once it is known
-        return config.parallel or "ddp"
+        return kind
     mixes, fewest = config.optim.mixup or config.optim.cutmix, config.batch_size // parts
     if fewest < (2 if mixes else 1):
         wanted = "two images, which are mixed," if mixes else "an image"
@@ -455,7 +455,7 @@ def choose_kind(config: TrainConfig, size: int) -> Kind | None:
             f"some without {wanted} of a batch; wanted at least {(2 if mixes else 1) * parts}, or "
             "fewer processes"
         )
-    return config.parallel or "ddp"
+    return kind
 
 
 def check_model(model: nn.Module, name: str, size: int, kind: Kind | None = None) -> None:

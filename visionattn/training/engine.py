@@ -96,7 +96,7 @@ def prepare_classes(
             f"{''.join(splits.spec.class_names) or 0}; wanted two or more to tell apart"
         )
     check_trained(splits)
-    started = replace(config, init_from=None, init_model=None) if resumed else config
+    started = replace(config, init_from=None) if resumed else config
     return Prepared(splits, *started_model(started, config.model, splits.spec, first=first))
 
 

@@ -243,7 +243,7 @@ class Record:
         for path in unfinished(folder):
             path.unlink(missing_ok=True)
         keep = asdict(config) | {"resume": False, "overwrite": False}
-        keep |= {"parallel": None, "sequence_ranks": None}
+        keep |= {"parallel": None}
         write_text(folder / CONFIG, yaml_text(keep))
         forget_after(folder, step, len(history))
         if history or (folder / SUMMARY).exists():

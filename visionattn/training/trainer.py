@@ -114,7 +114,6 @@ class Trainer:
         if isinstance(self.batches, StreamTrainBatches):  # only one process has the order
             parts = self.processes.rank, self.processes.size
         self.batches.divide(*parts, pairs=self.mix is not None)
-        self.eval_batch_size = config.eval_batch_size or config.batch_size
         self.validation = self.batches_of(splits.validation)
         # Model and optimiser.
         decay = config.optim.ema_decay
@@ -149,7 +148,7 @@ class Trainer:
         self.progress = Progress(0)
         self.watched = nn.Identity() if config.compile or self.processes.size > 1 else model
         """The model whose blocks move the progress bar; compiled ones cannot."""
-        self.log_every = config.log_every or max(1, min(LOG_EVERY, config.epochs * steps // LINES))
+        self.log_every = max(1, min(LOG_EVERY, config.epochs * steps // LINES))
         self.input_shape: tuple[int, ...] = self.shape_of(config.batch_size)
         """Shape of the last batch, ``[B, C, H, W]``."""
         self.clock: float | None = None
@@ -160,7 +159,7 @@ class Trainer:
         batches = eval_batches(
             dataset,
             self.config.data,
-            batch_size=self.eval_batch_size,
+            batch_size=self.config.batch_size,
             geometry=self.geometry,
         )
         batches.divide(self.processes.data_rank, self.processes.data_size)
@@ -443,7 +442,7 @@ class Trainer:
         Raises:
             NonFinite: the loss is not finite.
         """
-        self.input_shape = self.shape_of(-(-self.eval_batch_size // self.processes.data_size))
+        self.input_shape = self.shape_of(-(-self.config.batch_size // self.processes.data_size))
         with record.begin(what, len(batches), 0, "batches") as progress, progress.within(model):
             result = evaluate(
                 self.spread.evaluated(model),

@@ -25,6 +25,7 @@ from visionattn.data.drawn_images import seen_as
 from visionattn.data.geometry import Geometry, check_geometry, pixels, sides
 from visionattn.data.mask_files import check_judged
 from visionattn.data.mask_values import said_of_masks
+from visionattn.data.ranges import check_signs
 from visionattn.data.splits import eval_batches, images_to_judge
 from visionattn.data.walk import listed
 from visionattn.model_config import Task
@@ -42,8 +43,9 @@ from visionattn.models.machine import pick_device, precision_taken
 from visionattn.models.patches import takes_sizes
 from visionattn.models.pixel_classes import class_names
 from visionattn.models.weights import DataSpec, existing, load_model
-from visionattn.training.config import TrainConfig, ValidateConfig
+from visionattn.training.config import ValidateConfig
 from visionattn.training.evaluate import Evaluation, evaluate
+from visionattn.training.options import parse_train
 from visionattn.training.run_folder import CONFIG
 from visionattn.training.training_cost import known, largest_images, largest_shape, loading_bytes
 
@@ -98,7 +100,7 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
         path = existing(given["checkpoint"])
         beside = path.with_name(CONFIG)
         if beside.is_file():
-            run = parse(TrainConfig, ["--config", str(beside)])
+            run = parse_train(["--config", str(beside)])
             # Of a run's data, another data set takes only what means the same for it.
             keep = (
                 asdict(run.data)
@@ -106,7 +108,7 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
                 else of_any_data(run.data)
             )
             defaults = {f"data.{key}": value for key, value in keep.items()}
-            defaults |= {"seed": run.seed, "batch_size": run.eval_batch_size or run.batch_size}
+            defaults |= {"seed": run.seed, "batch_size": run.batch_size}
             trained_on = run.data
         elif "data.name" not in given:
             raise ValueError(
@@ -171,11 +173,8 @@ class Validation:
     """
 
     def __init__(self, config: ValidateConfig):
-        for key, value in {"batch_size": config.batch_size, "threads": config.threads}.items():
-            if value not in (None, "auto") and value < 1:
-                raise ValueError(f"{key} must be above 0, got {value}")
-        if config.seed < 0:
-            raise ValueError(f"seed must be at least 0, got {config.seed}")
+        batch_size = None if config.batch_size == "auto" else config.batch_size
+        check_signs({"batch_size": batch_size, "threads": config.threads}, {"seed": config.seed})
         if config.json:
             check_free(Path(config.json), overwrite=True)
         if config.threads:

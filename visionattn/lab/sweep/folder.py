@@ -25,7 +25,7 @@ SWEEP, TABLE, ROWS, PLOT, LOCK = "sweep.json", "table.md", "cells.csv", "sweep.p
 RUNS, CELLS, MEASUREMENTS, HPARAMS = "runs", "cells", "measurements", "hparams"
 WAY_OUT = "delete it to repeat what it stands for"
 """What to do with a file that cannot be read."""
-QUIET = ("output", "run", "resume", "overwrite", "log_every", "save_every", "threads", "seed")
+QUIET = ("output", "run", "resume", "overwrite", "save_every", "threads", "seed")
 """Keys in which calls of one sweep may differ: those of the place, of the speed, and those that the
 grid varies.
 """

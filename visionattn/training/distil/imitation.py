@@ -8,7 +8,7 @@ Source: the two stages of the conversions of 2026 (ViT-AdaLA, JetViT): attention
 teacher's own inputs, then final features by 0.9 cosine and 0.1 smooth L1.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -17,8 +17,15 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from visionattn.data.batches import Batch
 from visionattn.layout import TokenLayout
 from visionattn.models import VisionAttnTransformer
+from visionattn.models.machine import autocast
+from visionattn.models.patches import call, takes_sizes
+from visionattn.models.weights import DataSpec
+from visionattn.training.config import OptimConfig
+from visionattn.training.distributed import Processes
+from visionattn.training.objectives import Judged, Objective
 
 Stage = Literal["a", "b", "c"]
 TeacherSize = Literal["same", "tiled"]
@@ -108,6 +115,60 @@ class Imitation(nn.Module):
         return feature_losses(tokens, wanted, present), tokens
 
 
+class Imitating(Objective):
+    """What the teacher computes.
+
+    Args:
+        teacher: on the device of the training, in eval mode.
+        stage, teacher_size: as ``Imitation`` takes them.
+        labelled: whether the images' labels are the outputs of the teacher's head, so that the
+            student has an accuracy.
+    """
+
+    def __init__(
+        self,
+        teacher: VisionAttnTransformer,
+        stage: Stage,
+        teacher_size: TeacherSize,
+        *,
+        labelled: bool,
+    ):
+        super().__init__(OptimConfig())
+        self.teacher = teacher.requires_grad_(False).eval()
+        self.stage, self.teacher_size = stage, teacher_size
+        self.labelled = labelled
+
+    def called(self, model: nn.Module) -> Imitation:
+        """Return the student beside its teacher."""
+        assert isinstance(model, VisionAttnTransformer)
+        return Imitation(model, self.teacher, self.stage, self.teacher_size)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean of the losses of the images; labels have no part in it."""
+        return outputs.mean()
+
+    def judge(
+        self, model: nn.Module, inputs: Tensor, sizes: Tensor | None, labels: Tensor
+    ) -> Judged:
+        """Return the loss of a batch, and the student's outputs where there are labels of these."""
+        pair = self.called(model)
+        sizes = None if sizes is None else sizes.to(inputs.device)
+        if self.stage == "a":
+            logits = call(model, inputs, sizes).float() if self.labelled else None
+            return Judged(pair(inputs, sizes).sum(), logits)
+        losses, tokens = pair.judge_features(inputs, sizes)
+        logits = None
+        if self.labelled:
+            student = pair.student
+            present = student.present_patches(inputs, sizes)
+            logits = student.forward_head(tokens, present=present).float()
+        return Judged(losses.sum(), logits)
+
+    def rank(self, score: float, loss: float) -> tuple[float, ...]:
+        """Return what is larger for better weights: the loss decides, as labels have no part."""
+        return (-loss,)
+
+
 def attention_losses(
     student: VisionAttnTransformer,
     teacher: VisionAttnTransformer,
@@ -138,6 +199,43 @@ def attention_losses(
         tiny = torch.finfo(torch.float32).tiny
         losses.append(error.sum((1, 2)) / square.sum((1, 2)).clamp(min=tiny))
     return torch.stack(losses, 1)
+
+
+@torch.inference_mode()
+def block_losses(
+    student: VisionAttnTransformer,
+    teacher: VisionAttnTransformer,
+    batches: Iterable[Batch],
+    spec: DataSpec,
+    amp: str,
+    processes: Processes,
+) -> list[float]:
+    """Return the loss of the attention of each block, on average over images.
+
+    Args:
+        student, teacher: on one device, in eval mode.
+        batches: the images, or the part of them that this process takes.
+        spec: what the images are.
+        amp: in which precision to compute.
+        processes: those that take the other parts; all get the same result.
+    """
+    blocks, device = range(len(student.blocks)), next(student.parameters()).device
+    total = torch.zeros(len(blocks), dtype=torch.float64)
+
+    def own() -> int:
+        count = 0
+        for images, labels, sizes in batches:
+            filled = sizes.to(device) if sizes is not None and takes_sizes(student) else None
+            inputs = spec.prepare(images.to(device))
+            with autocast(device, amp):
+                found = attention_losses(student, teacher, inputs, filled, blocks)
+            total.add_(found.sum(0).cpu().double())
+            count += len(labels)
+        return count
+
+    count = processes.together(own)
+    *sums, images = processes.sum(*total.tolist(), count)
+    return [value / images for value in sums]
 
 
 @contextmanager

@@ -20,9 +20,8 @@ from visionattn.models.building import check_geometries, patch_size
 from visionattn.models.conversion import from_softmax, student_of, teacher_of
 from visionattn.models.weights import DataSpec, load_model
 from visionattn.training.config import TrainConfig
-from visionattn.training.distil.config import DistilConfig, stage_data
-from visionattn.training.distil.imitation import check_teacher_size, learn
-from visionattn.training.distil.objective import Imitating
+from visionattn.training.distil.distil_config import DistilConfig, stage_data
+from visionattn.training.distil.imitation import Imitating, check_teacher_size, learn
 from visionattn.training.engine import Prepared, seed_everything
 
 
@@ -71,7 +70,8 @@ def check_student(config: DistilConfig, taught: Taught) -> None:
         try:
             data = resolved(stage_data(config, letter, taught.spec))
             check_data(data)
-            spec = replace(taught.spec, **_seen(data))
+            size = sides(data.img_size)
+            spec = replace(taught.spec, fit=data.fit, img_size=size, max_patches=data.max_patches)
             patch_px = patch_size(converted.model)
             geometries = [geometry_of(spec, patch_px), *geometry_choices(spec, data, patch_px)]
             check_geometries(converted.model, geometries)
@@ -80,11 +80,6 @@ def check_student(config: DistilConfig, taught: Taught) -> None:
                     check_teacher_size(taught.model, geometry.canvas, geometry.fit)
         except ValueError as error:
             raise ValueError(f"stage {letter}: {error}") from error
-
-
-def _seen(data: DataConfig) -> dict:
-    """Return how images come to the model, as fields of ``DataSpec``."""
-    return dict(fit=data.fit, img_size=sides(data.img_size), max_patches=data.max_patches)
 
 
 def images_of(data: DataConfig, seed: int, teachers: DataSpec) -> tuple[Splits, bool]:

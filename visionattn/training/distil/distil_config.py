@@ -101,8 +101,6 @@ class DistilConfig(StudentOptions):
     """The optimisation."""
     batch_size: int | Literal["auto"] = 64
     """Images per batch, of all processes together. ``auto``: the most that fit into memory."""
-    eval_batch_size: int | None = None
-    """Images per batch of evaluation; None: that of the stage."""
     grad_checkpointing: bool = False
     """Keep the inputs of the student's blocks alone for the backward pass of stages b and c: less
     memory, more time.
@@ -123,10 +121,6 @@ class DistilConfig(StudentOptions):
     """Go on where the distillation in the folder stopped."""
     overwrite: bool = False
     """Delete what an earlier one left in the folder."""
-    log_every: int | None = None
-    """Optimiser steps between two lines of ``metrics.jsonl``. None: 50, or less where a stage is so
-    short that it would have fewer than 200 lines.
-    """
     save_every: int | None = 500
     """Optimiser steps between two states within an epoch, from which a killed one goes on; None:
     one after each epoch.
@@ -239,7 +233,6 @@ def stage_run(
         optim=OptimConfig(lr=stage.lr, **asdict(config.optim)),
         epochs=stage.epochs,
         batch_size=stage.batch_size or config.batch_size,
-        eval_batch_size=config.eval_batch_size,
         seed=config.seed,
         device=config.device,
         amp=config.amp,
@@ -248,7 +241,6 @@ def stage_run(
         run=letter,
         resume=config.resume,
         overwrite=config.overwrite,
-        log_every=config.log_every,
         save_every=config.save_every,
         dist_timeout=config.dist_timeout,
     )

@@ -1,0 +1,310 @@
+"""A whole distillation: every check first, then one training for each stage.
+
+Each stage is a run of ``engine.train`` in a folder of its own, with states, metrics and weights as
+any other run, and starts from the best weights of the stage before. ``distil.yaml`` beside these
+folders is the configuration of the whole.
+"""
+
+import csv
+import os
+import sys
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from visionattn.cli.commands import typed
+from visionattn.cli.files import unfinished, write_text
+from visionattn.cli.parsing import parse, yaml_text
+from visionattn.cli.untrusted import from_json
+from visionattn.data.geometry import geometry_of
+from visionattn.data.splits import check_root, eval_batches
+from visionattn.models.building import patch_size
+from visionattn.models.conversion import student_of
+from visionattn.models.weights import load_model
+from visionattn.training import engine
+from visionattn.training.checkpoint import differences
+from visionattn.training.distil.distil_config import (
+    STAGES,
+    DistilConfig,
+    check_distil,
+    stage_data,
+    stage_run,
+)
+from visionattn.training.distil.imitation import block_losses
+from visionattn.training.distil.student import (
+    Preparing,
+    Taught,
+    check_student,
+    images_of,
+    open_taught,
+)
+from visionattn.training.distributed import Processes
+from visionattn.training.options import parse_train
+from visionattn.training.run_folder import (
+    BEST,
+    CONFIG,
+    LOCK,
+    STATUS,
+    can_go_on,
+    clear,
+    held,
+    named_folder,
+)
+from visionattn.training.run_progress import reached
+
+DISTIL = "distil.yaml"
+"""The configuration of a distillation, in its folder."""
+BLOCKS = "blocks.csv"
+"""The loss of each block after stage a, where softmax blocks are searched for."""
+BINDING = ("teacher", "pretrained", "model", "args", "attention", "softmax_blocks")
+BINDING += ("search_softmax_blocks", "num_heads", "options", "seed")
+"""Options that stay on resume, as they make the student."""
+SETTLED = ("batch_size", "optim.", "data.")
+"""The beginnings of options that stay once a stage is done."""
+WORDS = {
+    "a": "each block imitates the teacher's attention, on the teacher's inputs",
+    "b": "the whole net imitates the teacher's final features",
+    "c": "the whole net imitates the teacher's final features, once more",
+}
+"""What the stages do."""
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """The result of a distillation."""
+
+    folder: Path
+    """Its folder."""
+    checkpoint: Path
+    """The best weights of the last stage."""
+    line: str
+    """How good they are, for people; empty where the stage was done before."""
+
+    def report(self) -> list[str]:
+        """Return the last lines for people: the weights, what to type next, how good they are."""
+        best = str(self.checkpoint)
+        lines = [
+            f"best weights: {best}",
+            "try next, where the classes of the images are the teacher's:",
+            f"  {typed('validate', '--checkpoint', best)}",
+            "on other images:",
+            f"  {typed('features', '--checkpoint', best, '--images', 'FOLDER')}",
+        ]
+        return [*lines, self.line] if self.line else lines
+
+
+def distil(
+    config: DistilConfig, *, stream: TextIO | None = None, processes: Processes | None = None
+) -> Distilled:
+    """Distil as configured. Nothing is written before teacher, student and sizes are checked.
+
+    Args:
+        config: the distillation; ``config.run`` names its folder.
+        stream: where to print; None: standard output.
+        processes: what ``distributed.joined()`` gives, where ``torchrun`` has started several.
+
+    Raises:
+        ValueError, FileNotFoundError: the configuration, the teacher or the data are wrong; one
+            line.
+        OSError: a file cannot be read or written.
+        NonFinite, OutOfMemory, Failed, Stopped: as ``engine.train`` raises them.
+    """
+    if processes is None and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ValueError(
+            "torchrun has started several processes, which are to train together: with "
+            "distributed.joined() as processes, call distil(config, processes=processes)"
+        )
+    processes = processes or Processes()
+    processes.together(lambda: check_distil(config))
+    processes.set_timeout(config.dist_timeout)
+    processes.on_first(lambda: check_root(config.data))
+    folder = processes.on_first(lambda: distil_folder(config))
+    taught = processes.together(lambda: checked_teacher(config))
+    if processes.first:
+        folder.mkdir(parents=True, exist_ok=True)
+    with held(folder) if processes.first else nullcontext():
+        processes.on_first(lambda: begin(config, folder))
+        return Whole(config, folder, taught, processes, stream or sys.stdout).run()
+
+
+def distil_folder(config: DistilConfig) -> Path:
+    """Return the folder of a distillation, after checking that it may have it; nothing is written.
+
+    Raises:
+        ValueError: no usable name; the folder is in use and neither ``resume`` nor ``overwrite`` is
+            given; there is nothing to resume, or another distillation; or another process is at
+            work there.
+    """
+    folder = named_folder(config.output, config.run, (DISTIL, BLOCKS))
+    # A distillation that was killed before it wrote its configuration leaves nothing that counts.
+    passing = {*unfinished(folder), folder / LOCK}
+    filled = folder.is_dir() and not passing.issuperset(folder.iterdir())
+    if (folder / DISTIL).is_file() and config.resume:
+        check_same(config, folder)
+    elif config.resume and (filled or not folder.is_dir()):
+        raise ValueError(f"nothing to resume: {folder / DISTIL} does not exist; leave out --resume")
+    elif filled and not (config.resume or config.overwrite):
+        way_on = "--resume goes on with it, " if (folder / DISTIL).is_file() else ""
+        raise ValueError(
+            f"{folder} is not empty; {way_on}--overwrite deletes it, --run NAME writes elsewhere"
+        )
+    return folder
+
+
+def check_same(config: DistilConfig, folder: Path) -> None:
+    """Raise ValueError where a distillation goes on with another student, or with other options of
+    what is done.
+    """
+    done = [letter for letter in STAGES if is_done(folder / letter)]
+    begun = [letter for letter in STAGES if (folder / letter).exists()]
+    fixed = [*BINDING, *(f"{letter}.teacher_size" for letter in begun)]
+    if done:
+        fixed += [*SETTLED, *(f"{letter}." for letter in done)]
+    old = parse(DistilConfig, ["--config", str(folder / DISTIL)])
+    for line in differences(asdict(old), asdict(config)):
+        if line.strip().startswith(tuple(fixed)):
+            raise ValueError(
+                f"the distillation in {folder} is another one: {line.strip()}; resume with the "
+                "same, or --overwrite begins anew"
+            )
+
+
+def checked_teacher(config: DistilConfig) -> Taught:
+    """Open the teacher, and check that there can be such a student on such images.
+
+    Raises:
+        ValueError, FileNotFoundError: there cannot; one line.
+    """
+    taught = open_taught(config)
+    check_student(config, taught)
+    images_of(stage_data(config, config.stages[0], taught.spec), config.seed, taught.spec)
+    return taught
+
+
+def begin(config: DistilConfig, folder: Path) -> None:
+    """Delete what is to be overwritten, and write the configuration."""
+    for path in unfinished(folder):
+        path.unlink(missing_ok=True)
+    if config.overwrite:
+        # The configuration first, so that nothing resumes what is half deleted.
+        (folder / DISTIL).unlink(missing_ok=True)
+        for letter in STAGES:
+            if (folder / letter).is_dir():
+                clear(folder / letter)
+        (folder / BLOCKS).unlink(missing_ok=True)
+    kept = asdict(config) | {"resume": False, "overwrite": False}
+    write_text(folder / DISTIL, yaml_text(kept))
+
+
+class Whole:
+    """The stages of a distillation, one after another.
+
+    Args:
+        config: all of it.
+        folder: where its stages have theirs.
+        taught: the teacher.
+        processes: those that train together.
+        stream: where to print.
+    """
+
+    def __init__(
+        self,
+        config: DistilConfig,
+        folder: Path,
+        taught: Taught,
+        processes: Processes,
+        stream: TextIO,
+    ):
+        self.config, self.folder, self.taught = config, folder, taught
+        self.processes, self.stream = processes, stream
+
+    def say(self, line: str) -> None:
+        """Print a line, on the first process only."""
+        if self.processes.first:
+            print(line, file=self.stream, flush=True)
+
+    def run(self) -> Distilled:
+        """Do what is left to do."""
+        for line in self.taught.lines:
+            self.say(line)
+        blocks, checkpoint, line = list(self.config.softmax_blocks), None, ""
+        for letter in self.config.stages:
+            line = self.stage(letter, blocks, checkpoint)
+            checkpoint = self.folder / letter / BEST
+            if letter == "a" and self.config.search_softmax_blocks:
+                blocks = self.search(self.config.search_softmax_blocks)
+        assert checkpoint is not None
+        return Distilled(self.folder, checkpoint, line)
+
+    def stage(self, letter: str, blocks: list[int], former: Path | None) -> str:
+        """Train a stage, or what is left of it, and return a line that says how good it is; empty
+        where it was done before.
+        """
+        own, processes = self.folder / letter, self.processes
+        going = processes.on_first(lambda: own.is_dir() and any(own.iterdir()) and can_go_on(own))
+        if going and processes.on_first(lambda: is_done(own)):
+            self.say(f"stage {letter} is done")
+            return ""
+        self.say(f"stage {letter}: {WORDS[letter]}")
+        if letter == "a":
+            processes.on_first(lambda: (self.folder / BLOCKS).unlink(missing_ok=True))
+        args = student_of(self.config, self.taught.vit, blocks).args
+        data = stage_data(self.config, letter, self.taught.spec)
+        run = stage_run(self.config, letter, data, args)
+        again = typed("distil", "--config", str(self.folder / DISTIL), "--resume")
+        result = engine.train(
+            replace(run, resume=going, overwrite=False),
+            stream=self.stream,
+            processes=processes,
+            prepare=Preparing(self.config, self.taught, blocks, former),
+            again=lambda _: again,
+        )
+        return reached(result)
+
+    def search(self, count: int) -> list[int]:
+        """Return the blocks whose attention was imitated worst in stage a, which stay softmax from
+        here on, and write the losses of all.
+
+        In stage a each block imitates the teacher on the teacher's own inputs, so that its loss
+        does not depend on which other blocks stay softmax.
+        """
+        processes, table = self.processes, self.folder / BLOCKS
+        if processes.on_first(table.is_file):
+            rows = csv.DictReader(processes.on_first(table.read_text).splitlines())
+            return [int(row["block"]) for row in rows if row["softmax"] == "1"]
+        run = parse_train(["--config", str(self.folder / "a" / CONFIG)])
+        device = processes.device(run.device)
+        if run.threads:  # also where stage a was done before
+            torch.set_num_threads(run.threads)
+        student = load_model(self.folder / "a" / BEST).to(device)
+        splits, _ = images_of(run.data, run.seed, self.taught.spec)
+        batches = eval_batches(
+            splits.validation,
+            run.data,
+            batch_size=run.batch_size,
+            geometry=geometry_of(splits.spec, patch_size(student)),
+        )
+        batches.divide(processes.rank, processes.size)
+        teacher = self.taught.model.to(device)
+        losses = block_losses(student, teacher, batches, splits.spec, run.amp, processes)
+        # Of equal losses the first block counts.
+        chosen = sorted(sorted(range(len(losses)), key=lambda i: (-losses[i], i))[:count])
+        rows = [f"{i},{loss},{int(i in chosen)}\n" for i, loss in enumerate(losses)]
+        text = "".join(["block,loss,softmax\n", *rows])
+        processes.on_first(lambda: write_text(table, text))
+        self.say("how far each block's attention is from the teacher's after stage a:")
+        for i, loss in enumerate(losses):
+            self.say(f"  block {i:>3}  loss {loss:.4f}{'  stays softmax' * (i in chosen)}")
+        return chosen
+
+
+def is_done(folder: Path) -> bool:
+    """Tell whether a stage is finished."""
+    try:
+        status = from_json(dict[str, Any], (folder / STATUS).read_text(), STATUS)
+    except (OSError, ValueError):
+        return False
+    return status.get("status") == "finished" and (folder / BEST).is_file()
