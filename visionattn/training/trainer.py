@@ -308,8 +308,8 @@ class Trainer:
         return loss_value, norm_value, applied
 
     def warm_up(self) -> None:
-        """Run one backward pass on a placeholder, and change nothing. DDP orders its sums anew after
-        its first pass: without this one, a resumed run of three processes would round differently.
+        """Run one backward pass on a placeholder, and change nothing. DDP orders its sums by its
+        first pass: without this one, a resumed run of three processes would round differently.
         """
         if self.spread.kind not in ("ddp", "sequence"):
             return
