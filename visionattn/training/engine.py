@@ -322,6 +322,7 @@ def run(
         left = position.epoch < trainer.config.epochs
         if left and (expected := forecast(trainer, memory)):
             record.say(expected.line)
+        trainer.warm_up()
         try:
             trainer.fit(record, interruption)
             return trainer.finish(record, interruption)

@@ -6,6 +6,7 @@ run goes on from.
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from functools import cached_property, partial
@@ -285,12 +286,7 @@ class Trainer:
             # The number of the batch in its epoch seeds its draws, on any number of processes.
             seed_batch(self.config.seed, epoch, number, self.processes.data_rank)
             inputs, targets = self.inputs(batch)
-            forward = partial(
-                self.objective.outputs,
-                self.spread.called,
-                sizes=self.sizes_of(batch),
-                targets=targets,
-            )
+            forward = self.forward_of(batch, targets)
             with self.spread.summing(number == self.position.batch + len(group) - 1):
                 # Times the number of processes, whose gradients are averaged.
                 loss = self.optimizer_step.add_gradients(
@@ -310,6 +306,20 @@ class Trainer:
         self.scheduler.step_update(self.position.step + 1)
         return loss_value, norm_value, applied
 
+    def warm_up(self) -> None:
+        """Run one backward pass on a placeholder, and change nothing. DDP orders its sums by its
+        first pass: without this one, a resumed run of three processes would round differently.
+        """
+        if self.spread.kind not in ("ddp", "sequence"):
+            return
+        kept, batch = random_state(), self.placeholder()
+        self.model.train()
+        inputs, targets = self.inputs(batch)
+        with self.spread.summing(True):
+            self.optimizer_step.add_gradients(self.forward_of(batch, targets), inputs, targets)
+        self.optimizer.zero_grad(set_to_none=True)
+        restore_random_state(kept)
+
     def inputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the model's input on its device, mixed if so configured, and the targets: classes
         of images or of pixels, or shares of classes.
@@ -317,6 +327,11 @@ class Trainer:
         labels = batch.labels.to(self.device, non_blocking=True)
         inputs = self.spec.prepare(batch.images.to(self.device, non_blocking=True))
         return (inputs, labels) if self.mix is None else mix_batch(self.mix, inputs, labels)
+
+    def forward_of(self, batch: Batch, targets: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return the forward pass of a batch in training."""
+        called, sizes = self.spread.called, self.sizes_of(batch)
+        return partial(self.objective.outputs, called, sizes=sizes, targets=targets)
 
     def sizes_of(self, batch: Batch) -> Tensor | None:
         """Return the part that each image fills, for a model that leaves out the rest."""
