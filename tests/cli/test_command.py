@@ -43,23 +43,26 @@ def test_what_the_package_lacks_is_an_attribute_error():
         visionattn.trian  # noqa: B018
 
 
-def test_help_version_and_wrong_names_are_answered_without_parsers():
+def test_help_wrong_names_and_mistyped_options_are_answered_without_torch():
     code = (
         "import sys\n"
-        "from visionattn.command import main\n"
+        "sys.argv, sys.modules['torch'] = ['visionattn'], None\n"
+        "from visionattn.command import SUBCOMMANDS, main\n"
         "codes = [main([word]) for word in ('--help', '--version', 'sweeps')] + [main([])]\n"
-        "assert not {'pydantic', 'albumentations', 'matplotlib'} & set(sys.modules)\n"
-        "assert codes == [0, 0, 2, 2], codes\n"
+        "quick = [name for name, row in SUBCOMMANDS.items() if row.options]\n"
+        "codes += [main([name, '--sede', '3']) for name in quick]\n"
+        "assert codes == [0, 0, 2, 2, 2, 2, 2, 2], codes\n"
     )
     done = fresh(code)
     assert done.returncode == 0, done.stderr
     assert all(f"\n  {name} " in done.stdout for name in SUBCOMMANDS)
     assert re.search(r"^visionattn \d+\.\d+\.\d+$", done.stdout, re.MULTILINE)
-    error, usage = done.stderr.splitlines()[:2]
+    first, usage, *_ = said = done.stderr.splitlines()
     assert (
-        error == "error: visionattn has no command sweeps; the nearest is sweep, --help lists all"
+        first == "error: visionattn has no command sweeps; the nearest is sweep, --help lists all"
     )
     assert usage.startswith("usage: visionattn COMMAND")
+    assert said[-4:] == ["error: unknown option --sede; the nearest is --seed"] * 4
 
 
 def test_the_package_is_the_command(tmp_path):
