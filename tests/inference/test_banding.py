@@ -106,8 +106,8 @@ def test_functions_give_what_one_pass_gives_and_say_so(folder):
 
 @pytest.fixture
 def there(monkeypatch):
-    """Sets the memory there is, of which a process takes nothing before its first pass. What
-    passes take is counted.
+    """Sets the available memory; a process takes nothing before its first pass, and the memory of
+    passes is counted.
     """
     monkeypatch.setattr(Passes, "forward_bytes", FORWARD_BYTES)
     monkeypatch.setattr(cost, "taken_bytes", lambda device: 0)
