@@ -27,7 +27,7 @@ def saved(tmp_path, *steps, name="mine.yaml"):
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name != "none"])
-def test_every_preset_acts_keeps_size_and_range_and_depends_on_the_key_alone(name):
+def test_every_preset_acts_keeps_size_and_range_and_depends_on_nothing_but_the_key(name):
     image = picture(dtype=np.float32)
     before = image.copy()
     made = several(Augment(name), image)
@@ -114,7 +114,7 @@ def test_a_first_random_crop_of_a_file_is_taken_before_resizing(tmp_path):
     )
 
 
-def test_a_file_moves_masks_along_and_depends_on_the_key_alone(tmp_path):
+def test_a_file_moves_masks_along_and_depends_on_nothing_but_the_key(tmp_path):
     steps = [A.Affine(rotate=(-40, 40), fill_mask=IGNORED, p=1), A.RandomBrightnessContrast(p=0.5)]
     path = saved(tmp_path, A.OneOf([A.Sequential(steps, p=1), A.VerticalFlip(p=0.2)], p=1))
     mask = np.zeros((64, 64), np.uint8)
@@ -157,7 +157,7 @@ def test_a_pipeline_for_other_bands_or_sizes_is_refused(tmp_path):
         augment(picture(), (1,))
 
 
-def test_a_file_augments_the_training_images_alone(tmp_path):
+def test_a_file_augments_only_training_images(tmp_path):
     path = saved(tmp_path, A.InvertImg(p=1))
     splits = build_splits(DataConfig(name="digits", img_size=16, augment=path), 3)
     assert splits.train.augment is not None and splits.validation.augment is None

@@ -52,7 +52,7 @@ def all_of(split, config):
     return torch.cat(images), torch.cat(labels)
 
 
-def test_validation_is_held_out_of_train_and_test_is_that_of_cifar(root):
+def test_validation_is_held_out_of_train_and_the_test_split_is_cifars(root):
     config = config_of(root)
     splits = build_splits(config, 3)
     assert [len(splits.train), len(splits.validation), len(splits.test)] == [28, 12, 6]

@@ -38,7 +38,7 @@ def generator(seed):
     return np.random.default_rng(seed)
 
 
-def test_a_page_differs_from_the_one_without_its_mark_in_the_box_of_the_mark_alone():
+def test_a_page_with_and_without_its_mark_differ_only_in_the_box_of_the_mark():
     for seed, (height, width) in product(range(8), SHAPES):
         without = draw_page(generator(seed), height, width, None)
         page = draw_page(generator(seed), height, width, seed % 4)
@@ -54,7 +54,7 @@ def test_a_page_differs_from_the_one_without_its_mark_in_the_box_of_the_mark_alo
             assert first + size - 3 <= places[-1] <= first + size - 1
 
 
-def test_splits_share_no_page_and_the_test_pages_are_those_of_every_seed():
+def test_splits_share_no_page_and_every_seed_has_the_same_test_pages():
     def pages(split, seed):
         data = DocumentsDataset(split, 8, seed)
         return [data.page(index, 0, 100).image.tobytes() for index in range(8)]
@@ -178,7 +178,7 @@ def item(split="train", index=0, epoch=0, seed=3, length=41):
 
 
 def words(values):
-    """Read ``0 w 0 w 0 ...`` back from the separators alone: w, w again, and what follows."""
+    """Read ``0 w 0 w 0 ...`` back from the separators: w, w again, and what follows."""
     text = "".join(chr(ord("a") + value) for value in values.tolist())
     before, first, second, *rest = text.split("a")
     return before, first, second, "".join(rest)

@@ -137,7 +137,7 @@ def test_more_pixels_than_are_allowed_are_not_decoded_and_the_size_is_read_all_t
             read_image(reader, view, small)
 
 
-def test_a_part_is_that_of_the_whole_image_resized():
+def test_a_part_equals_a_crop_of_the_whole_image():
     view, stored = Geometry("crop", (11, 7)).view(HEIGHT, WIDTH), pattern(3)
     got = []
     for read_whole in (False, True):
@@ -330,7 +330,7 @@ def test_the_range_of_16_bits_is_found_once_by_the_largest_value_of_a_few_files(
     np.testing.assert_allclose(got, pixels[0] / (2**bits - 1), atol=1e-6)
 
 
-def test_other_values_than_those_of_the_range_that_was_found_are_an_error():
+def test_values_outside_the_range_that_was_found_are_an_error():
     options = settle(Listed(tiff(pattern(1, np.uint16, 4000))), [0], ReadOptions(1))[0]
     assert options.value_range == (0, 4095)
     for pixels, said in (

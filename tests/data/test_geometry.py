@@ -18,7 +18,7 @@ SHAPES = [(3000, 2000), (333, 500), (40, 4000), (512, 512), (513, 100), (16, 16)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_an_image_is_seen_as_its_fit_says(shape):
+def test_each_fit_gives_its_box_and_sizes(shape):
     whole = Geometry("native", None, None, PATCH).view(*shape)
     assert whole.box == (0, 0, *shape) and whole.content == shape
     assert whole.canvas == whole.present == tuple(math.ceil(px / 16) * 16 for px in shape)
@@ -104,7 +104,7 @@ def levels(batch):
     return batch.images[:, 0, 0, 0].tolist()
 
 
-def test_folders_are_seen_whole_by_default_and_a_budget_bounds_batches(tmp_path):
+def test_folders_have_native_sizes_by_default_and_a_budget_bounds_batches(tmp_path):
     config = folder(write_pages(tmp_path, many_shapes(40)), batch_patches=24)
     assert resolved(config).fit == "native"
     splits = build_splits(config, 3)

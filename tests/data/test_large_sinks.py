@@ -86,7 +86,7 @@ def test_floats_are_written_as_float16_where_that_is_asked_and_holds_them(tmp_pa
 
 
 @every_format
-def test_what_is_unfinished_is_gone_on_with_and_ends_with_the_same_bytes(tmp_path, suffix):
+def test_an_unfinished_map_goes_on_and_ends_with_the_same_bytes(tmp_path, suffix):
     values, path = map_of(), tmp_path / f"map{suffix}"
     with open_sink(path) as sink:
         sink.begin(SHAPE, values.dtype)
@@ -200,7 +200,7 @@ def test_a_geotiff_lies_where_its_image_does_with_the_size_of_a_patch(tmp_path):
     with rasterio.open(tmp_path / "ground.map.tif") as file:
         assert file.crs.to_epsg() == 32632
         assert file.profile["tiled"] and file.profile["compress"] == "deflate"
-        # the corner of cell (7, 3) is that of pixel (70, 42)
+        # cell (7, 3) and pixel (70, 42) have one corner
         np.testing.assert_allclose(file.transform @ (3, 7), transform @ (42, 70), rtol=1e-12)
     with rasterio.open(tmp_path / "points.map.tif") as file:
         found, crs = file.gcps
@@ -209,7 +209,7 @@ def test_a_geotiff_lies_where_its_image_does_with_the_size_of_a_patch(tmp_path):
 
 
 @every_format
-def test_what_is_in_the_way_is_refused_and_stays_unless_it_is_to_be_replaced(tmp_path, suffix):
+def test_an_existing_map_is_refused_and_stays_unless_overwritten(tmp_path, suffix):
     path, other, values = tmp_path / f"map{suffix}", tmp_path / f"other{suffix}", map_of()
     old = content(written(path, values.astype(np.uint8)))
     with open_sink(path, overwrite=True) as sink:
@@ -238,7 +238,7 @@ def test_a_disk_without_room_is_told_before_anything_is_written(tmp_path, monkey
         with open_sink(path) as sink, pytest.raises(ValueError, match=said):
             sink.begin((384, 1024, 1024), np.float32)
     assert not [*tmp_path.iterdir()]
-    # What is written already needs no room again.
+    # Bytes that are written already need no room again.
     with open_sink(tmp_path / "map.npy") as sink:
         sink.begin(SHAPE, np.float32)
     monkeypatch.setattr(files.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))

@@ -220,7 +220,7 @@ def test_the_identity_tells_another_image_and_another_reading_and_nothing_else(t
             assert other.identity() != identity
         with open_source(made(kind, changed, tmp_path)[0]) as other:
             assert other.identity() != identity
-    # an array keeps its identity beside a file that is called as it is
+    # an array keeps its identity next to a file of the same name
     with open_source(pixels, name=str(tmp_path / "image.tif")) as source:
         assert source.identity()["bytes"] is None
 
@@ -273,7 +273,7 @@ def test_chunks_that_a_zarr_has_not_are_background(tmp_path):
         bands_of_rows(source)
 
 
-def test_what_is_no_image_or_not_what_the_model_takes_is_one_line(tmp_path):
+def test_sources_that_a_model_does_not_take_are_one_line(tmp_path):
     (tmp_path / "a.tif").write_bytes(tiff(pixels_of(5), tile=(16, 16)).getvalue())
     path = str(tmp_path / "a.tif")
     for image, options, said in (

@@ -1,4 +1,4 @@
-"""Masks in files: which file is whose, what values mean, what is refused, and how they move."""
+"""Masks in files: pairs of files, meanings of values, errors, and augmentation."""
 
 import struct
 import unicodedata
@@ -364,7 +364,7 @@ def test_another_mask_is_another_image(tmp_path):
     assert (opened(tmp_path).train.digests() != before).tolist() == [False, False, True, False]
 
 
-def test_a_file_beside_the_masks_says_what_an_option_may_say_otherwise(tmp_path):
+def test_a_file_next_to_the_masks_gives_their_meaning_unless_an_option_does(tmp_path):
     write(tmp_path, NUMBERS)
     (tmp_path / "classes.yaml").write_text("classes: [ground, roof, road]\nignored: 255\n")
     splits = opened(tmp_path)

@@ -64,7 +64,7 @@ def vrt(path, *bands):
 
 
 def nodata(folder, dtype, value, bands, **profile):
-    """Bands of which one has the value outside of the hole too."""
+    """Bands; one has the value outside of the hole too."""
     pixels = pattern(bands, np.uint16, 200).clip(1).astype(dtype)
     pixels[HOLE] = value if dtype.startswith("f") else 255
     pixels[20, 20, 0] = pixels[4, 5, 0]
@@ -238,7 +238,7 @@ def channels(folder, kind, shape, **options):
 
 
 def shorten(path):
-    """Leave the first page of a stack out of which ImageJ finds the others, as in large files."""
+    """Leave only the first page of a stack, from which ImageJ finds the others."""
     content = bytearray(path.read_bytes())
     with tifffile.TiffFile(path) as file:
         place = file.pages[0].offset
@@ -306,7 +306,7 @@ def taken(path, asked, wanted, empty):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_whole_images_parts_and_statistics_are_those_of_the_file(tmp_path, case):
+def test_whole_images_parts_bands_and_statistics_equal_the_file(tmp_path, case):
     path, *rest = CASES[case](tmp_path)
     options, wanted, valid = taken(path, *rest)
     sources = [str(path)]
@@ -417,7 +417,7 @@ def test_masks_of_64_bits_and_of_wide_palettes_are_numbers_of_classes(tmp_path):
         np.testing.assert_array_equal(masks.read(0), classes[..., 0])
 
 
-def test_what_no_library_reads_is_one_line_that_says_what_it_is(tmp_path):
+def test_a_kind_that_no_library_reads_is_named_in_one_line(tmp_path):
     pixels = pattern(4, np.uint16).astype(np.complex64)
     for stream, said in (
         (tiff(pixels), "photometric interpretation MINISBLACK, compression NONE and 64 bits"),

@@ -1,4 +1,4 @@
-"""Means and spreads of one's own images agree with those of all pixels at once."""
+"""Means and spreads of one's own images equal numpy's over all pixels."""
 
 import json
 import warnings
@@ -41,7 +41,7 @@ def written(path):
 
 
 @pytest.mark.parametrize("threads", [0, 3])
-def test_mean_and_spread_are_those_of_all_training_pixels(pictures, tmp_path, threads, capsys):
+def test_mean_and_spread_equal_numpys_over_all_training_pixels(pictures, tmp_path, threads, capsys):
     root, kept = pictures
     output = tmp_path / "stats.yaml"
     flags = words("--data.root {} --output {} --data.workers {}", root, output, threads)
@@ -58,7 +58,7 @@ def test_mean_and_spread_are_those_of_all_training_pixels(pictures, tmp_path, th
 
 
 def write_bands(root, high=3900):
-    """Two classes of four images of 5 bands; those of one are brighter in band 4. Their pixels."""
+    """Two classes of four images of 5 bands; one is brighter in band 4. Return their pixels."""
     rng, kept = np.random.default_rng(0), []
     for label, name in enumerate(("bird", "cat")):
         (root / name).mkdir(parents=True)
@@ -110,7 +110,7 @@ def test_a_model_trained_on_bands_of_12_bits_reads_them_in_every_tool(tmp_path, 
     assert [row["status"] for row in read_csv(tmp_path / "a.csv")] == ["ok"] * 8
 
 
-def test_training_takes_the_file_beside_its_own_configuration(pictures, tmp_path):
+def test_training_takes_the_file_next_to_its_own_configuration(pictures, tmp_path):
     root, _ = pictures
     output = tmp_path / "stats.yaml"
     assert measure(words("--data.root {} --output {}", root, output)) == 0

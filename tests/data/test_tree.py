@@ -1,4 +1,4 @@
-"""The user's own images in folders and tars: splits, classes, order, and what is refused."""
+"""The user's own images in folders and tars: splits, classes, order and errors."""
 
 import gzip
 import os
@@ -19,7 +19,7 @@ from visionattn.data.walk import images_below
 from visionattn.inference.image_listing import find_images as list_images
 
 TIES = ("01", "1", "2", "10", "DOG", "Dog", "dog", "²")
-"""Names in their order, some of which are equal but for case or leading zeros."""
+"""Names in their order; some differ only in case or leading zeros."""
 ACCENT = [unicodedata.normalize(form, "é") for form in ("NFC", "NFD")]
 
 
@@ -167,9 +167,7 @@ def test_a_tar_is_read_by_several_workers_and_holds_tars(tmp_path):
 
 
 @pytest.mark.parametrize("image_format", ["png", "jpeg", "tiff"])
-def test_the_size_of_a_member_of_a_tar_is_read_from_its_head_alone(
-    tmp_path, image_format, monkeypatch
-):
+def test_the_size_of_a_member_of_a_tar_is_read_from_its_head(tmp_path, image_format, monkeypatch):
     noise = np.random.default_rng(0).integers(0, 256, (301, 503, 3), np.uint8)
     Image.fromarray(noise).save(tmp_path / "a", image_format)
     content = (tmp_path / "a").read_bytes()

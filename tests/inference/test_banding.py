@@ -1,6 +1,7 @@
 """Images that are computed band by band: rows, features, masks and maps as in one pass."""
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -37,6 +38,7 @@ from visionattn.models.large.token_store import PassFolder
 from visionattn.models.weights import save_model
 
 SHAPES = [(16, 24), (40, 120), (21, 35), (133, 64)]
+FORWARD_BYTES = Passes.forward_bytes
 BOUND = ("--memory_gib", "0.0005")
 """Below what any pass over a whole image takes, and above two rows of patches of these images."""
 
@@ -45,6 +47,8 @@ BOUND = ("--memory_gib", "0.0005")
 def folder(tmp_path, monkeypatch):
     """A folder with weights, four images and a slide, as the current folder."""
     monkeypatch.setattr(planning, "BAND_TOKENS", 16)
+    # Counting the memory of a pass takes longer than the pass; see ``there``.
+    monkeypatch.setattr(Passes, "forward_bytes", lambda passes, shape: 4000 * math.prod(shape))
     monkeypatch.chdir(tmp_path)
     write_weights(tmp_path / "best.safetensors")
     write_segmenter(tmp_path / "painter.safetensors")
@@ -102,7 +106,10 @@ def test_functions_give_what_one_pass_gives_and_say_so(folder):
 
 @pytest.fixture
 def there(monkeypatch):
-    """Sets the memory there is, of which a process takes nothing before its first pass."""
+    """Sets the available memory; a process takes nothing before its first pass, and the memory of
+    passes is counted.
+    """
+    monkeypatch.setattr(Passes, "forward_bytes", FORWARD_BYTES)
     monkeypatch.setattr(cost, "taken_bytes", lambda device: 0)
     monkeypatch.setattr(banding, "taken_bytes", lambda device: 0)
     monkeypatch.setattr(cost, "LIBRARIES_BYTES", 0)

@@ -61,7 +61,7 @@ def assert_same_files(one: Path, other: Path) -> None:
     }
 
 
-def test_pooled_features_are_those_of_a_direct_forward_in_the_order_of_the_paths(case, capsys):
+def test_pooled_features_equal_a_direct_forward_in_the_order_of_the_paths(case, capsys):
     folder, pixels = case
     assert extract("--batch_size", "2", "--shard_images", "3") == 0
     rows = read_index(folder / "out")
@@ -262,7 +262,7 @@ def test_merged_parts_are_the_features_of_one_run(folder, capsys):
     said = capsys.readouterr().out
     assert "7 images in 3 part" in said and "1 without features:\n  images/3.png: " in said
     assert features_in(folder / "out") == features_in(folder / "whole")
-    # What is merged is a finished run like any other: nothing is computed again.
+    # Merged parts are a finished run like any other: nothing is computed again.
     before = written(folder / "out")
     assert extract(*more) == run("features", MERGE) == 0
     assert "7 of 7 images are done" in capsys.readouterr().out

@@ -76,11 +76,11 @@ def test_a_line_says_sizes_patches_memory_and_the_seconds_of_all_that_is_left(
         assert tried.pop() == (count, 48, 64)
     monkeypatch.setattr(Passes, "forward_seconds", lambda *given: None)
     assert told(opened, images).lines[0].endswith(" there")
-    monkeypatch.setattr(forecast, "FEW_PIXELS", 10_000)  # what is done at once has no line
+    monkeypatch.setattr(forecast, "FEW_PIXELS", 10_000)  # short runs have no line
     assert told(opened, images).lines == ()
 
 
-def test_a_batch_that_does_not_fit_is_refused_with_the_one_that_does(tmp_path, alone, there):
+def test_a_batch_that_does_not_fit_is_refused_with_the_size_that_does(tmp_path, alone, there):
     opened, images = given(tmp_path, [(8, 8)] * 12, img_size=64)
     there(int(0.8 * bytes_of(opened, 12, (64, 64))))
     with pytest.raises(DoesNotFit, match=r"12 images of 64 x 64 pixels would take") as refused:
@@ -104,7 +104,7 @@ def test_auto_takes_the_most_of_the_largest_images_that_fit(tmp_path, alone, the
         told(opened, images, batch_size="auto")
 
 
-def test_sizes_of_a_few_files_tell_those_of_many_and_damaged_ones_nothing(tmp_path, monkeypatch):
+def test_sizes_are_sampled_from_a_few_files_and_damaged_files_are_skipped(tmp_path, monkeypatch):
     opened, images = given(tmp_path, [(16 * n, 32) for n in range(1, 10)], fit="native")
     (tmp_path / "images" / "2.png").write_bytes(b"damaged")
     rows = sizes_seen(opened, images, 0, lambda: 0.0)[:, 0]

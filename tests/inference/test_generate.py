@@ -1,4 +1,4 @@
-"""Generation: images equal those of the parallel form; files, and how a stopped run goes on."""
+"""Generation: images equal the parallel form; files, and how a stopped run goes on."""
 
 import json
 import math
@@ -49,7 +49,7 @@ def opened(path):
 
 
 def tile(picture, row, column, size=FILE_SIZE, times=7, gap=6):
-    """A picture of a sheet, of which each pixel is found to be a square of one value."""
+    """A picture of a sheet; each of its pixels is checked to be a square of one value."""
     top = gap + row * (size[0] * times + gap)
     left = gap + column * (size[1] * times + gap)
     large = picture[top : top + size[0] * times, left : left + size[1] * times]
@@ -90,7 +90,7 @@ def test_a_folder_has_a_png_of_each_image_and_their_index(folder):
     assert about["provenance"]["torch"] == torch.__version__
 
 
-def test_completions_stand_behind_their_original_with_a_line_beside_what_was_given(folder):
+def test_completions_follow_their_original_with_a_line_at_the_given_rows(folder):
     words = ["colour.safetensors", "--complete", "colour", "--count", "2", "--keep", "0.3"]
     assert generate([*words, "--output", "grid.png"]) == 0
     names = ["colour/0.png", "colour/1.png"]
@@ -203,8 +203,8 @@ def make(kind="kernelized", **more):
 
 
 def by_the_parallel_form(model, count, labels, seed, temperature):
-    """Images ``[B, C, H, W]`` of which each value is drawn from the probabilities that a pass over
-    all values before it gives, with random numbers by numpy's own means.
+    """Images ``[B, C, H, W]``: each value is drawn from the probabilities of a pass over all values
+    before it, with random numbers by numpy's own means.
     """
     values = torch.zeros(count, 0, dtype=torch.int64)
     total = math.prod(SIZE) * model.in_chans
@@ -236,7 +236,7 @@ def test_the_recurrence_generates_what_the_parallel_form_generates(kind, monkeyp
     torch.testing.assert_close(found.bits_per_dim, nats / math.log(2), rtol=1e-12, atol=0)
 
 
-def test_an_image_depends_on_the_seed_and_its_number_alone():
+def test_an_image_depends_only_on_the_seed_and_its_number():
     model = make("conditioned")
     before = torch.random.get_rng_state()
     seven = visionattn.generate(model, 7, seed=3, batch_size=3)

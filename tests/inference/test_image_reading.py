@@ -10,10 +10,8 @@ from torch.utils.data import get_worker_info
 
 from tests.helpers.inference_files import (
     COLOUR,
-    GREY,
     direct,
     write_folder,
-    write_image,
     write_weights,
 )
 from visionattn.cli.ends import Failed
@@ -24,9 +22,7 @@ from visionattn.inference.image_run import ImageRun
 from visionattn.inference.inference_options import InferenceOptions, parse_options
 from visionattn.inference.model_opening import open_model
 from visionattn.models.patches import pooled
-from visionattn.models.weights import DataSpec
 
-ONE_HOT = DataSpec(256, 4, (), (), (), "grey_one_hot", 16)
 OWN_SIZES = Geometry("native", None, None, (8, 8))
 
 
@@ -81,22 +77,6 @@ def test_paths_on_the_command_line_mean_themselves(tmp_path, monkeypatch):
             assert options.images[0] == path
 
 
-def test_files_become_grey_or_coloured_as_the_model_has_it(tmp_path):
-    colour = write_image(tmp_path / "colour.png", 16, 24, 1)
-    Image.fromarray(colour[..., 0]).save(tmp_path / "grey.png")
-    listing, native = find_images([str(tmp_path)]), OWN_SIZES
-    images = ReadImages(listing, COLOUR, native)
-    assert (images[0].pixels.numpy() == colour.transpose(2, 0, 1)).all()
-    assert (images[1].pixels.numpy() == colour[None, ..., 0]).all()
-    assert images[1].pixels.shape == (3, 16, 24)
-    luma = colour @ np.array([0.299, 0.587, 0.114])
-    for spec in (GREY, ONE_HOT):
-        images = ReadImages(listing, spec, native)
-        assert images[0].pixels.shape == (1, 16, 24)
-        assert np.abs(images[0].pixels[0].numpy() - luma).max() <= 1
-        assert (images[1].pixels[0].numpy() == colour[..., 0]).all()
-
-
 def test_what_cannot_be_read_is_a_sample_with_a_reason(tmp_path):
     Image.new("RGB", (1, 60000)).save(tmp_path / "thin.png")
     listing = ListedFiles([str(tmp_path / "thin.png")])
@@ -106,17 +86,6 @@ def test_what_cannot_be_read_is_a_sample_with_a_reason(tmp_path):
     huge = Geometry("stretch", (2**30, 2**30))  # no machine has the memory for it
     too_large = ReadImages(listing, COLOUR, huge)[0]
     assert too_large.pixels is None and too_large.reason and "\n" not in too_large.reason
-
-
-def test_a_digest_tells_other_images_and_files_of_another_size(tmp_path):
-    write_image(tmp_path / "a.png", 8, 8, 0)
-    first = find_images([str(tmp_path)]).digest()
-    assert first == find_images([str(tmp_path)]).digest()
-    (tmp_path / "a.png").write_bytes(b"other")
-    second = find_images([str(tmp_path)]).digest()
-    (tmp_path / "a.png").rename(tmp_path / "b.png")
-    assert len({first, second, find_images([str(tmp_path)]).digest()}) == 3
-    assert ListedFiles(["nowhere.png"]).digest() != ListedFiles([]).digest()
 
 
 def outcomes_of(opened, images, compute, batch_size=1, dtype=torch.float32, workers=0):

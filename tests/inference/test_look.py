@@ -350,7 +350,7 @@ def squares(picture):
 
 
 def test_tables_are_drawn_with_the_offsets_where_they_are(tmp_path, monkeypatch):
-    """An entry is that of the key's place less the query's, from the upper left."""
+    """An entry is at the key's place minus the query's, from the upper left."""
     monkeypatch.chdir(tmp_path)
     write_weights(tmp_path / "best.safetensors", args=TINY | dict(relative="axial"))
     Image.fromarray(np.zeros((16, 24, 3), np.uint8)).save("a.png")

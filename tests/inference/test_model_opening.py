@@ -36,7 +36,7 @@ def test_weights_of_ours_bring_model_classes_and_size(tmp_path):
     assert opened(checkpoint=path, img_size="native").geometry.fit == "native"
 
 
-def test_a_name_alone_gives_random_weights_that_the_seed_decides_and_says_so():
+def test_a_name_without_a_checkpoint_gives_random_weights_of_the_seed_and_says_so():
     state = torch.get_rng_state()
     first, again, other = (opened(model=MODEL, args=ARGS, seed=seed) for seed in (7, 7, 8))
     said = f"{MODEL} with random weights (seed 7): no --checkpoint is given; preprocessing: "

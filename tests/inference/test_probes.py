@@ -71,7 +71,7 @@ def last_line(capsys) -> str:
     return capsys.readouterr().out.splitlines()[-1]
 
 
-def test_both_accuracies_are_those_of_scikit_learn_and_of_neighbours_by_hand(folder, capsys):
+def test_both_accuracies_equal_scikit_learn_and_neighbours_by_hand(folder, capsys):
     write_classes(folder / "images" / "train", 30, seed=1)
     write_classes(folder / "images" / "val", 17, seed=2)
     assert probe("--neighbours", "99") == 2
@@ -93,7 +93,7 @@ def test_both_accuracies_are_those_of_scikit_learn_and_of_neighbours_by_hand(fol
     assert by_linear > 80 and 60 < by_neighbours < 100
 
 
-def test_class_folders_alone_hold_a_share_out_and_a_test_split_comes_before_the_validation_split(
+def test_class_folders_hold_a_share_out_and_a_test_split_precedes_the_validation_split(
     folder, capsys
 ):
     write_classes(folder / "images", 10, seed=1)
@@ -129,7 +129,7 @@ def images_of(features, labels, per_image: int = 40):
     return [(features[i : i + per_image], labels[i : i + per_image]) for i in starts]
 
 
-def test_features_that_name_the_values_give_one_and_noise_gives_the_background_alone(monkeypatch):
+def test_features_that_name_the_values_give_one_and_noise_gives_only_background(monkeypatch):
     rng = np.random.default_rng(0)
     labels = rng.choice(6, 2000, p=[0.7, 0.1, 0.05, 0.05, 0.05, 0.05])
     one_hot = np.eye(6, dtype=np.float32)[labels]
@@ -144,7 +144,7 @@ def test_features_that_name_the_values_give_one_and_noise_gives_the_background_a
     assert "not converged after 1 steps" in fit_and_judge(noise, judged, 6, 0).note
 
 
-def test_intersections_over_unions_are_those_of_the_table_by_hand():
+def test_intersections_over_unions_equal_the_table_by_hand():
     confusion = np.zeros((5, 5), np.int64)
     confusion[0] = [90, 4, 0, 6, 0]  # background: 90 of 100 + 2 + 1
     confusion[1] = [2, 6, 1, 0, 1]
@@ -176,7 +176,7 @@ def probe_canvases(*more: str, output: str = "out") -> int:
     return run("features", [*given.split(), "--workers", "0", "--output", output, *more])
 
 
-def test_the_command_probes_the_maps_that_it_wrote_and_pixels_beside_them(folder, capsys):
+def test_the_command_probes_the_maps_that_it_wrote_and_pixels(folder, capsys):
     assert probe_canvases("--dense", "--probe") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == (
@@ -208,7 +208,7 @@ def test_the_command_probes_the_maps_that_it_wrote_and_pixels_beside_them(folder
     assert written(folder / "out") == before
 
 
-def test_canvases_are_those_of_the_run_beside_the_weights_unless_flags_say_otherwise(
+def test_canvases_follow_the_configuration_of_the_weights_unless_flags_say_otherwise(
     folder, capsys
 ):
     args = {"distractors": 2, "digit_px": [12, 20]}

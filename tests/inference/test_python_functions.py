@@ -55,7 +55,7 @@ CASES = {
         "--fit stretch --img_size 32 48",
     ),
 }
-"""How images are seen; the height and width that each image has then, by hand; and the flags that
+"""Preprocessing; the height and width that each image has then, by hand; and the flags that
 say so, None where the checkpoint says it.
 """
 
@@ -115,7 +115,7 @@ def assert_same(got: list[np.ndarray], wanted: list[np.ndarray]) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_images_are_seen_as_the_checkpoint_or_flags_say(images, tmp_path, take, case):
+def test_preprocessing_follows_the_checkpoint_or_flags_in_every_tool(images, tmp_path, take, case):
     seen, contents, more = CASES[case]
     path = checkpoint(tmp_path, **({} if more else seen))
     words = more.split() if more else []
@@ -194,7 +194,7 @@ def test_a_picture_of_pillow_is_turned_as_its_file_would_be(tmp_path):
         assert as_held(picture).size == (4, 6)
 
 
-def test_arrays_of_bands_and_of_other_values_are_seen_as_their_files_are(tmp_path, monkeypatch):
+def test_arrays_of_bands_and_of_other_values_give_what_their_files_give(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     args = {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2, "img_size": 16}
     model = timm.create_model("scaleformer_vit_t", num_classes=2, in_chans=2, **args)
@@ -230,7 +230,7 @@ def inputs_of(pixels, mean=COLOUR.mean, std=COLOUR.std):
     return torch.tensor(scaled.transpose(0, 3, 1, 2), dtype=torch.float32)
 
 
-def test_classes_and_probabilities_are_those_of_the_model_whatever_the_images_are(given):
+def test_classes_and_probabilities_equal_the_models_for_every_form_of_images(given):
     path, folder, pixels = given
     model = visionattn.load_model(path)
     with torch.no_grad():
@@ -297,7 +297,7 @@ def test_what_cannot_be_done_is_one_line(given, tmp_path):
         visionattn.extract_features(linear, folder)
 
 
-def test_grey_and_transparent_pictures_are_read_as_files_are(given):
+def test_grey_and_transparent_pictures_equal_their_files(given):
     path, _, pixels = given
     grey = pixels[0][:, :, 0]
     as_colour = np.repeat(grey[:, :, None], 3, axis=2)

@@ -39,7 +39,7 @@ def parts(image):
 
 
 @pytest.mark.parametrize(("combine", "put"), [("mean", np.mean), ("max", np.max)])
-def test_classes_are_those_of_the_mean_or_the_maximum_of_logits(case, combine, put):
+def test_classes_follow_the_mean_or_the_maximum_of_logits(case, combine, put):
     weights, images = case
     more = ["--top-k", "4", "--combine", combine] if combine == "max" else ["--top-k", "4"]
     assert run("predict", flags(*TILES, *more, output="out.csv")) == 0
@@ -69,7 +69,7 @@ def test_features_of_tiles_are_averaged_and_maps_blended(case):
         assert found.shape == wanted.shape and np.abs(found - wanted).max() < 1e-4
 
 
-def test_masks_of_tiles_are_those_of_blended_logits(case):
+def test_masks_of_tiles_follow_blended_logits(case):
     model = load_model(write_segmenter(case[0]))
     assert run("predict", flags(*TILES, "--batch_size", "2", output="out")) == 0
 
