@@ -31,7 +31,7 @@ from tests.helpers.tools import read_csv
 from tests.helpers.warm_python import serving
 from visionattn.cli.files import is_unfinished
 from visionattn.command import run
-from visionattn.lab.sweep.run import sweep
+from visionattn.lab.sweep.head_sweep import sweep
 
 ROOT = Path(__file__).parents[1]
 FORK = multiprocessing.get_context("fork")
