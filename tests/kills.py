@@ -68,7 +68,7 @@ DISTIL = {
 TRAIN_MASKS = "--config masked.yaml --epochs 2 --run small --output out"
 TRAIN_WRITER = "--config written.yaml --epochs 2 --run small --output out"
 DISTILLATION = "--config distil.yaml --run small --output out"
-SWEEP = "--base base.yaml --epochs 1 --heads 2 4 --form efficient --jobs 2 --measure false"
+SWEEP = "--base base.yaml --set epochs=1 --heads 2 4 --form efficient --jobs 2 --measure false"
 SWEEP += " --output out"
 FEATURES = "--checkpoint best.safetensors --images images --img_size native --batch_size 2"
 FEATURES += " --shard_images 3 --workers 0 --output out"

@@ -19,6 +19,7 @@ from tests.helpers import warm_python
 from tests.helpers.tools import read_csv, words, written
 from visionattn.cli.commands import started
 from visionattn.cli.ends import DoesNotFit, Failed, run_tool
+from visionattn.cli.memory import resident_bytes
 from visionattn.data.data_config import DataConfig
 from visionattn.lab.sweep import cell_trainings, head_sweep, network_costs
 from visionattn.lab.sweep.head_grid import (
@@ -34,6 +35,7 @@ from visionattn.lab.sweep.head_grid import (
 from visionattn.lab.sweep.head_sweep import sweep
 from visionattn.lab.sweep.sweep_flags import EXAMPLE, SweepConfig, parse_sweep
 from visionattn.models.building import ModelConfig
+from visionattn.models.cost import Passes
 from visionattn.models.weights import DataSpec
 from visionattn.training.config import TrainConfig
 
@@ -386,10 +388,10 @@ def test_what_does_not_fit_or_fails_is_a_status_and_the_others_are_timed(monkeyp
 
 def test_a_training_is_expected_to_take_its_steps_and_evaluations(monkeypatch):
     plan = small_plan()
-    monkeypatch.setattr(network_costs.Passes, "forward_seconds", lambda self, shape, patch: 0.5)
+    monkeypatch.setattr(Passes, "forward_seconds", lambda self, shape, patch: 0.5)
     needed, seconds = expect(plan, plan.networks[0])
-    assert seconds == 10 * 0.5 * (3 * plan.images[0] + plan.images[1])
-    assert needed > network_costs.taken_bytes(torch.device("cpu"))
+    assert seconds == 10 * 0.5 * (3 * len(plan.splits.train) + len(plan.splits.validation))
+    assert needed > resident_bytes("VmRSS") / 2
 
 
 expect = network_costs.expect
@@ -397,7 +399,7 @@ expect = network_costs.expect
 
 def test_the_facts_of_a_network_are_those_of_its_model():
     plan = small_plan()
-    assert plan.tested and plan.own_attention == "kernelized"
+    assert plan.splits.test is not None and plan.own_attention == "kernelized"
     for network, head_dim in zip(plan.networks, (8, 4), strict=True):
         facts, model = plan.facts[network], plan.model(network)
         built = timm.create_model(model.name, num_classes=10, in_chans=1, img_size=40, **model.args)
@@ -473,4 +475,4 @@ def test_a_model_of_timm_is_swept_over_its_heads_alone():
     plan = make_plan(SweepConfig(base="", heads=[2, 4]), base)
     names = [network.name for network in plan.networks]
     assert names == [f"vit_tiny_patch16_224_h{h}_32px" for h in (2, 4)]
-    assert on_meta(plan.model(plan.networks[1]), plan.spec).blocks[0].attn.num_heads == 4
+    assert on_meta(plan.model(plan.networks[1]), plan.splits.spec).blocks[0].attn.num_heads == 4

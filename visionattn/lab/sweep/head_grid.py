@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from visionattn.data.data_checks import resolved
-from visionattn.data.splits import build_splits
+from visionattn.data.splits import Splits, build_splits
 from visionattn.lab.measure import count_flops
 from visionattn.lab.sweep.sweep_flags import SweepConfig
 from visionattn.layers.attention import idle_options
@@ -61,17 +61,13 @@ class Plan:
     """A sweep that can be run."""
 
     base: TrainConfig
-    spec: DataSpec
+    splits: Splits
     own_attention: str | None
     """The attention of the training's model; None for a model that is not ours."""
     networks: tuple[Network, ...]
     seeds: tuple[int, ...]
     train_form: str | None
     """The form whose trainings count for every form; None: each form has its own."""
-    images: tuple[int, int] = (0, 0)
-    """Training and validation images."""
-    tested: bool = False
-    """Whether the data have a test split."""
     facts: dict[Network, dict[str, int]] = field(default_factory=dict)
     """Of each network ``head_dim``, ``tokens`` (patches of an image, without prefix tokens),
     ``parameters`` and ``flops`` of one image's forward.
@@ -96,7 +92,7 @@ class Plan:
 
     def data_spec(self, network: Network) -> DataSpec:
         """Return what the network expects of its images."""
-        return replace(self.spec, img_size=network.img_size)
+        return replace(self.splits.spec, img_size=network.img_size)
 
     def training(self, cell: Cell, runs: Path) -> TrainConfig:
         """Return the configuration of a cell's training, whose folder is in ``runs``."""
@@ -141,10 +137,7 @@ def make_plan(config: SweepConfig, base: TrainConfig) -> Plan:
     check_heads(config.heads, model, base.model.name)
     own = attention_of(model) if isinstance(model, VisionAttnTransformer) else None
     networks = make_networks(config, own, base.model.name, sizes)
-    images = len(splits.train), len(splits.validation)
-    about = dict(images=images, tested=splits.test is not None)
-    seeds = tuple(config.seeds)
-    plan = Plan(base, splits.spec, own, networks, seeds, config.train_form, **about)
+    plan = Plan(base, splits, own, networks, tuple(config.seeds), config.train_form)
     return replace(plan, facts={network: facts_of(plan, network) for network in networks})
 
 

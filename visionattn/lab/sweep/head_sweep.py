@@ -168,7 +168,7 @@ def records(
 
 def tables(plan: Plan, rows: Sequence[Record], measured: Mapping[str, Record]) -> str:
     """Write a Markdown table per attention and image size, a row per head count."""
-    accuracy = "test" if plan.tested else "validation"
+    accuracy = "test" if plan.splits.test is not None else "validation"
     parts = []
     for attention, size in distinct(rows, "attention", "img_size"):
         own = chosen(rows, ("attention", "img_size"), (attention, size))
@@ -223,7 +223,7 @@ def accuracy_text(plan: Plan, rows: Sequence[Record]) -> str | None:
     """Write the mean and standard deviation over the seeds in %, how many seeds where some are
     missing; a status where all are.
     """
-    key = "test_accuracy" if plan.tested else "validation_accuracy"
+    key = "test_accuracy" if plan.splits.test is not None else "validation_accuracy"
     values = [100 * row[key] for row in rows if row[key] is not None]
     if not values:
         return ", ".join(dict.fromkeys(filter(None, (row["status"] for row in rows)))) or None

@@ -6,17 +6,17 @@ Weights are fresh and images random: neither decides the cost.
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from visionattn.cli.ends import Failed, is_out_of_memory
 from visionattn.cli.fresh_process import ask
-from visionattn.cli.memory import check_fits, clearly_above, memory_there_is, taken_bytes
+from visionattn.cli.memory import check_fits, clearly_above, memory_there_is
 from visionattn.cli.provenance import processor
 from visionattn.cli.tables import Record, lasting, sized
 from visionattn.lab.measure import attention_backends, interleaved_seconds, peak_bytes, warm_up
@@ -24,18 +24,16 @@ from visionattn.lab.model_step import ModelStep
 from visionattn.lab.sweep.cell_trainings import MEASUREMENTS, SweepFolder
 from visionattn.lab.sweep.head_grid import Cell, Network, Plan
 from visionattn.lab.sweep.sweep_flags import SweepConfig
-from visionattn.models.building import ModelConfig, build_model, patch_size
-from visionattn.models.cost import SCATTERED, SCATTERED_CHECKPOINTED, Passes
-from visionattn.models.machine import autocast, pick_device
+from visionattn.models.building import ModelConfig, build_model
+from visionattn.models.machine import pick_device
 from visionattn.models.weights import DataSpec
 from visionattn.training.config import OptimConfig
+from visionattn.training.distributed import Processes
+from visionattn.training.trainer import FORWARD, FORWARD_CHECKPOINTED
+from visionattn.training.training_cost import TrainingMemory
 
 PASSES = ("inference", "training")
 """The passes of a network that are measured."""
-MOMENTS = 2
-"""Tensors of the size of the parameters that an optimizer keeps."""
-FORWARDS_OF_STEP = 3
-"""The time of a training step over the time of a forward."""
 NEEDS = ("device", "amp", "batch", "threads")
 """What a measured pass needs of the conditions."""
 
@@ -168,30 +166,21 @@ def measure_memory(**given: Any) -> Record:
 
 
 def expect(plan: Plan, network: Network) -> tuple[float | None, float | None]:
-    """Estimate the bytes and the seconds of a training by ``models/cost.py``: a step is counted,
-    one forward is timed, and loading is left out. None where nobody can tell.
+    """Estimate the bytes and the seconds of a training as ``visionattn train`` does, without
+    loading; None where nobody can tell.
     """
-    base, spec, config = plan.base, plan.data_spec(network), plan.model(network)
-    device = pick_device(base.device)
-    model = build_model(config, spec)[0].to(device)
-    passes = Passes(model, spec, device, base.amp)
-    batch = 1 if base.batch_size == "auto" else base.batch_size
+    config = plan.training(Cell(network, plan.seeds[0]), Path())
+    device, spec = pick_device(config.device), plan.data_spec(network)
+    model = build_model(config.model, spec)[0].to(device)
+    splits = replace(plan.splits, spec=spec)
+    memory = TrainingMemory(config, model, splits, device, Processes())
+    batch = 1 if config.batch_size == "auto" else config.batch_size
     shape = (batch, network.img_size, network.img_size)
-
-    def step(copied: nn.Module) -> None:
-        with autocast(device, base.amp):
-            copied.train()(spec.prepare(passes.batch(shape)[0])).float().sum().backward()
-
-    scattered = SCATTERED_CHECKPOINTED if config.grad_checkpointing else SCATTERED
-    needed = passes.peak(step, scattered, "step", shape)
-    if needed is not None:
-        weights = sum(x.numel() * x.element_size() for x in model.parameters())
-        needed += taken_bytes(device) + (MOMENTS + bool(base.optim.ema_decay)) * weights
-    seconds = passes.forward_seconds(shape, patch_size(model))
+    seconds = memory.passes.forward_seconds(shape, memory.patch_px)
     if seconds is not None:
-        training, validation = plan.images
-        seconds *= base.epochs * (FORWARDS_OF_STEP * training + validation)
-    return needed, seconds
+        share = FORWARD_CHECKPOINTED if config.model.grad_checkpointing else FORWARD
+        seconds *= config.epochs * (len(splits.train) / share + len(splits.validation))
+    return memory.bytes_of(shape), seconds
 
 
 def tell_expected(plan: Plan, cells: Sequence[Cell], jobs: int, say: Callable[[str], None]) -> None:
