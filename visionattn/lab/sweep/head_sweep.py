@@ -3,7 +3,6 @@
 This module owns the order of these, and how a sweep ends.
 """
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
@@ -14,10 +13,11 @@ import torch
 from visionattn.cli.ends import Failed, Stopped
 from visionattn.cli.files import write_text, write_whole
 from visionattn.cli.provenance import provenance_of, summary
-from visionattn.cli.tables import Record, csv_text, markdown
+from visionattn.cli.tables import Record, csv_text, heading, line
 from visionattn.data.splits import check_root
 from visionattn.lab.charts import png
-from visionattn.lab.figures import chosen, distinct, heads_of
+from visionattn.lab.figures import distinct, heads_of
+from visionattn.lab.report.tables import rows_table, shared_words
 from visionattn.lab.sweep.cell_trainings import (
     ENDINGS,
     MEASUREMENTS,
@@ -29,7 +29,7 @@ from visionattn.lab.sweep.cell_trainings import (
     left_to_train,
     train_cells,
 )
-from visionattn.lab.sweep.head_grid import Network, Plan, make_plan
+from visionattn.lab.sweep.head_grid import Plan, make_plan
 from visionattn.lab.sweep.network_costs import (
     PASSES,
     conditions_of,
@@ -40,7 +40,7 @@ from visionattn.lab.sweep.sweep_flags import folder_of, parse_sweep, read_base
 
 Say = Callable[[str], None]
 SOURCES = ("device", "amp", "threads", "batch", "rounds", "commit", "torch", "processor", "load")
-MEASURED = ("status", "reason", "images_per_second", "peak_bytes", "backend")
+MEASURED = ("status", "reason", "images_per_second", "times_direct", "peak_bytes", "backend")
 COLUMNS = (
     *("status", "reason", *RESULTS, "cell_seconds", "attempts", "train_commit"),
     *("parameters", "flops"),
@@ -103,21 +103,21 @@ def sweep(argv: Sequence[str], say: Say, *, train: Sequence[str]) -> None:
 
 
 def write(plan: Plan, folder: SweepFolder, provenance: dict[str, Any]) -> str:
-    """Write table, rows and picture of what there is, and return the table."""
-    measured = folder.known(MEASUREMENTS)
-    rows = records(plan, folder.known(ENDINGS), measured)
-    notes = [summary(provenance)]
-    lines = [tables(plan, rows, measured), "", *(f"- {note}" for note in notes)]
-    text = "\n".join([*lines, f"- `{provenance['command']}`"])
+    """Write table, rows and picture of what there is, and return the table: the report's."""
+    rows = records(plan, folder.known(ENDINGS), folder.known(MEASUREMENTS))
+    table, source = rows_table("sweep", rows), summary(provenance)
+    lines = [shared_words(rows), "", heading(table.columns)]
+    lines += [line([cell.text for cell in cells]) for cells in table.rows]
+    text = "\n".join([*lines, "", f"- {source}", f"- `{provenance['command']}`"])
     write_text(folder.path / TABLE, text + "\n")
     write_text(folder.path / ROWS, csv_text(rows, provenance))
     charts = [
         replace(chart, title=f"{chart.title}, images of {size} px")
-        for size in dict.fromkeys(network.img_size for network in plan.networks)
+        for (size,) in distinct(rows, "img_size")
         for chart in heads_of(rows, size)
     ]
-    title = f"Head counts on {plan.base.data.name}"
-    write_whole(folder.path / PLOT, lambda path: png(path, charts, title=title, notes=notes))
+    how = dict(title=f"Head counts on {plan.base.data.name}", notes=[source])
+    write_whole(folder.path / PLOT, lambda path: png(path, charts, **how))
     return text
 
 
@@ -164,69 +164,3 @@ def records(
         known["run"] = cell.name
         rows.append(row | {key: known.get(key) for key in COLUMNS})
     return rows
-
-
-def tables(plan: Plan, rows: Sequence[Record], measured: Mapping[str, Record]) -> str:
-    """Write a Markdown table per attention and image size, a row per head count."""
-    accuracy = "test" if plan.splits.test is not None else "validation"
-    parts = []
-    for attention, size in distinct(rows, "attention", "img_size"):
-        own = chosen(rows, ("attention", "img_size"), (attention, size))
-        parts.append(
-            f"**{attention}, {size} px (N = {own[0]['tokens']})**; {accuracy} accuracy in %, mean "
-            f"± standard deviation of {len(plan.seeds)} seeds; GFLOP of one image; images per "
-            f"second and MiB above weights, optimizer and images at batch {own[0]['measure_batch']}"
-        )
-        by_heads = [chosen(own, ("heads",), heads) for heads in distinct(own, "heads")]
-        parts.append(markdown([head_row(plan, each, measured) for each in by_heads]))
-    return "\n\n".join(parts)
-
-
-def head_row(plan: Plan, rows: Sequence[Record], measured: Mapping[str, Record]) -> Record:
-    """Return the line of one attention, size and head count, its forms side by side."""
-    first = rows[0]
-    cells: Record = {"h": first["heads"], "d": first["head_dim"]}
-    cells["parameters"] = f"{first['parameters']:,}"
-    by_form = {form: chosen(rows, ("form",), (form,)) for (form,) in distinct(rows, "form")}
-    each_trained = len(distinct(rows, "trained_form")) > 1
-    for form, own in by_form.items():
-        word = f"{form} " if form else ""
-        cells.setdefault(f"{word if each_trained else ''}accuracy", accuracy_text(plan, own))
-        cells[f"{word}GFLOP"] = f"{own[0]['flops'] / 1e9:.3g}"
-    for work in PASSES:
-        for form, (row, *_) in by_form.items():
-            title, status = f"{work} {form or ''}".strip(), row[f"{work}_status"]
-            why = {None: None, "ok": None, "oom": "out of memory"}.get(status, status)
-            speed, peak = row[f"{work}_images_per_second"], row[f"{work}_peak_bytes"]
-            cells[f"{title} img/s"] = f"{speed:.4g}" if speed else why
-            cells[f"{title} MiB"] = why if peak is None else f"{peak / 2**20:.4g}"
-        if {"efficient", "direct"} <= by_form.keys():
-            pair = [by_form[form][0] for form in ("efficient", "direct")]
-            rounds = [measured.get(name_of(row), {}).get(f"{work}_seconds") for row in pair]
-            peaks = [row[f"{work}_peak_bytes"] for row in pair]
-            ratios = (
-                [slow / fast for fast, slow in zip(*rounds, strict=True)] if all(rounds) else []
-            )
-            speed = f"{statistics.median(ratios):.3g}" if ratios else None
-            cells[f"{work} efficient / direct img/s"] = speed
-            memory = f"{peaks[0] / peaks[1]:.3g}" if all(peaks) else None
-            cells[f"{work} efficient / direct MiB"] = memory
-    return cells
-
-
-def name_of(row: Record) -> str:
-    """Return the name of a row's network."""
-    return Network(row["attention"], row["heads"], row["form"], row["img_size"]).name
-
-
-def accuracy_text(plan: Plan, rows: Sequence[Record]) -> str | None:
-    """Write the mean and standard deviation over the seeds in %, how many seeds where some are
-    missing; a status where all are.
-    """
-    key = "test_accuracy" if plan.splits.test is not None else "validation_accuracy"
-    values = [100 * row[key] for row in rows if row[key] is not None]
-    if not values:
-        return ", ".join(dict.fromkeys(filter(None, (row["status"] for row in rows)))) or None
-    spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
-    missing = f" ({len(values)} of {len(rows)} seeds)" if len(values) < len(rows) else ""
-    return f"{statistics.mean(values):.1f}{spread}{missing}"

@@ -98,8 +98,8 @@ def is_current(columns: Record, conditions: Record, config: SweepConfig) -> bool
 def measure_pass(
     plan: Plan, networks: Sequence[Network], work: str, conditions: Record
 ) -> dict[Network, Record]:
-    """Measure a pass of networks: status, reason, peak memory, attention, seconds round by round
-    and images per second; out of memory is a status.
+    """Measure a pass of networks: status, reason, peak memory, attention, images per second, and
+    how many times those of the direct form; out of memory is a status.
     """
     how = {key: conditions[f"measure_{key}"] for key in NEEDS} | {"work": work}
     how["optim"] = asdict(plan.base.optim)
@@ -120,10 +120,16 @@ def measure_pass(
             found[network] = {"status": "oom" if full else "failed", "reason": reason}
     works, rounds = [step.run for step in steps.values()], conditions["measure_rounds"]
     timing = dict(rounds=rounds, max_rounds=rounds, device=how["device"])
-    seconds = interleaved_seconds(works, warm, **timing) if works else []
-    for network, samples in zip(steps, seconds, strict=True):
-        speed = how["batch"] / statistics.median(samples)
-        found[network] |= {"seconds": samples, "images_per_second": speed}
+    seconds = dict(
+        zip(steps, interleaved_seconds(works, warm, **timing) if works else [], strict=True)
+    )
+    for network, samples in seconds.items():
+        found[network]["images_per_second"] = how["batch"] / statistics.median(samples)
+        direct = seconds.get(replace(network, form="direct"))
+        if direct:
+            # Round by round: what slows the machine for a while slows both.
+            ratios = [slow / fast for fast, slow in zip(samples, direct, strict=True)]
+            found[network]["times_direct"] = statistics.median(ratios)
     return found
 
 
