@@ -17,7 +17,7 @@ from visionattn.cli.tables import Record, csv_text, heading, line
 from visionattn.data.splits import check_root
 from visionattn.lab.charts import png
 from visionattn.lab.figures import distinct, heads_of
-from visionattn.lab.report.tables import rows_table, shared_words
+from visionattn.lab.report.page_tables import rows_table, shared_words
 from visionattn.lab.sweep.cell_trainings import (
     ENDINGS,
     MEASUREMENTS,
