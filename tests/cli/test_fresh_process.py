@@ -2,10 +2,12 @@
 
 import os
 import signal
+import subprocess
 
 import pytest
 import torch
 
+from visionattn.cli import fresh_process
 from visionattn.cli.ends import Failed
 from visionattn.cli.fresh_process import ask
 
@@ -34,3 +36,29 @@ def test_the_end_of_the_process_is_an_error_here(started_quickly):
         ask(run_out, {"how": "wrong"}, "77 px")
     with pytest.raises(Failed, match="^killed by signal 9$"):
         ask(run_out, {"how": "kill"}, "77 px")
+
+
+def test_a_killed_process_ran_out_of_memory_only_where_the_system_says_so(monkeypatch):
+    killed = subprocess.CompletedProcess([], -9, "", "")
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: killed)
+    kills = iter([5, 5, 5, 6])
+    monkeypatch.setattr(fresh_process, "memory_kills", lambda: next(kills))
+    with pytest.raises(Failed, match="killed by signal 9"):
+        ask(whoami, {"words": 1}, "77 px")
+    with pytest.raises(torch.OutOfMemoryError, match="77 px does not fit"):
+        ask(whoami, {"words": 1}, "77 px")
+
+
+def test_kills_for_want_of_memory_are_those_of_the_control_group_or_of_the_system(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(fresh_process, "Path", lambda name: tmp_path / name.lstrip("/"))
+    assert fresh_process.memory_kills() == 0
+    group = tmp_path / "sys" / "fs" / "cgroup" / "a" / "b"
+    for folder in (tmp_path / "proc" / "self", group):
+        folder.mkdir(parents=True)
+    (tmp_path / "proc" / "vmstat").write_text("nr_free_pages 77\noom_kill 4\n")
+    (tmp_path / "proc" / "self" / "cgroup").write_text("4:memory:/c\n0::/a/b\n")
+    assert fresh_process.memory_kills() == 4
+    (group / "memory.events").write_text("low 0\noom 9\noom_kill 2\noom_group_kill 0\n")
+    assert fresh_process.memory_kills() == 2

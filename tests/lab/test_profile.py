@@ -19,7 +19,6 @@ from torch.cuda import _memory_viz as viewer
 from tests.helpers.tools import assert_one_error, load_tool, read_csv, words
 from visionattn.cli import fresh_process
 from visionattn.cli.ends import Failed
-from visionattn.cli.memory import largest_fit
 from visionattn.lab.cases import PRECISIONS, Case
 from visionattn.lab.figures import memory_of, slope
 from visionattn.lab.model_step import bytes_of
@@ -159,19 +158,6 @@ def test_what_inference_holds_are_activations_and_a_backward_counts_what_is_save
     assert activations > 10 * 192 * 4 * 8 and gradients == parameters + 9 * 192 * 4
 
 
-@pytest.mark.parametrize("start", [1, 4, 16])
-def test_bisection_finds_what_a_scan_finds_and_asks_no_size_twice(start):
-    for most in range(45):
-        asked = []
-
-        def fits(patches, most=most, asked=asked):
-            asked.append(patches)
-            return patches <= most
-
-        assert largest_fit(fits, start) == most
-        assert len(set(asked)) == len(asked) and most + 1 in asked
-
-
 def test_the_plot_marks_n1_in_tokens_and_pixels_for_taylorshift_alone():
     models = ["taylorshift_vit_t", "scaleformer_vit_t", "taylorshift_vit_t+identity"]
     shapes = shapes_of(ProfileConfig(models=models, img_size=[112]))
@@ -233,32 +219,6 @@ def test_a_cell_beyond_the_budget_ends_as_out_of_memory_in_a_process_of_its_own(
     case = Case("model", "vit_tiny_patch16_224+eager", 2048, depth=1)
     with pytest.raises(torch.OutOfMemoryError, match=r"2048 px does not fit"):
         measure(case, "cpu", 3 << 29)
-
-
-def test_a_killed_process_ran_out_of_memory_only_where_the_system_says_so(monkeypatch):
-    killed = subprocess.CompletedProcess([], -9, "", "")
-    monkeypatch.setattr(subprocess, "run", lambda command, **options: killed)
-    kills = iter([5, 5, 5, 6])
-    monkeypatch.setattr(fresh_process, "memory_kills", lambda: next(kills))
-    with pytest.raises(Failed, match="killed by signal 9"):
-        measure(TINY, "cpu", None)
-    with pytest.raises(torch.OutOfMemoryError, match="48 px does not fit"):
-        measure(TINY, "cpu", None)
-
-
-def test_kills_for_want_of_memory_are_those_of_the_control_group_or_of_the_system(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(fresh_process, "Path", lambda name: tmp_path / name.lstrip("/"))
-    assert fresh_process.memory_kills() == 0
-    group = tmp_path / "sys" / "fs" / "cgroup" / "a" / "b"
-    for folder in (tmp_path / "proc" / "self", group):
-        folder.mkdir(parents=True)
-    (tmp_path / "proc" / "vmstat").write_text("nr_free_pages 77\noom_kill 4\n")
-    (tmp_path / "proc" / "self" / "cgroup").write_text("4:memory:/c\n0::/a/b\n")
-    assert fresh_process.memory_kills() == 4
-    (group / "memory.events").write_text("low 0\noom 9\noom_kill 2\noom_group_kill 0\n")
-    assert fresh_process.memory_kills() == 2
 
 
 @pytest.mark.gpu
