@@ -47,11 +47,8 @@ COUNTS = {"segmentation": "mean_iou", "generate": "loss"}
 NEEDED = {
     "sweep": {"attention", "heads", "form", "img_size", "seed", "status", "parameters"},
     "memory": {"model", "pass", "px", "tokens", "peak_bytes", "above_bytes", "status"},
-    "largest": {"model", "pass", "largest_px", "too_large_px", "tokens", "peak_bytes", "status"},
 }
-"""Columns by which a file of rows is known: a sweep, a memory profile, a search for the largest
-images.
-"""
+"""Columns by which a file of rows is known: a sweep or a memory profile."""
 CONDITIONS = (
     *("pass", "precision", "form", "checkpointing", "batch", "depth", "trained_form"),
     *("measure_batch", "measure_amp", "measure_device", "measure_threads", "measure_rounds"),
@@ -67,7 +64,6 @@ COLUMNS: dict[str, tuple[str, float | None]] = {
     "px": ("px", 1),
     "heads": ("heads", 1),
     "head_dim": ("head width", 1),
-    "largest_px": ("largest px", 1),
     "tokens": ("tokens", 1),
     "pass": ("pass", None),
     "precision": ("precision", None),
@@ -98,7 +94,6 @@ COLUMNS: dict[str, tuple[str, float | None]] = {
     "gradients_bytes": ("gradients, MiB", 1 / MIB),
     "optimizer_bytes": ("optimiser, MiB", 1 / MIB),
     "activations_bytes": ("activations, MiB", 1 / MIB),
-    "too_large_px": ("too large px", 1),
     "growth_exponent": ("growth", 1),
     "status": ("status", None),
     "reason": ("reason", None),
