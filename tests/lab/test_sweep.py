@@ -284,11 +284,12 @@ def test_more_trainings_at_a_time_than_fit_are_refused_and_one_that_does_not_fit
 
 
 BAD = {
-    EXAMPLE.replace("--heads 2 4", "--heads 5"): "expected divisors of the width 16",
+    EXAMPLE.replace("--heads 2 4", "--heads 5"): "num_heads 5 does not divide the width 16",
     "--heads 2": "--base is missing",
     "--base {base}": "--heads is missing",
-    "--base {base} --heads 2 3 12": "expected divisors of the width 16 of taylorshift_vit_t, got "
-    "3, 12; choose among 1, 2, 4, 8, 16",
+    "--base {base} --heads 2 3": "num_heads 3 does not divide the width 16; wanted one of 1, 2, 4",
+    "--base {base} --heads 2 --set model.name=resnet18 model.args={{}}": "unexpected keyword "
+    "argument 'num_heads'",
     "--base {base} --heads 0": "heads must be above 0, got 0",
     "--base {base} --heads 2 --attention linear": "attention must be a list of values or null",
     "--base {base} --heads 2 --attention softmax --form "

@@ -131,10 +131,9 @@ def make_plan(config: SweepConfig, base: TrainConfig) -> Plan:
     splits = build_splits(
         replace(base.data, img_size=sizes[0], img_size_choices=sizes), config.seeds[0]
     )
-    single = replace(base.model, args=base.model.args | {"num_heads": 1})
-    model = on_meta(single, splits.spec)
+    first = replace(base.model, args=base.model.args | {"num_heads": config.heads[0]})
+    model = on_meta(first, splits.spec)
     check_img_size(model, [*sizes, *(choices or [])])
-    check_heads(config.heads, model, base.model.name)
     own = attention_of(model) if isinstance(model, VisionAttnTransformer) else None
     networks = make_networks(config, own, base.model.name, sizes)
     plan = Plan(base, splits, own, networks, tuple(config.seeds), config.train_form)
@@ -171,27 +170,6 @@ def make_networks(
         forms = (config.form or FORMS) if attention in formed else [None]
         networks += [Network(attention, heads, form, size) for form in forms]
     return tuple(networks)
-
-
-def check_heads(heads: list[int], model: nn.Module, name: str) -> None:
-    """Raise ValueError for a model without head counts, or head counts that do not divide its
-    width.
-    """
-    blocks = getattr(model, "blocks", None)
-    attn = getattr(blocks[0], "attn", None) if blocks else None
-    if getattr(attn, "num_heads", None) != 1:
-        raise ValueError(
-            f"model {name} has no blocks whose attention takes num_heads; choose a vision "
-            f"transformer"
-        )
-    width = model.embed_dim
-    wrong = [str(count) for count in heads if width % count]
-    if wrong:
-        divisors = ", ".join(str(count) for count in range(1, width + 1) if width % count == 0)
-        raise ValueError(
-            f"heads: expected divisors of the width {width} of {name}, got {', '.join(wrong)}; "
-            f"choose among {divisors}"
-        )
 
 
 def model_of(base: ModelConfig, own: str | None, network: Network) -> ModelConfig:
