@@ -241,14 +241,14 @@ def test_on_a_gpu_peaks_are_those_of_pytorchs_allocator_and_a_budget_is_a_smalle
 
 @pytest.fixture
 def cases(monkeypatch):
-    """Cases that were measured, without the processes: 1000 bytes per patch, out of memory from the
-    budget on, and a failure at 80 px; pictures are drawn in no time.
+    """Cases that were measured, without the processes: 1000 bytes per patch and some more for
+    small images, out of memory from the budget on, and a failure at 80 px; pictures are drawn in no time.
     """
     seen = []
 
     def measured(case, device, budget_bytes):
         seen.append(case)
-        above = 1000 * (case.size // 16) ** 2
+        above = 1000 * (case.size // 16) ** 2 + (5000 if case.size < 1024 else 0)
         if case.size == 80:
             raise Failed("NotImplementedError: no such kernel")
         if above >= budget_bytes:
@@ -313,15 +313,21 @@ def test_each_cell_is_printed_and_written_before_the_next_is_measured(
 def test_rows_that_do_not_fit_the_budget_or_fail_stay_and_the_others_are_fitted(
     cases, tmp_path, capsys
 ):
-    sizes = words("--img-size 2048 1024 1536 1024 80 --budget-gib 0.01")
+    sizes = words("--img-size 2048 1024 1536 1024 80 64 --budget-gib 0.01")
     assert main([*FAKE, *sizes, "--output", str(tmp_path)]) == 4
     rows = read_csv(tmp_path / "memory.csv")
     failed = "failed: NotImplementedError: no such kernel"
-    wanted = [("80", failed), ("1024", "ok"), ("1536", "ok"), ("2048", "out of memory")]
+    wanted = [
+        ("64", "ok"),
+        ("80", failed),
+        ("1024", "ok"),
+        ("1536", "ok"),
+        ("2048", "out of memory"),
+    ]
     assert [(row["px"], row["status"]) for row in rows] == 2 * wanted
     assert all(float(row["growth_exponent"]) == pytest.approx(1, abs=1e-3) for row in rows)
-    assert rows[3]["peak_bytes"] == "" and rows[3]["tokens"] == "16385"
-    said = f"error: 2 of 8 cells failed; taylorshift_vit_t: {failed}\n"
+    assert rows[4]["peak_bytes"] == "" and rows[4]["tokens"] == "16385"
+    said = f"error: 2 of 10 cells failed; taylorshift_vit_t: {failed}\n"
     assert capsys.readouterr().err == said
 
 
