@@ -242,7 +242,7 @@ def test_on_a_gpu_peaks_are_those_of_pytorchs_allocator_and_a_budget_is_a_smalle
 @pytest.fixture
 def cases(monkeypatch):
     """Cases that were measured, without the processes: 1000 bytes per patch and some more for
-    small images, out of memory from the budget on, and a failure at 80 px; pictures are drawn in no time.
+    small images, out of memory from the budget on, and a failure at 80 px; nothing is drawn.
     """
     seen = []
 

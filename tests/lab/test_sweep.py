@@ -35,7 +35,7 @@ from visionattn.lab.sweep.head_grid import (
 )
 from visionattn.lab.sweep.head_sweep import sweep
 from visionattn.lab.sweep.sweep_flags import EXAMPLE, SweepConfig
-from visionattn.models.building import ModelConfig
+from visionattn.model_config import ModelConfig
 from visionattn.models.cost import Passes
 from visionattn.models.weights import DataSpec
 from visionattn.training.config import TrainConfig

@@ -24,7 +24,8 @@ from visionattn.lab.model_step import ModelStep
 from visionattn.lab.sweep.cell_trainings import MEASUREMENTS, SweepFolder
 from visionattn.lab.sweep.head_grid import Cell, Network, Plan
 from visionattn.lab.sweep.sweep_flags import SweepConfig
-from visionattn.models.building import ModelConfig, build_model
+from visionattn.model_config import ModelConfig
+from visionattn.models.building import build_model
 from visionattn.models.machine import pick_device
 from visionattn.models.weights import DataSpec
 from visionattn.training.config import OptimConfig
