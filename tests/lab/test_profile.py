@@ -155,7 +155,8 @@ def test_what_inference_holds_are_activations_and_a_backward_counts_what_is_save
     peak, reserved, above, _, gradients, state, activations = sizes(TINY)
     assert reserved is None and peak > above == activations and gradients == state == 0
     *_, parameters, gradients, _, activations = sizes(BACKWARD)
-    assert activations > 10 * 192 * 4 * 8 and gradients == parameters + 9 * 192 * 4
+    assert 10 * 192 * 4 * 8 < activations < parameters / 4
+    assert gradients == parameters + 9 * 192 * 4
 
 
 def test_the_plot_marks_n1_in_tokens_and_pixels_for_taylorshift_alone():
@@ -194,12 +195,12 @@ def test_a_snapshot_holds_each_allocation_with_where_it_was_made_and_where_it_wa
 
 
 def test_a_snapshot_of_a_pass_balances_and_pytorchs_own_reader_takes_it(tmp_path):
-    step, path = step_at(BACKWARD), tmp_path / "pass.pickle"
+    step, path = step_at(replace(BACKWARD, update=True)), tmp_path / "pass.pickle"
     write_snapshot(path, step)
     opcodes = {opcode.name for opcode, _, _ in pickletools.genops(path.read_bytes())}
     assert opcodes <= VIEWER_OPCODES and PICKLE_PROTOCOL == 4
     content = pickle.loads(path.read_bytes())
-    before = [*step.model.parameters(), step.images]
+    before = [*step.parameters(), *step.optimizer_state(), step.images]
     living = {tensor.data_ptr(): tensor.numel() * 4 for tensor in before}
     for event in content["device_traces"][0]:
         if event["action"] == "alloc":
@@ -208,7 +209,7 @@ def test_a_snapshot_of_a_pass_balances_and_pytorchs_own_reader_takes_it(tmp_path
         elif event["action"] == "free_completed":
             assert living.pop(event["addr"]) == event["size"]
     assert living == {segment["address"]: segment["total_size"] for segment in content["segments"]}
-    held = bytes_of([*step.parameters(), step.images, *step.gradients()])
+    held = bytes_of([*before, *step.gradients()])
     assert sum(living.values()) == held
     assert f"segments: {len(content['segments'])}\n" in viewer.segsum(content)
     assert f"{len(content['device_traces'][0])} entries" in viewer.trace(content)
