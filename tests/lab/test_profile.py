@@ -374,8 +374,8 @@ BAD = {
     "--models resnet18": "resnet18",
     "--img-size 1000": "not a whole number of 16-pixel patches; the nearest that fit: 992 or 1008",
     "--img-size 0": "img_size must be above 0, got 0",
-    "--passes forward": "passes: expected any of inference, forward+backward, training_step, got "
-    "'forward'",
+    "--passes forward": "passes[0] must be one of inference, forward+backward, training_step, got "
+    "forward",
     "--models vit_tiny_patch16_224 --form direct": "form does nothing here: "
     "vit_tiny_patch16_224 have no forms",
     "--checkpointing with": "checkpointing does nothing in inference",

@@ -291,7 +291,7 @@ BAD = {
     "--base {base} --heads 2 --set model.name=resnet18 model.args={{}}": "unexpected keyword "
     "argument 'num_heads'",
     "--base {base} --heads 0": "heads must be above 0, got 0",
-    "--base {base} --heads 2 --attention linear": "attention must be a list of values or null",
+    "--base {base} --heads 2 --attention linear": "attention[0] must be one of taylorshift, kern",
     "--base {base} --heads 2 --attention softmax --form "
     "direct": "--form and --train_form do nothing here: softmax attention",
     "--base {base} --heads 2 --form direct --train_form "
@@ -323,6 +323,7 @@ def test_bad_input_is_one_line_before_anything_starts(flags, tmp_path, capsys):
     assert not (tmp_path / "sweep").exists()
 
 
+@pytest.mark.slow
 def test_a_sweep_runs_from_end_to_end_and_a_repeated_one_does_nothing(tmp_path, quick_python):
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(BASE))
     argv = words("--base {} --output {}", tmp_path / "base.yaml", tmp_path / "sweep")
@@ -372,6 +373,18 @@ def test_ratios_of_speed_are_taken_round_by_round(monkeypatch):
     found = network_costs.measure_pass(plan, networks, "inference", conditions)
     assert [columns["times_direct"] for columns in found.values()] == [1, 3]
     assert found[networks[1]]["images_per_second"] == 16 / 3
+
+
+def test_memory_is_measured_with_the_attention_that_ran(monkeypatch):
+    def ask_here(function, given, what):
+        return function(**json.loads(json.dumps(given)))
+
+    monkeypatch.setattr(network_costs, "ask", ask_here)
+    conditions = network_costs.conditions_of(SweepConfig(measure_batch=2), plan := small_plan())
+    for work in network_costs.PASSES:
+        for columns in network_costs.measure_pass(plan, plan.networks, work, conditions).values():
+            assert (columns["status"], columns["backend"]) == ("ok", "kernelized efficient")
+            assert columns["peak_bytes"] >= 0 and columns["images_per_second"] > 0
 
 
 def test_what_does_not_fit_or_fails_is_a_status_and_the_others_are_timed(monkeypatch):

@@ -9,7 +9,10 @@ from typing import Literal
 from visionattn.cli.files import check_folder, check_free
 from visionattn.lab.cases import PASSES, PRECISIONS, Case
 from visionattn.lab.networks import has_forms
-from visionattn.ops.attentions import FORM_CHOICES
+from visionattn.ops.attentions import FormChoice
+
+PassName = Literal[PASSES]  # type: ignore[valid-type]  # as the parser reads it
+Precision = Literal[tuple(PRECISIONS)]  # type: ignore[valid-type]
 
 DEFAULT_SIZES_PX = (1024, 1280, 1536, 1792)
 FILES = ("memory.csv", "memory.png", "memory.md")
@@ -34,14 +37,16 @@ class ProfileConfig:
     """
     img_size: list[int] | None = None
     """Heights and widths in pixels; None: 1024 1280 1536 1792."""
-    passes: list[str] = field(default_factory=lambda: ["inference"])
+    passes: list[PassName] = field(default_factory=lambda: ["inference"])
     """Any of inference, forward+backward, training_step (with AdamW, whose state is there before).
     """
-    precision: list[str] = field(default_factory=lambda: ["float32"])
+    precision: list[Precision] = field(  # type: ignore[valid-type]
+        default_factory=lambda: ["float32"]
+    )
     """Any of float32, bfloat16 (weights, moments and image in it), amp_bf16, amp_fp16 (weights in
     float32, as in training).
     """
-    form: list[str] = field(default_factory=lambda: ["auto"])
+    form: list[FormChoice] = field(default_factory=lambda: ["auto"])
     """Any of auto, direct (quadratic), efficient (linear), of visionattn's models; baselines have
     none and get one row.
     """
@@ -107,12 +112,7 @@ def check_options(config: ProfileConfig) -> None:
         ValueError: a value that is not allowed, options that contradict each other or do nothing, a
             file in the way.
     """
-    allowed = {"passes": PASSES, "precision": tuple(PRECISIONS), "form": FORM_CHOICES}
-    for name, wanted in allowed.items():
-        for value in getattr(config, name):
-            if value not in wanted:
-                raise ValueError(f"{name}: expected any of {', '.join(wanted)}, got {value!r}")
-    for name in ("models", *allowed):
+    for name in ("models", "passes", "precision", "form"):
         if not getattr(config, name):
             raise ValueError(f"{name} is empty: there is nothing to measure")
     for name in ("img_size", "batch", "depth", "threads", "budget_gib", "fit_from"):
