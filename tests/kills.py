@@ -31,7 +31,7 @@ from tests.helpers.tools import read_csv
 from tests.helpers.warm_python import serving
 from visionattn.cli.files import is_unfinished
 from visionattn.command import run
-from visionattn.lab.sweep.run import sweep
+from visionattn.lab.sweep.head_sweep import sweep
 
 ROOT = Path(__file__).parents[1]
 FORK = multiprocessing.get_context("fork")
@@ -67,7 +67,7 @@ DISTIL = {
 TRAIN_MASKS = "--config masked.yaml --epochs 2 --run small --output out"
 TRAIN_WRITER = "--config written.yaml --epochs 2 --run small --output out"
 DISTILLATION = "--config distil.yaml --run small --output out"
-SWEEP = "--base base.yaml --epochs 1 --heads 2 4 --form efficient --jobs 2 --measure false"
+SWEEP = "--base base.yaml --set epochs=1 --heads 2 4 --form efficient --jobs 2 --measure false"
 SWEEP += " --output out"
 FEATURES = "--checkpoint best.safetensors --images images --img_size native --batch_size 2"
 FEATURES += " --shard_images 3 --workers 0 --output out"

@@ -173,14 +173,14 @@ def export(argv: Words, say: Say) -> None:
 def sweep(argv: Words, say: Say) -> None:
     """Train and measure over head counts, with one process for each training run."""
     from visionattn.cli.commands import started
-    from visionattn.lab.sweep.run import sweep
+    from visionattn.lab.sweep.head_sweep import sweep
 
     sweep(argv, say, train=started("train"))
 
 
 def profile(argv: Words, say: Say) -> None:
     """Measure the memory of models over image sizes."""
-    from visionattn.lab.profile.run import profile
+    from visionattn.lab.profile.memory_profile import profile
 
     profile(argv, say)
 

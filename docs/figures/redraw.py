@@ -8,8 +8,7 @@ from visionattn.cli.tables import Record, read_rows
 from visionattn.lab.charts import Chart, Look
 from visionattn.lab.figures import chosen, distinct, heads_of, memory_of, over, scaled
 from visionattn.lab.papers import FIGURES, draw
-from visionattn.lab.profile.run import n1_of
-from visionattn.lab.profile.shape import Shape
+from visionattn.lab.profile.memory_profile import Shape, n1_of
 
 CONTROLS = {
     "area": "Fragments by area, 4 per 128 x 128 px",
@@ -46,7 +45,7 @@ DRAWN["quality"] = (
 )
 DRAWN["memory"] = (
     "Memory of one block of small models, one image, float32",
-    lambda rows: memory_of(rows, n1=n1_of({"taylorshift_vit_s": Shape(16, 256, 1, 64)})),
+    lambda rows: memory_of(rows, n1=n1_of([Shape((16, 16), 1, 64)])),
 )
 
 for name, (title, charts) in DRAWN.items():

@@ -1,16 +1,15 @@
-"""Forks of a process that has imported all: what they give back, and how they and it end."""
+"""Work in a process of its own: what it gives back, and how its end is told."""
 
 import os
 import signal
-import time
+import subprocess
 
 import pytest
 import torch
 
+from visionattn.cli import fresh_process
 from visionattn.cli.ends import Failed
-from visionattn.cli.fresh_process import Forks, ask
-
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+from visionattn.cli.fresh_process import ask
 
 
 def whoami(words):
@@ -24,57 +23,42 @@ def run_out(how):
     raise {"full": MemoryError(), "wrong": RuntimeError("shapes disagree")}[how]
 
 
-def take_the_other_down():
-    os.kill(os.getppid(), signal.SIGKILL)
-    time.sleep(60)
+def test_a_process_of_its_own_is_another_one_each_time(started_quickly):
+    first, second = (ask(whoami, {"words": "böse"}, "who") for _ in range(2))
+    assert first[0] != second[0] and os.getpid() not in (first[0], second[0])
+    assert first[2:] == ["65536", "böse"]
 
 
-@pytest.fixture
-def forks(tmp_path):
-    with Forks(tmp_path / "log", returning=True) as run:
-        yield run
-
-
-def test_each_question_has_a_fork_of_its_own_and_all_of_them_one_process(forks):
-    first, second = (ask(whoami, {"words": word}, "who", forks) for word in ("böse", "b"))
-    assert first[0] != second[0] and first[1] == second[1] != os.getpid()
-    assert first[2:] == ["65536", "böse"] and second[2:] == ["65536", "b"]
-
-
-def test_the_end_of_a_fork_is_an_error_here_and_the_next_question_is_answered(forks):
+def test_the_end_of_the_process_is_an_error_here(started_quickly):
     with pytest.raises(torch.OutOfMemoryError, match="^77 px does not fit into memory$"):
-        ask(run_out, {"how": "full"}, "77 px", forks)
+        ask(run_out, {"how": "full"}, "77 px")
     with pytest.raises(Failed, match="^RuntimeError: shapes disagree$"):
-        ask(run_out, {"how": "wrong"}, "77 px", forks)
-    assert forks.log.read_text().splitlines()[-1] == "RuntimeError: shapes disagree"
+        ask(run_out, {"how": "wrong"}, "77 px")
     with pytest.raises(Failed, match="^killed by signal 9$"):
-        ask(run_out, {"how": "kill"}, "77 px", forks)
-    assert not forks.ended and ask(whoami, {"words": 3}, "who", forks)[3] == 3
+        ask(run_out, {"how": "kill"}, "77 px")
 
 
-def test_a_process_that_forks_no_more_is_named_with_its_last_words(tmp_path):
-    log = tmp_path / "log"
-    with Forks(log) as run:
-        assert ask(whoami, {"words": 1}, "who", run)[2] is None
-        with pytest.raises(Failed, match=f"^the process that measures ended: .*; see {log}$"):
-            ask(take_the_other_down, {}, "who", run)
-        assert run.ended
-        with pytest.raises(Failed, match="the process that measures ended"):
-            ask(whoami, {"words": 1}, "who", run)
+def test_a_killed_process_ran_out_of_memory_only_where_the_system_says_so(monkeypatch):
+    killed = subprocess.CompletedProcess([], -9, "", "")
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: killed)
+    kills = iter([5, 5, 5, 6])
+    monkeypatch.setattr(fresh_process, "memory_kills", lambda: next(kills))
+    with pytest.raises(Failed, match="killed by signal 9"):
+        ask(whoami, {"words": 1}, "77 px")
+    with pytest.raises(torch.OutOfMemoryError, match="77 px does not fit"):
+        ask(whoami, {"words": 1}, "77 px")
 
 
-def test_descriptors_that_are_passed_on_are_held_until_the_end(tmp_path):
-    reader, writer = os.pipe()
-    with Forks(tmp_path / "log", pass_fds=[writer]) as run:
-        os.close(writer)
-        assert ask(whoami, {"words": 1}, "who", run)
-        os.set_blocking(reader, False)
-        with pytest.raises(BlockingIOError):
-            os.read(reader, 1)
-    assert os.read(reader, 1) == b""
-    os.close(reader)
-
-
-def test_a_process_of_its_own_is_another_one_each_time():
-    first, second = (ask(whoami, {"words": None}, "who") for _ in range(2))
-    assert first[0] != second[0] and first[1] == second[1] == os.getpid()
+def test_kills_for_want_of_memory_are_those_of_the_control_group_or_of_the_system(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(fresh_process, "Path", lambda name: tmp_path / name.lstrip("/"))
+    assert fresh_process.memory_kills() == 0
+    group = tmp_path / "sys" / "fs" / "cgroup" / "a" / "b"
+    for folder in (tmp_path / "proc" / "self", group):
+        folder.mkdir(parents=True)
+    (tmp_path / "proc" / "vmstat").write_text("nr_free_pages 77\noom_kill 4\n")
+    (tmp_path / "proc" / "self" / "cgroup").write_text("4:memory:/c\n0::/a/b\n")
+    assert fresh_process.memory_kills() == 4
+    (group / "memory.events").write_text("low 0\noom 9\noom_kill 2\noom_group_kill 0\n")
+    assert fresh_process.memory_kills() == 2

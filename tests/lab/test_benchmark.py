@@ -14,9 +14,9 @@ import visionattn.lab.targets as targets
 import visionattn.ops as ops
 from visionattn.cli.ends import Failed
 from visionattn.lab.accuracy import disagreement
+from visionattn.lab.case_memory import build, case_peak_bytes
 from visionattn.lab.cases import Case
 from visionattn.lab.compare import Plan, Row, check_case, measure_together, ratios_of, spread
-from visionattn.lab.memory import build, case_peak_bytes
 from visionattn.lab.networks import (
     build_model,
     identity_twin,

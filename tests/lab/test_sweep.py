@@ -1,5 +1,5 @@
-"""Sweeps of head counts: the pool of trainings with trainers that only pretend, and one small sweep
-from end to end.
+"""Sweeps of head counts: the grid, the pool of trainings with trainers that only pretend, and one
+small sweep from end to end.
 """
 
 import json
@@ -8,21 +8,37 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
+from itertools import product, takewhile
 
 import pytest
+import timm
+import torch
 import yaml
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.helpers import warm_python
-from tests.helpers.tools import read_csv, words
+from tests.helpers.tools import read_csv, words, written
 from visionattn.cli.commands import started
-from visionattn.cli.ends import Failed, OutOfMemory, run_tool
-from visionattn.lab.sweep import cells, expected
-from visionattn.lab.sweep import run as sweep_run
-from visionattn.lab.sweep.config import EXAMPLE, parse_sweep
-from visionattn.lab.sweep.folder import LOCK, SweepFolder
-from visionattn.lab.sweep.run import sweep
+from visionattn.cli.ends import DoesNotFit, Failed, run_tool
+from visionattn.cli.memory import resident_bytes
+from visionattn.data.data_config import DataConfig
+from visionattn.lab.measure import count_flops
+from visionattn.lab.sweep import cell_trainings, head_sweep, network_costs
+from visionattn.lab.sweep.head_grid import (
+    Cell,
+    Network,
+    Plan,
+    attention_of,
+    make_networks,
+    make_plan,
+    model_of,
+    on_meta,
+)
+from visionattn.lab.sweep.head_sweep import sweep
+from visionattn.lab.sweep.sweep_flags import EXAMPLE, SweepConfig
+from visionattn.model_config import ModelConfig
+from visionattn.models.cost import Passes
+from visionattn.models.weights import DataSpec
+from visionattn.training.config import TrainConfig
 
 BASE = {
     "model": {
@@ -62,8 +78,7 @@ if act in ("nan", "oom", "bad"):
     sys.exit({"nan": 1, "oom": 3, "bad": 2}[act])
 accuracy = 0.5 + 0.01 * config["model"]["args"]["num_heads"] + 0.1 * config["seed"]
 result = {"best_epoch": 1, "validation_accuracy": 0.25, "test_accuracy": accuracy}
-result |= {"test_loss": 1.0, "test_images": 359}
-result |= {"train_seconds": 2.0, "images_per_second": 9.0}
+result["test_loss"] = 1.5
 status = {"status": "finished", "result": result, "provenance": {"commit": "c0ffee"}}
 (run / "status.json").write_text(json.dumps(status))
 """
@@ -75,23 +90,16 @@ class Fakes:
     """
 
     def __init__(self, folder, **acts):
-        self.folder, self.output = folder, folder / "sweep"
+        self.folder, self.output, self.seen = folder, folder / "sweep", 0
         (folder / "fake.py").write_text(FAKE)
         (folder / "base.yaml").write_text(yaml.safe_dump(BASE))
         (folder / "acts").write_text(json.dumps(acts))
 
-    def __call__(self, *flags, measure="false"):
-        """Run the sweep without measuring; returns what it printed."""
+    def __call__(self, flags, measure="false"):
+        """Run the sweep of softmax without measuring; returns what it printed."""
         lines = []
-        argv = [
-            "--base",
-            str(self.folder / "base.yaml"),
-            "--output",
-            str(self.output),
-            "--measure",
-            measure,
-            *flags,
-        ]
+        argv = words("--base {} --output {}", self.folder / "base.yaml", self.output)
+        argv += words(f"--attention softmax --measure {measure} --heads {flags}")
         sweep(argv, lines.append, train=(sys.executable, str(self.folder / "fake.py")))
         return "\n".join(lines)
 
@@ -99,221 +107,114 @@ class Fakes:
         """What was started since the last look: run and flags."""
         path = self.folder / "calls"
         lines = path.read_text().splitlines() if path.exists() else []
-        seen, self.seen = getattr(self, "seen", 0), len(lines)
-        return [json.loads(line) for line in lines[seen:]]
+        seen, self.seen = self.seen, len(lines)
+        return sorted(json.loads(line) for line in lines[seen:])
 
-    def endings(self):
-        """Status and reason of each training."""
-        found = {}
-        for path in (self.output / "cells").glob("*.json"):
-            ending = json.loads(path.read_text())["ending"]
-            found[path.stem] = (ending["status"], ending["reason"])
-        return found
+    def column(self, *names):
+        """Columns of the table of all cells, by the name of the run."""
+        rows = read_csv(self.output / "cells.csv")
+        return {row["run"]: tuple(row[name] for name in names) for row in rows}
 
 
-def sketch(path, charts, **options):
-    """What stands in for a picture, which takes a second to draw."""
-    path.write_bytes(b"\x89PNG")
+def cell(heads, seed=0):
+    return f"softmax_h{heads}_32px_seed{seed}"
 
 
 @pytest.fixture(autouse=True)
-def quick_pictures(request, monkeypatch):
-    """Draw pictures in the test of them alone."""
-    if "picture" not in request.node.name:
-        monkeypatch.setattr(sweep_run, "png", sketch)
+def quick(request, monkeypatch):
+    """Draw no pictures and estimate nothing, but in the sweep from end to end."""
+    if "end_to_end" not in request.node.name:
+        monkeypatch.setattr(head_sweep, "png", lambda path, charts, **options: path.touch())
+        monkeypatch.setattr(network_costs, "expect", lambda plan, network: (2**30, 6.0))
 
 
 def markdown_tables(text):
     """Every Markdown table of a text as a list of dicts."""
-    tables, lines = [], text.splitlines()
-    for number, line in enumerate(lines):
-        if line.startswith("|---"):
-            names = [cell.strip() for cell in lines[number - 1].strip("|").split("|")]
-            rows = []
-            for row in lines[number + 1 :]:
-                if not row.startswith("|"):
-                    break
-                rows.append(
-                    dict(
-                        zip(
-                            names, (cell.strip() for cell in row.strip("|").split("|")), strict=True
-                        )
-                    )
-                )
-            tables.append(rows)
-    return tables
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    heads = [number for number, cells in enumerate(lines) if cells and set("".join(cells)) == {"-"}]
+    return [
+        [dict(zip(lines[n - 1], row, strict=True)) for row in takewhile(bool, lines[n + 1 :])]
+        for n in heads
+    ]
 
 
 def test_finished_cells_are_skipped_and_accuracies_are_means_over_seeds(tmp_path):
     fakes = Fakes(tmp_path)
-    flags = tuple(
-        words("--heads 2 8 --attention taylorshift softmax --seeds 0 3 --train_form efficient")
-    )
-    printed = fakes(*flags, "--jobs", "3")
-    names = {f"taylorshift_h{h}_efficient_32px_seed{s}" for h in (2, 8) for s in (0, 3)}
-    names |= {f"softmax_h{h}_32px_seed{s}" for h in (2, 8) for s in (0, 3)}
-    assert sorted(fakes.calls()) == sorted([name] for name in names)
-    table = markdown_tables(printed)[0]
-    assert [(row["h"], row["d"], row["accuracy"]) for row in table] == [
-        ("2", "8", "67.0 ± 21.2"),
-        ("8", "2", "73.0 ± 21.2"),
-    ]
-    assert "0 to train" in fakes(*flags) and fakes.calls() == []
-    fakes(*flags[:3], "16", *flags[3:])
-    assert sorted(fakes.calls()) == sorted(
-        [name.replace("h2", "h16")] for name in names if "_h2_" in name
-    )
+    printed = fakes("2 8 --seeds 0 3 --jobs 3")
+    assert "4 trainings: memory: up to 1.0 GiB for each of 3 at a time" in printed
+    assert fakes.calls() == sorted([cell(h, s)] for h in (2, 8) for s in (0, 3))
+    (table,) = markdown_tables(printed)
+    found = [(row["heads"], row["head width"], row["test accuracy in %"]) for row in table]
+    assert found == [("2", "8", "67 ± 21"), ("8", "2", "73 ± 21")]
+    assert "0 to train" in fakes("2 8 --seeds 0 3") and fakes.calls() == []
+    fakes("2 16 --seeds 0 3")
+    assert fakes.calls() == [[cell(16, 0)], [cell(16, 3)]]
+    assert fakes.column("test_loss", "train_commit")[cell(2, 3)] == ("1.5", "c0ffee")
 
 
-def test_tables_and_picture_are_written_after_each_cell(tmp_path, monkeypatch):
-    """What is written while the second training is still to come."""
-    fakes, seen, real = Fakes(tmp_path), [], cells.start
+def test_table_and_picture_are_written_after_each_cell(tmp_path, monkeypatch):
+    fakes, seen, real = Fakes(tmp_path), [], cell_trainings.start
 
-    def start(plan, cell, folder, command):
-        table = fakes.output / "table.md"
-        found = markdown_tables(table.read_text())[0] if table.exists() else []
-        seen.append([row["accuracy"] for row in found])
-        assert (fakes.output / "sweep.png").exists() == bool(found)
-        return real(plan, cell, folder, command)
+    def start(*given, **options):
+        table, picture = (fakes.output / name for name in ("table.md", "sweep.png"))
+        seen.append((table.read_text().count("52") if table.exists() else 0, picture.exists()))
+        return real(*given, **options)
 
-    monkeypatch.setattr(cells, "start", start)
-    fakes("--heads", "2", "4", "--attention", "softmax")
-    assert seen == [[], ["52.0", ""]]
+    monkeypatch.setattr(cell_trainings, "start", start)
+    fakes("2 4")
+    assert seen == [(0, False), (1, True)]
 
 
-def test_a_dry_run_lists_what_is_left_with_its_time_and_trains_nothing(tmp_path, monkeypatch):
-    """One network does not fit, and one is trained already."""
-    fakes, asked = Fakes(tmp_path), []
-
-    def build(config, states, resumed, processes, device):
-        asked.append((config.model.args["num_heads"], config.seed, config.data.img_size))
-        if config.model.args["num_heads"] == 8:
-            raise OutOfMemory("too little memory")
-        return config, None, []
-
-    monkeypatch.setattr(expected, "build", build)
-    monkeypatch.setattr(
-        expected,
-        "forecast",
-        lambda config, memory: SimpleNamespace(seconds=60.0 * len(asked)),
-    )
-    flags = ("--attention", "softmax", "--seeds", "0", "3", "--dry_run", "true", "--heads")
-    printed = fakes(*flags, "2", "8")
-    assert [list(row.values()) for row in markdown_tables(printed)[0]] == [
-        ["softmax_h2_32px_seed0", "1 min", ""],
-        ["softmax_h8_32px_seed0", "-", "too little memory"],
-        ["softmax_h2_32px_seed3", "1 min", ""],
-        ["softmax_h8_32px_seed3", "-", "too little memory"],
-    ]
-    assert printed.splitlines()[-1].startswith("4 trainings of together 2 min, besides")
-    assert asked == [(2, 0, 32), (8, 0, 32)]
-    assert fakes.calls() == [] and not fakes.output.exists()
-    fakes("--attention", "softmax", "--heads", "2")
-    left = markdown_tables(fakes(*flags, "2"))[0]
-    assert [row["cell"] for row in left] == ["softmax_h2_32px_seed3"]
-
-
-def test_each_form_is_trained_unless_one_stands_for_all(tmp_path):
-    fakes = Fakes(tmp_path)
-    printed = fakes("--heads", "2")
-    assert {name for [name] in fakes.calls()} == {
-        f"taylorshift_h2_{form}_32px_seed0" for form in ("direct", "efficient")
+def test_killed_cells_are_resumed_and_failed_ones_kept_until_they_are_retried(tmp_path):
+    ends = {
+        "nan": ("nan", "nan at step 7"),
+        "oom": ("oom", "oom at step 7"),
+        "bad": ("failed", "bad at step 7"),
+        "crash": ("failed", "RuntimeError: the trainer has a fault"),
+        "kill": ("failed", "killed by signal 9"),
     }
-    assert list(markdown_tables(printed)[0][0])[2:4] == ["direct accuracy", "efficient accuracy"]
-
-
-def test_a_killed_cell_is_kept_as_failed_and_resumed_by_the_next_call(tmp_path):
-    name = "softmax_h2_32px_seed0"
-    fakes = Fakes(tmp_path, **{name: ["kill", "finish"]})
-    flags = ("--attention", "softmax", "--heads", "2", "4")
-    with pytest.raises(Failed, match=f"{name} ended with failed: killed by signal 9; --retry"):
-        fakes(*flags)
-    assert fakes.endings()[name] == ("failed", "killed by signal 9")
-    table = markdown_tables((fakes.output / "table.md").read_text())[0]
-    assert [row["accuracy"] for row in table] == ["failed", "54.0"]
-    assert fakes.calls() == [[name], ["softmax_h4_32px_seed0"]]
-    fakes(*flags)
-    assert fakes.calls() == [[name, "--resume"]]
-    assert fakes.endings()[name] == ("finished", None)
-
-
-def test_failed_cells_are_kept_with_their_status_until_they_are_retried(tmp_path):
-    cells = {
-        act: f"softmax_h{h}_32px_seed0"
-        for act, h in {"nan": 1, "oom": 2, "bad": 4, "crash": 8}.items()
-    }
-    fakes = Fakes(tmp_path, **{name: [act, "finish"] for act, name in cells.items()})
-    flags = ("--attention", "softmax", "--heads", "1", "2", "4", "8", "16")
-    with pytest.raises(Failed, match=r"h1_32px_seed0 ended with nan: nan at step 7 \(and 3 more\)"):
-        fakes(*flags)
-    wanted = {cells["nan"]: ("nan", "nan at step 7"), cells["oom"]: ("oom", "oom at step 7")}
-    wanted |= {
-        cells["bad"]: ("failed", "bad at step 7"),
-        cells["crash"]: ("failed", "RuntimeError: the trainer has a fault"),
-    }
-    assert fakes.endings() == wanted | {"softmax_h16_32px_seed0": ("finished", None)}
-    rows = {
-        row["run"]: (row["status"], row["reason"]) for row in read_csv(fakes.output / "cells.csv")
-    }
-    assert rows == wanted | {"softmax_h16_32px_seed0": ("finished", "")}
+    names = {act: cell(h) for act, h in zip(ends, (1, 2, 4, 8, 16), strict=True)}
+    fakes = Fakes(tmp_path, **{name: [act, "finish"] for act, name in names.items()})
+    with pytest.raises(ValueError, match="every training failed: .*h1_32px_seed0 ended with nan"):
+        fakes("1 2 4 8 16", measure="true")
+    assert not (fakes.output / "measurements.jsonl").exists()
+    wanted = {names[act]: said for act, said in ends.items()}
+    assert fakes.column("status", "reason") == wanted
     fakes.calls()
-    with pytest.raises(Failed):
-        fakes(*flags)
-    assert fakes.calls() == []
-    fakes(*flags, "--retry")
-    afresh = {cells["nan"]: "--overwrite"}
-    assert sorted(fakes.calls()) == sorted(
-        [name, afresh.get(name, "--resume")] for name in cells.values()
-    )
-    assert {status for status, _ in fakes.endings().values()} == {"finished"}
+    with pytest.raises(Failed, match=r"h1_32px_seed0 ended with nan: nan at step 7 \(and 3 more\)"):
+        fakes("1 2 4 8 16")
+    assert fakes.calls() == [[names["kill"], "--resume"]]
+    assert fakes.column("status", "attempts")[names["kill"]] == ("finished", "2")
+    fakes("1 2 4 8 16 --retry")
+    wanted = [[name, "--resume"] for act, name in names.items() if act != "kill"]
+    wanted[0][1] = "--overwrite"  # with its state it would come to the same end
+    assert fakes.calls() == sorted(wanted)
+    assert {status for (status,) in fakes.column("status").values()} == {"finished"}
 
 
-def test_a_sweep_whose_every_cell_fails_says_the_first_reason_in_one_line(tmp_path, capsys):
-    names = [f"softmax_h{h}_32px_seed0" for h in (2, 4)]
-    fakes = Fakes(tmp_path, **dict.fromkeys(names, ["bad"]))
-    assert (
-        run_tool(lambda: fakes("--attention", "softmax", "--heads", "2", "4", measure="true")) == 2
-    )
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert error.startswith(
-        "error: every one of the 2 trainings failed, the first with failed: bad at step 7;"
-    )
-    assert len(fakes.endings()) == 2 and not list((fakes.output / "measurements").iterdir())
-    rows = read_csv(fakes.output / "cells.csv")
-    assert [(row["status"], row["reason"]) for row in rows] == [("failed", "bad at step 7")] * 2
+def test_a_killed_training_is_out_of_memory_only_where_the_system_says_so(tmp_path, monkeypatch):
+    counts = iter([5, 6])
+    for module in ("lab.sweep.cell_trainings", "cli.fresh_process"):
+        monkeypatch.setattr(f"visionattn.{module}.memory_kills", lambda: next(counts))
+    fakes = Fakes(tmp_path, **{cell(2): ["kill"]})
+    for started_now in ([[cell(2)]], []):
+        with pytest.raises(ValueError, match="oom: the system ended the process for want of mem"):
+            fakes("2")
+        assert fakes.calls() == started_now
 
 
-def test_a_narrower_call_does_not_replace_the_tables_of_a_wider_one(tmp_path):
-    fakes = Fakes(tmp_path)
-    fakes("--heads", "2", "4", "--train_form", "efficient")
-    before = {path: path.read_bytes() for path in fakes.output.rglob("*") if path.is_file()}
-    for fewer in (("--heads", "2"), ("--heads", "2", "4", "--form", "efficient")):
-        with pytest.raises(
-            ValueError,
-            match=r"has rows that this call does not name, e.g. taylorshift_h\d_\w+_32px_seed0;",
-        ):
-            fakes(*fewer, "--train_form", "efficient")
-    assert {path: path.read_bytes() for path in fakes.output.rglob("*") if path.is_file()} == before
-
-
-def test_ctrl_c_stops_the_cells_gently_and_the_next_call_goes_on(tmp_path):
-    names = [f"softmax_h{h}_32px_seed0" for h in (2, 4, 8)]
+def test_ctrl_c_stops_the_cells_gently_and_the_next_call_goes_on(tmp_path, started_quickly):
+    names = [cell(h) for h in (2, 4, 8)]
     fakes = Fakes(tmp_path, **{name: ["wait", "finish"] for name in names})
-    flags = ["--attention", "softmax", "--heads", "2", "4", "8"]
     code = (
         "import sys\n"
         "from visionattn.cli.ends import run_tool\n"
-        "from visionattn.lab.sweep.run import sweep\n"
+        "from visionattn.lab.sweep.head_sweep import sweep\n"
         f"sys.exit(run_tool(lambda: sweep(sys.argv[1:], print, train=(sys.executable, "
         f"{str(tmp_path / 'fake.py')!r}))))"
     )
-    argv = [
-        *words(
-            "--base {} --output {} --measure false --jobs 2", tmp_path / "base.yaml", fakes.output
-        ),
-        *flags,
-    ]
+    argv = words("--base {} --output {}", tmp_path / "base.yaml", fakes.output)
+    argv += words("--measure false --jobs 2 --attention softmax --heads 2 4 8")
     process = subprocess.Popen(
         [sys.executable, "-c", code, *argv],
         stderr=subprocess.PIPE,
@@ -325,84 +226,90 @@ def test_ctrl_c_stops_the_cells_gently_and_the_next_call_goes_on(tmp_path):
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.1)
     with pytest.raises(ValueError, match="another sweep, or a training of it, is at work"):
-        fakes(*flags)
+        fakes("2 4 8")
     os.killpg(process.pid, signal.SIGINT)
-    assert (
-        process.communicate(timeout=600)[1]
-        == "stopped; the same command goes on with the trainings that are left\n"
+    said = "stopped; the same command goes on with the trainings that are left\n"
+    assert process.communicate(timeout=600)[1] == said and process.returncode == 130
+    lines = (fakes.output / "endings.jsonl").read_text().splitlines()
+    ended = {line["name"]: line["columns"] for line in map(json.loads, lines)}
+    assert {name: each["reason"] for name, each in ended.items()} == dict.fromkeys(
+        names[:2], "stopped after step 3"
     )
-    assert process.returncode == 130
-    assert fakes.endings() == dict.fromkeys(names[:2], ("stopped", "stopped after step 3"))
     fakes.calls()
     (tmp_path / "acts").write_text("{}")
-    fakes(*flags)
-    assert sorted(fakes.calls()) == [[names[0], "--resume"], [names[1], "--resume"], [names[2]]]
+    fakes("2 4 8")
+    assert fakes.calls() == [[names[0], "--resume"], [names[1], "--resume"], [names[2]]]
 
 
 def test_a_folder_of_another_training_or_with_other_things_is_refused_and_kept(tmp_path):
     fakes = Fakes(tmp_path)
-    flags = ("--attention", "softmax", "--heads", "2")
-    fakes(*flags)
-    before = {path: path.read_bytes() for path in fakes.output.rglob("*") if path.is_file()}
-    with pytest.raises(
-        ValueError,
-        match=r"holds a sweep of another training: epochs is 2, there it is 1; choose another",
-    ):
-        fakes(*flags, "--epochs", "2")
-    assert {path: path.read_bytes() for path in fakes.output.rglob("*") if path.is_file()} == before
+    fakes("2")
+    before = written(fakes.output)
+    with pytest.raises(ValueError, match=r"holds a sweep of another training \(here epochs: 2\);"):
+        fakes("2 --set epochs=2")
+    assert written(fakes.output) == before
     fakes.calls()
-    fakes(*flags, "--epochs", "2", "--overwrite")
-    assert fakes.calls() == [["softmax_h2_32px_seed0"]]
+    fakes("2 --set epochs=2 --overwrite")
+    assert fakes.calls() == [[cell(2)]]
     fakes.output = tmp_path / "other"
     fakes.output.mkdir()
     (fakes.output / "thesis.txt").write_text("all of it")
     with pytest.raises(ValueError, match="is not empty and holds no sweep"):
-        fakes(*flags, "--overwrite")
-    fakes.output = tmp_path / "other" / "thesis.txt"
-    with pytest.raises(ValueError, match="is a file"):
-        fakes(*flags)
-    assert [path.name for path in (tmp_path / "other").iterdir()] == ["thesis.txt"]
+        fakes("2 --overwrite")
+    assert [path.name for path in fakes.output.iterdir()] == ["thesis.txt"]
+
+
+def test_a_dry_run_says_what_is_left_with_memory_and_time_and_writes_nothing(tmp_path):
+    fakes = Fakes(tmp_path)
+    printed = fakes("2 8 --seeds 0 3 --dry_run true").splitlines()
+    assert printed[1].endswith("computing takes 24 s in all")
+    assert printed[2:] == [cell(2), cell(8), cell(2, 3), cell(8, 3)]
+    assert fakes.calls() == [] and not fakes.output.exists()
+
+
+def test_more_trainings_at_a_time_than_fit_are_refused_and_one_that_does_not_fit_is_a_row(
+    monkeypatch,
+):
+    """Of 10 GiB one network takes 4, and another one 13, which its own training refuses."""
+    needed = {2: 4 * 2**30, 8: 13 * 2**30}
+    monkeypatch.setattr(network_costs, "expect", lambda plan, each: (needed[each.heads], 1.0))
+    monkeypatch.setattr(network_costs, "memory_there_is", lambda device: 10 * 2**30)
+    cells = [Cell(Network("softmax", h, None, 32), seed) for h in needed for seed in range(3)]
+    plan, lines = Plan(TrainConfig(device="cpu"), None, None, (), (), None), []
+    network_costs.tell_expected(plan, cells, 3, lines.append)
+    memory = "memory: up to 4.0 GiB for each of 3 at a time, 10.0 GiB there"
+    assert lines == [f"6 trainings: {memory}; computing takes 6.0 s in all"]
+    with pytest.raises(DoesNotFit, match="4 trainings at a time would take .*; --jobs 2 would fit"):
+        network_costs.tell_expected(plan, cells, 4, lines.append)
 
 
 BAD = {
+    EXAMPLE.replace("--heads 2 4", "--heads 5"): "num_heads 5 does not divide the width 16",
     "--heads 2": "--base is missing",
     "--base {base}": "--heads is missing",
-    "--base {base} --heads 2 3 12": "heads: 3, 12 do not divide the width 16 of "
-    "taylorshift_vit_t; these do: 1, 2, 4, 8, 16",
+    "--base {base} --heads 2 3": "num_heads 3 does not divide the width 16; wanted one of 1, 2, 4",
+    "--base {base} --heads 2 --set model.name=resnet18 model.args={{}}": "unexpected keyword "
+    "argument 'num_heads'",
     "--base {base} --heads 0": "heads must be above 0, got 0",
-    "--base {base} --heads 2 --seeds 0 -1": "seeds must be at least 0, got -1",
-    "--base {base} --heads 2 2": "heads names a value twice: 2 2",
-    "--base {base} --heads 2 --attention linear": "attention must be a list of values or null",
+    "--base {base} --heads 2 --attention linear": "attention[0] must be one of taylorshift, kern",
     "--base {base} --heads 2 --attention softmax --form "
     "direct": "--form and --train_form do nothing here: softmax attention",
     "--base {base} --heads 2 --form direct --train_form "
     "efficient": "train_form efficient is not among form direct",
-    "--base {base} --heads 2 --train false --retry": "train false and retry contradict each other",
-    "--base {base} --heads 2 --measure false --measure_batch "
-    "3": "measure false and measure_batch contradict",
-    "--base {base} --heads 2 --train false --measure false": "train false and measure false "
-    "contradict",
-    "--base {base} --heads 2 --set optim.lr": "set: wanted KEY=VALUE",
-    "--base {base} --heads 2 --data.root a": "--data.root is an option of the training in --base; "
-    "--set data.root=VALUE changes it",
-    "--base {base} --heads 2 --model.args.depth 3": "--set model.args.depth=VALUE changes it",
+    "--base {base} --heads 2 --measure false --measure_batch 3": "do nothing with measure false",
+    "--base {base} --heads 2 --set optim.lr": "set: expected KEY=VALUE",
+    "--base {base} --heads 2 --epochs 1": "--set epochs=VALUE changes it",
     "--base {base} --heads 2 --seed 3": "of the training in --base; use --seeds",
-    "--base {base} --heads 2 --resume": "each training of the sweep has its own",
-    "--base {base} --heads 2 --set seed=3": "set: seed cannot be set here; use --seeds",
+    "--base {base} --heads 2 --set run=a": "each training of the sweep has its own",
     "--base {base} --heads 2 --set optim.learning=3": "unknown option --optim.learning",
-    "--base {base} --heads 2 --epochs 1 --set "
-    "optim.warmup_epochs=1": "optim.warmup_epochs 1.0 leaves nothing",
-    "--base {base} --heads 2 --img_size 32 36": "image of 36 x 36 pixels is not a whole number of "
-    "8-pixel patches",
+    "--base {base} --heads 2 --img_size 32 36": "36 x 36 pixels is not a whole number of 8-pixel",
     "--base {base} --heads 2 --set data.img_size_choices=[32] --img_size "
-    "32": "would change the evaluation alone",
-    "--base {base} --heads 2 --set model.name=resnet18 "
-    "model.args={{}}": "resnet18 does not take these args",
+    "32": "would change only the evaluation",
+    "--base {base} --heads 2 --set data.fit=native": "networks on images of one size",
     "--base {base} --heads 2 --set model.name=vit_tiny_patch16_224 model.args={{}} --form "
     "direct": "are for visionattn's models",
     "--base {base} --heads 2 --set data.name=canvas "
     "data.task=segmentation": "has data.task segmentation, and a sweep compares accuracies",
-    "--base missing.yaml --heads 2": "no configuration file at missing.yaml",
 }
 
 
@@ -416,157 +323,172 @@ def test_bad_input_is_one_line_before_anything_starts(flags, tmp_path, capsys):
     assert not (tmp_path / "sweep").exists()
 
 
-def test_the_example_of_the_help_is_a_sweep_that_can_be_parsed():
-    assert parse_sweep(EXAMPLE.split()).heads == [2, 4]
-
-
-def test_a_killed_training_is_out_of_memory_only_where_the_system_says_so(tmp_path, monkeypatch):
-    counts = iter([5, 6])
-    for module in ("lab.sweep.cells", "cli.fresh_process"):
-        monkeypatch.setattr(f"visionattn.{module}.memory_kills", lambda: next(counts))
-    name = "softmax_h2_32px_seed0"
-    fakes = Fakes(tmp_path, **{name: ["kill"]})
-    with pytest.raises(
-        ValueError, match="the first with oom: the system ended the process for want of memory"
-    ):
-        fakes("--attention", "softmax", "--heads", "2")
-    assert SweepFolder(fakes.output).path.joinpath(LOCK).exists()
-    fakes.calls()
-    with pytest.raises(ValueError, match="oom"):
-        fakes("--attention", "softmax", "--heads", "2")
-    assert fakes.calls() == []
-
-
-@pytest.fixture(scope="module")
-def small_sweep(tmp_path_factory, quick_python):
-    """A sweep of two head counts and two attentions, trained by the real trainer: its folder, what
-    it printed, its flags.
-    """
-    folder, lines = tmp_path_factory.mktemp("real"), []
-    (folder / "base.yaml").write_text(yaml.safe_dump(BASE))
-    argv = ["--base", str(folder / "base.yaml"), "--output", str(folder / "sweep")]
-    argv += ["--heads", "2", "8", "--jobs", "2"]
-    argv += ["--attention", "taylorshift", "softmax", "--train_form", "efficient"]
-    argv += ["--measure_batch", "3", "--measure_rounds", "2"]
-    draw, report = sweep_run.png, sweep_run.report
+@pytest.mark.slow
+def test_a_sweep_runs_from_end_to_end_and_a_repeated_one_does_nothing(tmp_path, quick_python):
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(BASE))
+    argv = words("--base {} --output {}", tmp_path / "base.yaml", tmp_path / "sweep")
+    argv += words("--heads 2 --train_form efficient")
+    argv += words("--measure_batch 3 --measure_rounds 2")
+    lines = []
     with pytest.MonkeyPatch.context() as patch:
-
-        def at_the_end(*given):
-            patch.setattr(sweep_run, "png", draw)
-            report(*given)
-
         warm_python.use(quick_python, patch)
-        patch.setattr(sweep_run, "png", sketch)
-        patch.setattr(sweep_run, "report", at_the_end)
         sweep(argv, lines.append, train=started("train"))
-    return folder / "sweep", "\n".join(lines), argv
-
-
-def test_a_sweep_runs_from_end_to_end_and_its_tables_have_the_published_shape(small_sweep):
-    _, printed, _ = small_sweep
-    inference, training, size, softmax, *_ = markdown_tables(printed)
-    assert list(size[0]) == ["h", "d", "parameters", "direct GFLOP", "efficient GFLOP"]
-    for table in (inference, training):
-        assert list(table[0]) == [
-            *(
-                "h",
-                "d",
-                "accuracy",
-                "direct img/s",
-                "direct MiB",
-                "efficient img/s",
-                "efficient MiB",
-            ),
-            *("efficient / direct img/s", "efficient / direct MiB"),
-        ]
-        assert [(row["h"], row["d"]) for row in table] == [("2", "8"), ("8", "2")]
-        # So small a model may fit into pages that the process has anyway: 0 MiB, and no ratio.
-        assert all(float(value or 0) >= 0 for row in table for value in row.values())
-    assert list(softmax[0]) == ["h", "d", "accuracy", "img/s", "MiB"]
-    cells = {(row["heads"], row["form"]): row for row in read_csv(small_sweep[0] / "cells.csv")}
-    for name, table in (("inference", inference), ("training", training)):
-        for row in table:
-            direct, efficient = (cells[row["h"], form] for form in ("direct", "efficient"))
-            mib = [int(cell[f"{name}_peak_bytes"]) / 1024**2 for cell in (direct, efficient)]
-            assert [float(row["direct MiB"]), float(row["efficient MiB"])] == pytest.approx(
-                mib, rel=1e-3
-            )
-            ratio = pytest.approx(mib[1] / mib[0], rel=1e-2) if all(mib) else ""
-            assert (
-                float(row["efficient / direct MiB"]) if all(mib) else row["efficient / direct MiB"]
-            ) == ratio
-            speed = [float(cell[f"{name}_images_per_second"]) for cell in (direct, efficient)]
-            assert [float(row["direct img/s"]), float(row["efficient img/s"])] == pytest.approx(
-                speed, rel=1e-3
-            )
-    for line in (
-        "- taylorshift direct, inference: taylorshift direct ran",
-        "- taylorshift efficient, training: taylorshift efficient ran",
-        "- softmax, inference: sdpa ",
-    ):
-        assert line in printed
-
-
-def test_the_list_of_cells_holds_every_figure_with_its_provenance(small_sweep):
-    rows = read_csv(small_sweep[0] / "cells.csv")
-    assert [(row["attention"], row["heads"], row["form"], row["trained_form"]) for row in rows] == [
-        *(("taylorshift", h, form, "efficient") for h in "28" for form in ("direct", "efficient")),
-        *(("softmax", h, "", "") for h in "28"),
-    ]
+    (table,) = markdown_tables("\n".join(lines))
+    assert [row["form"] for row in table] == ["direct", "efficient"]
+    ratios = [row["training step, img/s over direct"] for row in table]
+    assert ratios[0] == "1" and float(ratios[1]) > 0
+    rows = read_csv(tmp_path / "sweep" / "cells.csv")
+    assert [row["trained_form"] for row in rows] == ["efficient"] * 2
     for row in rows:
         assert row["status"] == "finished" and row["test_images"] == "359" and row["tokens"] == "16"
-        assert int(row["head_dim"]) * int(row["heads"]) == 16
-        for key in words(
-            "test_accuracy validation_accuracy parameters flops train_seconds cell_seconds"
-        ):
+        for key in words("test_accuracy parameters flops train_seconds cell_seconds attempts"):
             assert float(row[key]) > 0, key
         for name in ("inference", "training"):
+            assert row[f"{name}_status"] == "ok" and int(row[f"{name}_peak_bytes"]) >= 0
             assert float(row[f"{name}_images_per_second"]) > 0
-            assert int(row[f"{name}_peak_bytes"]) >= 0
-            assert row[f"{name}_status"] == "ok"
-            assert (
-                row["attention"] == "softmax"
-                or row[f"{name}_backend"] == f"taylorshift {row['form']}"
-            )
-        assert (row["device"], row["threads"], row["measure_threads"]) == (
-            "cpu, 1 threads",
-            "1",
-            "1",
-        )
+            assert row[f"{name}_backend"] == f"taylorshift {row['form']}"
         assert row["measure_batch"] == "3" and row["command"].startswith("visionattn sweep --base")
-        assert row["torch"]
-    assert (
-        len({row["test_accuracy"] for row in rows if row["trained_form"] and row["heads"] == "2"})
-        == 1
+    assert len((tmp_path / "sweep" / "sweep.png").read_bytes()) > 10_000
+    kept = {name: (tmp_path / "sweep" / name).read_bytes() for name in cell_trainings.KEPT}
+    again = []
+    sweep(argv, again.append, train=("false",))
+    assert markdown_tables("\n".join(again)) == [table]
+    assert kept == {name: (tmp_path / "sweep" / name).read_bytes() for name in kept}
+
+
+def small_plan(**args):
+    model = ModelConfig("scaleformer_vit_t", {"patch_size": 8, "embed_dim": 24, "depth": 2} | args)
+    base = TrainConfig(model=model, data=DataConfig(img_size=40), threads=1, device="cpu")
+    return make_plan(SweepConfig(base="", heads=[3, 6], form=["efficient"]), base)
+
+
+def test_ratios_of_speed_are_taken_round_by_round(monkeypatch):
+    rounds = {"direct": [4.0, 9.0, 6.0], "efficient": [1.0, 3.0, 3.0]}
+    networks = [Network("kernelized", 3, form, 40) for form in rounds]
+    monkeypatch.setattr(network_costs, "ask", lambda function, given, what: {})
+    monkeypatch.setattr(
+        network_costs, "interleaved_seconds", lambda *given, **how: list(rounds.values())
     )
+    conditions = network_costs.conditions_of(SweepConfig(), plan := small_plan())
+    found = network_costs.measure_pass(plan, networks, "inference", conditions)
+    assert [columns["times_direct"] for columns in found.values()] == [1, 3]
+    assert found[networks[1]]["images_per_second"] == 16 / 3
 
 
-def test_hyperparameters_have_equal_keys_in_each_run(small_sweep):
-    folders = sorted((small_sweep[0] / "hparams").iterdir())
-    assert len(folders) == 6
-    seen = []
-    for folder in folders:
-        events = EventAccumulator(str(folder)).Reload()
-        data = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
-        from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+def test_memory_is_measured_with_the_attention_that_ran(monkeypatch):
+    def ask_here(function, given, what):
+        return function(**json.loads(json.dumps(given)))
 
-        parameters = HParamsPluginData.FromString(data).session_start_info.hparams
-        assert folder.name.startswith(
-            f"{parameters['attention'].string_value}_h{parameters['heads'].number_value:.0f}"
-        )
-        seen.append((set(parameters), set(events.Tags()["scalars"])))
-    assert seen.count(seen[0]) == 6
-    assert {"heads", "form", "seed"} <= seen[0][0] and {
-        "sweep/test_accuracy",
-        "sweep/inference_peak_bytes",
-    } <= seen[0][1]
+    monkeypatch.setattr(network_costs, "ask", ask_here)
+    conditions = network_costs.conditions_of(SweepConfig(measure_batch=2), plan := small_plan())
+    for work in network_costs.PASSES:
+        for columns in network_costs.measure_pass(plan, plan.networks, work, conditions).values():
+            assert (columns["status"], columns["backend"]) == ("ok", "kernelized efficient")
+            assert columns["peak_bytes"] >= 0 and columns["images_per_second"] > 0
 
 
-def test_a_repeated_sweep_trains_and_measures_nothing_and_prints_the_same_tables(small_sweep):
-    folder, printed, argv = small_sweep
-    files = {path: path.read_bytes() for path in folder.glob("measurements/*.json")}
-    assert len(files) == 6 and len((folder / "sweep.png").read_bytes()) > 10_000
-    lines = []
-    sweep(argv, lines.append, train=("false",))
-    assert markdown_tables("\n".join(lines)) == markdown_tables(printed)
-    assert {path: path.read_bytes() for path in folder.glob("measurements/*.json")} == files
+def test_what_does_not_fit_or_fails_is_a_status_and_the_others_are_timed(monkeypatch):
+    plan = small_plan()
+    conditions = network_costs.conditions_of(SweepConfig(measure_batch=2, measure_rounds=3), plan)
+    for error, status in ((torch.OutOfMemoryError("x"), "oom"), (Failed("x: no"), "failed")):
+
+        def ask(function, given, what, error=error):
+            if given["model"]["args"]["num_heads"] == 3:
+                raise error
+            return {"peak_bytes": 7, "backend": "a"}
+
+        monkeypatch.setattr(network_costs, "ask", ask)
+        found = network_costs.measure_pass(plan, plan.networks, "training", conditions)
+        broken, whole = found.values()
+        assert broken["status"] == status and "images_per_second" not in broken
+        assert whole["peak_bytes"] == 7 and whole["images_per_second"] > 0
+
+
+def test_a_training_is_expected_to_take_its_steps_and_evaluations(monkeypatch):
+    plan = small_plan()
+    monkeypatch.setattr(Passes, "forward_seconds", lambda self, shape, patch: 0.5)
+    needed, seconds = expect(plan, plan.networks[0])
+    assert seconds == 10 * 0.5 * (3 * len(plan.splits.train) + len(plan.splits.validation))
+    assert needed > resident_bytes("VmRSS") / 2
+
+
+expect = network_costs.expect
+
+
+def test_the_facts_of_a_network_are_those_of_its_model():
+    plan = small_plan()
+    assert plan.splits.test is not None and plan.own_attention == "kernelized"
+    for network, head_dim in zip(plan.networks, (8, 4), strict=True):
+        facts, model = plan.facts[network], plan.model(network)
+        built = timm.create_model(model.name, num_classes=10, in_chans=1, img_size=40, **model.args)
+        count = sum(parameter.numel() for parameter in built.parameters())
+        wanted = {"head_dim": head_dim, "tokens": 25, "parameters": count}
+        assert facts == wanted | {"flops": count_flops(built, 40, 40)}
+
+
+def test_the_grid_is_every_combination_and_one_training_can_stand_for_all_forms():
+    attentions = ["taylorshift", "kernelized", "softmax"]
+    config = SweepConfig(heads=[4, 8, 16], attention=attentions, form=["direct", "efficient"])
+    networks = make_networks(config, "kernelized", "scaleformer_vit_t", [32, 48])
+    expected = set(product(attentions[:2], config.heads, config.form, (32, 48)))
+    expected |= set(product(["softmax"], config.heads, [None], (32, 48)))
+    assert {(n.attention, n.heads, n.form, n.img_size) for n in networks} == expected
+    for train_form, count in ((None, 60), ("efficient", 36)):
+        plan = Plan(TrainConfig(), None, None, networks, (0, 1), train_form)
+        cells = plan.cells()
+        assert len(cells) == len(set(cells)) == count
+        assert [cell.seed for cell in cells] == [0] * (count // 2) + [1] * (count // 2)
+
+
+@pytest.mark.parametrize(
+    "name", words("taylorshift_vit_pixel scaleformer_vit_t taylorshift_abs_vit_t")
+)
+def test_networks_of_a_sweep_differ_in_the_attention_alone(name):
+    args = {"depth": 1, "embed_dim": 24, "img_size": 32}
+    args |= {} if "pixel" in name else {"patch_size": 8}
+    args |= {"temperature_init": 2.0} if name.startswith("taylorshift") else {"horizon": 2}
+    own = "kernelized" if name.startswith("scaleformer") else "taylorshift"
+    base = timm.create_model(name, num_heads=3, **args)
+    spec = DataSpec(base.patch_embed.proj.in_channels, base.num_classes, (), (), (), None, 32)
+
+    def shapes_of(model):
+        parts = ((key, value) for key, value in model.state_dict().items() if "relative" not in key)
+        return {key: value.shape for key, value in parts if "temperature" not in key}
+
+    for attention in ("taylorshift", "kernelized", "softmax"):
+        form = None if attention == "softmax" else "efficient"
+        config = ModelConfig(name, args, grad_checkpointing=True)
+        config = model_of(config, own, Network(attention, 3, form, 32))
+        model = on_meta(config, spec)
+        assert model.blocks[0].attn.attention == attention and config.grad_checkpointing
+        assert model.blocks[0].attn.form == (form or "auto")
+        assert model.global_pool == base.global_pool
+        assert ("blocks.0.attn.temperature" in model.state_dict()) == (attention == "taylorshift")
+        assert shapes_of(model) == shapes_of(base)
+
+
+def test_options_without_effect_on_another_attention_are_left_out():
+    mix = dict(attention=["window", "kernelized"], window_size=5, form="efficient", horizon=2)
+    size = dict(depth=2, embed_dim=24, img_size=32, patch_size=8)
+    base = ModelConfig("scaleformer_vit_t", size | mix | dict(feature_map="random"))
+    own = attention_of(on_meta(base, DataSpec(3, 4, (), (0.5,) * 3, (0.5,) * 3, None, 32)))
+    assert own == "window+kernelized"
+    (network,) = make_networks(SweepConfig(heads=[3]), own, base.name, [32])
+    assert network == Network(own, 3, None, 32)
+    kept = {
+        name: model_of(base, own, Network(name, 3, None, 32)).args
+        for name in (own, "window", "softmax")
+    }
+    assert kept[own] == base.args | {"num_heads": 3}
+    size |= {"num_heads": 3}
+    assert kept["window"] == size | dict(attention="window", window_size=5)
+    assert kept["softmax"] == size | dict(attention="softmax", horizon=2)
+
+
+def test_a_model_of_timm_is_swept_over_its_heads_alone():
+    args = {"depth": 1, "patch_size": 8, "img_size": 32}
+    base = TrainConfig(model=ModelConfig("vit_tiny_patch16_224", args))
+    plan = make_plan(SweepConfig(base="", heads=[2, 4]), base)
+    names = [network.name for network in plan.networks]
+    assert names == [f"vit_tiny_patch16_224_h{h}_32px" for h in (2, 4)]
+    assert on_meta(plan.model(plan.networks[1]), plan.splits.spec).blocks[0].attn.num_heads == 4

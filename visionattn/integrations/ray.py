@@ -6,7 +6,9 @@ An image that fails is a row with a status and a reason. This module imports no 
 """
 
 import os
+import pickle
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,10 +24,8 @@ from visionattn.models.patches import last_map, pooled
 
 Rows = dict[str, np.ndarray]
 """A batch as Ray Data gives it: columns by name."""
-DECODED = ("pixels", "pixels_shape", "pixels_type", "filled")
-"""Columns from ``Decode`` to ``Embed``: bytes, their shape ``[C, H, W]`` and type, and how much of
-the height and width the image fills.
-"""
+SAMPLE = "sample"
+"""The column from ``Decode`` to ``Embed``: a pickled ``Sample``."""
 
 
 class _Reader:
@@ -77,28 +77,15 @@ class Decode(_Reader):
         self.opened = replace(self.opened, model=torch.nn.Identity())
 
     def __call__(self, rows: Rows) -> Rows:
-        """Add to rows the columns of ``DECODED``, ``height``, ``width`` (0 where unknown),
+        """Add to rows ``sample`` (for ``Embed``), ``height``, ``width`` (0 where unknown),
         ``status`` ("ok" or "unreadable") and ``reason`` ("" where there is none); a column of bytes
-        goes.
+        is dropped.
         """
         samples = self.read(rows)
-        kept = _without_bytes(rows, self.column)
-        held = [
-            np.empty((0, 0, 0), np.uint8) if sample.pixels is None else sample.pixels.numpy()
-            for sample in samples
-        ]
-        pixels = np.empty(len(held), object)
-        pixels[:] = [each.tobytes() for each in held]
-        return kept | {
-            "pixels": pixels,
-            "pixels_shape": np.array([each.shape for each in held], np.int64),
-            "pixels_type": np.array([each.dtype.name for each in held]),
-            "filled": np.array([sample.present or (0, 0) for sample in samples], np.int64),
-            "height": np.array([sample.height or 0 for sample in samples], np.int64),
-            "width": np.array([sample.width or 0 for sample in samples], np.int64),
-            "status": np.array(["unreadable" if each.reason else "ok" for each in samples]),
-            "reason": np.array([sample.reason or "" for sample in samples], object),
-        }
+        found = _without_bytes(rows, self.column) | _sizes(samples, "height", "width")
+        found["status"] = np.array(["unreadable" if each.reason else "ok" for each in samples])
+        found["reason"] = np.array([each.reason or "" for each in samples], object)
+        return found | {SAMPLE: np.array([pickle.dumps(each) for each in samples], object)}
 
 
 class Embed(_Reader):
@@ -132,61 +119,47 @@ class Embed(_Reader):
 
     def __call__(self, rows: Rows) -> Rows:
         """Add to rows ``features``, ``height``, ``width``, ``input_height``, ``input_width`` (0
-        where unknown), ``status`` ("ok", "unreadable", "oom" or "nan") and ``reason``; the columns
-        of ``DECODED`` and a column of bytes go.
+        where unknown), ``status`` ("ok", "unreadable", "oom" or "nan") and ``reason``; ``sample``
+        and a column of bytes are dropped.
 
         Features are float32 ``[n, D]``, NaN where there are none, or maps, which have no places
         there. Images of one size that follow each other are computed as one batch.
         """
-        samples = _decoded(rows) if DECODED[0] in rows else self.read(rows)
+        decoded = SAMPLE in rows
+        samples = list(map(pickle.loads, rows[SAMPLE])) if decoded else self.read(rows)
         names = [str(number) for number in range(len(samples))]
         compute, outcomes = last_map if self.dense else pooled, []
         for batch in batch_samples(iter(samples), max(1, len(samples))):
-            outcomes += run_batch(
-                self.opened, batch, names[len(outcomes) :][: len(batch)], compute, self.options.amp
-            )
-        sizes = ("height", "width", "input_height", "input_width")
-        kept = _without_bytes(rows, self.column)
-        found: Rows = {
-            size: np.array([getattr(each, size) or 0 for each in outcomes], np.int64)
-            for size in sizes
-        }
+            own = names[len(outcomes) :][: len(batch)]
+            outcomes += run_batch(self.opened, batch, own, compute, self.options.amp)
+        found = {key: rows[key] for key in _without_bytes(rows, self.column) if key != SAMPLE}
+        found |= _sizes(outcomes, "height", "width", "input_height", "input_width")
         found["status"] = np.array([each.status for each in outcomes])
         found["reason"] = np.array([each.reason or "" for each in outcomes], object)
-        found["features"] = self._features([each.value for each in outcomes])
-        return {key: value for key, value in kept.items() if key not in DECODED} | found
+        return found | {"features": self._features([each.value for each in outcomes])}
 
     def _features(self, values: list[torch.Tensor | None]) -> np.ndarray:
         model: Any = self.opened.model
-        if self.dense:
-            maps = np.empty(len(values), object)
-            nothing = np.empty((model.num_features, 0, 0), np.float32)
-            for index, value in enumerate(values):
-                maps[index] = nothing if value is None else value.numpy()
-            return maps
         nothing = np.full(model.head_hidden_size, np.nan, np.float32)
-        rows = [nothing if value is None else value.numpy() for value in values]
-        return np.stack(rows) if rows else nothing[None][:0]
+        if self.dense:
+            nothing = np.empty((model.num_features, 0, 0), np.float32)
+        found = [nothing if value is None else value.numpy() for value in values]
+        if not self.dense:
+            return np.stack(found) if found else nothing[None][:0]
+        maps = np.empty(len(found), object)
+        for index, value in enumerate(found):  # arrays of one shape would become one array
+            maps[index] = value
+        return maps
+
+
+def _sizes(found: Sequence[Any], *names: str) -> Rows:
+    """Return columns of sizes in pixels, 0 where unknown."""
+    return {
+        name: np.array([getattr(each, name) or 0 for each in found], np.int64) for name in names
+    }
 
 
 def _without_bytes(rows: Rows, column: str) -> Rows:
-    """Return the columns but that of the bytes of files, which nobody needs any more."""
+    """Return the columns except a column of the bytes of files, which nobody needs any more."""
     first = next(iter(rows.get(column, ())), None)
     return {key: rows[key] for key in rows if key != column or not isinstance(first, bytes)}
-
-
-def _decoded(rows: Rows) -> list[Sample]:
-    """Return the samples that ``Decode`` put into rows."""
-    samples = []
-    for index, status in enumerate(rows["status"]):
-        sample = Sample(int(rows["height"][index]) or None, int(rows["width"][index]) or None)
-        samples.append(sample)
-        if status != "ok":
-            sample.reason = str(rows["reason"][index])
-            continue
-        kind = np.dtype(str(rows["pixels_type"][index]))
-        shape = tuple(int(side) for side in rows["pixels_shape"][index])
-        pixels = np.frombuffer(bytearray(rows["pixels"][index]), kind).reshape(shape)
-        sample.pixels = torch.from_numpy(pixels)
-        sample.present = tuple(int(side) for side in rows["filled"][index])
-    return samples

@@ -95,7 +95,6 @@ def extract(options: ExtractOptions, say: Callable[[str], None]) -> None:
             check_nodes(ray, "CPU", options.threads or 1, "processors (threads)")
             if collection.opened.device.type == "cuda":
                 check_nodes(ray, "GPU", 1, "GPU; --device cpu takes processors")
-            say(f"{describe(ray)} at {address}")
             (output / PARTS).mkdir(parents=True, exist_ok=True)
             taken = f"{AT_WORK} in {output}; wait for it or end it"
             with locked(output / PARTS / LOCK, taken), Progress(total, done) as progress:
@@ -115,23 +114,12 @@ def connected(ray: Any, address: str) -> Iterator[None]:
         ray.shutdown()
 
 
-def resources(ray: Any) -> list[dict[str, float]]:
-    """Return the resources of each node."""
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
-
-
 def check_nodes(ray: Any, resource: str, wanted: int, what: str) -> None:
     """Raise ValueError where no node has what a task asks for: Ray would wait for one."""
-    largest = max((node.get(resource, 0) for node in resources(ray)), default=0)
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    largest = max((each.get(resource, 0) for each in alive), default=0)
     if largest < wanted:
         raise ValueError(f"no node of the cluster has {wanted} {what}; the largest has {largest:g}")
-
-
-def describe(ray: Any) -> str:
-    """Say for people how large the cluster is."""
-    nodes = resources(ray)
-    cpus, plural = sum(node.get("CPU", 0) for node in nodes), "" if len(nodes) == 1 else "s"
-    return f"a cluster of {len(nodes)} node{plural} with {cpus:g} processors"
 
 
 def hand_out(

@@ -23,10 +23,10 @@ from visionattn.cli.provenance import provenance_of, summary
 from visionattn.cli.tables import Record, csv_text, heading, line
 from visionattn.data.ranges import check_workers
 from visionattn.lab import papers, targets
+from visionattn.lab.case_memory import build
 from visionattn.lab.cases import Case, check_sizes
 from visionattn.lab.compare import COLUMNS, Plan, cells_of, measure_together, record_of
 from visionattn.lab.gpu.gpu_table import benchmark_gpu
-from visionattn.lab.memory import build
 from visionattn.lab.networks import has_forms
 from visionattn.lab.operations import FORMED
 from visionattn.models.machine import pick_device

@@ -13,10 +13,10 @@ import torch
 
 from visionattn.cli.ends import Failed, is_out_of_memory
 from visionattn.cli.tables import Record, duration, mebibytes
+from visionattn.lab.case_memory import build, case_peak_bytes
 from visionattn.lab.cases import Case
 from visionattn.lab.charts import short
 from visionattn.lab.measure import bytes_kept, flops_of, interleaved_seconds, warm_up
-from visionattn.lab.memory import build, case_peak_bytes
 
 COLUMNS = {name: name for name in ("case", "size", "width", "heads", "batch", "dtype", "pass")}
 COLUMNS |= {"time": "seconds_median", "from": "seconds_low", "to": "seconds_high"}

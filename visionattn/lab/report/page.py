@@ -25,7 +25,7 @@ from visionattn.lab.report.runs import curves_of, is_run, read_run
 from visionattn.lab.report.templates import render
 
 MOST_IMAGES = 100
-KINDS = {"sweep": "Head counts", "memory": "Memory", "largest": "Largest images"}
+KINDS = {"sweep": "Head counts", "memory": "Memory"}
 """Headings of the files of rows."""
 
 

@@ -47,11 +47,8 @@ COUNTS = {"segmentation": "mean_iou", "generate": "loss"}
 NEEDED = {
     "sweep": {"attention", "heads", "form", "img_size", "seed", "status", "parameters"},
     "memory": {"model", "pass", "px", "tokens", "peak_bytes", "above_bytes", "status"},
-    "largest": {"model", "pass", "largest_px", "too_large_px", "tokens", "peak_bytes", "status"},
 }
-"""Columns by which a file of rows is known: a sweep, a memory profile, a search for the largest
-images.
-"""
+"""Columns by which a file of rows is known: a sweep or a memory profile."""
 CONDITIONS = (
     *("pass", "precision", "form", "checkpointing", "batch", "depth", "trained_form"),
     *("measure_batch", "measure_amp", "measure_device", "measure_threads", "measure_rounds"),
@@ -67,7 +64,6 @@ COLUMNS: dict[str, tuple[str, float | None]] = {
     "px": ("px", 1),
     "heads": ("heads", 1),
     "head_dim": ("head width", 1),
-    "largest_px": ("largest px", 1),
     "tokens": ("tokens", 1),
     "pass": ("pass", None),
     "precision": ("precision", None),
@@ -85,8 +81,10 @@ COLUMNS: dict[str, tuple[str, float | None]] = {
     "parameters": ("parameters", 1),
     "flops": ("GFLOP", 1e-9),
     "inference_images_per_second": ("inference, images/s", 1),
+    "inference_times_direct": ("inference, img/s over direct", 1),
     "inference_peak_bytes": ("inference, MiB", 1 / MIB),
     "training_images_per_second": ("training step, images/s", 1),
+    "training_times_direct": ("training step, img/s over direct", 1),
     "training_peak_bytes": ("training step, MiB", 1 / MIB),
     "inference_backend": ("attention that ran", None),
     "peak_bytes": ("peak, MiB", 1 / MIB),
@@ -96,7 +94,6 @@ COLUMNS: dict[str, tuple[str, float | None]] = {
     "gradients_bytes": ("gradients, MiB", 1 / MIB),
     "optimizer_bytes": ("optimiser, MiB", 1 / MIB),
     "activations_bytes": ("activations, MiB", 1 / MIB),
-    "too_large_px": ("too large px", 1),
     "growth_exponent": ("growth", 1),
     "status": ("status", None),
     "reason": ("reason", None),

@@ -19,12 +19,16 @@ VARIED = {
     "seed": "seeds",
     "data.img_size": "img_size",
     "output": "output",
-    "threads": "threads",
-    "epochs": "epochs",
 }
 """Keys of the training that have an option of the sweep."""
 FIXED = ("run", "resume", "overwrite", "config")
-"""Keys of the training that each cell has of its own."""
+"""Keys of the training that each cell sets itself."""
+EXAMPLE = (
+    "--base digits --heads 2 4 --train_form efficient"
+    " --set epochs=1 optim.warmup_epochs=0.1 model.args.embed_dim=16 model.args.depth=1 "
+    "data.workers=0 --output checkpoints/sweeps/try --overwrite"
+)
+"""A sweep of about a minute."""
 
 
 @dataclass
@@ -35,39 +39,29 @@ class SweepConfig:
     """YAML file of the training that is varied, or one of the package by its name, e.g. ``digits``.
     """
     set: list[str] = field(default_factory=list)
-    """Keys in which every training differs from that file, e.g.
-    ``optim.lr=1e-3 model.args.depth=2``.
-    """
+    """Keys in which every training differs from that file, e.g. ``epochs=2 optim.lr=1e-3``."""
     heads: list[int] | None = None
     """Head counts, e.g. ``4 8 16``; each must divide the width."""
     attention: list[AttentionName] | None = None  # type: ignore[valid-type]
-    """Attentions, in an otherwise equal network; None: that of the training alone."""
+    """Attentions, in an otherwise equal network; None: only the attention of the training."""
     form: list[FormChoice] | None = None
     """Forms of the attentions that have forms; None: direct and efficient."""
     train_form: FormChoice | None = None
-    """Train this form alone and count its accuracy for all forms, which compute the same function;
+    """Train only this form and count its accuracy for all forms, which compute the same function;
     None: each form is trained.
     """
     seeds: list[int] = field(default_factory=lambda: [0])
     """Seeds of the trainings."""
     img_size: list[int] | None = None
-    """Heights and widths of the images in pixels; None: that of the training."""
-    epochs: int | None = None
-    """Epochs; None: those of the training."""
+    """Heights and widths of the images in pixels; None: the size in the training."""
     jobs: int = 1
-    """Trainings at a time. Measurements are made one at a time, after them."""
-    threads: int | None = None
-    """CPU threads of each training and of the measurements; None: those of the training."""
+    """Trainings at a time. Measurements follow, one at a time."""
     output: str | None = None
     """Folder of the sweep; None: ``checkpoints/sweeps/`` and the name of the file of ``base``."""
     overwrite: bool = False
     """Delete what an earlier sweep left in the folder."""
     retry: bool = False
     """Repeat cells that ended with nan, oom or failed, which are otherwise kept."""
-    remeasure: bool = False
-    """Measure again what was measured."""
-    train: bool = True
-    """False: train nothing; trainings that have ended count."""
     measure: bool = True
     """False: measure neither time nor memory."""
     measure_batch: int = 16
@@ -75,13 +69,11 @@ class SweepConfig:
     measure_rounds: int = 5
     """Rounds of the interleaved timing."""
     dry_run: bool = False
-    """List the trainings that are left with the minutes that they will take, from a trial of each
-    network, and train and measure nothing.
-    """
+    """List the trainings that are left with expected memory and time, and train nothing."""
 
 
 def check_options(config: SweepConfig) -> None:
-    """Check signs, repetitions and options that exclude each other.
+    """Check signs and options that exclude each other.
 
     Raises:
         ValueError: one line with the option and what is wrong with it.
@@ -90,35 +82,14 @@ def check_options(config: SweepConfig) -> None:
         raise ValueError("--base is missing: the YAML file of a training, or a name such as digits")
     if not config.heads:
         raise ValueError("--heads is missing: head counts such as 4 8 16")
-    for name in ("heads", "attention", "form", "seeds", "img_size"):
-        values = getattr(config, name)
-        if values is not None and not values:
-            raise ValueError(f"{name} is empty; name values or leave it out")
-        if values and len(set(values)) < len(values):
-            raise ValueError(f"{name} names a value twice: {' '.join(map(str, values))}")
-    positive = {"heads": config.heads, "img_size": config.img_size or [], "jobs": [config.jobs]}
-    positive |= {"measure_batch": [config.measure_batch], "measure_rounds": [config.measure_rounds]}
-    for name, values in positive.items():
+    numbers = {"heads": config.heads, "img_size": config.img_size or [], "jobs": [config.jobs]}
+    numbers |= {"measure_batch": [config.measure_batch], "measure_rounds": [config.measure_rounds]}
+    for name, values in numbers.items():
         if min(values, default=1) < 1:
             raise ValueError(f"{name} must be above 0, got {min(values)}")
-    if min(config.seeds, default=0) < 0:
-        raise ValueError(f"seeds must be at least 0, got {min(config.seeds)}")
-    # Options that would do nothing: they shape a part of the sweep that is switched off.
-    usual = SweepConfig()
-    pairs = {
-        "train false and retry": not config.train and config.retry,
-        "train false and jobs": not config.train and config.jobs != usual.jobs,
-        "measure false and remeasure": not config.measure and config.remeasure,
-        "measure false and measure_batch": not config.measure
-        and config.measure_batch != usual.measure_batch,
-        "measure false and measure_rounds": not config.measure
-        and config.measure_rounds != usual.measure_rounds,
-        "train false and measure false": not config.train and not config.measure,
-        "train false and dry_run": not config.train and config.dry_run,
-    }
-    for names, both in pairs.items():
-        if both:
-            raise ValueError(f"{names} contradict each other: leave one of them out")
+    usual = SweepConfig.measure_batch, SweepConfig.measure_rounds
+    if not config.measure and (config.measure_batch, config.measure_rounds) != usual:
+        raise ValueError("measure_batch and measure_rounds do nothing with measure false")
     if config.train_form and config.form and config.train_form not in config.form:
         raise ValueError(
             f"train_form {config.train_form} is not among form {' '.join(config.form)}; add it "
@@ -127,27 +98,19 @@ def check_options(config: SweepConfig) -> None:
 
 
 def read_base(config: SweepConfig) -> TrainConfig:
-    """Return the training that is varied, with what ``set``, ``epochs`` and ``threads`` change of
-    its file.
+    """Return the training that is varied, with the changes of ``set``.
 
     Raises:
         ValueError, FileNotFoundError: the file or a key is wrong, or a key has an option of the
             sweep; one line.
     """
-    words = []
     for text in config.set:
-        key, equals, value = text.partition("=")
+        key, equals, _ = text.partition("=")
         if not equals:
-            raise ValueError(f"set: wanted KEY=VALUE such as optim.lr=1e-3, got {text!r}")
+            raise ValueError(f"set: expected KEY=VALUE such as optim.lr=1e-3, got {text!r}")
         if way_out := _elsewhere(key):
             raise ValueError(f"set: {key} cannot be set here; {way_out}")
-        words.append(f"--{key}={value}")
-    words += [
-        f"--{key}={getattr(config, key)}"
-        for key in ("epochs", "threads")
-        if getattr(config, key) is not None
-    ]
-    base = parse(TrainConfig, ["--config", config.base, *words])
+    base = parse(TrainConfig, ["--config", config.base, *(f"--{text}" for text in config.set)])
     check(base)
     if base.data.task != "classification":
         raise ValueError(
@@ -166,11 +129,9 @@ def _elsewhere(key: str) -> str | None:
 
 def folder_of(config: SweepConfig, base: TrainConfig) -> Path:
     """Return the folder of the sweep."""
-    return (
-        Path(config.output)
-        if config.output
-        else Path(base.output) / "sweeps" / Path(config.base).stem
-    )
+    if config.output:
+        return Path(config.output)
+    return Path(base.output) / "sweeps" / Path(config.base).stem
 
 
 def parse_sweep(argv: Sequence[str]) -> SweepConfig:
@@ -179,10 +140,10 @@ def parse_sweep(argv: Sequence[str]) -> SweepConfig:
     Raises:
         ValueError, FileNotFoundError: a flag is wrong; one line.
     """
-    training = tuple(field_types(TrainConfig).keys() - field_types(SweepConfig).keys())
+    of_training = field_types(TrainConfig).keys() - field_types(SweepConfig).keys()
     for flag, _ in split_options(argv):
         name = flag.replace("-", "_")
-        if name in training or name.startswith("model.args."):
+        if name in of_training or name.startswith("model.args."):
             way_out = _elsewhere(name) or f"--set {name}=VALUE changes it"
             raise ValueError(f"--{name} is an option of the training in --base; {way_out}")
     config = parse(
@@ -195,12 +156,3 @@ def parse_sweep(argv: Sequence[str]) -> SweepConfig:
     )
     check_options(config)
     return config
-
-
-EXAMPLE = (
-    "--base digits --heads 2 4 --epochs 1"
-    " --train_form efficient --set optim.warmup_epochs=0.1 model.args.embed_dim=16 "
-    "model.args.depth=1 data.workers=0"
-    " --output checkpoints/sweeps/try --overwrite"
-)
-"""A sweep of about a minute."""

@@ -2,12 +2,10 @@
 earlier hides an allocation.
 """
 
-import sys
 from typing import Any
 
 import torch
 
-from visionattn.cli.ends import Failed
 from visionattn.cli.fresh_process import ask
 from visionattn.lab.cases import Case, Work
 from visionattn.lab.measure import peak_bytes
@@ -37,28 +35,18 @@ def case_peak_bytes(case: Case, device: str = "cpu", *, warm: bool = True) -> in
     Raises:
         torch.OutOfMemoryError: it does not fit, or the system ended the process that tried for want
             of memory.
-        NotImplementedError: a CPU under another system than Linux.
-        Failed: the process failed in another way.
+        Failed: the process failed in another way, as on a CPU without Linux.
     """
     if device != "cpu":
-        return _peak(case, device, warm)
-    if not sys.platform.startswith("linux"):
-        raise NotImplementedError("peak memory of a CPU is measured under Linux only")
-    given = {"case": case.as_dict(), "threads": torch.get_num_threads(), "warm": warm}
-    try:
-        return ask(peak_here, given, f"{case.label} at {case.size}")
-    except Failed as error:
-        raise Failed(f"measuring the memory of {case.label} failed: {error}") from error
+        return peak_here(case.as_dict(), None, device, warm)
+    given = {"case": case.as_dict(), "threads": torch.get_num_threads(), "device": device}
+    return ask(peak_here, given | {"warm": warm}, f"{case.label} at {case.size}")
 
 
-def peak_here(case: dict[str, Any], threads: int, warm: bool) -> int:
+def peak_here(case: dict[str, Any], threads: int | None, device: str, warm: bool) -> int:
     """Return the bytes of a case, told as plain values, in this process."""
-    torch.set_num_threads(threads)
-    return _peak(Case(**case), "cpu", warm)
-
-
-def _peak(case: Case, device: str, warm: bool) -> int:
-    work = build(case, device)
+    torch.set_num_threads(threads or torch.get_num_threads())
+    work = build(Case(**case), device)
     if warm:
         work()
     return peak_bytes(work, device)

@@ -1,0 +1,151 @@
+"""The memory of a case, measured in a process of its own, where nothing freed earlier hides an
+allocation.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from visionattn.cli.fresh_process import ask
+from visionattn.cli.memory import resident_bytes
+from visionattn.lab.cases import Case
+from visionattn.lab.measure import peak_bytes
+from visionattn.lab.model_step import ModelStep, bytes_of
+from visionattn.lab.networks import build_model, make_image
+
+BUILDING_BYTES, SLACK_BYTES = 2**30, 2**26
+"""What a process may ask for beyond the budget while its model is built, and after that; most of it
+is never touched.
+"""
+WARM_UP_PATCHES = 8
+"""Patches a side of the image with which libraries, threads and the optimizer take their memory
+before the measurement.
+"""
+PARTS = ("peak", "reserved", "above", "parameters", "gradients", "optimizer", "activations")
+"""What is measured, as ``measure`` says."""
+
+
+def measure(case: Case, device: str, budget_bytes: int | None) -> dict[str, int | None]:
+    """Measure the bytes of each of ``PARTS`` in a fresh process, the first that ends when the
+    system runs out of memory.
+
+    ``peak_bytes``: highest level during the pass, on a GPU of what PyTorch's allocator handed out,
+    on a CPU of the resident memory of the process, interpreter and libraries included.
+    ``reserved_bytes``: highest level of what PyTorch's allocator took from the GPU; None on a CPU.
+    ``above_bytes``: the peak above the level just before the pass, after a pass over the same
+    image. ``parameters_bytes`` (with buffers), ``gradients_bytes`` (after the pass) and
+    ``optimizer_bytes`` (its state): of their tensors. ``activations_bytes``: what autograd saves of
+    the forward, without parameters and image; for inference, which saves nothing, ``above_bytes``.
+
+    Args:
+        case: of a model.
+        device: "cpu" or a GPU.
+        budget_bytes: a peak of so many bytes (on a GPU: reserved) counts as out of memory; None on
+            a GPU is the card's own memory.
+
+    Raises:
+        torch.OutOfMemoryError: it does not fit into the budget, or the system ended the process for
+            want of memory.
+        Failed: the process failed in another way; the text is the last line that it wrote, or the
+            signal that ended it.
+    """
+    given = {"case": case.as_dict(), "device": device, "budget_bytes": budget_bytes}
+    given["threads"] = torch.get_num_threads()
+    return ask(measure_here, given, f"{case.name} at {case.size} px")
+
+
+def measure_here(
+    case: dict[str, Any], device: str, budget_bytes: int | None, threads: int
+) -> dict[str, int | None]:
+    """Measure a case, told as plain values, in this process.
+
+    Raises:
+        torch.OutOfMemoryError, MemoryError, RuntimeError: it does not fit (``is_out_of_memory``),
+            or another error of the model.
+    """
+    torch.set_num_threads(threads)
+    limit_memory(device, budget_bytes, BUILDING_BYTES)
+    step = warm_step(Case(**case), device)
+    limit_memory(device, budget_bytes, SLACK_BYTES)
+    place(step, Case(**case))
+    # Libraries keep buffers and code from their first call at a size: some 2 MiB a thread on an AMD
+    # EPYC, 4 MiB on an Intel Xeon. After one pass they belong to the level, and no longer to the
+    # peak.
+    step.run()
+    step.model.zero_grad(set_to_none=True)
+    gpu = device != "cpu"
+    if gpu:
+        torch.cuda.empty_cache()
+    above = peak_bytes(step.run, device)
+    peak = torch.cuda.max_memory_allocated(device) if gpu else resident_bytes("VmHWM")
+    reserved = torch.cuda.max_memory_reserved(device) if gpu else None
+    if budget_bytes is not None and (reserved or peak) >= budget_bytes:
+        raise torch.OutOfMemoryError(
+            f"a peak of {reserved or peak} bytes reaches the budget of {budget_bytes}"
+        )
+    held = step.parameters(), step.gradients(), step.optimizer_state()
+    parts = [peak, reserved, above, *map(bytes_of, held)]
+    step.model.zero_grad(set_to_none=True)
+    parts.append(step.saved_bytes() if step.backward else above)
+    return {f"{name}_bytes": value for name, value in zip(PARTS, parts, strict=True)}
+
+
+def warm_step(case: Case, device: str) -> ModelStep:
+    """Build a case and run one pass over a small image, after which the optimizer's state is there
+    and the gradients are not.
+    """
+    model = build_model(case, device)
+    how = dict(backward=case.backward, update=case.update)
+    step = ModelStep(model, torch.device(device), case.amp, **how)
+    small = WARM_UP_PATCHES * max(model.patch_embed.patch_size)
+    place(step, replace(case, size=min(case.size, small)))
+    step.run()
+    step.model.zero_grad(set_to_none=True)
+    return step
+
+
+def place(step: ModelStep, case: Case) -> None:
+    """Put an image of the size of the case on the device."""
+    step.images = None  # first, so that no two are there at once
+    step.place(make_image(case, step.model, case.size, case.size, str(step.device)))
+
+
+def snapshot_here(case: dict[str, Any], device: str, path: str) -> None:
+    """Write the allocations of a pass, told as plain values, without a budget: the recording takes
+    memory that the pass does not.
+    """
+    from visionattn.lab.profile.allocation_snapshot import write_snapshot
+
+    step = warm_step(Case(**case), device)
+    place(step, Case(**case))
+    write_snapshot(Path(path), step)
+
+
+def limit_memory(device: str, budget_bytes: int | None, slack_bytes: int) -> None:
+    """Let this process take no more than the budget: an allocation beyond it fails instead of
+    starving the machine.
+
+    On a CPU Linux counts what is asked for, written or not, so that the limit is a little wider
+    than the budget.
+
+    Raises:
+        torch.OutOfMemoryError: the process, without any image, has reached the budget.
+    """
+    if budget_bytes is None:
+        return
+    if device != "cpu":
+        total = torch.cuda.get_device_properties(device).total_memory
+        share, index = min(1.0, budget_bytes / total), torch.device(device).index
+        torch.cuda.set_per_process_memory_fraction(share, index)
+        return
+    import resource  # Linux has it
+
+    left = budget_bytes - resident_bytes("VmRSS")
+    if left <= 0:
+        raise torch.OutOfMemoryError(f"the process takes the budget of {budget_bytes} bytes")
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    wanted = resident_bytes("VmData") + left + slack_bytes
+    wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))

@@ -1,0 +1,147 @@
+"""The flags of ``visionattn profile``, what they must be, and the cases that they name."""
+
+import math
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Literal
+
+from visionattn.cli.files import check_folder, check_free
+from visionattn.lab.cases import PASSES, PRECISIONS, Case
+from visionattn.lab.networks import has_forms
+from visionattn.ops.attentions import FormChoice
+
+PassName = Literal[PASSES]  # type: ignore[valid-type]  # as the parser reads it
+Precision = Literal[tuple(PRECISIONS)]  # type: ignore[valid-type]
+
+DEFAULT_SIZES_PX = (1024, 1280, 1536, 1792)
+FILES = ("memory.csv", "memory.png", "memory.md")
+"""The files in ``output``."""
+
+
+@dataclass
+class ProfileConfig:
+    """Models x image sizes x passes x precisions x forms x gradient checkpointing."""
+
+    models: list[str] = field(
+        default_factory=lambda: [
+            "scaleformer_vit_s",
+            "taylorshift_vit_s",
+            "vit_small_patch16_224",
+            "vit_small_patch16_224+eager",
+        ]
+    )
+    """Vision transformers by their timm names; options behind plus signs:
+    ``vit_small_patch16_224+eager`` (attention with its matrix, not fused),
+    ``taylorshift_vit_s+heads=12``, ``scaleformer_vit_s+identity`` (no attention).
+    """
+    img_size: list[int] | None = None
+    """Heights and widths in pixels; None: 1024 1280 1536 1792."""
+    passes: list[PassName] = field(default_factory=lambda: ["inference"])
+    """Any of inference, forward+backward, training_step (with AdamW, whose state is there before).
+    """
+    precision: list[Precision] = field(  # type: ignore[valid-type]
+        default_factory=lambda: ["float32"]
+    )
+    """Any of float32, bfloat16 (weights, moments and image in it), amp_bf16, amp_fp16 (weights in
+    float32, as in training).
+    """
+    form: list[FormChoice] = field(default_factory=lambda: ["auto"])
+    """Any of auto, direct (quadratic), efficient (linear), of visionattn's models; baselines have
+    none and get one row.
+    """
+    checkpointing: Literal["without", "with", "both"] = "without"
+    """Gradient checkpointing, of the passes that have a backward."""
+    batch: int = 1
+    """Images at once."""
+    depth: int | None = None
+    """Blocks of each model that are kept, which saves time; None: all."""
+    device: str = "auto"
+    """``auto`` takes a GPU where there is one."""
+    threads: int | None = None
+    """CPU threads of torch; None: torch's own choice."""
+    budget_gib: float | None = None
+    """Peaks must stay below this many GiB, else the row says out of memory: on a GPU what PyTorch
+    reserves, on a CPU the whole process. None: the card, or 80 % of the available memory.
+    """
+    largest: bool = False
+    """Find the largest square image that fits into the budget, by bisection over whole patches, for
+    each model, pass, precision and form; each size that is tried is a row.
+    """
+    fit_from: int = 1024
+    """Image size in pixels from which the growth exponent is fitted, to two sizes or more."""
+    snapshot: str | None = None
+    """File for the allocations of one cell, for https://pytorch.org/memory_viz."""
+    output: str | None = None
+    """Folder for memory.csv, memory.png and memory.md; it is made where it is missing."""
+    overwrite: bool = False
+    """Replace files that exist."""
+
+    @property
+    def sizes_px(self) -> list[int]:
+        """Image sizes, rising; none where they are searched for."""
+        return [] if self.largest else sorted(set(self.img_size or DEFAULT_SIZES_PX))
+
+    @property
+    def settings(self) -> str:
+        """What the cases have in common, in one line."""
+        names = ("depth", "batch", "passes", "precision", "form", "checkpointing", "fit_from")
+        values = {name: getattr(self, name) or "all" for name in names}
+        texts = {n: " ".join(v) if isinstance(v, list) else v for n, v in values.items()}
+        return ", ".join(f"{name} {text}" for name, text in texts.items())
+
+    def series(self) -> list[Case]:
+        """Return a case at no size, 0, for each line of the plot."""
+        found = []
+        for model, work, precision in product(self.models, self.passes, self.precision):
+            dtype, amp = PRECISIONS[precision]
+            how = dict(dtype=dtype, amp=amp, batch=self.batch, depth=self.depth)
+            how |= dict(backward=work != "inference", update=work == "training_step")
+            choices = {"without": [False], "with": [True], "both": [False, True]}
+            checkpointings = choices[self.checkpointing if how["backward"] else "without"]
+            forms = self.form if has_forms(model) else ["auto"]
+            for form, checkpointing in product(forms, checkpointings):
+                found.append(Case("model", model, 0, form=form, checkpointing=checkpointing, **how))
+        return list(dict.fromkeys(found))
+
+
+def check_options(config: ProfileConfig) -> None:
+    """Check what needs no model.
+
+    Raises:
+        ValueError: a value that is not allowed, options that contradict each other or do nothing, a
+            file in the way.
+    """
+    for name in ("models", "passes", "precision", "form"):
+        if not getattr(config, name):
+            raise ValueError(f"{name} is empty: there is nothing to measure")
+    for name in ("img_size", "batch", "depth", "threads", "budget_gib", "fit_from"):
+        given = getattr(config, name)
+        for value in given if isinstance(given, list) else [given]:
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be above 0, got {value}")
+    if config.form != ["auto"] and not any(map(has_forms, config.models)):
+        raise ValueError(
+            f"form does nothing here: {', '.join(config.models)} have no forms; visionattn's "
+            "models have"
+        )
+    if config.checkpointing != "without" and config.passes == ["inference"]:
+        raise ValueError(
+            "checkpointing does nothing in inference; name a pass with a backward: --passes "
+            "forward+backward"
+        )
+    if config.largest and config.img_size:
+        raise ValueError("largest searches for the image size: leave out img_size")
+    if config.snapshot:
+        count = len(config.series()) * len(config.sizes_px)
+        if count != 1:
+            raise ValueError(
+                f"snapshot holds one cell, and these are {count or 'many'}: name one model, size, "
+                "pass, precision and form"
+            )
+        check_free(Path(config.snapshot), config.overwrite)
+    if config.output:
+        folder = Path(config.output)
+        check_folder(folder, "choose another --output")
+        for name in FILES if folder.is_dir() else ():
+            check_free(folder / name, config.overwrite)

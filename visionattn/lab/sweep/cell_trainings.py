@@ -1,0 +1,303 @@
+"""The folder of a sweep, and its trainings as processes: which to start, how, and what their ends
+mean.
+
+The folder holds ``base.yaml`` (the training that is varied), ``runs/`` (a run folder with its
+``.yaml`` and ``.log`` for each training), ``endings.jsonl`` and ``measurements.jsonl`` (columns of
+``cells.csv``; the last line about a training or a network counts), ``table.md``, ``cells.csv`` and
+``sweep.png``.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from visionattn.cli.files import (
+    add_line,
+    added_to,
+    check_folder,
+    lock,
+    read_lines,
+    unfinished,
+    write_text,
+)
+from visionattn.cli.fresh_process import ended_for_memory, environment, memory_kills
+from visionattn.cli.interruption import Interruption
+from visionattn.cli.parsing import yaml_text
+from visionattn.cli.progress import Progress
+from visionattn.cli.tables import Record
+from visionattn.lab.sweep.head_grid import Cell, Plan
+from visionattn.training.config import TrainConfig
+from visionattn.training.run_folder import STATUS, can_go_on
+
+BASE, TABLE, ROWS, PLOT, LOCK = "base.yaml", "table.md", "cells.csv", "sweep.png", "lock"
+KEPT = ENDINGS, MEASUREMENTS = "endings.jsonl", "measurements.jsonl"
+QUIET = ("output", "run", "resume", "overwrite", "log_every", "save_every", "threads", "seed")
+"""Keys in which calls of one sweep may differ: place, speed, and what the grid varies."""
+STATUSES = {0: "finished", 1: "nan", 3: "oom", 130: "stopped"}
+"""What exit codes mean; all others are "failed", and so is 1 without an error line: Python ends so
+by itself.
+"""
+ERROR = "error: "
+"""How tools begin the line that says why they end."""
+POLL_SECONDS = 0.05
+RESULTS = ("best_epoch", "validation_accuracy", "test_accuracy", "test_loss", "test_images")
+RESULTS += ("train_seconds",)
+"""What is kept of the result of a training."""
+
+
+class SweepFolder:
+    """A sweep's folder on the disk.
+
+    Args:
+        path: the folder; it and its parents need not exist.
+
+    Attributes:
+        runs: the folder of the run folders.
+        lock: an open file that trainings hold too, so that none of them is overlooked.
+    """
+
+    lock: TextIO
+
+    def __init__(self, path: Path):
+        self.path, self.runs = path, path / "runs"
+
+    def check(self, base: TrainConfig, *, overwrite: bool) -> None:
+        """Check that this sweep may have the folder; nothing is written.
+
+        Raises:
+            ValueError: a file is in the way, or the folder holds something else or, unless
+                ``overwrite``, a sweep of another training.
+        """
+        check_folder(self.path, "choose another --output")
+        if not self.path.is_dir() or not any(self.path.iterdir()):
+            return
+        if not (self.path / BASE).is_file():
+            raise ValueError(
+                f"{self.path} is not empty and holds no sweep; choose another --output"
+            )
+        there, wanted = (self.path / BASE).read_text(), comparable(base)
+        if there != wanted and not overwrite:
+            changed = [text for text in wanted.splitlines() if text not in there.splitlines()]
+            raise ValueError(
+                f"{self.path} holds a sweep of another training (here {' '.join(changed).strip()});"
+                " choose another --output, or --overwrite"
+            )
+
+    @contextmanager
+    def opened(self, base: TrainConfig, *, overwrite: bool) -> Iterator[None]:
+        """Make the folder, empty it if ``overwrite``, and keep other sweeps out while this one or a
+        training of it lives.
+
+        Raises:
+            ValueError: another sweep, or a training that one left behind, is at work here.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        taken = (
+            f"another sweep, or a training of it, is at work in {self.path}; wait for it or end it"
+        )
+        with lock(self.path / LOCK, taken) as self.lock:
+            if overwrite:
+                shutil.rmtree(self.runs, ignore_errors=True)
+                for name in (BASE, *KEPT, TABLE, ROWS, PLOT):
+                    (self.path / name).unlink(missing_ok=True)
+            self.runs.mkdir(exist_ok=True)
+            for path in unfinished(self.path) + unfinished(self.runs):  # of a sweep that was killed
+                path.unlink()
+            write_text(self.path / BASE, comparable(base))
+            yield
+
+    def known(self, name: str) -> dict[str, Record]:
+        """Return what is known of trainings (``ENDINGS``) or networks (``MEASUREMENTS``), by
+        name.
+        """
+        return {line["name"]: line["columns"] for line in read_lines(self.path / name)}
+
+    def keep(self, name: str, of: str, columns: Record) -> None:
+        """Write what is known of a training or a network."""
+        add_line(self.path / name, {"name": of, "columns": columns})
+
+
+def comparable(base: TrainConfig) -> str:
+    """Return, as YAML, what all calls of one sweep share: the training without what the grid varies
+    and without where to write.
+    """
+    content = {key: value for key, value in asdict(base).items() if key not in QUIET}
+    del content["data"]["img_size"]
+    for key in ("num_heads", "form"):
+        content["model"]["args"].pop(key, None)
+    return yaml_text(content)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A training that runs."""
+
+    process: subprocess.Popen
+    begin: float
+    """On the monotonic clock, in seconds."""
+    kills: int
+    """Processes that the system had ended before for want of memory."""
+
+
+def left_to_train(plan: Plan, known: Mapping[str, Record], *, retry: bool) -> list[Cell]:
+    """Return the cells that are not finished, without those that failed by themselves unless
+    ``retry``. A cell that was stopped or killed goes on without it.
+    """
+    wanted = []
+    for cell in plan.cells():
+        ending = known.get(cell.name, {"status": "stopped"})
+        killed = ending["status"] == "failed" and ending["exit_code"] < 0
+        failed = ending["status"] != "finished"
+        if ending["status"] == "stopped" or killed or (retry and failed):
+            wanted.append(cell)
+    return wanted
+
+
+def train_cells(
+    plan: Plan,
+    cells: Sequence[Cell],
+    folder: SweepFolder,
+    *,
+    jobs: int,
+    command: Sequence[str],
+    say: Callable[[str], None],
+    after: Callable[[], None],
+) -> bool:
+    """Train cells, ``jobs`` at a time, each in a process of its own, and keep how each ended.
+
+    Ctrl-C and SIGTERM reach only this process: it asks the trainings once to stop, and they save
+    their states. A second Ctrl-C kills them.
+
+    Args:
+        plan: the sweep.
+        cells: what to train.
+        folder: of the sweep, open.
+        jobs: processes at a time.
+        command: starts a training; ``--config FILE`` and ``--resume`` or ``--overwrite`` are added.
+        say: takes a line when a cell starts or ends.
+        after: called after each cell.
+
+    Returns:
+        Whether all were trained; False after Ctrl-C.
+    """
+    waiting, running, asked = deque(cells), {}, False
+    known = folder.known(ENDINGS)
+    with Interruption() as interruption, Progress(len(cells), unit="trainings") as progress:
+        try:
+            while running or (waiting and not asked):
+                while waiting and len(running) < jobs and not asked:
+                    cell = waiting.popleft()
+                    count = f"{len(cells) - len(waiting)} of {len(cells)}"
+                    progress.say(f"{cell.name}: starts ({count})", say)
+                    # One that ended with NaN would come to the same end and begins anew.
+                    anew = known.get(cell.name, {}).get("status") == "nan"
+                    running[cell] = start(plan, cell, folder, command, anew=anew)
+                if interruption.requested and not asked:
+                    asked = True
+                    progress.say(
+                        f"stopping {len(running)} trainings; a second Ctrl-C kills them", say
+                    )
+                    for attempt in running.values():
+                        attempt.process.send_signal(signal.SIGINT)
+                for cell in [cell for cell in running if running[cell].process.poll() is not None]:
+                    before = known.get(cell.name, {})
+                    ending = ending_of(cell, folder, running.pop(cell), before)
+                    folder.keep(ENDINGS, cell.name, ending)
+                    progress.say(f"{cell.name}: {describe(ending)}", say)
+                    after()
+                    progress.advance(1, ending["status"] != "finished")
+                progress.show(", ".join(cell.name for cell in running))
+                time.sleep(POLL_SECONDS)
+        finally:
+            # Only an error or a second Ctrl-C leaves processes here.
+            for attempt in running.values():
+                os.killpg(attempt.process.pid, signal.SIGKILL)
+                attempt.process.wait()
+    return not asked
+
+
+def start(
+    plan: Plan, cell: Cell, folder: SweepFolder, command: Sequence[str], *, anew: bool
+) -> Attempt:
+    """Start a training, or resume one that has a state unless ``anew``."""
+    run = folder.runs / cell.name
+    path, log_path = folder.runs / f"{cell.name}.yaml", folder.runs / f"{cell.name}.log"
+    write_text(path, yaml_text(asdict(plan.training(cell, folder.runs))))
+    words = [*command, "--config", str(path)]
+    if run.is_dir() and any(run.iterdir()):
+        words.append("--resume" if can_go_on(run) and not anew else "--overwrite")
+    with added_to(log_path) as log:
+        process = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment(),
+            pass_fds=[folder.lock.fileno()],
+            process_group=0,  # a terminal's Ctrl-C goes to the sweep, which passes it on once
+        )
+    return Attempt(process, time.monotonic(), memory_kills())
+
+
+def ending_of(cell: Cell, folder: SweepFolder, attempt: Attempt, before: Record) -> Record:
+    """Return what the end of a training's process means, as columns of ``cells.csv``; the exit code
+    of a killed process is below 0.
+
+    A process that was killed counts as out of memory only where the system says that it ended one
+    of this group for that. Seconds and attempts add to those ``before``.
+    """
+    log = folder.runs / f"{cell.name}.log"
+    exit_code, words = attempt.process.returncode, last_words(log)
+    status, reason = STATUSES.get(exit_code, "failed"), None
+    said = read_status(folder.runs / cell.name)
+    result = said.get("result") or {}
+    if status == "finished" and not result:
+        status, reason = "failed", f"the training ended without a result; see {log}"
+    elif ended_for_memory(exit_code, attempt.kills):
+        status, reason = "oom", "the system ended the process for want of memory"
+    elif exit_code < 0:
+        reason = f"killed by signal {-exit_code}"
+    elif status != "finished":
+        reason = words.removeprefix(ERROR) or f"ended with exit code {exit_code}"
+        status = "failed" if status == "nan" and not words.startswith(ERROR) else status
+    seconds = time.monotonic() - attempt.begin + before.get("cell_seconds", 0)
+    return {
+        "status": status,
+        "reason": reason,
+        "exit_code": exit_code,
+        **{key: result.get(key) if status == "finished" else None for key in RESULTS},
+        "cell_seconds": round(seconds, 1),
+        "attempts": 1 + before.get("attempts", 0),
+        "train_commit": (said.get("provenance") or {}).get("commit"),
+    }
+
+
+def read_status(run: Path) -> dict[str, Any]:
+    """Return the content of a run's status file; empty where there is none, or a kill spoilt it."""
+    with suppress(OSError, ValueError):
+        return json.loads((run / STATUS).read_text())
+    return {}
+
+
+def last_words(log: Path) -> str:
+    """Return the last line of a log."""
+    lines = log.read_text(errors="replace").splitlines()
+    return next((text.strip() for text in reversed(lines) if text.strip()), "")
+
+
+def describe(ending: Record) -> str:
+    """Return an ending for people."""
+    if ending["status"] != "finished":
+        return f"{ending['status']}: {ending['reason']}"
+    split = "validation" if ending["test_accuracy"] is None else "test"
+    accuracy = 100 * ending[f"{split}_accuracy"]
+    return f"finished, {split} accuracy {accuracy:.1f} %, {ending['cell_seconds']:.0f} s"

@@ -1,0 +1,224 @@
+"""Which networks and which trainings a sweep is made of, and whether they can be built: arithmetic
+and models on the meta device.
+"""
+
+import re
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from visionattn.data.data_checks import resolved
+from visionattn.data.splits import Splits, build_splits
+from visionattn.lab.measure import count_flops
+from visionattn.lab.sweep.sweep_flags import SweepConfig
+from visionattn.layers.attention import idle_options
+from visionattn.model_config import ModelConfig
+from visionattn.models.backbone import VisionAttnTransformer
+from visionattn.models.building import build_model, check_img_size, patch_size
+from visionattn.models.taylorshift_vit import PUBLISHED
+from visionattn.models.weights import DataSpec
+from visionattn.ops.attentions import ATTENTIONS, FORMS
+from visionattn.training.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network of the grid: what is varied of the model in a training's configuration."""
+
+    attention: str
+    """One of ours, or the name of a model that is not ours."""
+    heads: int
+    form: str | None
+    """None where the attention has no forms."""
+    img_size: int
+    """Height and width in pixels."""
+
+    @property
+    def name(self) -> str:
+        """The name of its measurements, e.g. ``taylorshift_h4_direct_32px``."""
+        form = f"_{self.form}" if self.form else ""
+        return f"{self.attention}_h{self.heads}{form}_{self.img_size}px"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training."""
+
+    network: Network
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """The name of its run folder."""
+        return f"{self.network.name}_seed{self.seed}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A sweep that can be run."""
+
+    base: TrainConfig
+    splits: Splits
+    own_attention: str | None
+    """The attention of the training's model; None for a model that is not ours."""
+    networks: tuple[Network, ...]
+    seeds: tuple[int, ...]
+    train_form: str | None
+    """The form whose trainings count for every form; None: each form has its own."""
+    facts: dict[Network, dict[str, int]] = field(default_factory=dict)
+    """Of each network ``head_dim``, ``tokens`` (patches of an image, without prefix tokens),
+    ``parameters`` and ``flops`` of one image's forward.
+    """
+
+    def cell(self, network: Network, seed: int) -> Cell:
+        """Return the training whose accuracy counts for a network."""
+        if network.form and self.train_form:
+            network = replace(network, form=self.train_form)
+        return Cell(network, seed)
+
+    def cells(self) -> list[Cell]:
+        """Return every training once, smaller seeds first, so that an early end leaves whole
+        tables.
+        """
+        pairs = product(self.seeds, self.networks)
+        return list(dict.fromkeys(self.cell(network, seed) for seed, network in pairs))
+
+    def model(self, network: Network) -> ModelConfig:
+        """Return the configuration of a network's model."""
+        return model_of(self.base.model, self.own_attention, network)
+
+    def data_spec(self, network: Network) -> DataSpec:
+        """Return what the network expects of its images."""
+        return replace(self.splits.spec, img_size=network.img_size)
+
+    def training(self, cell: Cell, runs: Path) -> TrainConfig:
+        """Return the configuration of a cell's training, whose folder is in ``runs``."""
+        return replace(
+            self.base,
+            model=self.model(cell.network),
+            data=replace(self.base.data, img_size=cell.network.img_size),
+            seed=cell.seed,
+            output=str(runs),
+            run=cell.name,
+            resume=False,
+            overwrite=False,
+        )
+
+
+def make_plan(config: SweepConfig, base: TrainConfig) -> Plan:
+    """Lay out the grid and check that each of its networks can be built; nothing is written.
+
+    Raises:
+        ValueError, FileNotFoundError: the data are not there, a head count does not divide the
+            width, an option has nothing to act on, or a network cannot be built; one line.
+    """
+    choices = base.data.img_size_choices
+    if choices and config.img_size:
+        raise ValueError(
+            "--img_size would change only the evaluation, since the training has "
+            "data.img_size_choices; add --set data.img_size_choices=null"
+        )
+    data = resolved(base.data)
+    sizes = config.img_size or [data.img_size]
+    if data.fit == "native" or not all(isinstance(size, int) for size in sizes):
+        raise ValueError(
+            "a sweep compares networks on images of one size; name data.img_size as one number, "
+            "with a data.fit of pad, stretch or crop"
+        )
+    splits = build_splits(
+        replace(base.data, img_size=sizes[0], img_size_choices=sizes), config.seeds[0]
+    )
+    first = replace(base.model, args=base.model.args | {"num_heads": config.heads[0]})
+    model = on_meta(first, splits.spec)
+    check_img_size(model, [*sizes, *(choices or [])])
+    own = attention_of(model) if isinstance(model, VisionAttnTransformer) else None
+    networks = make_networks(config, own, base.model.name, sizes)
+    plan = Plan(base, splits, own, networks, tuple(config.seeds), config.train_form)
+    return replace(plan, facts={network: facts_of(plan, network) for network in networks})
+
+
+def attention_of(model: VisionAttnTransformer) -> str:
+    """Return the name of the model's attention; several names are joined by plus signs."""
+    return "+".join(dict.fromkeys(block.attn.attention for block in model.blocks))
+
+
+def make_networks(
+    config: SweepConfig, own: str | None, model_name: str, sizes: list[int]
+) -> tuple[Network, ...]:
+    """Make the networks of the options; attentions without forms have one network for all forms.
+
+    Raises:
+        ValueError: an option has nothing to act on.
+    """
+    if own is None and (config.attention or config.form or config.train_form):
+        raise ValueError(
+            f"--attention, --form and --train_form are for visionattn's models, not for "
+            f"{model_name}"
+        )
+    attentions = config.attention or [own or model_name]
+    formed = [name for name in attentions if name in ATTENTIONS and ATTENTIONS[name].forms]
+    if not formed and (config.form or config.train_form):
+        raise ValueError(
+            f"--form and --train_form do nothing here: {' and '.join(attentions)} attention has "
+            f"no forms"
+        )
+    networks = []
+    for size, attention, heads in product(sizes, attentions, config.heads):
+        forms = (config.form or FORMS) if attention in formed else [None]
+        networks += [Network(attention, heads, form, size) for form in forms]
+    return tuple(networks)
+
+
+def model_of(base: ModelConfig, own: str | None, network: Network) -> ModelConfig:
+    """Return the base model with the network's head count, form and attention, and otherwise the
+    same.
+
+    Another attention than the model's own is built from the plain ``scaleformer_vit_*`` name of the
+    same size, to which the registered options of the base name (absolute position, no relative one,
+    pooling) are passed as arguments: registered options cannot be taken back, and a temperature has
+    nothing to act on outside of TaylorShift. So networks differ only in the attention.
+
+    Args:
+        base: the model of the training.
+        own: its attention; None for a model that is not ours, where only the head count varies.
+        network: of the grid.
+    """
+    args = base.args | {"num_heads": network.heads}
+    if own is None:
+        return replace(base, args=args)
+    form = {"form": network.form} if network.form else {}
+    if network.attention == own:
+        return replace(base, args=args | form)
+    args.pop("form", None)
+    if base.name.startswith(("taylorshift_abs_vit", "taylorshift_vit_pixel")):
+        args = PUBLISHED | args
+    args |= {"attention": network.attention} | form
+    idle = idle_options(ATTENTIONS[network.attention], feature_map=args.get("feature_map"))
+    kept = {key: value for key, value in args.items() if key not in idle}
+    name = re.sub(r"^taylorshift(_abs)?_vit", "scaleformer_vit", base.name)
+    return replace(base, name=name, args=kept)
+
+
+def on_meta(config: ModelConfig, spec: DataSpec) -> nn.Module:
+    """Return the model without memory for its weights.
+
+    Raises:
+        ValueError: it cannot be built.
+    """
+    with torch.device("meta"):
+        return build_model(config, spec)[0]
+
+
+def facts_of(plan: Plan, network: Network) -> dict[str, int]:
+    """Return the facts of a network that follow from its shapes, as ``Plan`` names them."""
+    model, px = on_meta(plan.model(network), plan.data_spec(network)), network.img_size
+    rows, columns = patch_size(model)
+    return {
+        "head_dim": model.embed_dim // network.heads,
+        "tokens": -(-px // rows) * -(-px // columns),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "flops": count_flops(model, px, px),
+    }

@@ -1,0 +1,211 @@
+"""What each network costs: memory in a fresh process each, time of all networks of one image size
+in an interleaved run, and both estimated before the first training.
+
+Weights are fresh and images random: neither decides the cost.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from visionattn.cli.ends import Failed, is_out_of_memory
+from visionattn.cli.fresh_process import ask
+from visionattn.cli.memory import check_fits, clearly_above, memory_there_is
+from visionattn.cli.provenance import processor
+from visionattn.cli.tables import Record, lasting, sized
+from visionattn.lab.measure import attention_backends, interleaved_seconds, peak_bytes, warm_up
+from visionattn.lab.model_step import ModelStep
+from visionattn.lab.sweep.cell_trainings import MEASUREMENTS, SweepFolder
+from visionattn.lab.sweep.head_grid import Cell, Network, Plan
+from visionattn.lab.sweep.sweep_flags import SweepConfig
+from visionattn.model_config import ModelConfig
+from visionattn.models.building import build_model
+from visionattn.models.machine import pick_device
+from visionattn.models.weights import DataSpec
+from visionattn.training.config import OptimConfig
+from visionattn.training.distributed import Processes
+from visionattn.training.trainer import FORWARD, FORWARD_CHECKPOINTED
+from visionattn.training.training_cost import TrainingMemory
+
+PASSES = ("inference", "training")
+"""The passes of a network that are measured."""
+NEEDS = ("device", "amp", "batch", "threads")
+"""What a measured pass needs of the conditions."""
+
+
+def conditions_of(config: SweepConfig, plan: Plan) -> Record:
+    """Return what measurements depend on besides the network, as columns of ``cells.csv``."""
+    base = plan.base
+    device = pick_device(base.device)
+    return {
+        "measure_device": device.type if base.device == "auto" else base.device,
+        "measure_amp": base.amp,
+        "measure_threads": base.threads,
+        "measure_batch": config.measure_batch,
+        "measure_rounds": config.measure_rounds,
+        "measure_torch": torch.__version__,
+        "measure_processor": processor(),
+    }
+
+
+def measure_networks(
+    config: SweepConfig,
+    plan: Plan,
+    folder: SweepFolder,
+    provenance: Record,
+    say: Callable[[str], None],
+    after: Callable[[], object],
+) -> None:
+    """Measure what is not measured yet under the present conditions; all networks of one image size
+    are timed together.
+
+    Args:
+        config: the options.
+        plan: the sweep.
+        folder: of the sweep, open; takes what is measured.
+        provenance: of this call.
+        say: takes a line at each start.
+        after: called after the networks of each image size.
+    """
+    conditions, known = conditions_of(config, plan), folder.known(MEASUREMENTS)
+    origin = {f"measure_{key}": provenance[key] for key in ("commit", "load")}
+    for size, group in groupby(plan.networks, key=lambda network: network.img_size):
+        networks = list(group)
+        if all(is_current(known.get(each.name, {}), conditions, config) for each in networks):
+            continue
+        found = {network: conditions | origin for network in networks}
+        for work in PASSES:
+            say(f"{size} px, {work}: memory and time of {len(networks)} networks")
+            for network, columns in measure_pass(plan, networks, work, conditions).items():
+                found[network] |= {f"{work}_{key}": value for key, value in columns.items()}
+        now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        for network, columns in found.items():
+            folder.keep(MEASUREMENTS, network.name, columns | {"measured": now})
+        after()
+
+
+def is_current(columns: Record, conditions: Record, config: SweepConfig) -> bool:
+    """Tell whether a network was measured under these conditions, and is not to be retried."""
+    failed = config.retry and "failed" in [columns.get(f"{work}_status") for work in PASSES]
+    return conditions.items() <= columns.items() and not failed
+
+
+def measure_pass(
+    plan: Plan, networks: Sequence[Network], work: str, conditions: Record
+) -> dict[Network, Record]:
+    """Measure a pass of networks: status, reason, peak memory, attention, images per second, and
+    how many times those of the direct form; out of memory is a status.
+    """
+    how = {key: conditions[f"measure_{key}"] for key in NEEDS} | {"work": work}
+    how["optim"] = asdict(plan.base.optim)
+    found, steps, warm = {}, {}, []
+    for network in networks:
+        given = {"model": asdict(plan.model(network)), "spec": asdict(plan.data_spec(network))}
+        found[network] = {"status": "ok", "reason": None}
+        try:
+            found[network] |= ask(measure_memory, given | how, network.name)
+            step = make_step(**given, **how)
+            warm.append(warm_up(step.run, device=how["device"]))
+            steps[network] = step
+        except (Failed, RuntimeError, MemoryError) as error:
+            full = is_out_of_memory(error)
+            if not (full or isinstance(error, Failed)):
+                raise
+            reason = "out of memory" if full else str(error)
+            found[network] = {"status": "oom" if full else "failed", "reason": reason}
+    works, rounds = [step.run for step in steps.values()], conditions["measure_rounds"]
+    timing = dict(rounds=rounds, max_rounds=rounds, device=how["device"])
+    seconds = dict(
+        zip(steps, interleaved_seconds(works, warm, **timing) if works else [], strict=True)
+    )
+    for network, samples in seconds.items():
+        found[network]["images_per_second"] = how["batch"] / statistics.median(samples)
+        direct = seconds.get(replace(network, form="direct"))
+        if direct:
+            # Round by round: what slows the machine for a while slows both.
+            ratios = [slow / fast for fast, slow in zip(samples, direct, strict=True)]
+            found[network]["times_direct"] = statistics.median(ratios)
+    return found
+
+
+def make_step(
+    model: Record,
+    spec: Record,
+    optim: Record,
+    device: str,
+    amp: str,
+    batch: int,
+    threads: int | None,
+    work: str,
+) -> ModelStep:
+    """Make a pass of a network, told as plain values, with weights and images in memory."""
+    torch.manual_seed(0)
+    torch.set_num_threads(threads or torch.get_num_threads())
+    training, where, data = work == "training", torch.device(device), DataSpec(**spec)
+    built = build_model(ModelConfig(**model), data)[0].to(where)
+    how = dict(backward=training, update=training, optim=OptimConfig(**optim))
+    step = ModelStep(built, where, amp, **how)
+    channels = 1 if data.encoding else data.in_chans
+    images = torch.randint(256, (batch, channels, data.img_size, data.img_size), dtype=torch.uint8)
+    step.place(data.prepare(images.to(where)))
+    return step
+
+
+def measure_memory(**given: Any) -> Record:
+    """Measure the peak memory of a pass above the level with weights, optimizer and images, and
+    note which attention ran.
+
+    ``peak_bytes`` is None where the system cannot measure it.
+    """
+    step = make_step(**given)
+    step.run()  # from here on the optimizer's state is there, and buffers of libraries
+    try:
+        peak = peak_bytes(step.run, given["device"])
+    except NotImplementedError:
+        peak = None
+    return {"peak_bytes": peak, "backend": " + ".join(attention_backends(step.run)) or None}
+
+
+def expect(plan: Plan, network: Network) -> tuple[float | None, float | None]:
+    """Estimate the bytes and the seconds of a training as ``visionattn train`` does, without
+    loading; None where nobody can tell.
+    """
+    config = plan.training(Cell(network, plan.seeds[0]), Path())
+    device, spec = pick_device(config.device), plan.data_spec(network)
+    model = build_model(config.model, spec)[0].to(device)
+    splits = replace(plan.splits, spec=spec)
+    memory = TrainingMemory(config, model, splits, device, Processes())
+    batch = 1 if config.batch_size == "auto" else config.batch_size
+    shape = (batch, network.img_size, network.img_size)
+    seconds = memory.passes.forward_seconds(shape, memory.patch_px)
+    if seconds is not None:
+        share = FORWARD_CHECKPOINTED if config.model.grad_checkpointing else FORWARD
+        seconds *= config.epochs * (len(splits.train) / share + len(splits.validation))
+    return memory.bytes_of(shape), seconds
+
+
+def tell_expected(plan: Plan, cells: Sequence[Cell], jobs: int, say: Callable[[str], None]) -> None:
+    """Say which memory and time the trainings will take.
+
+    Raises:
+        DoesNotFit: not as many fit into memory at a time; one line. A training that does not fit
+            alone is refused by itself, and is a row.
+    """
+    known = {network: expect(plan, network) for network in {cell.network: cell for cell in cells}}
+    seconds = sum(known[cell.network][1] or 0 for cell in cells)
+    there, at_once = memory_there_is(pick_device(plan.base.device)), min(jobs, len(cells))
+    needed = [each for each, _ in known.values() if each is not None]
+    largest = max((each for each in needed if not clearly_above(each, there)), default=None)
+    memory = "memory: not known beforehand"
+    if largest is not None:
+        fit = f"--jobs {int((there or 0) // largest) or 1} would fit"
+        check_fits(at_once * largest, there, f"{at_once} trainings at a time", lambda: fit)
+        memory = f"memory: up to {sized(largest)} for each of {at_once} at a time"
+        memory += f", {sized(there)} there" if there else ""
+    say(f"{len(cells)} trainings: {memory}; computing takes {lasting(seconds)} in all")
