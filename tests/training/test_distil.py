@@ -309,7 +309,6 @@ REFUSED = {
     "windows": (["--search_softmax_blocks", "1", "--attention", "window"], "name softmax_blocks"),
     "values": (["--data.mean", "0.5"], "data.mean is that of the teacher"),
     "learning rate": (["--b.lr", "0"], "stage b: optim.lr must be above 0"),
-    "choices": (["--c.img_size_choices", "32", "--stages", "c"], "c.img_size_choices goes with"),
 }
 
 

@@ -174,13 +174,13 @@ def test_images_have_the_values_that_the_teacher_expects_and_its_classes_if_any(
 
 
 def test_the_options_of_a_stage_reach_its_run_and_its_student(tmp_path):
-    stage = StageConfig(2, 2e-3, 5, 32, [16, 32], None, "tiled")
+    stage = StageConfig(2, 2e-3, 5, 32, "tiled")
     config = config_of(
         tmp_path, teacher_file(tmp_path), stages=["c"], c=stage, grad_checkpointing=True
     )
     taught = open_taught(config)
     data = stage_data(config, "c", taught.spec)
-    assert (data.img_size, data.img_size_choices) == (32, [16, 32])
+    assert data.img_size == 32
     run = stage_run(config, "c", data, {})
     assert (run.epochs, run.batch_size, run.optim.lr) == (2, 5, 2e-3)
     assert stage_run(config, "a", data, {}).batch_size == config.batch_size

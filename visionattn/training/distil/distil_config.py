@@ -37,11 +37,6 @@ class StageConfig:
     """Images per batch; None: ``batch_size``."""
     img_size: int | list[int] | None = None
     """Size in pixels of this stage, as ``data.img_size``; None: that of ``data``."""
-    img_size_choices: list[int] | None = None
-    """Train each batch at one of these sizes; it goes with ``img_size``."""
-    max_patches: int | None = None
-    """The most patches of an image in this stage, as ``data.max_patches``; None: that of ``data``.
-    """
     teacher_size: Literal["same", "tiled"] = "same"
     """How the teacher sees images. ``same``: as the student does, its absolute position resampled.
     ``tiled``: in tiles of its own size, prefix tokens from the whole image shrunk to it; for images
@@ -186,11 +181,6 @@ def check_distil(config: DistilConfig) -> None:
             )
     _check_search(config)
     for letter in config.stages:
-        stage = getattr(config, letter)
-        if stage.img_size_choices is not None and stage.img_size is None:
-            raise ValueError(
-                f"{letter}.img_size_choices goes with {letter}.img_size, the size of evaluation"
-            )
         try:
             check(stage_run(config, letter, config.data, {}))
         except ValueError as error:
@@ -258,11 +248,6 @@ def stage_data(config: DistilConfig, letter: str, seen: DataSpec) -> DataConfig:
     if data.fit is None and data.img_size is None and data.max_patches is None:
         size = list(seen.img_size) if isinstance(seen.img_size, tuple) else seen.img_size
         data = replace(data, fit=seen.fit, img_size=size, max_patches=seen.max_patches)
-    if stage.img_size is None and stage.max_patches is None:
+    if stage.img_size is None:
         return data
-    return replace(
-        data,
-        img_size=stage.img_size,
-        img_size_choices=stage.img_size_choices,
-        max_patches=stage.max_patches,
-    )
+    return replace(data, img_size=stage.img_size, img_size_choices=None, max_patches=None)
