@@ -55,7 +55,7 @@ DISTIL = {
     "a": {"lr": 3e-3},
     "b": {"lr": 3e-3, "epochs": 1},
     "optim": {"warmup_epochs": 0.1, "ema_decay": 0.9},
-} | {key: BASE[key] for key in ("data", "batch_size", "save_every", "log_every", "threads")}
+} | {key: BASE[key] for key in ("data", "batch_size", "save_every", "threads")}
 DISTILLATION = "--config distil.yaml --run small --output out"
 SWEEP = "--base base.yaml --set epochs=1 --heads 2 4 --form efficient --jobs 2 --measure false"
 SWEEP += " --output out"
