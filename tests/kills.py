@@ -1,7 +1,6 @@
-"""Kills of trainings of classes, of masks and of models that write images, distillations, sweeps,
-extractions of features, maps that are computed band by band and images that are written value by
-value: whenever one comes, the same command, called again, ends with the same bytes and leaves
-nothing behind.
+"""Kills of trainings, distillations, sweeps, extractions of features, maps computed in bands and
+generated images: the same command, called again, ends with the same bytes and leaves nothing
+behind.
 
 ``python -m tests.kills --count 20`` kills each kind that often, every third time in the middle of a
 write, prints a line for each kill and ends with exit code 1 where an end differs.
@@ -46,13 +45,6 @@ BASE = {
     "save_every": 3,
     "threads": 1,
 }
-MASKED = BASE | {"batch_size": 16}
-MASKED["data"] = BASE["data"] | {"name": "canvas", "task": "segmentation", "img_size": 48}
-MASKED["data"] |= {"args": {"train_images": 160, "eval_images": 32}}
-WRITTEN = BASE | {"model": {"name": "pixel_decoder"}, "batch_size": 64}
-WRITTEN["model"]["args"] = {"embed_dim": 16, "depth": 1, "num_heads": 2}
-WRITTEN["data"] = {"name": "documents", "task": "generate", "img_size": 8, "workers": 0}
-WRITTEN["data"] |= {"args": {"train_images": 640, "eval_images": 64}}
 TRAIN = "--config base.yaml --epochs 2 --run small --output out"
 TEACHER = {"img_size": 16, "patch_size": 8, "in_chans": 1, "embed_dim": 16, "depth": 2}
 TEACHER |= {"num_heads": 2, "num_classes": 10}
@@ -64,8 +56,6 @@ DISTIL = {
     "b": {"lr": 3e-3, "epochs": 1},
     "optim": {"warmup_epochs": 0.1, "ema_decay": 0.9},
 } | {key: BASE[key] for key in ("data", "batch_size", "save_every", "threads")}
-TRAIN_MASKS = "--config masked.yaml --epochs 2 --run small --output out"
-TRAIN_WRITER = "--config written.yaml --epochs 2 --run small --output out"
 DISTILLATION = "--config distil.yaml --run small --output out"
 SWEEP = "--base base.yaml --set epochs=1 --heads 2 4 --form efficient --jobs 2 --measure false"
 SWEEP += " --output out"
@@ -130,14 +120,6 @@ def going_on(command: str, flags: str) -> int:
 
 def train(deadly: int, _: int) -> int:
     return going_on("train", TRAIN)
-
-
-def train_masks(deadly: int, _: int) -> int:
-    return going_on("train", TRAIN_MASKS)
-
-
-def train_writer(deadly: int, _: int) -> int:
-    return going_on("train", TRAIN_WRITER)
 
 
 def distil(deadly: int, _: int) -> int:
@@ -237,8 +219,6 @@ KINDS = {
     kind.name: kind
     for kind in (
         Kind("training", train, same_training),
-        Kind("masks", train_masks, same_training),
-        Kind("written", train_writer, same_training),
         Kind("distillation", distil, same_distillation),
         Kind("sweep", sweep_heads, same_sweep),
         Kind("features", extract, same_features),
@@ -253,8 +233,6 @@ def prepare(folder: Path) -> Path:
     """Write what the commands read."""
     folder.mkdir()
     (folder / "base.yaml").write_text(yaml.safe_dump(BASE))
-    (folder / "masked.yaml").write_text(yaml.safe_dump(MASKED))
-    (folder / "written.yaml").write_text(yaml.safe_dump(WRITTEN))
     (folder / "distil.yaml").write_text(yaml.safe_dump(DISTIL))
     write_weights(folder / "best.safetensors")
     write_decoder(folder / "writer.safetensors")

@@ -29,7 +29,7 @@ def reference(quick_python, tmp_path_factory):
 
 USUAL = [("features", 0), ("bands", 0), ("training", 0), ("sweep", 3)]
 MORE = [("features", 1), ("bands", 1), ("images", 0), ("images", 3), ("images", 4), ("parts", 0)]
-MORE += [("parts", 2), ("masks", 0), ("written", 0), ("distillation", 0)]
+MORE += [("parts", 2), ("distillation", 0)]
 
 
 @pytest.mark.parametrize(

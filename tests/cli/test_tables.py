@@ -1,7 +1,6 @@
 """Tables: what rows say to people and to programs."""
 
 import csv
-import json
 
 import torch
 
@@ -9,7 +8,6 @@ from visionattn.cli.provenance import provenance_of
 from visionattn.cli.tables import (
     csv_text,
     duration,
-    json_text,
     markdown,
     read_rows,
     write_rows,
@@ -34,7 +32,6 @@ def test_rows_as_cells_values_and_csv_say_the_same():
     assert [line["status"] for line in read] == ["ok", "out of memory"]
     assert read[1]["seconds_median"] == "" and float(read[0]["seconds_high"]) == 0.003
     assert read[0]["device"] == read[1]["device"] == "cpu"
-    assert json.loads(json_text(records, provenance)) == {"provenance": provenance, "rows": records}
 
 
 def test_durations_have_a_unit_that_suits_them():

@@ -10,7 +10,6 @@ from typing_extensions import TypedDict
 
 from visionattn.cli.untrusted import (
     brief,
-    check_partly,
     checked,
     from_json,
     from_yaml,
@@ -87,13 +86,6 @@ def test_other_values_are_one_line_with_the_key_the_expected_type_and_the_given_
         assert str(error.value).startswith(line)
         assert "\n" not in str(error.value) and len(str(error.value)) < 200
     assert math.isnan(checked(dict[str, float], {"a": math.nan}, "it", nan=True)["a"])
-
-
-def test_options_of_another_version_are_checked_as_far_as_they_are_known():
-    check_partly(Line, {"begin": {"z": 1}, "end": [1]}, "old")
-    for wrong in ({"begin": {"x": "x"}}, {"begin": [1]}, [1]):
-        with pytest.raises(ValueError, match="^old.* must be (a number|names and values), got "):
-            check_partly(Line, wrong, "old")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from typing_extensions import TypedDict
 
 import visionattn
 
@@ -60,17 +59,6 @@ def provenance_of(
     found["load"] = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
     found["date"] = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return found | {"command": shlex.join(["visionattn", *command])}
-
-
-class Provenance(TypedDict):
-    """What a line of provenance is made of."""
-
-    processor: str
-    device: str
-    load: float
-    torch: str
-    commit: str | None
-    date: str
 
 
 def summary(provenance: dict[str, Any]) -> str:

@@ -6,7 +6,6 @@ such a text gets an apostrophe before it, as spreadsheets mark text, and ``read_
 
 import csv
 import io
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -112,8 +111,3 @@ def csv_text(records: Sequence[Record], provenance: Record) -> str:
     rows = [record | provenance for record in records]
     write_rows(stream, list(rows[0]), rows)
     return stream.getvalue()
-
-
-def json_text(records: Sequence[Record], provenance: Record) -> str:
-    """Write rows as JSON: ``{"provenance": ..., "rows": [...]}``."""
-    return json.dumps({"provenance": provenance, "rows": list(records)}, indent=2) + "\n"

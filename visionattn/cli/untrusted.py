@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from visionattn.cli.tables import from_text
 
@@ -113,21 +113,6 @@ def _expected(error: Any) -> str:
     if kind == "is_instance_of":
         return f"a {error['ctx']['class'].lower()}"
     return EXPECTED.get(kind) or EXPECTED.get(kind.partition("_")[0]) or error["msg"]
-
-
-def check_partly(config_class: type, value: Any, name: str) -> None:
-    """Check a mapping of options of a dataclass, of this version or of another one: options may be
-    missing, and unknown options may have any value.
-
-    Raises:
-        ValueError: an option has a value of another type; one line.
-    """
-    hints = get_type_hints(config_class)
-    for key, each in checked(dict[str, Any], value, name).items():
-        if is_dataclass(hints.get(key)):
-            check_partly(hints[key], each, under(name, key))
-        elif key in hints:
-            checked(hints[key], each, under(name, key))
 
 
 def under(name: str, key: Any) -> str:
