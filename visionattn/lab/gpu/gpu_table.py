@@ -161,7 +161,7 @@ def measure(row: GpuRow, bench: Bench) -> Record:
 def record_of(row: GpuRow, found: Record) -> Record:
     """Return the row as plain values, whatever of it was measured, with what it reaches."""
     record: Record = {"what": row.what, "size": row.size, "dtype": row.case.precision}
-    record |= dict.fromkeys((*TIMES, *MEMORIES, "of_floor", "error")) | found
+    record |= dict.fromkeys((*TIMES, "of_floor", *MEMORIES, "error")) | found
     mine = record["seconds"]
     for name in ("sdpa", "identity"):
         other = record[f"{name}_seconds"]
