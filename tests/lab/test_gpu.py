@@ -109,6 +109,13 @@ def test_the_table_has_what_it_is_for_and_floors_are_counted():
     assert ceilings.floor_seconds(direct) == pytest.approx(2 * 2 * 12 * 4096**2 * 64 / 1e14)
 
 
+def test_all_rows_have_the_same_columns_whatever_was_measured():
+    found = {"status": "ok", "seconds": 1.0, "gib": 2.0, "sdpa_gib": 3.0, "identity_gib": 1.5}
+    first, *_, last = all_rows()
+    of_model, other = gpu_table.record_of(last, found), gpu_table.record_of(first, {"status": "no"})
+    assert set(of_model) == set(other) and of_model["x_memory"] == pytest.approx(2 / 3)
+
+
 def test_a_phase_is_ended_at_its_limit_with_all_that_it_started(tmp_path):
     late = tmp_path / "late"
     child = f"import time, pathlib; time.sleep(4); pathlib.Path({str(late)!r}).touch()"

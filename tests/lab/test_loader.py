@@ -96,6 +96,9 @@ def test_the_first_batch_does_not_count_and_epochs_follow_each_other():
     assert reading.megabytes == 9 * 7 * 36 / 1e6
     assert len({index for epoch, index in dataset.asked if epoch == 5}) == 63
     assert sum(epoch == 6 for epoch, _ in dataset.asked) == 7
+    dataset.asked.clear()
+    measure_loaders([case, case], rounds=2, seconds=0.0, clock=lambda: dataset.now)
+    assert {epoch for epoch, _ in dataset.asked} == {0, 1, 2, 3}  # each turn takes another one
 
 
 def test_sources_are_named_as_trainings_name_them(tmp_path, monkeypatch):

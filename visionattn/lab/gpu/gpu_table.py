@@ -29,6 +29,7 @@ from visionattn.lab.gpu.gpu_timing import Ceilings, in_words, is_broken, pick_gp
 Print = Callable[[str], None]
 TIMES = ("seconds", "floor_seconds", "sdpa_seconds", "flash_seconds", "eager_seconds")
 TIMES += ("identity_seconds",)
+MEMORIES = ("gib", "sdpa_gib", "identity_gib")
 NAMES = ("time", "floor", "SDPA", "Flash", "eager", "identity")
 COLUMNS = {name: name for name in ("what", "size", "dtype")} | dict(zip(NAMES, TIMES, strict=True))
 COLUMNS |= {name: name for name in ("reached", "error", "status")}
@@ -160,7 +161,7 @@ def measure(row: GpuRow, bench: Bench) -> Record:
 def record_of(row: GpuRow, found: Record) -> Record:
     """Return the row as plain values, whatever of it was measured, with what it reaches."""
     record: Record = {"what": row.what, "size": row.size, "dtype": row.case.precision}
-    record |= dict.fromkeys((*TIMES, "of_floor", "gib", "sdpa_gib", "error")) | found
+    record |= dict.fromkeys((*TIMES, "of_floor", *MEMORIES, "error")) | found
     mine = record["seconds"]
     for name in ("sdpa", "identity"):
         other = record[f"{name}_seconds"]
