@@ -101,7 +101,7 @@ REFUSED = [
     ("native", "--img_size [16]", "img_size must be one number of pixels, or height and width"),
     ("native", "--img_size 4 24", "img_size 4 x 24 is smaller than a patch of 8 x 8 pixels; make"),
     ("native", "--fit pad --img_size 20 24", "20 x 24 pixels is not a whole number of 8-pixel"),
-    ("native", "--fit whole", "fit must be one of native, pad, stretch, crop or null, got whole"),
+    ("native", "--fit whole", "fit must be one of native, pad, stretch, crop"),
     ("map", "--img_size 64", "slide.tif of 133 x 104 px would be preprocessed (center crop to 64"),
     # What no image has.
     ("native", "--bands 4 5 6", " wanted band 6, the image has 3 bands"),
