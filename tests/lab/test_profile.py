@@ -344,9 +344,11 @@ def test_a_grid_has_a_row_for_each_choice_that_acts(cases, tmp_path):
     assert {case.form for case in cases} == {"auto", "direct", "efficient"}
 
 
-def test_the_largest_image_is_found_among_rows_of_each_series(cases, tmp_path):
+def test_the_largest_image_is_found_among_rows_of_each_series(cases, tmp_path, capsys):
     assert main([*FAKE, *words("--largest --budget-gib 0.001 --output {}", tmp_path)]) == 0
     wanted = max(n for n in range(1, 99) if 1000 * n * n < int(0.001 * 2**30))
+    said = f"largest image of taylorshift_vit_t that fits: {16 * wanted} px"
+    assert said in capsys.readouterr().out.splitlines()
     rows = read_csv(tmp_path / "memory.csv")
     for model in FAKE[1:3]:
         tried = {int(row["px"]): row["status"] for row in rows if row["model"] == model}

@@ -112,12 +112,13 @@ def place(step: ModelStep, case: Case) -> None:
     step.place(make_image(case, step.model, case.size, case.size, str(step.device)))
 
 
-def snapshot_here(case: dict[str, Any], device: str, path: str) -> None:
+def snapshot_here(case: dict[str, Any], device: str, threads: int, path: str) -> None:
     """Write the allocations of a pass, told as plain values, without a budget: the recording takes
     memory that the pass does not.
     """
     from visionattn.lab.profile.allocation_snapshot import write_snapshot
 
+    torch.set_num_threads(threads)
     step = warm_step(Case(**case), device)
     place(step, Case(**case))
     write_snapshot(Path(path), step)

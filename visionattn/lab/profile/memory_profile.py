@@ -69,7 +69,8 @@ def profile(argv: Sequence[str], show: Callable[[str], None]) -> None:
         for series in config.series():
             if config.largest:
                 patch = math.lcm(*shapes[series.name].patch)
-                largest_fit(partial(table.fits_patches, series, patch))
+                count = largest_fit(partial(table.fits_patches, series, patch))
+                show(f"largest image of {series.label} that fits: {count * patch} px")
             for px in config.sizes_px:
                 table.fits(replace(series, size=px))
         show("\n".join(table.footer))
@@ -88,7 +89,7 @@ def profile(argv: Sequence[str], show: Callable[[str], None]) -> None:
                 f"{config.snapshot} is not written: the cell does not fit into memory"
             )
         case = replace(config.series()[0], size=rows[0]["px"])
-        given = {"case": case.as_dict(), "device": device}
+        given = {"case": case.as_dict(), "device": device, "threads": config.threads or before}
         given["path"] = str(Path(config.snapshot).absolute())
         ask(snapshot_here, given, "the snapshot")
         show(f"snapshot: {config.snapshot}; https://pytorch.org/memory_viz shows it")
