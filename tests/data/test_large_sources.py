@@ -289,7 +289,10 @@ def test_sources_that_a_model_does_not_take_are_one_line(tmp_path):
             open_source(image, options=options)
         assert said in str(raised.value) and "\n" not in str(raised.value)
     two = ReadOptions(bands=(3, 2))
-    for options, said in ((None, "has 5 bands; name the bands to read"), (two, "3 channels, and 2 ")):
+    for options, said in (
+        (None, "has 5 bands; name the bands to read"),
+        (two, "3 channels, and 2 "),
+    ):
         with open_source(path, options=options) as source, pytest.raises(NotAsAsked, match=said):
             source.prepare(spec_of())
     with open_source(pixels_of(3, np.float32)) as source:

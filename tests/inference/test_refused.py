@@ -108,7 +108,11 @@ REFUSED = [
     ("native", "--page 3", " wanted page 3, the image has 1 page"),
     ("native", "--value_range 5 5", "value_range must be two finite numbers, the lower one first"),
     ("native", "--images float.npy", "without a known value range; give --val"),
-    ("native", "--images five.npy", "the image has 5 bands; name the bands to read, in their order"),
+    (
+        "native",
+        "--images five.npy",
+        "the image has 5 bands; name the bands to read, in their order",
+    ),
     ("native", "--images 0.zarr", "0.zarr: a zarr array needs zarr: pip install 'visionattn[arra"),
     ("native", "--images thin.png", "thin.png: image of 40 x 7"),
     # Probes of drawn images.
@@ -139,7 +143,11 @@ REFUSED = [
     # Generation.
     ("generate", "--count 10001 --output new.png", "a .png has at most 10,000 images side by side"),
     ("untold", "", "img_size is missing: the model was"),
-    ("untold", "--complete tiny.png b.png", "b.png becomes 24 x 24 px, and the generated images have"),
+    (
+        "untold",
+        "--complete tiny.png b.png",
+        "b.png becomes 24 x 24 px, and the generated images have",
+    ),
     ("untold", "--checkpoint five.safetensors", "pictures have 1 or 3 channels"),
 ]
 
