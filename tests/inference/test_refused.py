@@ -111,7 +111,7 @@ REFUSED = [
     (
         "native",
         "--images five.npy",
-        "the image has 5 bands; name the bands to read, in their order",
+        "the image has 5 bands; name the bands to read, in order",
     ),
     ("native", "--images 0.zarr", "0.zarr: a zarr array needs zarr: pip install 'visionattn[arra"),
     ("native", "--images thin.png", "thin.png: image of 40 x 7"),
