@@ -219,14 +219,14 @@ SUBCOMMANDS = {
         several=True,
     ),
     "distil": Subcommand(
-        distil, "a linear-attention model of a softmax ViT, trained without labels", several=True
+        distil, "train a linear-attention model from a softmax ViT, without labels", several=True
     ),
     "validate": Subcommand(
         validate,
         "accuracy of trained weights at several image sizes",
         "visionattn.training.config.ValidateConfig",
     ),
-    "stats": Subcommand(stats, "mean and spread of one's own training images, band by band"),
+    "stats": Subcommand(stats, "mean and standard deviation of your training images, per band"),
     "predict": Subcommand(
         predict,
         "classes of images, as a table, CSV or JSON",
@@ -238,9 +238,9 @@ SUBCOMMANDS = {
         "visionattn.inference.feature_options.ExtractOptions",
     ),
     "look": Subcommand(look, "the attribution of a class, drawn over images"),
-    "generate": Subcommand(generate, "images that a pixel decoder writes, or completes"),
-    "share": Subcommand(share, "trained weights as timm and transformers load them"),
-    "convert": Subcommand(convert, "one of our models of a timm ViT, with its weights"),
+    "generate": Subcommand(generate, "generate or complete images with a pixel decoder"),
+    "share": Subcommand(share, "trained weights in the formats of timm and transformers"),
+    "convert": Subcommand(convert, "convert a timm ViT and its weights into a model of visionattn"),
     "export": Subcommand(export, "a model as ONNX, as a torch.export program, or compiled"),
     "sweep": Subcommand(sweep, "train and measure one configuration over head counts"),
     "profile": Subcommand(profile, "memory of models over image sizes"),
@@ -254,7 +254,7 @@ def run(name: str, argv: Words | None = None) -> int:
 
     Args:
         name: one of ``SUBCOMMANDS``.
-        argv: the words after the name; None: those of this process.
+        argv: the words after the name; None: the words of this process.
     """
     from visionattn.cli.ends import run_tool
 

@@ -45,7 +45,7 @@ def test_a_device_that_computes_nothing_is_refused_by_every_tool(folder, capsys)
         lines[tool] = [tool, *inferring("--device", "meta", output=f"out.{tool}.csv")]
     for tool, words in lines.items():
         assert main(words) == 2, tool
-        assert_one_error(capsys, "device 'meta' computes nothing: it knows shapes alone")
+        assert_one_error(capsys, "device 'meta' computes nothing: it knows only shapes")
         assert sorted(os.listdir(folder)) == before, tool
 
 

@@ -211,7 +211,7 @@ def test_bad_input_ends_validation_with_one_line_and_code_2(finished, tmp_path, 
         (["--checkpoint", best, "--config", str(sizes)], "data.img_size is for training"),
         (
             ["--checkpoint", best, "--data.args.eval_images=9"],
-            "data.args is for canvas, documents, copy alone",
+            "data.args is only for canvas, documents, copy",
         ),
     ):
         assert validate(flags) == 2, flags

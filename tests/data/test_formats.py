@@ -278,7 +278,7 @@ def test_values_become_fractions_of_the_range_and_are_clipped_to_it():
     got = seen(tiff(pixels), channels=1, value_range=(-1, 3))
     np.testing.assert_allclose(got[..., 0], [[0, 0.25, 0.75], [1, 0, 1]])
     for dtype in ("float32", "uint16"):
-        said = f"^{dtype} values from 0 to 900, and nothing says which .*; give --data.value_range"
+        said = f"^{dtype} values from 0 to 900 without a known value range; give --data.value_range"
         with pytest.raises(NotAsAsked, match=said):
             seen(tiff(pattern(1, np.uint16, 900).astype(dtype)))
 
@@ -290,7 +290,7 @@ def test_bands_are_picked_in_the_order_given_or_are_one_line():
         np.testing.assert_array_equal(got, pixels[..., [band - 1 for band in bands]])
     for bands, wanted, line in (
         (1, (1, 2), "wanted band 2, the image has 1 band"),
-        (2, None, "the image has 2 bands; name those to read, in their order, as in --data.bands"),
+        (2, None, "the image has 2 bands; name the bands to read, in order, as in --data.bands"),
     ):
         with pytest.raises(NotAsAsked, match=f"^{line}[^\n]*$"):
             seen(tiff(pattern(bands)), bands=wanted)
@@ -334,8 +334,8 @@ def test_values_outside_the_range_that_was_found_are_an_error():
     options = settle(Listed(tiff(pattern(1, np.uint16, 4000))), [0], ReadOptions(1))[0]
     assert options.value_range == (0, 4095)
     for pixels, said in (
-        (pattern(1, np.uint16, 5000), "values up to 5,000, where those of the other images end"),
-        (pattern(1, np.uint8, 3).astype(np.float32) / 4, "^float32 values from 0 to 0.75, and not"),
+        (pattern(1, np.uint16, 5000), "values up to 5,000, while other images end"),
+        (pattern(1, np.uint8, 3).astype(np.float32) / 4, "^float32 values from 0 to 0.75 without"),
         (
             pattern(1, np.uint8, 90).astype(np.int16) - 7,
             "^values from -7, where those of the",

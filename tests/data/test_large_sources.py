@@ -280,7 +280,7 @@ def test_sources_that_a_model_does_not_take_are_one_line(tmp_path):
         ([1, 2], None, "the image: wanted a path, an array or a tensor, got list"),
         (np.zeros((2, 3, 4, 5)), None, "the array: wanted an array of numbers"),
         (torch.zeros(3, 4, 5, dtype=torch.bfloat16), None, "a tensor of torch.bfloat16; make it"),
-        (path, COLOURED, f"{path}: the image has 5 bands; name those to read"),
+        (path, COLOURED, f"{path}: the image has 5 bands; name the bands to read"),
         (path, ReadOptions(bands=(6,)), f"{path}: wanted band 6, the image has 5 bands"),
         (path, ReadOptions(page=2), f"{path}: wanted page 2, the image has 1 page"),
         (io.BytesIO(b"nothing"), None, "cannot identify image file: it is of no known format"),
@@ -289,12 +289,15 @@ def test_sources_that_a_model_does_not_take_are_one_line(tmp_path):
             open_source(image, options=options)
         assert said in str(raised.value) and "\n" not in str(raised.value)
     two = ReadOptions(bands=(3, 2))
-    for options, said in ((None, "has 5 bands; name those to read"), (two, "3 channels, and 2 ")):
+    for options, said in (
+        (None, "has 5 bands; name the bands to read"),
+        (two, "3 channels, and 2 "),
+    ):
         with open_source(path, options=options) as source, pytest.raises(NotAsAsked, match=said):
             source.prepare(spec_of())
     with open_source(pixels_of(3, np.float32)) as source:
         prepare = source.prepare(spec_of())
-        said = "^the array: float32 values .* nothing says which of them are black and white"
+        said = "^the array: float32 values .* without a known value range"
         with pytest.raises(NotAsAsked, match=said):
             prepare(source.read(slice(0, 4), slice(0, 4)))
 

@@ -150,7 +150,7 @@ def test_a_worker_that_cannot_hand_over_what_it_loaded_ends_with_a_line(capfd):
     with pytest.raises(RuntimeError, match="^DataLoader worker .* exited unexpectedly"):
         list(loader)
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("note: a process that loads images cannot hand them over: ")
+    assert line.startswith("note: a process that loads images cannot pass them on: ")
     assert "File too large" in line and line.endswith("(workers 0)")
 
 

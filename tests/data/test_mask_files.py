@@ -269,7 +269,7 @@ def grey(level, dtype=np.uint8):
 SPOILED = {
     "it has 33 x 18 pixels, its image 33 x 17": np.zeros((33, 18), np.uint8),
     "it has the value 3; with 3 classes wanted 0 to 2 or 255, which does": grey(3),
-    "name that of each class with data.masks.colours": np.stack([grey(9), grey(0), grey(9)], 2),
+    "the colour of each class with data.masks.colours": np.stack([grey(9), grey(0), grey(9)], 2),
     "it has pixels of the kind float; wanted the number of a class": grey(0.5, np.float32),
     "cannot be read": None,
 }
@@ -308,7 +308,7 @@ def test_a_folder_without_whole_pairs_is_refused(tmp_path):
         (
             (0, 0),
             {"masks": {"classes": ["a", "b"]}},
-            "class a alone counts in the 4 training masks; ",
+            "only class a counts in the 4 training masks; ",
         ),
         (
             (0, 255),
@@ -325,7 +325,7 @@ def test_a_folder_without_whole_pairs_is_refused(tmp_path):
         (
             (0, 128, 255),
             {},
-            "127 of 129 classes have no pixel; where values are colours, name that",
+            "127 of 129 classes have no pixel; if values are colours, give the one",
         ),
         ((0, 255), {"masks": {"ignored": 0}}, "it has the value 255; wanted 0 to 254 or 0"),
     ],
@@ -343,14 +343,14 @@ def test_masks_that_teach_nothing_are_refused(tmp_path, levels, more, words):
     [
         ((0, 1), (0, 255), "255 does not count in .*, where all else is class 0", "validation"),
         ((0, 255), (0, 1), "255 does not count in .*, where all else is class 0", "training"),
-        ((0, 1), (0, 0), "class 0 alone counts in the 4 validation masks; their mean IoU", None),
+        ((0, 1), (0, 0), "only class 0 counts in the 4 validation masks; their mean IoU", None),
         ((0, 1), (0, 2), "no pixel of the 4 training masks has the class 2", None),
     ],
 )
 def test_splits_whose_masks_disagree_are_named(tmp_path, train, val, note, error):
     write(tmp_path, values(*train), classes=2, splits=["train"])
     write(tmp_path, values(*val), classes=2, splits=["val"])
-    words = f"class 0 alone counts in the 4 {error} masks, as the value 255 does not count"
+    words = f"only class 0 counts in the 4 {error} masks, as the value 255 does not count"
     with (
         pytest.raises(ValueError, match=words) if error else nullcontext(),
         pytest.warns(UserWarning, match=note),

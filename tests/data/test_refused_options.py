@@ -16,15 +16,18 @@ THREE = [[0, 0, 0], [200, 30, 30], [0, 90, 255]]
 
 CASES = [
     # Options that are for other data.
-    (dict(bands=[1]), "data.bands is for folder alone; leave it out for digits"),
-    (FOLDER | dict(args={"num_classes": 3}), "data.args.num_classes is for wds/... alone (other d"),
-    (dict(root="x"), "data.root is for images in files (--data.name folder); leave it out for"),
+    (dict(bands=[1]), "data.bands is only for folder; leave it out for digits"),
+    (FOLDER | dict(args={"num_classes": 3}), "data.args.num_classes is only for wds/... (other d"),
+    (dict(root="x"), "data.root is only for images in files (--data.name folder); leave it out"),
     (dict(name="cifar10", args={"download": 3}), "data.args.download must be true or false, got"),
-    (dict(masks={"classes": ["a", "b"]}), "data.masks is for folder with data.task segmentation"),
+    (
+        dict(masks={"classes": ["a", "b"]}),
+        "data.masks is only for folder with data.task segmentation",
+    ),
     (dict(task="segmentation"), "digits has no masks; data.task segmentation is for canvas, doc"),
-    (dict(args={"train_images": 7}), "data.args is for canvas, documents, copy, cifar10, ci"),
+    (dict(args={"train_images": 7}), "data.args is only for canvas, documents, copy, cifar10"),
     (dict(name="canvas", augment="a.yaml"), "augment a.yaml is not made for canvas; choose none,"),
-    (dict(name="documents", max_patches=9), "data.max_patches is for images that are read, and"),
+    (dict(name="documents", max_patches=9), "data.max_patches is only for images that are read"),
     (dict(name="digits", augment="three"), "augment three is not made for digits; choose none, l"),
     # Missing roots.
     (dict(name="folder"), "data folder needs a root; wanted train/<class>/* and val/<class>/*, or"),
@@ -51,7 +54,10 @@ CASES = [
     (dict(name="digits_pixel", task="generate"), "the grey levels of digits_pixel are one-hot, fo"),
     (dict(name="documents", task="generate", img_size=300), "pieces of documents of 300 pixels ar"),
     (dict(name="documents", task="generate", fit="pad"), "data.task generate takes pieces of docu"),
-    (FOLDER | dict(task="generate", mean=[0.5] * 3), "data.mean is for other tasks than generate;"),
+    (
+        FOLDER | dict(task="generate", mean=[0.5] * 3),
+        "data.mean is only for other tasks than generate;",
+    ),
     # Drawn data.
     (dict(name="canvas", args={"distractors": -1}), "data.args.distractors must be at least 0, go"),
     (dict(name="canvas", args={"whole_digits": 3}), "data.args.whole_digits must be 1 or 2, got 3"),

@@ -190,7 +190,7 @@ def test_another_bound_of_memory_goes_on_and_other_options_say_which_they_are(
     kept = written(folder)
     capsys.readouterr()
     assert run("features", native("--dense", *BOUND, "--dtype", "float16")) == 2
-    assert "that was to become out: dtype float32 there, float16" in capsys.readouterr().err
+    assert "other unfinished work for out: dtype float32 there, float16" in capsys.readouterr().err
     assert written(folder) == kept
     assert run("features", native("--dense", "--memory_gib", "0.0007")) == 0
     assert "going on with band" in capsys.readouterr().out

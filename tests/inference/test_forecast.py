@@ -100,7 +100,7 @@ def test_auto_takes_the_most_of_the_largest_images_that_fit(tmp_path, alone, the
     there(1 << 50)
     assert told(opened, images, batch_size="auto").batch_size == 8  # of 12 images
     there(None)
-    with pytest.raises(ValueError, match="name a number"):
+    with pytest.raises(ValueError, match="give a number"):
         told(opened, images, batch_size="auto")
 
 

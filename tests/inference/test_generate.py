@@ -163,7 +163,7 @@ def test_the_same_command_goes_on_where_it_was_stopped(output, after, folder, mo
     # Other work is not mistaken for it.
     capsys.readouterr()
     assert generate([*words, "--seed", "1"]) == 2
-    assert_one_error(capsys, "keeps other work that was to become")
+    assert_one_error(capsys, "keeps other unfinished work for")
     with monkeypatch.context() as patched:
         count = stopped(patched, -1)
         assert generate(words) == 0
@@ -323,8 +323,8 @@ WRONG = [
     ({"img_size": (2**12, 2**13)}, "got 64 of 4096 x 8192 px; lower count or img_size"),
     ({"count": 2**24 + 1}, "expected at most 16,777,216 images"),
     ({"complete": PICTURE, "keep": 1.0}, "keep must be above 0 and below 1, got 1.0"),
-    ({"complete": PICTURE.astype(np.float32)}, "image 0: float32 values from 0 to 0, and nothing"),
-    ({"complete": np.full(SIZE, 300, np.uint16)}, "image 0 is of another depth: it has no bytes"),
+    ({"complete": PICTURE.astype(np.float32)}, "image 0: float32 values from 0 to 0 without a"),
+    ({"complete": np.full(SIZE, 300, np.uint16)}, "image 0 has another bit depth: it has no bytes"),
     ({"amp": "fp16"}, "amp must be one of none, bf16"),
     ({"device": "cpu"}, "a module stays where it is"),
 ]
@@ -352,7 +352,7 @@ def test_a_model_of_few_levels_generates_them_and_takes_no_others():
     prompts = np.full((1, *SIZE), 15, np.uint8)
     assert visionattn.generate(model, complete=prompts[0]).images.shape == (1, 1, *SIZE)
     prompts[0, 4, 6] = 16
-    with pytest.raises(ValueError, match="values up to 16, and the model knows levels 0 to 15"):
+    with pytest.raises(ValueError, match="values up to 16, and the model has levels 0 to 15"):
         visionattn.generate(model, complete=prompts[0])
 
 

@@ -321,7 +321,7 @@ def test_all_pictures_show_the_numbers_where_they_are(tmp_path, monkeypatch, nam
     picture = assert_drawn(drawn, "block-1-1-2", of_pixels(wanted))
     assert ((picture == GREEN).all(-1) == drawn.frame(ASKED)).all()
     ranked = np.sort(row, axis=None)[::-1] * row.size
-    said = f"Colours go by rank: half of the patches above {ranked[row.size // 2]:.3g}"
+    said = f"Colours follow ranks: half of the patches above {ranked[row.size // 2]:.3g}"
     assert said in (tmp_path / "out" / "index.html").read_text()
 
     components = principal(features[:, :height, :width])[0].numpy()

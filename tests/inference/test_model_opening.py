@@ -99,7 +99,7 @@ BAD = [
     ({"model": MODEL, "pretrained": True, "checkpoint": "x"}, "give one of them"),
     ({"checkpoint": "nowhere.safetensors"}, "no checkpoint at nowhere.safetensors"),
     ({"checkpoint": "cut.safetensors"}, "cut off or garbled"),
-    ({"checkpoint": "plain.safetensors"}, "name the model with --model"),
+    ({"checkpoint": "plain.safetensors"}, "give its name with --model"),
     ({"checkpoint": "plain.safetensors", "model": MODEL}, "nothing of plain.safetensors fits"),
     ({"checkpoint": "garbled.pt", "model": MODEL}, "garbled.pt"),
     (OURS | {"model": MODEL}, f"knows its model, {MODEL}: leave --model out"),
@@ -109,7 +109,7 @@ BAD = [
     (OURS | {"device": "cuda:99"}, "cannot be used here"),
     (
         {"model": "cait_xxs24_224", "args": {"depth": 1}, "img_size": "native"},
-        "takes images of 224 x 224 pixels alone",
+        "takes only images of 224 x 224 pixels",
     ),
 ]
 

@@ -118,7 +118,7 @@ def test_features_that_are_there_are_not_computed_again_for_a_probe(folder, caps
         assert probe("--val_fraction", "0.3") == 0
     printed = capsys.readouterr().out.splitlines()
     assert "31 of 31 images are done" in printed[1]
-    assert printed[-1] == "labelled images without features, which count nowhere: 1"
+    assert printed[-1] == "labelled images without features, left out: 1"
     found = figures(printed[-2])
     assert int(found[3]) + int(found[5]) == 29
 

@@ -180,7 +180,7 @@ def test_a_model_of_timm_sees_what_is_padded_as_black(images):
     scaled = (black / 255 - np.array(COLOUR.mean)) / np.array(COLOUR.std)
     with torch.no_grad():
         wanted = model(torch.tensor(scaled.transpose(2, 0, 1)[None], dtype=torch.float32))
-    with pytest.warns(UserWarning, match="sees what padding adds to images as black"):
+    with pytest.warns(UserWarning, match="sees padding as black pixels"):
         found = visionattn.predict(model, [Image.fromarray(image)], top_k=4)
     values = wanted[0].softmax(0).sort(descending=True)[0]
     torch.testing.assert_close(found.probabilities[0], values, rtol=0, atol=1e-5)
@@ -277,7 +277,7 @@ def test_what_cannot_be_done_is_one_line(given, tmp_path):
     torch.save(model.state_dict(), tmp_path / "plain.pt")
     no_classes = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=0)
     for asked, images, options, part in (
-        (tmp_path / "plain.pt", folder, {}, "does not say whose weights these are; build the"),
+        (tmp_path / "plain.pt", folder, {}, "does not name the model of its weights; build the"),
         (linear, folder, {}, "set its data_spec to a visionattn.DataSpec"),
         (no_classes, folder, {}, "has no classes to predict"),
         (model, folder, {"device": "cpu"}, "leave device out"),

@@ -69,7 +69,7 @@ REFUSED = [
     # Options that are out of range, contradict each other or do nothing.
     ("predict", "--checkpoint null --model scaleformer_vit_t", "predictions need weights"),
     ("predict", "--top_k 0", "top_k must be from 1 to the model's 4 classes, got 0"),
-    ("masks", "--output out --top-k 2", "top_k is of classes of images"),
+    ("masks", "--output out --top-k 2", "top_k is for classes of images"),
     ("features", "--data digits", "give either --images or --data digits"),
     ("features", "--shard_mib 0", "shard_mib must be above 0, got 0"),
     ("features", "--probe --dense", "leave --dense out"),
@@ -78,18 +78,18 @@ REFUSED = [
     ("shard", "1/10", "10 parts of 2 images would leave some empty; name at most 2"),
     ("shard", "1/2 --probe", "probe wants the features of all images: call the command without"),
     ("shard", "1/2 --merge", "merge takes everything from the parts in --output; leave "),
-    ("shard", "1/2 --parts 3", "parts is for --engine ray alone"),
+    ("shard", "1/2 --parts 3", "parts is only for --engine ray"),
     ("shard", "1/2 --engine ray --address local", "engine ray divides the images itself; leave"),
     ("map", "--memory_gib 1e-6", "memory 0 MiB is below one band"),
     ("map", "--level 1", "wanted level 1, the image has 1, counted from 0: 133 x 104 pixels"),
     ("map", "--batch_size 2", "batch_size does nothing for the map of one image"),
     ("map", "--checkpoint softmax.safetensors", "is written band by band: "),
-    ("predict", "--overlap 8", "overlap is for --tiles alone"),
+    ("predict", "--overlap 8", "overlap is only for --tiles"),
     ("tiles", "--tiles 20", "tiles of 20 pixels are no whole number of 8-pixel patches; take 16"),
     ("tiles", "--overlap 4", "overlap of 4 pixels are no whole number"),
     ("tiles", "--overlap 24", "overlap from 0 to below them"),
     ("tiles", "--img-size 24", "do nothing: images are brought to 24 x 24 px"),
-    ("tiles", "--img-size 16 32 --fit pad", "no tile should see"),
+    ("tiles", "--img-size 16 32 --fit pad", "tiles must not contain"),
     ("tiles", "--batch-size auto", "batch_size counts tiles"),
     ("tiles", "--checkpoint painter.safetensors --output out --combine max", "combine"),
     # Sizes.
@@ -107,8 +107,12 @@ REFUSED = [
     ("native", "--bands 4 5 6", " wanted band 6, the image has 3 bands"),
     ("native", "--page 3", " wanted page 3, the image has 1 page"),
     ("native", "--value_range 5 5", "value_range must be two finite numbers, the lower one first"),
-    ("native", "--images float.npy", "nothing says which of them are black and white; give --val"),
-    ("native", "--images five.npy", "the image has 5 bands; name those to read, in their order"),
+    ("native", "--images float.npy", "without a known value range; give --val"),
+    (
+        "native",
+        "--images five.npy",
+        "the image has 5 bands; name the bands to read, in order",
+    ),
     ("native", "--images 0.zarr", "0.zarr: a zarr array needs zarr: pip install 'visionattn[arra"),
     ("native", "--images thin.png", "thin.png: image of 40 x 7"),
     # Probes of drawn images.
@@ -127,7 +131,7 @@ REFUSED = [
     ("look at", "max.safetensors torn.png", "torn.png: "),
     ("look", "--blocks 2", "no block 2; the 2 blocks are 0 to 1"),
     ("look", "--head 3", "no head 3; the 3 heads are 0 to 2"),
-    ("look", "b.png --queries 30,3 --img-size native", "b.png: query 30,3 is outside of what the"),
+    ("look", "b.png --queries 30,3 --img-size native", "b.png: query 30,3 is outside the part"),
     ("look", "--queries 9,2", "40 x 40 pixels from 0,8 on"),
     ("look", "--queries left", "queries must be places such as"),
     ("look", "--queries class", "has no class token to query"),
@@ -139,7 +143,11 @@ REFUSED = [
     # Generation.
     ("generate", "--count 10001 --output new.png", "a .png has at most 10,000 images side by side"),
     ("untold", "", "img_size is missing: the model was"),
-    ("untold", "--complete tiny.png b.png", "b.png is seen as 24 x 24 px, and images of 6 x 9 px"),
+    (
+        "untold",
+        "--complete tiny.png b.png",
+        "b.png becomes 24 x 24 px, and the generated images have",
+    ),
     ("untold", "--checkpoint five.safetensors", "pictures have 1 or 3 channels"),
 ]
 

@@ -141,7 +141,7 @@ BAD = {
     "--engine ray --address here": "address must be local, auto or host:port, got here",
     "--engine ray --address local --overwrite": "engine ray overwrites nothing",
     "--engine ray --address local --dense --output a.zarr": "folder of features, and a.zarr is a",
-    "--address local": "address is for --engine ray alone; leave it out",
+    "--address local": "address is only for --engine ray; leave it out",
     "--engine ray --address local": "engine ray needs ray: pip install 'visionattn[ray]'",
 }
 

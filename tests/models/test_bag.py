@@ -103,7 +103,7 @@ BAD = {
         f,
         torch.cat([p[:27], torch.tensor([[77, 78], [77, 78]])]),
     ),
-    "give each part of the slide as a bag of its own": lambda f, p: (
+    "give each part of the slide as a separate bag": lambda f, p: (
         f[:1].expand(200, -1),
         torch.arange(200)[:, None].expand(-1, 2) * 7,
     ),

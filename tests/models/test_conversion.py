@@ -106,7 +106,7 @@ def test_another_native_size_and_patch_are_those_that_timm_resamples_to():
     assert converted.new == converted.left_out == ["head.weight", "head.bias"]
     assert converted.model(x).shape == (2, 7)
     assert converted.spec.img_size == (48, 60) and converted.spec.num_classes == 7
-    assert converted.lines()[0] == "43 of 45 tensors are those of VisionTransformer"
+    assert converted.lines()[0] == "43 of 45 tensors come from VisionTransformer"
 
 
 def test_grey_images_see_the_sum_of_the_filters_and_colours_share_a_grey_one():

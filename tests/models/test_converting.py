@@ -47,7 +47,7 @@ def test_a_file_becomes_a_file_of_ours(folder, capsys, words):
     assert convert([*words, "--softmax-blocks", "-1", "--output", "out.safetensors"]) == 0
     printed = capsys.readouterr()
     lines = printed.out.splitlines()
-    assert printed.err == "" and "32 of 34 tensors are those of vit_tiny_patch16_224" in lines
+    assert printed.err == "" and "32 of 34 tensors come from vit_tiny_patch16_224" in lines
     assert "made for 32 x 32 px" in printed.out and "(1 of kernelized, 1 of softmax)" in printed.out
     assert lines[-1].endswith("--data.name folder --data.root FOLDER")
     model, given = load_model("out.safetensors"), folder.state_dict()
@@ -78,7 +78,7 @@ REFUSED = {
     "expected a teacher, e.g. vit_small_patch16_224 or a file": [],
     "timm knows no model of that name; the nearest is": ["vit_tinie"],
     "no checkpoint at nowhere.pth": ["nowhere.pth", *BODY],
-    "vit.pth does not say whose weights these are; name the body with --model": ["vit.pth"],
+    "vit.pth does not name the model of its weights; name the body with --model": ["vit.pth"],
     "vit.pth does not fit vit_tiny_patch16_224: ": ["vit.pth", "--model", "vit_tiny_patch16_224"],
     "attention 'linear': wanted one of": [*STATE, "--attention", "linear"],
     "ours.safetensors says what its model is": ["ours.safetensors", *BODY],
@@ -87,7 +87,7 @@ REFUSED = {
         *("vit_tiny_patch16_224", "--args.depth", "x")
     ],
     "pretrained is for names of timm, and vit.pth is a file": [*STATE, "--pretrained"],
-    "nan.pth is no use as weights: its blocks.1.mlp.fc1.weight has NaN or": ["nan.pth", *BODY],
+    "nan.pth cannot be used as weights: its blocks.1.mlp.fc1.weight has NaN or": ["nan.pth", *BODY],
     "garbled.pth is no whole file of weights (cut off or garbled), neither of safetensors nor": [
         *("garbled.pth", *BODY)
     ],

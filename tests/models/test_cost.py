@@ -210,7 +210,7 @@ WAYS_OUT = [
         "--data.batch_patches 24 would fit; --batch-size auto takes the most that fits",
     ),
     ({}, (1, 128, 192), None, "not even an image of one patch would fit: a smaller model "),
-    ({"model": FIXED}, (1, 128, 192), None, "the model takes this size alone; a smaller "),
+    ({"model": FIXED}, (1, 128, 192), None, "the model takes only this size; a smaller "),
 ]
 
 
@@ -226,7 +226,7 @@ def test_auto_takes_the_largest_batch_up_to_the_images_there_are_and_512(memory)
         there = int(memory().bytes_of((fit, *size)) / SHARE) + 1 if fit else 1
         assert memory(there).auto(size, count) == taken
     for model, there in ((None, None), (Looks(), 1 << 50)):
-        with pytest.raises(ValueError, match="nobody can tell the memory of this model here; name"):
+        with pytest.raises(ValueError, match="the memory of this model cannot be estimated"):
             memory(there, model).auto(size, 9)
 
 

@@ -290,8 +290,8 @@ def test_what_does_not_fit_is_refused_in_one_line(found):
     starts = [
         "an image of 1 row of patches is too low for 3 processes",
         "image of 28 x 21 pixels is not a whole number of 4-pixel patches",
-        "rank 1 has rows 8 to 19 of 32, which are 12, got 28 rows",
-        "one image on several processes takes images that fill their canvas",
+        "rank 1 has rows 8 to 19 of 32, wanted 12 rows of pixels, got 28",
+        "one image on several processes must fill its canvas",
         "rows of pixels of the processes, 11, 11, 10: wanted whole patches of 4 rows for each",
         "images: wanted them divided by rows, Shard(2), among the 3 processes, got [Shard(dim=0)]",
         "image of 32 x 20 pixels, but dynamic_img_size=False",
@@ -305,7 +305,7 @@ def test_what_does_not_fit_is_refused_in_one_line(found):
 NEED_ALL = {
     "block 1 is a softmax over all tokens": {"softmax_blocks": [1]},
     "block 0 has feature_map=.softmax., whose keys": {"feature_map": "softmax"},
-    "form=.direct. sees each other": {"form": "direct"},
+    "form=.direct. computes all pairs": {"form": "direct"},
     "patch_drop_rate leaves no whole rows": {"patch_drop_rate": 0.5},
     "global_pool='map' sees all tokens; wanted max, avg, avgmax or": {"global_pool": "map"},
 }

@@ -265,7 +265,7 @@ WRONG = [
     ({"overlap": 32}, "overlap from 0 to below them"),
     ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
     ({"combine": "sum"}, "and one of mean, max"),
-    ({"want": "dense", "combine": "max"}, "combine max is of vectors; maps are"),
+    ({"want": "dense", "combine": "max"}, "combine max is for vectors; maps are"),
     ({"want": "masks"}, "gives outputs of an image, wanted logits of its pixels"),
     ({"prepare": prepared}, "prepare is for the pixels of a source"),
     ({"sink": Bands(None)}, "a sink takes maps"),

@@ -105,7 +105,7 @@ def test_a_pickle_is_read_whatever_its_name_and_explained_where_it_is_no_use(
     for read in (read_safetensors, load_model, best_figures):
         with pytest.raises(ValueError, match=r"is a pickle of torch.save, not a safetensors file"):
             read(path)
-    with pytest.raises(ValueError, match="does not say whose weights these are; name the model"):
+    with pytest.raises(ValueError, match="does not name the model of its weights; give its name"):
         open_model(InferenceOptions(checkpoint=str(path)), classifies=False)
 
 
@@ -114,7 +114,7 @@ def test_weights_given_as_a_state_are_called_what_they_are(tmp_path):
     path.write_bytes(save(TENSORS))
     for read in (read_pickle, read_state):
         with pytest.raises(
-            ValueError, match="is a safetensors file, which holds weights alone, not a"
+            ValueError, match="is a safetensors file, which holds only weights, not a"
         ):
             read(path)
 

@@ -319,7 +319,7 @@ def test_options_of_states_that_do_not_fit_are_one_line():
         step(ONE["q"], ONE["k"].to("meta"), ONE["v"])
     with wrong("one token"):
         step(**QKV)
-    with wrong("its own options, got feature_map"):
+    with wrong("its own options; leave feature_map out"):
         step(**ONE, state=kernel, feature_map="relu")
     with wrong("state: wanted a KernelState got tuple"):
         step(**ONE, state=(k, v))

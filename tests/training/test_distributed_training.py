@@ -294,7 +294,7 @@ def test_models_that_would_train_otherwise_on_several_processes_are_refused():
         check_model(norm, "resnet10t", 2)
     check_model(norm, "resnet10t", 1)
     for args, line in (
-        ({"softmax_blocks": [0]}, "block 0 is a softmax over all tokens, of which"),
+        ({"softmax_blocks": [0]}, "block 0 is a softmax over all tokens, in which"),
         ({"proj_drop_rate": 0.1}, "proj_drop drops single entries of tokens"),
     ):
         model, _ = build_model(ModelConfig("scaleformer_vit_t", MODEL | args), SPEC)

@@ -334,7 +334,7 @@ def test_a_model_for_one_image_size_alone_is_not_given_another():
     fixed, _ = build_model(ModelConfig("vit_tiny_patch16_224", small), SPEC)
     with pytest.raises(
         ValueError,
-        match="image of 24 x 24 pixels, but the model takes 16 x 16 alone; .*dynamic_img_size",
+        match="image of 24 x 24 pixels, but the model takes only 16 x 16; .*dynamic_img_size",
     ):
         check_img_size(fixed, [16, 24])
     check_img_size(

@@ -176,7 +176,7 @@ def test_a_model_of_timm_sees_padding_as_black_and_the_run_says_so(capsys):
     flags = ["--model.name=vit_tiny_patch16_224", "--data.fit=pad", "--data.img_size=32"]
     small = {"embed_dim": 12, "depth": 1, "num_heads": 2, "dynamic_img_size": True}
     assert train(*flags, f"--model.args={json.dumps(small)}", "--epochs=1") == 0
-    assert "vit_tiny_patch16_224 sees the rest as black" in capsys.readouterr().out
+    assert "vit_tiny_patch16_224 sees padding as black" in capsys.readouterr().out
     code, printed = validate(capsys)
     first = printed.out.splitlines()[0]
     assert code == 0 and first.endswith(

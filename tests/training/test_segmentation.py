@@ -229,7 +229,7 @@ def test_weights_of_more_classes_are_not_judged_by_black_and_white_masks(run, tm
     best.write_bytes((run[0] / "out/small/best.safetensors").read_bytes())
     given = ["--data.name", "folder", "--data.root", str(tmp_path / "data"), "--data.workers", "0"]
     assert validate_tool(["--checkpoint", str(best), *given]) == 2
-    assert_one_error(capsys, "class dark alone counts in all 19 masks, as the value 255")
+    assert_one_error(capsys, "only class dark counts in all 19 masks, as the value 255")
 
 
 def test_a_body_starts_from_a_classification_and_the_head_is_new(tmp_path):

@@ -381,7 +381,7 @@ def test_weights_that_are_not_finite_are_not_shared(here, capsys):
     tensors["blocks.1.mlp.fc1.bias"][2] = float("nan")
     save_file(tensors, "best.safetensors", metadata=metadata)
     assert main(words("share best.safetensors --to out")) == 2
-    assert_one_error(capsys, "best.safetensors is no use as weights: its blocks.1.mlp.fc1.bias has")
+    assert_one_error(capsys, "safetensors cannot be used as weights: its blocks.1.mlp.fc1.bias has")
     assert not Path("out").exists()
 
 

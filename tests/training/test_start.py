@@ -56,7 +56,7 @@ def test_a_teacher_in_a_file_of_ours_gives_the_body_and_the_weights(teacher):
     assert own["head.weight"].shape == (4, 24) and model.in_chans == 1
     assert [block.attn.attention for block in model.blocks] == ["kernelized", "softmax"]
     assert built == ModelConfig("converted_vit", args) and args["drop_path_rate"] == 0.2
-    assert lines[0] == path and lines[1].endswith("tensors are those of vit_tiny_patch16_224")
+    assert lines[0] == path and lines[1].endswith("tensors come from vit_tiny_patch16_224")
     assert lines[-1] == "  its images had other values: --data.mean 0.2 --data.std 0.5"
     rebuilt = timm.create_model("converted_vit", num_classes=4, in_chans=1, **args)
     rebuilt.load_state_dict(own)

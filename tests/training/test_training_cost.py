@@ -217,7 +217,7 @@ def test_auto_takes_no_more_images_than_there_are_nor_512(tmp_path):
     assert chosen.batch_size == 56  # of 61, in eights
     many = Counted(config, 1 << 50, train=9999)
     assert with_batch(config, many.splits, many)[0].batch_size == 512
-    with pytest.raises(ValueError, match="name a number"):
+    with pytest.raises(ValueError, match="give a number"):
         with_batch(config, quadrants(), Counted(config, None))
     named = small_config(tmp_path, batch_size=7)
     assert with_batch(named, quadrants(), Counted(named, 1)) == (named, [])

@@ -213,7 +213,7 @@ def test_values_beyond_the_levels_end_a_run_in_one_line(tmp_path):
 def test_what_reads_images_refuses_a_model_that_writes_them(run, tmp_path):
     folder, *_ = run
     best = folder / "small" / "best.safetensors"
-    said = "pixel_decoder writes images, and gives neither classes nor features"
+    said = "pixel_decoder generates images, and gives neither classes nor features"
     picture = str(tmp_path / "a.png")
     Image.new("L", (8, 8)).save(picture)
     calls = [

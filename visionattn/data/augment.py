@@ -1,7 +1,7 @@
-"""Augmentation with albumentations, whose draws depend on a key and on nothing else.
+"""Augmentation with albumentations; its draws depend only on a key.
 
-This is the only module that imports albumentations, which takes seconds; whoever augments nothing
-does not import it.
+Only this module imports albumentations, which takes seconds. Programs without augmentation do not
+import it.
 """
 
 import math
@@ -34,14 +34,14 @@ _CROPPED = ("three", "rand")
 """The presets that crop."""
 _SMALLEST_CROP, _CROP_RATIO = 0.08, (3 / 4, 4 / 3)
 _TRIAL_PX = 64
-"""The side of the black image on which a pipeline of the user is tried."""
+"""Side in pixels of the black image on which a pipeline from a file is tried."""
 
 
 class Augment:
     """Augment images by a preset, or by a pipeline of albumentations in a YAML file.
 
-    ``box`` draws which part of an image is seen. Whoever reads the image resizes this part to the
-    size at which the model sees it, and the call does everything else.
+    ``box`` draws the visible part of an image. The reader of the image resizes this part to the
+    size of the model's input, and the call does the rest.
 
     Attributes:
         crops: whether ``box`` draws anything; it returns the whole image otherwise.
@@ -102,11 +102,11 @@ class Augment:
         return pipeline
 
     def box(self, height: int, width: int, canvas: Size, entropy: tuple[int, ...]) -> Box:
-        """Draw the part of an image that is seen, as torchvision's ``RandomResizedCrop`` does.
+        """Draw the visible part of an image, as torchvision's ``RandomResizedCrop`` does.
 
-        Its share of the area is uniform; the logarithm of its aspect ratio is uniform around that
-        of ``canvas``. Where ten draws do not fit into the image, it is the largest centred part
-        that has an allowed aspect ratio.
+        Its share of the area is uniform; the logarithm of its aspect ratio is uniform around
+        ``canvas``'s. Where ten draws do not fit into the image, it is the largest centred part that
+        has an allowed aspect ratio.
 
         Args:
             height, width: size of the image in pixels.
@@ -147,7 +147,7 @@ class Augment:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Augment an image as a call does, and move its mask, uint8 ``[H, W]``, with it: each pixel
         of the mask takes the nearest value, and presets write ``IGNORED`` where it comes from
-        beyond a black border. What is shaded or blurred keeps its class.
+        beyond a black border. Shaded or blurred pixels keep their class.
         """
         changed = self._change({"image": image, "mask": mask}, entropy)
         return changed["image"], changed["mask"]
@@ -157,7 +157,7 @@ class Augment:
     ) -> dict[str, np.ndarray]:
         rng = np.random.default_rng((*entropy, _CALL_STREAM))
         size = given["image"].shape
-        # A turn by 90 degrees keeps the size of a square alone.
+        # Only squares keep their size in a turn by 90 degrees.
         quarters = int(rng.integers(1, 4)) if size[0] == size[1] else 2
         if rng.random() < self._quarter_turns:
             given = {name: np.rot90(each, quarters) for name, each in given.items()}
@@ -173,9 +173,9 @@ class Augment:
 
 
 def _check_bands(name: str, bands: int) -> None:
-    """Raise ValueError for a preset whose changes of colour images of so many bands do not have."""
+    """Raise ValueError for a preset whose changes of colour need another number of bands."""
     if name == "three" and bands == 1:
-        raise ValueError("augment three makes images grey, as those of one band are already")
+        raise ValueError("augment three makes images grey, and images of one band are already grey")
     if name == "rand" and bands not in (1, 3):
         raise ValueError(
             f"augment rand changes the colours of images of 1 or 3 bands, these have {bands}"
@@ -238,7 +238,7 @@ def _affine(
 
 
 def _colour(amount: float, bands: int) -> A.BasicTransform:
-    """Return what changes brightness, contrast and, of three bands, saturation."""
+    """Return the step that changes brightness, contrast and, of three bands, saturation."""
     if bands not in (1, 3):
         return A.RandomBrightnessContrast(amount, amount, brightness_by_max=False, p=1)
     around = (1 - amount, 1 + amount)

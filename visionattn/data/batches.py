@@ -198,8 +198,8 @@ def _end_worker(error: Exception, _: object) -> None:
     own line.
     """
     print(
-        f"note: a process that loads images cannot hand them over: {first_line(error)}; it takes "
-        "more shared memory (/dev/shm), or no such processes (workers 0)",
+        f"note: a process that loads images cannot pass them on: {first_line(error)}; provide "
+        "more shared memory (/dev/shm), or load without processes (workers 0)",
         file=sys.stderr,
         flush=True,
     )

@@ -1,6 +1,6 @@
-"""What the user asked of a data set, checked and made whole by the data set's name.
+"""Check the options of a data set, and complete them by its name.
 
-``ranges.py`` checks ranges of numbers, and ``mask_values.py`` what is said of masks.
+``ranges.py`` checks ranges of numbers, and ``mask_values.py`` the options of masks.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -19,23 +19,23 @@ from visionattn.data.ranges import check_ranges
 EMBEDDED = ("digits", "digits_pixel", "canvas", "documents", "copy")
 """Data sets that need no files."""
 DRAWN = frozenset({"canvas", "documents"})
-"""Data sets of pictures that are drawn, and their masks."""
+"""Data sets of drawn images with masks."""
 
 
 @dataclass(frozen=True)
 class Cifar10Args:
-    """What ``data.args`` says of CIFAR-10."""
+    """``data.args`` of CIFAR-10."""
 
     download: bool = False
-    """Fetch the data into ``data.root`` where they are missing."""
+    """Fetch missing data into ``data.root``."""
 
 
 @dataclass(frozen=True)
 class FolderArgs:
-    """What ``data.args`` says of images in files."""
+    """``data.args`` of images in files."""
 
     num_classes: int | None = None
-    """How many classes a stream has."""
+    """Number of classes of a stream."""
 
 
 ARGS: dict[str, type] = {
@@ -46,9 +46,9 @@ ARGS: dict[str, type] = {
     "cifar10_pixel": Cifar10Args,
     "folder": FolderArgs,
 }
-"""What ``data.args`` may say, by data set."""
+"""Options in ``data.args`` by data set."""
 WHOLE = frozenset({"folder", "documents"})
-"""Data sets whose images are seen whole unless the user says otherwise."""
+"""Data sets whose images are not cropped by default."""
 USUAL_PX: dict[str, int | list[int]] = {
     "digits": 32,
     "digits_pixel": 32,
@@ -58,15 +58,15 @@ USUAL_PX: dict[str, int | list[int]] = {
     "cifar10": 32,
     "cifar10_pixel": 32,
 }
-"""Sizes in pixels where the user names none."""
+"""Default sizes in pixels."""
 WRITTEN_PX = USUAL_PX | {"canvas": 48, "documents": 32, "folder": 32}
-"""Those of images that are written value by value."""
+"""Default sizes in pixels for ``data.task generate``."""
 LEVELS = ("digits", "canvas", "documents", "copy", "cifar10", "folder")
-"""Data sets whose values can be written."""
+"""Data sets whose values can be generated."""
 
 
 def resolved(config: DataConfig) -> DataConfig:
-    """Return the options with those of the geometry that the data set's name decides, checked.
+    """Return the checked options, with the defaults of the geometry for this data set.
 
     Raises:
         ValueError: they are out of range or contradict each other; one line.
@@ -93,7 +93,7 @@ def resolved(config: DataConfig) -> DataConfig:
 
 
 def check_data(config: DataConfig) -> None:
-    """Check the values and what depends on the data set's name."""
+    """Check the values, and the options that depend on the data set."""
     check_ranges(config)
     args_of(config)
     for size in (config.img_size, *(config.img_size_choices or ())):
@@ -113,13 +113,13 @@ def check_data(config: DataConfig) -> None:
 
 
 def _check_acts(config: DataConfig) -> None:
-    """Raise ValueError for an option that would do nothing for the data set."""
+    """Raise ValueError for an option without effect for the data set."""
     folder, drawn = config.name == "folder", config.name in (*DRAWN, "copy")
     masked = folder and config.task == "segmentation"
     stream = folder and (config.root or "").startswith("wds/")
     rules = [
-        (("bands", "value_range", "page", "max_pixels", "mean", "std"), folder, "folder alone"),
-        (("masks",), masked, "folder with data.task segmentation alone"),
+        (("bands", "value_range", "page", "max_pixels", "mean", "std"), folder, "folder"),
+        (("masks",), masked, "folder with data.task segmentation"),
         (("root",), config.name not in EMBEDDED, "images in files (--data.name folder)"),
         (("max_patches",), not drawn, "images that are read, and not drawn at data.img_size"),
         (("mean", "std"), config.task != "generate", "other tasks than generate"),
@@ -128,29 +128,27 @@ def _check_acts(config: DataConfig) -> None:
     for keys, acts, whose in rules:
         for key in keys:
             if not acts and getattr(config, key) != getattr(usual, key):
-                raise ValueError(f"data.{key} is for {whose}; leave it out for {config.name}")
+                raise ValueError(f"data.{key} is only for {whose}; leave it out for {config.name}")
     if folder and not stream and args_of(config).num_classes is not None:
         raise ValueError(
-            "data.args.num_classes is for wds/... alone (other data say it themselves); leave it "
+            "data.args.num_classes is only for wds/... (other data state it themselves); leave it "
             "out"
         )
 
 
 def args_of(config: DataConfig) -> Any:
-    """Return what ``data.args`` says, whole and checked.
+    """Return the options in ``data.args``, completed and checked.
 
     Raises:
         ValueError: it is for other data, or a name or a value is wrong; one line.
     """
     if config.args and config.name not in ARGS:
-        raise ValueError(
-            f"data.args is for {', '.join(ARGS)} alone; leave it out for {config.name}"
-        )
+        raise ValueError(f"data.args is only for {', '.join(ARGS)}; leave it out for {config.name}")
     return checked(ARGS[config.name], config.args, "data.args") if config.name in ARGS else None
 
 
 def check_writing(config: DataConfig) -> None:
-    """Raise ValueError for data whose values cannot be written one after the other."""
+    """Raise ValueError for data whose values cannot be generated one after the other."""
     if config.name not in LEVELS:
         other = config.name.removesuffix("_pixel")
         raise ValueError(
@@ -165,7 +163,7 @@ def check_writing(config: DataConfig) -> None:
 
 
 def check_size(config: DataConfig, both: Size) -> None:
-    """Raise ValueError where images are drawn, and height and width are not for what is drawn."""
+    """Raise ValueError for a height and width that do not suit a data set of drawn images."""
     size = min(both)
     if config.name == "copy" and (both[0] != 1 or both[1] < SHORTEST):
         raise ValueError(
@@ -193,7 +191,7 @@ def check_size(config: DataConfig, both: Size) -> None:
 
 
 def check_augment(config: DataConfig, *allowed: str, files: bool = True) -> None:
-    """Check that an augmentation is made for this data set.
+    """Check that an augmentation supports this data set.
 
     Args:
         config: names the augmentation.

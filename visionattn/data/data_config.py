@@ -1,4 +1,4 @@
-"""What a user says of the images: names, sizes, augmentation.
+"""Options of images: names, sizes, augmentation.
 
 A docstring under each field is its help text. ``data_checks.py`` and ``training/config.py`` check
 the values.
@@ -10,12 +10,12 @@ from typing import Any, Literal
 from visionattn.model_config import Fit, Task
 
 PRESETS = ("none", "light", "three", "rand", "documents", "aerial")
-"""The augmentations that have a name."""
+"""Names of augmentations."""
 
 
 @dataclass
 class DataConfig:
-    """Which images, at which size, with which augmentation."""
+    """The images, their size and their augmentation."""
 
     name: Literal[
         "digits",
@@ -27,39 +27,40 @@ class DataConfig:
         "cifar10_pixel",
         "folder",
     ] = "digits"
-    """``digits``, ``canvas``, ``documents`` and ``copy`` are embedded; the others read ``root``.
-    Grey levels of ``*_pixel`` are one-hot. ``copy``, for ``generate`` alone, has sequences that say
-    a word twice as images of one row, of which the second word counts.
+    """``digits``, ``canvas``, ``documents`` and ``copy`` are built in; the others read ``root``.
+    ``*_pixel``: grey levels are one-hot. ``copy``, only for ``generate``, has
+    sequences that repeat a word, as images of one row; only the second word counts.
     """
     task: Task = "classification"
-    """What has a class: each image, or with ``segmentation`` each pixel, of ``canvas``,
-    ``documents`` and of a ``folder`` with masks. ``generate``: nothing; the values of images are
-    written one after the other by a ``pixel_decoder``, those of ``documents`` as pieces of pages.
+    """``classification``: one class per image. ``segmentation``: one class per pixel, for
+    ``canvas``, ``documents`` and a ``folder`` with masks. ``generate``: no classes; a
+    ``pixel_decoder`` generates the values of images one after the other, for ``documents`` in
+    pieces of pages.
     """
     root: str | None = None
-    """Folder with ``train/`` and ``val/`` (and, if there is one, ``test/``) or with class folders;
-    or a tar file of one, ``wds/...``, ``hfds/...``.
+    """Folder with ``train/`` and ``val/`` (and optionally ``test/``), or with class folders; or a
+    tar file of such a folder, ``wds/...`` or ``hfds/...``.
     """
     fit: Fit | None = None
-    """How images of any size come to the model. ``native``: each at its own size, shrunk where it
-    is above ``img_size`` or ``max_patches``. ``pad``: scaled to fit into ``img_size``, the rest
-    absent. ``stretch``: to ``img_size``, whatever the aspect ratio. ``crop``: the shorter side to
-    ``img_size``, the rest cut off. None: ``native`` for folders and documents, else ``crop``.
+    """Preprocessing of images of any size. ``native``: original size, shrunk if above ``img_size``
+    or ``max_patches``. ``pad``: scaled to fit into ``img_size``, the rest is absent. ``stretch``:
+    resized to ``img_size`` with any aspect ratio. ``crop``: shorter side resized to ``img_size``,
+    the rest cut off. None: ``native`` for folders and documents, else ``crop``.
     """
     img_size: int | list[int] | None = None
-    """Size in pixels: height and width, or one number for both; with ``native`` the most that they
-    may be, one number being the longest side. None: no limit for folders, 32 for digits and
-    CIFAR-10, 128 for canvas, 512 for documents, ``1 128`` for ``copy``.
+    """Size in pixels: height and width, or one number for both. With ``native`` it is the maximum;
+    one number limits the longer side. None: no limit for folders, 32 for digits and CIFAR-10, 128
+    for canvas, 512 for documents, ``1 128`` for ``copy``.
     """
     img_size_choices: list[int] | None = None
-    """Train each batch at one of these sizes, drawn at random; evaluation stays at ``img_size``."""
+    """Train each batch at one of these sizes, drawn at random; evaluation uses ``img_size``."""
     max_patches: int | None = None
-    """``native`` alone, instead of ``img_size``: the most patches of an image, which keeps its
-    aspect ratio.
+    """Only for ``native``, instead of ``img_size``: maximum number of patches per image, which
+    keeps its aspect ratio.
     """
     batch_patches: int | None = None
-    """``native`` alone: the most patches of a batch, whose images have equal grids; a larger image
-    is a batch by itself. None: as many as ``batch_size`` images have on average.
+    """Only for ``native``: maximum number of patches per batch, whose images have equal grids; a
+    larger image forms its own batch. None: as many as ``batch_size`` images have on average.
     """
     augment: str = "none"
     """``none``, or a preset: ``light`` (shift, scale, rotation), ``three`` (crop, flip, greyscale,
@@ -68,44 +69,46 @@ class DataConfig:
     ``albumentations.save``.
     """
     val_fraction: float = 0.1
-    """Share of the training images that is held out to choose the best weights, in (0, 1), where
-    there is no ``val`` split.
+    """Share of the training images that is held out to select the best weights, in (0, 1), if there
+    is no ``val`` split.
     """
     args: dict[str, Any] = field(default_factory=dict)
-    """What one data set alone takes. ``canvas``, ``documents`` and ``copy``: ``train_images`` per
+    """Options of single data sets. ``canvas``, ``documents`` and ``copy``: ``train_images`` per
     epoch (20,000) and ``eval_images`` of the validation and of the test split (2,000). ``canvas``
     also: ``distractors`` (fragments of digits; null: 4 per 128 x 128 pixels), ``digit_px``
-    (smallest and largest side of digits in pixels; [16, 40]) and ``whole_digits`` (1, or 2, where
-    the larger counts). ``cifar10``, ``cifar10_pixel``: ``download`` (true fetches the data into
-    ``root`` where they are missing). ``folder`` with root ``wds/...``: ``num_classes``, required.
+    (smallest and largest side of digits in pixels; [16, 40]) and ``whole_digits`` (1, or 2: the
+    larger counts). ``cifar10``, ``cifar10_pixel``: ``download`` (true fetches missing
+    data into ``root``). ``folder`` with root ``wds/...``: ``num_classes``, required.
     """
     masks: dict[str, Any] = field(default_factory=dict)
-    """``folder`` with masks alone: ``classes``, their names in the order of their values;
-    ``colours``, red, green and blue of each, where masks have colours; ``ignored``, the value or
-    colour of pixels that do not count (255). Without it, ``classes.yaml`` or ``classes.json`` in
-    ``root`` says the same; without either, classes are numbers up to the largest value.
+    """Only for ``folder`` with masks: ``classes``, their names in the order of their values;
+    ``colours``, red, green and blue of each class, if masks have colours; ``ignored``, the value or
+    colour of ignored pixels (255). Default: ``classes.yaml`` or ``classes.json`` in ``root``;
+    without such a file, classes are numbers up to the largest value.
     """
     on_error: Literal["fail", "skip"] = "fail"
-    """What an unreadable image does: stop the run with its path, or be left out with a warning."""
+    """Reaction to an unreadable image: ``fail`` stops the run with its path, ``skip`` leaves it out
+    with a warning.
+    """
     bands: list[int] | None = None
-    """``folder`` alone: which bands of the files become the model's channels, and in which order;
-    numbers from 1. None: red, green and blue.
+    """Only for ``folder``: bands of the files that become the model's channels, in this order,
+    numbered from 1. None: red, green and blue.
     """
     value_range: list[float] | None = None
-    """``folder`` alone: the values that become black and white, in files of more than 8 bits. None:
-    what a file states, or 8 to 16 bits by the largest value of a few files.
+    """Only for ``folder``: values of black and white in files of more than 8 bits. None: as the
+    file states, or 8 to 16 bits by the largest value of a few files.
     """
     page: int | None = None
-    """``folder`` alone: the page of files that have several, from 1. None: the first."""
+    """Only for ``folder``: page of multi-page files, from 1. None: the first."""
     max_pixels: int | None = None
-    """``folder`` alone: the most pixels of a file that are decoded at once; a file that would take
-    more counts as unreadable. None: 2^30, about 1.07 billion.
+    """Only for ``folder``: maximum number of pixels of a file that are decoded at once; a
+    file that needs more counts as unreadable. None: 2^30, about 1.07 billion.
     """
     mean: list[float] | None = None
-    """``folder`` alone: mean of each channel, of values in [0, 1]; ``visionattn stats`` measures
-    it. None: ImageNet's.
+    """Only for ``folder``: mean per channel of values in [0, 1]; ``visionattn stats`` measures it.
+    None: ImageNet's.
     """
     std: list[float] | None = None
-    """``folder`` alone: standard deviation of each channel, likewise."""
+    """Only for ``folder``: standard deviation per channel, likewise."""
     workers: int = 2
     """Processes that load data; 0 loads in the main process."""

@@ -259,7 +259,7 @@ class ImageDataset(Dataset):
                 size = (reader.height, reader.width)
                 if self._sizes is not None and size != tuple(self._sizes[key.index]):
                     raise ValueError(
-                        "its size is not the one that it had when the run began"
+                        "its size has changed since the run began"
                         if self._sizes[key.index].any()
                         else "it could not be read when the run began, and now it can"
                     )

@@ -210,7 +210,7 @@ def _numbers(files: MaskFiles, kinds: dict[Pairs, int], root: str) -> tuple[str,
         )
         raise ValueError(
             f"the masks of {root} have the values {', '.join(map(str, there))}, so that {empty} "
-            f"of {count} classes have no pixel; where values are colours, name that of each class: "
+            f"of {count} classes have no pixel; if values are colours, give the one of each class: "
             f"--data.masks '{{colours: {colours}}}'"
         )
     having = [pairs for pairs in kinds if (IGNORED, IGNORED * GREY_STEP) in pairs]
@@ -291,7 +291,7 @@ def _counting(
     dataset: Any, names: Sequence[str], split: str, found: set[int], ignored: bool
 ) -> str:
     """Return a message about the only class that counts."""
-    what = f"class {names[min(found)]} alone counts" if found else "no pixel counts"
+    what = f"only class {names[min(found)]} counts" if found else "no pixel counts"
     text = f"{what} in {'all' if split == 'all' else 'the'} {len(dataset)} "
     text += "masks" if split == "all" else f"{split} masks"
     classes = dataset.masks.classes

@@ -270,7 +270,7 @@ def _values(mask: Image.Image, *, coloured: bool) -> tuple[np.ndarray, dict[int,
         return red, {value: _grey(value) for value in _used(red)}
     if not coloured:
         raise NotAsAsked(
-            "it has colours, and nothing says what they stand for: name that of each class with "
+            "it has colours without a stated meaning: give the colour of each class with "
             "data.masks.colours"
         )
     values = red.astype(np.uint32) << 16 | green.astype(np.uint16) << 8 | blue

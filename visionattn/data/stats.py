@@ -129,7 +129,7 @@ def parse_stats(argv: Sequence[str]) -> StatsConfig:
         StatsConfig,
         argv,
         command="stats",
-        description="Measure means and spreads of one's own training images.",
+        description="Measure mean and standard deviation of your training images.",
         example=EXAMPLE,
         defaults={"data.name": "folder"},
     )
@@ -216,7 +216,7 @@ def stats(argv: Sequence[str], say: Callable[[str], None]) -> None:
     even = [str(name) for place, name in enumerate(names) if found.std[place] == 0]
     if even:
         raise ValueError(
-            f"band {', '.join(even)} has one value everywhere, or none, which tells nothing; leave "
+            f"band {', '.join(even)} has one value everywhere, or none; leave "
             "it out with --data.bands"
         )
     write_text(config.output, as_yaml(found, options, argv, images))

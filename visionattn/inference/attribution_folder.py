@@ -142,7 +142,7 @@ def said(look: Look) -> list[str]:
         f"{seen[0]} x {seen[1]} px."
     )
     lines.append(
-        f"The patch of the highest attribution: {box.height} x {box.width} px at "
+        f"The patch with the highest attribution: {box.height} x {box.width} px at "
         f"{box.top},{box.left} (down and right)."
     )
     return lines

@@ -99,8 +99,8 @@ class WorkFolder:
         other = difference(found["of"], self._identity)
         if other is not None and not self.overwrite:
             raise ValueError(
-                f"{self.folder} keeps other work that was to become {self.output}: {other}; delete "
-                "it, choose another --output, or begin anew with --overwrite"
+                f"{self.folder} keeps other unfinished work for {self.output}: {other}; delete it, "
+                "choose another --output, or start again with --overwrite"
             )
         return {} if other else found
 

@@ -97,8 +97,8 @@ def _divide(options: ExtractOptions, listing: Listing) -> Division:
         division = divide_folder(options.images[0], **how)
     if len(division.class_names) < 2:
         raise ValueError(
-            f"probe needs two classes or more; {options.images[0]} has {division.class_names[0]} "
-            "alone"
+            f"probe needs two classes or more; {options.images[0]} has only "
+            f"{division.class_names[0]}"
         )
     if options.neighbours > len(division.fitted):
         raise ValueError(

@@ -169,17 +169,17 @@ def check(options: ExtractOptions) -> None:
     if options.probe and not one_folder:
         raise ValueError("probe needs one folder of class folders as --images")
     if options.dense and options.combine is not None:
-        raise ValueError("combine is of vectors; dense maps are blended: leave it out")
+        raise ValueError("combine is for vectors; dense maps are blended: leave it out")
     holds_out = options.data == "canvas" or (options.probe and not options.drawn)
     for key, acts, whose in (
-        ("neighbours", options.probe and not options.dense, "--probe alone, without --dense"),
-        ("val_fraction", holds_out, "--probe alone, of files and digits, and for --data canvas"),
-        ("data_args", options.drawn, "--data canvas and documents alone"),
-        ("address", options.engine == "ray", "--engine ray alone"),
-        ("parts", options.engine == "ray", "--engine ray alone"),
+        ("neighbours", options.probe and not options.dense, "--probe without --dense"),
+        ("val_fraction", holds_out, "--probe of files and digits, and for --data canvas"),
+        ("data_args", options.drawn, "--data canvas and documents"),
+        ("address", options.engine == "ray", "--engine ray"),
+        ("parts", options.engine == "ray", "--engine ray"),
     ):
         if key in given and not acts:
-            raise ValueError(f"{key} is for {whose}; leave it out")
+            raise ValueError(f"{key} is only for {whose}; leave it out")
 
 
 def _check_parts(options: ExtractOptions) -> None:

@@ -86,7 +86,7 @@ def parse_generate(argv: Sequence[str]) -> GenerateOptions:
         with_first(argv, "checkpoint"),
         command="generate",
         description="Generate images, or the lower part of images, with a pixel decoder, value by "
-        "value at the same cost. The checkpoint may stand first, without its flag.",
+        "value at constant cost per value. The checkpoint may stand first, without its flag.",
         example=EXAMPLE,
     )
     check(options)

@@ -120,7 +120,7 @@ class Look:
         if (at < 0).any() or (at >= length).any():
             box = self.view.box
             raise ValueError(
-                f"query {down},{right} is outside of what the model sees of the image, "
+                f"query {down},{right} is outside the part of the image that the model sees, "
                 f"{box.height} x {box.width} pixels from {box.top},{box.left} on"
             )
         row, column = ((at + 0.5) * seen / length // self.patch_px).astype(int).tolist()

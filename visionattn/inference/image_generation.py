@@ -289,14 +289,14 @@ def read_prompts(listing: Listing, opened: Opened, size: Size | None) -> tuple[l
         seen, wanted = sample.pixels.shape[1:], size or (found or [sample.pixels])[0].shape[-2:]
         if tuple(seen) != tuple(wanted):
             raise ValueError(
-                f"{path} is seen as {pixels(seen)}, and images of {pixels(wanted)} are generated; "
+                f"{path} becomes {pixels(seen)}, and the generated images have {pixels(wanted)}; "
                 "complete images of one size at a time, and leave img_size out"
             )
         largest, levels = int(sample.pixels.max()), opened.model.levels
         if sample.pixels.dtype != torch.uint8 or largest >= levels:
             what = f"values up to {largest}" if sample.pixels.dtype == torch.uint8 else "no bytes"
             raise ValueError(
-                f"{path} is of another depth: it has {what}, and the model knows levels 0 to "
+                f"{path} has another bit depth: it has {what}, and the model has levels 0 to "
                 f"{levels - 1}; convert it first"
             )
         paths.append(path)

@@ -151,8 +151,8 @@ def over_tiles_of(
     check_tiles(tile, overlap, patch_px)
     if opened.geometry.fit == "pad":
         raise ValueError(
-            "fit pad, as in training, adds to images what no tile should see: name another --fit, "
-            "or leave --img-size out for images at their own sizes"
+            "fit pad, as in training, adds padding, which tiles must not contain: choose another "
+            "--fit, or leave --img-size out for images at their own sizes"
         )
     seen, combine = opened.geometry.img_size, options.combine or "mean"
     if seen is not None and max(seen) <= tile:

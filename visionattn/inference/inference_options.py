@@ -236,11 +236,11 @@ def _check_tiles(options: InferenceOptions) -> None:
     """Raise ValueError if options of tiles contradict others, or have no effect."""
     for key in ("overlap", "combine") if options.tiles is None else ():
         if getattr(options, key) is not None:
-            raise ValueError(f"{key} is for --tiles alone; leave it out, or name their size")
+            raise ValueError(f"{key} is only for --tiles; leave it out, or give their size")
     if options.tiles is not None and options.batch_size == "auto":
-        raise ValueError("batch_size counts tiles beside --tiles: name a number instead of auto")
+        raise ValueError("with --tiles, batch_size counts tiles: give a number instead of auto")
     if options.tiles is not None and options.fit == "pad":
-        raise ValueError("fit pad adds to images what no tile should see; name another --fit")
+        raise ValueError("fit pad adds padding, which tiles must not contain; choose another --fit")
 
 
 def in_tiles(options: OpenOptions) -> bool:

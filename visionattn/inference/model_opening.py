@@ -155,7 +155,7 @@ def open_model(options: OpenOptions, *, classifies: bool) -> Opened:
     model = _free_size(model, name, args, spec, None if in_tiles(options) else geometry.canvas)
     notes[0] += f"; preprocessing: {geometry.describe()}"
     if geometry.fit == "pad" and not takes_sizes(model):
-        notes[0] += f"; {name} sees the rest as black"
+        notes[0] += f"; {name} sees padding as black"
     model = model.to(device).eval()
     return _opened(options, model, name, said, spec, geometry, device, tuple(notes), body_alone)
 
@@ -192,7 +192,7 @@ def open_module(model: nn.Module, options: OpenOptions, *, classifies: bool) -> 
     geometry = _geometry(options, spec, patch_size(model))
     if fixed not in (None, geometry.canvas):
         raise ValueError(
-            f"{name} takes images of {fixed[0]} x {fixed[1]} pixels alone; build it with "
+            f"{name} takes only images of {fixed[0]} x {fixed[1]} pixels; build it with "
             f"dynamic_img_size=True"
         )
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
@@ -271,8 +271,8 @@ def description(path: str) -> dict[str, str] | None:
 def of_no_model(path: str | None) -> ValueError:
     """Return the error for weights without a model description, if no option names the model."""
     return ValueError(
-        f"{path} does not say whose weights these are; name the model with --model beside "
-        "--checkpoint, or take the best.safetensors of a run"
+        f"{path} does not name the model of its weights; give its name with --model, or use "
+        "the best.safetensors of a run"
     )
 
 
@@ -297,7 +297,7 @@ def _free_size(
             continue
         free.load_state_dict(model.state_dict())
         return free
-    raise ValueError(f"{name} takes images of {fixed[0]} x {fixed[1]} pixels alone{reason}")
+    raise ValueError(f"{name} takes only images of {fixed[0]} x {fixed[1]} pixels{reason}")
 
 
 def _by_name(

@@ -192,9 +192,9 @@ def winners(canvas: Canvas) -> Picture:
         canvas.mark(picture, place, FOR)
     rest = f"{'-' if evidence.rest < 0 else '+'} {abs(evidence.rest):.3g}"
     lines = [
-        f"What patches add to the output of {look.class_name!r} less the mean of all classes: "
+        f"Contributions to the output of {look.class_name!r} minus the mean of all classes: "
         f"{evidence.margin:.3g} = {float(added.sum()):.3g} of patches {rest} of biases "
-        "and of prefix tokens that are pooled.",
+        "and pooled prefix tokens.",
         f"{evidence.how[0].upper()}{evidence.how[1:]}. The {len(best)} highest are boxed and "
         f"add {sum(float(added[place]) for place in best):.3g}.",
     ]
@@ -217,9 +217,9 @@ def gradient(canvas: Canvas) -> Picture:
     most = float(sizes[-beyond]) or 1.0
     picture = canvas.paint(np.clip(values / most, -1, 1), (1, 1))
     lines = [
-        f"The input times the gradient of the output of {look.class_name!r} less the mean of all "
-        f"classes, pixel by pixel; the {beyond:,} largest, up to {float(sizes[-1]):.2g}, are as "
-        "strong as the ends of the scale."
+        f"The input times the gradient of the output of {look.class_name!r} minus the mean of all "
+        f"classes, pixel by pixel; the {beyond:,} largest, up to {float(sizes[-1]):.2g}, have "
+        "the colours of the ends of the scale."
     ]
     title = "Gradient times input"
     return canvas.picture("gradient", title, lines, picture, _signed(most), look.top)
@@ -247,7 +247,7 @@ def row(canvas: Canvas, found: Row, term: str, head: int | None) -> Picture:
     lines = [
         f"{what.get(term, 'Shares of place in the weights')} with which the {who} sees the "
         f"patches in block {found.block}, {heads}, in multiples of 1 / {count:,}, the weight of "
-        f"each patch if all were alike. Colours go by rank: {above}.",
+        f"each patch if all were equal. Colours follow ranks: {above}.",
         _terms(found),
     ]
     place = "class" if found.place is None else f"{found.place[0]}-{found.place[1]}"
@@ -343,8 +343,9 @@ def tables(found: Sequence[tuple[int, Tensor]], signed: bool) -> Picture:
     )
     lines = (
         f"Relative position, block by block and head by head: {what}. The middle is the patch "
-        "itself, keys above it stand above; the outermost entries are for all offsets beyond. "
-        "Colours go by the logarithm, from the least of a head to its largest, which stand below.",
+        "itself, and keys above it are drawn above; the outermost entries are for all larger "
+        "offsets. Colours are logarithmic, from the smallest to the largest value of a head, "
+        "printed below.",
     )
     return Picture("tables", "Relative tables", lines, sheet, None, sheet.size)
 

@@ -84,7 +84,7 @@ def fit_linear(
 
 def without_features(lost: int) -> list[str]:
     """Return a line with the number of images without features, or no line."""
-    return [f"labelled images without features, which count nowhere: {lost}"] if lost else []
+    return [f"labelled images without features, left out: {lost}"] if lost else []
 
 
 def fit_probes(

@@ -203,7 +203,7 @@ def _opened(model: Model, options: OpenOptions, *, classifies: bool) -> Iterator
         options.checkpoint = os.fspath(model)
         if description(options.checkpoint) is None:
             raise ValueError(
-                f"{model} does not say whose weights these are; build the model, load them and "
+                f"{model} does not name the model of its weights; build the model, load them and "
                 f"pass the module"
             )
     elif timm.is_model(str(model)):
@@ -223,7 +223,7 @@ def _outcomes(
 ) -> Iterator[Outcome]:
     """Yield the outcome of each image, and raise for the first one without a result."""
     if opened.geometry.fit == "pad" and not takes_sizes(opened.model):
-        warnings.warn(f"{opened.name} sees what padding adds to images as black", stacklevel=2)
+        warnings.warn(f"{opened.name} sees padding as black pixels", stacklevel=2)
     read = read_as_asked(options, opened, listing_of(images))
     run = ImageRun(options, opened, read, compute, masks=call if compute is masks else None)
     for line in run.banding.lines:

@@ -63,9 +63,9 @@ class MaskPredictor:
     def __init__(self, options: PredictOptions):
         self.options = options
         if options.top_k is not None:
-            raise ValueError("top_k is of classes of images, and this model has those of pixels")
+            raise ValueError("top_k is for classes of images; this model gives classes of pixels")
         if options.combine is not None:
-            raise ValueError("combine is of vectors; the masks of tiles are blended: leave it out")
+            raise ValueError("combine is for vectors; the masks of tiles are blended: leave it out")
         if options.output is None:
             raise ValueError(
                 f"--output is missing: a folder for a PNG of each mask, or for one image a file "

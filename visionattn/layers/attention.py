@@ -239,8 +239,8 @@ class Attention(nn.Module):
         options["value_drop"] = self.attn_drop.p if self.training else 0.0
         out = self.operation(q, k, v, **options)
         if self.value_conv is not None:
-            # The first operand decides the memory layout of the sum: the projection wants that of
-            # the convolution.
+            # The first operand decides the memory layout of the sum. The projection expects the
+            # layout of the convolution.
             out = self.value_conv(v, layout, key_mask) + out
         return self.project(out.transpose(1, 2).reshape(x.shape), x)
 
@@ -366,7 +366,7 @@ def idle_options(
     """
     of = f"attention={kind.name!r}"
     reasons = (
-        (kind.signed, "centre_keys", "a softmax does not notice what all keys share"),
+        (kind.signed, "centre_keys", "a softmax ignores terms that all keys share"),
         (not kind.temperature, "temperature_init", f"{of} has no temperature"),
         (feature_map != "random", "random_features", 'they are of feature_map="random"'),
         (not kind.feature_map, "feature_map random_features", f"{of} has no feature map"),

@@ -205,8 +205,8 @@ def layout_of(places: Tensor, present: Tensor | None, num_prefix: int, horizon: 
     batch, tiles = places.shape[:2]
     if height * width > max(FREE_PLACES, PLACES_PER_TILE * tiles):
         raise ValueError(
-            f"places: {tiles:,} tiles lie on {height:,} x {width:,} places, of which there are at "
-            f"most {PLACES_PER_TILE} for each tile; give each part of the slide as a bag of its own"
+            f"places: {tiles:,} tiles lie on {height:,} x {width:,} places, more than "
+            f"{PLACES_PER_TILE} for each tile; give each part of the slide as a separate bag"
         )
     kept = near[..., 0] * width + near[..., 1]
     if present is not None:

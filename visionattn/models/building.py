@@ -145,15 +145,15 @@ def _check_size(model: nn.Module, size: Size | None, limit: Size | None) -> None
     if size is None:
         if fixed is not None:
             raise ValueError(
-                f"fit native gives images of many sizes, but the model takes {fixed[0]} x "
-                f"{fixed[1]} alone; use fit pad, stretch or crop with img_size {fixed[0]}, or "
+                f"fit native gives images of many sizes, but the model takes only {fixed[0]} x "
+                f"{fixed[1]}; use fit pad, stretch or crop with img_size {fixed[0]}, or "
                 "build it with dynamic_img_size=true"
             )
         return
     if fixed is not None and size != fixed:
         raise ValueError(
-            f"image of {size[0]} x {size[1]} pixels, but the model takes {fixed[0]} x "
-            f"{fixed[1]} alone; build it with dynamic_img_size=true"
+            f"image of {size[0]} x {size[1]} pixels, but the model takes only {fixed[0]} x "
+            f"{fixed[1]}; build it with dynamic_img_size=true"
         )
     if padded:
         return

@@ -203,7 +203,7 @@ class Converted:
         several = len(self.taken) + len(self.new)
         parts = {"resampled": self.resampled, "new": self.new, "left out": self.left_out}
         return [
-            f"{len(self.taken)} of {several} tensors are those of {self.source}",
+            f"{len(self.taken)} of {several} tensors come from {self.source}",
             *(f"  {what} ({len(of)}): {shorten(of)}" for what, of in parts.items() if of),
         ]
 
@@ -511,7 +511,7 @@ def _from_file(path: Path, body: str | None, args: dict[str, Any]) -> tuple[nn.M
     state = read_state_dict(path)
     if body is None:
         raise ValueError(
-            f"{path} does not say whose weights these are; name the body with --model, e.g. "
+            f"{path} does not name the model of its weights; name the body with --model, e.g. "
             "vit_small_patch16_224"
         )
     check_name(body)
@@ -655,8 +655,8 @@ def convert(argv: Sequence[str], say: Callable[[str], None]) -> None:
         ConvertOptions,
         with_first(argv, "teacher"),
         command="convert",
-        description="Make one of our models of a timm ViT, with its weights; the first word may be "
-        "the teacher, without its flag.",
+        description="Convert a timm ViT and its weights into a model of visionattn; the first word "
+        "may be the teacher, without its flag.",
         example=EXAMPLE,
     )
     if options.teacher is None or options.output is None:
@@ -680,7 +680,7 @@ def convert(argv: Sequence[str], say: Callable[[str], None]) -> None:
     lines += [
         *converted.lines(),
         f"{output}: {parameters:,} parameters, {len(kinds)} blocks ({several}), made for {size} px",
-        "copied weights are a start, to be trained; for data of your own:",
+        "copied weights are a start and need training; for your own data:",
         f"  {train} --data.name folder --data.root FOLDER",
     ]
     say("\n".join(lines))

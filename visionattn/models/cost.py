@@ -378,7 +378,7 @@ class Memory:
     """
 
     doing = saves = ""
-    """Wording of errors: what is done to images, and how to save memory."""
+    """Wording of errors: the operation on images, and how to save memory."""
     least = 1
     """Minimum number of images per batch."""
     fixed = False
@@ -477,7 +477,7 @@ class Memory:
         """
         if self.there_bytes is None or self.bytes_of((1, *size)) is None:
             raise ValueError(
-                "batch_size auto: nobody can tell the memory of this model here; name a number"
+                "batch_size auto: the memory of this model cannot be estimated here; give a number"
             )
         most = min(count, LARGEST_BATCH * self.least)
         return max(self.least, self.largest_batch(size, most))
@@ -504,7 +504,7 @@ class Memory:
             option = self.batch_that_fits(fit, shape)
             return f"{option}; --batch-size auto takes the most that fits{self.saves}"
         if self.fixed:
-            return "the model takes this size alone; a smaller model takes less"
+            return "the model takes only this size; a smaller model takes less"
         found = self.largest_image(size)
         if found is None:
             none = "not even an image of one patch would fit: a smaller model takes less"

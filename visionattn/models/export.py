@@ -353,8 +353,8 @@ def export_model(argv: Sequence[str], say: Callable[[str], None]) -> None:
         ExportOptions,
         with_first(argv, "model"),
         command="export",
-        description="Write a model as ONNX, as a program of torch.export or as a compiled package, "
-        "once the file has given what the model gives at three sizes; the first word may be the "
+        description="Write a model as ONNX, as a torch.export program or as a compiled package, "
+        "after checking its outputs against the model at three sizes. The first word may be the "
         "model, without its flag.",
         example=EXAMPLE,
     )

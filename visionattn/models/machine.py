@@ -40,7 +40,7 @@ def pick_device(name: str) -> torch.device:
         device = torch.device(name)
         if device.type == "meta":
             raise ValueError(
-                f"device {name!r} computes nothing: it knows shapes alone; use auto, cpu or cuda"
+                f"device {name!r} computes nothing: it knows only shapes; use auto, cpu or cuda"
             )
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, ImportError) as error:

@@ -39,8 +39,8 @@ class Placement:
         lines = [f"  {what} ({len(names)}): {shorten(names)}" for what, names in parts if names]
         if any(".output_gate." in name for name in self.missing):
             lines.append(
-                "  output gates that start near 0 let little through of the attention that is "
-                "placed; --model.args.output_gate false has none"
+                "  output gates start near 0 and pass little of the copied attention; "
+                "--model.args.output_gate false removes them"
             )
         return [head, *lines]
 

@@ -129,6 +129,6 @@ def check_reads(model: nn.Module) -> None:
     name = next((name for name, kind in WRITERS.items() if isinstance(model, kind)), None)
     if name is not None:
         raise ValueError(
-            f"{name} writes images, and gives neither classes nor features of images; visionattn "
-            "generate lets it write some"
+            f"{name} generates images, and gives neither classes nor features of images; use "
+            "visionattn generate"
         )

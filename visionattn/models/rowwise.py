@@ -65,10 +65,10 @@ def _check_attention(name: str, layer: Attention) -> None:
         if not isinstance(module := getattr(layer, part), kind | None):
             raise ValueError(f"{name} has a {type(module).__name__} as {part}")
     if layer.operation is not OPERATIONS[layer.kind.name]:
-        raise ValueError(f"{name} has another operation than that of its attention")
+        raise ValueError(f"{name} has an operation that does not belong to its attention")
     if not layer.kind.states and not layer.kind.windows:
         raise ValueError(
-            f"{name} is a softmax over all tokens, of which every query needs every key; wanted "
+            f"{name} is a softmax over all tokens, in which every query needs every key; wanted "
             "kernelized, taylorshift or window"
         )
     if layer.feature_map is not None and not is_per_token(get_feature_map(layer.feature_map)):

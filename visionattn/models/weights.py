@@ -431,7 +431,7 @@ def check_finite(tensors: dict[str, Tensor], path: str | Path) -> None:
     """
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise ValueError(f"{path} is no use as weights: its {name} has NaN or infinity")
+            raise ValueError(f"{path} cannot be used as weights: its {name} has NaN or infinity")
 
 
 def read_safetensors(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -526,7 +526,7 @@ def read_pickle(path: str | Path) -> Any:
     except UNREADABLE as error:
         if is_safetensors(path):
             raise ValueError(
-                f"{path} is a safetensors file, which holds weights alone, not a file of torch.save"
+                f"{path} is a safetensors file, which holds only weights, not a file of torch.save"
             ) from error
         refused = re.search(r"(?:GLOBAL|global:?|class) ([\w.]+\.[\w.]+)", str(error))
         if refused and is_pickle(path):

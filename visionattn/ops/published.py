@@ -299,14 +299,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     example = "python -m visionattn.ops.published --dim 32 --heads 12 --tokens 4096"
     parser = argparse.ArgumentParser(
         prog="python -m visionattn.ops.published",
-        description="From how many tokens on TaylorShift's efficient form is the cheaper one.",
+        description="Number of tokens from which TaylorShift's efficient form is cheaper.",
         epilog=f"example:\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--dim", type=int, required=True, help="width d of one head")
     parser.add_argument("--heads", type=int, default=1, help="number of heads (default 1)")
     parser.add_argument(
-        "--tokens", type=int, help="also count operations and entries of so many tokens"
+        "--tokens", type=int, help="also count operations and entries for this many tokens"
     )
     args = parser.parse_args(argv)
     if min(value for value in vars(args).values() if value is not None) < 1:

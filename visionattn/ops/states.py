@@ -330,7 +330,7 @@ def step(
             f"state: wanted a KernelState, a TaylorState or None, got {type(state).__name__}"
         )
     elif given:
-        raise ValueError(f"step: a state brings its own options, got {', '.join(given)} beside it")
+        raise ValueError(f"step: a state has its own options; leave {', '.join(given)} out")
     elif isinstance(state, KernelState):
         state = state + summarize(k, v, feature_map=state.feature_map)
     else:

@@ -184,7 +184,7 @@ class Trainer:
         count = sum(parameter.numel() for parameter in self.model.parameters())
         seen = f"preprocessing: {seen_as(self.splits.train, self.geometry)}"
         if self.geometry.fit == "pad" and not self.leaves_out:
-            seen += f"; {self.config.model.name} sees the rest as black"
+            seen += f"; {self.config.model.name} sees padding as black"
         images = "{} training and {} validation images".format(*self.images())
         return [
             f"{self.config.model.name}: {count:,} parameters, {images}, {self.config.epochs} "

@@ -293,7 +293,7 @@ class Reader(Closing):
         if rows * columns > self.most_px:
             raise ValueError(
                 f"{rows:,} x {columns:,} pixels are too many to be read at once: more than "
-                f"data.max_pixels {self.most_px:,}; raise it where they are meant"
+                f"data.max_pixels {self.most_px:,}; raise it if this size is intended"
             )
 
 

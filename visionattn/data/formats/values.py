@@ -106,7 +106,7 @@ def bands_of(reader: Reader, options: ReadOptions) -> list[int] | None:
         return list(options.bands)
     if reader.bands > 4 or (reader.bands == 2 and not reader.alpha):
         raise NotAsAsked(
-            f"the image has {held}; name those to read, in their order, as in --data.bands "
+            f"the image has {held}; name the bands to read, in order, as in --data.bands "
             f"{' '.join(map(str, range(1, min(reader.bands, 3) + 1)))}"
         )
     kept = {2: 1, 4: 3}.get(reader.bands, reader.bands)
@@ -175,16 +175,16 @@ def no_range(reader: Reader, ends: tuple[float, float]) -> str:
     """Return the message about an image whose value range is unknown."""
     units = "values in physical units" if reader.meaning.scale else f"{reader.dtype} values"
     return (
-        f"{units} from {ends[0]:,.6g} to {ends[1]:,.6g}, and nothing says which of them are "
-        "black and white; give --data.value_range LOW HIGH"
+        f"{units} from {ends[0]:,.6g} to {ends[1]:,.6g} without a known value range; "
+        "give --data.value_range LOW HIGH"
     )
 
 
 def _check_within(pixels: np.ndarray, low: float, high: float) -> None:
     smallest, largest = extremes(pixels)
-    wrong = f"from {smallest:,.6g}, where those of the other images begin at {low:,.6g}"
+    wrong = f"from {smallest:,.6g}, while other images begin at {low:,.6g}"
     if smallest >= low:
-        wrong = f"up to {largest:,.6g}, where those of the other images end at {high:,.6g}"
+        wrong = f"up to {largest:,.6g}, while other images end at {high:,.6g}"
     if smallest < low or largest > high:
         raise NotAsAsked(f"values {wrong}; give --data.value_range LOW HIGH")
 

@@ -110,8 +110,8 @@ class MapSink(Closing):
         fits = band.ndim == 3 and (band.shape[0], band.shape[2]) == (bands, width)
         if not fits or not 0 <= rows.start < rows.stop <= height:
             raise ValueError(
-                f"{self.path}: a band {list(band.shape)} from row {first_row} is none of a map "
-                f"{list(self._shape)}"
+                f"{self.path}: a band {list(band.shape)} from row {first_row} does not fit into a "
+                f"map {list(self._shape)}"
             )
         with named(self.path):
             self._write(rows, self._cast(rows, band))

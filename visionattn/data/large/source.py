@@ -259,7 +259,7 @@ def open_source(
             raise _renamed(name, error) from error
         failed.pop_all()
     if source.whole or source.held_bytes > MUCH:
-        how = "has no parts that can be read alone: all of it is decoded and"
+        how = "has no parts that can be read separately: all of it is decoded and"
         if not source.whole:
             how = f"is stored in parts of {source._piece_rows:,} rows, which are"
         warnings.warn(f"{name} {how} kept, {source.held_bytes:,} bytes", stacklevel=2)

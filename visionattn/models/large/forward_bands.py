@@ -225,7 +225,7 @@ class _Pass:
         seconds, waited = time.perf_counter() - begun, self.image.waited_s
         if waited:
             share = f"{waited:.1f} s ({100 * waited / seconds:.1f} %)"
-            say(f"{lasting(seconds)}, of which {share} waited for the file")
+            say(f"{lasting(seconds)}, including {share} of waiting for the file")
         result = self.output.result(lambda: self._every(self.tokens[1 - len(self.bands) % 2]))
         if self.folder is not None:
             self.folder.finish()

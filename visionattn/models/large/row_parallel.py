@@ -40,7 +40,7 @@ def cut_rows(height: int, ranks: int) -> tuple[int, ...]:
     if height < ranks:
         raise ValueError(
             f"an image of {height} row{'s' if height > 1 else ''} of patches is too low for "
-            f"{ranks} processes, each of which takes a row or more; take fewer processes for an "
+            f"{ranks} processes, which take a row or more each; use fewer processes for an "
             "image, or larger images"
         )
     return tuple(rank * height // ranks for rank in range(ranks + 1))
@@ -265,7 +265,7 @@ class RowParallel(nn.Module):
             if x.shape[2] != rows.stop - rows.start:
                 raise ValueError(
                     f"rank {share.rank} has rows {rows.start} to {rows.stop - 1} of {height}, "
-                    f"which are {rows.stop - rows.start}, got {x.shape[2]} rows of pixels"
+                    f"wanted {rows.stop - rows.start} rows of pixels, got {x.shape[2]}"
                 )
         x = self._embedded(x, share)
         again = self.model.grad_checkpointing and torch.is_grad_enabled()
@@ -346,8 +346,8 @@ class RowParallel(nn.Module):
         """
         if sizes is not None:
             raise ValueError(
-                "one image on several processes takes images that fill their canvas; see images "
-                "native, stretch or crop, not pad"
+                "one image on several processes must fill its canvas; use fit native, stretch or "
+                "crop, not pad"
             )
         model = self.model
         if self.training:
@@ -389,7 +389,7 @@ def parallelize(
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim != 1:
             raise ValueError(
-                f"mesh: wanted one dimension, that of the processes which share an image, got "
+                f"mesh: wanted one dimension, the processes that share an image, got "
                 f"{mesh.mesh_dim_names or mesh.ndim}; take one of them, as mesh['sequence']"
             )
         mesh = mesh.get_group()
@@ -421,7 +421,7 @@ def check_model(model: nn.Module) -> None:
     except ValueError as error:
         raise refused(str(error)) from error
     if any(block.attn.form == "direct" for block in model.blocks):
-        raise refused('form="direct" sees each other pair by pair; leave it at "auto"')
+        raise refused('form="direct" computes all pairs of tokens; leave it at "auto"')
 
 
 def check_dropout(model: nn.Module) -> None:
@@ -433,6 +433,6 @@ def check_dropout(model: nn.Module) -> None:
         shared = name.endswith(("head_drop", "attn_drop"))
         if isinstance(module, nn.Dropout) and module.p and not shared:
             raise refused(
-                f"{name} drops single entries of tokens, and of prefix tokens other ones on each; "
+                f"{name} drops single entries of tokens, of prefix tokens different ones on each; "
                 "leave pos_drop_rate and proj_drop_rate at 0"
             )

@@ -295,7 +295,7 @@ class Tiles(NamedTuple):
         outputs = chain([first], outputs)
         if first.ndim == 3:
             if self.combine != "mean":
-                raise ValueError(f"combine {self.combine} is of vectors; maps are blended")
+                raise ValueError(f"combine {self.combine} is for vectors; maps are blended")
             return self._blended(outputs, first, tiles, size, sink)
         if first.ndim != 1 or self.masks:
             what = "of an image" if first.ndim == 1 else f"of shape {list(first.shape)}"
@@ -381,7 +381,7 @@ def _cell(tiles: Tiling, output: Tensor) -> tuple[int, int]:
         if not whole or cell * side != axis.tile:
             raise ValueError(
                 f"tiles of {tiles.down.tile} x {tiles.across.tile} pixels give maps of "
-                f"{output.shape[1]} x {output.shape[2]} cells, which cannot be laid beside each "
+                f"{output.shape[1]} x {output.shape[2]} cells, which do not fit next to each "
                 "other: tile, overlap and image must be whole numbers of cells"
             )
         found.append(cell)
