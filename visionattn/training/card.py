@@ -1,6 +1,6 @@
 """The model card of a checkpoint: what its file and the folder of its run say, for people.
 
-``card.md`` is the text, laid out like timm's cards; this module finds what it tells. Paths, which
+``card.jinja`` is the text, laid out like timm's cards; this module finds what it tells. Paths, which
 are private, are cut to their last part.
 """
 
@@ -57,7 +57,7 @@ def card_of(path: Path, model: nn.Module, *, title: str, source: str, license: s
     name, args, spec = described(metadata, path)
     converted = metadata.get("converted_from")
     kept = from_json(Kept, metadata.get("pretrained_cfg", "{}"), f"pretrained_cfg of {path}")
-    text = files(__package__).joinpath("card.md").read_text(encoding="utf-8")
+    text = files(__package__).joinpath("card.jinja").read_text(encoding="utf-8")
     template = jinja2.Template(
         text, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
