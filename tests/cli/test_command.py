@@ -111,6 +111,7 @@ def test_an_installed_package_has_its_configurations_within(tmp_path, monkeypatc
     assert configs.shipped() == {"small": tmp_path / "configs" / "small.yaml"}
 
 
+@pytest.mark.slow
 def test_the_page_about_python_runs_as_it_stands(tmp_path, started_quickly):
     page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

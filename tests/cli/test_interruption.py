@@ -102,15 +102,10 @@ def test_other_programs_that_import_the_package_keep_their_handlers(tmp_path):
         "import visionattn.cli.interruption\n"
         "print(signal.getsignal(signal.SIGINT) is before)\n"
     )
-    for words in (["visionattn_user.py"], ["-m", "visionattn_user"]):
-        done = subprocess.run(
-            [sys.executable, *words],
-            cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-        )
-        assert done.stdout == "True\n", done.stderr
+    command = [sys.executable, "-m", "visionattn_user"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_handlers_and_threads_are_those_of_before_once_a_tool_has_ended():

@@ -1,3 +1,1 @@
-"""What every tool shares: command lines, ends and exit codes, files, provenance, tables, progress,
-fresh processes.
-"""
+"""Shared by all commands: options, exit codes, files, provenance, tables, progress, processes."""

@@ -58,7 +58,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 EXIT_CODES = {NonFinite: 1, OutOfMemory: 3, DoesNotFit: 3, Failed: 4}
-"""What a tool returns where a run ends through no fault of its input."""
+"""Exit codes of runs that end through no fault of their input."""
 
 
 def run_tool(work: Callable[[], None], *, several: bool = False) -> int:
@@ -66,7 +66,7 @@ def run_tool(work: Callable[[], None], *, several: bool = False) -> int:
     line on standard error.
 
     Args:
-        work: what the command does.
+        work: the work of the command.
         several: the processes that ``torchrun`` has started do it together; other tools refuse to
             start in several.
 

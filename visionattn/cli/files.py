@@ -1,9 +1,9 @@
 """Files that are there whole or not at all, and whether one may write somewhere.
 
 This module writes, locks and refuses files, and puts an error into one line. It knows no format.
-Everything is written through ``target_of``, which refuses what is no regular file. A file that is
-being written has a random name beside its place; ``is_unfinished`` tells it, and writing the file
-again deletes what a killed process left.
+Every writer calls ``target_of``, which refuses anything but regular files. An unfinished file has a
+random name in the folder of its target; ``is_unfinished`` recognises the name, and the next write
+to the target deletes files left by killed processes.
 """
 
 import errno
@@ -27,12 +27,12 @@ from visionattn.cli.interruption import undone_at_end
 from visionattn.cli.tables import sized
 
 UNFINISHED = ".visionattn.tmp"
-"""The end of the names of what is being written."""
+"""Suffix of unfinished files and folders."""
 CONTINUED = ".visionattn.part"
-"""The end of the names of what is written over several runs."""
+"""Suffix of unfinished files and folders that several runs write."""
 POSIX = hasattr(os, "O_DIRECTORY")
-"""Folders can be opened and open files renamed. Windows does neither: what a killed process was
-writing stays there.
+"""Folders can be opened and open files renamed. Windows does neither, so files left by killed
+processes stay there.
 """
 
 
@@ -57,18 +57,18 @@ def write_whole(
     check: Callable[[Path], object] | None = None,
     previous: Path | None = None,
 ) -> None:
-    """Write a file so that it is there whole or not at all: beside its place, flushed to the disk
+    """Write a file so that it is there whole or not at all: under another name, flushed to the disk
     and renamed. A file that is there keeps its permissions.
 
     Args:
         path: the file, as ``target_of`` takes it; its folder exists.
         write: writes the content to the path that it is given, where there is an empty file.
-        check: raises where what is on the disk, at the path that it is given, is not right.
+        check: reads the path that it is given back, and raises if the content is wrong.
         previous: where the file that has the name until then goes; None: it is replaced.
 
     Raises:
-        OSError: it cannot be written; ``filename`` is that of ``path``, also where the system
-            leaves it open (a full disk). ``path`` and ``previous`` are as they were.
+        OSError: it cannot be written; ``filename`` is ``path``, also where the system names no file
+            (a full disk). ``path`` and ``previous`` are as they were.
     """
     target = target_of(path)
     with named(path), _beside(target) as temporary:
@@ -86,17 +86,17 @@ def write_whole(
 @contextmanager
 def whole_folder(path: str | Path, *, replaces: str | None = None) -> Iterator[Path]:
     """Give an empty folder to write files into; at the end it is there as ``path``, whole, or not
-    at all: beside its place, flushed to the disk and renamed.
+    at all: under another name, flushed to the disk and renamed.
 
     Args:
-        path: the folder; the one that it lies in exists.
+        path: the folder; its parent exists.
         replaces: the name of a file by which a folder that is there is known as one that goes when
             the new one is whole; None: none does.
 
     Raises:
         ValueError: there is something of that name that is not to be replaced.
-        OSError: it cannot be written; ``filename`` is that of ``path`` where the system leaves it
-            open or names what is being written.
+        OSError: it cannot be written; ``filename`` is ``path`` where the system names no file or
+            the unfinished folder.
     """
     target = Path(path)
     check_new(target, replaces=replaces)
@@ -112,7 +112,7 @@ def whole_folder(path: str | Path, *, replaces: str | None = None) -> Iterator[P
 
 
 def _rename_folder(place: Path, target: Path) -> None:
-    """Give a folder its name; what had the name until then is deleted once it has."""
+    """Rename a finished folder to its target, and then delete the former target."""
     former = _unfinished_name(target)
     with ExitStack() as undo:
         if target.exists():
@@ -139,14 +139,14 @@ def check_new(path: Path, *, replaces: str | None = None) -> None:
 
 
 def _unfinished_name(target: Path) -> Path:
-    """Return a random name beside a file or folder, under which it is written."""
+    """Return a random name in the same folder, for the unfinished file or folder."""
     return target.with_name(f".{target.name[:48]}.{secrets.token_hex(8)}{UNFINISHED}")
 
 
 @contextmanager
 def _beside(target: Path, *, folder: bool = False) -> Iterator[Path]:
-    """Make an empty file or folder of a random name beside another one, and delete it at the end,
-    unless it was renamed. It is locked, by which ``forget_unfinished`` knows that its writer lives.
+    """Make an empty file or folder of a random name in the folder of ``target``; delete it at the
+    end unless it was renamed. Its lock tells ``forget_unfinished`` that its writer lives.
     """
     forget_unfinished(target)
     place = _unfinished_name(target)
@@ -170,7 +170,7 @@ def _delete(path: Path) -> None:
 
 def _is_free(descriptor: int) -> bool:
     """Lock a file until its descriptor is closed; return whether no other process has locked it.
-    A file system without locks keeps nobody out.
+    On a file system without locks it counts as free.
     """
     with suppress(OSError):
         return lock_descriptor(descriptor, blocking=False)
@@ -178,8 +178,8 @@ def _is_free(descriptor: int) -> bool:
 
 
 class Continued:
-    """A file or folder that is written over several runs: until it is finished it has a name beside
-    its place, by which the next run finds what a killed one left. One process at a time has it.
+    """A file or folder that several runs write. Until it is finished it has a fixed name in the
+    same folder, under which the next run finds it. One process at a time holds it.
 
     Attributes:
         place: the unfinished file or folder; a new one is empty.
@@ -191,8 +191,8 @@ class Continued:
         Args:
             path: where it will be; a file as ``target_of`` takes it.
             folder: it is a folder.
-            overwrite: what is there is replaced once the new one is whole; of folders those alone
-                of which ``finish`` is told.
+            overwrite: replace an existing file once the new one is whole, and an existing folder
+                if ``finish`` allows it.
 
         Raises:
             ValueError: it cannot be written, is in the way, or another process writes it.
@@ -223,7 +223,7 @@ class Continued:
         return io.FileIO(self.place, "rb+")
 
     def empty(self) -> None:
-        """Forget what a killed process left."""
+        """Delete the content of an earlier run."""
         if self._folder:
             for each in self.place.iterdir():
                 _delete(each)
@@ -254,18 +254,18 @@ class Continued:
         self.close()
 
     def forget(self) -> None:
-        """Delete what is unfinished."""
+        """Delete the unfinished file or folder."""
         _delete(self.place)
         self.close()
 
     def close(self) -> None:
-        """Let other processes have it; what is unfinished stays."""
+        """Let other processes have it, unfinished as it may be."""
         self._held.close()
 
 
 def check_room(path: Path, wanted: int) -> None:
-    """Raise ValueError where the disk has no room for so many more bytes at a path, whose folder
-    exists.
+    """Raise ValueError if the disk of a path, whose folder exists, has fewer free bytes than
+    ``wanted``.
     """
     free = shutil.disk_usage(path.absolute().parent).free
     if wanted > free:
@@ -289,8 +289,8 @@ def is_unfinished(path: str | Path) -> bool:
 
 
 def forget_unfinished(target: Path) -> None:
-    """Delete what killed processes left of a file or folder. What a living process writes is
-    locked.
+    """Delete unfinished versions of a file or folder that killed processes left. Those of living
+    processes are locked.
     """
     for path in target.parent.glob(f".*{UNFINISHED}") if POSIX else ():
         if path.name[1:].startswith(target.name[:48] + "."):
@@ -340,9 +340,8 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def named(path: str | Path) -> Iterator[None]:
-    """Give errors of the system the name of a file where they have none, as on a full disk, or have
-    that of the file beside it that ``write_whole`` writes. What libraries make of such errors
-    becomes the system's again.
+    """Give errors of the system the name of the target where they name no file, as on a full disk,
+    or an unfinished one. Unwrap exceptions of libraries to the original ``OSError``.
     """
     try:
         yield
@@ -364,15 +363,13 @@ def named(path: str | Path) -> Iterator[None]:
 
 
 def flush_to_disk(path: str | Path) -> None:
-    """Return once what was written is on the disk, so that renaming the file later never leaves an
-    empty one.
-    """
+    """Flush a file to the disk, so that renaming it later never leaves an empty one."""
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
 
 
 def flush_folder(path: Path) -> None:
-    """Return once the names in a folder are on the disk, where the system can be asked for it."""
+    """Flush the names in a folder to the disk, where the system can."""
     if POSIX:
         descriptor = os.open(path, os.O_RDONLY)
         try:

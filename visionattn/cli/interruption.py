@@ -3,7 +3,7 @@
 Python runs its handlers of signals between two of its own instructions, and one operation on a
 large image, or a backward pass, takes minutes. So a thread hears of a signal from the system at
 once, and ends the process where it has not begun to end by itself within ``GRACE``. This module
-owns that thread and what is undone before it ends the process. ``import visionattn`` imports it
+owns that thread and the clean-up before it ends the process. ``import visionattn`` imports it
 first: while a command of the package imports its libraries, a signal ends it with one line.
 """
 
@@ -23,10 +23,10 @@ PACKAGE = Path(__file__).parents[1]
 GRACE = 2.0
 """Seconds from a signal until a process is ended that has not begun to end by itself."""
 STOPPED = 130
-"""The exit code of what Ctrl-C or SIGTERM ended."""
+"""The exit code after Ctrl-C or SIGTERM."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _undone: list[Callable[[], object]] = []
-"""What is called before a process is ended from aside, the last one first."""
+"""Clean-up functions, called in reverse order before the thread ends the process."""
 _active: list["_Listener"] = []
 
 

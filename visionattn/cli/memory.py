@@ -1,6 +1,6 @@
-"""How much memory there is for this process, how much it takes, and what of a size fits.
+"""Available memory, the memory of this process, and the largest size that fits.
 
-This module reads what Linux and the driver say. It knows nothing of models and images.
+This module asks Linux and the GPU's driver. It knows nothing of models and images.
 """
 
 import math
@@ -15,8 +15,7 @@ from visionattn.cli.ends import DoesNotFit
 from visionattn.cli.tables import sized
 
 MARGIN = 1.2
-"""An estimate is right within this factor: what is expected to take more than so many times the
-memory there is does not fit.
+"""Error of an estimate: expected memory above this multiple of the available memory does not fit.
 """
 SHARE = 0.85
 """The share of the memory there is that ``--batch-size auto`` fills."""
@@ -33,15 +32,15 @@ def resident_bytes(field: str, process: int | str = "self") -> int:
 
 
 def taken_bytes(device: torch.device) -> int:
-    """Return what this process takes now: resident memory, or tensors on a GPU."""
+    """Return the memory of this process now: resident memory, or tensors on a GPU."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return resident_bytes("VmRSS") if sys.platform.startswith("linux") else 0
 
 
 def memory_there_is(device: torch.device, processes: int = 1) -> int | None:
-    """Return the bytes that this process may take in all, what it has already taken included; None
-    where nobody says.
+    """Return the bytes that this process may take in all, including its present memory; None if
+    unknown.
 
     Args:
         device: of a GPU its free memory counts, else the free memory of the machine and of the
@@ -92,7 +91,7 @@ def free_of_groups(root: Path = Path("/")) -> int | None:
 
 
 def _left_in(group: Path, limit: str, usage: str, file_cache: str) -> int | None:
-    """Return the bytes that one control group leaves; what it holds of files can be given back."""
+    """Return the free bytes of one control group; its cache of files counts as free."""
     try:
         most = (group / limit).read_text().strip()
         used = int((group / usage).read_text())
@@ -110,7 +109,7 @@ def largest_fit(fits: Callable[[int], bool], start: int = 16, most: int | None =
     Args:
         fits: true up to some number and false beyond it; called some ``2 log2`` of the result
             times, never twice for a number.
-        start: what is tried first, and then doubled while it fits.
+        start: the first number to try; it is doubled while it fits.
         most: no number above it is asked for.
     """
     low, high = 0, start if most is None else min(start, most)
@@ -133,7 +132,7 @@ def sensible(count: int) -> int:
 
 def clearly_above(expected: float | None, there: int | None, *, bounded: bool = False) -> bool:
     """Tell whether something clearly takes more memory than there is, or, if ``bounded``, more than
-    is allowed; no where nobody can tell.
+    is allowed; no if unknown.
     """
     known = expected is not None and there is not None
     return known and expected > (1.0 if bounded else MARGIN) * there
@@ -152,12 +151,12 @@ def check_fits(
     *,
     bounded: bool = False,
 ):
-    """Refuse what clearly takes more memory than there is.
+    """Refuse work that clearly takes more than the available memory.
 
     Args:
-        expected: bytes, which may be infinite; None where nobody can tell.
+        expected: bytes, which may be infinite; None if unknown.
         there: likewise.
-        what: what is to be done, for the error.
+        what: the work, for the error.
         way_out: says what would fit; called where it does not.
         bounded: ``there`` is what ``memory_gib`` allows, and no estimate.
 
