@@ -14,7 +14,6 @@ from torch import Tensor
 
 from visionattn.cli.memory import MARGIN, memory_there_is
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 PASSES = ("inference", "forward+backward", "training_step")
 PRECISIONS = {
     "float32": ("float32", "none"),
@@ -60,14 +59,6 @@ class Case:
     depth: int | None = None
     """Blocks of a model that are kept, from the first; None: all."""
 
-    def __post_init__(self) -> None:
-        if self.update and not self.backward:
-            raise ValueError(f"{self.name}: a step of training has a backward pass; ask for both")
-        of_models = dict(amp="none", update=False, checkpointing=False, depth=None)
-        idle = [name for name, usual in of_models.items() if getattr(self, name) != usual]
-        if self.kind == "operation" and idle:
-            raise ValueError(f"{self.name}: {idle[0]} is of models, and this is an operation")
-
     @property
     def image_size(self) -> tuple[int, int]:
         """Height and width in pixels of a model's image."""
@@ -92,11 +83,6 @@ class Case:
     def place(self) -> "Case":
         """The same without name and form: cases that may be compared share it."""
         return replace(self, name="", form="auto")
-
-    @property
-    def series(self) -> "Case":
-        """The same at no size: what the cases of one line of a plot share."""
-        return replace(self, size=0)
 
     @property
     def work(self) -> str:
