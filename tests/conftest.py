@@ -15,6 +15,9 @@ import torch  # noqa: E402
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    # A first backward pass after fake tensors of a GPU would start a thread for it, and processes
+    # that tests fork could then run no backward pass.
+    torch.ones(1, requires_grad=True).sum().backward()
 
 from tests.helpers import warm_python  # noqa: E402
 
