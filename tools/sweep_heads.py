@@ -2,8 +2,9 @@
 8``.
 
 Trains and measures one configuration over head counts, attentions, forms, seeds and image sizes.
-The same command goes on where an earlier one ended. Exit codes: 0; 2 for bad input, and where every
-cell failed; 4 where some did, after the tables; 130 for Ctrl-C.
+The same command resumes an earlier one. Exit codes: 0; 2 for bad input, and if every training
+failed; 3 if ``--jobs`` trainings at a time do not fit into memory; 4 if some failed, after the
+table; 130 for Ctrl-C.
 """
 
 from functools import partial
