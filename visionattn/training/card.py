@@ -1,7 +1,7 @@
 """The model card of a checkpoint: what its file and the folder of its run say, for people.
 
-``card.jinja`` is the text, laid out like timm's cards; this module finds what it tells. Paths, which
-are private, are cut to their last part.
+``card.jinja`` is the text, laid out like timm's cards; this module finds what it tells. Paths are
+private and cut to their last part.
 """
 
 import json
