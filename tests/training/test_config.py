@@ -282,13 +282,16 @@ def test_a_fault_of_the_program_is_not_taken_for_bad_input():
     [
         (
             "--data.aug.turn",
-            "unknown option --data.aug.turn is gone: --data.augment takes a preset",
+            "unknown option --data.aug.turn; it is gone: --data.augment takes a preset",
         ),
         (
             "--data.mask-classes",
-            "unknown option --data.mask-classes is gone: it is classes of --data",
+            "unknown option --data.mask-classes; it is gone: classes of --data.masks",
         ),
-        ("--init-model", "unknown option --init-model is gone: `visionattn convert` makes a file"),
+        (
+            "--init-model",
+            "unknown option --init-model; it is gone: `visionattn convert` makes a file",
+        ),
     ],
 )
 def test_options_that_are_gone_name_what_takes_their_place(flag, said):
@@ -301,6 +304,6 @@ def test_a_configuration_of_a_former_version_names_what_is_gone(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text("data: {aug: {turn: null}}\n")
     with pytest.raises(
-        ValueError, match="config.yaml: unknown key data.aug is gone: --data.augment"
+        ValueError, match="config.yaml: unknown key data.aug; it is gone: --data.augment"
     ):
         parse_train(["--config", str(path)])

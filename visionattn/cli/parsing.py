@@ -31,6 +31,21 @@ OWN_OPTIONS = ("help", "config", "print_config")
 """Options besides the fields of a configuration."""
 ALIKE = 0.6
 """How similar a known name must be to a wrong one, at most 1, to be proposed instead."""
+GONE = {
+    "data.aug": "--data.augment takes a preset, or a file of albumentations.save",
+    "data.mask_classes": "classes of --data.masks, or of classes.yaml beside the masks",
+    "data.mask_colours": "colours of --data.masks, or of classes.yaml beside the masks",
+    "data.mask_ignored": "ignored of --data.masks, or of classes.yaml beside the masks",
+    "data.num_classes": "--data.args.num_classes",
+    "data.download": "--data.args.download",
+    "data.range_found": "leave it out",
+    "optim.warmup_lr": "the warm-up begins at 1e-6; leave it out",
+    "eval_batch_size": "evaluation takes batch_size; leave it out",
+    "log_every": "metrics.jsonl has a line every 50 steps, or 200 lines; leave it out",
+    "sequence_ranks": "--parallel NUMBER",
+    "init_model": "`visionattn convert` makes a file for --init_from",
+}
+"""Options of training in version 0.1 that are gone, and what takes their place."""
 
 
 def parse(
@@ -231,6 +246,9 @@ def way_out(name: str, names: Iterable[str], dashes: str = "") -> str:
     part, or by its initials; or where all are listed, if none is.
     """
     name = name[:200]
+    gone = [place for key, place in GONE.items() if f"{name}.".startswith(f"{key}.")]
+    if gone:
+        return f"it is gone: {gone[0]}"
     leaf = name.rpartition(".")[2]
     initials = "".join(part[:1] for part in leaf.split("_"))
 
