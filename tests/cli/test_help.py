@@ -95,3 +95,9 @@ def test_the_help_of_a_tool_has_its_file_for_a_name_and_is_else_that_of_its_comm
 def test_every_command_has_a_tool():
     named = [text for tool in TOOLS for text in tool.read_text().splitlines() if "partial(" in text]
     assert sorted(text.split('"')[1] for text in named) == sorted(SUBCOMMANDS)
+
+
+def test_help_shows_a_default_list_as_it_is_typed(capsys):
+    with pytest.raises(SystemExit):
+        main(["benchmark", "models", "--help"])
+    assert "(default: 224 512)" in capsys.readouterr().out

@@ -319,7 +319,8 @@ def _describe_fields(parser: Any, group: Any, config: Any, prefix: str) -> None:
             inner = parser.add_argument_group(texts.get(field.name, "").rstrip("."))
             _describe_fields(parser, inner, value, f"{prefix}{field.name}.")
             continue
-        usual = f" (default: {brief(value)})" if value not in (None, [], {}) else ""
+        words = " ".join(map(str, value)) if isinstance(value, list) else brief(value)
+        usual = f" (default: {words})" if value not in (None, [], {}) else ""
         text = f"{texts.get(field.name, '')}{usual}".replace("%", "%%")
         group.add_argument(name, metavar=kind_words(hints[field.name]), help=text)
 
