@@ -307,3 +307,12 @@ def test_a_configuration_of_a_former_version_names_what_is_gone(tmp_path):
         ValueError, match="config.yaml: unknown key data.aug; it is gone: --data.augment"
     ):
         parse_train(["--config", str(path)])
+
+
+def test_the_other_values_of_a_stage_are_its_own_defaults(tmp_path):
+    """Stage b has another rate and other epochs than a stage has by itself."""
+    path = tmp_path / "distil.yaml"
+    path.write_text("teacher: test_vit\nb: {epochs: 2}\n")
+    for words in (["--teacher", "test_vit", "--b.epochs", "2"], ["--config", str(path)]):
+        config = parse_distil(words)
+        assert (config.b.epochs, config.b.lr, config.c.lr) == (2, 5e-4, 1e-4)

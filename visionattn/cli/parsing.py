@@ -79,7 +79,10 @@ def parse(
     given = flags_of(argv, names)
     if "help" in given:
         _print_help(config_class, command, description, example)
-    values = dict(defaults or {})
+    # Of a group of which only some values are given, the others are its own defaults in this class.
+    usual = config_class()
+    values = {name: reduce(getattr, name.split("."), usual) for name in names if "." in name}
+    values |= defaults or {}
     for path in config_files(argv):
         values |= _values_of_file(find_config(path), names)
     values |= {name: value for name, value in given.items() if name not in OWN_OPTIONS}
