@@ -338,7 +338,7 @@ def test_values_outside_the_range_that_was_found_are_an_error():
         (pattern(1, np.uint8, 3).astype(np.float32) / 4, "^float32 values from 0 to 0.75 without"),
         (
             pattern(1, np.uint8, 90).astype(np.int16) - 7,
-            "^values from -7, where those of the",
+            "^values from -7, while other images",
         ),
     ):
         with open_image(tiff(pixels)) as reader, pytest.raises(NotAsAsked, match=said):
