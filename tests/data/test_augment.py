@@ -46,7 +46,7 @@ def test_presets_take_images_of_other_bands_or_say_that_they_do_not():
         image = picture(bands=bands)
         assert all(each.shape == image.shape for each in several(Augment(name, bands=bands), image))
     for name, bands, line in (
-        ("three", 1, "augment three makes images grey, as those of one band are already"),
+        ("three", 1, "augment three makes images grey, and images of one band are already grey"),
         ("rand", 4, "augment rand changes the colours of images of 1 or 3 bands, these have 4"),
     ):
         with pytest.raises(ValueError, match=f"^{line}$"):
