@@ -126,7 +126,7 @@ def fail_to_flush(patch: pytest.MonkeyPatch, victim: str | None, time_of_failure
     [
         ("last.pt", 4, 4),
         ("best.safetensors", 1, 3),
-        ("metrics.jsonl", 2, 4),
+        ("metrics.jsonl", 3, 4),
         ("last.pt", 1, None),
     ],
 )
