@@ -35,7 +35,7 @@ EXPECTED = {
 """What an error of pydantic asks for, by its type or the first word of its type."""
 
 
-def checked(kind: Any, value: Any, name: str, *, nan: bool = False) -> Any:
+def checked(kind: Any, value: Any, name: str) -> Any:
     """Return a value as a type says: dataclasses are made of mappings, tuples of lists, numbers of
     texts that say one.
 
@@ -44,7 +44,6 @@ def checked(kind: Any, value: Any, name: str, *, nan: bool = False) -> Any:
             them. Of another class, such as a tensor, the value must be an instance.
         value: plain values, as JSON, YAML or ``torch.load`` with ``weights_only`` give them.
         name: what the error calls the value; names within it follow behind points.
-        nan: whether numbers may be NaN or infinite.
 
     Raises:
         ValueError: the value is not of this type; one line.
@@ -52,19 +51,19 @@ def checked(kind: Any, value: Any, name: str, *, nan: bool = False) -> Any:
     from pydantic import ValidationError
 
     try:
-        return _adapter(kind, nan).validate_python([value])[0]
+        return _adapter(kind).validate_python([value])[0]
     except ValidationError as error:
         raise ValueError(_one_line(error.errors(), value, name)) from error
 
 
 @cache
-def _adapter(kind: Any, nan: bool) -> Any:
+def _adapter(kind: Any) -> Any:
     """Return what checks a list of one value; a list passes the settings on to its type."""
     from pydantic import ConfigDict, TypeAdapter
 
     settings = ConfigDict(
         arbitrary_types_allowed=True,
-        allow_inf_nan=nan,
+        allow_inf_nan=False,
         extra="forbid" if is_dataclass(kind) else "allow",
     )
     return TypeAdapter(list[kind], config=settings)

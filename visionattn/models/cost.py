@@ -294,7 +294,7 @@ class Passes:
             return clock() - start
 
         try:
-            seconds = seconds_of(timed, (images, *tried), TRIAL_SECONDS, first=1)
+            seconds = seconds_of(timed, (images, *tried))
         except (RuntimeError, AssertionError, MemoryError, ValueError):
             return None
         return seconds / images * rows * columns / math.prod(tried)
@@ -312,20 +312,16 @@ def whole_bytes(count: float | None) -> int | None:
     return count if count in (None, math.inf) else int(count)  # type: ignore[return-value]
 
 
-def seconds_of(
-    timed: Callable[[Shape], float], shape: Shape, longest: float, *, first: int
-) -> float:
+def seconds_of(timed: Callable[[Shape], float], shape: Shape) -> float:
     """Return the seconds of work on a batch, timed on the number of images that take about
-    ``longest`` seconds.
+    ``TRIAL_SECONDS``.
 
-    Libraries start up in the pass over the ``first`` images, which determines this number.
+    Libraries start up in the pass over one image, which determines this number.
     """
     images, *size = shape
-    tried = min(first, images)
-    seconds = timed((tried, *size))
-    more = min(images, int(tried * longest / max(seconds, 1e-9)))
-    if more > tried:
-        tried = more
+    seconds = timed((1, *size))
+    tried = max(1, min(images, int(TRIAL_SECONDS / max(seconds, 1e-9))))
+    if tried > 1:
         seconds = timed((tried, *size))
     if seconds < SHORT_SECONDS:
         seconds = min(seconds, timed((tried, *size)))
