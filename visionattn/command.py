@@ -1,8 +1,8 @@
 """The command ``visionattn`` and its subcommands; ``tools/*.py`` call the same functions.
 
 This is the top of the package: it may import everything, and nothing imports it. Each subcommand
-imports what it needs when it runs, after a check of the names of its options: ``visionattn --help``
-and a mistyped option are answered before torch is imported.
+checks the names of its options before it imports its modules, so ``visionattn --help`` and an error
+about a mistyped option do not wait for torch.
 """
 
 import atexit
@@ -23,7 +23,7 @@ Say = Callable[[str], None]
 
 
 def train(argv: Words, say: Say) -> None:
-    """Train with the given flags, in one process or in each process that ``torchrun`` started."""
+    """Train with the given flags, in this process and in all others that ``torchrun`` started."""
     from visionattn.cli.ends import Stopped
     from visionattn.training.batch_pictures import show_batch
     from visionattn.training.distributed import joined
@@ -47,7 +47,7 @@ def train(argv: Words, say: Say) -> None:
 
 
 def distil(argv: Words, say: Say) -> None:
-    """Distil with the given flags, in one process or in each process that ``torchrun`` started."""
+    """Distil with the given flags, in this process and in all others that ``torchrun`` started."""
     from visionattn.training.distil.distil_config import parse_distil
     from visionattn.training.distil.distillation import distil
     from visionattn.training.distributed import joined
@@ -60,9 +60,7 @@ def distil(argv: Words, say: Say) -> None:
 
 
 def validate(argv: Words, say: Say) -> None:
-    """Evaluate saved weights at several image sizes, and print each row of the table once it is
-    done.
-    """
+    """Evaluate a checkpoint at several image sizes and print each row of the table when ready."""
     from visionattn.training.validate import COLUMNS, Validation, align, parse_validate
 
     config = parse_validate(argv)
@@ -87,14 +85,14 @@ def stats(argv: Words, say: Say) -> None:
 
 
 def predict(argv: Words, say: Say) -> None:
-    """Predict the classes of image files, or of their pixels."""
+    """Predict the class of each image, or of each pixel for a segmentation model."""
     from visionattn.inference.banding import MapOfImage, is_map
     from visionattn.inference.inference_options import PredictOptions, parse_options
     from visionattn.inference.predict import Predictor
     from visionattn.inference.segment import MaskPredictor, gives_masks
 
     example = "--checkpoint checkpoints/digits/best.safetensors --images docs/figures"
-    what = "Name the classes of images, or draw the masks of their pixels."
+    what = "Predict the classes of images, or draw segmentation masks."
     about = dict(command="predict", description=what, example=example)
     options = parse_options(PredictOptions, argv, **about)
     if not gives_masks(options):
@@ -106,7 +104,7 @@ def predict(argv: Words, say: Say) -> None:
 
 
 def features(argv: Words, say: Say) -> None:
-    """Write the features of image files."""
+    """Extract the features of image files."""
     from visionattn.inference.banding import MapOfImage, is_map
     from visionattn.inference.extraction import Extraction
     from visionattn.inference.feature_options import check, parse_extract
@@ -115,7 +113,7 @@ def features(argv: Words, say: Say) -> None:
     example = "--model scaleformer_vit_t --images docs/figures --img_size 224 "
     about = dict(
         command="features",
-        description="Write features of images to safetensors, with an index.",
+        description="Extract features of images to safetensors, with an index.",
         example=example + "--output checkpoints/features/figures",
     )
     options = parse_extract(argv, **about)
@@ -133,7 +131,7 @@ def features(argv: Words, say: Say) -> None:
 
 
 def look(argv: Words, say: Say) -> None:
-    """Draw the attribution of a class over image files."""
+    """Draw the attribution map of a class over each image."""
     from visionattn.inference.attribution_folder import Looking
     from visionattn.inference.look_options import parse_look
     from visionattn.lab.report.templates import look_page
@@ -157,21 +155,21 @@ def share(argv: Words, say: Say) -> None:
 
 
 def convert(argv: Words, say: Say) -> None:
-    """Convert a timm ViT with its weights to one of our models."""
+    """Convert a timm ViT and its weights to a model of this package."""
     from visionattn.models.conversion import convert
 
     convert(argv, say)
 
 
 def export(argv: Words, say: Say) -> None:
-    """Export a model as ONNX, as a torch.export program, or compiled."""
+    """Export a model to ONNX, to a torch.export program, or compiled."""
     from visionattn.models.export import export_model
 
     export_model(argv, say)
 
 
 def sweep(argv: Words, say: Say) -> None:
-    """Train and measure over head counts, with one process for each training run."""
+    """Train and measure models with different head counts, one process per training run."""
     from visionattn.cli.commands import started
     from visionattn.lab.sweep.head_sweep import sweep
 
@@ -179,7 +177,7 @@ def sweep(argv: Words, say: Say) -> None:
 
 
 def profile(argv: Words, say: Say) -> None:
-    """Measure the memory of models over image sizes."""
+    """Measure the peak memory of models at several image sizes."""
     from visionattn.lab.profile.memory_profile import profile
 
     profile(argv, say)
@@ -193,7 +191,7 @@ def benchmark(argv: Words, say: Say) -> None:
 
 
 def report(argv: Words, say: Say) -> None:
-    """Write a report page on runs, sweeps and memory profiles."""
+    """Write an HTML report on runs, sweeps and memory profiles."""
     from visionattn.lab.report.page import report
 
     say(report(argv))
@@ -206,9 +204,9 @@ class Subcommand:
     work: Callable[[Words, Say], None]
     about: str
     options: str | None = None
-    """The dataclass of its options, where its module imports no torch."""
+    """Path of the dataclass of its options, if the module of that dataclass imports no torch."""
     several: bool = False
-    """Whether ``torchrun`` may start it in several processes."""
+    """Whether it may run under ``torchrun`` in several processes."""
 
 
 SUBCOMMANDS = {
@@ -223,29 +221,29 @@ SUBCOMMANDS = {
     ),
     "validate": Subcommand(
         validate,
-        "accuracy of trained weights at several image sizes",
+        "evaluate a checkpoint at several image sizes",
         "visionattn.training.config.ValidateConfig",
     ),
-    "stats": Subcommand(stats, "mean and standard deviation of your training images, per band"),
+    "stats": Subcommand(stats, "compute mean and standard deviation of training images, per band"),
     "predict": Subcommand(
         predict,
-        "classes of images, as a table, CSV or JSON",
+        "predict classes of images, as a table, CSV or JSON, or segmentation masks",
         "visionattn.inference.inference_options.PredictOptions",
     ),
     "features": Subcommand(
         features,
-        "features of images, as safetensors with an index",
+        "extract features of images to safetensors, with an index",
         "visionattn.inference.feature_options.ExtractOptions",
     ),
-    "look": Subcommand(look, "the attribution of a class, drawn over images"),
+    "look": Subcommand(look, "draw the attribution map of a class over images"),
     "generate": Subcommand(generate, "generate or complete images with a pixel decoder"),
-    "share": Subcommand(share, "trained weights in the formats of timm and transformers"),
+    "share": Subcommand(share, "write a checkpoint in the formats of timm and transformers"),
     "convert": Subcommand(convert, "convert a timm ViT and its weights into a model of visionattn"),
-    "export": Subcommand(export, "a model as ONNX, as a torch.export program, or compiled"),
-    "sweep": Subcommand(sweep, "train and measure one configuration over head counts"),
-    "profile": Subcommand(profile, "memory of models over image sizes"),
-    "benchmark": Subcommand(benchmark, "time of operations, models, kernels and data loading"),
-    "report": Subcommand(report, "a page about runs, sweeps and memory profiles"),
+    "export": Subcommand(export, "export a model to ONNX, torch.export, or compiled"),
+    "sweep": Subcommand(sweep, "train and measure one configuration with different head counts"),
+    "profile": Subcommand(profile, "measure peak memory of models at several image sizes"),
+    "benchmark": Subcommand(benchmark, "time operations, models, kernels and data loading"),
+    "report": Subcommand(report, "write an HTML report on runs, sweeps and memory profiles"),
 }
 
 
@@ -254,7 +252,7 @@ def run(name: str, argv: Words | None = None) -> int:
 
     Args:
         name: one of ``SUBCOMMANDS``.
-        argv: the words after the name; None: the words of this process.
+        argv: the words after the name; None: ``sys.argv[1:]``.
     """
     from visionattn.cli.ends import run_tool
 
@@ -272,7 +270,7 @@ def run(name: str, argv: Words | None = None) -> int:
 
 
 def check_names(options: str, argv: Words) -> None:
-    """Raise ValueError where a flag is no option of a dataclass, which is given by its path."""
+    """Raise ValueError for a flag that is not a field of the dataclass at the path ``options``."""
     from visionattn.cli.parsing import field_types, flags_of
 
     module, _, name = options.rpartition(".")
@@ -282,7 +280,7 @@ def check_names(options: str, argv: Words) -> None:
 def leave(code: int) -> NoReturn:
     """End this process with an exit code.
 
-    After Ctrl-C it ends at once, because Python needs a second or more to unload its libraries.
+    After Ctrl-C, skip Python's shutdown, which takes a second or more to unload libraries.
     """
     if code == STOPPED:
         atexit._run_exitfuncs()
@@ -298,7 +296,7 @@ def script() -> NoReturn:
 
 
 def main(argv: Words | None = None) -> int:
-    """Run the subcommand that ``argv`` names and return its exit code; 2 without a subcommand."""
+    """Run the subcommand named in ``argv`` and return its exit code; 2 without a subcommand."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
     if name in SUBCOMMANDS:
         return run(name, rest)

@@ -1,7 +1,6 @@
-"""The configurations that come with the package: where they lie, and how one is named.
+"""Find the configurations that the package ships.
 
-A wheel has them in the package, at ``visionattn/configs``; a clone has them beside it, in
-``configs``.
+A wheel has them in ``visionattn/configs``, a clone in ``configs`` next to the package.
 """
 
 from pathlib import Path
@@ -10,18 +9,19 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def shipped() -> dict[str, Path]:
-    """Return the files that come with the package, by their names without ``.yaml``, in order."""
+    """Return the shipped files by their names without ``.yaml``, sorted by name."""
     within = PACKAGE / "configs"
     folder = within if within.is_dir() else PACKAGE.parent / "configs"
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
 def find_config(given: str | Path) -> Path:
-    """Return the file of a configuration, given by its path or, if it comes with the package, by
-    its name. A file at that path counts before a name.
+    """Return the file of a configuration, given by its path or by the name of a shipped one.
+
+    An existing file takes precedence over a shipped configuration of the same name.
 
     Raises:
-        FileNotFoundError: it is neither; the line lists the names.
+        FileNotFoundError: it is neither; the error lists the shipped names.
     """
     path = Path(given)
     if path.is_file():

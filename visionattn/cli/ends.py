@@ -1,7 +1,7 @@
-"""How a run can end early, and the exit code of each end.
+"""Turn the exceptions that end a run into an error line and an exit code.
 
-Here are the exceptions for a signal, a loss that is not finite, too little memory and a dead
-process, and what a command prints and returns for each.
+This module defines the exceptions for a signal, a non-finite loss, too little memory and a dead
+process.
 """
 
 import os
@@ -18,38 +18,32 @@ PACKAGE = Path(__file__).parents[1]
 
 
 class Stopped(Exception):
-    """Ctrl-C or SIGTERM ended a run, whose state is saved; the text says where. The exit code is
-    130 for both.
-    """
+    """Ctrl-C or SIGTERM ended a run; the text says where its state is saved. Exit code 130."""
 
 
 class NonFinite(Exception):
-    """The loss was not finite for several steps in a row; the text names the first module with such
-    values.
+    """The loss was not finite for several steps in a row; the text names the first module with
+    non-finite values.
     """
 
 
 class OutOfMemory(Exception):
-    """A run needs more memory than there is; the text says at which batch and image size, and what
-    helps.
-    """
+    """A run ran out of memory; the text gives batch and image size, and a remedy."""
 
 
 class DoesNotFit(OutOfMemory):
-    """A run would need more memory than there is, and was refused before its first step; the text
-    says how much, and what would fit.
+    """A run was refused before its first step because it would run out of memory; the text gives
+    the estimate and a setting that fits.
     """
 
 
 class Failed(Exception):
-    """Another process of the run, one that loads data or one that trains, ended; the text says
-    which.
-    """
+    """Another process of the run (a data loader or a training process) ended; the text names it."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error says that an allocation failed, on a GPU or on a processor."""
-    import torch  # takes a second, which a mistyped option does not wait for
+    """Tell whether an error reports a failed allocation, on a GPU or on the CPU."""
+    import torch  # takes a second; an error about a mistyped option does not wait for it
 
     words = ("allocate memory", "not enough memory")
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
@@ -58,21 +52,19 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 EXIT_CODES = {NonFinite: 1, OutOfMemory: 3, DoesNotFit: 3, Failed: 4}
-"""Exit codes of runs that end through no fault of their input."""
+"""Exit codes of runs that end for another reason than bad input."""
 
 
 def run_tool(work: Callable[[], None], *, several: bool = False) -> int:
-    """Do a command's work and turn the ways in which it can end into an exit code and at most one
-    line on standard error.
+    """Run a command and return its exit code, with at most one line on standard error.
 
     Args:
         work: the work of the command.
-        several: the processes that ``torchrun`` has started do it together; other tools refuse to
-            start in several.
+        several: whether the command may run in several processes of ``torchrun``.
 
     Returns:
-        0; 1 for a loss that is not finite; 2 for bad input, and for files that cannot be read or
-        written; 3 for too little memory; 4 where another process of the run ended; 130 for Ctrl-C.
+        0 for success; 1 for a non-finite loss; 2 for bad input and unreadable or unwritable files;
+        3 for too little memory; 4 if another process of the run ended; 130 for Ctrl-C.
     """
     if not several and not is_alone():
         if os.environ.get("RANK", "0") == "0":
@@ -80,7 +72,7 @@ def run_tool(work: Callable[[], None], *, several: bool = False) -> int:
                 "error: this tool runs as one process; start it without torchrun", file=sys.stderr
             )
         return 2
-    for stream in (sys.stdout, sys.stderr):  # names of files may be in any encoding
+    for stream in (sys.stdout, sys.stderr):  # file names may be in any encoding
         if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     try:
@@ -92,7 +84,7 @@ def run_tool(work: Callable[[], None], *, several: bool = False) -> int:
 
 
 def tell(error: BaseException) -> int:
-    """Print the line of an error that ends a command, and return the exit code."""
+    """Print the line of an error that ends a command, and return its exit code."""
     if isinstance(error, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
     else:
@@ -103,9 +95,11 @@ def tell(error: BaseException) -> int:
 
 @contextmanager
 def told_in_one_line() -> Iterator[None]:
-    """Write the warnings of this package, and Pillow's of garbled files, as a line each, without
-    the place in the code. Errors of TensorBoard's thread are told where it raises them again: in
-    the main thread, at the next line that is written.
+    """Print each warning of this package, and Pillow's about damaged files, as one line without the
+    location in the code.
+
+    Do not print the ``OSError`` of TensorBoard's writer thread: the main thread raises it again at
+    the next write.
     """
     usual, usual_of_threads = warnings.formatwarning, threading.excepthook
 
@@ -128,29 +122,30 @@ def told_in_one_line() -> Iterator[None]:
 
 
 def exit_code(error: BaseException) -> int:
-    """Return the exit code of a command that an error ends; 1 for one that is not known here."""
+    """Return the exit code of a command that an error ends; 1 for an unknown error."""
     if isinstance(error, (Stopped, KeyboardInterrupt)):
         return STOPPED
     return 2 if isinstance(error, (ValueError, OSError)) else EXIT_CODES.get(type(error), 1)
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return an error as one line: a system's with its file, and its name where it has no text."""
+    """Return an error as one line: with its file for an ``OSError``, its type if it has no text."""
     text = str(error).strip()
     if isinstance(error, OSError) and error.filename and error.strerror:
         text = f"{error.filename}: {error.strerror}"
-    if "Original Traceback" in text:  # of a loader's process: last comes what the data set said
+    if "Original Traceback" in text:  # from a loader process; the last line is the original error
         text = text.splitlines()[-1].partition(": ")[2]
     return bounded(" ".join(text.split())) or type(error).__name__
 
 
 LONGEST, LONGEST_WORD = 600, 200
-"""Letters of a line, and of a word in a line that is too long: garbled values are longer."""
+"""The most characters of a line, and of a word in a line that is too long."""
 
 
 def bounded(line: str) -> str:
-    """Return a line whole where it is short enough; else without the middles of its longest words,
-    and where that is not enough, without its own.
+    """Return a line of at most ``LONGEST`` characters.
+
+    A longer line loses the middle of its longest words first, and then its own middle.
     """
     if len(line) <= LONGEST:
         return line
@@ -158,6 +153,6 @@ def bounded(line: str) -> str:
 
 
 def _cut(text: str, most: int) -> str:
-    """Return a text of at most ``most`` letters: of a longer one, its beginning and its end."""
+    """Return a text of at most ``most`` characters; a longer one loses its middle."""
     half = (most - 5) // 2
     return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"

@@ -1,9 +1,8 @@
-"""Files that are there whole or not at all, and whether one may write somewhere.
+"""Write files atomically, lock them, and check in advance whether a path can be written.
 
-This module writes, locks and refuses files, and puts an error into one line. It knows no format.
-Every writer calls ``target_of``, which refuses anything but regular files. An unfinished file has a
-random name in the folder of its target; ``is_unfinished`` recognises the name, and the next write
-to the target deletes files left by killed processes.
+This module knows no file format. Every writer calls ``target_of``, which refuses anything but
+regular files. An unfinished file has a random name in the folder of its target; ``is_unfinished``
+recognises the name. The next write to the target deletes files left by killed processes.
 """
 
 import errno
@@ -29,19 +28,18 @@ from visionattn.cli.tables import sized
 UNFINISHED = ".visionattn.tmp"
 """Suffix of unfinished files and folders."""
 CONTINUED = ".visionattn.part"
-"""Suffix of unfinished files and folders that several runs write."""
+"""Suffix of unfinished files and folders that a later run continues."""
 POSIX = hasattr(os, "O_DIRECTORY")
-"""Folders can be opened and open files renamed. Windows does neither, so files left by killed
-processes stay there.
+"""Whether the system can open folders and rename open files. Windows cannot, so files left by
+killed processes stay there.
 """
 
 
 def target_of(path: str | Path) -> Path:
-    """Return the file that is written where ``path`` is asked for: links are followed, also where
-    they lead to no file yet.
+    """Return the file to write for ``path``: the target of a link, whether or not it exists.
 
     Raises:
-        OSError: there is a folder, a device, a pipe or a socket; none of them may be replaced.
+        OSError: ``path`` is a folder, a device, a pipe or a socket.
     """
     if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -57,18 +55,19 @@ def write_whole(
     check: Callable[[Path], object] | None = None,
     previous: Path | None = None,
 ) -> None:
-    """Write a file so that it is there whole or not at all: under another name, flushed to the disk
-    and renamed. A file that is there keeps its permissions.
+    """Write a file atomically: write a temporary file, flush it to the disk and rename it.
+
+    An existing file keeps its permissions.
 
     Args:
         path: the file, as ``target_of`` takes it; its folder exists.
-        write: writes the content to the path that it is given, where there is an empty file.
-        check: reads the path that it is given back, and raises if the content is wrong.
-        previous: where the file that has the name until then goes; None: it is replaced.
+        write: writes the content to the given path, an empty file.
+        check: reads the given path back and raises if the content is wrong.
+        previous: new path of the existing file; None: replace it.
 
     Raises:
-        OSError: it cannot be written; ``filename`` is ``path``, also where the system names no file
-            (a full disk). ``path`` and ``previous`` are as they were.
+        OSError: the file cannot be written; ``path`` and ``previous`` are unchanged. ``filename``
+            is ``path``, even if the system names no file (a full disk).
     """
     target = target_of(path)
     with named(path), _beside(target) as temporary:
@@ -77,7 +76,7 @@ def write_whole(
         flush_to_disk(temporary)
         if check is not None:
             check(temporary)
-        os.chmod(temporary, stat.S_IMODE(mode))  # some writers make files of their own
+        os.chmod(temporary, stat.S_IMODE(mode))  # some writers create a new file
         if previous is not None and target.exists():
             os.replace(target, previous)
         os.replace(temporary, target)
@@ -85,18 +84,16 @@ def write_whole(
 
 @contextmanager
 def whole_folder(path: str | Path, *, replaces: str | None = None) -> Iterator[Path]:
-    """Give an empty folder to write files into; at the end it is there as ``path``, whole, or not
-    at all: under another name, flushed to the disk and renamed.
+    """Yield an empty folder to fill; at the end, flush it to the disk and rename it to ``path``.
 
     Args:
         path: the folder; its parent exists.
-        replaces: the name of a file by which a folder that is there is known as one that goes when
-            the new one is whole; None: none does.
+        replaces: replace an existing folder if it has a file of this name; None: replace none.
 
     Raises:
-        ValueError: there is something of that name that is not to be replaced.
-        OSError: it cannot be written; ``filename`` is ``path`` where the system names no file or
-            the unfinished folder.
+        ValueError: ``path`` exists and may not be replaced.
+        OSError: the folder cannot be written; ``filename`` is ``path`` if the system names no file
+            or the unfinished folder.
     """
     target = Path(path)
     check_new(target, replaces=replaces)
@@ -104,7 +101,7 @@ def whole_folder(path: str | Path, *, replaces: str | None = None) -> Iterator[P
         yield place
         for file in place.iterdir():
             flush_to_disk(file)
-            # Some writers make files that nobody else may read.
+            # Some writers create files that only their owner may read.
             os.chmod(file, stat.S_IMODE(place.stat().st_mode) & 0o666)
         flush_folder(place)
         check_new(target, replaces=replaces)  # a rename would replace an empty folder
@@ -112,7 +109,7 @@ def whole_folder(path: str | Path, *, replaces: str | None = None) -> Iterator[P
 
 
 def _rename_folder(place: Path, target: Path) -> None:
-    """Rename a finished folder to its target, and then delete the former target."""
+    """Rename a finished folder to its target, then delete the former target."""
     former = _unfinished_name(target)
     with ExitStack() as undo:
         if target.exists():
@@ -124,9 +121,8 @@ def _rename_folder(place: Path, target: Path) -> None:
 
 
 def check_new(path: Path, *, replaces: str | None = None) -> None:
-    """Raise ValueError where a folder cannot be made as something new: there is something of that
-    name, there is no folder for it, or that may not be written to. A folder with a file of the name
-    ``replaces`` is not in the way.
+    """Raise ValueError if a folder cannot be created: its name is taken, or its parent is missing
+    or not writable. An existing folder with a file named ``replaces`` is allowed.
     """
     known = replaces is not None and path.is_dir() and not path.is_symlink()
     if os.path.lexists(path) and not (known and (path / str(replaces)).is_file()):
@@ -145,8 +141,8 @@ def _unfinished_name(target: Path) -> Path:
 
 @contextmanager
 def _beside(target: Path, *, folder: bool = False) -> Iterator[Path]:
-    """Make an empty file or folder of a random name in the folder of ``target``; delete it at the
-    end unless it was renamed. Its lock tells ``forget_unfinished`` that its writer lives.
+    """Create an empty file or folder with a random name in the folder of ``target``; delete it at
+    the end unless it was renamed. Its lock tells ``forget_unfinished`` that its writer is alive.
     """
     forget_unfinished(target)
     place = _unfinished_name(target)
@@ -169,8 +165,8 @@ def _delete(path: Path) -> None:
 
 
 def _is_free(descriptor: int) -> bool:
-    """Lock a file until its descriptor is closed; return whether no other process has locked it.
-    On a file system without locks it counts as free.
+    """Lock a file until its descriptor is closed; return False if another process has locked it.
+    On a file system without locks, return True.
     """
     with suppress(OSError):
         return lock_descriptor(descriptor, blocking=False)
@@ -178,24 +174,25 @@ def _is_free(descriptor: int) -> bool:
 
 
 class Continued:
-    """A file or folder that several runs write. Until it is finished it has a fixed name in the
-    same folder, under which the next run finds it. One process at a time holds it.
+    """A file or folder that several runs write, one at a time.
+
+    Until it is finished it has a fixed name in the same folder, where the next run finds it.
 
     Attributes:
         place: the unfinished file or folder; a new one is empty.
     """
 
     def __init__(self, path: str | Path, *, folder: bool = False, overwrite: bool = False):
-        """Take the file or folder that it will be.
+        """Create or reopen the unfinished file or folder, and lock it.
 
         Args:
-            path: where it will be; a file as ``target_of`` takes it.
-            folder: it is a folder.
-            overwrite: replace an existing file once the new one is whole, and an existing folder
+            path: the finished file, as ``target_of`` takes it, or the finished folder.
+            folder: whether ``path`` is a folder.
+            overwrite: replace an existing file once the new one is complete, and an existing folder
                 if ``finish`` allows it.
 
         Raises:
-            ValueError: it cannot be written, is in the way, or another process writes it.
+            ValueError: ``path`` cannot be written, exists, or is being written by another process.
         """
         self._path, self._folder = Path(path), folder
         self._overwrite = overwrite
@@ -213,13 +210,13 @@ class Continued:
 
     @staticmethod
     def beside(path: str | Path, *, folder: bool = False) -> Path:
-        """Return the unfinished file or folder of a path, whether or not there is one."""
+        """Return the path of the unfinished file or folder, whether or not it exists."""
         target = Path(path) if folder else target_of(path)
         number = hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]
         return target.with_name(f".{target.name[:48]}.{number}{CONTINUED}")
 
     def open(self) -> io.FileIO:
-        """Open the unfinished file at its start, to read and write without a buffer."""
+        """Open the unfinished file at its start, unbuffered, for reading and writing."""
         return io.FileIO(self.place, "rb+")
 
     def empty(self) -> None:
@@ -231,10 +228,10 @@ class Continued:
             os.truncate(self.place, 0)
 
     def finish(self, *, replaces: str | None = None) -> None:
-        """Give it its name, once all of it is on the disk.
+        """Flush everything to the disk and rename it to its final name.
 
         Args:
-            replaces: the name of a file by which a folder that is there is known as one that goes.
+            replaces: with ``overwrite``, replace an existing folder that has a file of this name.
         """
         with named(self._path):
             if self._folder:
@@ -259,13 +256,13 @@ class Continued:
         self.close()
 
     def close(self) -> None:
-        """Let other processes have it, unfinished as it may be."""
+        """Release the lock; an unfinished file or folder stays for the next run."""
         self._held.close()
 
 
 def check_room(path: Path, wanted: int) -> None:
-    """Raise ValueError if the disk of a path, whose folder exists, has fewer free bytes than
-    ``wanted``.
+    """Raise ValueError if the disk of a path has fewer free bytes than ``wanted``. The folder of
+    the path exists.
     """
     free = shutil.disk_usage(path.absolute().parent).free
     if wanted > free:
@@ -275,7 +272,7 @@ def check_room(path: Path, wanted: int) -> None:
 
 
 def reserve_bytes(descriptor: int, size: int) -> None:
-    """Make a file so large that writing within it cannot fill the disk, where the system can."""
+    """Allocate ``size`` bytes for a file; without ``posix_fallocate``, only set its length."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, size)
     else:
@@ -283,18 +280,18 @@ def reserve_bytes(descriptor: int, size: int) -> None:
 
 
 def is_unfinished(path: str | Path) -> bool:
-    """Tell by its name whether a file is being written, or was left by a killed process."""
+    """Tell by its name whether a file is unfinished: being written, or left by a killed process."""
     name = os.path.basename(path)
     return name.startswith(".") and name.endswith(UNFINISHED)
 
 
 def forget_unfinished(target: Path) -> None:
-    """Delete unfinished versions of a file or folder that killed processes left. Those of living
-    processes are locked.
+    """Delete the unfinished versions of a file or folder that killed processes left. Living
+    processes hold a lock on theirs.
     """
     for path in target.parent.glob(f".*{UNFINISHED}") if POSIX else ():
         if path.name[1:].startswith(target.name[:48] + "."):
-            with suppress(OSError), ExitStack() as held:  # of others, or somebody else was faster
+            with suppress(OSError), ExitStack() as held:  # no permission, or already deleted
                 descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
                 held.callback(os.close, descriptor)
                 if lock_descriptor(descriptor, blocking=False):
@@ -307,21 +304,21 @@ def unfinished(folder: Path) -> list[Path]:
 
 
 def added_to(path: str | Path) -> BinaryIO:
-    """Open a file, as ``target_of`` takes it, to write at its end."""
+    """Open a file for appending, as ``target_of`` takes it."""
     return open(target_of(path), "ab")
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a text file whole or not at all; lines end as they do in ``text``, and bytes of names
-    that are no UTF-8 become question marks.
+    """Write a text file atomically as UTF-8. Line ends stay as in ``text``; file-name bytes that
+    are not UTF-8 become question marks.
     """
     content = printable(text).encode()
     write_whole(path, lambda temporary: temporary.write_bytes(content))
 
 
 def add_line(path: str | Path, record: dict[str, Any]) -> None:
-    """Add one line of JSON, at once and whole, so that several processes may add to one file; it is
-    on the disk before anything else is done.
+    """Append one line of JSON in a single write and flush it to the disk. Several processes may
+    append to the same file.
     """
     with named(path), added_to(path) as file:
         file.write((json.dumps(record) + "\n").encode())
@@ -330,30 +327,30 @@ def add_line(path: str | Path, record: dict[str, Any]) -> None:
 
 
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
-    """Return the whole lines that ``add_line`` wrote; none where there is no file."""
+    """Return the complete lines that ``add_line`` wrote; an empty list if there is no file."""
     records = []
     for line in Path(path).read_text(encoding="utf-8").splitlines() if Path(path).exists() else ():
-        with suppress(ValueError):  # the end of a process that was killed as it wrote
+        with suppress(ValueError):  # a line cut short when its process was killed
             records.append(json.loads(line))
     return records
 
 
 @contextmanager
 def named(path: str | Path) -> Iterator[None]:
-    """Give errors of the system the name of the target where they name no file, as on a full disk,
-    or an unfinished one. Unwrap exceptions of libraries to the original ``OSError``.
+    """Name the target in an ``OSError`` that names no file (a full disk) or the unfinished file.
+    Unwrap library exceptions to the original ``OSError``.
     """
     try:
         yield
     except OSError as error:
-        if error.errno is None:  # of a library, which knows no file
+        if error.errno is None:  # raised by a library that does not know the file
             raise OSError(f"{path} cannot be written: {error}") from error
         beside = any(mark in str(error.filename) for mark in (UNFINISHED, CONTINUED))
         if error.filename is None or beside:
             error.filename = str(path)
         raise
     except Exception as error:
-        # torch raises the system's error anew, and libraries in Rust write its number down.
+        # torch wraps the system's error; Rust libraries write its number into the text.
         said = re.search(r"\(os error (\d+)\)", str(error))
         context = error.__context__ if isinstance(error, RuntimeError) else None
         number = int(said[1]) if said else getattr(context, "errno", None)
@@ -363,13 +360,13 @@ def named(path: str | Path) -> Iterator[None]:
 
 
 def flush_to_disk(path: str | Path) -> None:
-    """Flush a file to the disk, so that renaming it later never leaves an empty one."""
+    """Flush a file to the disk, so that a later rename never leaves an empty file."""
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
 
 
 def flush_folder(path: Path) -> None:
-    """Flush the names in a folder to the disk, where the system can."""
+    """Flush the entries of a folder to the disk, if the system supports it."""
     if POSIX:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -379,8 +376,8 @@ def flush_folder(path: Path) -> None:
 
 
 def check_free(path: Path, overwrite: bool) -> None:
-    """Raise ValueError where a file cannot be written, or exists and ``overwrite`` is off; OSError
-    for what ``target_of`` refuses.
+    """Raise ValueError if a file cannot be written, or exists without ``overwrite``; OSError if
+    ``target_of`` refuses it.
     """
     if path.is_dir():
         raise ValueError(f"{path} cannot be written: it is a folder; name a file")
@@ -395,7 +392,7 @@ def check_free(path: Path, overwrite: bool) -> None:
 
 
 def check_folder(folder: Path, way_out: str) -> None:
-    """Raise ValueError where a folder can neither be made nor written to; the line ends with
+    """Raise ValueError if a folder cannot be created or written to; the error ends with
     ``way_out``.
     """
     for place in (folder, *folder.parents):
@@ -408,15 +405,15 @@ def check_folder(folder: Path, way_out: str) -> None:
 
 
 def lock(path: Path, taken: str) -> TextIO:
-    """Open a file and keep others from locking it until it is closed here and in all processes that
-    were started with its descriptor.
+    """Open and lock a file. The lock lasts until the file is closed here and in all processes that
+    inherited its descriptor.
 
     Args:
-        path: the file; it is made where it is missing.
-        taken: the error where somebody has locked it.
+        path: the file; created if missing.
+        taken: text of the error if the file is locked.
 
     Raises:
-        ValueError: somebody has locked it.
+        ValueError: another process has locked the file.
         OSError: the file cannot be opened.
     """
     file = open(target_of(path), "a")  # noqa: SIM115  the caller closes it
@@ -428,13 +425,13 @@ def lock(path: Path, taken: str) -> TextIO:
 
 @contextmanager
 def locked(path: Path, taken: str) -> Iterator[None]:
-    """Keep other processes out, with a file that is there meanwhile. Only this process holds it:
-    those that it forks may outlive it by seconds.
+    """Hold a lock file in this context, to keep other processes out. Forked processes do not
+    inherit the lock, because they may outlive this process by seconds.
 
     Raises:
-        ValueError: somebody has locked it; the text is ``taken``.
+        ValueError: another process holds the lock; the text is ``taken``.
     """
-    # Tried again for a moment: whoever had it may just be deleting it.
+    # Retry for a moment: the previous holder may be deleting the file.
     guard = FileLock(target_of(path), timeout=0.1, thread_local=False)
     try:
         guard.acquire()
@@ -444,14 +441,14 @@ def locked(path: Path, taken: str) -> Iterator[None]:
         try:
             yield
         finally:
-            with suppress(OSError):  # of a folder that is gone or read-only by now
+            with suppress(OSError):  # the folder may be gone or read-only by now
                 path.unlink()
             guard.release()
 
 
 def first_line(error: BaseException | None) -> str:
-    """Return the first line of an error's text, at most 120 characters of it, with the error's name
-    where the text needs it.
+    """Return the first line of an error's text, at most 120 characters. A ``KeyError`` and an error
+    without text get the name of their type.
     """
     lines, kind = str(error).splitlines(), type(error).__name__
     if not lines:
@@ -460,5 +457,5 @@ def first_line(error: BaseException | None) -> str:
 
 
 def printable(text: str) -> str:
-    """Make a text with names of files printable in UTF-8: other bytes become question marks."""
+    """Replace the bytes of file names that are not UTF-8 with question marks."""
     return text.encode("utf-8", "replace").decode()

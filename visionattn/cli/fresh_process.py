@@ -1,9 +1,8 @@
-"""Work in a fresh process, where nothing freed earlier hides an allocation, and which may run out
-of memory.
+"""Call a function in a fresh process, for measurements of memory.
 
-This module owns what such a process is given and what its end means.
-``python -m visionattn.cli.fresh_process`` is that process: it reads from standard input which
-function is called with what.
+There, no memory freed earlier hides an allocation, and running out of memory ends only that
+process. ``python -m visionattn.cli.fresh_process`` is the process: it reads the function and its
+arguments from standard input.
 """
 
 import json
@@ -20,7 +19,7 @@ import torch
 from visionattn.cli.ends import Failed, is_out_of_memory
 
 OUT_OF_MEMORY = 3
-"""Exit code of a process whose work does not fit."""
+"""Exit code of a process that ran out of memory."""
 PACKAGE = Path(__file__).parents[2]
 COMMAND = (sys.executable, "-m", "visionattn.cli.fresh_process")
 KILLED = 9
@@ -28,10 +27,10 @@ KILLED = 9
 
 
 def memory_kills() -> int:
-    """Count the processes that the system ended for want of memory: those of this control group, or
-    all where groups are not counted, or 0 where nothing is.
+    """Return how many processes the system has killed for lack of memory.
 
-    A process that ended by SIGKILL ran out of memory where the count has grown since it began.
+    The count covers this control group, or the machine if groups have no count; 0 if unknown. A
+    process killed by SIGKILL ran out of memory if the count has grown since its start.
     """
     group = Path("/proc/self/cgroup")
     name = group.read_text().strip().rpartition(":")[2].lstrip("/") if group.exists() else ""
@@ -45,11 +44,10 @@ def memory_kills() -> int:
 
 
 def environment(*, returning: bool = False) -> dict[str, str]:
-    """Return the environment of this process, with the package found wherever it is started.
+    """Return the environment of this process, with the package on ``PYTHONPATH``.
 
     Args:
-        returning: freed memory goes back to the system at once, which makes the level of memory
-            exact and costs time.
+        returning: return freed memory to the system at once: slower, but memory readings are exact.
     """
     paths = [str(PACKAGE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     found = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -57,31 +55,31 @@ def environment(*, returning: bool = False) -> dict[str, str]:
 
 
 def ended_for_memory(code: int, kills: int) -> bool:
-    """Tell whether the system ended a process for want of memory.
+    """Tell whether the system killed a process for lack of memory.
 
     Args:
-        code: of its end; below 0 the signal that killed it.
-        kills: what ``memory_kills`` said before it began.
+        code: its exit code; a negative one is the signal that killed it.
+        kills: the value of ``memory_kills`` before its start.
     """
     return code == -KILLED and memory_kills() > kills
 
 
 def ask(function: Callable[..., Any], given: dict[str, Any], what: str) -> Any:
-    """Return what ``function(**given)`` returns in a process of its own.
+    """Return the result of ``function(**given)``, called in a fresh process.
 
     Args:
-        function: a function of a module of the package that takes and returns what JSON holds.
+        function: a module-level function of the package; takes and returns JSON values.
         given: its arguments.
-        what: what is measured, for the error.
+        what: name of the measured work, for the error.
 
     Raises:
-        torch.OutOfMemoryError: it does not fit, or the system ended the process for want of memory.
-        Failed: the process failed in another way; the text is the last line that it wrote, or the
-            signal that ended it.
+        torch.OutOfMemoryError: the process ran out of memory.
+        Failed: the process failed in another way; the text is its last line on standard error, or
+            the signal that killed it.
     """
     named = {"module": function.__module__, "function": function.__name__}
     kills, told = memory_kills(), json.dumps(named | {"given": given})
-    # All is imported anew, so that even the level of memory before the work is its own.
+    # The process imports everything anew, so its memory before the work is its own, too.
     options = dict(capture_output=True, text=True, env=environment(returning=True))
     done = subprocess.run(COMMAND, input=told, **options)
     full = done.returncode == OUT_OF_MEMORY or (done.returncode and "bad_alloc" in done.stderr)
@@ -98,13 +96,13 @@ def ask(function: Callable[..., Any], given: dict[str, Any], what: str) -> Any:
 
 
 def first_to_end() -> None:
-    """Let this process be the first that the system ends when it runs out of memory."""
+    """Make this process the first that the system kills when memory runs out."""
     if Path("/proc/self/oom_score_adj").exists():
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def answer(told: str) -> int:
-    """Print what the function that is asked for returns, and return the exit code."""
+    """Call the requested function, print its result as JSON, and return the exit code."""
     first_to_end()
     request = json.loads(told)
     try:

@@ -1,10 +1,10 @@
-"""Ctrl-C and SIGTERM: a tool ends within seconds, whatever it computes or imports.
+"""End a command within seconds of Ctrl-C or SIGTERM, whatever it computes or imports.
 
-Python runs its handlers of signals between two of its own instructions, and one operation on a
-large image, or a backward pass, takes minutes. So a thread hears of a signal from the system at
-once, and ends the process where it has not begun to end by itself within ``GRACE``. This module
-owns that thread and the clean-up before it ends the process. ``import visionattn`` imports it
-first: while a command of the package imports its libraries, a signal ends it with one line.
+Python runs signal handlers between two of its instructions, but one operation on a large image or a
+backward pass takes minutes. So a thread receives signals at once, and ends the process if it has
+not begun to end by itself within ``GRACE``. This module owns that thread and the clean-up.
+``import visionattn`` imports it first, so that a signal during slow imports ends a command with one
+line.
 """
 
 import multiprocessing
@@ -21,7 +21,7 @@ from typing import TypeVar
 Item = TypeVar("Item")
 PACKAGE = Path(__file__).parents[1]
 GRACE = 2.0
-"""Seconds from a signal until a process is ended that has not begun to end by itself."""
+"""Seconds from a signal until the thread ends a process that has not begun to end by itself."""
 STOPPED = 130
 """The exit code after Ctrl-C or SIGTERM."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -35,24 +35,24 @@ class Interrupted(Exception):
 
 
 def is_alone() -> bool:
-    """Tell whether this is the only process of its run, and not one of several of ``torchrun``."""
+    """Tell whether this is the only process of its run, not one of several under ``torchrun``."""
     return os.environ.get("WORLD_SIZE", "1") == "1"
 
 
 def is_command() -> bool:
-    """Tell whether this process is a command of the package by itself: its script, ``python -m``,
-    or a file of ``tools/``.
+    """Tell whether this process runs a command of the package on its own: the script,
+    ``python -m``, or a file of ``tools/``.
     """
     script, words = Path(sys.argv[0] if sys.argv else ""), sys.orig_argv
     named = script.name == PACKAGE.name or script.absolute().parent == PACKAGE.parent / "tools"
-    if str(script) == "-m":  # so it is called while the package is imported
+    if str(script) == "-m":  # the value while Python imports the package
         named = words[words.index("-m") + 1 :][:1] == [PACKAGE.name]
     return named and is_alone()
 
 
 @contextmanager
 def undone_at_end(undo: Callable[[], object]) -> Iterator[None]:
-    """Have ``undo`` called should the process be ended within this context."""
+    """Call ``undo`` if the thread ends the process within this context."""
     _undone.append(undo)
     try:
         yield
@@ -61,12 +61,12 @@ def undone_at_end(undo: Callable[[], object]) -> Iterator[None]:
 
 
 class _Listener(threading.Thread):
-    """Hear of signals from the system, and end the process that does not end by itself."""
+    """Receive signals, and end the process if it does not end by itself."""
 
     def __init__(self) -> None:
         super().__init__(name="signals", daemon=True)
         self.last_words: Callable[[], int] | None = None
-        """Says why the process ends, and returns the exit code."""
+        """Prints why the process ends, and returns the exit code."""
         self.ending, self.left = False, threading.Event()
         self._own, self._system = socket.socketpair()
         self._system.setblocking(False)
@@ -89,7 +89,7 @@ class _Listener(threading.Thread):
         self._system.close()
 
     def run(self) -> None:
-        """Wait for a signal, then for the process to end."""
+        """Wait for a signal, and then for the process to end."""
         while not (heard := self._own.recv(1)) or heard[0] not in SIGNALS:
             if self.left.is_set():
                 return
@@ -98,7 +98,7 @@ class _Listener(threading.Thread):
 
 
 def _leave(last: Callable[[], int]) -> None:
-    """End the process without the thread that computes."""
+    """Clean up and end the process without waiting for the thread that computes."""
     code = STOPPED
     try:
         code = last()
@@ -120,7 +120,7 @@ def _say_interrupted() -> int:
 
 
 def _interrupt(signum: int, frame: object) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # some send it twice; the end is under way
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # some tools send it twice
     raise KeyboardInterrupt
 
 
@@ -130,7 +130,7 @@ def _restore(handlers: dict[int, object]) -> None:
 
 
 def _forget_in_child() -> None:
-    """A child process hears of its own signals in its own way."""
+    """Stop listening in a forked child, which handles its own signals."""
     if _active:
         signal.set_wakeup_fd(-1)
         _active.clear()
@@ -143,11 +143,12 @@ if hasattr(os, "register_at_fork"):
 
 def ends_in_time(*, alone: bool):
     """Return a context in which Ctrl-C and SIGTERM raise ``KeyboardInterrupt``, and end the process
-    where that has no effect in time.
+    if that has no effect within ``GRACE``.
+
+    The context does nothing outside the main thread and within another such context.
 
     Args:
-        alone: whether this is the only process of a run; several end together, by means of their
-            own, and so does what is not the main thread or computes within another tool.
+        alone: whether this is the only process of the run; several end together in another way.
     """
     return _Listener() if alone and _in_main_thread() and not _active else nullcontext()
 
@@ -157,16 +158,15 @@ def _in_main_thread() -> bool:
 
 
 class Interruption:
-    """While active, the first Ctrl-C is noted and a second one raises ``KeyboardInterrupt`` at
-    once.
+    """Record the first Ctrl-C in this context; a second one raises ``KeyboardInterrupt`` at once.
 
-    SIGTERM, which clusters, ``timeout`` and ``torchrun`` send, some of them twice, is noted however
-    often it comes.
+    SIGTERM is only recorded, however often it comes: clusters, ``timeout`` and ``torchrun`` send
+    it, some of them twice.
 
     Args:
-        last_words: called from another thread where a tool's process does not come to an end by
-            itself, as one operation takes longer than ``GRACE``: it says why the process ends, and
-            returns the exit code. None: the process is left to itself.
+        last_words: called from another thread if the process does not end within ``GRACE``, as one
+            operation may take longer. It prints why the process ends, and returns the exit code.
+            None: the thread does not end the process.
     """
 
     def __init__(self, last_words: Callable[[], int] | None = None) -> None:
@@ -193,11 +193,11 @@ class Interruption:
         self.requested = True
 
     def watch(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Pass items on, and raise ``Interrupted`` before the next one once a signal was noted.
-        From then on the process is left to itself.
+        """Yield items, and raise ``Interrupted`` before the next one after a signal. From then on
+        the thread does not end the process.
 
-        A signal reaches the loader's processes too: the loader's error about their end then counts
-        as the interruption.
+        A signal also ends the loader's processes; the loader's error then counts as the
+        interruption.
         """
         iterator = iter(items)
         while not self.requested:

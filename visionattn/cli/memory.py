@@ -1,4 +1,4 @@
-"""Available memory, the memory of this process, and the largest size that fits.
+"""Measure available memory and the memory of this process, and find the largest size that fits.
 
 This module asks Linux and the GPU's driver. It knows nothing of models and images.
 """
@@ -15,37 +15,35 @@ from visionattn.cli.ends import DoesNotFit
 from visionattn.cli.tables import sized
 
 MARGIN = 1.2
-"""Error of an estimate: expected memory above this multiple of the available memory does not fit.
-"""
+"""Tolerance of an estimate: work is refused above this multiple of the available memory."""
 SHARE = 0.85
-"""The share of the memory there is that ``--batch-size auto`` fills."""
+"""The share of the available memory that ``--batch-size auto`` fills."""
 UNLIMITED = 1 << 60
-"""From here on, a limit of a control group stands for none."""
+"""A limit of a control group from this number of bytes on means no limit."""
 
 
 def resident_bytes(field: str, process: int | str = "self") -> int:
-    """Return a field of ``/proc/self/status``: VmRSS and VmHWM are resident now and at most, VmData
-    is asked for.
+    """Return a field of ``/proc/self/status`` in bytes: VmRSS is resident memory, VmHWM its peak,
+    VmData allocated memory.
     """
     status = Path(f"/proc/{process}/status").read_text()
     return 1024 * int(re.search(rf"^{field}:\s+(\d+) kB$", status, re.MULTILINE).group(1))
 
 
 def taken_bytes(device: torch.device) -> int:
-    """Return the memory of this process now: resident memory, or tensors on a GPU."""
+    """Return the bytes that this process uses now: resident memory, or tensors on a GPU."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return resident_bytes("VmRSS") if sys.platform.startswith("linux") else 0
 
 
 def memory_there_is(device: torch.device, processes: int = 1) -> int | None:
-    """Return the bytes that this process may take in all, including its present memory; None if
+    """Return the bytes that this process may use in total, including its present memory; None if
     unknown.
 
     Args:
-        device: of a GPU its free memory counts, else the free memory of the machine and of the
-            control groups, whichever is less.
-        processes: how many like this one share the machine; a GPU is one process's own.
+        device: a GPU, for its free memory; else the minimum of free RAM and the cgroup limits.
+        processes: number of equal processes that share the machine; each has its own GPU.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
@@ -56,7 +54,7 @@ def memory_there_is(device: torch.device, processes: int = 1) -> int | None:
 
 
 def free_of_machine(root: Path = Path("/")) -> int | None:
-    """Return the bytes that the machine can give without swapping."""
+    """Return the bytes of RAM that are available without swapping; None if unknown."""
     try:
         found = re.search(r"^MemAvailable:\s+(\d+) kB$", (root / "proc/meminfo").read_text(), re.M)
     except OSError:
@@ -65,8 +63,8 @@ def free_of_machine(root: Path = Path("/")) -> int | None:
 
 
 def free_of_groups(root: Path = Path("/")) -> int | None:
-    """Return the bytes that the control groups of this process leave, of both versions; None where
-    no group has a limit.
+    """Return the bytes that the control groups (v1 and v2) of this process leave; None if no group
+    has a limit.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -82,7 +80,7 @@ def free_of_groups(root: Path = Path("/")) -> int | None:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
-        # A group is limited by those around it; in a container its own may be the top.
+        # Parent groups limit a group, too. In a container its own group may be the top.
         group = top / name.lstrip("/")
         while group.is_relative_to(top):
             left.append(_left_in(group, *names))
@@ -91,7 +89,7 @@ def free_of_groups(root: Path = Path("/")) -> int | None:
 
 
 def _left_in(group: Path, limit: str, usage: str, file_cache: str) -> int | None:
-    """Return the free bytes of one control group; its cache of files counts as free."""
+    """Return the free bytes of one control group; its file cache counts as free."""
     try:
         most = (group / limit).read_text().strip()
         used = int((group / usage).read_text())
@@ -104,13 +102,13 @@ def _left_in(group: Path, limit: str, usage: str, file_cache: str) -> int | None
 
 
 def largest_fit(fits: Callable[[int], bool], start: int = 16, most: int | None = None) -> int:
-    """Return the largest whole number from 1 for which ``fits`` holds; 0 where it holds for none.
+    """Return the largest integer from 1 on that ``fits``; 0 if none does.
 
     Args:
-        fits: true up to some number and false beyond it; called some ``2 log2`` of the result
-            times, never twice for a number.
-        start: the first number to try; it is doubled while it fits.
-        most: no number above it is asked for.
+        fits: true up to some number and false beyond it; called about ``2 log2(result)`` times,
+            never twice for a number.
+        start: the first number to try; doubled while it fits.
+        most: the largest number to try.
     """
     low, high = 0, start if most is None else min(start, most)
     while high and fits(high):
@@ -124,22 +122,20 @@ def largest_fit(fits: Callable[[int], bool], start: int = 16, most: int | None =
 
 
 def sensible(count: int) -> int:
-    """Return the largest number up to ``count``, 1 or more, that is a power of two, or above 8 a
-    multiple of 8.
-    """
+    """Round ``count`` (at least 1) down to a multiple of 8, or below 8 to a power of two."""
     return count // 8 * 8 if count >= 8 else 1 << (count.bit_length() - 1)
 
 
 def clearly_above(expected: float | None, there: int | None, *, bounded: bool = False) -> bool:
-    """Tell whether something clearly takes more memory than there is, or, if ``bounded``, more than
-    is allowed; no if unknown.
+    """Tell whether the expected memory clearly exceeds the available memory or, if ``bounded``, the
+    given limit; False if unknown.
     """
     known = expected is not None and there is not None
     return known and expected > (1.0 if bounded else MARGIN) * there
 
 
 def room_of(there: int, *, bounded: bool) -> str:
-    """Say how much memory there is, or, if ``bounded``, which option allows so much."""
+    """Describe the available memory or, if ``bounded``, the option that limits it."""
     return f"memory_gib is {there / 2**30:.3g}" if bounded else f"there are {sized(there)}"
 
 
@@ -154,11 +150,11 @@ def check_fits(
     """Refuse work that clearly takes more than the available memory.
 
     Args:
-        expected: bytes, which may be infinite; None if unknown.
-        there: likewise.
-        what: the work, for the error.
-        way_out: says what would fit; called where it does not.
-        bounded: ``there`` is what ``memory_gib`` allows, and no estimate.
+        expected: bytes that the work takes, possibly infinite; None if unknown.
+        there: available bytes; None if unknown.
+        what: name of the work, for the error.
+        way_out: returns the advice for the error; called only for an error.
+        bounded: ``there`` is the limit that ``memory_gib`` sets, not a measurement.
 
     Raises:
         DoesNotFit: one line.
@@ -168,7 +164,7 @@ def check_fits(
         room = sized(there)
         much = (
             f"about {sized(expected)} of memory, and {room_of(there, bounded=bounded)}"
-            if expected < math.inf  # a GPU on which it was tried tells no more
+            if expected < math.inf  # infinite: it was tried on a GPU and did not fit
             else f"more than the {room} of memory that there are"
         )
         raise DoesNotFit(f"{what} would take {much}; {way_out()}")

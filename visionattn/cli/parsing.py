@@ -1,6 +1,6 @@
-"""Turn flags and a YAML file into a dataclass, with errors of one line, and print its help.
+"""Turn flags and YAML files into a dataclass, with one-line errors, and print its help.
 
-Flags have the names of fields, ``--group.field`` within a nested dataclass; ``--init-from`` is
+Flags have the names of fields, ``--group.field`` within a nested dataclass. ``--init-from`` equals
 ``--init_from``, a switch needs no value, and a list is ``--sizes 96 128``. ``untrusted.checked``
 checks the types.
 """
@@ -24,18 +24,18 @@ from visionattn.cli.untrusted import brief, checked, from_yaml, read_yaml
 
 Config = TypeVar("Config")
 LARGEST_WHOLE = 2**63 - 1
-"""torch and numpy take no larger numbers."""
+"""The largest integer that torch and numpy accept."""
 MOST = {"threads": 1024, "jobs": 1024}
-"""The most that options of these names may be: starting more threads ends a process."""
+"""Upper limits of options by name: starting more threads crashes a process."""
 OWN_OPTIONS = ("help", "config", "print_config")
-"""Options besides the fields of a configuration."""
+"""Options that are not fields of a configuration."""
 ALIKE = 0.6
-"""How similar a known name must be to a wrong one, at most 1, to be proposed instead."""
+"""Similarity, from 0 to 1, from which a known name is proposed in place of a wrong one."""
 GONE = {
     "data.aug": "--data.augment takes a preset, or a file of albumentations.save",
-    "data.mask_classes": "classes of --data.masks, or of classes.yaml beside the masks",
-    "data.mask_colours": "colours of --data.masks, or of classes.yaml beside the masks",
-    "data.mask_ignored": "ignored of --data.masks, or of classes.yaml beside the masks",
+    "data.mask_classes": "classes of --data.masks, or of classes.yaml in the folder of masks",
+    "data.mask_colours": "colours of --data.masks, or of classes.yaml in the folder of masks",
+    "data.mask_ignored": "ignored of --data.masks, or of classes.yaml in the folder of masks",
     "data.num_classes": "--data.args.num_classes",
     "data.download": "--data.args.download",
     "data.range_found": "leave it out",
@@ -45,7 +45,7 @@ GONE = {
     "sequence_ranks": "--parallel NUMBER",
     "init_model": "`visionattn convert` makes a file for --init_from",
 }
-"""Options of training in version 0.1 that are gone, and what takes their place."""
+"""Removed training options of version 0.1, with their replacements."""
 
 
 def parse(
@@ -57,29 +57,28 @@ def parse(
     example: str | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> Config:
-    """Read a configuration from flags, the files that ``--config`` names, and defaults, in this
-    order of precedence.
+    """Read a configuration from flags, the files of ``--config``, and defaults, in this order of
+    precedence.
 
-    ``--help`` and ``--print_config`` print and leave with ``SystemExit(0)``.
+    ``--help`` and ``--print_config`` print and raise ``SystemExit(0)``.
 
     Args:
         config_class: the dataclass.
         argv: the flags, without the program's name.
-        command: the subcommand, for its help.
-        description: the purpose of the command, for its help.
-        example: flags with which the command works as pasted, for the end of the help.
-        defaults: dotted names and values that replace the defaults of the dataclass.
+        command: the subcommand, for the help.
+        description: the purpose of the command, for the help.
+        example: flags of a working call, for the end of the help.
+        defaults: dotted names and values that replace defaults of the dataclass.
 
     Raises:
-        ValueError: a name that does not exist (with the nearest that does), or a value of a wrong
-            type; one line.
+        ValueError: unknown name (the line proposes the nearest known one) or wrong type; one line.
         FileNotFoundError: ``--config`` names neither a file nor a configuration of the package.
     """
     names = field_types(config_class)
     given = flags_of(argv, names)
     if "help" in given:
         _print_help(config_class, command, description, example)
-    # Of a group of which only some values are given, the others are its own defaults in this class.
+    # Fields of a partly given group keep the defaults that this class sets.
     usual = config_class()
     values = {name: reduce(getattr, name.split("."), usual) for name in names if "." in name}
     values |= defaults or {}
@@ -108,7 +107,7 @@ def yaml_text(values: dict[str, Any]) -> str:
 
 
 def field_types(config_class: type, prefix: str = "") -> dict[str, Any]:
-    """Return the dotted name and the type of each field of a dataclass, nested ones included."""
+    """Return the type of each field of a dataclass by its dotted name, nested fields included."""
     found = {}
     hints = get_type_hints(config_class)
     for field in fields(config_class):
@@ -120,7 +119,7 @@ def field_types(config_class: type, prefix: str = "") -> dict[str, Any]:
 
 
 def _nested(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Return dotted names and values as nested mappings. A key below a field, such as
+    """Turn dotted names and values into nested mappings. A key below a field, such as
     ``args.depth``, changes a copy of the field's mapping.
     """
     found: dict[str, Any] = {}
@@ -136,14 +135,14 @@ def _nested(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
 
 
 def flags_of(argv: Sequence[str], names: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the dotted names and values of flags, the last value of each.
+    """Return the values of flags by dotted name; of a repeated flag, the last value.
 
     Args:
         argv: the flags.
         names: the type of each field, from ``field_types``.
 
     Raises:
-        ValueError: a name does not exist, or a value is missing or cannot be read; one line.
+        ValueError: unknown name, or a missing or unreadable value; one line.
     """
     found = {}
     for flag, words in split_options(argv):
@@ -168,8 +167,8 @@ def flags_of(argv: Sequence[str], names: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value_of(words: list[str], kind: Any) -> Any:
-    """Return the value of the words behind a flag: a text, several as a list, and of mappings,
-    lists in brackets and values of any type what they say as YAML.
+    """Return the value of the words after a flag: a text, or a list of several words. Mappings,
+    lists in brackets and values of any type are read as YAML.
     """
     if kind is Any:
         values = [from_yaml(word) if word else word for word in words]
@@ -187,10 +186,10 @@ def _value_of(words: list[str], kind: Any) -> Any:
 
 
 def with_first(argv: Sequence[str], flag: str) -> list[str]:
-    """Return the words of a command, with the flag that may be left out before the first of them.
+    """Return the words of a command; insert ``--flag`` if the first word is a value.
 
     Raises:
-        ValueError: the flag is given too.
+        ValueError: the flag is given, too.
     """
     if not argv or argv[0].startswith("-"):
         return list(argv)
@@ -202,7 +201,7 @@ def with_first(argv: Sequence[str], flag: str) -> list[str]:
 
 def split_options(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Return each flag, without hyphens, with its values: the words up to the next flag, or the
-    text behind an equals sign.
+    text after an equals sign.
     """
     options: list[tuple[str, list[str]]] = []
     closed = True
@@ -224,14 +223,12 @@ def members(kind: Any) -> tuple[Any, ...]:
 
 
 def accepts(kind: Any, wanted: Any) -> bool:
-    """Tell whether a type annotation is, or in a union contains, ``wanted``, e.g. ``bool`` or
-    ``list``.
-    """
+    """Tell whether a type annotation is ``wanted`` or a union with it, e.g. ``bool`` or ``list``."""
     return any(wanted in (member, get_origin(member)) for member in members(kind))
 
 
 def kind_words(kind: Any) -> str:
-    """Return a type for people: ``INT|auto``, ``TEXT ...``."""
+    """Return a type as the help shows it: ``INT|auto``, ``TEXT ...``."""
     if kind is type(None) or kind is Any:
         return "null" if kind else "VALUE"
     if get_origin(kind) is Literal:
@@ -245,8 +242,9 @@ def kind_words(kind: Any) -> str:
 
 
 def way_out(name: str, names: Iterable[str], dashes: str = "") -> str:
-    """Return the known dotted name that is most similar to a wrong one, as a whole, by its last
-    part, or by its initials; or where all are listed, if none is.
+    """Propose the known dotted name most similar to a wrong one, or point to ``--help``.
+
+    Names are compared as a whole, by their last part, and by its initials.
     """
     name = name[:200]
     gone = [place for key, place in GONE.items() if f"{name}.".startswith(f"{key}.")]
@@ -272,10 +270,10 @@ def config_files(argv: Sequence[str]) -> list[str]:
 
 
 def _values_of_file(path: str | os.PathLike[str], names: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the dotted names and values of a YAML file.
+    """Return the values of a YAML file by dotted name.
 
     Raises:
-        ValueError: it is no YAML mapping, or uses a name that does not exist.
+        ValueError: the file is not a YAML mapping or has an unknown key.
     """
     groups = {name[:i] for name in names for i, letter in enumerate(name) if letter == "."}
     found = {}
@@ -298,7 +296,7 @@ def _values_of_file(path: str | os.PathLike[str], names: Mapping[str, Any]) -> d
 
 
 def _print_help(config_class: type, command: str, description: str, example: str | None) -> None:
-    """Print the options of a command, with the docstrings of their fields, and leave."""
+    """Print the options of a command with the docstrings of their fields; raise SystemExit."""
     parser = argparse.ArgumentParser(
         prog=program(command),
         usage=f"{program(command)} [--OPTION VALUE ...]",
@@ -307,14 +305,14 @@ def _print_help(config_class: type, command: str, description: str, example: str
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file with any of the options below")
-    parser.add_argument("--print_config", action="store_true", help="print the options and leave")
+    parser.add_argument("--print_config", action="store_true", help="print the options and exit")
     _describe_fields(parser, parser, config_class(), "")
     parser.print_help()
     raise SystemExit(0)
 
 
 def _describe_fields(parser: Any, group: Any, config: Any, prefix: str) -> None:
-    """Add the fields of a configuration to the help, a nested dataclass as a group of its own."""
+    """Add the fields of a configuration to the help; a nested dataclass becomes a group."""
     texts, hints = field_docstrings(type(config)), get_type_hints(type(config))
     for field in fields(config):
         name, value = f"--{prefix}{field.name}", getattr(config, field.name)

@@ -1,6 +1,4 @@
-"""How far a tool has come, where something takes long: a bar on a terminal, elsewhere a line now
-and then.
-"""
+"""Show the progress of long work: a bar on a terminal, elsewhere a line every 30 seconds."""
 
 import sys
 import time
@@ -19,21 +17,21 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 QUIET_SECONDS = 5.0
-"""What takes no longer shows nothing."""
+"""Shorter work shows no progress."""
 SECONDS_PER_LINE = 30.0
 
 
 class Progress:
-    """Show how many of ``total`` things are done, how many a second, and the time left; a context
+    """Show how many of ``total`` items are done, the throughput, and the time left; a context
     manager.
 
     Args:
-        total: things in all.
-        done: things done before.
-        stream: where to print; standard error unless given.
-        what: what is done, before the numbers.
-        unit: what is counted.
-        clock: seconds from any start.
+        total: number of items.
+        done: items done by an earlier run.
+        stream: where to print; None: standard error.
+        what: name of the work, printed before the numbers.
+        unit: name of the items.
+        clock: returns seconds, from any start.
     """
 
     def __init__(
@@ -61,28 +59,28 @@ class Progress:
         self.stop()
 
     def stop(self) -> None:
-        """Remove the bar, and give the terminal its cursor back."""
+        """Remove the bar, and restore the cursor of the terminal."""
         self._shown.close()
         self._bar = None
 
     def advance(self, count: int, failed: int = 0, note: str = "") -> None:
-        """Count things that are done, and how many of them have no result."""
+        """Add ``count`` finished items, ``failed`` of them without a result."""
         self.done, self._failed = self.done + count, self._failed + failed
         self._part, self._moved = 0.0, self._clock()
         self.show(note)
 
     def resume(self, count: int) -> None:
-        """Count things that were done before, so that they do not count for the speed."""
+        """Add ``count`` items of an earlier run, which do not count for the throughput."""
         self.done, self._before = self.done + count, self._before + count
 
     def over(self, items: Iterable[Item], count: Callable[[Item], int]) -> Iterator[Item]:
-        """Pass items on, and count each once the next one is asked for."""
+        """Yield items, and count each when the next one is requested."""
         for item in items:
             yield item
             self.advance(count(item))
 
     def show(self, note: str = "") -> None:
-        """Show how far it has come, where that is due."""
+        """Update the bar, or print a line if one is due."""
         now = self._clock()
         if now - self._start < QUIET_SECONDS:
             return
@@ -109,7 +107,7 @@ class Progress:
             print(begin + ", ".join(filter(None, parts)), file=self.stream, flush=True)
 
     def say(self, line: str, say: Callable[[str], object] = print) -> None:
-        """Print a result: above the bar where both are on one terminal."""
+        """Print a result, above the bar if both are on a terminal."""
         if self._bar and sys.stdout.isatty():
             self._bar.console.print(line, markup=False, soft_wrap=True)
         else:
@@ -117,26 +115,25 @@ class Progress:
 
     @contextmanager
     def within(self, model: nn.Module, images: int = 1) -> Iterator[None]:
-        """Show also how far one pass through a model has come, block by block, forward and
-        backward.
+        """Also show progress within one forward and backward pass, block by block.
 
         Args:
-            model: what computes; models without ``blocks`` show nothing.
-            images: how many things a pass does at most.
+            model: the model; one without ``blocks`` shows nothing.
+            images: the most items of one pass.
         """
         blocks = list(getattr(model, "blocks", ()))
         count = len(blocks)
 
         def reached(done: int, of: int) -> None:
-            # A block that is computed again for its gradient is no step back.
-            # The last pass may do fewer things than those before.
+            # Recomputing a block for its gradient must not move the bar back.
+            # The last pass may have fewer items.
             do = min(images, self.total - self.done)
             self._part = max(self._part, do * done / of)
             self.show()
 
         def hook(block: nn.Module, given: object, output: object, number: int) -> None:
             if isinstance(output, Tensor) and output.requires_grad:
-                # The gradient arrives here once all blocks behind have theirs.
+                # The gradient arrives here after all later blocks have theirs.
                 output.register_hook(lambda _: reached(2 * count - number, 2 * count))
                 reached(number, 2 * count)
             else:
@@ -154,7 +151,7 @@ class Progress:
 
 
 def _bar_on(stream: TextIO) -> "rich.progress.Progress":
-    """Return a moving line on a terminal. It shows no percentage, so that every percentage on the
+    """Return a progress bar on a terminal. It shows no percentage, so that every percentage on the
     screen is a result.
     """
     from rich.console import Console

@@ -1,6 +1,6 @@
-"""What a number depends on besides its configuration: machine, versions, date and command.
+"""Record the provenance of measured numbers: machine, versions, date and command.
 
-The module imports nothing that only reading data or training needs.
+This module imports nothing that only reading data or training needs.
 """
 
 import os
@@ -19,13 +19,11 @@ import visionattn
 
 
 def provenance(device: torch.device, *, threads: int | None = None) -> dict[str, Any]:
-    """Return what a number depends on besides its settings: device, processor, versions, commit.
-
-    The commit is None outside a checkout.
+    """Return device, processor, versions and commit; the commit is None outside a checkout.
 
     Args:
         device: where the number was measured.
-        threads: torch's threads on a processor; None: those of this process.
+        threads: torch's CPU threads; None: the setting of this process.
     """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -43,16 +41,15 @@ def provenance(device: torch.device, *, threads: int | None = None) -> dict[str,
 def provenance_of(
     device: str, command: Sequence[str], *, threads: int | None = None
 ) -> dict[str, Any]:
-    """Return what the numbers of a tool depend on: ``provenance``, and threads, load, date and
-    command.
+    """Return the provenance of a command's numbers: ``provenance``, threads, load, date, command.
 
-    ``load`` is the mean number of processes that wanted to run in the minute before: above 0, the
-    machine was shared.
+    ``load`` is the mean number of runnable processes in the minute before: above 0, the machine was
+    shared.
 
     Args:
-        device: where they are measured.
+        device: where the numbers are measured.
         command: the words after ``visionattn``: the subcommand and its flags.
-        threads: threads of the processes that measure; None: those of this process.
+        threads: threads of the measuring processes; None: the setting of this process.
     """
     found = provenance(torch.device(device), threads=threads)
     found["threads"] = threads or torch.get_num_threads()
@@ -62,7 +59,7 @@ def provenance_of(
 
 
 def summary(provenance: dict[str, Any]) -> str:
-    """Put provenance into one line for people."""
+    """Return provenance as one line of text."""
     commit = (provenance["commit"] or "unknown")[:9]
     where = (
         f"{provenance['processor']}; {provenance['device']}; load {provenance['load']:.1f} before"
@@ -80,7 +77,7 @@ def processor() -> str:
 
 
 def bfloat16_units() -> str:
-    """Return what multiplies bfloat16 matrices on this processor: `` with AMX and AVX512-BF16``."""
+    """Return the processor's bfloat16 units as text: `` with AMX and AVX512-BF16``."""
     has = {"AMX": torch.cpu._is_amx_tile_supported()}
     has["AVX512-BF16"] = torch.cpu._is_avx512_bf16_supported()
     names = " and ".join(name for name, here in has.items() if here)
@@ -88,7 +85,7 @@ def bfloat16_units() -> str:
 
 
 def processor_name() -> str:
-    """Name the processor as Linux does; elsewhere as Python does, at least by its architecture."""
+    """Name the processor as Linux does; elsewhere as Python does, or by its architecture."""
     listed = Path("/proc/cpuinfo")
     if listed.exists():
         lines = listed.read_text().splitlines()

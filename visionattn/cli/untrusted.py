@@ -1,7 +1,7 @@
-"""Read files that anybody may have written into checked types.
+"""Read untrusted files into checked types.
 
-A reader states the shape of what it reads as a type: a dataclass, a ``TypedDict`` (of
-``typing_extensions``, as pydantic asks for), or a list of either. Content of another shape is one
+A reader states the expected content as a type: a dataclass, a ``TypedDict`` (from
+``typing_extensions``, as pydantic requires), or a list of either. Other content is one
 ``ValueError`` with the file, the key, the expected type and the given value. No reader deletes or
 replaces a file that it cannot read. pydantic checks the types; it is imported at the first check.
 """
@@ -19,7 +19,7 @@ from typing import Any
 from visionattn.cli.tables import from_text
 
 SHOWN = 60
-"""The most characters that an error shows of a value."""
+"""The most characters of a value that an error shows."""
 EXPECTED = {
     "int": "a whole number",
     "float": "a number",
@@ -32,18 +32,17 @@ EXPECTED = {
     "dataclass": "names and values",
     "none_required": "null",
 }
-"""What an error of pydantic asks for, by its type or the first word of its type."""
+"""Expected values in words, by the type of pydantic's error or the first word of that type."""
 
 
 def checked(kind: Any, value: Any, name: str) -> Any:
-    """Return a value as a type says: dataclasses are made of mappings, tuples of lists, numbers of
-    texts that say one.
+    """Convert a value to a type: mappings to dataclasses, lists to tuples, texts to numbers.
 
     Args:
-        kind: a type annotation. Of a ``TypedDict`` other keys stay as they are; a dataclass refuses
-            them. Of another class, such as a tensor, the value must be an instance.
-        value: plain values, as JSON, YAML or ``torch.load`` with ``weights_only`` give them.
-        name: what the error calls the value; names within it follow behind points.
+        kind: a type annotation. A ``TypedDict`` keeps unknown keys; a dataclass refuses them. For
+            another class, such as a tensor, the value must be an instance.
+        value: plain values from JSON, YAML or ``torch.load`` with ``weights_only``.
+        name: name of the value in the error; a dot separates it from names within.
 
     Raises:
         ValueError: the value is not of this type; one line.
@@ -58,7 +57,7 @@ def checked(kind: Any, value: Any, name: str) -> Any:
 
 @cache
 def _adapter(kind: Any) -> Any:
-    """Return what checks a list of one value; a list passes the settings on to its type."""
+    """Return the validator of a list of one value; a list passes the settings on to its type."""
     from pydantic import ConfigDict, TypeAdapter
 
     settings = ConfigDict(
@@ -70,8 +69,8 @@ def _adapter(kind: Any) -> Any:
 
 
 def _one_line(errors: list[Any], value: Any, name: str) -> str:
-    """Put the errors about a value into one line about the part that lies deepest in it: the
-    members of a union have an error each.
+    """Return the errors about a value as one line about its most deeply nested wrong part. Each
+    member of a union has its own error.
     """
     found = [(*_part(error["loc"][1:], value, name), error) for error in errors]
     depth, part, error = max(found, key=lambda each: each[0])
@@ -90,8 +89,8 @@ def _one_line(errors: list[Any], value: Any, name: str) -> str:
 
 
 def _part(location: Sequence[Any], value: Any, name: str) -> tuple[int, str]:
-    """Return how deep a place lies in a value, and its name. Pydantic's places also name members of
-    unions, which are no keys of the value.
+    """Return the depth and the name of a location in a value. Pydantic's locations also name
+    members of unions, which are not keys of the value.
     """
     depth = 0
     for key in location:
@@ -103,7 +102,7 @@ def _part(location: Sequence[Any], value: Any, name: str) -> tuple[int, str]:
 
 
 def _expected(error: Any) -> str:
-    """Put into words what an error of pydantic asks for."""
+    """Return the expected value of a pydantic error in words."""
     kind = error["type"]
     if kind == "literal_error":
         choices = re.findall(r"'([^']*)'", error["ctx"]["expected"])
@@ -115,12 +114,12 @@ def _expected(error: Any) -> str:
 
 
 def under(name: str, key: Any) -> str:
-    """Return what an error calls the value of a key; without a name, the key."""
+    """Return the name of a key's value for an error: ``name.key``, or the key without a name."""
     return ".".join(filter(None, [name, brief(key)]))
 
 
 def brief(value: Any, most: int = SHOWN) -> str:
-    """Return a value for an error, in one line of at most ``most`` characters."""
+    """Return a value as one line of at most ``most`` characters, for an error."""
     if isinstance(value, bool) or value is None:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, (list, tuple)):
@@ -134,11 +133,11 @@ def brief(value: Any, most: int = SHOWN) -> str:
 
 
 def read_text(path: str | Path) -> str:
-    """Return the text of a file in UTF-8.
+    """Return the text of a UTF-8 file.
 
     Raises:
-        ValueError: it is no text; one line.
-        OSError: it cannot be read.
+        ValueError: the file is not UTF-8; one line.
+        OSError: the file cannot be read.
     """
     try:
         with open(path, encoding="utf-8", newline="") as file:
@@ -148,10 +147,10 @@ def read_text(path: str | Path) -> str:
 
 
 def from_json(kind: Any, text: str, name: str) -> Any:
-    """Return the content of a text in JSON, as a type says.
+    """Parse JSON text into a checked type.
 
     Raises:
-        ValueError: it is no JSON, has NaN, or is not of this type; one line.
+        ValueError: the text is not JSON, has NaN, or is not of this type; one line.
     """
     try:
         value = json.loads(text, parse_constant=_no_number)
@@ -165,16 +164,16 @@ def _no_number(word: str) -> None:
 
 
 def read_json(kind: Any, path: Path, way_out: str) -> Any:
-    """Return the content of a JSON file, as a type says.
+    """Read a JSON file into a checked type.
 
     Args:
         kind: as ``checked`` takes it.
         path: the file.
-        way_out: the end of the error.
+        way_out: advice at the end of the error.
 
     Raises:
-        ValueError: it is not such a file; one line.
-        OSError: it cannot be read.
+        ValueError: the content is not JSON of this type; one line.
+        OSError: the file cannot be read.
     """
     try:
         return from_json(kind, read_text(path), path.name)
@@ -183,12 +182,12 @@ def read_json(kind: Any, path: Path, way_out: str) -> Any:
 
 
 def read_csv(path: str | Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Return the names of the columns of a CSV file and its rows. Missing cells are empty, and
-    cells beyond the columns are left out; texts are as they were before ``tables.as_text``.
+    """Return the column names and the rows of a CSV file, with texts unescaped by
+    ``tables.from_text``. Missing cells are empty, and surplus cells are dropped.
 
     Raises:
-        ValueError: it is no CSV file; one line.
-        OSError: it cannot be read.
+        ValueError: the file is not CSV; one line.
+        OSError: the file cannot be read.
     """
     try:
         reader = csv.DictReader(io.StringIO(read_text(path), newline=""), strict=True)
@@ -202,11 +201,11 @@ def read_csv(path: str | Path) -> tuple[list[str], list[dict[str, str]]]:
 
 
 def read_yaml(path: str | Path) -> Any:
-    """Return the content of a YAML file, as plain values.
+    """Return the content of a YAML file as plain values.
 
     Raises:
-        ValueError: it is no YAML file; one line.
-        OSError: it cannot be read.
+        ValueError: the file is not YAML; one line.
+        OSError: the file cannot be read.
     """
     try:
         return from_yaml(read_text(path))
@@ -215,10 +214,10 @@ def read_yaml(path: str | Path) -> Any:
 
 
 def from_yaml(text: str) -> Any:
-    """Return the content of a text in YAML, as plain values; ``1e-3`` is a number.
+    """Return the content of YAML text as plain values; ``1e-3`` is a number.
 
     Raises:
-        ValueError: it is no YAML, or has a key twice; one line.
+        ValueError: the text is not YAML or has a duplicate key; one line.
     """
     import yaml
 
@@ -235,7 +234,7 @@ def _yaml_loader() -> type:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Take numbers as YAML 1.2 writes them, and no key twice."""
+        """Read numbers as YAML 1.2 writes them, and refuse duplicate keys."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             keys = [str(key.value) for key, _ in node.value]

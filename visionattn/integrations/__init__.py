@@ -1,1 +1,1 @@
-"""Other engines that run this package's work: each module needs the extra of its name."""
+"""Run this package's work on other engines; each module needs the extra of its name."""

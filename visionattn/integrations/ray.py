@@ -1,8 +1,8 @@
-"""Features as stages of a Ray Data pipeline: ``Decode`` reads images, ``Embed`` computes.
+"""Extract features in a Ray Data pipeline: ``Decode`` reads images, ``Embed`` computes features.
 
-Both are classes for ``ray.data.Dataset.map_batches``: Ray makes one of them, with one model, in
-each worker of a pool, gives it batches of rows, and starts it again elsewhere where a worker dies.
-An image that fails is a row with a status and a reason. This module imports no Ray.
+Pass both classes to ``ray.data.Dataset.map_batches``. Ray creates one instance, with one model, in
+each worker of a pool, calls it with batches of rows, and restarts it when a worker dies. An image
+that fails is a row with a status and a reason. This module does not import Ray.
 """
 
 import os
@@ -23,13 +23,13 @@ from visionattn.inference.model_opening import Opened, open_model
 from visionattn.models.patches import last_map, pooled
 
 Rows = dict[str, np.ndarray]
-"""A batch as Ray Data gives it: columns by name."""
+"""A batch of Ray Data: columns by name."""
 SAMPLE = "sample"
 """The column from ``Decode`` to ``Embed``: a pickled ``Sample``."""
 
 
 class _Reader:
-    """What both stages are told: a model, how it sees images, and where they are."""
+    """Base of both stages: a model, its preprocessing options, and the column of images."""
 
     def __init__(self, model: str | os.PathLike, column: str, how: dict[str, Any], **more: Any):
         path = os.fspath(model)
@@ -42,7 +42,7 @@ class _Reader:
         self.opened: Opened = open_model(options, classifies=False)
 
     def read(self, rows: Rows) -> list[Sample]:
-        """Read the images of rows: files at paths, or the bytes of files."""
+        """Read the images of rows, given as paths or as bytes of files."""
         if self.column not in rows:
             raise ValueError(f"rows have no column {self.column}; there are {', '.join(rows)}")
         given = list(rows[self.column])
@@ -50,26 +50,26 @@ class _Reader:
         listing = HeldImages([*map(bytes, given)]) if all(held) else ListedFiles(given)
         spec = self.opened.spec
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what is found in a batch holds for no other
+            warnings.simplefilter("ignore")  # notes about one batch do not hold for others
             images = ReadImages(listing, spec, self.opened.geometry)
         if images.options.found and not spec.range_found:
-            # A range of values that this batch has, and another batch has not: such files fail.
+            # Do not guess the value range from one batch: other batches may differ. Such files fail
             images.options = replace(images.options, value_range=None, found=False)
         return [images[index] for index in range(len(images))]
 
 
 class Decode(_Reader):
-    """Read images to the pixels that a model takes, on processors beside those that compute.
+    """Read and preprocess images for a model, on other CPUs than the model's.
 
     Args:
-        model: a checkpoint of ours, or the name of a model whose weights timm has: what decides how
-            images are read. Its weights are let go.
-        column: the column of paths, which all nodes can open, or of the bytes of files.
+        model: a checkpoint of this package, or the name of a model with weights in timm. It decides
+            the preprocessing; its weights are released.
+        column: the column with paths that all nodes can open, or with the bytes of files.
         options: ``img_size``, ``fit``, ``max_patches``, ``bands``, ``value_range`` and ``page``, as
-            ``visionattn.extract_features`` takes them.
+            for ``visionattn.extract_features``.
 
     Raises:
-        ValueError, FileNotFoundError: model or options are wrong; one line.
+        ValueError, FileNotFoundError: wrong model or options; one line.
     """
 
     def __init__(self, model: str | os.PathLike, *, column: str = "path", **options: Any):
@@ -77,9 +77,8 @@ class Decode(_Reader):
         self.opened = replace(self.opened, model=torch.nn.Identity())
 
     def __call__(self, rows: Rows) -> Rows:
-        """Add to rows ``sample`` (for ``Embed``), ``height``, ``width`` (0 where unknown),
-        ``status`` ("ok" or "unreadable") and ``reason`` ("" where there is none); a column of bytes
-        is dropped.
+        """Add ``sample`` (for ``Embed``), ``height``, ``width`` (0 if unknown), ``status`` ("ok" or
+        "unreadable") and ``reason`` ("" if none) to rows; drop a column of bytes.
         """
         samples = self.read(rows)
         found = _without_bytes(rows, self.column) | _sizes(samples, "height", "width")
@@ -89,18 +88,18 @@ class Decode(_Reader):
 
 
 class Embed(_Reader):
-    """Compute the features of images, which ``Decode`` has read or this stage reads itself.
+    """Compute the features of images that ``Decode`` has read; without ``Decode``, also read them.
 
     Args:
-        model: as for ``Decode``, and likewise the arguments that are not named here.
-        dense: the last feature map, ``[D, H, W]``, instead of one vector for each image.
-        device: where it computes; ``auto`` takes the GPU that Ray gives the worker, where it gives
-            one (``num_gpus=1``).
-        amp: automatic mixed precision; ``auto``: bf16 where the device multiplies it.
-        threads: of torch; None: as many as Ray says.
+        model: as for ``Decode``, like all arguments that are not listed here.
+        dense: return the last feature map ``[D, H, W]`` instead of one vector for each image.
+        device: device of the model; ``auto``: the GPU that Ray assigns to the worker
+            (``num_gpus=1``), if any.
+        amp: mixed precision; ``auto``: bf16 if the device has bf16 units.
+        threads: torch's threads; None: the number that Ray sets.
 
     Raises:
-        ValueError, FileNotFoundError: model or options are wrong; one line.
+        ValueError, FileNotFoundError: wrong model or options; one line.
     """
 
     def __init__(
@@ -118,12 +117,12 @@ class Embed(_Reader):
             self.opened.check_pooled()
 
     def __call__(self, rows: Rows) -> Rows:
-        """Add to rows ``features``, ``height``, ``width``, ``input_height``, ``input_width`` (0
-        where unknown), ``status`` ("ok", "unreadable", "oom" or "nan") and ``reason``; ``sample``
-        and a column of bytes are dropped.
+        """Add ``features``, ``height``, ``width``, ``input_height``, ``input_width`` (0 if
+        unknown), ``status`` ("ok", "unreadable", "oom" or "nan") and ``reason`` to rows; drop
+        ``sample`` and a column of bytes.
 
-        Features are float32 ``[n, D]``, NaN where there are none, or maps, which have no places
-        there. Images of one size that follow each other are computed as one batch.
+        Features are float32 ``[n, D]``, NaN for a failed image; with ``dense`` they are maps, of
+        size 0 x 0 for a failed image. Consecutive images of one size form a batch.
         """
         decoded = SAMPLE in rows
         samples = list(map(pickle.loads, rows[SAMPLE])) if decoded else self.read(rows)
@@ -147,19 +146,19 @@ class Embed(_Reader):
         if not self.dense:
             return np.stack(found) if found else nothing[None][:0]
         maps = np.empty(len(found), object)
-        for index, value in enumerate(found):  # arrays of one shape would become one array
+        for index, value in enumerate(found):  # numpy would stack arrays of one shape
             maps[index] = value
         return maps
 
 
 def _sizes(found: Sequence[Any], *names: str) -> Rows:
-    """Return columns of sizes in pixels, 0 where unknown."""
+    """Return columns of sizes in pixels, 0 if unknown."""
     return {
         name: np.array([getattr(each, name) or 0 for each in found], np.int64) for name in names
     }
 
 
 def _without_bytes(rows: Rows, column: str) -> Rows:
-    """Return the columns except a column of the bytes of files, which nobody needs any more."""
+    """Return the columns without the image column if it holds the bytes of files."""
     first = next(iter(rows.get(column, ())), None)
     return {key: rows[key] for key in rows if key != column or not isinstance(first, bytes)}

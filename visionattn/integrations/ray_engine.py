@@ -1,10 +1,9 @@
-"""``visionattn features --engine ray``: the nodes of a Ray cluster extract parts of a collection,
-and this process merges them.
+"""Run ``visionattn features --engine ray``: Ray nodes extract parts of a collection of images, and
+this process merges them.
 
-This module owns the connection to the cluster, which parts are handed out, and how a run ends. The
-unit of work is a part, as ``--shard`` writes it: its files have their names only when they are
-whole, so that Ray may start a part again wherever a worker died, or twice, and the merge finds each
-image once. Nothing but the numbers of parts goes through Ray.
+This module connects to the cluster, hands out parts, and ends the run. The unit of work is a part,
+as ``--shard`` writes it. Files of a part get their names only when complete, so Ray may restart a
+part or run it twice, and the merge still finds each image once. Only part numbers go through Ray.
 """
 
 import logging
@@ -29,21 +28,21 @@ from visionattn.inference.result_files import difference
 from visionattn.inference.shards import INDEX, LOCK, PARTS, Part, merge
 
 IMAGES_OF_PART = 512
-"""Images of a part where ``parts`` does not say how many parts there are."""
+"""Images in a part if ``parts`` is not given."""
 ANSWER_SECONDS = 30
-"""Until a cluster that does not answer counts as not there."""
+"""Timeout of the connection to a cluster."""
 RETRIES = 10
-"""How often Ray starts a part again whose worker or node died."""
+"""How often Ray restarts a part whose worker or node died."""
 LOCK_SECONDS = 120
-"""How long a part waits for the worker of a node that is lost, which may live on for a while."""
+"""How long a part waits for its lock, which the worker of a lost node may hold for a while."""
 STORE_BYTES = 100 * 2**20
-"""Of Ray's store of objects in a cluster of this machine, through which nothing large goes."""
+"""Size of Ray's object store in a local cluster; nothing large goes through it."""
 LOOK_SECONDS = 0.2
-"""Between two looks at whether Ctrl-C came."""
+"""Interval between two checks for Ctrl-C."""
 PROBE = "import sys, ray; ray.init(sys.argv[1], logging_level='ERROR', log_to_driver=False)"
 QUIET = {
-    "RAY_USAGE_STATS_ENABLED": "0",  # nothing is sent anywhere
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else it warns of a change to come
+    "RAY_USAGE_STATS_ENABLED": "0",  # no usage reports
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # no warning of a future change
 }
 
 
@@ -51,7 +50,7 @@ def import_ray() -> Any:
     """Return the module ``ray``.
 
     Raises:
-        ValueError: it is not installed; one line with how it is.
+        ValueError: Ray is not installed; one line with the command that installs it.
     """
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
@@ -63,17 +62,16 @@ def import_ray() -> Any:
 
 
 def extract(options: ExtractOptions, say: Callable[[str], None]) -> None:
-    """Extract features as the options say, part by part on the nodes of a cluster, and merge them.
+    """Extract features part by part on the nodes of a cluster, and merge the parts.
 
     Raises:
-        ValueError, FileNotFoundError: options, images, model, folder or cluster are wrong; one
-            line.
-        Stopped: Ctrl-C; the parts that are written stay.
-        OutOfMemory, Failed: a part could not be done.
+        ValueError, FileNotFoundError: wrong options, images, model, folder or cluster; one line.
+        Stopped: Ctrl-C; finished parts stay.
+        OutOfMemory, Failed: a part failed.
     """
     output, address = Path(options.output or ""), options.address or ""
     plain = replace(options, engine="here", address=None, parts=None)
-    if (output / INDEX).is_file():  # an earlier call has merged all
+    if (output / INDEX).is_file():  # an earlier call has merged all parts
         Extraction(plain).run(say)
         return
     ray = import_ray()
@@ -104,7 +102,7 @@ def extract(options: ExtractOptions, say: Callable[[str], None]) -> None:
 
 @contextmanager
 def connected(ray: Any, address: str) -> Iterator[None]:
-    """Connect to a cluster; one of this machine ends with the context."""
+    """Connect to a cluster; a local cluster ends with the context."""
     given = {"object_store_memory": STORE_BYTES, "include_dashboard": False}
     given = given if address == "local" else {}
     ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **given)
@@ -115,7 +113,7 @@ def connected(ray: Any, address: str) -> Iterator[None]:
 
 
 def check_nodes(ray: Any, resource: str, wanted: int, what: str) -> None:
-    """Raise ValueError where no node has what a task asks for: Ray would wait for one."""
+    """Raise ValueError if no node has the resources of a task; Ray would wait forever."""
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     largest = max((each.get(resource, 0) for each in alive), default=0)
     if largest < wanted:
@@ -129,18 +127,18 @@ def hand_out(
     left: dict[Part, int],
     progress: Progress,
 ) -> None:
-    """Have the parts that are left extracted.
+    """Extract the remaining parts on the nodes of the cluster.
 
     Args:
         ray: the module, connected.
-        options: of a plain run.
+        options: options of a run without Ray.
         collection: all images.
-        left: the images of each part that is left.
-        progress: is told of each part that is done.
+        left: the number of images of each remaining part.
+        progress: counts the images of finished parts.
 
     Raises:
         Stopped: Ctrl-C.
-        OutOfMemory, Failed, ValueError: a part could not be done.
+        OutOfMemory, Failed, ValueError: a part failed.
     """
     cpus, gpus = options.threads or 1, int(collection.opened.device.type == "cuda")
     task = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=RETRIES, max_calls=0)(extract_part)
@@ -175,12 +173,12 @@ def check_there(address: str) -> None:
     """Check within ``ANSWER_SECONDS`` that a cluster answers at an address other than ``local``.
 
     Raises:
-        ValueError: none does; one line.
+        ValueError: no cluster answers; one line.
     """
     named = os.environ.get("RAY_ADDRESS", "") if address == "auto" else ""
     said = f"{address} (RAY_ADDRESS {named})" if named else address
     wanted = "start one with ray start --head, or use --address local"
-    # Ray itself waits for most of a minute for what is no cluster, and writes pages of text.
+    # Ray itself would wait for most of a minute at a wrong address, and print pages of text.
     command = [sys.executable, "-c", PROBE, address]
     try:
         probe = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_SECONDS)
@@ -194,15 +192,15 @@ def check_there(address: str) -> None:
 
 
 _known: dict[str, Collection] = {}
-"""The collection of this worker: one model, and one list of images."""
+"""The collection that this worker has open: one model and one list of images."""
 
 
 def extract_part(given: tuple[ExtractOptions, str, dict[str, Any]], number: str) -> tuple[int, str]:
-    """Extract a part, in a process of Ray's; return 0 or the error's exit code, and its reason.
+    """Extract a part in a worker of Ray; return the exit code, 0 for success, and the error's text.
 
     Args:
-        given: the options, the folder that paths are relative to, and what decides the features
-            where the command was called.
+        given: the options, the folder of relative paths, and the caller's ``identity`` of the
+            collection.
         number: the part.
     """
     options, folder, identity = given
@@ -218,7 +216,7 @@ def extract_part(given: tuple[ExtractOptions, str, dict[str, Any]], number: str)
 
 
 def _collected(options: ExtractOptions, folder: str, identity: dict[str, Any]) -> Collection:
-    """Open model and images in a worker, and check that they are the caller's."""
+    """Open the model and the images in a worker, and check that they equal the caller's."""
     try:
         os.chdir(folder)
     except OSError as error:
@@ -233,7 +231,7 @@ def _collected(options: ExtractOptions, folder: str, identity: dict[str, Any]) -
 
 
 def _write(options: ExtractOptions, collection: Collection) -> None:
-    """Write a part; where a worker whose node is lost still writes it, once that has ended."""
+    """Write a part; if the worker of a lost node still writes it, wait until that worker ends."""
     until = time.monotonic() + LOCK_SECONDS
     while True:
         try:

@@ -1,3 +1,1 @@
-"""The laboratory: it measures operations and models, and draws what it measured. Nothing else
-imports it.
-"""
+"""Measure operations and models, and draw the results. No other part of the package imports it."""

@@ -1,14 +1,10 @@
-"""How wrong a result may be: the measures of an error, and the limits of each.
+"""Define error measures and their limits. Each answers its own question:
 
-Three questions are asked, each with a measure of its own:
-
-- ``disagreement``: is this case computed at all as it is defined? The largest error of an entry,
-  over the largest entry, before a case is timed on a processor.
-- ``wrong``: do kernels compute what they are timed for? The norm of the error over the norm of the
-  result, on a GPU.
-- ``beyond_eager``: is a whole model about as exact as PyTorch's own operations are in its dtype?
-
-It computes no attention.
+- ``disagreement``: does a case compute its definition at all? The largest error of an entry over
+  the largest entry, checked before a case is timed on a CPU.
+- ``wrong``: do GPU kernels compute the right result? The norm of the error over the norm of the
+  result.
+- ``beyond_eager``: is a whole model about as exact as PyTorch's own operations in its dtype?
 """
 
 import torch
@@ -22,14 +18,13 @@ LIMITS = {
 }
 """Largest relative error of an output and of a gradient, by dtype."""
 BESIDE_EAGER = 2.0
-"""Errors beyond this many times those of PyTorch's operations in the same dtype are named."""
+"""Limit of an error, as a multiple of the error of PyTorch's operations in the same dtype."""
 ALWAYS_ALLOWED = 1e-2
-"""Relative error of a whole model that is never wrong."""
+"""Relative error of a whole model that is always allowed."""
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Return how far a result may lie from float64, relative to the largest magnitude of the
-    expected one.
+    """Return the largest allowed error against float64, relative to the largest expected magnitude.
     """
     return {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}[
         dtype
@@ -39,8 +34,8 @@ def tolerance(dtype: torch.dtype) -> float:
 def disagreement(
     actual: dict[str, Tensor | None], expected: dict[str, Tensor | None], limit: float
 ) -> str | None:
-    """Return the first entry that differs by more than ``limit`` times the largest expected
-    magnitude, in words; None: all agree.
+    """Describe the first entry that differs by more than ``limit`` times the largest expected
+    magnitude; None: all agree.
     """
     for name, wanted in expected.items():
         got = actual[name]
@@ -57,7 +52,7 @@ def disagreement(
 
 
 def errors_of(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """Return ``|actual - expected| / |expected|`` of each entry; NaN where there is one."""
+    """Return ``|actual - expected| / |expected|`` of each entry; NaN if an entry has NaN."""
     norms = {
         name: ((actual[name].double() - x.double()).norm(), x.double().norm())
         for name, x in expected.items()
@@ -66,7 +61,7 @@ def errors_of(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[st
 
 
 def wrong(errors: dict[str, float], dtype: str) -> str | None:
-    """Return the entry that is most beyond its limit, in words; None: all are within."""
+    """Describe the entry that exceeds its limit most; None: all are within their limits."""
     limits = {name: LIMITS[dtype][name != "out"] for name in errors}
     beyond = [name for name, error in errors.items() if not error <= limits[name]]
     if not beyond:
@@ -78,8 +73,8 @@ def wrong(errors: dict[str, float], dtype: str) -> str | None:
 
 
 def beyond_eager(errors: dict[str, float], beside: dict[str, float]) -> list[str]:
-    """Return the entries of a model whose error is more than ``BESIDE_EAGER`` times that of
-    PyTorch's operations, ``beside``, and more than ``ALWAYS_ALLOWED``.
+    """Return the names of the entries whose error exceeds both ``ALWAYS_ALLOWED`` and
+    ``BESIDE_EAGER`` times the error of PyTorch's operations, ``beside``.
     """
     limits = {name: max(ALWAYS_ALLOWED, BESIDE_EAGER * beside[name]) for name in errors}
     return [name for name in errors if not errors[name] <= limits[name]]

@@ -1,7 +1,7 @@
-"""``visionattn benchmark``: its commands, each a class with its options, what these must be and
-what it does. It prints tables and writes files.
+"""Run ``visionattn benchmark``: each of its commands is a class with its options, their checks and
+the measurement. It prints tables and writes files.
 
-``gpu`` is read in ``gpu/gpu_table.py``, which needs nothing that reads configurations.
+The command ``gpu`` is in ``gpu/gpu_table.py``, which needs no library that reads configurations.
 """
 
 import argparse
@@ -40,12 +40,12 @@ Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
 
 def benchmark(argv: Sequence[str], show: Print) -> None:
-    """Do what the command that stands first says; ``show`` gets the table line by line.
+    """Run the command named by the first word; ``show`` gets the table line by line.
 
     Raises:
-        ValueError, OSError: an option is wrong, or a file cannot be written; before anything is
-            measured, where it can be known.
-        Failed: rows of ``gpu`` are wrong, or could not be measured.
+        ValueError, OSError: a wrong option or an unwritable file; raised before measuring if
+            possible.
+        Failed: rows of ``gpu`` are wrong or could not be measured.
     """
     name, *words = argv or ("",)
     if name in ("-h", "--help"):
@@ -75,7 +75,7 @@ def benchmark(argv: Sequence[str], show: Print) -> None:
 
 
 def show_commands() -> NoReturn:
-    """Print what the commands do, and leave."""
+    """Print the list of commands and exit."""
     about = {name: command.__doc__ or "" for name, command in COMMANDS.items()}
     about["gpu"] = "On an NVIDIA GPU: kernels and models against floors measured there; minutes."
     lines = [f"  {name:12}{' '.join(text.split())}" for name, text in about.items()]
@@ -91,18 +91,18 @@ def show_commands() -> NoReturn:
 
 @dataclass
 class BenchmarkOptions:
-    """What all commands have in common."""
+    """Options that all commands share."""
 
     first: ClassVar[str] = ""
-    """The option whose name may be left out before what stands first."""
+    """The option whose name may be omitted if its value comes first."""
     example: ClassVar[str]
-    """Words of the command that work as they are pasted."""
+    """Arguments of a working call."""
     csv: str | None = None
-    """File for the rows, with provenance."""
+    """CSV file for the rows, with provenance."""
     threads: int | None = None
-    """Threads of a processor; None: what torch takes."""
+    """CPU threads; None: torch's default."""
     overwrite: bool = False
-    """Replace files that exist."""
+    """Replace existing files."""
 
     def files(self) -> list[str | None]:
         """Return the files that will be written; None is no file."""
