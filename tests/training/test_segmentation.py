@@ -16,13 +16,12 @@ from visionattn.data.batches import Batch
 from visionattn.data.splits import build_splits
 from visionattn.model_config import ModelConfig
 from visionattn.models.building import build_model
-from visionattn.models.pixel_classes import ious_of
 from visionattn.models.segmentation import IGNORED, Segmenter
 from visionattn.models.weights import DataSpec, load_model, read_metadata, save_model
 from visionattn.training.checkpoint import best_figures, started_model
 from visionattn.training.config import OptimConfig, check
 from visionattn.training.evaluate import evaluate
-from visionattn.training.objectives import PixelClasses, confusion_of
+from visionattn.training.objectives import PixelClasses
 
 train_tool, validate_tool = load_tool("train"), load_tool("validate")
 CLASSES = ("dark", "light", "red")
@@ -84,21 +83,6 @@ def test_the_loss_is_the_mean_over_pixels_that_count_then_over_images(smoothing)
     objective = PixelClasses(OptimConfig(label_smoothing=smoothing))
     found = objective.loss(torch.from_numpy(logits), torch.from_numpy(masks))
     assert found.item() == pytest.approx(np.mean(wanted), rel=1e-9)
-
-
-def test_intersection_over_union_is_scikit_learns():
-    rng = np.random.default_rng(1)
-    known, found = rng.integers(0, 5, (2, 40, 30))
-    known[known == 3] = IGNORED  # so that no mask has the class 3
-    known[:4] = IGNORED
-    table = confusion_of(torch.from_numpy(known.astype(np.uint8)), torch.from_numpy(found), 5)
-    counted = known != IGNORED
-    wanted = jaccard_score(
-        known[counted], found[counted], average=None, labels=range(5), zero_division=0
-    )
-    ious = ious_of(table.numpy())
-    assert np.isnan(ious[3]) and table.sum() == counted.sum()
-    assert np.delete(ious, 3) == pytest.approx(np.delete(wanted, 3), rel=1e-12)
 
 
 class Bright(torch.nn.Module):
@@ -246,16 +230,6 @@ def test_a_body_starts_from_a_classification_and_the_head_is_new(tmp_path):
         assert torch.equal(value, own[name]), name
     assert chosen.args["head_stride"] == 2 and kept["head_stride"] == 2
     assert any("start from" in line for line in said)
-
-
-def test_a_segmentation_starts_from_another(run, tmp_path):
-    folder, config, _ = run
-    write_folder(tmp_path / "data")
-    best = str(folder / "out/small/best.safetensors")
-    said = lines_of(config_of(tmp_path, init_from=best, epochs=1, optim={"warmup_epochs": 0.0}))
-    tensors = len(load_model(best).state_dict())
-    assert any(f"{tensors} of {tensors} tensors start from" in line for line in said)
-    assert float(rows(tmp_path / "out/small")[0]["val_mean_iou"]) > 0.8
 
 
 def test_wrong_options_are_one_line(run, tmp_path, capsys):
