@@ -204,19 +204,6 @@ def test_other_data_are_evaluated_without_the_options_that_are_for_those_of_the_
     assert content["data"]["args"] == {}
 
 
-def test_a_file_without_permission_is_one_line(finished, capsys, monkeypatch):
-    best, real = finished[0] / "best.safetensors", open
-
-    def refuse(path, *args, **options):
-        if str(path) == str(best):
-            raise PermissionError(13, "Permission denied", str(path))
-        return real(path, *args, **options)
-
-    monkeypatch.setattr("builtins.open", refuse)
-    assert validate(["--checkpoint", str(best)]) == 2
-    assert_one_error(capsys, f"{best}: Permission denied")
-
-
 def test_ctrl_c_saves_the_state_says_how_to_go_on_and_that_works(tmp_path):
     command = [
         sys.executable,
