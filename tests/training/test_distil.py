@@ -135,14 +135,11 @@ def test_what_was_killed_before_it_was_noted_begins_anew(teacher, tmp_path):
         run(config_of(tmp_path, teacher, run="other", resume=True))
 
 
-def test_what_is_there_is_kept_unless_overwritten(whole, teacher, tmp_path):
+def test_what_is_there_is_kept(whole, teacher, tmp_path):
     with pytest.raises(ValueError, match="small is not empty; --resume goes on with it"):
         run(config_of(whole.parent, teacher))
     with pytest.raises(ValueError, match="nothing to resume"):
         run(config_of(tmp_path, teacher, resume=True))
-    run(config_of(tmp_path, teacher))
-    run(config_of(tmp_path, teacher, overwrite=True, stages=["a"], seed=1))
-    assert not (tmp_path / "small" / "b" / "best.safetensors").exists()
 
 
 def test_the_blocks_that_are_imitated_worst_stay_softmax(teacher, tmp_path):

@@ -153,18 +153,6 @@ def test_a_loading_process_that_dies_ends_the_run_with_code_4(tmp_path, monkeypa
     assert (status["status"], status["exit_code"]) == ("failed", 4)
 
 
-def test_a_finished_run_says_what_came_of_it(whole):
-    status, test = status_of(whole), lines(whole)[-1]
-    assert (status["status"], status["reason"], status["exit_code"]) == ("finished", None, 0)
-    assert status["provenance"] == {"device": "cpu", "processes": 1}
-    result, best = status["result"], max(rows(whole), key=lambda row: float(row["val_accuracy"]))
-    assert result["best_epoch"] == int(best["epoch"])
-    assert result["validation_accuracy"] == float(best["val_accuracy"])
-    assert (result["test_accuracy"], result["test_loss"]) == (test["accuracy"], test["loss"])
-    assert result["test_images"] == 29 and result["train_seconds"] > 0
-    assert result["images_per_second"] > 0
-
-
 def test_the_pace_of_real_steps_is_told_once_with_the_time_that_is_left(tmp_path, monkeypatch):
     pace = Pace()
     told = [pace.add(9.0, 9.0) for _ in range(10)]  # libraries and loaders start
@@ -174,8 +162,6 @@ def test_the_pace_of_real_steps_is_told_once_with_the_time_that_is_left(tmp_path
         "measured: 1.0 s per step, 25% of it waiting for data (data.workers is 3, this machine has "
     )
     assert pace.line(90, 3).endswith(" cores); about 1 min 30 s left")
-    quick = Pace(unmeasured=0)
-    assert [quick.add(0.0, 0.125) for _ in range(80)].index(True) == 79
 
     monkeypatch.setattr(run_progress, "PACE_SECONDS", 0.0)
     monkeypatch.setattr(run_progress, "PACE_STEPS", 1)

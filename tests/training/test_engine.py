@@ -3,6 +3,7 @@ early.
 """
 
 import io
+import json
 import math
 import os
 import signal
@@ -73,7 +74,13 @@ def test_a_run_leaves_weights_state_configuration_and_figures(tmp_path):
         "events",
     }
     assert result.checkpoint == folder / "best.safetensors" and result.test.images == 29
-    assert result.seconds > 0
+    status = json.loads((folder / "status.json").read_text())
+    assert (status["status"], status["reason"], status["exit_code"]) == ("finished", None, 0)
+    assert status["provenance"] == {"device": "cpu", "processes": 1}
+    told = {name: status["result"][name] for name in ("best_epoch", "test_accuracy", "test_loss")}
+    assert list(told.values()) == [result.best_epoch, result.test.accuracy, result.test.loss]
+    assert status["result"]["test_images"] == 29 and status["result"]["train_seconds"] > 0
+    assert result.seconds > 0 and status["result"]["images_per_second"] > 0
     assert [row["epoch"] for row in rows(folder)] == ["1", "2"]
     assert [row["step"] for row in rows(folder)] == ["8", "16"]
     assert max(float(row["val_accuracy"]) for row in rows(folder)) == result.validation
