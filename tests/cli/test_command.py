@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from visionattn.cli import commands, configs
-from visionattn.command import SUBCOMMANDS, main
+from visionattn.command import SUBCOMMANDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,11 +68,6 @@ def test_help_wrong_names_and_mistyped_options_are_answered_without_torch():
 def test_the_package_is_the_command(tmp_path):
     done = fresh("", "-m", "visionattn", "--help", cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.startswith("usage: visionattn COMMAND")
-
-
-def test_bad_input_ends_a_command_as_it_ends_its_tool(capsys):
-    assert main(["train", "--epoch", "3"]) == 2
-    assert capsys.readouterr().err == "error: unknown option --epoch; the nearest is --epochs\n"
 
 
 def test_commands_are_printed_as_the_script_beside_this_python_or_as_the_package(monkeypatch):

@@ -17,9 +17,7 @@ from tests.helpers.tools import assert_one_error
 from visionattn.cli.ends import run_tool
 from visionattn.cli.files import write_whole
 from visionattn.command import main
-from visionattn.inference.shards import Pending
 from visionattn.lab.charts import Chart, png
-from visionattn.models.weights import save_model
 
 ROOM = 2000
 """Bytes that a file may have."""
@@ -111,21 +109,3 @@ def test_whatever_library_writes_a_full_disk_is_one_line(tmp_path, capsys):
             assert run_tool(lambda write=write: write_whole(path, write)) == 2
         assert_one_error(capsys, str(path))
         assert path.read_text() == "before" and os.listdir(tmp_path) == ["out"]
-
-
-def test_weights_and_shards_on_a_full_disk_keep_what_was_there(tmp_path, capsys):
-    pending = Pending(tmp_path, 0, 0, {"kind": "dense"})
-    pending._maps = {"0": torch.zeros(5000)}
-    writers = {
-        "features-00000.safetensors": pending.write,
-        "best.safetensors": lambda: save_model(
-            tmp_path / "best.safetensors", torch.nn.Linear(50, 50), "a", {}, inference_files.GREY
-        ),
-    }
-    for name, write in writers.items():
-        (tmp_path / name).write_text("before")
-        with full_disk():
-            assert run_tool(write) == 2
-        assert capsys.readouterr().err == f"error: {tmp_path / name}: File too large\n"
-        assert (tmp_path / name).read_text() == "before"
-    assert sorted(os.listdir(tmp_path)) == sorted(writers)

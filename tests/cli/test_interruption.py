@@ -31,20 +31,6 @@ def test_a_tool_ends_within_one_operation_and_undoes_what_is_half_done(tmp_path,
     assert not half.exists()
 
 
-def test_a_tool_that_python_can_interrupt_cleans_up_by_itself(tmp_path):
-    begun = FORK.Event()
-
-    def work() -> None:
-        try:
-            begun.set()
-            time.sleep(1000)
-        finally:
-            (tmp_path / "cleaned").touch()
-
-    assert ended(work, signal.SIGTERM, begun, tmp_path / "errors") == (130, "interrupted\n")
-    assert (tmp_path / "cleaned").exists()
-
-
 @pytest.mark.parametrize("long", [False, True])
 def test_a_process_that_ends_between_two_items_takes_its_time_and_another_one_does_not(
     tmp_path, long

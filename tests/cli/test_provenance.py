@@ -1,5 +1,7 @@
 """What a number says of where it comes from: above all, of which processor it is."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -13,23 +15,6 @@ CPUINFO = (
 )
 
 
-class FakePath:
-    """``/proc/cpuinfo`` of another machine; None where it has none."""
-
-    def __init__(self, content: str | None):
-        self.content = content
-
-    def __call__(self, path):
-        assert path == "/proc/cpuinfo"
-        return self
-
-    def exists(self):
-        return self.content is not None
-
-    def read_text(self):
-        return self.content
-
-
 @pytest.mark.parametrize(
     ("content", "known", "wanted"),
     [
@@ -41,9 +26,11 @@ class FakePath:
     ],
 )
 def test_the_processor_is_called_as_linux_calls_it_and_elsewhere_as_python_does(
-    monkeypatch, content, known, wanted
+    tmp_path, monkeypatch, content, known, wanted
 ):
-    monkeypatch.setattr(module, "Path", FakePath(content))
+    if content is not None:
+        (tmp_path / "cpuinfo").write_text(content)
+    monkeypatch.setattr(module, "Path", lambda name: tmp_path / Path(name).name)
     monkeypatch.setattr(module.platform, "processor", lambda: known)
     monkeypatch.setattr(module.platform, "machine", lambda: "aarch64")
     assert processor_name() == wanted

@@ -67,13 +67,6 @@ def test_training_ends_with_time_checkpoint_a_command_and_the_test_accuracy_as_t
     assert flags_of(lines[-2], "validate")[0] == "--checkpoint"
 
 
-def test_the_command_that_is_offered_next_works_as_it_is(finished, capsys):
-    _, printed = finished
-    assert validate(flags_of(printed.splitlines()[-2], "validate")) == 0
-    table = capsys.readouterr().out
-    assert [line.split()[0] for line in table.splitlines()[2:]] == ["16", "24", "32"]
-
-
 def test_validation_prints_a_row_per_size_and_keeps_it_with_its_origin(finished, capsys, tmp_path):
     folder, printed = finished
     kept = tmp_path / "rows.json"
@@ -122,37 +115,6 @@ def test_bad_input_ends_training_with_one_line_code_2_and_nothing_written(tmp_pa
         assert train([*small, "--output", str(tmp_path / "out"), *flags.split()]) == 2, flags
         assert_one_error(capsys, part)
         assert not (tmp_path / "out").exists()
-
-
-def test_a_state_that_cannot_be_used_ends_resumption_with_one_line_and_stays(
-    finished, tmp_path, capsys
-):
-    folder, _ = finished
-    run = tmp_path / "one"
-    run.mkdir()
-    flags = [*SMALL, f"--output={tmp_path}", "--run=one", "--resume"]
-    state = (folder / "last.pt").read_bytes()
-    for content, more, part in (
-        (state[: len(state) // 2], [], "cut off or garbled"),
-        (b"", [], "cut off or garbled"),
-        (state, ["--model.args.embed_dim=32"], "another model"),
-        (state, ["--model.name=taylorshift_vit_t"], "another model"),
-    ):
-        (run / "last.pt").write_bytes(content)
-        assert train([*flags, *more]) == 2
-        printed = capsys.readouterr()
-        assert printed.err.count("\n") == 1 and part in printed.err
-        assert written(run) == {"last.pt": content}
-
-
-def test_a_folder_in_use_is_left_as_it_is(finished, capsys):
-    folder, _ = finished
-    before = written(folder)
-    assert train([*SMALL, f"--output={folder.parent}", "--run=one"]) == 2
-    assert (
-        "is not empty; --resume goes on with it, --overwrite deletes it" in capsys.readouterr().err
-    )
-    assert written(folder) == before
 
 
 def test_bad_input_ends_validation_with_one_line_and_code_2(finished, tmp_path, capsys):
@@ -242,19 +204,6 @@ def test_other_data_are_evaluated_without_the_options_that_are_for_those_of_the_
     assert content["data"]["args"] == {}
 
 
-def test_a_file_without_permission_is_one_line(finished, capsys, monkeypatch):
-    best, real = finished[0] / "best.safetensors", open
-
-    def refuse(path, *args, **options):
-        if str(path) == str(best):
-            raise PermissionError(13, "Permission denied", str(path))
-        return real(path, *args, **options)
-
-    monkeypatch.setattr("builtins.open", refuse)
-    assert validate(["--checkpoint", str(best)]) == 2
-    assert_one_error(capsys, f"{best}: Permission denied")
-
-
 def test_ctrl_c_saves_the_state_says_how_to_go_on_and_that_works(tmp_path):
     command = [
         sys.executable,
@@ -311,14 +260,6 @@ def test_tools_that_run_as_one_process_are_not_started_by_torchrun(monkeypatch, 
             monkeypatch.setenv("RANK", rank)
             assert load_tool(name)(["--help"]) == 2
             assert capsys.readouterr() == ("", said)
-
-
-def test_help_lists_every_option_with_its_meaning(capsys):
-    for tool, option in ((train, "--optim.layer_decay"), (validate, "--img_size")):
-        with pytest.raises(SystemExit) as end:
-            tool(["--help"])
-        printed = capsys.readouterr().out
-        assert end.value.code == 0 and option in printed and "Processes that load data" in printed
 
 
 def test_a_warning_of_the_package_is_one_line_without_a_place_in_its_code():

@@ -2,9 +2,6 @@
 with the image.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -126,39 +123,6 @@ def test_flops_of_relative_scores_are_those_of_the_classes_that_can_be_reached()
         shapes = {"q": (2, 3, 5, 9, 7), "table": (3, 2 * horizons[0] + 1, 2 * horizons[1] + 1, 7)}
         forward, backward = both_ways(lambda q, table: relative_scores(q, table, 5, 9), **shapes)
         assert (forward, backward) == (2 * 2 * 3 * 45 * classes * 7, 2 * forward)
-
-
-MEMORY = """
-import timm, torch, visionattn
-from visionattn.lab.measure import peak_bytes
-torch.set_num_threads(1)
-
-def peak(work):
-    work()
-    return peak_bytes(work)
-
-peaks = [peak(lambda: torch.ones(1 << 24).sum())]
-for name, heads in (("scaleformer_vit_s", 6), ("taylorshift_vit_s", 12)):
-    model = timm.create_model(name, num_heads=heads, depth=1).eval()
-    for size in (768, 1536):
-        image = torch.randn(1, 3, size, size)
-        with torch.inference_mode():
-            peaks.append(peak(lambda: model(image)))
-print(*peaks)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="memory of a CPU is measured under Linux only")
-def test_peaks_are_what_was_allocated_and_grow_with_the_patches(started_quickly):
-    """From 768 to 1536 px, four times the patches; depth 1 has the peak of depth 12, whose blocks
-    come one by one. Tensors have pages of their own: what is freed is seen to be.
-    """
-    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    given = dict(capture_output=True, text=True, cwd=ROOT, env=env, check=True)
-    printed = subprocess.run([sys.executable, "-c", MEMORY], **given).stdout
-    ones, *peaks = map(int, printed.split())
-    assert ones == pytest.approx(4 << 24, abs=8 << 20)  # the kernel counts pages in batches
-    assert peaks[1] / peaks[0] <= 4.4 and peaks[3] / peaks[2] <= 4.4
 
 
 @pytest.mark.parametrize("name", ["scaleformer_vit_t", "taylorshift_vit_t"])

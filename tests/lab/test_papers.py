@@ -68,16 +68,6 @@ def test_head_counts_stand_beside_the_published_ones():
     assert record["efficient images/s"] is None and record["published efficient images/s"] == 9713
 
 
-def test_the_chosen_form_is_drawn_beside_the_efficient_one_at_every_length():
-    drawn = {}
-    for case in (case for group in FIGURES["scaleformer-6"].cases(False) for case in group):
-        drawn.setdefault(case.label, []).append(case.size)
-    sizes = [2**power for power in range(7, 15)]
-    for name in ("kernelized", "kernelized+flat+sum"):
-        assert drawn[name] == drawn[f"{name} efficient"] == sizes
-    assert drawn["sdpa"] == drawn["eager"] == sizes[:-1]
-
-
 @pytest.mark.parametrize("figure", FIGURES)
 def test_cases_of_a_figure_can_be_compared(figure):
     for quick in (False, True):

@@ -13,10 +13,6 @@ from visionattn.data.data_config import DataConfig
 from visionattn.models.weights import DataSpec
 from visionattn.training import checkpoint, engine
 from visionattn.training.batch_pictures import (
-    MOST_PX,
-    Part,
-    Picture,
-    draw_sheet,
     first_batches,
     named,
     training_changes,
@@ -24,9 +20,6 @@ from visionattn.training.batch_pictures import (
     visible,
 )
 from visionattn.training.engine import train
-
-COLOUR = (250, 3, 120)
-"""A colour that nothing else on a sheet has."""
 
 
 def seen_in_training(config, monkeypatch):
@@ -153,56 +146,3 @@ def test_the_command_draws_one_file_says_one_line_and_trains_nothing(tmp_path, c
         train(small_config(tmp_path, show_batch=str(tmp_path / "x.png")))
     assert [path.name for path in tmp_path.iterdir()] == ["seen.png"]
     assert (tmp_path / "seen.png").read_bytes() == before
-
-
-def plain(height, width, captions=("bird", "a size")):
-    pixels = np.broadcast_to(np.array(COLOUR, np.uint8), (height, width, 3))
-    return Picture(pixels, (height, width), captions)
-
-
-def drawn(*groups, most_px=MOST_PX):
-    """The sheet of some groups of pictures as an array, and where it has ``COLOUR``."""
-    parts = [Part(f"part {number}", "a note", group) for number, group in enumerate(groups)]
-    sheet = np.asarray(draw_sheet(parts, most_px=most_px))
-    return sheet, (sheet == COLOUR).all(2)
-
-
-def extent(mask):
-    """Height and width of the part of a mask that is set."""
-    return tuple(np.ptp(np.nonzero(mask.any(axis))[0]) + 1 for axis in (1, 0))
-
-
-@pytest.mark.parametrize(
-    ("size", "shown"), [((24, 18), (96, 72)), ((100, 60), (200, 120)), ((200, 300), (200, 300))]
-)
-def test_small_pictures_are_enlarged_by_a_whole_number_at_most_four_and_others_are_not(size, shown):
-    pixels = np.random.default_rng(0).integers(0, 200, (*size, 3), dtype=np.uint8)
-    pixels[0, 0] = pixels[-1, -1] = COLOUR
-    sheet, mask = drawn([Picture(pixels, size, ("x",))])
-    assert extent(mask) == shown
-    top, left = (places.min() for places in np.nonzero(mask))
-    times = shown[0] // size[0]
-    seen = sheet[top : top + shown[0], left : left + shown[1]]
-    np.testing.assert_array_equal(seen, pixels.repeat(times, 0).repeat(times, 1))
-
-
-def test_pictures_keep_their_aspect_ratios_and_what_is_absent_is_hatched():
-    pixels = np.zeros((320, 400, 3), np.uint8)
-    pixels[:, :240] = COLOUR
-    wide = Picture(np.full((50, 400, 3), 9, np.uint8), (50, 400), ("x",))
-    sheet, mask = drawn([Picture(pixels, (320, 240), ("x",)), wide], most_px=1200)
-    assert extent(mask) == (320, 240) and extent((sheet == 9).all(2)) == (50, 400)
-    top, left = (places.min() for places in np.nonzero(mask))
-    absent = sheet[top : top + 320, left + 240 : left + 400]
-    colours = {tuple(colour) for colour in absent.reshape(-1, 3)}
-    assert len(colours) == 2 and COLOUR not in colours
-    lines = (absent != 255).any(2)
-    assert 0.05 < lines.mean() < 0.3 and lines[0].any() and lines[:, -1].any()
-
-
-def test_names_that_are_too_long_are_cut_and_letters_that_cannot_be_printed_do_no_harm():
-    long = "a very long name of a class " * 9
-    sheet, _ = drawn([plain(40, 40, captions=(f"{long}\udcff\n", "\udcff\n"))])
-    assert sheet.shape[1] < 250
-    other, _ = drawn([plain(40, 40, captions=(f"{long}x", "\ufffd\ufffd"))])
-    np.testing.assert_array_equal(sheet, other)

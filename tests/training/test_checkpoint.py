@@ -6,7 +6,6 @@ import io
 import json
 import os
 import pickle
-from pathlib import Path
 
 import pytest
 import timm
@@ -17,7 +16,6 @@ from safetensors.torch import save_file
 import visionattn
 from tests.helpers.small_runs import MODEL, SPEC, small_config, small_trainer
 from visionattn.cli.ends import run_tool
-from visionattn.cli.files import is_unfinished
 from visionattn.models.placement import place_weights
 from visionattn.models.state_dicts import shorten
 from visionattn.models.weights import DataSpec, load_model, read_pickle, read_state_dict, save_model
@@ -89,26 +87,6 @@ def test_the_previous_state_stays_until_the_new_one_reads_back(tmp_path, monkeyp
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_a_state_is_on_the_disk_before_it_takes_its_name_and_its_name_when_the_call_returns(
-    tmp_path, monkeypatch
-):
-    calls, sync, replace = [], os.fsync, os.replace
-    last = tmp_path / "last.pt"
-    save_state(last, {"step": 1})
-    monkeypatch.setattr(
-        os,
-        "fsync",
-        lambda number: (calls.append(os.readlink(f"/proc/self/fd/{number}")), sync(number)),
-    )
-    monkeypatch.setattr(
-        os, "replace", lambda old, new: (calls.append(f"-> {new}"), replace(old, new))
-    )
-    save_state(last, {"step": 2}, previous=tmp_path / "previous.pt")
-    synced, *renamed, folder = calls
-    assert is_unfinished(synced) and Path(synced).parent == tmp_path
-    assert renamed == [f"-> {tmp_path / 'previous.pt'}", f"-> {last}"] and folder == str(tmp_path)
-
-
 def test_a_specification_makes_the_input_of_the_model():
     images = torch.randint(
         0, 256, (2, 3, 5, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
@@ -131,10 +109,6 @@ def test_a_specification_makes_the_input_of_the_model():
         DataSpec(256, 10, (), (), (), "grey_one_hot", 5).prepare(images[:, :1] / 255)
 
 
-def truncated(path):
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
 def test_files_that_are_no_models_are_one_line_each(tmp_path):
     path = tmp_path / "a.safetensors"
     model = small_model()
@@ -147,16 +121,22 @@ def test_files_that_are_no_models_are_one_line_each(tmp_path):
 
     assert "no checkpoint at" in line()
     save_model(path, model, "scaleformer_vit_t", MODEL, SPEC)
-    truncated(path)
-    assert "is no whole safetensors file (cut off or garbled)" in line()
-    path.write_bytes(b"")
-    assert "is no whole safetensors file" in line()
-    torch.save({"model": model.state_dict()}, path)
-    assert "is a pickle of torch.save, not a safetensors file" in line()
-    path.write_bytes(pickle.dumps({"a": Harm(tmp_path / "harm")}))
-    assert "is a pickle" in line() and not (tmp_path / "harm").exists()
-    save_file(model.state_dict(), path)
-    assert "has no description of its model; weights of other projects go through" in line()
+    half = path.read_bytes()[: path.stat().st_size // 2]
+    for content, reason in (
+        (half, "is no whole safetensors file (cut off or garbled)"),
+        (b"", "is no whole safetensors file"),
+        (pickle.dumps({"a": Harm(tmp_path / "harm")}), "is a pickle of torch.save, not a safeten"),
+    ):
+        path.write_bytes(content)
+        assert reason in line() and not (tmp_path / "harm").exists()
+    about = {"format": "visionattn", "version": "1", "model": "scaleformer_vit_t"}
+    for metadata, reason in (
+        (None, "has no description of its model; weights of other projects go through"),
+        (about, "has a garbled description of its model"),
+        (about | {"version": "4"}, "has format 4, this visionattn reads formats 1, 2, 3"),
+    ):
+        save_file(model.state_dict(), path, metadata=metadata)
+        assert reason in line()
     for name, args, reason in (
         ("resnet_of_mars", {}, "holds a model 'resnet_of_mars', which timm does not know"),
         ("scaleformer_vit_t", {"embed_dim": 24}, "of another shape"),
@@ -167,14 +147,6 @@ def test_files_that_are_no_models_are_one_line_each(tmp_path):
     ):
         save_model(path, model, name, MODEL | args, SPEC)
         assert reason in line()
-    save_file(
-        model.state_dict(),
-        path,
-        metadata={"format": "visionattn", "version": "1", "model": "scaleformer_vit_t"},
-    )
-    assert "has a garbled description of its model" in line()
-    save_file(model.state_dict(), path, metadata={"format": "visionattn", "version": "4"})
-    assert "has format 4, this visionattn reads formats 1, 2, 3" in line()
 
 
 @pytest.mark.parametrize("protocol", ["torch", 2])

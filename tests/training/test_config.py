@@ -146,14 +146,6 @@ def test_a_file_that_is_no_configuration_is_one_line(tmp_path, text, part):
     assert part in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_file_that_does_not_exist_is_named():
-    with pytest.raises(
-        FileNotFoundError,
-        match="^no configuration file at nowhere.yaml; those that come with visionattn are canvas,",
-    ):
-        read("--config", "nowhere.yaml")
-
-
 def test_the_printed_configuration_is_a_configuration(capsys, tmp_path):
     with pytest.raises(SystemExit) as end:
         read("--optim.lr", "3e-4", "--data.img_size_choices", "96", "128", "--print_config")

@@ -2,10 +2,6 @@
 
 import csv
 import json
-import os
-import random
-import signal
-import time
 from dataclasses import replace
 
 import pytest
@@ -22,14 +18,12 @@ from tests.helpers.distilled_runs import (
     same_softmax,
     teacher_file,
 )
-from tests.helpers.resumed_runs import FORK, assert_same_end, best_of, states_written
-from tests.helpers.several_processes import run_processes
+from tests.helpers.resumed_runs import best_of
 from tests.helpers.small_runs import SPEC, lines, same
 from visionattn.cli.ends import run_tool
 from visionattn.data.data_config import DataConfig
 from visionattn.models.weights import load_model
 from visionattn.training.distil.distil_config import (
-    DistilOptimConfig,
     StageConfig,
     parse_distil,
     stage_data,
@@ -37,7 +31,6 @@ from visionattn.training.distil.distil_config import (
 from visionattn.training.distil.distillation import distil
 from visionattn.training.distil.imitation import attention_losses
 from visionattn.training.distil.student import images_of
-from visionattn.training.distributed import joined
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 
@@ -98,60 +91,6 @@ def test_what_comes_of_it_has_the_head_and_the_classes_of_the_teacher(whole, tea
     made.load_state_dict(tensors)
 
 
-def test_the_smallest_loss_decides_and_accuracy_stands_beside_it(whole):
-    figures = json.loads(best_of(whole / "b")[0]["validation"])
-    rows = lines(whole / "b")
-    best = min((line for line in rows if line["kind"] == "epoch"), key=lambda x: x["val_loss"])
-    assert figures == [best["epoch"], best["val_accuracy"], best["val_loss"]]
-    assert 0 <= best["val_accuracy"] <= 1
-
-
-def start(config):
-    """Distil in a process of its own that says nothing."""
-
-    def work():
-        run(config)
-        os._exit(0)
-
-    process = FORK.Process(target=work)
-    process.start()
-    return process
-
-
-@pytest.mark.slow
-def test_a_distillation_killed_at_random_moments_ends_as_one_never_interrupted(
-    whole, teacher, tmp_path
-):
-    draw, folder, killed, code = random.Random(3), tmp_path / "small", 0, None
-    while code != 0:
-        going = (folder / "distil.yaml").exists()
-        config = config_of(tmp_path, teacher, stages=["a", "b", "c"], resume=going)
-        process = start(config)
-        if killed < 6:
-            place = folder / "abc"[killed // 2]
-            before = states_written(place)
-            while process.is_alive() and states_written(place) == before:
-                time.sleep(0.002)
-            time.sleep(draw.uniform(0, 0.05))
-            process.kill()
-            killed += 1
-        process.join(60)
-        code = process.exitcode
-        assert code in (0, -signal.SIGKILL)
-    for letter in "abc":
-        assert_same_end(whole / letter, folder / letter)
-
-
-def test_a_stage_that_is_done_is_left_alone_and_another_one_goes_on_from_it(teacher, tmp_path):
-    config = config_of(tmp_path, teacher, stages=["a"])
-    run(config)
-    before = (tmp_path / "small" / "a" / "last.pt").stat().st_mtime_ns
-    said = run(replace(config, stages=["a", "b"], resume=True))
-    assert "stage a is done" in said
-    assert (tmp_path / "small" / "a" / "last.pt").stat().st_mtime_ns == before
-    assert f"starts from {tmp_path / 'small' / 'a' / 'best.safetensors'}" in said
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -196,43 +135,11 @@ def test_what_was_killed_before_it_was_noted_begins_anew(teacher, tmp_path):
         run(config_of(tmp_path, teacher, run="other", resume=True))
 
 
-def test_what_is_there_is_kept_unless_overwritten(whole, teacher, tmp_path):
+def test_what_is_there_is_kept(whole, teacher, tmp_path):
     with pytest.raises(ValueError, match="small is not empty; --resume goes on with it"):
         run(config_of(whole.parent, teacher))
     with pytest.raises(ValueError, match="nothing to resume"):
         run(config_of(tmp_path, teacher, resume=True))
-    run(config_of(tmp_path, teacher))
-    run(config_of(tmp_path, teacher, overwrite=True, stages=["a"], seed=1))
-    assert not (tmp_path / "small" / "b" / "best.safetensors").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", ["a", "b"])
-def test_two_processes_learn_what_one_does(teacher, tmp_path, stage):
-    for size in (1, 2):
-        output = tmp_path / str(size)
-        searched = 1 if stage == "a" else None
-        config = config_of(output, teacher, stages=[stage], search_softmax_blocks=searched)
-
-        def work(rank, config=config):
-            def tool():
-                with joined() as processes:
-                    distil(config, processes=processes)
-
-            return run_tool(tool, several=True)
-
-        ended = run_processes(size, work, output / "streams")
-        assert [each.code for each in ended] == [0] * size, "".join(each.err for each in ended)
-    one, two = (tmp_path / size / "small" / stage for size in "12")
-    for key in ("train_loss", "val_loss"):
-        assert epochs(one, key) == pytest.approx(epochs(two, key), rel=1e-5)
-    weights = [best_of(folder)[1] for folder in (one, two)]
-    for name, value in weights[0].items():
-        torch.testing.assert_close(value, weights[1][name], rtol=1e-3, atol=2e-5)
-    if stage == "a":
-        tables = [(folder.parent / "blocks.csv").read_text().split() for folder in (one, two)]
-        losses = [[float(row.split(",")[1]) for row in table[1:]] for table in tables]
-        assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 def test_the_blocks_that_are_imitated_worst_stay_softmax(teacher, tmp_path):
@@ -320,11 +227,3 @@ def test_bad_input_is_one_line_and_nothing_is_written(teacher, tmp_path, flags, 
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1 and error.startswith("error: "), error
     assert not (tmp_path / "out").exists()
-
-
-def test_mixed_precision_of_16_bits_scales_the_loss(teacher, tmp_path):
-    optim = DistilOptimConfig(warmup_epochs=0)
-    run(config_of(tmp_path, teacher, amp="fp16", optim=optim, stages=["a"]))
-    state = torch.load(tmp_path / "small" / "a" / "last.pt", weights_only=True)
-    assert state["scaler"]["scale"] > 1
-    assert epochs(tmp_path / "small" / "a")[-1] > 0

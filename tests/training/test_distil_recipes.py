@@ -59,23 +59,15 @@ def test_the_body_of_a_real_teacher_teaches(name, body):
         assert loss.isfinite().all() and loss.item() > (1e-4 if letter == "a" else 0)
 
 
-def test_the_demonstration_is_of_the_images_of_its_teacher():
-    """What distil_canvas sees is what canvas_teacher was trained on."""
-    teacher = parse(TrainConfig, ["--config", str(ROOT / "configs" / "canvas_teacher.yaml")])
-    config = parse_distil(["--config", str(ROOT / "configs" / "distil_canvas.yaml")])
-    assert config.data == teacher.data
-    assert config.teacher == "checkpoints/canvas_teacher/best.safetensors"
-    spec = build_splits(teacher.data, 0).spec
-    assert [stage_data(config, letter, spec).img_size for letter in "abc"] == [64, 64, 128]
-    assert (config.b.teacher_size, config.c.teacher_size) == ("same", "tiled")
-
-
-def test_pages_are_seen_as_their_teacher_saw_them():
-    teacher = parse(TrainConfig, ["--config", str(ROOT / "configs" / "documents_teacher.yaml")])
-    config = parse_distil(["--config", str(ROOT / "configs" / "distil_documents.yaml")])
-    args = config.data.args | {"train_images": 48000}
-    assert replace(config.data, args=args) == teacher.data
-    assert config.teacher == "checkpoints/documents_teacher/best.safetensors"
+@pytest.mark.parametrize(("name", "args"), [("canvas", {}), ("documents", {"train_images": 48000})])
+def test_demonstrations_are_of_the_images_of_their_teachers(name, args):
+    teacher = parse(TrainConfig, ["--config", str(ROOT / "configs" / f"{name}_teacher.yaml")])
+    config = parse_distil(["--config", str(ROOT / "configs" / f"distil_{name}.yaml")])
+    assert replace(config.data, args=config.data.args | args) == teacher.data
+    assert config.teacher == f"checkpoints/{name}_teacher/best.safetensors"
+    if name == "canvas":
+        spec = build_splits(teacher.data, 0).spec
+        assert [stage_data(config, letter, spec).img_size for letter in "abc"] == [64, 64, 128]
 
 
 def test_the_page_has_what_was_measured():

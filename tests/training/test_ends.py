@@ -4,7 +4,6 @@ import json
 import math
 import os
 import signal
-import time
 from dataclasses import replace
 
 import pytest
@@ -15,49 +14,22 @@ from tests.helpers.resumed_runs import (
     FORK,
     assert_same_end,
     config_of,
-    end,
     run,
     scaler_with,
-    start,
     state_of,
-    states_written,
     status_of,
     stop_after,
 )
 from tests.helpers.small_runs import Quadrants, lines, quadrants, rows
 from visionattn.cli.ends import run_tool
 from visionattn.data.batches import SampleKey
-from visionattn.training import engine, optimize, run_folder, run_progress, trainer
+from visionattn.training import engine, optimize, run_progress, trainer
 from visionattn.training.run_progress import Pace
 
 pytestmark = [
     pytest.mark.usefixtures("small_data"),
     pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
 ]
-
-
-def test_sigterm_to_all_processes_of_a_run_saves_the_state_and_ends_with_code_130(tmp_path, whole):
-    config = config_of(tmp_path, data={"workers": 1}, epochs=3)
-
-    def work() -> None:
-        os.setsid()
-        os._exit(run_tool(lambda: run(config)))
-
-    process = FORK.Process(target=work)
-    process.start()
-    folder = tmp_path / "small"
-    while not states_written(folder):
-        time.sleep(0.002)
-    for _ in range(2):  # as ``timeout`` does: to the process, and to its group
-        os.killpg(process.pid, signal.SIGTERM)
-    assert end(process) == 130
-    status = status_of(folder)
-    assert (status["status"], status["exit_code"]) == ("stopped", 130)
-    step = state_of(folder)["position"]["step"]
-    assert status["reason"].startswith(f"stopped after step {step} ") and step < 12
-    config.resume = True
-    assert end(start(config)) == 0
-    assert_same_end(whole, folder)
 
 
 def test_a_step_that_takes_too_long_is_given_up_and_the_run_goes_on_bit_for_bit(
@@ -181,42 +153,6 @@ def test_a_loading_process_that_dies_ends_the_run_with_code_4(tmp_path, monkeypa
     assert (status["status"], status["exit_code"]) == ("failed", 4)
 
 
-def test_torchs_handler_amid_the_writing_of_the_status_is_outlived(tmp_path, monkeypatch, capsys):
-    """The connection to a dead loading process breaks, and torch's handler raises anywhere."""
-    real, calls = run_folder.write_text, iter(range(99))
-
-    def interrupted(path, text) -> None:
-        if path.name == "status.json" and next(calls) == 1:
-            raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
-        real(path, text)
-
-    def broken(self):
-        raise EOFError
-        yield
-
-    monkeypatch.setattr(run_folder, "write_text", interrupted)
-    monkeypatch.setattr(torch.utils.data.DataLoader, "__iter__", broken)
-    assert run_tool(lambda: run(config_of(tmp_path))) == 4
-    status = status_of(tmp_path / "small")
-    assert capsys.readouterr().err == f"error: {status['reason']}\n"
-    assert (status["status"], status["exit_code"]) == ("failed", 4)
-    assert status["reason"].startswith(
-        "a process that loads data ended: DataLoader worker ended amid a batch"
-    )
-
-
-def test_a_finished_run_says_what_came_of_it(whole):
-    status, test = status_of(whole), lines(whole)[-1]
-    assert (status["status"], status["reason"], status["exit_code"]) == ("finished", None, 0)
-    assert status["provenance"] == {"device": "cpu", "processes": 1}
-    result, best = status["result"], max(rows(whole), key=lambda row: float(row["val_accuracy"]))
-    assert result["best_epoch"] == int(best["epoch"])
-    assert result["validation_accuracy"] == float(best["val_accuracy"])
-    assert (result["test_accuracy"], result["test_loss"]) == (test["accuracy"], test["loss"])
-    assert result["test_images"] == 29 and result["train_seconds"] > 0
-    assert result["images_per_second"] > 0
-
-
 def test_the_pace_of_real_steps_is_told_once_with_the_time_that_is_left(tmp_path, monkeypatch):
     pace = Pace()
     told = [pace.add(9.0, 9.0) for _ in range(10)]  # libraries and loaders start
@@ -226,8 +162,6 @@ def test_the_pace_of_real_steps_is_told_once_with_the_time_that_is_left(tmp_path
         "measured: 1.0 s per step, 25% of it waiting for data (data.workers is 3, this machine has "
     )
     assert pace.line(90, 3).endswith(" cores); about 1 min 30 s left")
-    quick = Pace(unmeasured=0)
-    assert [quick.add(0.0, 0.125) for _ in range(80)].index(True) == 79
 
     monkeypatch.setattr(run_progress, "PACE_SECONDS", 0.0)
     monkeypatch.setattr(run_progress, "PACE_STEPS", 1)

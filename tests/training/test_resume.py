@@ -22,7 +22,6 @@ from tests.helpers.resumed_runs import (
     start,
     state_of,
     states_written,
-    status_of,
     stop_after,
 )
 from tests.helpers.small_runs import Quadrants, quadrants, rows, same
@@ -122,20 +121,6 @@ def test_a_run_killed_before_its_first_state_begins_anew(tmp_path, rare, left):
         config_of(tmp_path, save_every=None, resume=True)
     )
     assert_same_end(rare, folder)
-
-
-def test_a_run_that_failed_in_its_first_steps_goes_on_from_its_start(tmp_path, whole, monkeypatch):
-    with monkeypatch.context() as patch:
-        stop_after(patch, 2, lambda: exec("raise RuntimeError('a fault')"))
-        with pytest.raises(RuntimeError, match="a fault"):
-            run(config_of(tmp_path))
-    folder = tmp_path / "small"
-    status = status_of(folder)
-    assert (status["status"], status["reason"], status["exit_code"]) == ("failed", "a fault", 1)
-    with pytest.raises(ValueError, match="--resume goes on with it"):
-        run(config_of(tmp_path))
-    assert "goes on after epoch 0, step 0" in run(config_of(tmp_path, resume=True))
-    assert_same_end(whole, folder)
 
 
 class Counted(Quadrants):

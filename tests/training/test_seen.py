@@ -57,14 +57,8 @@ def test_a_checkpoint_keeps_how_its_images_were_seen_and_validation_says_it(caps
     kept = json.loads(Path("checkpoints/run/metrics.jsonl").read_text().splitlines()[-1])
     assert f"{100 * kept['val_accuracy']:.2f}" == row.split()[2]
 
-    code, printed = validate(capsys, "--fit=pad", "--img-size", "32", "48", "--json=rows.json")
-    lines = printed.out.splitlines()
-    assert code == 0 and lines[0].endswith("preprocessing: pad, at several sizes")
-    assert [line.split()[0] for line in lines[2:]] == ["32", "48"]
-    assert [row["img_size"] for row in json.loads(Path("rows.json").read_text())["rows"]] == [
-        32,
-        48,
-    ]
+    code, printed = validate(capsys, "--fit=pad", "--img-size", "32", "48")
+    assert code == 0 and "preprocessing: pad, at several sizes\n" in printed.out
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 lines before the first step.
 """
 
-import io
 import json
 import math
 import random
@@ -211,18 +210,6 @@ def test_auto_takes_the_most_that_fits_and_a_resumed_run_the_same(
     assert yaml.safe_load((tmp_path / "small" / CONFIG).read_text())["batch_size"] == 16
 
 
-def test_auto_takes_no_more_images_than_there_are_nor_512(tmp_path):
-    config = small_config(tmp_path, batch_size="auto")
-    chosen, _ = with_batch(config, quadrants(), Counted(config, 1 << 50))
-    assert chosen.batch_size == 56  # of 61, in eights
-    many = Counted(config, 1 << 50, train=9999)
-    assert with_batch(config, many.splits, many)[0].batch_size == 512
-    with pytest.raises(ValueError, match="give a number"):
-        with_batch(config, quadrants(), Counted(config, None))
-    named = small_config(tmp_path, batch_size=7)
-    assert with_batch(named, quadrants(), Counted(named, 1)) == (named, [])
-
-
 class Own(Quadrants):
     """Images of their own sizes: three quarters of them are small."""
 
@@ -315,31 +302,6 @@ def test_the_largest_batch_has_the_most_pixels_and_then_the_largest_images():
     shapes = np.array([[4, 10, 10], [1, 20, 20], [2, 10, 10]])
     assert largest_shape(shapes) == (1, 20, 20)
     assert largest_shape(np.array([[5, 10, 10], [1, 20, 20]])) == (5, 10, 10)
-
-
-def test_the_first_line_comes_before_any_image_is_looked_at(tmp_path, monkeypatch, small):
-    stream = io.StringIO()
-
-    def look(*given):
-        said = "small: 61 training and 23 validation images, looking at their sizes\n"
-        assert stream.getvalue() == said
-        raise ValueError("looked")
-
-    monkeypatch.setattr(engine, "TrainingMemory", look)
-    with pytest.raises(ValueError, match="looked"):
-        engine.train(small_config(tmp_path), stream=stream)
-
-
-def test_one_line_says_images_patches_memory_and_seconds(tmp_path, small):
-    said = lines_of(small_config(tmp_path, epochs=1))[3]
-    pattern = (
-        r"61 images of 16 x 16 px, 16 patches; memory: [\d.]+ [MG]iB expected, [\d.]+ [MG]iB there"
-        r"; computing takes about [\d.]+ s per step, [\d.]+ s per epoch, [\d.]+ s in all"
-    )
-    assert re.fullmatch(pattern, said)
-    assert not any(
-        "per epoch" in line for line in lines_of(small_config(tmp_path, epochs=1, resume=True))
-    )  # nothing is left to train
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import yaml
 from PIL import Image
 
 import visionattn
-from tests.helpers.small_runs import lines, lines_of, same, small_config
+from tests.helpers.small_runs import lines, lines_of, small_config
 from tests.helpers.tools import assert_one_error, load_tool
 from visionattn.data.batches import SampleKey
 from visionattn.data.documents import draw_page
@@ -143,13 +143,18 @@ def test_pieces_of_pages_come_from_pages_at_their_own_scale(tmp_path):
     assert (windows == items["train"].pixels[..., 0]).all((2, 3)).sum() == 1
 
 
-def test_a_folder_needs_no_classes_and_is_learnt_as_it_is(tmp_path):
-    rng = np.random.default_rng(0)
-    (tmp_path / "pictures").mkdir()
+def write_pictures(folder, bands):
+    """Images of several heights without classes; returns the options of their data."""
+    draw = np.random.default_rng(0)
+    (folder / "pictures").mkdir()
     for number in range(12):
-        pixels = rng.integers(0, 256, (9 + number, 12, 3), np.uint8)
-        Image.fromarray(pixels).save(tmp_path / "pictures" / f"{number:02d}.png")
-    data = {"name": "folder", "root": str(tmp_path / "pictures"), "img_size": 6, "fit": "crop"}
+        pixels = draw.integers(0, 256, (9 + number, 12, bands), np.uint8)
+        Image.fromarray(pixels.squeeze()).save(folder / "pictures" / f"{number:02d}.png")
+    return {"name": "folder", "root": str(folder / "pictures"), "img_size": 6, "fit": "crop"}
+
+
+def test_a_folder_needs_no_classes_and_is_learnt_as_it_is(tmp_path):
+    data = write_pictures(tmp_path, 3)
     config = config_of(tmp_path, data=data, batch_size=4)
     splits = build_splits(config.data, 0)
     assert splits.spec.num_classes == 0 and splits.spec.in_chans == 3 and splits.spec.mean == ()
@@ -159,14 +164,9 @@ def test_a_folder_needs_no_classes_and_is_learnt_as_it_is(tmp_path):
 
 
 def test_an_image_of_more_than_8_bits_is_named_or_left_out(tmp_path):
-    rng = np.random.default_rng(0)
-    (tmp_path / "pictures").mkdir()
-    for number in range(12):
-        pixels = rng.integers(0, 256, (9, 12), np.uint8)
-        Image.fromarray(pixels).save(tmp_path / "pictures" / f"{number:02d}.png")
-    deep = tmp_path / "pictures" / "deep.tif"
-    tifffile.imwrite(deep, rng.integers(0, 2**12, (9, 12)).astype(np.uint16))
-    data = {"name": "folder", "root": str(tmp_path / "pictures"), "img_size": 6, "fit": "crop"}
+    data = write_pictures(tmp_path, 1)
+    deep = np.random.default_rng(0).integers(0, 2**12, (9, 12)).astype(np.uint16)
+    tifffile.imwrite(tmp_path / "pictures" / "deep.tif", deep)
     config = config_of(tmp_path, data=data | {"bands": [1]}, batch_size=4)
     said = "cannot read image .*deep.tif: it has more than 8 bits, and data.task generate writes"
     with warnings.catch_warnings():
@@ -227,11 +227,3 @@ def test_what_reads_images_refuses_a_model_that_writes_them(run, tmp_path):
             call()
     with pytest.raises(ValueError, match="writes images value by value, which timm and"):
         share(ShareConfig(checkpoint=str(best), to=str(tmp_path / "shared")))
-
-
-def test_a_run_starts_from_the_weights_of_another(run, tmp_path):
-    folder, config, _ = run
-    best = folder / "small" / "best.safetensors"
-    again = replace(config, output=str(tmp_path), init_from=str(best), epochs=1)
-    made = engine.prepare_classes(again, CPU, resumed=False, first=True)
-    same(made.model.state_dict(), load_model(best).state_dict())
