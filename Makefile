@@ -11,7 +11,7 @@ demo: $(INSTALLED)
 
 # In as many processes as there are cores; ARGS="tests/ops -k causal" runs some of the tests. test-all adds the slow ones.
 test test-all: $(INSTALLED)
-	.ci/chromium
+	$(if $(filter test-all,$@),.ci/chromium)
 	$(RUN) -m pytest -q -n auto --dist worksteal --durations 10 $(if $(filter test-all,$@),-m "slow or not slow") $(ARGS)
 
 lint: $(INSTALLED)

@@ -1,7 +1,6 @@
 """Models with maps at four strides: their maps, their weights, and the decoders that take them."""
 
 import contextlib
-import re
 
 import pytest
 import segmentation_models_pytorch as smp
@@ -161,9 +160,6 @@ def test_a_decoder_and_timm_build_the_model_that_a_file_of_a_run_states(finetune
             assert torch.equal(body.blocks[3].mlp.fc1.weight, model.blocks[3].mlp.fc1.weight)
     assert create_model(name, **overlay).data_spec.class_names == tuple("abcd")
     assert create_model(name, num_classes=7, in_chans=1, **overlay)(x[:, :1]).shape == (2, 7)
-
-
-PYRAMID_IS_FRESH = re.escape("not in the weights, so that they start fresh: pyramid.levels.{0-3}")
 
 
 def test_what_has_no_pyramid_or_contradicts_a_file_is_one_line(finetuned):

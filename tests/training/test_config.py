@@ -116,7 +116,10 @@ def test_an_unknown_name_is_answered_with_the_nearest_right_one(tmp_path, wrong,
         (["--config", "--epochs=3"], "--config needs a value: TEXT"),
         (["--epochs", "32", "48"], "--epochs takes one value, got 32 48"),
         (["--quick", "true"], "unknown option --quick; --help lists all"),
-        (["--model", "scaleformer_vit_t"], "unknown option --model; the nearest is --model.name"),
+        (
+            ["--model", "scaleformer_vit_t"],
+            "unknown option --model; the nearest is --model.name; a file of options is for --config",
+        ),
         (["--model.args", "depth=3"], "model.args must be names and values, got depth=3"),
         (["-lr", "3"], "-lr belongs to no option; options begin with --"),
         (["--epochs=3", "4"], "4 belongs to no option; options begin with --"),
@@ -284,6 +287,7 @@ def test_a_fault_of_the_program_is_not_taken_for_bad_input():
             "--init-model",
             "unknown option --init-model; it is gone: `visionattn convert` makes a file",
         ),
+        ("--data", "unknown option --data; the nearest is --data.name; a file of options is for"),
     ],
 )
 def test_options_that_are_gone_name_what_takes_their_place(flag, said):
@@ -294,7 +298,12 @@ def test_options_that_are_gone_name_what_takes_their_place(flag, said):
 
 def test_a_configuration_of_a_former_version_names_what_is_gone(tmp_path):
     path = tmp_path / "config.yaml"
-    path.write_text("data: {aug: {turn: null}}\n")
+    former = (
+        "data: {aug: {turn: null}, download: false}\noptim: {warmup_lr: 1.0e-06}\nlog_every: null"
+    )
+    path.write_text(former)  # options that do nothing, as every config.yaml had them
+    assert parse_train(["--config", str(path)]).epochs == 10
+    path.write_text("data: {aug: {turn: 5}}\n")
     with pytest.raises(
         ValueError, match="config.yaml: unknown key data.aug; it is gone: --data.augment"
     ):

@@ -155,7 +155,7 @@ def test_a_loading_process_that_dies_ends_the_run_with_code_4(tmp_path, monkeypa
 
 def test_the_pace_of_real_steps_is_told_once_with_the_time_that_is_left(tmp_path, monkeypatch):
     pace = Pace()
-    told = [pace.add(9.0, 9.0) for _ in range(10)]  # libraries and loaders start
+    told = [pace.add(0.9, 0.9) for _ in range(10)]  # libraries and loaders start
     told += [pace.add(0.25, 1.0) for _ in range(40)]
     assert told.index(True) == 29 and sum(told) == 1
     assert pace.line(90, 3).startswith(
@@ -163,7 +163,11 @@ def test_the_pace_of_real_steps_is_told_once_with_the_time_that_is_left(tmp_path
     )
     assert pace.line(90, 3).endswith(" cores); about 1 min 30 s left")
 
+    slow = Pace()
+    assert [slow.add(0.0, 25.0) for _ in range(6)].index(True) == 3 and slow.steps == 3
+
     monkeypatch.setattr(run_progress, "PACE_SECONDS", 0.0)
+    monkeypatch.setattr(run_progress, "STARTING_STEPS", 0)
     monkeypatch.setattr(run_progress, "PACE_STEPS", 1)
     told = [line for line in run(config_of(tmp_path)).splitlines() if "waiting for data" in line]
     assert len(told) == 1 and "data.workers is 0" in told[0]

@@ -47,6 +47,9 @@ GONE = {
 }
 """Removed training options of version 0.1, with their replacements."""
 
+FORMER_WARMUP_LR = 1e-6
+"""Default of the removed option ``optim.warmup_lr``."""
+
 
 def parse(
     config_class: type[Config],
@@ -223,14 +226,14 @@ def members(kind: Any) -> tuple[Any, ...]:
 
 
 def accepts(kind: Any, wanted: Any) -> bool:
-    """Tell whether a type annotation is ``wanted`` or a union with it, e.g. ``bool`` or ``list``."""
+    """Return whether a type annotation is ``wanted`` or a union with it, e.g. ``bool``."""
     return any(wanted in (member, get_origin(member)) for member in members(kind))
 
 
 def kind_words(kind: Any) -> str:
     """Return a type as the help shows it: ``INT|auto``, ``TEXT ...``."""
-    if kind is type(None) or kind is Any:
-        return "null" if kind else "VALUE"
+    if kind is Any:
+        return "VALUE"
     if get_origin(kind) is Literal:
         return "|".join(map(str, get_args(kind)))
     if get_origin(kind) is list:
@@ -247,9 +250,10 @@ def way_out(name: str, names: Iterable[str], dashes: str = "") -> str:
     Names are compared as a whole, by their last part, and by its initials.
     """
     name = name[:200]
-    gone = [place for key, place in GONE.items() if f"{name}.".startswith(f"{key}.")]
-    if gone:
-        return f"it is gone: {gone[0]}"
+    if f"{name}.name" in names:
+        return f"the nearest is {dashes}{name}.name; a file of options is for --config"
+    if place := _replacement(name, names):
+        return f"it is gone: {place}"
     leaf = name.rpartition(".")[2]
     initials = "".join(part[:1] for part in leaf.split("_"))
 
@@ -262,6 +266,14 @@ def way_out(name: str, names: Iterable[str], dashes: str = "") -> str:
 
     best = max(names, key=likeness)
     return f"the nearest is {dashes}{best}" if likeness(best) >= ALIKE else "--help lists all"
+
+
+def _replacement(name: str, names: Iterable[str]) -> str | None:
+    """Return the replacement of a removed option of training; None for any other name."""
+    if not any(each.startswith("data.") for each in names):
+        return None
+    places = (place for key, place in GONE.items() if f"{name}.".startswith(f"{key}."))
+    return next(places, None)
 
 
 def config_files(argv: Sequence[str]) -> list[str]:
@@ -288,11 +300,18 @@ def _values_of_file(path: str | os.PathLike[str], names: Mapping[str, Any]) -> d
                 walk(value, inner)
             elif inner in names:
                 found[inner] = value
-            else:
+            elif not (_replacement(inner, names) and _is_former_default(value)):
                 raise ValueError(f"{path}: unknown key {brief(inner)}; {way_out(inner, names)}")
 
     walk(read_yaml(path) or {}, "")
     return found
+
+
+def _is_former_default(value: Any) -> bool:
+    """Return whether a removed option does nothing: ``config.yaml`` of a run has every option."""
+    if isinstance(value, dict):
+        return all(each is None for each in value.values())
+    return value in (None, False, FORMER_WARMUP_LR)
 
 
 def _print_help(config_class: type, command: str, description: str, example: str | None) -> None:

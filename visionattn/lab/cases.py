@@ -2,7 +2,7 @@
 targets and the table of a GPU all name their work by it.
 
 This module owns the names of cases, passes and precisions. It knows nothing of how they are
-measured. A sweep varies a training instead, which its configuration names (``sweep/grid.py``).
+measured. A sweep varies a training instead (``sweep/head_grid.py``).
 """
 
 import math

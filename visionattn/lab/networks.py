@@ -181,7 +181,7 @@ def build_network(case: Case, device: str = "cpu") -> Work:
     """Build the model and an image in memory.
 
     Raises:
-        ValueError: mixed precision or a step of training, which are of ``profile/step.py``.
+        ValueError: mixed precision or a step of training, which are of ``lab/model_step.py``.
     """
     if case.amp != "none" or case.update:
         raise ValueError(f"{case.name}: {case.work} in {case.precision} is run by a profile alone")

@@ -487,8 +487,8 @@ def created(name: str, pretrained: bool, args: dict[str, Any]) -> nn.Module:
         way_out = ""
         if isinstance(error, OSError):
             way_out = (
-                "; without a connection give a file of its weights: --teacher FILE --model NAME, "
-                "in training --init-from FILE --init-model NAME"
+                "; without a connection give a file of its weights: --teacher FILE --model NAME; "
+                "`visionattn convert` makes a file for --init_from of train"
             )
         raise ValueError(
             f"timm cannot build {name} with {describe_args(args)}: {first_line(error)}{way_out}"

@@ -13,7 +13,8 @@ from visionattn.data.geometry import Geometry, Size
 from visionattn.training.config import TrainConfig
 from visionattn.training.evaluate import Evaluation
 
-PACE_STEPS, PACE_SECONDS = 20, 10.0
+STARTING_STEPS, STARTING_SECONDS = 10, 10.0
+PACE_STEPS, PACE_SECONDS, LONGEST_PACE = 20, 10.0, 60.0
 """The fewest steps and seconds over which ``Pace`` measures."""
 
 
@@ -87,22 +88,28 @@ class Sums:
 class Pace:
     """Measure the time of the first steps, loading included, and tell it once."""
 
-    unmeasured: int = 10
-    """Steps that do not count, while libraries and the loader's processes start."""
+    started: int = 0
+    """Steps that do not count, while libraries and the loader's processes start: ten, or fewer that
+    take 10 seconds.
+    """
+    start_seconds: float = 0.0
     steps: int = 0
     waited: float = 0.0
     seconds: float = 0.0
+    told: bool = False
 
     def add(self, waited: float, seconds: float) -> bool:
         """Count a step; return True once, when enough steps are measured."""
-        if self.steps >= PACE_STEPS and self.seconds >= PACE_SECONDS:
+        if self.told:
             return False
-        if self.unmeasured:
-            self.unmeasured -= 1
+        if self.started < STARTING_STEPS and self.start_seconds < STARTING_SECONDS:
+            self.started, self.start_seconds = self.started + 1, self.start_seconds + seconds
             return False
         self.steps, self.waited = self.steps + 1, self.waited + waited
         self.seconds += seconds
-        return self.steps >= PACE_STEPS and self.seconds >= PACE_SECONDS
+        enough = self.steps >= PACE_STEPS and self.seconds >= PACE_SECONDS
+        self.told = enough or self.seconds >= LONGEST_PACE
+        return self.told
 
     def line(self, steps_left: float, workers: int) -> str:
         """Return the measured time, and the share that more loader processes would save.

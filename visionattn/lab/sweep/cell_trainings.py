@@ -40,7 +40,7 @@ from visionattn.training.run_folder import STATUS, can_go_on
 
 BASE, TABLE, ROWS, PLOT, LOCK = "base.yaml", "table.md", "cells.csv", "sweep.png", "lock"
 KEPT = ENDINGS, MEASUREMENTS = "endings.jsonl", "measurements.jsonl"
-QUIET = ("output", "run", "resume", "overwrite", "log_every", "save_every", "threads", "seed")
+QUIET = ("output", "run", "resume", "overwrite", "save_every", "threads", "seed")
 """Keys in which calls of one sweep may differ: place, speed, and what the grid varies."""
 STATUSES = {0: "finished", 1: "nan", 3: "oom", 130: "stopped"}
 """What exit codes mean; all others are "failed", and so is 1 without an error line: Python ends so
