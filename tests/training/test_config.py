@@ -118,7 +118,8 @@ def test_an_unknown_name_is_answered_with_the_nearest_right_one(tmp_path, wrong,
         (["--quick", "true"], "unknown option --quick; --help lists all"),
         (
             ["--model", "scaleformer_vit_t"],
-            "unknown option --model; the nearest is --model.name; a file of options is for --config",
+            "unknown option --model; the nearest is --model.name; a file of options is for "
+            "--config",
         ),
         (["--model.args", "depth=3"], "model.args must be names and values, got depth=3"),
         (["-lr", "3"], "-lr belongs to no option; options begin with --"),
