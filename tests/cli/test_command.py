@@ -65,11 +65,6 @@ def test_help_wrong_names_and_mistyped_options_are_answered_without_torch():
     assert said[-4:] == ["error: unknown option --sede; the nearest is --seed"] * 4
 
 
-def test_the_package_is_the_command(tmp_path):
-    done = fresh("", "-m", "visionattn", "--help", cwd=tmp_path)
-    assert done.returncode == 0 and done.stdout.startswith("usage: visionattn COMMAND")
-
-
 def test_commands_are_printed_as_the_script_beside_this_python_or_as_the_package(monkeypatch):
     monkeypatch.setattr(commands.shutil, "which", lambda name: f"/elsewhere/{name}")
     monkeypatch.setattr(sys, "executable", "/here/python")

@@ -3,7 +3,6 @@
 import errno
 import multiprocessing
 import os
-import resource
 import signal
 import socket
 import stat
@@ -209,17 +208,6 @@ def test_what_a_killed_process_left_goes_and_a_living_one_keeps_its_own(tmp_path
     others[1][1].send("go on")
     others[1][0].join()
     assert names(tmp_path) == [name, "other"]
-
-
-def test_a_line_that_the_disk_has_no_room_for_is_an_error_with_the_name_of_its_file(tmp_path):
-    path, (soft, hard) = tmp_path / "rows", resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
-    try:
-        with pytest.raises(OSError) as raised:
-            add_line(path, {"text": "x" * 60_000})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert raised.value.filename == str(path)
 
 
 def test_a_folder_is_there_whole_or_not_at_all_and_replaces_nothing(tmp_path):

@@ -25,11 +25,6 @@ class Point:
     names: tuple[str, ...] = ()
 
 
-@dataclass
-class Line:
-    begin: Point
-
-
 class Entry(TypedDict):
     kind: Literal["one", "two"]
     where: Point

@@ -2,8 +2,6 @@
 with the image.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 from timm.models import create_model
@@ -19,8 +17,6 @@ from visionattn.lab.measure import (
 from visionattn.ops.position.axial import axis_sums
 from visionattn.ops.position.scores import relative_scores
 from visionattn.ops.sums import product
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_flops_of_a_block_are_those_worked_out_by_hand():

@@ -372,18 +372,6 @@ def test_ratios_of_speed_are_taken_round_by_round(monkeypatch):
     assert found[networks[1]]["images_per_second"] == 16 / 3
 
 
-def test_memory_is_measured_with_the_attention_that_ran(monkeypatch):
-    def ask_here(function, given, what):
-        return function(**json.loads(json.dumps(given)))
-
-    monkeypatch.setattr(network_costs, "ask", ask_here)
-    conditions = network_costs.conditions_of(SweepConfig(measure_batch=2), plan := small_plan())
-    for work in network_costs.PASSES:
-        for columns in network_costs.measure_pass(plan, plan.networks, work, conditions).values():
-            assert (columns["status"], columns["backend"]) == ("ok", "kernelized efficient")
-            assert columns["peak_bytes"] >= 0 and columns["images_per_second"] > 0
-
-
 def test_what_does_not_fit_or_fails_is_a_status_and_the_others_are_timed(monkeypatch):
     plan = small_plan()
     conditions = network_costs.conditions_of(SweepConfig(measure_batch=2, measure_rounds=3), plan)

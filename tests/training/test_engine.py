@@ -76,7 +76,7 @@ def test_a_run_leaves_weights_state_configuration_and_figures(tmp_path):
     assert result.checkpoint == folder / "best.safetensors" and result.test.images == 29
     status = json.loads((folder / "status.json").read_text())
     assert (status["status"], status["reason"], status["exit_code"]) == ("finished", None, 0)
-    assert status["provenance"] == {"device": "cpu", "processes": 1}
+    assert {"device", "torch", "commit"} < set(status["provenance"])
     told = {name: status["result"][name] for name in ("best_epoch", "test_accuracy", "test_loss")}
     assert list(told.values()) == [result.best_epoch, result.test.accuracy, result.test.loss]
     assert status["result"]["test_images"] == 29 and status["result"]["train_seconds"] > 0

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from unittest.mock import create_autospec
 
 import huggingface_hub
 import numpy as np
@@ -17,6 +18,7 @@ import pytest
 import timm
 import torch
 import yaml
+from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -337,54 +339,40 @@ def test_bad_input_is_one_line_and_writes_nothing(here, capsys, monkeypatch):
         assert written(here) == before and sorted(os.listdir(here)) == names
 
 
-class Hub:
-    """The hub's functions at the boundary: they keep what they are called with."""
+def hub_of(monkeypatch, *, holds=False, error=None):
+    """Replace the hub at the boundary; returns its functions, and the files that it is given."""
+    api, files = create_autospec(HfApi, instance=True), {}
 
-    def __init__(self, monkeypatch, *, holds=False, error=None):
-        self.calls, self.files, self.holds, self.error = [], {}, holds, error
-        monkeypatch.setattr(huggingface_hub, "get_token", lambda: "token")
-        for name in ("file_exists", "create_repo", "upload_folder"):
-            monkeypatch.setattr(huggingface_hub.HfApi, name, getattr(self, name))
+    def take(*, folder_path, **named):
+        files.update(written(Path(folder_path)))
 
-    def file_exists(self, repo_id, filename):
-        self.calls.append(("file_exists", repo_id, filename))
-        return self.holds
-
-    def create_repo(self, repo_id, exist_ok):
-        self.calls.append(("create_repo", repo_id, exist_ok))
-
-    def upload_folder(self, *, repo_id, folder_path, commit_message):
-        self.calls.append(("upload_folder", repo_id))
-        if self.error:
-            raise self.error
-        self.files, self.folder = written(Path(folder_path)), folder_path
+    api.file_exists.return_value = holds
+    api.upload_folder.side_effect = error or take
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "token")
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda **named: api)
+    return api, files
 
 
 def test_a_model_is_uploaded_as_it_would_be_written(here, monkeypatch, capsys):
     write_weights(here / "best.safetensors", COLOUR)
-    hub, before = Hub(monkeypatch), sorted(os.listdir(here))
+    (api, files), before = hub_of(monkeypatch), sorted(os.listdir(here))
     assert main(words("share best.safetensors --to hf-hub:org/trees --license mit")) == 0
     said = capsys.readouterr().out.splitlines()
     call = 'timm.create_model("hf-hub:org/trees", pretrained=True)'
     assert said[0] == "uploaded to https://huggingface.co/org/trees" and call in said[1]
-    assert [call[:2] for call in hub.calls] == [
-        ("file_exists", "org/trees"),
-        ("create_repo", "org/trees"),
-        ("upload_folder", "org/trees"),
-    ]
-    card = hub.files["README.md"].decode()
+    assert [name for name, *_ in api.mock_calls] == ["file_exists", "create_repo", "upload_folder"]
+    assert all("org/trees" in str(call) for call in api.mock_calls)
+    card = files.pop("README.md").decode()
     assert "license: mit" in card and call in card and "# Model card for trees" in card
-    assert not Path(hub.folder).exists() and sorted(os.listdir(here)) == before
+    folder = api.upload_folder.call_args.kwargs["folder_path"]
+    assert not Path(folder).exists() and sorted(os.listdir(here)) == before
     shared("--license", "mit")
-    del hub.files["README.md"]
-    assert hub.files == {
-        name: text for name, text in written(here / "out").items() if "R" not in name
-    }
+    assert files == {name: text for name, text in written(here / "out").items() if "R" not in name}
     capsys.readouterr()
-    hub.holds, hub.calls = True, []
+    api, files = hub_of(monkeypatch, holds=True)
     assert main(words("share best.safetensors --to hf-hub:org/trees")) == 2
     assert_one_error(capsys, "hf-hub:org/trees holds a model already; choose another name")
-    assert [name for name, *_ in hub.calls] == ["file_exists"]
+    assert not api.create_repo.called and files == {}
 
 
 def test_what_the_hub_refuses_is_one_line(here, monkeypatch, capsys):
@@ -397,7 +385,7 @@ def test_what_the_hub_refuses_is_one_line(here, monkeypatch, capsys):
         http.ConnectError("Name or service not known"),
     ):
         write_weights(here / "best.safetensors", COLOUR)
-        Hub(monkeypatch, error=error)
+        hub_of(monkeypatch, error=error)
         assert main(words("share best.safetensors --to hf-hub:org/trees")) == 2
         said = capsys.readouterr().err
         assert re.fullmatch(r"error: the hub does not take org/trees: .+\n", said), said
