@@ -248,3 +248,32 @@ def test_a_folder_is_replaced_where_it_holds_the_file_that_says_so(tmp_path, mon
     with pytest.raises(PermissionError):
         write("c", replaces="mark")
     assert (target / "mark").read_text() == "b" and names(tmp_path) == ["out"]
+
+
+def replace_folder(target, text, renames=None):
+    """Replace a folder; the process is killed before rename number ``renames``."""
+    rename, left = os.rename, iter(range(renames or 3))
+
+    def counted(old, new):
+        if next(left) + 1 == renames:
+            os.kill(os.getpid(), signal.SIGKILL)
+        rename(old, new)
+
+    with pytest.MonkeyPatch.context() as patch, whole_folder(target, replaces="mark") as place:
+        (place / "mark").write_text(text)
+        patch.setattr(os, "rename", counted)
+
+
+@pytest.mark.parametrize("renames", [1, 2])
+def test_a_kill_between_the_renames_leaves_the_former_folder(tmp_path, renames):
+    target = tmp_path / ("ä" * 120)
+    replace_folder(target, "old")
+    process = FORK.Process(target=replace_folder, args=(target, "new", renames))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    with pytest.raises(ValueError, match="exists"), whole_folder(target):
+        pass  # not allowed to replace it
+    assert (target / "mark").read_text() == "old"
+    replace_folder(target, "newer")
+    assert (target / "mark").read_text() == "newer" and names(tmp_path) == [target.name]
