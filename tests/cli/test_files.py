@@ -21,6 +21,7 @@ from visionattn.cli.files import (
     is_unfinished,
     lock,
     locked,
+    read_lines,
     unfinished,
     whole_folder,
     write_text,
@@ -208,6 +209,17 @@ def test_what_a_killed_process_left_goes_and_a_living_one_keeps_its_own(tmp_path
     others[1][1].send("go on")
     others[1][0].join()
     assert names(tmp_path) == [name, "other"]
+
+
+def test_a_line_behind_a_torn_one_is_whole(tmp_path):
+    path = tmp_path / "rows"
+    for number in range(2):
+        add_line(path, {"number": number})
+    os.truncate(path, path.stat().st_size - 2)
+    for number in range(2, 4):
+        add_line(path, {"number": number})
+    assert read_lines(path) == [{"number": number} for number in (0, 2, 3)]
+    assert path.read_bytes().count(b"\n") == 4
 
 
 def test_a_folder_is_there_whole_or_not_at_all_and_replaces_nothing(tmp_path):

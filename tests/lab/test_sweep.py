@@ -389,6 +389,10 @@ def test_what_does_not_fit_or_fails_is_a_status_and_the_others_are_timed(monkeyp
         assert whole["peak_bytes"] == 7 and whole["images_per_second"] > 0
 
 
+def test_a_sweep_without_known_endings_has_no_failures(tmp_path):
+    head_sweep.check_failures(small_plan(), cell_trainings.SweepFolder(tmp_path))
+
+
 def test_a_training_is_expected_to_take_its_steps_and_evaluations(monkeypatch):
     plan = small_plan()
     monkeypatch.setattr(Passes, "forward_seconds", lambda self, shape, patch: 0.5)

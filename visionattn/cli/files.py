@@ -342,8 +342,11 @@ def add_line(path: str | Path, record: dict[str, Any]) -> None:
     """Append one line of JSON in a single write and flush it to the disk. Several processes may
     append to the same file.
     """
-    with named(path), added_to(path) as file:
-        file.write((json.dumps(record) + "\n").encode())
+    line = (json.dumps(record) + "\n").encode()
+    with named(path), open(target_of(path), "a+b") as file:
+        file.seek(max(file.tell() - 1, 0))
+        torn = file.read(1) not in (b"", b"\n")  # by a kill or a full disk
+        file.write(b"\n" * torn + line)
         file.flush()
         os.fsync(file.fileno())
 
