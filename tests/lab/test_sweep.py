@@ -78,7 +78,7 @@ if act in ("nan", "oom", "bad"):
     sys.exit({"nan": 1, "oom": 3, "bad": 2}[act])
 accuracy = 0.5 + 0.01 * config["model"]["args"]["num_heads"] + 0.1 * config["seed"]
 result = {"best_epoch": 1, "validation_accuracy": 0.25, "test_accuracy": accuracy}
-result["test_loss"] = 1.5
+result |= {"test_loss": 1.5, "train_seconds": 2.0}
 status = {"status": "finished", "result": result, "provenance": {"commit": "c0ffee"}}
 (run / "status.json").write_text(json.dumps(status))
 """
@@ -254,6 +254,19 @@ def test_a_folder_of_another_training_or_with_other_things_is_refused_and_kept(t
     with pytest.raises(ValueError, match="is not empty and holds no sweep"):
         fakes("2 --overwrite")
     assert [path.name for path in fakes.output.iterdir()] == ["thesis.txt"]
+
+
+def test_a_damaged_line_is_one_error_and_a_damaged_status_is_none(tmp_path):
+    fakes = Fakes(tmp_path)
+    fakes("2")
+    endings, ending = fakes.output / "endings.jsonl", {"name": "x", "columns": {"status": "oom"}}
+    for line in ({}, [1], 5, {"name": "x"}, ending):
+        endings.write_text(json.dumps(line))
+        with pytest.raises(ValueError, match=r"endings.jsonl is damaged \(.*\[0\].*; delete its"):
+            fakes("2")
+    for text in ("5", '{"result": [1]}', '{"provenance": 3}', '{"resu'):
+        (tmp_path / "status.json").write_text(text)
+        assert cell_trainings.read_status(tmp_path) == {}
 
 
 def test_a_dry_run_says_what_is_left_with_memory_and_time_and_writes_nothing(tmp_path):
