@@ -21,6 +21,7 @@ from visionattn.cli.files import (
     is_unfinished,
     lock,
     locked,
+    read_lines,
     unfinished,
     whole_folder,
     write_text,
@@ -210,6 +211,17 @@ def test_what_a_killed_process_left_goes_and_a_living_one_keeps_its_own(tmp_path
     assert names(tmp_path) == [name, "other"]
 
 
+def test_a_line_behind_a_torn_one_is_whole(tmp_path):
+    path = tmp_path / "rows"
+    for number in range(2):
+        add_line(path, {"number": number})
+    os.truncate(path, path.stat().st_size - 2)
+    for number in range(2, 4):
+        add_line(path, {"number": number})
+    assert read_lines(path) == [{"number": number} for number in (0, 2, 3)]
+    assert path.read_bytes().count(b"\n") == 4
+
+
 def test_a_folder_is_there_whole_or_not_at_all_and_replaces_nothing(tmp_path):
     target, usual = tmp_path / "folder", tmp_path / "usual"
     usual.touch()
@@ -248,3 +260,32 @@ def test_a_folder_is_replaced_where_it_holds_the_file_that_says_so(tmp_path, mon
     with pytest.raises(PermissionError):
         write("c", replaces="mark")
     assert (target / "mark").read_text() == "b" and names(tmp_path) == ["out"]
+
+
+def replace_folder(target, text, renames=None):
+    """Replace a folder; the process is killed before rename number ``renames``."""
+    rename, left = os.rename, iter(range(renames or 3))
+
+    def counted(old, new):
+        if next(left) + 1 == renames:
+            os.kill(os.getpid(), signal.SIGKILL)
+        rename(old, new)
+
+    with pytest.MonkeyPatch.context() as patch, whole_folder(target, replaces="mark") as place:
+        (place / "mark").write_text(text)
+        patch.setattr(os, "rename", counted)
+
+
+@pytest.mark.parametrize("renames", [1, 2])
+def test_a_kill_between_the_renames_leaves_the_former_folder(tmp_path, renames):
+    target = tmp_path / ("ä" * 120)
+    replace_folder(target, "old")
+    process = FORK.Process(target=replace_folder, args=(target, "new", renames))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    with pytest.raises(ValueError, match="exists"), whole_folder(target):
+        pass  # not allowed to replace it
+    assert (target / "mark").read_text() == "old"
+    replace_folder(target, "newer")
+    assert (target / "mark").read_text() == "newer" and names(tmp_path) == [target.name]

@@ -70,6 +70,18 @@ def test_workers_load_at_the_same_time_and_none_stays(workers):
     assert multiprocessing.active_children() == []
 
 
+def test_an_interruption_ends_the_workers():
+    """The caller holds the exception, and with it the frame, as a traceback does."""
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    case = LoaderCase(source_of(Slow(24)), 2, 4, None)
+    with pytest.raises(KeyboardInterrupt) as raised:
+        read_batches(case, 0, 0, clock=interrupted)
+    assert multiprocessing.active_children() == [] and raised.tb
+
+
 def test_speed_is_images_over_the_seconds_of_the_batches_that_count():
     """A clock of a tick for each batch, so that a second gives as many images as a batch has,
     whatever the workers.

@@ -78,7 +78,7 @@ if act in ("nan", "oom", "bad"):
     sys.exit({"nan": 1, "oom": 3, "bad": 2}[act])
 accuracy = 0.5 + 0.01 * config["model"]["args"]["num_heads"] + 0.1 * config["seed"]
 result = {"best_epoch": 1, "validation_accuracy": 0.25, "test_accuracy": accuracy}
-result["test_loss"] = 1.5
+result |= {"test_loss": 1.5, "train_seconds": 2.0}
 status = {"status": "finished", "result": result, "provenance": {"commit": "c0ffee"}}
 (run / "status.json").write_text(json.dumps(status))
 """
@@ -256,6 +256,19 @@ def test_a_folder_of_another_training_or_with_other_things_is_refused_and_kept(t
     assert [path.name for path in fakes.output.iterdir()] == ["thesis.txt"]
 
 
+def test_a_damaged_line_is_one_error_and_a_damaged_status_is_none(tmp_path):
+    fakes = Fakes(tmp_path)
+    fakes("2")
+    endings, ending = fakes.output / "endings.jsonl", {"name": "x", "columns": {"status": "oom"}}
+    for line in ({}, [1], 5, {"name": "x"}, ending):
+        endings.write_text(json.dumps(line))
+        with pytest.raises(ValueError, match=r"endings.jsonl is damaged \(.*\[0\].*; delete its"):
+            fakes("2")
+    for text in ("5", '{"result": [1]}', '{"provenance": 3}', '{"resu'):
+        (tmp_path / "status.json").write_text(text)
+        assert cell_trainings.read_status(tmp_path) == {}
+
+
 def test_a_dry_run_says_what_is_left_with_memory_and_time_and_writes_nothing(tmp_path):
     fakes = Fakes(tmp_path)
     printed = fakes("2 8 --seeds 0 3 --dry_run true").splitlines()
@@ -359,34 +372,96 @@ def small_plan(**args):
     return make_plan(SweepConfig(base="", heads=[3, 6], form=["efficient"]), base)
 
 
+def ask_here(function, given, what, returning=True):
+    """Stand in for a fresh process."""
+    assert returning == (function is network_costs.measure_memory)
+    return function(**json.loads(json.dumps(given)))
+
+
+def measured(plan, folder, **options):
+    """Measure the networks of a plan; returns the columns that are kept, by network."""
+    config = SweepConfig(measure_batch=2, measure_rounds=3, **options)
+    kept = cell_trainings.SweepFolder(folder)
+    folder.mkdir(exist_ok=True)
+    provenance = {"commit": None, "load": 0.0}
+    network_costs.measure_networks(config, plan, kept, provenance, str, after=list)
+    return list(kept.known(cell_trainings.MEASUREMENTS).values())
+
+
 def test_ratios_of_speed_are_taken_round_by_round(monkeypatch):
     rounds = {"direct": [4.0, 9.0, 6.0], "efficient": [1.0, 3.0, 3.0]}
-    networks = [Network("kernelized", 3, form, 40) for form in rounds]
-    monkeypatch.setattr(network_costs, "ask", lambda function, given, what: {})
-    monkeypatch.setattr(
-        network_costs, "interleaved_seconds", lambda *given, **how: list(rounds.values())
-    )
+    found = {Network("kernelized", 3, form, 40): {"training_status": "ok"} for form in rounds}
+    seconds = {"seconds": list(rounds.values())}
+    monkeypatch.setattr(network_costs, "ask", lambda function, given, what, returning: seconds)
     conditions = network_costs.conditions_of(SweepConfig(), plan := small_plan())
-    found = network_costs.measure_pass(plan, networks, "inference", conditions)
-    assert [columns["times_direct"] for columns in found.values()] == [1, 3]
-    assert found[networks[1]]["images_per_second"] == 16 / 3
+    network_costs.time_networks(plan, found, "training", conditions)
+    assert [columns["training_times_direct"] for columns in found.values()] == [1, 3]
+    assert [columns["training_images_per_second"] for columns in found.values()] == [16 / 6, 16 / 3]
 
 
-def test_what_does_not_fit_or_fails_is_a_status_and_the_others_are_timed(monkeypatch):
-    plan = small_plan()
-    conditions = network_costs.conditions_of(SweepConfig(measure_batch=2, measure_rounds=3), plan)
+def test_what_does_not_fit_or_fails_is_a_status_and_the_others_are_timed(monkeypatch, tmp_path):
     for error, status in ((torch.OutOfMemoryError("x"), "oom"), (Failed("x: no"), "failed")):
 
-        def ask(function, given, what, error=error):
-            if given["model"]["args"]["num_heads"] == 3:
-                raise error
-            return {"peak_bytes": 7, "backend": "a"}
+        def ask(function, given, what, returning=True, error=error):
+            if function is network_costs.measure_memory:
+                if given["model"]["args"]["num_heads"] == 3:
+                    raise error
+                return {"peak_bytes": 7, "backend": "a"}
+            return ask_here(function, given, what, returning)
 
         monkeypatch.setattr(network_costs, "ask", ask)
-        found = network_costs.measure_pass(plan, plan.networks, "training", conditions)
-        broken, whole = found.values()
-        assert broken["status"] == status and "images_per_second" not in broken
-        assert whole["peak_bytes"] == 7 and whole["images_per_second"] > 0
+        broken, whole = measured(small_plan(), tmp_path / status)
+        assert broken["training_status"] == status
+        assert "training_images_per_second" not in broken
+        assert whole["training_peak_bytes"] == 7 and whole["training_images_per_second"] > 0
+
+
+def test_networks_that_do_not_fit_together_are_out_of_memory(monkeypatch, tmp_path):
+    make_step = network_costs.make_step
+
+    def full(**given):
+        if given["model"]["args"]["num_heads"] == 6:
+            raise torch.OutOfMemoryError("full")
+        return make_step(**given)
+
+    def ask(function, given, what, returning=True):
+        if function is network_costs.measure_memory:
+            return {"peak_bytes": 7, "backend": "a"}
+        return ask_here(function, given, what, returning)
+
+    monkeypatch.setattr(network_costs, "ask", ask)
+    monkeypatch.setattr(network_costs, "make_step", full)
+    fits, other = measured(small_plan(), tmp_path)
+    assert fits["training_status"] == "ok" and fits["training_images_per_second"] > 0
+    assert other["training_status"] == "oom" and "together" in other["training_reason"]
+
+
+def test_memory_is_kept_at_once_before_any_network_is_timed(monkeypatch, tmp_path):
+    asked = []
+
+    def ask(function, given, what, returning=True):
+        if len(asked) in (3, 5):
+            asked.append("killed")
+            raise KeyboardInterrupt
+        asked.append(function.__name__)
+        if function is network_costs.measure_memory:
+            return {"peak_bytes": 7, "backend": "a"}
+        return {"seconds": [[1.0] * 3] * len(given["passes"])}
+
+    monkeypatch.setattr(network_costs, "ask", ask)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            measured(small_plan(), tmp_path)
+    rows = measured(small_plan(), tmp_path)
+    memory, time = "measure_memory", "measure_seconds"
+    assert asked == [*[memory] * 3, "killed", memory, "killed", memory, memory, time, time]
+    assert len(rows) == 2 and all("measured" in row for row in rows)
+    measured(small_plan(), tmp_path)
+    assert len(asked) == 10
+
+
+def test_a_sweep_without_known_endings_has_no_failures(tmp_path):
+    head_sweep.check_failures(small_plan(), cell_trainings.SweepFolder(tmp_path))
 
 
 def test_a_training_is_expected_to_take_its_steps_and_evaluations(monkeypatch):

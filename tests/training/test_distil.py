@@ -167,6 +167,13 @@ def test_the_blocks_that_are_imitated_worst_stay_softmax(teacher, tmp_path):
     # It goes on with the blocks that the table names.
     said = run(config_of(tmp_path, teacher, search_softmax_blocks=1, resume=True))
     assert said[-2:] == ["stage a is done", "stage b is done"]
+    for text, problem in (
+        ("block,loss\n0,1\n", "has no softmax"),
+        ("block,softmax\na,1\n", "got a"),
+    ):
+        (folder / "blocks.csv").write_text(text)
+        with pytest.raises(ValueError, match=rf"blocks.csv is damaged \(.*{problem}\); delete it"):
+            run(config_of(tmp_path, teacher, search_softmax_blocks=1, resume=True))
 
 
 def test_images_without_classes_have_no_accuracy(teacher, tmp_path, quadrant_images):

@@ -206,9 +206,14 @@ def test_the_card_says_what_the_run_knows_and_no_path_of_the_machine(here, small
         assert line in card, line
     everything = b"".join(written(here / "my model").values()).decode("latin")
     assert "secret" not in everything and str(here) not in everything
-    for name, said in {"status.json": "status.json is damaged", "config.yaml": "garbled"}.items():
+    shorter = json.dumps(status | {"result": {"best_epoch": 1}})
+    for name, content, said in (
+        ("status.json", "[garbled", "status.json is damaged"),
+        ("status.json", shorter, "(status.json.result has no train_seconds); delete it to share"),
+        ("config.yaml", "[garbled", "garbled"),
+    ):
         text = (folder / name).read_text()
-        (folder / name).write_text("[garbled")
+        (folder / name).write_text(content)
         assert main(["share", str(folder / "best.safetensors"), "--to", "out"]) == 2
         assert_one_error(capsys, said)
         assert not Path("out").exists()

@@ -96,6 +96,7 @@ def whole_folder(path: str | Path, *, replaces: str | None = None) -> Iterator[P
             or the unfinished folder.
     """
     target = Path(path)
+    _settle(target)
     check_new(target, replaces=replaces)
     with named(path), _beside(target, folder=True) as place:
         yield place
@@ -108,9 +109,28 @@ def whole_folder(path: str | Path, *, replaces: str | None = None) -> Iterator[P
         _rename_folder(place, target)
 
 
+def _former(target: Path) -> Path:
+    """Return the name of a folder from the moment another one takes its place until it is deleted.
+    It is no unfinished name: ``forget_unfinished`` must leave the folder alone.
+    """
+    return Continued.beside(target, folder=True).with_suffix(".former")
+
+
+def _settle(target: Path) -> None:
+    """Complete a ``_rename_folder`` that a kill interrupted: delete the former folder if the new
+    one has its name, else rename it back.
+    """
+    former = _former(target)
+    with suppress(OSError):  # there is none, as usual, or another process was faster
+        if os.path.lexists(target):
+            shutil.rmtree(former)
+        else:
+            os.rename(former, target)
+
+
 def _rename_folder(place: Path, target: Path) -> None:
     """Rename a finished folder to its target, then delete the former target."""
-    former = _unfinished_name(target)
+    former = _former(target)
     with ExitStack() as undo:
         if target.exists():
             os.rename(target, former)
@@ -196,10 +216,12 @@ class Continued:
         """
         self._path, self._folder = Path(path), folder
         self._overwrite = overwrite
-        if not folder:
+        if folder:
+            _settle(self._path)
+            if not overwrite:
+                check_new(self._path)
+        else:
             check_free(self._path, overwrite)
-        elif not overwrite:
-            check_new(self._path)
         self.target = self._path if folder else target_of(self._path)
         self.place = self.beside(path, folder=folder)
         self._held = ExitStack()
@@ -320,8 +342,11 @@ def add_line(path: str | Path, record: dict[str, Any]) -> None:
     """Append one line of JSON in a single write and flush it to the disk. Several processes may
     append to the same file.
     """
-    with named(path), added_to(path) as file:
-        file.write((json.dumps(record) + "\n").encode())
+    line = (json.dumps(record) + "\n").encode()
+    with named(path), open(target_of(path), "a+b") as file:
+        file.seek(max(file.tell() - 1, 0))
+        torn = file.read(1) not in (b"", b"\n")  # by a kill or a full disk
+        file.write(b"\n" * torn + line)
         file.flush()
         os.fsync(file.fileno())
 

@@ -64,13 +64,16 @@ def ended_for_memory(code: int, kills: int) -> bool:
     return code == -KILLED and memory_kills() > kills
 
 
-def ask(function: Callable[..., Any], given: dict[str, Any], what: str) -> Any:
+def ask(
+    function: Callable[..., Any], given: dict[str, Any], what: str, *, returning: bool = True
+) -> Any:
     """Return the result of ``function(**given)``, called in a fresh process.
 
     Args:
         function: a module-level function of the package; takes and returns JSON values.
         given: its arguments.
         what: name of the measured work, for the error.
+        returning: as ``environment`` takes it.
 
     Raises:
         torch.OutOfMemoryError: the process ran out of memory.
@@ -80,7 +83,7 @@ def ask(function: Callable[..., Any], given: dict[str, Any], what: str) -> Any:
     named = {"module": function.__module__, "function": function.__name__}
     kills, told = memory_kills(), json.dumps(named | {"given": given})
     # The process imports everything anew, so its memory before the work is its own, too.
-    options = dict(capture_output=True, text=True, env=environment(returning=True))
+    options = dict(capture_output=True, text=True, env=environment(returning=returning))
     done = subprocess.run(COMMAND, input=told, **options)
     full = done.returncode == OUT_OF_MEMORY or (done.returncode and "bad_alloc" in done.stderr)
     if full or ended_for_memory(done.returncode, kills):

@@ -10,7 +10,8 @@ import csv
 import io
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
@@ -175,8 +176,15 @@ def read_json(kind: Any, path: Path, way_out: str) -> Any:
         ValueError: the content is not JSON of this type; one line.
         OSError: the file cannot be read.
     """
-    try:
+    with intact(path, way_out):
         return from_json(kind, read_text(path), path.name)
+
+
+@contextmanager
+def intact(path: Path, way_out: str) -> Iterator[None]:
+    """Name the file and the way out in errors about its content."""
+    try:
+        yield
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}); {way_out}") from error
 

@@ -7,7 +7,8 @@ uint8 batches that training would take.
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import count, product
@@ -234,22 +235,21 @@ def read_batches(
         ValueError: an image cannot be read and ``on_error`` is ``fail``, or none can be read.
     """
     processes, images, size, began, now = max(1, case.workers), 0, 0, 0.0, 0.0
-    batches = open_batches(case, epoch)
-    for number, batch in enumerate(batches, start=1):
-        now = clock()
-        if number == processes:
-            began = now
-        if number > processes:
-            images, size = images + len(batch.labels), size + batch.images.nbytes
-        if number >= 3 * processes and now - began >= seconds:
-            break
-    batches.close()  # type: ignore[attr-defined]
+    with closing(open_batches(case, epoch)) as batches:
+        for number, batch in enumerate(batches, start=1):
+            now = clock()
+            if number == processes:
+                began = now
+            if number > processes:
+                images, size = images + len(batch.labels), size + batch.images.nbytes
+            if number >= 3 * processes and now - began >= seconds:
+                break
     if not images:
         raise ValueError(f"{case.source.label}: none of the images can be read")
     return Reading(images, size / 1e6, max(now - began, 1e-9))
 
 
-def open_batches(case: LoaderCase, epoch: int) -> Iterator:
+def open_batches(case: LoaderCase, epoch: int) -> Generator:
     """Yield the batches of one epoch after the other, by the loaders that training uses, until an
     epoch has none; close it to end the workers.
     """

@@ -28,7 +28,7 @@ from visionattn.training.config import TrainConfig
 from visionattn.training.distil.distil_config import DistilConfig
 from visionattn.training.distil.distillation import DISTIL, WORDS
 from visionattn.training.options import parse_train
-from visionattn.training.run_folder import BEST, CONFIG, STATUS
+from visionattn.training.run_folder import BEST, CONFIG, STATUS, Ended
 
 MOST_CLASSES = 40
 """The most classes that a card lists; ``config.json`` has all."""
@@ -89,10 +89,10 @@ def _run(checkpoint: Path) -> dict[str, Any]:
     if checkpoint.name != BEST or not (folder / CONFIG).is_file():
         return {}
     config = parse_train(["--config", str(folder / CONFIG)])
-    status: dict[str, Any] = {}
+    status: Ended = {}
     if (folder / STATUS).is_file():
         way_out = "delete it to share without its figures"
-        status = read_json(dict[str, Any], folder / STATUS, way_out)
+        status = read_json(Ended, folder / STATUS, way_out)
     whole, figures = None, best_figures(checkpoint)
     if (parent / DISTIL).is_file():
         read = parse(DistilConfig, ["--config", str(parent / DISTIL)])

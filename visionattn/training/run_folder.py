@@ -11,7 +11,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Required, TextIO
+
+from typing_extensions import TypedDict
 
 from visionattn.cli.commands import typed
 from visionattn.cli.ends import (
@@ -50,6 +52,30 @@ LOCK = "run.lock"
 ENDS: dict[type, str] = {NonFinite: "nan", OutOfMemory: "oom", DoesNotFit: "oom"}
 ENDS |= {Stopped: "stopped", KeyboardInterrupt: "stopped"}
 """The status of a run by the error that ended it; ``failed`` for others."""
+
+
+class Figures(TypedDict, total=False):
+    """``result`` of ``status.json``, from ``Result.figures``."""
+
+    best_epoch: Required[int]
+    train_seconds: Required[float]
+    validation_accuracy: float | None
+    test_accuracy: float | None
+    test_loss: float | None
+    test_images: int | None
+
+
+class Origin(TypedDict, total=False):
+    """``provenance`` of ``status.json``."""
+
+    commit: str | None
+
+
+class Ended(TypedDict, total=False):
+    """The content of ``status.json``."""
+
+    provenance: Origin
+    result: Figures | None
 
 
 def named_folder(output: str, run: str | None, names: Sequence[str]) -> Path:

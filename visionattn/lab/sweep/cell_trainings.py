@@ -7,7 +7,6 @@ The folder holds ``base.yaml`` (the training that is varied), ``runs/`` (a run f
 ``sweep.png``.
 """
 
-import json
 import os
 import shutil
 import signal
@@ -18,7 +17,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
+
+from typing_extensions import TypedDict
 
 from visionattn.cli.files import (
     add_line,
@@ -34,9 +35,10 @@ from visionattn.cli.interruption import Interruption
 from visionattn.cli.parsing import yaml_text
 from visionattn.cli.progress import Progress
 from visionattn.cli.tables import Record
+from visionattn.cli.untrusted import checked, from_json, intact
 from visionattn.lab.sweep.head_grid import Cell, Plan
 from visionattn.training.config import TrainConfig
-from visionattn.training.run_folder import STATUS, can_go_on
+from visionattn.training.run_folder import STATUS, Ended, can_go_on
 
 BASE, TABLE, ROWS, PLOT, LOCK = "base.yaml", "table.md", "cells.csv", "sweep.png", "lock"
 KEPT = ENDINGS, MEASUREMENTS = "endings.jsonl", "measurements.jsonl"
@@ -52,6 +54,33 @@ POLL_SECONDS = 0.05
 RESULTS = ("best_epoch", "validation_accuracy", "test_accuracy", "test_loss", "test_images")
 RESULTS += ("train_seconds",)
 """What is kept of the result of a training."""
+
+
+class Ending(TypedDict):
+    """Columns in ``ENDINGS`` that the next call needs; others are allowed."""
+
+    status: str
+    reason: str | None
+    exit_code: int
+    cell_seconds: float
+    attempts: int
+
+
+class EndingLine(TypedDict):
+    """A line of ``ENDINGS``."""
+
+    name: str
+    columns: Ending
+
+
+class MeasurementLine(TypedDict):
+    """A line of ``MEASUREMENTS``."""
+
+    name: str
+    columns: Record
+
+
+LINES = {ENDINGS: list[EndingLine], MEASUREMENTS: list[MeasurementLine]}
 
 
 class SweepFolder:
@@ -91,6 +120,8 @@ class SweepFolder:
                 f"{self.path} holds a sweep of another training (here {' '.join(changed).strip()});"
                 " choose another --output, or --overwrite"
             )
+        for name in () if overwrite else KEPT:
+            self.known(name)
 
     @contextmanager
     def opened(self, base: TrainConfig, *, overwrite: bool) -> Iterator[None]:
@@ -119,7 +150,10 @@ class SweepFolder:
         """Return what is known of trainings (``ENDINGS``) or networks (``MEASUREMENTS``), by
         name.
         """
-        return {line["name"]: line["columns"] for line in read_lines(self.path / name)}
+        path = self.path / name
+        with intact(path, "delete its line, or --overwrite begins anew"):
+            lines = checked(LINES[name], read_lines(path), name)
+        return {line["name"]: line["columns"] for line in lines}
 
     def keep(self, name: str, of: str, columns: Record) -> None:
         """Write what is known of a training or a network."""
@@ -281,10 +315,10 @@ def ending_of(cell: Cell, folder: SweepFolder, attempt: Attempt, before: Record)
     }
 
 
-def read_status(run: Path) -> dict[str, Any]:
+def read_status(run: Path) -> Ended:
     """Return the content of a run's status file; empty where there is none, or a kill spoilt it."""
     with suppress(OSError, ValueError):
-        return json.loads((run / STATUS).read_text())
+        return from_json(Ended, (run / STATUS).read_text(), STATUS)
     return {}
 
 

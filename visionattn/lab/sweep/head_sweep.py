@@ -134,7 +134,7 @@ def check_failures(plan: Plan, folder: SweepFolder) -> None:
         for name, ending in endings.items()
         if ending["status"] != "finished"
     ]
-    if len(failed) == len(endings):
+    if endings and len(failed) == len(endings):
         raise ValueError(
             f"every training failed: {failed[0]}; the logs are in {folder.runs}, --retry repeats"
         )

@@ -63,7 +63,7 @@ def measure_networks(
     after: Callable[[], object],
 ) -> None:
     """Measure what is not measured yet under the present conditions; all networks of one image size
-    are timed together.
+    are timed together, after the memory of each is kept.
 
     Args:
         config: the options.
@@ -76,17 +76,23 @@ def measure_networks(
     conditions, known = conditions_of(config, plan), folder.known(MEASUREMENTS)
     origin = {f"measure_{key}": provenance[key] for key in ("commit", "load")}
     for size, group in groupby(plan.networks, key=lambda network: network.img_size):
-        networks = list(group)
-        if all(is_current(known.get(each.name, {}), conditions, config) for each in networks):
+        found = {network: known.get(network.name, {}) for network in group}
+        unknown = [each for each in found if not is_current(found[each], conditions, config)]
+        if not unknown and all("measured" in columns for columns in found.values()):
             continue
-        found = {network: conditions | origin for network in networks}
-        for work in PASSES:
-            say(f"{size} px, {work}: memory and time of {len(networks)} networks")
-            for network, columns in measure_pass(plan, networks, work, conditions).items():
+        for network in unknown:
+            say(f"{network.name}: memory")
+            found[network] = conditions | origin
+            for work in PASSES:
+                columns = ask_status(measure_memory, pass_of(plan, network, work, conditions))
                 found[network] |= {f"{work}_{key}": value for key, value in columns.items()}
+            folder.keep(MEASUREMENTS, network.name, found[network])
+        for work in PASSES:
+            say(f"{size} px, {work}: time of {len(found)} networks")
+            time_networks(plan, found, work, conditions)
         now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         for network, columns in found.items():
-            folder.keep(MEASUREMENTS, network.name, columns | {"measured": now})
+            folder.keep(MEASUREMENTS, network.name, columns | origin | {"measured": now})
         after()
 
 
@@ -96,42 +102,68 @@ def is_current(columns: Record, conditions: Record, config: SweepConfig) -> bool
     return conditions.items() <= columns.items() and not failed
 
 
-def measure_pass(
-    plan: Plan, networks: Sequence[Network], work: str, conditions: Record
-) -> dict[Network, Record]:
-    """Measure a pass of networks: status, reason, peak memory, attention, images per second, and
-    how many times those of the direct form; out of memory is a status.
+def pass_of(plan: Plan, network: Network, work: str, conditions: Record) -> Record:
+    """Return the arguments of ``make_step`` for a pass of a network."""
+    given = {"model": asdict(plan.model(network)), "spec": asdict(plan.data_spec(network))}
+    given |= {"optim": asdict(plan.base.optim), "work": work}
+    return given | {key: conditions[f"measure_{key}"] for key in NEEDS}
+
+
+def ask_status(function: Callable[..., Record], given: Record, **how: Any) -> Record:
+    """Return what a measurement in a process of its own returns, with its status and reason; out of
+    memory is a status.
     """
-    how = {key: conditions[f"measure_{key}"] for key in NEEDS} | {"work": work}
-    how["optim"] = asdict(plan.base.optim)
-    found, steps, warm = {}, {}, []
-    for network in networks:
-        given = {"model": asdict(plan.model(network)), "spec": asdict(plan.data_spec(network))}
-        found[network] = {"status": "ok", "reason": None}
-        try:
-            found[network] |= ask(measure_memory, given | how, network.name)
-            step = make_step(**given, **how)
-            warm.append(warm_up(step.run, device=how["device"]))
-            steps[network] = step
-        except (Failed, RuntimeError, MemoryError) as error:
-            full = is_out_of_memory(error)
-            if not (full or isinstance(error, Failed)):
-                raise
-            reason = "out of memory" if full else str(error)
-            found[network] = {"status": "oom" if full else "failed", "reason": reason}
-    works, rounds = [step.run for step in steps.values()], conditions["measure_rounds"]
-    timing = dict(rounds=rounds, max_rounds=rounds, device=how["device"])
-    seconds = dict(
-        zip(steps, interleaved_seconds(works, warm, **timing) if works else [], strict=True)
-    )
+    try:
+        return {"status": "ok", "reason": None} | ask(function, given, "the pass", **how)
+    except torch.OutOfMemoryError:
+        return {"status": "oom", "reason": "out of memory"}
+    except Failed as error:
+        return {"status": "failed", "reason": str(error)}
+
+
+def time_networks(plan: Plan, found: dict[Network, Record], work: str, conditions: Record) -> None:
+    """Add to the columns of networks the images per second of a pass, and how many times those of
+    the direct form, from an interleaved run in one process; networks that do not fit are left out.
+    """
+    timed = [network for network in found if found[network][f"{work}_status"] == "ok"]
+    passes = [pass_of(plan, network, work, conditions) for network in timed]
+    given = {"passes": passes, "rounds": conditions["measure_rounds"]}
+    answer = ask_status(measure_seconds, given, returning=False) if timed else {"seconds": []}
+    seconds = dict(zip(timed, answer.get("seconds") or [None] * len(timed), strict=True))
     for network, samples in seconds.items():
-        found[network]["images_per_second"] = how["batch"] / statistics.median(samples)
+        columns: Record = {"images_per_second": None, "times_direct": None}
         direct = seconds.get(replace(network, form="direct"))
-        if direct:
+        if samples:
+            columns["images_per_second"] = conditions["measure_batch"] / statistics.median(samples)
+        elif answer["status"] == "failed":
+            columns |= {"status": "failed", "reason": answer["reason"]}
+        else:
+            reason = "out of memory together with the other networks; fewer --heads need less"
+            columns |= {"status": "oom", "reason": reason}
+        if samples and direct:
             # Round by round: what slows the machine for a while slows both.
             ratios = [slow / fast for fast, slow in zip(samples, direct, strict=True)]
-            found[network]["times_direct"] = statistics.median(ratios)
-    return found
+            columns["times_direct"] = statistics.median(ratios)
+        found[network] |= {f"{work}_{key}": value for key, value in columns.items()}
+
+
+def measure_seconds(passes: Sequence[Record], rounds: int) -> Record:
+    """Measure the seconds of passes in an interleaved run, by pass and round; None for a pass that
+    does not fit into memory together with those before it.
+    """
+    works, warm, device = {}, [], passes[0]["device"]
+    for number, given in enumerate(passes):
+        try:
+            step = make_step(**given)
+            warm.append(warm_up(step.run, device=device))
+            works[number] = step.run
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+    timing = dict(rounds=rounds, max_rounds=rounds, device=device)
+    samples = interleaved_seconds(list(works.values()), warm, **timing) if works else []
+    seconds = dict(zip(works, samples, strict=True))
+    return {"seconds": [seconds.get(number) for number in range(len(passes))]}
 
 
 def make_step(

@@ -5,7 +5,6 @@ any other run, and starts from the best weights of the stage before. ``distil.ya
 folders is the configuration of the whole.
 """
 
-import csv
 import os
 import sys
 from contextlib import nullcontext
@@ -14,11 +13,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+from typing_extensions import TypedDict
 
 from visionattn.cli.commands import typed
 from visionattn.cli.files import unfinished, write_text
 from visionattn.cli.parsing import parse, yaml_text
-from visionattn.cli.untrusted import from_json
+from visionattn.cli.untrusted import checked, from_json, intact, read_csv
 from visionattn.data.geometry import geometry_of
 from visionattn.data.splits import check_root, eval_batches
 from visionattn.models.building import patch_size
@@ -273,8 +273,7 @@ class Whole:
         """
         processes, table = self.processes, self.folder / BLOCKS
         if processes.on_first(table.is_file):
-            rows = csv.DictReader(processes.on_first(table.read_text).splitlines())
-            return [int(row["block"]) for row in rows if row["softmax"] == "1"]
+            return processes.on_first(lambda: read_blocks(table))
         run = parse_train(["--config", str(self.folder / "a" / CONFIG)])
         device = processes.device(run.device)
         if run.threads:  # also where stage a was done before
@@ -299,6 +298,24 @@ class Whole:
         for i, loss in enumerate(losses):
             self.say(f"  block {i:>3}  loss {loss:.4f}{'  stays softmax' * (i in chosen)}")
         return chosen
+
+
+class Block(TypedDict):
+    """A row of ``BLOCKS``."""
+
+    block: int
+    softmax: int
+
+
+def read_blocks(path: Path) -> list[int]:
+    """Return the blocks that stay softmax.
+
+    Raises:
+        ValueError: the file is damaged; one line.
+    """
+    with intact(path, "delete it to search again"):
+        rows = checked(list[Block], read_csv(path)[1], path.name)
+    return [row["block"] for row in rows if row["softmax"]]
 
 
 def is_done(folder: Path) -> bool:
