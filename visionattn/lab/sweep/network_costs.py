@@ -40,7 +40,7 @@ NEEDS = ("device", "amp", "batch", "threads")
 
 
 def conditions_of(config: SweepConfig, plan: Plan) -> Record:
-    """Return the conditions of the measurements as columns of ``cells.csv``, without the network."""
+    """Return the conditions of measurements as columns of ``cells.csv``, without the network."""
     base = plan.base
     device = pick_device(base.device)
     return {
