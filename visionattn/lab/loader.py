@@ -24,7 +24,7 @@ from visionattn.lab.compare import ratios_of, spread
 from visionattn.training.config import TrainConfig, check
 
 PATCH_PX = 16
-"""Patch size in pixels, of which native image sizes are multiples."""
+"""Patch size in pixels; native image sizes are multiples of it."""
 COLUMNS = {name: name for name in ("data", "img_size", "augment", "read", "batch", "workers")}
 COLUMNS |= {
     "images/s": "images_per_second_median",

@@ -182,7 +182,7 @@ def build_network(case: Case, device: str = "cpu") -> Work:
         ValueError: mixed precision or a training step, which only profiles run.
     """
     if case.amp != "none" or case.update:
-        raise ValueError(f"{case.name}: {case.work} in {case.precision} is run by a profile alone")
+        raise ValueError(f"{case.name}: {case.work} in {case.precision} is only for profiles")
     model = build_model(case, device)
     leaves = tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
     inputs = {"image": make_image(case, model, case.size, case.size, device)}

@@ -229,7 +229,7 @@ def _check_together(config: TrainConfig) -> None:
     if data.task == "segmentation" and (optim.mixup or optim.cutmix):
         raise ValueError(
             "optim.mixup and optim.cutmix mix the classes of images, and data.task segmentation "
-            "has those of pixels; leave them out"
+            "has classes of pixels; leave them out"
         )
     if data.task == "generate":
         _check_writing(config)

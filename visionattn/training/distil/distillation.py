@@ -113,7 +113,7 @@ def distil(
     """
     if processes is None and os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError(
-            "torchrun has started several processes, which are to train together: with "
+            "torchrun has started several processes, which must train together: with "
             "distributed.joined() as processes, call distil(config, processes=processes)"
         )
     processes = processes or Processes()
