@@ -87,7 +87,7 @@ BAD_FLAGS = {
     "models scaleformer_vit_t --img-size 65": "is not a whole number of 16-pixel patches",
     "operations sdpa --baseline eager": "baseline eager: wanted one of the cases: sdpa",
     "operations sdpa --tokens 0": "tokens must be at least 1, got 0",
-    "operations sdpa --tokens 99999999999999": "its inputs alone take ",
+    "operations sdpa --tokens 99999999999999": "its inputs take ",
     "operations relative --horizon -1": "horizon must be at least 0, got -1",
     "operations sdpa --dtype int8": "dtype",
     "operations sdpa --seconds -1": "seconds must be at least 0, got -1",

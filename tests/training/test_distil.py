@@ -219,7 +219,7 @@ REFUSED = {
     "none": (["--search_softmax_blocks", "0"], "must be at least 1, got 0"),
     "both": (["--search_softmax_blocks", "1", "--softmax_blocks", "1"], "do not name any"),
     "windows": (["--search_softmax_blocks", "1", "--attention", "window"], "name softmax_blocks"),
-    "values": (["--data.mean", "0.5"], "data.mean is that of the teacher"),
+    "values": (["--data.mean", "0.5"], "data.mean is set by the teacher"),
     "learning rate": (["--b.lr", "0"], "stage b: optim.lr must be above 0"),
 }
 

@@ -61,7 +61,7 @@ def test_a_checkpoint_keeps_how_its_images_were_seen_and_validation_says_it(caps
 
 
 CONTRADICTIONS = {
-    "--data.fit=pad": "data.fit is for training; name how images are seen with --fit",
+    "--data.fit=pad": "data.fit is for training; name the resizing with --fit",
     "--fit=stretch": "fit stretch needs img_size",
     "--max-patches=9 --img-size=32": "both limit the size of an image",
     "--max-patches=0": "max_patches must be above 0, got 0",

@@ -226,7 +226,7 @@ def members(kind: Any) -> tuple[Any, ...]:
 
 
 def accepts(kind: Any, wanted: Any) -> bool:
-    """Return whether a type annotation is ``wanted`` or a union with it, e.g. ``bool``."""
+    """Tell whether a type is ``wanted``, or a union with it, e.g. ``bool`` or ``list``."""
     return any(wanted in (member, get_origin(member)) for member in members(kind))
 
 

@@ -24,7 +24,7 @@ ALWAYS_ALLOWED = 1e-2
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Return the largest allowed error against float64, relative to the largest value."""
+    """Return the allowed error against float64, relative to the largest expected magnitude."""
     return {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}[
         dtype
     ]

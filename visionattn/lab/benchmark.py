@@ -105,27 +105,27 @@ class BenchmarkOptions:
     """Replace existing files."""
 
     def files(self) -> list[str | None]:
-        """Return the files that will be written; None is no file."""
+        """Return the files to write; None means no file."""
         return [self.csv]
 
     def prepare(self) -> Any:
-        """Check all that can be known before anything is measured, and return what will be.
+        """Check options and inputs, and return the work to measure.
 
         Raises:
-            ValueError, OSError: an option has no such value, does nothing, or a file is in the way.
+            ValueError, OSError: an option is wrong or has no effect, or a file exists.
         """
         check_least(1, threads=self.threads)
         for path in filter(None, self.files()):
             check_free(Path(path), self.overwrite)
 
     def run(self, prepared: Any, provenance: Record, show: Print) -> None:
-        """Measure what ``prepare`` returned; ``show`` gets the table line by line."""
+        """Measure the work that ``prepare`` returned; ``show`` gets the table line by line."""
         raise NotImplementedError
 
     def tell(
         self, rows: Iterable[Record], columns: Mapping[str, str], provenance: Record, show: Print
     ) -> list[Record]:
-        """Print rows as they come, under the headings of ``columns``, and write them."""
+        """Print each row when ready under the headings of ``columns``, and write the CSV."""
         records = []
         show(heading(list(columns)))
         for record in rows:
@@ -137,7 +137,7 @@ class BenchmarkOptions:
 
 
 def check_least(least: float, **numbers: float | Sequence[float] | None) -> None:
-    """Raise ValueError for an option, by its name, with a number below ``least``; None is none."""
+    """Raise ValueError for an option with a number below ``least``; None is allowed."""
     for name, given in numbers.items():
         for number in given if isinstance(given, Sequence) else [given]:
             if number is not None and not least <= number < math.inf:
@@ -146,38 +146,37 @@ def check_least(least: float, **numbers: float | Sequence[float] | None) -> None
 
 @dataclass
 class CaseOptions(BenchmarkOptions):
-    """What ``operations`` and ``models`` have in common."""
+    """Options that ``operations`` and ``models`` share."""
 
     first: ClassVar[str] = "names"
     names: list[str] = field(default_factory=list)
-    """What is measured; the names may stand first, without ``--names``."""
+    """Operations or models to measure; ``--names`` may be omitted if the names come first."""
     form: list[FormChoice] | None = None
-    """Any of auto, direct, efficient, of what has forms; None: efficient for operations, auto for
-    models.
+    """Any of auto, direct, efficient; None: efficient for operations, auto for models. Baselines
+    have no forms.
     """
     dtype: list[Dtype] = field(default_factory=lambda: ["float32"])
     """Any of float32, bfloat16, float16, float64."""
     backward: bool = False
-    """Time forward and backward, not the forward alone."""
+    """Time forward and backward, not only the forward."""
     batch: int = 1
-    """Images at once."""
+    """Batch size."""
     baseline: str | None = None
-    """The case that ratios are taken to, as the table names it, form included; None: sdpa, or the
-    first case.
+    """Baseline of the ratios, named as in the table with its form; None: sdpa, or the first case.
     """
     rounds: int = 5
-    """Rounds of the interleaved run at least."""
+    """Minimum rounds of the interleaved run."""
     seconds: float = 1.0
-    """Seconds for each case while more rounds are made."""
+    """Time in seconds for each case, within which further rounds are measured."""
     no_memory: bool = False
-    """Leave out peak memory, which takes a process of some seconds per case."""
+    """Skip peak memory, which takes a separate process of some seconds per case."""
     device: str = "cpu"
-    """cpu or cuda."""
+    """``cpu`` or ``cuda``."""
     plot: str | None = None
-    """PNG of time and memory over size, log-log, with fitted slopes."""
+    """PNG file for log-log plots of time and memory over size, with fitted slopes."""
 
     def files(self) -> list[str | None]:
-        """Return the files that will be written; None is no file."""
+        """Return the files to write; None means no file."""
         return [self.csv, self.plot]
 
     def cases(self) -> list[Case]:
@@ -185,10 +184,10 @@ class CaseOptions(BenchmarkOptions):
         raise NotImplementedError
 
     def baseline_of(self, cases: Sequence[Case]) -> str:
-        """Return the label of the case that ratios are taken to.
+        """Return the label of the baseline of the ratios.
 
         Raises:
-            ValueError: there is no such case.
+            ValueError: no case has this label.
         """
         labels = [case.label for case in cases]
         baseline = self.baseline or ("sdpa" if "sdpa" in labels else labels[0])
@@ -197,9 +196,7 @@ class CaseOptions(BenchmarkOptions):
         return baseline
 
     def prepare(self) -> list[list[Case]]:
-        """Check that names, sizes and devices exist and options act; return the cases, those of one
-        place together.
-        """
+        """Check names, sizes, devices and options; return the cases, grouped by ``Case.place``."""
         check_least(1, batch=self.batch, rounds=self.rounds)
         check_least(0, seconds=self.seconds)
         super().prepare()
@@ -218,7 +215,7 @@ class CaseOptions(BenchmarkOptions):
             self.baseline_of(cases)
             for case in cases:
                 check_sizes(case)
-                # What is not built yet is no bad input: its row will say so.
+                # A model that is not implemented yet is no bad input: its row will say so.
                 with contextlib.suppress(NotImplementedError), torch.no_grad():
                     build(case, "meta").forward()
         return groups
@@ -243,8 +240,8 @@ class CaseOptions(BenchmarkOptions):
 
 @dataclass
 class OperationOptions(CaseOptions):
-    """Operations against each other and against what a user would otherwise take: taylorshift,
-    kernelized, softmax, window, relative, sdpa, eager, eager-kernelized; options behind plus signs:
+    """Attention operations against each other and against PyTorch's: taylorshift, kernelized,
+    softmax, window, relative, sdpa, eager, eager-kernelized. Options follow plus signs:
     taylorshift+temperature+joint.
     """
 
@@ -254,11 +251,11 @@ class OperationOptions(CaseOptions):
     tokens: list[int] = field(default_factory=lambda: [1024, 4096])
     """Numbers of tokens N."""
     width: list[int] = field(default_factory=lambda: [64])
-    """Widths d of a head."""
+    """Head dimensions d."""
     heads: int = 6
-    """Heads."""
+    """Number of heads."""
     horizon: int = 3
-    """R of the relative position; 0 is one class."""
+    """Horizon R of the relative position; 0: a single class."""
 
     def cases(self) -> list[Case]:
         """Return the cases in the order of the options."""
@@ -271,7 +268,7 @@ class OperationOptions(CaseOptions):
         ]
 
     def prepare(self) -> list[list[Case]]:
-        """Check sizes too."""
+        """Also check sizes."""
         check_least(1, tokens=self.tokens, width=self.width, heads=self.heads)
         check_least(0, horizon=self.horizon)
         return super().prepare()
@@ -279,13 +276,13 @@ class OperationOptions(CaseOptions):
 
 @dataclass
 class ModelOptions(CaseOptions):
-    """Whole models, ours and timm's, by timm's names; options behind plus signs:
+    """Whole models of visionattn and timm, by timm's names. Options follow plus signs:
     scaleformer_vit_s+identity, vit_small_patch16_224+eager, taylorshift_vit_s+heads=12.
     """
 
     example: ClassVar[str] = "scaleformer_vit_t --img_size 224"
     img_size: list[int] = field(default_factory=lambda: [224, 512])
-    """Heights and widths in pixels."""
+    """Image sizes (height and width) in pixels."""
 
     def cases(self) -> list[Case]:
         """Return the cases in the order of the options."""
@@ -296,18 +293,18 @@ class ModelOptions(CaseOptions):
         ]
 
     def prepare(self) -> list[list[Case]]:
-        """Check sizes too."""
+        """Also check sizes."""
         check_least(1, img_size=self.img_size)
         return super().prepare()
 
 
 @dataclass
 class TargetOptions(BenchmarkOptions):
-    """The figures to reach, and what they come to here; minutes."""
+    """Performance targets, and the figures measured on this machine; takes minutes."""
 
     example: ClassVar[str] = "--only 'N = 4096'"
     only: str | None = None
-    """The rows that this regular expression fits."""
+    """Regular expression that selects rows; None: all."""
 
     def prepare(self) -> list[targets.Target]:
         """Return the targets."""
@@ -315,31 +312,31 @@ class TargetOptions(BenchmarkOptions):
         return targets.choose(self.only)
 
     def run(self, chosen: Sequence[targets.Target], provenance: Record, show: Print) -> None:
-        """Measure the figures to reach and print each as it is ready."""
+        """Measure the targets and print each when ready."""
         self.tell(targets.measure_targets(chosen), targets.COLUMNS, provenance, show)
 
 
 @dataclass
 class PaperOptions(BenchmarkOptions):
-    """A figure of the papers, redrawn on this machine."""
+    """A figure of the papers, measured and drawn on this machine."""
 
     first: ClassVar[str] = "figure"
     example: ClassVar[str] = "crossover --quick"
     figure: str | None = None
-    """crossover, scaleformer-4, scaleformer-5, scaleformer-6 or taylorshift-heads; it may stand
-    first, without ``--figure``.
+    """crossover, scaleformer-4, scaleformer-5, scaleformer-6 or taylorshift-heads; ``--figure`` may
+    be omitted if the name comes first.
     """
     csv: str | None = None
-    """File for the rows, with provenance; the PNG lies beside it. None: the name of the figure."""
+    """CSV file for the rows, with provenance, next to the PNG; None: the name of the figure."""
     quick: bool = False
-    """A short version that shows no more than that it runs."""
+    """Measure few small sizes, only to show that it runs."""
     processor_time: bool = False
-    """Seconds that a processor spends, not those of a clock: other work on the machine does not
-    count; with ``--threads 1``.
+    """Measure CPU time instead of wall time, so other work on the machine does not count; requires
+    ``--threads 1``.
     """
 
     def files(self) -> list[str | None]:
-        """Return the files that will be written."""
+        """Return the files to write."""
         csv = Path(self.csv or f"{self.figure}.csv")
         return [str(csv), str(csv.with_suffix(".png"))]
 
@@ -355,7 +352,7 @@ class PaperOptions(BenchmarkOptions):
         return papers.FIGURES[self.figure]
 
     def run(self, figure: papers.Figure, provenance: Record, show: Print) -> None:
-        """Redraw the figure, which writes its own rows."""
+        """Measure and draw the figure, and write its rows."""
         place = Path(self.files()[0] or "")
         ways = {"quick": self.quick, "processor_time": self.processor_time}
         papers.redraw(figure, place.parent, place.stem, provenance, show, **ways)
@@ -363,29 +360,29 @@ class PaperOptions(BenchmarkOptions):
 
 @dataclass
 class LoaderOptions(BenchmarkOptions):
-    """The data pipeline alone, by YAML files of trainings or names of data sets; options behind
-    plus signs: configs/canvas.yaml+augment=none, folder+root=PATH.
+    """The data pipeline without a model, by YAML files of trainings or names of data sets. Options
+    follow plus signs: configs/canvas.yaml+augment=none, folder+root=PATH.
     """
 
     first: ClassVar[str] = "names"
     example: ClassVar[str] = "digits --workers 0 --rounds 2"
     names: list[str] = field(default_factory=list)
-    """What is loaded; the names may stand first, without ``--names``."""
+    """Data sets or configurations to load; ``--names`` may be omitted if the names come first."""
     img_size: list[int] | None = None
-    """Heights and widths in pixels; None: as the data say."""
+    """Image sizes (height and width) in pixels; None: the size in the data configuration."""
     batch: int | None = None
-    """Images at once; None: as in the training."""
+    """Batch size; None: as in the training."""
     workers: list[int] = field(default_factory=lambda: [0, 1, 2])
-    """Numbers of processes that load; 0 loads in the main process."""
+    """Numbers of worker processes; 0 loads in the main process."""
     read_all: bool = False
-    """Also decode all of each image, where a part or a smaller size is enough."""
+    """Also measure decoding each image in full, where a part or a smaller size would do."""
     rounds: int = 5
-    """Rounds of the interleaved run."""
+    """Number of rounds of the interleaved run."""
     seconds: float = 3.0
-    """Seconds for each case, in all its rounds."""
+    """Time in seconds for each case, over all rounds."""
 
     def prepare(self) -> "list[LoaderCase]":
-        """Find the images, and return the ways to load them."""
+        """Find the images, and return the cases to measure."""
         from visionattn.lab.loader import loader_cases
 
         if not self.names:
@@ -402,7 +399,7 @@ class LoaderOptions(BenchmarkOptions):
         )
 
     def run(self, cases: "Sequence[LoaderCase]", provenance: Record, show: Print) -> None:
-        """Measure how fast images are loaded, and print what is counted and a row for each way."""
+        """Measure the loading throughput; print the measured steps and a row for each case."""
         from visionattn.lab import loader
 
         show(f"{loader.COUNTED}\n")

@@ -1,5 +1,5 @@
-"""Peak memory of a case. On a processor it is measured in a fresh process, where nothing freed
-earlier hides an allocation.
+"""Measure the peak memory of a case: on a CPU in a fresh process, where no memory freed earlier
+hides an allocation.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from visionattn.lab.measure import peak_bytes
 
 
 def build(case: Case, device: str = "cpu") -> Work:
-    """Build inputs in memory and the operation or the model on them."""
+    """Build the operation or the model of a case, with its inputs."""
     if case.kind == "operation":
         from visionattn.lab.operations import build_operation
 
@@ -23,18 +23,17 @@ def build(case: Case, device: str = "cpu") -> Work:
 
 
 def case_peak_bytes(case: Case, device: str = "cpu", *, warm: bool = True) -> int:
-    """Return the peak memory of one run above the level with its inputs, and for models the
-    weights, in place; the result is part of it.
+    """Return the peak memory in bytes of one run, result included, above the level with inputs and
+    weights in memory.
 
     Args:
-        case: what is run.
-        device: where.
-        warm: a run before it takes what libraries keep from their first call at a size (some MiB
-            for each thread), so that it does not count.
+        case: the operation or model.
+        device: where it runs.
+        warm: run once before, so that buffers that libraries keep from their first call at a size
+            (some MiB per thread) do not count.
 
     Raises:
-        torch.OutOfMemoryError: it does not fit, or the system ended the process that tried for want
-            of memory.
+        torch.OutOfMemoryError: the case does not fit into memory.
         Failed: the process failed in another way, as on a CPU without Linux.
     """
     if device != "cpu":
@@ -44,7 +43,7 @@ def case_peak_bytes(case: Case, device: str = "cpu", *, warm: bool = True) -> in
 
 
 def peak_here(case: dict[str, Any], threads: int | None, device: str, warm: bool) -> int:
-    """Return the bytes of a case, told as plain values, in this process."""
+    """Measure ``case_peak_bytes`` in this process, for a case given as plain values."""
     torch.set_num_threads(threads or torch.get_num_threads())
     work = build(Case(**case), device)
     if warm:

@@ -1,8 +1,8 @@
-"""``Case``: what is run, as plain values that a fresh process can be told. Benchmarks, profiles,
-targets and the table of a GPU all name their work by it.
+"""Describe an operation or model to measure as a ``Case`` of plain values, which can be sent to a
+fresh process. Benchmarks, profiles, targets and the GPU table use it.
 
-This module owns the names of cases, passes and precisions. It knows nothing of how they are
-measured. A sweep varies a training instead (``sweep/head_grid.py``).
+This module owns the names of cases, passes and precisions. It knows nothing of measurements. A
+sweep varies a training configuration instead (``sweep/head_grid.py``).
 """
 
 import math
@@ -21,43 +21,43 @@ PRECISIONS = {
     "amp_bf16": ("float32", "bf16"),
     "amp_fp16": ("float32", "fp16"),
 }
-"""Dtype of weights and image, and the mixed precision, of the models of a profile."""
+"""The dtype of weights and image, and the mixed precision, by name of the precision."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One operation or model at one size, and how it is run."""
+    """One operation or model at one size, with its settings."""
 
     kind: str
     """"operation" or "model"."""
     name: str
-    """What is computed, and options behind plus signs: ``kernelized+joint``,
+    """The operation or model, with options after plus signs: ``kernelized+joint``,
     ``scaleformer_vit_s+identity``.
     """
     size: int
-    """Tokens of an operation; height and width in pixels of a model's image."""
+    """Number of tokens of an operation; height and width in pixels of a model's image."""
     width: int | None = None
-    """Width d of a head of an operation; None for a model, which has its own."""
+    """Head dimension d of an operation; None for a model."""
     form: str = "auto"
     """"auto", "direct" or "efficient"; baselines have only "auto"."""
     dtype: str = "float32"
     backward: bool = False
-    """Forward and backward, or the forward alone."""
+    """Run forward and backward, not only the forward."""
     batch: int = 1
     heads: int = 6
-    """Heads of an operation; a model has its own, or those of its option ``heads=12``."""
+    """Heads of an operation. For a model use the option ``heads=12`` in its name."""
     horizon: int = 3
-    """R of the relative position of an operation."""
+    """Horizon R of the relative position of an operation."""
     image_width: int | None = None
-    """Width in pixels of a model's image; None: as wide as high."""
+    """Width in pixels of a model's image; None: ``size``."""
     amp: str = "none"
-    """Mixed precision of a model whose weights are in ``dtype``: "none", "bf16" or "fp16"."""
+    """Mixed precision of a model: "none", "bf16" or "fp16"; its weights are in ``dtype``."""
     update: bool = False
-    """Whether the optimiser updates a model's weights after the backward: a step of training."""
+    """Update a model's weights after the backward, as in a training step."""
     checkpointing: bool = False
-    """Gradient checkpointing of a model's blocks."""
+    """Use gradient checkpointing in a model's blocks."""
     depth: int | None = None
-    """Blocks of a model that are kept, from the first; None: all."""
+    """Keep only the first ``depth`` blocks of a model; None: all."""
 
     @property
     def image_size(self) -> tuple[int, int]:
@@ -71,17 +71,17 @@ class Case:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """What follows the plus signs."""
+        """The options after the plus signs."""
         return tuple(self.name.split("+")[1:])
 
     @property
     def label(self) -> str:
-        """Name and form, where a form was asked for."""
+        """The name, with the form unless it is "auto"."""
         return self.name if self.form == "auto" else f"{self.name} {self.form}"
 
     @property
     def place(self) -> "Case":
-        """The same without name and form: cases that may be compared share it."""
+        """The case without name and form; equal for cases that may be compared."""
         return replace(self, name="", form="auto")
 
     @property
@@ -91,7 +91,7 @@ class Case:
 
     @property
     def precision(self) -> str:
-        """The dtype, or the mixed precision that is used instead."""
+        """The name of the dtype or of the mixed precision."""
         return self.dtype if self.amp == "none" else f"amp_{self.amp}"
 
     @property
@@ -100,16 +100,16 @@ class Case:
         return getattr(torch, self.dtype)
 
     def as_dict(self) -> dict:
-        """Return the fields, for JSON; ``Case(**fields)`` is the case again."""
+        """Return the fields for JSON; ``Case(**fields)`` restores the case."""
         return asdict(self)
 
 
 def check_sizes(case: Case) -> None:
-    """Check that the inputs of a case fit into the memory there is, before they are made. What may
-    be too much for another reason is measured nevertheless: its row says so.
+    """Check that the inputs of a case fit into the available memory, before creating them. A case
+    that runs out of memory later gets a row that says so.
 
     Raises:
-        ValueError: they do not; one line.
+        ValueError: the inputs do not fit; one line.
     """
     values = case.batch * 3 * math.prod(case.image_size)
     if case.kind == "operation":
@@ -118,24 +118,24 @@ def check_sizes(case: Case) -> None:
     inputs, memory = values * case.torch_dtype.itemsize, memory_there_is(torch.device("cpu"))
     if memory is not None and inputs > MARGIN * memory:
         raise ValueError(
-            f"{case.label} at {case.size:,}: its inputs alone take {inputs / 2**30:,.4g} GiB, and "
+            f"{case.label} at {case.size:,}: its inputs take {inputs / 2**30:,.4g} GiB, and "
             f"there are {memory / 2**30:,.4g}; name smaller sizes"
         )
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a case runs; a call runs it once."""
+    """The function of a case with its tensors; call it to run the case once."""
 
     function: Callable[..., Tensor]
-    """What is run; it takes the tensors by name."""
+    """The operation or model; takes the tensors by name."""
     tensors: dict[str, Tensor]
     leaves: tuple[Tensor, ...]
-    """Tensors whose gradients a backward pass takes."""
+    """Tensors whose gradients the backward pass computes."""
     backward: bool
 
     def forward(self) -> Tensor:
-        """Return the result, with a graph where gradients are enabled."""
+        """Return the result, with a graph if gradients are enabled."""
         return self.function(**self.tensors)
 
     def __call__(self) -> object:

@@ -1,8 +1,7 @@
-"""Charts: what one holds, and how matplotlib draws it, as PNG or as SVG for a page that may be
-light or dark.
+"""Describe charts, and draw them with matplotlib as PNG, or as SVG for light and dark pages.
 
-This module owns the colours and shapes of everything that the laboratory draws. It knows nothing of
-runs and rows. matplotlib is imported when something is drawn.
+This module owns the colours and line styles of all charts. It knows nothing of runs and rows.
+matplotlib is imported when a chart is drawn.
 """
 
 import html
@@ -20,41 +19,39 @@ SERIES_COLOURS = {
     "light": ("#1d56b8", "#b84e0c", "#0a4a38", "#8c2f78", "#5b6470", "#6f63cc"),
     "dark": ("#6f9ff0", "#f0975a", "#a8f0c6", "#f2b6e2", "#b4bcc8", "#ab96d8"),
 }
-"""Colours of series, chosen to differ for colour-blind eyes and, the first four, in grey. Each is a
-colour of text, too, with a contrast of 4.5 at least.
+"""Colours of series, distinct for colour-blind readers; the first four also differ in grey. Each
+has a contrast of at least 4.5, so it also serves as a text colour.
 """
 NEUTRAL_COLOURS = {
     "light": {"ink": "#16191d", "muted": "#515a66", "grid": "#d5dae1", "panel": "#f6f7f9"},
     "dark": {"ink": "#eceff3", "muted": "#a7b0bc", "grid": "#39414c", "panel": "#1d2127"},
 }
 DASHES = ((), (6, 3), (1.5, 2.5), (8, 3, 1.5, 3))
-"""Dash and gap lengths of the shapes of lines; the first is solid."""
+"""Dash and gap lengths of line styles; the first is solid."""
 MARKERS = ("o", "s", "^", "D")
 MOST_POINTS = 300
-"""Longer curves are drawn as means of neighbours, with a shade from their least to their largest
-value.
-"""
+"""Longer curves are drawn as means of neighbouring points, with a band from minimum to maximum."""
 MOST_MARKED = 40
-"""Curves of at most this many points have a marker at each."""
+"""Curves with at most this many points have a marker at each point."""
 LABEL_WIDTH = 24
-"""Characters of a line of a legend."""
+"""The most characters of a line in a legend."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """The colour and the shape, which is dash and marker, of a series in every chart and legend."""
+    """The colour and the shape (dash and marker) of a series in all charts and legends."""
 
     colour: int
     shape: int = 0
 
     @classmethod
     def of(cls, number: int) -> "Look":
-        """Return the look of the series of this number; the first 24 differ in colour or shape."""
+        """Return the look of series ``number``; the first 24 differ in colour or shape."""
         colours = len(SERIES_COLOURS["light"])
         return cls(number % colours, (number + number // (2 * colours)) % len(DASHES))
 
     def swatch(self) -> str:
-        """Return a short line of this look, as SVG for a legend."""
+        """Return a short line of this look as SVG, for a legend."""
         dashes = " ".join(map(str, DASHES[self.shape])) or "none"
         style = f"stroke:var(--series-{self.colour});stroke-width:3;stroke-dasharray:{dashes}"
         return (
@@ -73,9 +70,9 @@ class Series:
     y: Sequence[float | None]
     """None is a gap."""
     spread: Sequence[float] | None = None
-    """Half the height of the shade at each point."""
+    """Half the height of the band at each point."""
     failed: Mapping[float, str] = field(default_factory=dict)
-    """Why there is no value, by place: "out of memory"."""
+    """Reason of a missing value, by x position: "out of memory"."""
 
 
 @dataclass(frozen=True)
@@ -100,13 +97,13 @@ class Chart:
     """Base of a logarithmic axis; None: linear."""
     log_y: int | None = None
     from_zero: bool = False
-    """Whether the vertical axis begins at 0, as where ratios are read off it."""
+    """Start the vertical axis at 0, for values whose ratios matter."""
     x_ticks: Sequence[float] | None = None
-    """Where the ticks are; None: where matplotlib puts them."""
+    """Tick positions; None: matplotlib's choice."""
     x_texts: Sequence[str] | None = None
-    """What stands at ``x_ticks``; None: the numbers."""
+    """Texts at ``x_ticks``; None: the numbers."""
     failed_below: bool = False
-    """Whether failures are marked at the lower edge, where a speed would be none."""
+    """Mark failures at the lower edge, as a throughput of 0."""
 
     @property
     def empty(self) -> bool:
@@ -116,15 +113,13 @@ class Chart:
         )
 
     def heights(self, series: Series) -> np.ndarray:
-        """Return the values that the axis can show, NaN for others: on a logarithmic axis, values
-        above 0.
-        """
+        """Return the values, with NaN for values that a logarithmic axis cannot show."""
         y = np.array(series.y, dtype=float)
         return np.where(y > 0, y, math.nan) if self.log_y else y
 
 
 def page_colours() -> str:
-    """Return the colours as variables of a page, light and dark."""
+    """Return the colours as CSS variables of a page, for light and dark."""
 
     def variables(theme: str) -> str:
         named = NEUTRAL_COLOURS[theme] | series_variables(theme)
@@ -134,7 +129,7 @@ def page_colours() -> str:
 
 
 def series_variables(theme: str) -> dict[str, str]:
-    """Return the colours of series by the names that a page has for them."""
+    """Return the colours of series by the names of their CSS variables."""
     return {f"series-{i}": colour for i, colour in enumerate(SERIES_COLOURS[theme])}
 
 
@@ -143,9 +138,9 @@ def png(path: Path, charts: Sequence[Chart], *, title: str = "", notes: Sequence
 
     Args:
         path: the file.
-        charts: in the order of reading; an empty one says that it is.
-        title: what all of them show; names the data set.
-        notes: text below them.
+        charts: in reading order; an empty chart says that it is empty.
+        title: title of the figure, with the data set.
+        notes: text below the charts.
     """
     from matplotlib.figure import Figure
 
@@ -173,13 +168,13 @@ def svg(chart: Chart, name: str, *, legend: bool = True) -> str:
 
     Args:
         chart: what to draw; not empty.
-        name: a word that no other chart of the page has, from which its identifiers are made.
-        legend: whether the names of the series stand beside the axes.
+        name: a word, unique on the page, from which identifiers are made.
+        legend: show the names of the series next to the axes.
     """
     from matplotlib.figure import Figure
 
-    # matplotlib takes no CSS variables: each gets a colour of its own, which is replaced in the
-    # text below.
+    # matplotlib knows no CSS variables: draw each in a unique colour, and replace that colour in
+    # the SVG text below.
     variables = [*NEUTRAL_COLOURS["light"], *series_variables("light")]
     stand_ins = {variable: f"#1e00{i:02x}" for i, variable in enumerate(variables)}
     stream = io.StringIO()
@@ -201,7 +196,7 @@ def svg(chart: Chart, name: str, *, legend: bool = True) -> str:
 
 
 def _style(colours: Mapping[str, str], salt: str | None = None):
-    """Return the settings of matplotlib while a chart is drawn: quiet axes, text as it stands."""
+    """Return the matplotlib settings for a chart: subtle axes, and text kept as text."""
     import matplotlib
 
     muted, grid = colours["muted"], colours["grid"]
@@ -276,8 +271,10 @@ def _draw(ax, chart: Chart, colours: Mapping[str, str], *, legend: bool) -> None
 def thinned(
     x: Sequence[float], y: np.ndarray, spread: Sequence[float] | None
 ) -> tuple[np.ndarray, ...]:
-    """Return places and heights of a curve of at most ``MOST_POINTS``, and lower and upper edge of
-    its shade: the spread, or the extent of the neighbours that became one point.
+    """Reduce a curve to at most ``MOST_POINTS`` points.
+
+    Return x, y, and the lower and upper edge of its band: the spread, or the range of the
+    neighbours that were averaged.
     """
     places, half = np.array(x, dtype=float), np.array(spread if spread else 0.0)
     if len(places) <= MOST_POINTS:
@@ -289,7 +286,7 @@ def thinned(
 
 
 def _set_axes(ax, chart: Chart) -> None:
-    """Set scales, limits and ticks: few, round and as plain numbers."""
+    """Set scales, limits and ticks: few, round, plain numbers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     ax.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
@@ -301,7 +298,7 @@ def _set_axes(ax, chart: Chart) -> None:
         if base and axis.get_minpos() < math.inf:  # else nothing was measured
             scale("log", base=base)
             low, high = axis.get_view_interval()
-            # With several ticks per power, matplotlib falls back to a linear axis's where it must.
+            # With several ticks per power, matplotlib may fall back to the ticks of a linear axis.
             few = math.log(high / low, base) < 2
             within = (1, 2, 5) if base == 10 else (1, 1.5)
             axis.set_major_locator(LogLocator(base, within if few else (1,), numticks=9))
@@ -314,7 +311,7 @@ def _set_axes(ax, chart: Chart) -> None:
 
 
 def short(value: float) -> str:
-    """Write a number as people do: four digits, thousands divided."""
+    """Format a number with four digits and thousands separators."""
     few = f"{value:.3g}" if abs(value) >= 1e7 else f"{float(f'{value:.4g}'):g}"
     text = f"{value:,.0f}" if 1000 <= abs(value) < 1e7 else few
     return text.replace("-", "\N{MINUS SIGN}")

@@ -1,5 +1,5 @@
-"""Measure cases against each other: check first, then memory and counts, then time in one
-interleaved run.
+"""Measure cases against each other: first check their results, then measure memory and counts, then
+time in one interleaved run.
 """
 
 import time
@@ -22,13 +22,11 @@ COLUMNS = {name: name for name in ("case", "size", "width", "heads", "batch", "d
 COLUMNS |= {"time": "seconds_median", "from": "seconds_low", "to": "seconds_high"}
 COLUMNS |= {"ratio": "ratio_median", "low": "ratio_low", "high": "ratio_high"}
 COLUMNS |= {"peak": "peak_bytes", "kept": "kept_bytes", "operations": "flops", "status": "status"}
-"""Headings of the table that people read, and the values of a record below them."""
+"""Headings of the printed table, and the fields of a record below them."""
 
 
 def spread(name: str, samples: Sequence[float]) -> Record:
-    """Return median and quartiles of what rounds gave, as three columns of a record; None where
-    nothing was measured.
-    """
+    """Return median and quartiles of samples as three columns of a record; None without samples."""
     ends = (f"{name}_median", f"{name}_low", f"{name}_high")
     if not samples:
         return dict.fromkeys(ends)
@@ -41,43 +39,43 @@ class Row:
 
     case: Case
     status: str = "ok"
-    """"ok", "out of memory", "wrong: ...", "not built: ..."; only "ok" has all its numbers."""
+    """"ok", "out of memory", "wrong: ...", "not built: ..."; only "ok" has all numbers."""
     samples: list[float] = field(default_factory=list)
-    """Seconds of one run, round by round."""
+    """Seconds of one run in each round."""
     peak_bytes: int | None = None
     kept_bytes: int | None = None
     flops: int | None = None
     ratios: list[float] = field(default_factory=list)
-    """The ratios of the seconds to those of the baseline, round by round."""
+    """Ratio to the baseline's seconds in each round."""
     baseline: str | None = None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure, and how long."""
+    """The quantities to measure, and for how long."""
 
     rounds: int = 5
-    """Rounds of the interleaved run at least."""
+    """Minimum rounds of the interleaved run."""
     max_rounds: int = 30
     seconds: float = 1.0
-    """Time for each case, beyond which no more rounds than ``rounds`` are made."""
+    """Time for each case, within which more than ``rounds`` rounds are measured."""
     memory: bool = True
     counts: bool = True
-    """Operations, and bytes kept for backward of cases with a backward pass."""
+    """Count operations and, for cases with a backward pass, bytes kept for it."""
     device: str = "cpu"
     processor_time: bool = False
-    """Seconds are those that a processor spent, not those of a clock on the wall: what other work
-    on the machine takes does not count. Meant for one thread.
+    """Measure CPU time, not wall time, so other work on the machine does not count. Meant for one
+    thread.
     """
     first_call: bool = False
-    """A run takes minutes: its first call is what is measured, in time and in memory, and what
-    libraries do once counts with it. ``rounds`` and ``seconds`` do nothing.
+    """Measure time and memory of the first call, one-time work of libraries included, for runs that
+    take minutes. ``rounds`` and ``seconds`` have no effect.
     """
 
 
 def check_case(case: Case, device: str = "cpu") -> str | None:
-    """Say what is wrong with the results of the case at a small size; None: they agree with their
-    definition.
+    """Compare the results of the case with their definition at a small size; return the error in
+    words, or None.
     """
     if case.kind == "operation":
         from visionattn.lab.operations import check_operation
@@ -91,13 +89,13 @@ def check_case(case: Case, device: str = "cpu") -> str | None:
 def measure_together(cases: Sequence[Case], plan: Plan, baseline: str | None = None) -> list[Row]:
     """Measure a row for each case; their times come from one interleaved run.
 
-    A case that disagrees with its definition is not measured further, one that does not fit is not
-    timed: the status says so.
+    A case that disagrees with its definition is not measured further, and a case that runs out of
+    memory is not timed: the status says so.
 
     Args:
-        cases: of one place (``Case.place``), so that they may be compared.
-        plan: what to measure.
-        baseline: label of the case to which the others are related; None: there are no ratios.
+        cases: cases with the same ``Case.place``, so that they may be compared.
+        plan: the quantities to measure.
+        baseline: label of the baseline of the ratios; None: no ratios.
     """
     rows = [Row(case) for case in cases]
     for row in rows:
@@ -112,15 +110,13 @@ def measure_together(cases: Sequence[Case], plan: Plan, baseline: str | None = N
 
 
 def ratios_of(samples: Sequence[float], base: Sequence[float]) -> list[float]:
-    """Return the ratios round by round: what slows the machine for a round slows both and
-    cancels.
-    """
+    """Return the ratio in each round, in which a temporary slowdown of the machine cancels."""
     return [mine / other for mine, other in zip(samples, base, strict=True)]
 
 
 @contextmanager
 def status_of(row: Any) -> Iterator[None]:
-    """Let the status of a row say why something within the context could not be done."""
+    """Record the reason of a failure within the context in the status of a row."""
     try:
         yield
     except NotImplementedError as error:
@@ -140,7 +136,7 @@ def _measure_alone(row: Row, plan: Plan) -> None:
         return
     if plan.counts:
         with torch.set_grad_enabled(case.backward):
-            on_meta = build(case, "meta")  # without memory or work: shapes alone are followed
+            on_meta = build(case, "meta")  # only shapes: takes no memory and no computing
             row.flops = flops_of(on_meta if case.backward else on_meta.forward)
     if plan.memory:
         row.peak_bytes = case_peak_bytes(case, plan.device, warm=not plan.first_call)
@@ -149,15 +145,15 @@ def _measure_alone(row: Row, plan: Plan) -> None:
 
 
 def case_bytes_kept(case: Case, device: str = "cpu") -> int:
-    """Return bytes that the case keeps for its backward pass: of an operation with its inputs, of a
-    model without its weights.
+    """Return the bytes that the case keeps for its backward pass: with the inputs of an operation,
+    without the weights of a model.
     """
     work = build(replace(case, backward=True), device)
     return bytes_kept(work.forward, without=work.leaves if case.kind == "model" else ())
 
 
 def _measure_times(rows: Sequence[Row], plan: Plan) -> None:
-    """Fill in the seconds of rows that are in order."""
+    """Measure the seconds of the rows without errors."""
     clock = time.process_time if plan.processor_time else time.perf_counter
     ready: list[tuple[Row, Callable[[], object], float]] = []
     for row in rows:
@@ -181,7 +177,7 @@ def _measure_times(rows: Sequence[Row], plan: Plan) -> None:
 
 
 def record_of(row: Row) -> Record:
-    """Return a row as plain values, units in the names; None where nothing was measured."""
+    """Return a row as plain values, with units in the names; None for a missing measurement."""
     case = row.case
     record: Record = {"case": case.label, "size": case.size, "width": case.width}
     record |= {"heads": case.heads if case.kind == "operation" else None, "batch": case.batch}
@@ -193,8 +189,8 @@ def record_of(row: Row) -> Record:
 
 
 def cells_of(record: Mapping[str, Any], columns: Mapping[str, str]) -> list[Any]:
-    """Return the values of a record for people, below the headings of ``columns``: with the unit
-    that the end of a value's name says.
+    """Format the values of a record for the headings of ``columns``, with the unit given by the end
+    of a value's name.
     """
     return [_cell(name, record[name]) for name in columns.values()]
 

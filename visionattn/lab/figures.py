@@ -1,8 +1,9 @@
-"""Which charts a table of rows becomes: head counts of a sweep, memory of a profile, cost over
-sizes of a benchmark.
+"""Turn table rows into charts: head counts of a sweep, memory of a profile, cost over sizes of a
+benchmark.
 
-Rows are those that commands write as CSV, read again or still in memory, so that one description
-serves a command's PNG and the page of ``visionattn report``. It measures and draws nothing.
+Rows have the columns of the commands' CSV files, read from a file or still in memory. So one
+description serves a command's PNG and the page of ``visionattn report``. This module neither
+measures nor draws.
 """
 
 import math
@@ -16,20 +17,16 @@ from visionattn.lab.charts import Chart, Look, Mark, Series
 Row = Mapping[str, Any]
 MIB = 2**20
 MOST = 1e38
-"""Larger numbers of a file count as missing: float32 ends there, and sums of them overflow."""
+"""Larger numbers of a file count as missing: float32 ends there, and their sums overflow."""
 SHAPES = {"efficient": 0, "direct": 1, "auto": 2}
-"""Shapes of the lines of the forms, in every chart: the linear one is solid, the quadratic one
-dashed.
-"""
+"""Line shapes of the forms in all charts: the linear form is solid, the quadratic form dashed."""
 SUPERSCRIPTS = str.maketrans("0123456789.-", "⁰¹²³⁴⁵⁶⁷⁸⁹·⁻")
 SERIES_KEYS = ("model", "precision", "form", "checkpointing", "batch", "depth")
-"""What a line of a memory profile is about, besides its pass."""
+"""Columns that, with the pass, identify a line of a memory profile."""
 
 
 def number(value: Any) -> float | None:
-    """Return a number or the number that a text says; None for anything else and for what is
-    beyond ``MOST``.
-    """
+    """Convert a number or a text to float; None for other values and for values beyond ``MOST``."""
     try:
         found = float(value)
     except (TypeError, ValueError, OverflowError):
@@ -38,36 +35,38 @@ def number(value: Any) -> float | None:
 
 
 def value_of(row: Row, column: str) -> float | None:
-    """Return a number of a row; None where there is none."""
+    """Return a number of a row; None if missing."""
     return number(row.get(column))
 
 
 def distinct(rows: Sequence[Row], *columns: str) -> list[tuple]:
-    """Return the values that the columns have together, in order of appearance."""
+    """Return the distinct combinations of values in the columns, in order of appearance."""
     return list(dict.fromkeys(tuple(row.get(column, "") for column in columns) for row in rows))
 
 
 def chosen(rows: Sequence[Row], columns: Sequence[str], values: Sequence[Any]) -> list[Row]:
-    """Return the rows that have these values in these columns."""
+    """Return the rows with the given values in the columns."""
     return [row for row in rows if distinct([row], *columns) == [tuple(values)]]
 
 
 def trained_itself(row: Row) -> bool:
-    """Tell whether the accuracy of a sweep's row is of its own form; else the form was measured
-    without training, and another form trained.
+    """Tell whether the form of a sweep's row was trained itself; else its accuracy is from another
+    form.
     """
     return row.get("trained_form", row["form"]) == row["form"]
 
 
 def power(base: str, exponent: float | None) -> str:
-    """Write how a quantity grows, " ∝ N¹·⁹⁷"; nothing where that is not known."""
+    """Format the growth of a quantity, " ∝ N¹·⁹⁷"; empty if unknown."""
     if exponent is None:
         return ""
     return f" ∝\N{NO-BREAK SPACE}{base}{f'{exponent:.2f}'.translate(SUPERSCRIPTS)}"
 
 
 def slope(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Slope of the least-squares line through the logarithms; None for fewer than two places."""
+    """Return the slope of the least-squares line through the logarithms; None for fewer than two
+    distinct x.
+    """
     if len({x for x, _ in pairs}) < 2:
         return None
     x_logs, y_logs = ([math.log(pair[i]) for pair in pairs] for i in (0, 1))
@@ -75,11 +74,10 @@ def slope(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 
 def slope_of(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """Return the slope of the least-squares line through ``log y`` over ``log x`` for the larger
-    half of the sizes, at least two.
+    """Return the slope of the least-squares line of ``log y`` over ``log x`` for the larger half of
+    the sizes, at least two; None for fewer than two points.
 
-    Small sizes are left out since there the cost of a call outweighs the work. None for fewer than
-    two points.
+    Small sizes are left out, because the overhead of a call dominates there.
     """
     return slope(sorted(zip(x, y, strict=True))[-max(2, math.ceil(len(x) / 2)) :])
 
@@ -94,15 +92,15 @@ def over(
     spread: bool = False,
     status: str = "status",
 ) -> Series:
-    """Return the mean of a value over a column; rows that lack either count for nothing.
+    """Return the series of a value's mean over a column, without rows that lack either.
 
     Args:
-        rows: of one series.
+        rows: the rows of one series.
         x_column: name of the column.
-        value: of a row, in the unit of the chart.
-        name, look: of the series.
-        spread: whether the standard deviation is shown, where there are several values.
-        status: column that says why there is no value; out of memory counts as a failure.
+        value: returns the value of a row, in the unit of the chart.
+        name, look: name and look of the series.
+        spread: show the standard deviation of several values.
+        status: column with the reason of a missing value; out of memory counts as a failure.
     """
     groups: dict[float, list[float]] = {}
     failed: dict[float, str] = {}
@@ -120,7 +118,7 @@ def over(
 
 
 def scaled(column: str, factor: float) -> Callable[[Row], float | None]:
-    """Return what takes a column of a row, times a factor."""
+    """Return a function that reads a column of a row and multiplies it by a factor."""
 
     def value(row: Row) -> float | None:
         found = value_of(row, column)
@@ -133,16 +131,14 @@ def scaled(column: str, factor: float) -> Callable[[Row], float | None]:
 
 
 def accuracy_column(rows: Sequence[Row]) -> str:
-    """Return the column of the accuracy that counts: on the test images, or on the validation
-    images where there are none.
-    """
+    """Return the column of the test accuracy, or of the validation accuracy if there is none."""
     tested = any(value_of(row, "test_accuracy") is not None for row in rows)
     return "test_accuracy" if tested else "validation_accuracy"
 
 
 def looks_of(rows: Sequence[Row]) -> dict[tuple, Look]:
-    """Return the look of each attention and form: an attention has its colour, a form its dash and
-    marker.
+    """Return the look of each attention and form: the colour shows the attention, dash and marker
+    show the form.
     """
     attentions = [attention for (attention,) in distinct(rows, "attention")]
     return {
@@ -152,8 +148,8 @@ def looks_of(rows: Sequence[Row]) -> dict[tuple, Look]:
 
 
 def heads_of(rows: Sequence[Row], size: str | int) -> list[Chart]:
-    """Draw up charts of accuracy, operations, speed and memory over head counts, at one image size
-    of a sweep.
+    """Return charts of accuracy, operations, throughput and memory over head counts, for one image
+    size of a sweep.
     """
     here = [row for row in rows if row.get("img_size") == size]
     ticks = sorted({heads for row in here if (heads := value_of(row, "heads"))})
@@ -162,14 +158,14 @@ def heads_of(rows: Sequence[Row], size: str | int) -> list[Chart]:
 
     def chart(title: str, unit: str, column: str, factor: float, status: str = "") -> Chart:
         accuracy = column.endswith("accuracy")
-        # Only a network that was trained has an accuracy; a form that was only measured has none.
+        # A form that was measured but not trained has no accuracy of its own.
         own = [row for row in here if trained_itself(row)] if accuracy else here
         series = [
             over(chosen(own, ("attention", "form"), pair), "heads", scaled(column, factor),
                  " ".join(filter(None, pair)), look, spread=accuracy, status=status)
             for pair, look in looks_of(rows).items() if pair in distinct(own, "attention", "form")
         ]  # fmt: skip
-        # Times, memory and operations begin at 0; accuracies may lie close together.
+        # Axes of times, memory and operations start at 0; accuracies may lie close together.
         axes = {"log_x": 2, "x_ticks": ticks, "from_zero": not accuracy}
         return Chart(title, "heads", unit, series, failed_below=unit.startswith("images"), **axes)
 
@@ -197,13 +193,13 @@ def heads_of(rows: Sequence[Row], size: str | int) -> list[Chart]:
 def memory_of(
     rows: Sequence[Row], columns: Sequence[str] = ("above_bytes",), n1: Mapping[float, str] = {}
 ) -> list[Chart]:
-    """Draw up charts of memory over image sizes, a chart for each pass and column, a line for each
-    model and way to run it.
+    """Return charts of memory over image sizes: one chart for each pass and column, one line for
+    each model and setting.
 
     Args:
         rows: with the columns of ``visionattn profile``.
-        columns: ``above_bytes``, what the pass adds to the level before it, and ``peak_bytes``.
-        n1: texts at image sides in pixels.
+        columns: ``above_bytes`` (the memory that the pass adds) and ``peak_bytes``.
+        n1: texts to mark, by image side in pixels.
     """
     pairs = [(value_of(row, "px"), value_of(row, "tokens")) for row in rows]
     sizes = dict(sorted((px, tokens) for px, tokens in pairs if px and tokens))
@@ -237,8 +233,8 @@ def memory_of(
 
 
 def sizes_of(rows: Sequence[Row]) -> list[Chart]:
-    """Time and, where it was measured, peak memory over the sizes of a benchmark, with how they
-    grow.
+    """Return charts of time and, if measured, peak memory over the sizes of a benchmark, with their
+    growth.
     """
     work = rows[0]["pass"].replace("+", " and ")
     charts = [size_chart(f"Time of {work}", "ms", rows, scaled("seconds_median", 1e3))]
@@ -257,15 +253,15 @@ def size_chart(
     names: Callable[[str], str] = str,
     **options: Any,
 ) -> Chart:
-    """Draw up a chart of a value over sizes, a line for each case.
+    """Return a chart of a value over sizes, with one line for each case.
 
     Args:
-        title, unit: of the chart.
+        title, unit: title and unit of the chart.
         rows: with the columns of ``visionattn benchmark``.
-        value: of a row, in the unit of the chart; None where it was not measured.
-        names: of cases, in words. Behind them stands how the value grows, where sizes are on a
-            logarithmic axis.
-        options: of the chart.
+        value: returns the value of a row, in the unit of the chart; None if missing.
+        names: turns the name of a case into words. On a logarithmic axis the growth of the value
+            follows the name.
+        options: further options of the chart.
     """
     axis = {"log_x": 2, "log_y": 10} | options
     bases = distinct([{"base": row["case"].split()[0]} for row in rows], "base")

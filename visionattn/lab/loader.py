@@ -1,8 +1,7 @@
-"""Images per second of the data pipeline alone: reading, decoding, augmentation and collation, by
+"""Measure the throughput of the data pipeline (reading, decoding, augmentation and collation) by
 number of workers.
 
-This module owns what is counted and how. It knows no model and no device: what arrives are the
-uint8 batches that training would take.
+This module knows no model and no device: it measures the uint8 batches that training would get.
 """
 
 import re
@@ -26,7 +25,7 @@ from visionattn.lab.compare import ratios_of, spread
 from visionattn.training.config import TrainConfig, check
 
 PATCH_PX = 16
-"""Side of the patches that images are a whole number of, where they come at sizes of their own."""
+"""Patch size in pixels; native image sizes are multiples of it."""
 COLUMNS = {name: name for name in ("data", "img_size", "augment", "read", "batch", "workers")}
 COLUMNS |= {
     "images/s": "images_per_second_median",
@@ -53,25 +52,25 @@ OWN_FLAGS = {
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Images to load, as training would."""
+    """A data set to load as in training."""
 
     label: str
-    """As it was typed."""
+    """The name as typed."""
     config: TrainConfig
     splits: Splits
 
 
 @dataclass(frozen=True)
 class LoaderCase:
-    """A way to load them."""
+    """A data set with the settings of its loader."""
 
     source: Source
     workers: int
     batch: int
     img_size: int | None
-    """Height and width in pixels; None: as the configuration says, which may be several sizes."""
+    """Height and width in pixels; None: the size or sizes in the configuration."""
     read_all: bool = False
-    """Whether all of each image is decoded, where the format would give the part that is seen."""
+    """Decode each image in full, even if the format allows decoding only the needed part."""
 
     @property
     def data(self) -> DataConfig:
@@ -83,7 +82,7 @@ class LoaderCase:
 
     @property
     def splits(self) -> Splits:
-        """The images, to be seen at the size of this case."""
+        """The images at the size of this case."""
         splits, data = self.source.splits, resolved(self.data)
         if self.read_all:
             train = copy(cast(ImageDataset, splits.train))
@@ -103,11 +102,11 @@ class LoaderCase:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a round of one case gave."""
+    """The result of one round of a case."""
 
     images: int
     megabytes: float
-    """10^6 bytes of pixels."""
+    """Pixels in 10^6 bytes."""
     seconds: float
 
 
@@ -115,13 +114,12 @@ def open_source(text: str, sizes: Sequence[int] | None) -> Source:
     """Find the training images of ``configs/canvas.yaml+augment=none`` or ``folder+root=/data``.
 
     Args:
-        text: the YAML file of a training, or the name of a data set; then options of the data, each
-            behind a plus sign.
-        sizes: in pixels, to be checked; None: those of the configuration.
+        text: the YAML file of a training, or the name of a data set; options of the data follow,
+            each after a plus sign.
+        sizes: image sizes in pixels to check; None: the sizes in the configuration.
 
     Raises:
-        ValueError, FileNotFoundError: no such file, data or option, or something is wrong with the
-            data; one line.
+        ValueError, FileNotFoundError: no such file, data set or option, or invalid data; one line.
     """
     base, *options = re.split(r"\+(?=[\w.]+(?:=|\+|$))", text)
     known = [name for name in field_types(DataConfig) if name not in OWN_FLAGS]
@@ -156,12 +154,11 @@ def loader_cases(
     *,
     read_all: bool,
 ) -> list[LoaderCase]:
-    """Find the images that are named, see ``open_source``, and return what is measured, all in one
-    run.
+    """Open the named data sets with ``open_source``, and return the cases of one run.
 
     Raises:
-        ValueError, FileNotFoundError: something about them is wrong, there are more workers than
-            shards, or ``read_all`` and they are no images in files.
+        ValueError, FileNotFoundError: invalid data, more workers than shards, or ``read_all`` for
+            data that are not image files.
     """
     cases = []
     for text in names:
@@ -185,22 +182,21 @@ def measure_loaders(
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Record]:
-    """Measure a record for each case, from one interleaved run: each round reads with every case
-    once, in rotating order.
+    """Return a record for each case from one interleaved run: each round runs every case once, in
+    rotating order.
 
-    The workers of a case are started for its turn and end with it, so that none works during the
-    turn of another. Each turn takes another epoch, since a file read a second time comes from
-    memory.
+    The workers of a case run only during its turn. Each turn reads another epoch, because a file
+    read a second time comes from memory.
 
     Args:
-        cases: of any data.
-        rounds: of the run.
-        seconds: that are counted for each case, in all rounds together, at least; and two batches
-            per worker and round.
-        clock: seconds.
+        cases: the cases, of any data.
+        rounds: number of rounds.
+        seconds: minimum time measured for each case over all rounds; each round has at least two
+            batches per worker.
+        clock: returns seconds.
 
     Raises:
-        ValueError: an image cannot be read and ``on_error`` is ``fail``, or none can be read.
+        ValueError: an image cannot be read and ``on_error`` is ``fail``, or no image can be read.
     """
     readings: list[list[Reading]] = [[] for _ in cases]
     for turn in range(rounds):
@@ -222,17 +218,17 @@ def read_batches(
     epoch: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Reading:
-    """Read a batch per worker, and then for some seconds, two per worker at least, which count; no
-    worker is left running.
+    """Read one batch per worker as a warm-up, then measure for ``seconds``, at least two batches
+    per worker. Leave no worker running.
 
     Args:
-        case: what to read, and how.
-        seconds: that count, at least.
-        epoch: its order of images is taken; when they are over, that of the next.
-        clock: seconds.
+        case: the data set and the settings of its loader.
+        seconds: minimum measured time.
+        epoch: the epoch that gives the order of images; the next epochs follow.
+        clock: returns seconds.
 
     Raises:
-        ValueError: an image cannot be read and ``on_error`` is ``fail``, or none can be read.
+        ValueError: an image cannot be read and ``on_error`` is ``fail``, or no image can be read.
     """
     processes, images, size, began, now = max(1, case.workers), 0, 0, 0.0, 0.0
     with closing(open_batches(case, epoch)) as batches:
@@ -250,8 +246,8 @@ def read_batches(
 
 
 def open_batches(case: LoaderCase, epoch: int) -> Generator:
-    """Yield the batches of one epoch after the other, by the loaders that training uses, until an
-    epoch has none; close it to end the workers.
+    """Yield the batches of consecutive epochs from the loaders of training, until an epoch is
+    empty. Close the generator to end the workers.
     """
     batches = train_batches(
         case.splits,
@@ -272,7 +268,7 @@ def open_batches(case: LoaderCase, epoch: int) -> Generator:
 def record_of(
     case: LoaderCase, own: Sequence[Reading], base: LoaderCase, others: Sequence[Reading]
 ) -> Record:
-    """Return a row as plain values, related to a base, units in the names."""
+    """Return a row as plain values, with units in the names and the ratio to ``base``."""
     rates = [reading.images / reading.seconds for reading in own]
     record: Record = {"data": case.source.label, "img_size": case.size}
     record |= {"augment": case.data.augment, "read": "all" if case.read_all else "what is seen"}

@@ -1,7 +1,7 @@
-"""What a callable costs: time, operations, peak memory, bytes kept.
+"""Measure the cost of a callable: time, operations, peak memory, bytes kept for backward.
 
-Nothing here trains or reads data; models are counted on the meta device, without computing
-anything.
+This module neither trains nor reads data. It counts the operations of models on the meta device,
+without computing them.
 """
 
 import copy
@@ -22,12 +22,12 @@ count_operations()
 
 
 def count_flops(model: nn.Module, height: int, width: int) -> int:
-    """Count the floating point operations (a multiply-add is two) of one forward of one image of
-    ``height`` x ``width`` pixels.
+    """Count the floating point operations (a multiply-add is two) of one forward pass for one image
+    of ``height`` x ``width`` pixels.
 
-    The model stays as it is. ``torch.utils.flop_counter`` counts matrix products, convolutions and
-    our operators, and no elementwise work. An attention of form "auto" counts the form of fewer
-    operations, whatever the machine.
+    The model is unchanged. ``torch.utils.flop_counter`` counts matrix products, convolutions and
+    the operators of this package, but no elementwise work. Attention of form "auto" counts as the
+    form with fewer operations, on any machine.
     """
     model = copy.deepcopy(model).to("meta").eval()
     image = torch.empty(1, model.patch_embed.proj.in_channels, height, width, device="meta")
@@ -38,14 +38,14 @@ def count_flops(model: nn.Module, height: int, width: int) -> int:
 def peak_bytes(work: Callable[[], object], device: torch.device | str = "cpu") -> int:
     """Return the peak memory in bytes while ``work()`` runs, above the level just before it.
 
-    On a GPU what PyTorch's allocator handed out. On a CPU the resident memory of the process, which
-    Linux alone can measure anew; call it in a fresh process, since memory freed earlier may be used
-    again without being seen, and after one call of ``work()``, since libraries keep buffers and
-    code from their first call at a size (on an AMD EPYC some 2 MiB for each thread), which would
-    count as memory of the work.
+    On a GPU this is the memory that PyTorch's allocator handed out. On a CPU it is the resident
+    memory of the process, whose peak only Linux can reset. On a CPU, call this in a fresh process,
+    because reuse of memory freed earlier is invisible. Call ``work()`` once before, because
+    libraries keep buffers and code from their first call at a size (about 2 MiB per thread on an
+    AMD EPYC).
 
     Raises:
-        NotImplementedError: a CPU under another system than Linux.
+        NotImplementedError: CPU on another system than Linux.
     """
     if torch.device(device).type == "cuda":
         gc.collect()
@@ -64,8 +64,8 @@ def peak_bytes(work: Callable[[], object], device: torch.device | str = "cpu") -
 
 
 def flops_of(work: Callable[[], object]) -> int:
-    """Count the floating point operations of ``work()`` as ``count_flops`` does; this works on the
-    meta device too.
+    """Count the floating point operations of ``work()`` as ``count_flops`` does, also on the meta
+    device.
     """
     with FlopCounterMode(display=False) as counter:
         work()
@@ -80,17 +80,17 @@ SDPA_BACKENDS = {
     "aten::_scaled_dot_product_fused_attention_overrideable": "sdpa of the device",
     "aten::_scaled_dot_product_attention_math": "sdpa math",
 }
-"""What ``F.scaled_dot_product_attention`` dispatches to, by the operator that a profiler sees."""
+"""Backends of ``F.scaled_dot_product_attention``, by the operator name in a profile."""
 
 
 def attention_backends(work: Callable[[], object]) -> tuple[str, ...]:
-    """Return which implementations of attention really ran within ``work()``, as a profiler saw
-    them; sorted, empty where none did.
+    """Return the attention implementations that ran within ``work()``, as seen by a profiler;
+    sorted, empty if none ran.
 
-    Ours by operation and form ("taylorshift efficient", "kernelized direct", "kernelized causal
-    efficient"), with "triton" behind where GPU kernels ran; PyTorch's as "sdpa flash", "sdpa
-    memory-efficient", "sdpa cudnn", "sdpa math"; "eager softmax" where a softmax ran outside of all
-    of these.
+    Operations of this package are named with their form ("taylorshift efficient", "kernelized
+    direct", "kernelized causal efficient"), followed by "triton" if GPU kernels ran. PyTorch's are
+    "sdpa flash", "sdpa memory-efficient", "sdpa cudnn", "sdpa math". "eager softmax" is a softmax
+    outside of all of these.
     """
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
@@ -105,10 +105,10 @@ def attention_backends(work: Callable[[], object]) -> tuple[str, ...]:
 
 
 def bytes_kept(work: Callable[[], object], without: Sequence[torch.Tensor] = ()) -> int:
-    """Return bytes that autograd saves for the backward pass of what ``work()`` returns, each
-    storage counted once and whole.
+    """Return the bytes that autograd saves for the backward pass of the result of ``work()``. Each
+    storage counts once and in full.
 
-    Inputs count where they are saved; storages of ``without`` (say, parameters) do not.
+    Saved inputs count; storages of ``without`` (parameters, for example) do not.
     """
     known = {tensor.untyped_storage().data_ptr() for tensor in without}
     saved: dict[int, int] = {}
@@ -120,7 +120,7 @@ def bytes_kept(work: Callable[[], object], without: Sequence[torch.Tensor] = ())
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        out = work()  # held until the count is made, so that no address is used twice
+        out = work()  # keep it until the count is done, so that no address is reused
     total = sum(saved.values())
     del out
     return total
@@ -132,8 +132,8 @@ def warm_up(
     device: torch.device | str = "cpu",
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Call ``work`` once or, where that took less than half a second, twice; returns the seconds of
-    the last call.
+    """Call ``work`` once, or twice if the first call took less than half a second; return the
+    seconds of the last call.
     """
     seconds = _seconds(work, 1, device, clock)
     return seconds if seconds >= 0.5 else _seconds(work, 1, device, clock)
@@ -150,22 +150,21 @@ def interleaved_seconds(
     device: torch.device | str = "cpu",
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[list[float]]:
-    """Return seconds of one call of each work, measured in turns: ``[works][rounds]``.
+    """Return the seconds per call of each work, measured interleaved: ``[works][rounds]``.
 
-    Each round samples every work once, and the order rotates by one from round to round, so that
-    what slows the machine for a while slows all of them alike. A sample is the mean over as many
-    calls as fill ``sample_seconds``.
+    Each round samples every work once, and the order rotates by one from round to round, so that a
+    temporary slowdown of the machine affects all alike. A sample is the mean over the calls that
+    fill ``sample_seconds``.
 
     Args:
-        works: callables that have been called before; see ``warm_up``.
-        warm_seconds: what ``warm_up`` returned for each.
-        rounds: rounds at least.
-        max_rounds: rounds at most.
-        seconds_per_work: more than ``rounds`` rounds are made while this many seconds for each work
-            last.
-        sample_seconds: length of a sample at least.
-        device: where the works run; on a GPU events measure.
-        clock: seconds; used on other devices.
+        works: callables after ``warm_up``.
+        warm_seconds: the result of ``warm_up`` for each.
+        rounds: minimum rounds.
+        max_rounds: maximum rounds.
+        seconds_per_work: time for each work, within which more than ``rounds`` rounds are measured.
+        sample_seconds: minimum length of a sample.
+        device: where the works run; a GPU is timed by events.
+        clock: returns seconds; used on other devices.
     """
     repeats = [max(1, round(sample_seconds / max(seconds, 1e-7))) for seconds in warm_seconds]
     per_round = sum(n * seconds for n, seconds in zip(repeats, warm_seconds, strict=True))

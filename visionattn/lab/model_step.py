@@ -1,9 +1,9 @@
-"""A pass over a batch that is measured: inference, forward and backward, or a training step, and
-the bytes of its parts. It knows nothing of processes and peaks.
+"""Run a pass over a batch for measurements (inference, forward and backward, or a training step),
+and count the bytes of its parts. This module knows nothing of processes and peak memory.
 
-Parameters, gradients and optimizer state are the exact bytes of what their tensors hold. The
-gradient of the class token is a view of the gradient of all tokens, which it keeps, so that
-gradients are more than parameters and grow with the image.
+Parameters, gradients and optimizer state are the exact bytes of their tensors. The gradient of the
+class token is a view that keeps the gradient of all tokens in memory. So gradients take more than
+parameters and grow with the image.
 """
 
 from collections.abc import Iterable
@@ -18,18 +18,18 @@ from visionattn.training.optimize import OptimizerStep
 
 
 class ModelStep:
-    """A model and what a pass needs besides: images, labels, an optimizer.
+    """A model with the images, labels and optimizer of a pass.
 
     A training step is the step of ``visionattn train``: forward, loss, backward, clipping and
     update, without loading, mixing and averages. Labels are random.
 
     Args:
-        model: on its device; it is put into ``train`` where a pass has a backward.
-        device: where it computes.
-        amp: ``none``, ``bf16`` or ``fp16``.
-        backward: whether the pass has a backward.
-        update: whether the optimizer updates the model after the backward.
-        optim: of the training; None: its defaults.
+        model: on its device; a pass with a backward switches it to ``train`` mode.
+        device: device of the model.
+        amp: mixed precision: ``none``, ``bf16`` or ``fp16``.
+        backward: the pass has a backward.
+        update: the optimizer updates the model after the backward.
+        optim: options of the optimizer; None: the defaults of training.
 
     Attributes:
         images: ``[B, C, H, W]``; None before ``place``.
@@ -48,11 +48,11 @@ class ModelStep:
         self.model, self.device, self.amp = model.train(backward), device, amp
         self.backward, self.update = backward, update
         self.images: Tensor | None = None
-        # The usual scale overflows, which skips the first steps and with them the state.
+        # The usual initial scale overflows and skips the first steps, which create the state.
         self.step = OptimizerStep(model, optim or OptimConfig(), device, amp, initial_scale=1.0)
 
     def place(self, images: Tensor) -> None:
-        """Take images on the device, and labels for them."""
+        """Set the images, which are on the device, and draw their labels."""
         self.images, generator = images, torch.Generator().manual_seed(images.shape[-1])
         labels = torch.randint(self.model.num_classes, (len(images),), generator=generator)
         self.labels = labels.to(self.device)
@@ -69,7 +69,7 @@ class ModelStep:
             self.step.update()
 
     def forward(self) -> Tensor:
-        """Return the logits, with a graph where gradients are enabled."""
+        """Return the logits, with a graph if gradients are enabled."""
         with autocast(self.device, self.amp):
             return self.model(self.images)
 
@@ -78,7 +78,7 @@ class ModelStep:
         return [*self.model.parameters(), *self.model.buffers()]
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients that the last pass left."""
+        """Return the gradients of the last pass."""
         found = [parameter.grad for parameter in self.model.parameters()]
         return [gradient for gradient in found if gradient is not None]
 
@@ -88,15 +88,15 @@ class ModelStep:
         return [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
     def saved_bytes(self) -> int:
-        """Return what autograd saves of a forward for its backward; parameters and images, which
-        are there anyway, do not count.
+        """Return the bytes that autograd saves in a forward for its backward, without parameters
+        and images.
         """
         return bytes_kept(self.forward, without=[*self.model.parameters(), self.images])
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Return bytes of the storages that tensors hold, each once and whole: a view of some elements
-    keeps all of them.
+    """Return the bytes of the storages of tensors. Each storage counts once and in full, because a
+    view keeps all of it in memory.
     """
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

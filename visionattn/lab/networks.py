@@ -1,7 +1,7 @@
-"""Whole models that are compared: ours, timm's, and ours with attention replaced by the identity,
-the physical limit.
+"""Build and check whole models for comparisons: models of this package, timm's models, and models
+with attention replaced by the identity, which set the limit for speed.
 
-It knows nothing of single operations and of time.
+This module knows nothing of single operations and of time.
 """
 
 import copy
@@ -14,7 +14,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-import visionattn.models  # noqa: F401  registers ours with timm
+import visionattn.models  # noqa: F401  registers the package's models with timm
 from visionattn.lab.accuracy import tolerance
 from visionattn.lab.cases import Case, Work
 from visionattn.lab.operations import check_forms, defined, results
@@ -25,23 +25,23 @@ from visionattn.ops import OPERATIONS
 from visionattn.ops.attentions import AttentionKind
 
 CHECK_GRID = (29, 31)
-"""Patches on which models are checked; no square."""
+"""Grid of patches for checks of models; not a square."""
 CHECK_DEPTH = 2
-"""Blocks that are checked; all are alike."""
+"""Number of blocks to check; all are alike."""
 SHARPER = 4
-"""How many times larger the weights of q, k and v and of the gate are where results are checked."""
+"""Factor on the weights of q, k, v and the gate, for checks of results."""
 NEAR = 0.2
-"""The standard deviation of convolutions of values where results are checked."""
+"""Standard deviation of the weights of value convolutions, for checks of results."""
 
 
 def values_alone(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
-    """Return the values as they are: an operation without attention."""
+    """Return the values unchanged: an operation without attention."""
     return v
 
 
 def identity_twin(model: VisionAttnTransformer) -> VisionAttnTransformer:
-    """Return a copy of a model of ours, with equal parameters, whose attention layers return the
-    values as they are. Projections, the convolution of values and the output gate stay.
+    """Return a copy of a model of this package, with equal parameters, whose attention layers
+    return the values unchanged. Projections, value convolution and output gate stay.
     """
     twin = copy.deepcopy(model)
     for layer in attentions_of(twin):
@@ -51,10 +51,11 @@ def identity_twin(model: VisionAttnTransformer) -> VisionAttnTransformer:
 
 @torch.no_grad()
 def as_trained(model: nn.Module) -> None:
-    """Let the result of a new model depend on its attention as that of a trained one does.
+    """Scale the weights of a new model, so that its result depends on its attention as in a trained
+    model.
 
-    As they start, attention hardly depends on q, the gate lets a fifth of it through, and the
-    convolution of values is 0.
+    At initialization, attention hardly depends on q, the gate passes a fifth of it, and the
+    value convolution is 0.
     """
     generator = torch.Generator().manual_seed(0)
     for block in model.blocks:
@@ -68,7 +69,7 @@ def as_trained(model: nn.Module) -> None:
 
 
 def has_forms(model: str) -> bool:
-    """Tell whether forms are for this model: one of ours, whose attention is there."""
+    """Tell whether the model has forms: it is a model of this package, with attention."""
     base, *options = model.split("+")
     return timm.is_model(base) and is_ours(base) and "identity" not in options
 
@@ -77,8 +78,8 @@ def read_options(case: Case) -> dict[str, str]:
     """Return the options of a model's name: "identity", "eager", and ``heads=12``.
 
     Raises:
-        ValueError: a model that timm does not know, an option or a form that it has not, or two
-            that contradict each other.
+        ValueError: a model that timm does not know, an option or a form that it does not have, or
+            options that contradict each other.
     """
     if not timm.is_model(case.base):
         raise ValueError(
@@ -104,11 +105,12 @@ def read_options(case: Case) -> dict[str, str]:
 
 def build_model(case: Case, device: str = "cpu", **args: object) -> nn.Module:
     """Build the model of the case with seeded weights, in its dtype and form, cut to its depth,
-    checkpointed where the case says so: ``eval`` for a forward, ``train`` for a backward too.
-    ``args`` are further arguments of the model; timm's without ``img_size`` take any size.
+    with gradient checkpointing if asked for. It is in ``train`` mode if the case has a backward.
+
+    ``args`` are further arguments of the model; timm's models without ``img_size`` take any size.
 
     Raises:
-        ValueError: an unknown name, an option that this model has not, or a depth beyond its own.
+        ValueError: an unknown name, an option that this model does not have, or too large a depth.
     """
     options = read_options(case)
     if "heads" in options:
@@ -133,9 +135,7 @@ def build_model(case: Case, device: str = "cpu", **args: object) -> nn.Module:
 
 
 def make_image(case: Case, model: nn.Module, height: int, width: int, device: str) -> Tensor:
-    """Make seeded images ``[B, C, height, width]``; for the models of single pixels one-hot grey
-    levels.
-    """
+    """Return seeded images ``[B, C, height, width]``: one-hot grey levels for pixel models."""
     shape = (case.batch, model.patch_embed.proj.in_channels, height, width)
     if device == "meta":
         return torch.empty(shape, dtype=case.torch_dtype, device=device)
@@ -149,8 +149,8 @@ def make_image(case: Case, model: nn.Module, height: int, width: int, device: st
 
 
 def set_form(model: nn.Module, form: str) -> None:
-    """Let every attention layer of a model of ours run in this form; "auto" is left to models that
-    have none.
+    """Set the form of every attention layer of a model of this package; models without forms keep
+    "auto".
     """
     if form != "auto":
         for block in model.blocks:
@@ -158,20 +158,18 @@ def set_form(model: nn.Module, form: str) -> None:
 
 
 def unfuse(model: nn.Module) -> None:
-    """Let every attention layer of a model of timm's make its matrix of all pairs."""
+    """Make every attention layer of a timm model compute its full attention matrix."""
     for block in model.blocks:
         block.attn.fused_attn = False
 
 
 def attentions_of(model: nn.Module) -> list[Attention]:
-    """Return our attention layers in a model; none in others."""
+    """Return the attention layers of this package in a model; empty for other models."""
     return [layer for layer in model.modules() if isinstance(layer, Attention)]
 
 
 def set_impl(model: nn.Module, impl: str) -> None:
-    """Let every attention layer of a model of ours run "eager" or "triton" operations, where it has
-    both.
-    """
+    """Set the implementation, "eager" or "triton", of every attention layer that has both."""
     for layer in attentions_of(model):
         if layer.kind.impl and layer.operation is not values_alone:
             layer.operation = partial(OPERATIONS[layer.kind.name], impl=impl)
@@ -181,10 +179,10 @@ def build_network(case: Case, device: str = "cpu") -> Work:
     """Build the model and an image in memory.
 
     Raises:
-        ValueError: mixed precision or a step of training, which are of ``lab/model_step.py``.
+        ValueError: mixed precision or a training step, which only profiles run.
     """
     if case.amp != "none" or case.update:
-        raise ValueError(f"{case.name}: {case.work} in {case.precision} is run by a profile alone")
+        raise ValueError(f"{case.name}: {case.work} in {case.precision} is only for profiles")
     model = build_model(case, device)
     leaves = tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
     inputs = {"image": make_image(case, model, case.size, case.size, device)}
@@ -193,12 +191,12 @@ def build_network(case: Case, device: str = "cpu") -> Work:
 
 def check_network(case: Case, device: str = "cpu") -> str | None:
     """Compare the first blocks of the model with their definition in float64 on ``CHECK_GRID``;
-    None, or what is wrong.
+    return the error in words, or None.
 
     The definition is the same model with the operations of ``visionattn.ops.reference`` (for the
-    identity: with v itself), or, for timm's, with eager attention. Results and, where the case has
-    a backward pass, the image's gradient are compared. Forms are those of ``check_operation``: each
-    where the model chooses, and sums over classes as at the size of the case.
+    identity: v itself), or timm's model with eager attention. The check compares results and, if
+    the case has a backward pass, the image's gradient. Forms are chosen as in ``check_operation``:
+    all forms if the model chooses, and sums over classes as at the size of the case.
     """
     case = replace(case, batch=1)
     model = build_model(case, device)
@@ -224,7 +222,7 @@ def check_network(case: Case, device: str = "cpu") -> str | None:
 
 
 def definition_of(kind: AttentionKind) -> Callable[..., Tensor]:
-    """Return the definition of an attention as a function of what the layer passes."""
+    """Return the definition of an attention as a function of the layer's arguments."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, *, value_drop: float, form=None, **options) -> Tensor:
         assert value_drop == 0, "models are compared without dropout"

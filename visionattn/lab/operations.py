@@ -1,7 +1,6 @@
-"""Operations that are compared, with the inputs they run on and the definition each is checked
-against.
+"""Build operations for comparisons, with their inputs, and check each against its definition.
 
-``sdpa``, ``eager`` and ``eager-kernelized`` are what a user would otherwise take. It knows nothing
+``sdpa``, ``eager`` and ``eager-kernelized`` are the usual alternatives. This module knows nothing
 of models and of time.
 """
 
@@ -26,11 +25,11 @@ from visionattn.ops.sums import accumulation_dtype
 
 POSITIONS = tuple(KINDS)
 MAPS = tuple(name for name in FEATURE_MAPS if name != "elu1")
-"""Feature maps that an option names, beside "favor", FAVOR+."""
+"""Feature maps that an option names, in addition to "favor" (FAVOR+)."""
 
 
 def _options_of(kind: AttentionKind) -> tuple[str, ...]:
-    """Return what may stand behind the name of one of our attentions."""
+    """Return the options that may follow the name of an attention of this package."""
     maps = (*MAPS, "favor") if kind.feature_map else ()
     own = ("temperature",) * kind.temperature + maps + ("causal",) * kind.causal
     if kind.windows:
@@ -41,14 +40,14 @@ def _options_of(kind: AttentionKind) -> tuple[str, ...]:
 OPTIONS = dict.fromkeys(("sdpa", "eager", "eager-kernelized", "relative"), ("causal",))
 OPTIONS |= {kind.name: _options_of(kind) for kind in ATTENTIONS.values()}
 """Options of each operation. Relative position has ``normalization="mean"``, as in the models,
-unless "sum" is named; with "masked" every fourth key takes no part.
+unless "sum" is named. "masked" masks every fourth key.
 """
 TABLES = {"joint": ("table",), "axial": ("rows", "columns"), "flat": ("table",)}
 """Names of the tables of each relative position."""
 FORMED = (*(kind.name for kind in ATTENTIONS.values() if kind.forms), "relative")
 """Operations that have a direct and an efficient form."""
 CHECK_TOKENS = 33 * 41
-"""More than a chunk of any operation holds, on a grid that is no square."""
+"""More tokens than a chunk of any operation, on a grid that is not a square."""
 
 
 def check_name(case: Case) -> None:
@@ -64,21 +63,21 @@ def check_name(case: Case) -> None:
 
 
 def position_named(case: Case) -> str | None:
-    """Return the kind of relative position of an operation; None: it has none."""
+    """Return the kind of relative position of an operation; None without one."""
     if case.base == "relative":
         return "flat"
     return next((word for word in case.options if word in POSITIONS), None)
 
 
 def grid_of(tokens: int) -> Grid:
-    """Return the grid nearest to a square that has this many patches, height at most the width."""
+    """Return the grid of this many patches nearest to a square, with height at most the width."""
     height = next(h for h in range(math.isqrt(tokens), 0, -1) if tokens % h == 0)
     return Grid(height, tokens // height)
 
 
 def make_tensors(case: Case, tokens: int, device: str) -> dict[str, Tensor]:
-    """Make seeded inputs by name, in the dtype of the case: q, k, v ``[B, h, N, d]``, and what the
-    options ask for.
+    """Return seeded inputs by name, in the dtype of the case: q, k, v ``[B, h, N, d]``, and the
+    inputs of the options.
     """
     generator = torch.Generator().manual_seed(tokens)
 
@@ -101,8 +100,8 @@ def make_tensors(case: Case, tokens: int, device: str) -> dict[str, Tensor]:
 
 
 def arguments_of(case: Case, tokens: int, device: str) -> dict[str, object]:
-    """Return what the options of one of our attentions ask for, besides relative position and what
-    is learned. With "masked" every fourth key is left out, others in each image.
+    """Return the arguments for the options of an attention of this package, without relative
+    position and learned values. "masked" masks every fourth key, different keys in each image.
     """
     arguments: dict[str, object] = {}
     kind = ATTENTIONS.get(case.base)
@@ -126,8 +125,8 @@ def arguments_of(case: Case, tokens: int, device: str) -> dict[str, object]:
 def function_of(
     case: Case, tokens: int, device: str, impl: str | None = None
 ) -> Callable[..., Tensor]:
-    """Return the operation of the case as a function of its tensors; ``impl`` "eager" or "triton"
-    is passed on to it where it has both.
+    """Return the operation of the case as a function of its tensors. An operation that has both
+    implementations gets ``impl``, "eager" or "triton".
     """
     kind, options = ATTENTIONS.get(case.base), arguments_of(case, tokens, device)
     if kind is None:
@@ -145,8 +144,8 @@ def function_of(
 
 
 def definition_of(case: Case, tokens: int, device: str) -> Callable[..., Tensor]:
-    """Return what the case means, from ``visionattn.ops.reference``, as a function of
-    its tensors.
+    """Return the definition of the case, from ``visionattn.ops.reference``, as a function of its
+    tensors.
     """
     meant = {"sdpa": "softmax", "eager": "softmax", "eager-kernelized": "kernelized"}
     kind = ATTENTIONS.get(meant.get(case.base, case.base))
@@ -158,8 +157,8 @@ def definition_of(case: Case, tokens: int, device: str) -> Callable[..., Tensor]
 def _with_position(
     case: Case, tokens: int, device: str, function: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
-    """Return a function of tensors by name that makes the relative position of its tables. Counts
-    per class are made here, once, as a model makes them once per forward.
+    """Return a function of tensors by name that builds the relative position from its tables. The
+    counts per class are computed here, once, as in a model's forward.
     """
     kind, signed = position_named(case), case.base in ATTENTIONS and ATTENTIONS[case.base].signed
     if kind is None:
@@ -181,14 +180,12 @@ def _with_position(
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """Compute softmax attention by what PyTorch takes for it."""
+    """Compute softmax attention with PyTorch's ``scaled_dot_product_attention``."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
 def eager_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """Compute ``softmax(q k^T / sqrt(d)) v`` with all scores in memory: what models write without a
-    fused operator.
-    """
+    """Compute ``softmax(q k^T / sqrt(d)) v`` with all scores in memory, not fused."""
     scores = torch.matmul(q * q.shape[3] ** -0.5, k.mT)
     if causal:
         future = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
@@ -197,8 +194,8 @@ def eager_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Te
 
 
 def eager_kernelized_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """Compute kernelized attention in its quadratic form with all scores in memory, masked where
-    causal: the papers' naive one.
+    """Compute kernelized attention in its quadratic form with all scores in memory, masked if
+    causal: the naive version in the papers.
     """
     weights = torch.matmul(elu1(q), elu1(k).mT)
     if causal:
@@ -207,8 +204,8 @@ def eager_kernelized_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = F
 
 
 def dense_relative(q: Tensor, k: Tensor, v: Tensor, relative: Flat, causal: bool = False) -> Tensor:
-    """Return the relative term with all its weights in memory, ``A_rel`` of Scaleformer by its
-    definition; k plays no part.
+    """Return the relative term with all its weights in memory: ``A_rel`` of Scaleformer by its
+    definition. k is unused.
     """
     present = torch.ones(v.shape[0], v.shape[2], dtype=torch.bool, device=v.device)
     weights = reference.relative_weights(relative, q, present)
@@ -218,15 +215,13 @@ def dense_relative(q: Tensor, k: Tensor, v: Tensor, relative: Flat, causal: bool
 def linear_relative(
     q: Tensor, k: Tensor, v: Tensor, relative: Flat, causal: bool = False
 ) -> Tensor:
-    """Return the same by sums over classes, as models have it."""
+    """Return the relative term by sums over classes, as in the models."""
     total = q.new_full((1, 1, 1), v.shape[2], dtype=accumulation_dtype(q, v))
     return relative_sums(relative, q, v, None, total, causal).values
 
 
 def defined(kind: AttentionKind) -> Callable[..., Tensor]:
-    """Return the definition of an attention, which is called as the operation is but
-    has no forms.
-    """
+    """Return the definition of an attention, with the operation's arguments but without forms."""
     definition = getattr(reference, f"{kind.name}_attention")
 
     def call(q: Tensor, k: Tensor, v: Tensor, *, relative=None, **options) -> Tensor:
@@ -239,7 +234,7 @@ def defined(kind: AttentionKind) -> Callable[..., Tensor]:
 
 
 def build_operation(case: Case, device: str = "cpu") -> Work:
-    """Build inputs in memory and the operation on them."""
+    """Build the operation and its inputs in memory."""
     check_name(case)
     tensors = make_tensors(case, case.size, device)
     if case.backward:
@@ -249,12 +244,12 @@ def build_operation(case: Case, device: str = "cpu") -> Work:
 
 
 def check_operation(case: Case, device: str = "cpu") -> str | None:
-    """Compare the case with its definition in float64 at ``CHECK_TOKENS`` tokens; None, or what is
-    wrong.
+    """Compare the case with its definition in float64 at ``CHECK_TOKENS`` tokens; return the error
+    in words, or None.
 
-    With form "auto" each form is compared, since at the size of the case another one may run than
-    at that of the check; sums over classes are made in the form of the size of the case. Of a batch
-    two images are compared.
+    With form "auto" each form is compared, because another form may run at the size of the case.
+    Sums over classes take the form chosen for the size of the case. At most two images of a batch
+    are compared.
     """
     case = replace(case, batch=min(case.batch, 2))
     tensors = make_tensors(case, CHECK_TOKENS, device)
@@ -277,16 +272,17 @@ def check_forms(
     limit: float,
     tokens: int,
 ) -> str | None:
-    """Compare what ``run`` gives in the form of the case, or, where that is "auto", in each: the
-    size of the check may take another one. Returns what is wrong, or None.
+    """Compare the results of ``run`` with the definition in the form of the case, or in each form
+    for "auto", which may choose another form at the size of the check. Return the error in words,
+    or None.
 
     Args:
-        case: what is checked.
-        has_forms: whether it has several.
-        run: gives results by name, in a form.
-        expected: by the definition.
-        limit: largest error, see ``disagreement``.
-        tokens: of the case, by which sums over classes are chosen.
+        case: the case to check.
+        has_forms: whether the case has several forms.
+        run: returns the results by name, given a form.
+        expected: the results of the definition.
+        limit: largest allowed error, see ``disagreement``.
+        tokens: number of tokens that decides how sums over classes are computed.
     """
     for form in FORM_CHOICES if case.form == "auto" and has_forms else (case.form,):
         with choosing_as(tokens=tokens):
@@ -312,8 +308,8 @@ def results(
 
 
 def with_gradients(out: Tensor, inputs: dict[str, Tensor], upstream: Tensor) -> dict[str, Tensor]:
-    """Return the result and the gradient of each input by name; None where it does not depend on
-    the input.
+    """Return the result and the gradient of each input by name; None if the result does not depend
+    on the input.
     """
     gradients = torch.autograd.grad(out, tuple(inputs.values()), upstream, allow_unused=True)
     named = zip((f"gradient of {name}" for name in inputs), gradients, strict=True)

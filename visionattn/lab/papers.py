@@ -1,5 +1,5 @@
-"""The figures of the papers, measured on this machine: each writes a PNG and a CSV, and prints its
-table. ``docs/figures/redraw.py`` draws them from their CSV files.
+"""Measure the figures of the papers on this machine: each writes a PNG and a CSV, and prints its
+table. ``docs/figures/redraw.py`` redraws them from their CSV files.
 """
 
 import math
@@ -28,24 +28,25 @@ PUBLISHED_HEADS = {
     32: (2528, 4187, 14087, 397),
     64: (1235, 8291, 13480, 125),
 }
-"""TaylorShift, table of head counts: images/s and MiB of the direct form, then of the efficient
-one, for width 256 and 1024 tokens at batch 16 on the authors' GPU.
+"""Published head-count table of TaylorShift: images/s and MiB of the direct form, then of the
+efficient form, for width 256, 1024 tokens and batch 16 on the authors' GPU.
 """
 
 
 @dataclass(frozen=True)
 class Figure:
-    """What a figure measures and how it is figure."""
+    """The cases that a figure measures, and its charts."""
 
     title: str
     cases: Callable[[bool], Iterator[list[Case]]]
-    """Cases that are measured together, size by size; few small ones if True."""
+    """Yields the cases to measure together, size by size; only few small ones if called with True.
+    """
     charts: Callable[[Sequence[Record]], list[Chart]]
-    """The charts of rows, as the CSV has them."""
+    """Makes the charts from the rows of the CSV."""
     table: Callable[[Sequence[Record]], list[Record]] | None = None
-    """A second table; memory is measured where there is one."""
+    """Makes a second table; a figure with one also measures memory."""
     plan: Callable[[int], Plan] = lambda size: PLAN
-    """How long cases of a size are measured."""
+    """Returns the plan for the cases of a size."""
 
 
 def redraw(
@@ -58,19 +59,19 @@ def redraw(
     quick: bool = False,
     processor_time: bool = False,
 ) -> None:
-    """Measure and draw a figure; ``<name>.png`` and ``<name>.csv`` in ``folder``, its table to
-    ``show``.
+    """Measure and draw a figure: write ``<name>.png`` and ``<name>.csv`` to ``folder``, and print
+    its table.
 
-    The CSV is written after each size, so that a run that is stopped keeps what it measured.
+    The CSV is written after each size, so a stopped run keeps its measurements.
 
     Args:
-        figure: what to measure.
-        folder: exists.
-        name: of the files.
-        provenance: what the CSV and the PNG say of the machine.
+        figure: the figure.
+        folder: an existing folder.
+        name: name of the files.
+        provenance: provenance for the CSV and the PNG.
         show: gets the table line by line.
-        quick: few small sizes.
-        processor_time: as ``Plan`` has it; the CSV and the PNG say so.
+        quick: measure few small sizes.
+        processor_time: as in ``Plan``; the CSV and the PNG say so.
     """
     records: list[Record] = []
     if processor_time:
@@ -91,7 +92,7 @@ def redraw(
 
 
 def draw(path: Path, title: str, charts: Sequence[Chart], provenance: Record) -> None:
-    """Write a PNG with where its numbers come from below it."""
+    """Write a PNG with the provenance of its numbers below the charts."""
     note = summary(provenance | {"load": float(provenance["load"])})
     write_whole(path, lambda place: png(place, charts, title=title, notes=[note]))
 
@@ -100,7 +101,7 @@ milliseconds_of = scaled("seconds_median", 1e3)
 
 
 def mebibytes_of(row: Record) -> float | None:
-    """Return the peak memory in MiB, where the row has one that is above the resolution of the
+    """Return the peak memory of a row in MiB; None if missing or below the resolution of the
     measurement.
     """
     peak = value_of(row, "peak_bytes")
@@ -108,16 +109,16 @@ def mebibytes_of(row: Record) -> float | None:
 
 
 def images_per_second(row: Record) -> float | None:
-    """Return the images per second of a forward, where it was timed."""
+    """Return the throughput of a forward in images per second; None if not timed."""
     seconds = value_of(row, "seconds_median")
     return float(row["batch"]) / seconds if seconds else None
 
 
-# crossover: from how many tokens on the efficient form of TaylorShift is faster, and smaller
+# crossover: number of tokens from which the efficient form of TaylorShift is faster and smaller
 
 
 def crossover_cases(quick: bool) -> Iterator[list[Case]]:
-    """Yield both forms of one head, over N around the published crossing of each width."""
+    """Yield both forms of one head, for N around the published crossover of each width."""
     from visionattn.ops.published import N0
 
     for width in (8, 16) if quick else (8, 16, 32, 64):
@@ -130,8 +131,8 @@ def crossover_cases(quick: bool) -> Iterator[list[Case]]:
 
 
 def crossing(rows: Sequence[Record], value: Callable[[Record], float | None]) -> float | str:
-    """Find from which size on the direct form has the larger value for good, by log-log
-    interpolation between sizes; where there is none among the sizes, say so.
+    """Return the size from which the direct form always has the larger value, by log-log
+    interpolation between sizes; without a crossover, return a text that says so.
     """
     found = {(int(row["size"]), row["case"].split()[-1]): value(row) for row in rows}
     sizes = sorted({n for n, _ in found if all(found.get((n, form)) for form in FORMS)})
@@ -148,8 +149,8 @@ def crossing(rows: Sequence[Record], value: Callable[[Record], float | None]) ->
 
 
 def crossings(rows: Sequence[Record]) -> list[Record]:
-    """Return, for each width, the measured crossings in time and in memory beside the published N0
-    and N1.
+    """Return, for each width, the measured crossovers in time and in memory, next to the published
+    N0 and N1.
     """
     from visionattn.ops.published import N0, N1
 
@@ -168,8 +169,8 @@ def crossings(rows: Sequence[Record]) -> list[Record]:
 
 
 def crossover_charts(rows: Sequence[Record]) -> list[Chart]:
-    """Time and memory of both forms, a row for each width; lines where they cross, and where the
-    paper's count says.
+    """Return charts of time and memory of both forms, a row for each width, with lines at the
+    measured and the published crossover.
     """
     from visionattn.ops.published import N0, N1
 
@@ -194,13 +195,13 @@ def crossover_charts(rows: Sequence[Record]) -> list[Chart]:
 def scaleformer(
     title: str, names: dict[str, Sequence[str]], width: int, heads: int, **largest: int
 ) -> Figure:
-    """Time over N, with how it grows: 1 is linear, 2 quadratic.
+    """Return a figure of time over N, with the growth exponent: 1 is linear, 2 quadratic.
 
     Args:
-        title: of the figure.
-        names: options, and the forms of each.
-        width, heads: of the tensors.
-        largest: tokens up to which a name or a form is run.
+        title: title of the figure.
+        names: operations, with the forms of each.
+        width, heads: head dimension and number of heads.
+        largest: the most tokens for a name or a form.
     """
 
     def cases(quick: bool) -> Iterator[list[Case]]:
@@ -219,17 +220,15 @@ def scaleformer(
 
 
 CHOSEN = ("efficient", "auto")
-"""The efficient form beside the form that is chosen by size, as in the paper."""
+"""The efficient form, and the form chosen by size, as in the paper."""
 
 
-# taylorshift-heads: more heads make the efficient form faster and smaller, and the direct one
-# slower and larger
+# taylorshift-heads: more heads make the efficient form faster and smaller, the direct form slower
+# and larger
 
 
 def heads_cases(quick: bool) -> Iterator[list[Case]]:
-    """Yield the pixel model in both forms for each number of heads, at the batch of the published
-    table.
-    """
+    """Yield the pixel model in both forms for each number of heads, at the published batch size."""
     for heads in (4, 8) if quick else PUBLISHED_HEADS:
         name = f"taylorshift_vit_pixel+heads={heads}"
         yield [Case("model", name, 32, form=form, batch=1 if quick else 16) for form in FORMS]
@@ -239,8 +238,8 @@ HEADS_VALUES = {"images/s": images_per_second, "MiB": mebibytes_of}
 
 
 def heads_table(rows: Sequence[Record]) -> list[Record]:
-    """Make the table of measured and published figures, by number of heads; None where nothing was
-    measured.
+    """Return the table of measured and published figures by number of heads; None for a missing
+    measurement.
     """
     table: dict[int, Record] = {}
     for row in rows:
@@ -255,9 +254,7 @@ def heads_table(rows: Sequence[Record]) -> list[Record]:
 
 
 def heads_charts(rows: Sequence[Record]) -> list[Chart]:
-    """Draw up charts of throughput and memory over the number of heads: measured here, and
-    published.
-    """
+    """Return charts of throughput and memory over the number of heads, measured and published."""
     table = heads_table(rows)
     heads = [record["h"] for record in table]
     axis = {"log_x": 2, "x_ticks": heads, "from_zero": True}

@@ -1,7 +1,7 @@
-"""The figures to reach on two cores in float32, of six heads and one image, and how they are
-measured; ``gpu/gpu_rows.py`` has those of a GPU.
+"""Define and measure the performance targets on two cores in float32, for six heads and one image.
+``gpu/gpu_rows.py`` has the targets of a GPU.
 
-Every ratio is taken within one interleaved run; targets of one size share it.
+Every ratio is measured within one interleaved run, which targets of one size share.
 """
 
 import re
@@ -26,7 +26,7 @@ COLUMNS = {name: name for name in ("what", "at", "reach", "measured", "low", "hi
 COLUMNS |= {"time": "seconds", "baseline time": "baseline_seconds", "rounds": "rounds"}
 PLAN = Plan(rounds=5, seconds=2.0, memory=False, counts=False)
 MODEL_PLAN = Plan(rounds=5, seconds=0.0, memory=False, counts=False)
-"""How long operations and models are measured."""
+"""The plan for operations and models."""
 TIMM = "vit_small_patch16_224"
 
 
@@ -39,48 +39,50 @@ class Target:
     """The size, in words."""
     case: Case
     most: float | None
-    """The number may be at most this; None: it is there for comparison."""
+    """Upper limit of the value; None: only for comparison."""
     baseline: Case | None = None
-    """The case that times are taken to."""
+    """The baseline of the ratio of times."""
     measure: Callable[[Case], float] | None = None
-    """Gives the number, where it is no ratio of times."""
+    """Measures the value, if it is not a ratio of times."""
     least: float = 0.0
-    """The number is to be at least this."""
+    """Lower limit of the value."""
 
     @property
     def name(self) -> str:
-        """What ``--only`` looks at."""
+        """The text that ``--only`` searches."""
         return f"{self.what} {self.at}"
 
     @property
     def reach(self) -> str:
-        """What is to be reached, in words."""
+        """The limits in words."""
         if self.most is None:
             return "-"
         return f"{self.least:g} to {self.most:g}" if self.least else f"{self.most:g}"
 
     def met(self, value: float) -> str:
-        """Tell whether a number reaches what is to be reached; "-" where nothing is."""
+        """Tell whether a value is within the limits; "-" without limits."""
         if self.most is None:
             return "-"
         return "yes" if self.least <= value <= self.most else "no"
 
 
 def memory_over_inputs(case: Case) -> float:
-    """Return the peak memory of a forward above its inputs and its output, over the size of q, k
-    and v together.
+    """Return the peak memory of a forward above its inputs and output, divided by the total size of
+    q, k and v.
     """
     tensors = build(case, "meta").tensors
     return (case_peak_bytes(case) - tensors["v"].nbytes) / sum(tensors[x].nbytes for x in "qkv")
 
 
 def growth_of_bytes_kept(case: Case) -> float:
-    """Return bytes kept for backward at twice the tokens over those at the tokens of the case."""
+    """Return the ratio of the bytes kept for backward at twice the tokens of the case to the bytes
+    at its tokens.
+    """
     return case_bytes_kept(replace(case, size=2 * case.size)) / case_bytes_kept(case)
 
 
 def targets() -> list[Target]:
-    """Return the figures of a processor, in order."""
+    """Return the targets of a CPU, in order."""
     memory = "memory above inputs and output, efficient TaylorShift forward / size of q, k, v"
     case = operation("taylorshift", 65536)
     one = Target(memory, place_of(case), case, 1.0, measure=memory_over_inputs)
@@ -88,7 +90,7 @@ def targets() -> list[Target]:
 
 
 def operation(name: str, tokens: int, form: str = "efficient", width: int = 64, **more) -> Case:
-    """Return an operation; ``more`` is of ``Case``."""
+    """Return an operation; ``more`` are further fields of ``Case``."""
     return Case("operation", name, tokens, width, form, **more)
 
 
@@ -151,19 +153,16 @@ def _kept() -> Iterator[Target]:
 
 
 def choose(pattern: str | None) -> list[Target]:
-    """Return the targets of a processor whose text, ``what at``, contains the regular expression;
-    see ``choose_rows``.
-    """
+    """Return the CPU targets whose name matches the regular expression; see ``choose_rows``."""
     every = targets()
     return [every[i] for i in choose_rows(pattern, [target.name for target in every])]
 
 
 def choose_rows(pattern: str | None, names: Sequence[str]) -> list[int]:
-    """Return the places of the names that contain the regular expression; upper and lower case are
-    one.
+    """Return the indices of the names that match the regular expression, ignoring case.
 
     Raises:
-        ValueError: no regular expression, or it is in none of the names.
+        ValueError: not a regular expression, or no name matches.
     """
     try:
         wanted = re.compile(pattern or "", re.IGNORECASE)
@@ -178,12 +177,12 @@ def choose_rows(pattern: str | None, names: Sequence[str]) -> list[int]:
 
 
 def measure_targets(chosen: Sequence[Target], plan: Plan | None = None) -> Iterator[Record]:
-    """Measure targets and yield records as they are ready, those of one interleaved run one after
-    the other.
+    """Measure targets and yield each record when ready; records of one interleaved run follow each
+    other.
 
     Args:
         chosen: some of ``targets()``.
-        plan: how long; None: as the size asks for.
+        plan: the plan of the measurement; None: chosen by size.
     """
     done = set()
     for target in chosen:
@@ -204,9 +203,7 @@ def measure_targets(chosen: Sequence[Target], plan: Plan | None = None) -> Itera
 
 
 def plan_of(case: Case) -> Plan:
-    """Return how long the cases of a size are measured: fewer rounds where a forward takes
-    seconds.
-    """
+    """Return the plan for the cases of a size: fewer rounds if a forward takes seconds."""
     if case.kind == "operation":
         return PLAN
     return MODEL_PLAN if case.size <= 1024 else replace(MODEL_PLAN, rounds=3)

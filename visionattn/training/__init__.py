@@ -1,1 +1,3 @@
-"""Training: configuration, data, the loop, checkpoints. Nothing below this package knows of it."""
+"""Train models: configuration, training loop, checkpoints, evaluation. Lower packages never import
+this one.
+"""

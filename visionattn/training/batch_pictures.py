@@ -1,5 +1,5 @@
-"""``--show-batch``: the first batches of training and validation as the model sees them, on one
-sheet. The batches are made as a run makes them, and nothing of a run is written.
+"""Draw the first batches of training and validation as the model sees them, for ``--show-batch``.
+The batches are made as in a run, but no file of a run is written.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,16 +27,16 @@ from visionattn.training.distributed import Processes
 from visionattn.training.trainer import Trainer
 
 MOST_PICTURES = 16
-"""Pictures of each of the two batches."""
+"""The most pictures of training and of validation."""
 MOST_PX, COLUMNS = 2400, 8
-"""The largest width of a sheet in pixels, and the most pictures side by side."""
+"""The largest width of a sheet in pixels, and the most pictures in a row."""
 ENLARGED_PX, MOST_TIMES, LEAST_PX = 256, 4, 24
-"""Small pictures are enlarged by one whole number, up to ``ENLARGED_PX`` and ``MOST_TIMES``; large
-ones are shrunk to one longest side, of at least ``LEAST_PX``.
+"""Small pictures are enlarged by a common integer factor, up to ``ENLARGED_PX`` and ``MOST_TIMES``;
+large pictures are shrunk to a common longest side of at least ``LEAST_PX``.
 """
 MARGIN, GAP, NARROWEST, HEAD_PX, CAPTION_PX = 24, 14, 128, 60, 17
 SMALL = 12
-"""The size of most letters."""
+"""The usual font size."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ class Picture:
     pixels: np.ndarray
     """uint8 ``[H, W, 3]``."""
     present: tuple[int, int]
-    """Height and width in pixels of the image, from the top left; the rest is drawn hatched."""
+    """Height and width in pixels of the image, from the top left; padding is drawn hatched."""
     captions: tuple[str, ...]
-    """Lines below it; the first one is its name."""
+    """Lines below the picture; the first line is its name."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Pictures under one title."""
+    """A title with its pictures."""
 
     title: str
     note: str
@@ -61,12 +61,12 @@ class Part:
 
 
 def show_batch(config: TrainConfig) -> str:
-    """Draw the first batches of a run into the file ``config.show_batch``, and return a line about
+    """Draw the first batches of a run to the file ``config.show_batch``, and return a line about
     it.
 
     Raises:
-        ValueError, FileNotFoundError: the configuration, the data or the file is wrong; one line,
-            and nothing is written.
+        ValueError, FileNotFoundError: wrong configuration, data or file; one line, and nothing is
+            written.
         OSError: the file cannot be written.
     """
     check(config)
@@ -83,13 +83,13 @@ def show_batch(config: TrainConfig) -> str:
 
 
 def first_batches(config: TrainConfig) -> list[Part]:
-    """Make the first pictures of training, augmented and mixed as configured, and of validation.
+    """Return the first pictures of training, augmented and mixed as configured, and of validation.
 
     Raises:
-        ValueError, FileNotFoundError: as a training does before its first step.
+        ValueError, FileNotFoundError: as in a training before its first step.
     """
     data = config.data
-    # Images do not depend on the processes that load them, except in a stream.
+    # Images do not depend on the number of loader processes, except in a stream.
     if not (data.root or "").startswith("wds/"):
         data = replace(data, workers=0)
     config = replace(config, data=data, parallel=None)
@@ -113,7 +113,7 @@ def first_batches(config: TrainConfig) -> list[Part]:
 
 
 def known(spec: DataSpec, batch: Batch) -> Tensor:
-    """Return the classes of a batch: their shares in each image, ``[B, classes]``, or masks, uint8
+    """Return the ground truth of a batch: shares of classes ``[B, classes]``, or masks, uint8
     ``[B, H, W]``.
     """
     if spec.task == "segmentation":
@@ -124,10 +124,10 @@ def known(spec: DataSpec, batch: Batch) -> Tensor:
 
 
 def first(batches: Iterable[Batch], name: str) -> list[tuple[int, Batch]]:
-    """Return the first batches with images, as many as fill a sheet, and their numbers.
+    """Return the first batches with images, enough to fill a sheet, with their numbers.
 
     Raises:
-        ValueError: there are none.
+        ValueError: no image can be read.
     """
     found, images = [], 0
     for number, batch in enumerate(batches):
@@ -142,8 +142,8 @@ def first(batches: Iterable[Batch], name: str) -> list[tuple[int, Batch]]:
 
 
 def unprepared(spec: DataSpec, inputs: Tensor) -> Tensor:
-    """Return the images, float32 in [0, 1], that ``DataSpec.prepare`` turned into inputs
-    ``[B, C, H, W]``; one-hot grey levels become ``[B, 1, H, W]``.
+    """Invert ``DataSpec.prepare``: return the images of inputs ``[B, C, H, W]``, float32 in [0, 1];
+    one-hot grey levels become ``[B, 1, H, W]``.
     """
     if spec.encoding == "grey_one_hot":
         return torch.einsum("bchw,c->bhw", inputs, torch.linspace(0, 1, 256))[:, None]
@@ -161,11 +161,11 @@ def part(
     """Return the first images of batches as pictures with captions.
 
     Args:
-        title: what the batches are for.
-        trainer: of the run.
-        batches: for each its images ``[B, C, H, W]``, before ``DataSpec.prepare``; their classes,
-            as ``known`` returns them; and height and width in pixels of the part that each image
-            fills, from the top left, ``[B, 2]``, None for all.
+        title: the split of the batches.
+        trainer: the trainer of the run.
+        batches: for each batch its images ``[B, C, H, W]``, before ``DataSpec.prepare``; their
+            ground truth from ``known``; and height and width in pixels of each image without
+            padding, ``[B, 2]``, None for no padding.
         changes: the augmentation, in words.
     """
     spec, masked = trainer.spec, trainer.spec.task == "segmentation"
@@ -178,7 +178,7 @@ def part(
             name = "image" if masked else named(spec, classes[index])
             lines = sizes(trainer.model, filled, full)
             pictures.append(Picture(visible(image), filled, (name, *lines)))
-            if masked:  # each image is followed by its mask
+            if masked:  # the mask follows its image
                 lines = in_mask(spec, classes[index][: filled[0], : filled[1]])
                 colours = striped(classes[index].numpy(), spec)
                 pictures.append(Picture(colours, filled, ("its mask", *lines)))
@@ -193,8 +193,8 @@ def part(
 
 
 def visible(image: Tensor) -> np.ndarray:
-    """Return an image ``[C, H, W]``, uint8 or float32 in [0, 1], as uint8 ``[H, W, 3]``: its first
-    three bands, or the first one as grey.
+    """Convert an image ``[C, H, W]``, uint8 or float32 in [0, 1], to uint8 ``[H, W, 3]``: its first
+    three bands, or its first band as grey.
     """
     values = rearrange(image[:3] if image.shape[0] >= 3 else image[:1], "c h w -> h w c").numpy()
     if values.dtype != np.uint8:
@@ -203,12 +203,12 @@ def visible(image: Tensor) -> np.ndarray:
 
 
 def named(spec: DataSpec, shares: Tensor) -> str:
-    """Return the name of a class, or names and shares of the largest two of a mixture."""
+    """Return the name of a class, or names and shares of the two largest classes of a mixture."""
     if not len(shares):
         return "no class"
     names = spec.class_names or tuple(map(str, range(spec.num_classes)))
     parts, classes = shares.float().topk(min(2, len(shares)))
-    # Smoothing gives every class a share; mixing gives two more than that.
+    # Label smoothing gives every class a share; mixing gives two classes more.
     if len(parts) < 2 or parts[1] <= shares.float().min() + 1e-3:
         return names[classes[0]]
     pairs = zip(parts.tolist(), classes.tolist(), strict=True)
@@ -216,7 +216,7 @@ def named(spec: DataSpec, shares: Tensor) -> str:
 
 
 def sizes(model: torch.nn.Module, present: tuple[int, ...], full: tuple[int, ...]) -> list[str]:
-    """Return lines about the pixels and patches that are present, and the size of the batch."""
+    """Return lines about the pixels and patches without padding, and the size of the batch."""
     lines = [f"{present[0]} x {present[1]} px"]
     if present != full:
         lines[0] += f" of {full[0]} x {full[1]}"
@@ -228,8 +228,8 @@ def sizes(model: torch.nn.Module, present: tuple[int, ...], full: tuple[int, ...
 
 
 def in_mask(spec: DataSpec, mask: Tensor) -> list[str]:
-    """Name the classes of a mask's pixels, the last first, as the first often is background, and
-    the share of ignored pixels.
+    """Name the classes in a mask and the share of ignored pixels. The last class comes first,
+    because the first is often background.
     """
     found = [value for value in mask.unique().tolist()[::-1] if value != IGNORED]
     named = ", ".join(class_names(spec)[value] for value in found) or "nothing that counts"
@@ -238,7 +238,7 @@ def in_mask(spec: DataSpec, mask: Tensor) -> list[str]:
 
 
 def training_changes(config: TrainConfig) -> str:
-    """Say how training images are changed."""
+    """Describe the augmentation of training images."""
     data, optim = config.data, config.optim
     mixing = {"mixup": optim.mixup, "cutmix": optim.cutmix}
     given = [f"{name} {value}" for name, value in mixing.items() if value]
@@ -248,12 +248,12 @@ def training_changes(config: TrainConfig) -> str:
 def draw_sheet(parts: Sequence[Part], *, most_px: int = MOST_PX) -> Image.Image:
     """Draw pictures, each at its own aspect ratio, part below part.
 
-    All pictures are shown alike: enlarged by one whole number if they are tiny, shrunk to one
-    longest side if they are large.
+    All pictures have the same scale: tiny pictures are enlarged by an integer factor, large ones
+    are shrunk to a common longest side.
 
     Args:
-        parts: in the order of reading, with at least one picture.
-        most_px: the largest width of the sheet in pixels, as far as captions allow.
+        parts: the parts in reading order, with at least one picture.
+        most_px: the largest width of the sheet in pixels, if captions allow.
     """
     longest = max(max(picture.pixels.shape[:2]) for part in parts for picture in part.pictures)
     times = max(1, min(MOST_TIMES, ENLARGED_PX // longest))
@@ -281,7 +281,7 @@ def draw_sheet(parts: Sequence[Part], *, most_px: int = MOST_PX) -> Image.Image:
 
 
 def draw_head(title: str, note: str) -> Image.Image:
-    """Draw a title and a note below it."""
+    """Draw a title with a note below it."""
     width = int(font_of(SMALL).getlength(note)) + 1
     head = Image.new("RGB", (max(width, NARROWEST), HEAD_PX), PAPER)
     pen = ImageDraw.Draw(head)
@@ -291,8 +291,8 @@ def draw_head(title: str, note: str) -> Image.Image:
 
 
 def draw_picture(picture: Picture, times: int, cap: int) -> Image.Image:
-    """Draw a picture, ``times`` as large but at most ``cap`` pixels long, with a frame and its
-    captions below.
+    """Draw a picture, enlarged ``times`` but at most ``cap`` pixels long, with a frame and its
+    captions.
     """
     full_height, full_width = picture.pixels.shape[:2]
     scale = min(times, cap / max(full_height, full_width))
@@ -300,7 +300,7 @@ def draw_picture(picture: Picture, times: int, cap: int) -> Image.Image:
     lines = len(picture.captions)
     tile_width = max(width + 2, NARROWEST)
     tile = Image.new("RGB", (tile_width, height + 6 + lines * CAPTION_PX), PAPER)
-    # The image lies over an area whose hatching shows that nothing is there.
+    # Hatching shows the padding around the image.
     area = Image.new("RGB", (width, height), PAPER)
     pen = ImageDraw.Draw(area)
     for start in range(-height, width, 8):

@@ -1,4 +1,4 @@
-"""``visionattn.train``: the command ``train`` as a Python call."""
+"""Provide ``visionattn.train``, the command ``train`` as a Python call."""
 
 import json
 from collections.abc import Mapping
@@ -19,29 +19,28 @@ Asked = TrainConfig | Mapping[str, Any] | str | Path
 def train(
     config: Asked, overrides: Mapping[str, Any] | None = None, *, stream: TextIO | None = None
 ) -> Result:
-    """Train as configured, as ``visionattn train`` does, and raise where that would exit.
+    """Train a model as ``visionattn train`` does, and raise exceptions instead of exiting.
 
-    In a script that ``torchrun`` has started, its processes train together. Torch's, numpy's and
-    Python's global generators are seeded with ``seed``.
+    In a script started by ``torchrun``, all processes train together. The global generators of
+    torch, numpy and Python are seeded with ``seed``.
 
     Args:
-        config: a ``TrainConfig``, which stays as it is; or its keys and values, nested as in a YAML
-            file; or the path of such a file, or the name of one that comes with the package.
-        overrides: keys with values that replace those of ``config``, nested or dotted:
+        config: a ``TrainConfig``, which is not changed; or its keys and values, nested as in a YAML
+            file; or the path of such a file; or the name of a configuration of the package.
+        overrides: keys and values that replace values of ``config``, nested or dotted:
             ``{"epochs": 2, "optim.lr": 3e-4}``.
         stream: where the run prints; None: standard output.
 
     Returns:
-        What the run came to: ``checkpoint`` and ``folder`` (paths), ``validation`` (accuracy in
-        [0, 1]), ``test`` (with ``accuracy``; None without a test split), ``best_epoch``,
-        ``seconds``.
+        The result: ``checkpoint`` and ``folder`` (paths), ``validation`` (accuracy in [0, 1]),
+        ``test`` (with ``accuracy``; None without a test split), ``best_epoch``, ``seconds``.
 
     Raises:
-        ValueError, FileNotFoundError: the configuration, the data or a checkpoint is wrong, or the
-            run's folder is not empty; one line, and nothing is written.
+        ValueError, FileNotFoundError: wrong configuration, data or checkpoint, or the run folder is
+            not empty; one line, and nothing is written.
         OSError: a file cannot be read or written.
-        NonFinite, OutOfMemory, Failed, Stopped: how a run can end through no fault of its input;
-            they are defined in ``visionattn.cli.ends``.
+        NonFinite, OutOfMemory, Failed, Stopped: the run ended for another reason than its input;
+            defined in ``visionattn.cli.ends``.
     """
     with joined() as processes:
         asked = processes.together(lambda: config_of(config, overrides))
@@ -49,10 +48,10 @@ def train(
 
 
 def config_of(config: Asked, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
-    """Return the run that is meant, with a name for its folder, checked like the command's flags.
+    """Return the checked configuration, with a name for the run folder.
 
     Raises:
-        ValueError, FileNotFoundError: a key, a value or a file is wrong; one line.
+        ValueError, FileNotFoundError: wrong key, value or file; one line.
     """
     if isinstance(config, TrainConfig):
         words = _words(asdict(config))
@@ -64,7 +63,7 @@ def config_of(config: Asked, overrides: Mapping[str, Any] | None = None) -> Trai
 
 
 def _words(values: Mapping[str, Any], group: str = "") -> list[str]:
-    """Return keys and values as the command takes them: ``--optim.lr=0.0003``."""
+    """Return keys and values as flags of the command: ``--optim.lr=0.0003``."""
     words = []
     for key, value in values.items():
         name = f"{group}{key}"

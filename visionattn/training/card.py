@@ -1,7 +1,7 @@
-"""The model card of a checkpoint: what its file and the folder of its run say, for people.
+"""Write the model card of a checkpoint from its file and its run folder.
 
-``card.jinja`` is the text, laid out like timm's cards. Paths are private: only their last part is
-shown.
+``card.jinja`` is the template, laid out like timm's cards. Paths are private: a card shows only
+their last part.
 """
 
 import json
@@ -31,27 +31,28 @@ from visionattn.training.options import parse_train
 from visionattn.training.run_folder import BEST, CONFIG, STATUS, Ended
 
 MOST_CLASSES = 40
-"""The most classes that a card lists; ``config.json`` has all."""
+"""The most classes that a card lists; ``config.json`` lists all."""
 UNTOLD = ("output", "resume", "overwrite", "show_batch", "parallel", "dist_timeout")
-"""Options of a run that decide nothing of its weights, or that are for several processes."""
+"""Options that a card omits: they do not affect the weights, or are for several processes."""
 TOLD = ("model.name", "data.name")
-"""Options that a card tells even where they are as usual."""
+"""Options that a card shows even at their defaults."""
 PATHS = ("data.root", "data.augment", "init_from", "teacher")
-"""Options of which a card has the last part of the path."""
+"""Options with paths, shortened to their last part."""
 
 
 def card_of(path: Path, model: nn.Module, *, title: str, source: str, license: str | None) -> str:
-    """Write the card in Markdown, with the head that the hub reads.
+    """Return the card in Markdown, with the metadata header of the hub.
 
     Args:
-        path: the file of the weights; what lies beside it counts where it is the best one of a run.
+        path: the file of the weights; for the best weights of a run, the files of its folder count,
+            too.
         model: the model with its weights.
-        title: what the card calls it.
-        source: what ``timm.create_model`` takes: ``hf-hub:ORG/NAME`` or ``local-dir:FOLDER``.
-        license: an identifier of the hub; None: it is unknown.
+        title: title of the card.
+        source: name for ``timm.create_model``: ``hf-hub:ORG/NAME`` or ``local-dir:FOLDER``.
+        license: licence identifier of the hub; None: unknown.
 
     Raises:
-        ValueError, OSError: a file of the run is garbled; one line.
+        ValueError, OSError: a file of the run is damaged; one line.
     """
     metadata = read_metadata(path)
     name, args, spec = described(metadata, path)
@@ -84,7 +85,7 @@ def card_of(path: Path, model: nn.Module, *, title: str, source: str, license: s
 
 
 def _run(checkpoint: Path) -> dict[str, Any]:
-    """Find what the folder of a run says of its best weights; nothing of other files."""
+    """Return the content of the run folder for its best weights; empty for other files."""
     folder, parent = checkpoint.absolute().parent, checkpoint.absolute().parents[1]
     if checkpoint.name != BEST or not (folder / CONFIG).is_file():
         return {}
@@ -109,7 +110,7 @@ def _run(checkpoint: Path) -> dict[str, Any]:
 
 
 def _distilled(config: DistilConfig, stage: str) -> dict[str, Any]:
-    """Return whom weights imitate, and from which stage they are."""
+    """Return the teacher of distilled weights, and their stage."""
     teacher = str(config.teacher)
     return {
         "teacher": _public(teacher),
@@ -123,7 +124,7 @@ def _distilled(config: DistilConfig, stage: str) -> dict[str, Any]:
 
 def command_of(config: TrainConfig | DistilConfig) -> str:
     """Return the command that trains or distils with a configuration: model or teacher, data, and
-    each option that is not as usual.
+    each option that is not at its default.
     """
     kind = type(config)
     words, usual = ["visionattn", "train" if kind is TrainConfig else "distil"], kind()
@@ -138,7 +139,7 @@ def command_of(config: TrainConfig | DistilConfig) -> str:
 
 
 def _public(source: str) -> str:
-    """Return the last part of a path; names of models on a hub are whole."""
+    """Return the last part of a path; keep names of models on a hub in full."""
     if source.startswith(HUBS):
         return source
     kind = next((kind for kind in SOURCES if source.startswith(kind)), "")

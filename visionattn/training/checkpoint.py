@@ -1,8 +1,8 @@
-"""Starting and resuming a run: its states ``last.pt`` and ``previous.pt``, the figures of its best
-weights, and weights from elsewhere (a file, or a timm ViT converted by ``from_softmax``).
+"""Start and resume a run: its states ``last.pt`` and ``previous.pt``, the metrics of its best
+weights, and initial weights (a file, or a timm ViT converted by ``from_softmax``).
 
-A state is a file of plain tensors and plain types, so that reading it runs no code. It is written
-beside its place, flushed, read back and renamed: it is there whole or not at all.
+A state is a file of plain tensors and plain types, so reading it runs no code. It is written
+atomically: to a temporary file, flushed, read back and renamed.
 """
 
 import errno
@@ -56,32 +56,32 @@ from visionattn.training.run_progress import Position
 STATE_FORMAT, STATE_VERSION = "visionattn.state", 4
 QUIET = frozenset({"resume", "overwrite", "output", "run", "show_batch", "save_every"})
 QUIET |= {"init_from", "parallel", "dist_timeout"}
-"""Options that may differ on resume without a word."""
+"""Options that may change on resume without a message."""
 BINDING = ("seed", "optim.name", "optim.layer_decay")
 BINDING += ("data.name", "data.task", "data.val_fraction", "data.args", "data.fit")
 BINDING += ("data.masks",)
-"""Options that must not change on resume: they decide about images and the optimiser's state."""
+"""Options that must not change on resume: they affect the images or the optimiser's state."""
 COUNTED = ("batch_size", "optim.accumulate", "data.batch_patches", "data.max_patches")
-"""Options that must not change until the epoch is over."""
+"""Options that must not change within an epoch."""
 SIZES = ("data.img_size", "data.img_size_choices")
-"""The same, if images of many sizes make the batches."""
+"""Options that must not change within an epoch if images have many sizes."""
 TRAINED = ("optim.", "data.augment", "data.img_size_choices", "batch_size")
-"""The beginnings of options that act on training steps only."""
+"""Prefixes of options that affect only training steps."""
 PARTS = ("train", "validation", "test")
 """The splits of a data set, as fields of ``Splits``."""
 FAMILY = ("attention", "relative", "temperature_init")
-"""What a name of ours gives to the model that a ViT becomes."""
+"""Options that a model name of this package passes on to a converted ViT."""
 NONE_GIVEN = "leave it out (--model.args '{}' drops what a configuration gives)"
-"""What to do about model arguments that contradict the weights."""
+"""Advice for model arguments that contradict the weights."""
 
 
 def save_state(path: str | Path, state: dict[str, Any], *, previous: Path | None = None) -> None:
-    """Write a state; the file appears whole or not at all.
+    """Write a state atomically.
 
     Args:
         path: the file.
         state: plain tensors and plain types.
-        previous: the new place of the file that has the name until then; None: it is replaced.
+        previous: new path of the existing file; None: replace it.
 
     Raises:
         OSError: the state cannot be written, or does not read back; ``path`` and ``previous`` are
@@ -103,8 +103,8 @@ def save_state(path: str | Path, state: dict[str, Any], *, previous: Path | None
 
 
 def check_sums(path: Path) -> None:
-    """Raise ValueError unless the checksums of all records that ``torch.save`` wrote are right;
-    ``torch.load`` does not check them.
+    """Raise ValueError if a checksum of a record of ``torch.save`` is wrong; ``torch.load`` does
+    not check them.
     """
     try:
         with zipfile.ZipFile(path) as file:
@@ -120,11 +120,12 @@ def check_sums(path: Path) -> None:
 
 
 def read_state(path: str | Path) -> dict[str, Any]:
-    """Read what ``save_state`` wrote, on the CPU.
+    """Read a state that ``save_state`` wrote, to the CPU.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it cannot be read, would run code, or is no state of this format; one line.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file cannot be read, would run code, or is not a state of this format; one
+            line.
     """
     state = read_pickle(path)
     if not isinstance(state, dict) or state.get("format") != STATE_FORMAT:
@@ -151,26 +152,24 @@ class States:
         self._spoilt = False
 
     def exist(self) -> bool:
-        """Tell whether there is a file of a state, readable or not; the empty state of step 0 does
-        not count.
-        """
+        """Tell whether a state after step 0 exists, readable or not."""
         return self.step != 0 and any((self.folder / name).is_file() for name in (LAST, PREVIOUS))
 
     def save(self, state: dict[str, Any]) -> None:
-        """Make a state the last one, and the last one, unless it was unreadable, the previous one.
+        """Write ``last.pt``; the former one becomes ``previous.pt`` unless it was unreadable.
 
         Raises:
-            OSError: it cannot be written; both files are unchanged.
+            OSError: the state cannot be written; both files are unchanged.
         """
         previous = None if self._spoilt else self.folder / PREVIOUS
         save_state(self.folder / LAST, state, previous=previous)
         self._spoilt, self.step = False, state["position"]["step"]
 
     def load(self, model: nn.Module, name: str) -> tuple[dict[str, Any], list[str]]:
-        """Return the newest readable state, and a line if that is not the last one.
+        """Return the newest readable state, and a line if that is not ``last.pt``.
 
         Raises:
-            ValueError: no state can be read, or it is of another model; one line.
+            ValueError: no state can be read, or it is from another model; one line.
         """
         state, reason = self._read()
         if state is None:
@@ -186,7 +185,7 @@ class States:
         return state, [f"{reason}; goes on from {previous}, step {self.step}"] if reason else []
 
     def _read(self) -> tuple[dict[str, Any] | None, str]:
-        """Return the newest readable state, and why newer ones cannot be read."""
+        """Return the newest readable state, and why a newer one cannot be read."""
         reasons = []
         for path in (self.folder / LAST, self.folder / PREVIOUS):
             try:
@@ -203,9 +202,7 @@ class States:
 
     @cached_property
     def newest(self) -> dict[str, Any]:
-        """Return what the newest readable state says of the run, without tensors; nothing if there
-        is none.
-        """
+        """Return the newest readable state without its tensors; empty if there is none."""
         state, _ = self._read()
         return {key: state[key] for key in ("name", "args", "config")} if state else {}
 
@@ -214,7 +211,7 @@ class States:
         teacher again, else the model of the flags.
 
         Raises:
-            ValueError: the flags would make another model of the teacher; one line.
+            ValueError: the flags would convert the teacher to another model; one line.
         """
         model, state = config.model, self.newest
         if not config.init_from or state.get("name") != NAME:
@@ -233,9 +230,7 @@ class States:
         return replace(model, name=NAME, args=state["config"]["model"]["args"])
 
     def former_defaults(self, name: str) -> dict[str, Any]:
-        """Return the former values of default arguments that have changed since the state was
-        saved.
-        """
+        """Return the former values of model defaults that changed since the state was saved."""
         if self.newest.get("name") != name:
             return {}
         given, held = self.newest["config"]["model"].get("args", {}), self.newest["args"]
@@ -246,8 +241,8 @@ class States:
         }
 
     def batches(self, config: TrainConfig) -> dict[str, Any]:
-        """Return the batch size, and the data with the patches of a batch, of the newest state, for
-        ``batch_size auto``; nothing if there is none.
+        """Return the options of the newest state that ``batch_size auto`` determines: batch size
+        and data with ``batch_patches``. Empty without a state.
         """
         if not self.newest:
             return {}
@@ -256,13 +251,13 @@ class States:
         return {"batch_size": was["batch_size"], "data": data}
 
     def kept(self) -> str:
-        """Say which state is on the disk, for the end of an error's line."""
+        """Name the state on the disk, for the end of an error."""
         if self.step is None:
             return "no state was saved yet"
         return f"the state of step {self.step} is kept, --resume goes on from it"
 
     def explain(self, error: OSError) -> OSError:
-        """Return the same error, with ``kept`` at its end."""
+        """Return the error with ``kept`` at its end."""
         if error.errno is None:
             return OSError(f"{error}; {self.kept()}")
         name = error.filename or str(self.folder)
@@ -275,18 +270,19 @@ def check_options(
     """Check the options of a resumed run against its state.
 
     Args:
-        old: the configuration that the state was saved with, as a dict.
+        old: the configuration of the state, as a dict.
         new: the configuration of the resumed run.
         amid_epoch: the state is from the middle of an epoch, and counts its batches.
-        done: there is no epoch left to train.
+        done: all epochs are trained.
 
     Returns:
-        A line for each option that has changed.
+        A line for each changed option.
 
     Raises:
-        ValueError: an option has changed that must not, or that acts on training if none is left.
+        ValueError: a changed option must not change, or affects only training when all epochs are
+            done.
     """
-    # Options that the version of the state did not have were at their defaults.
+    # Options unknown to the version that wrote the state count as defaults.
     defaults = asdict(TrainConfig())
     groups = {key: value | old[key] for key, value in defaults.items() if isinstance(value, dict)}
     old = defaults | old | groups
@@ -320,7 +316,7 @@ def check_options(
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """Return a line for each option that has changed, apart from ``QUIET`` ones."""
+    """Return a line for each changed option, except ``QUIET`` ones."""
     lines = []
     for key in new:
         if isinstance(new[key], dict) and isinstance(old.get(key, {}), dict):
@@ -331,12 +327,12 @@ def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> l
 
 
 def changes(old: dict[str, Any] | None, new: dict[str, Any] | None, splits: Splits) -> str:
-    """Say how the images of a state differ from the present ones; nothing if they do not.
+    """Describe how the images of a state differ from the current ones; empty if they are equal.
 
     Args:
         old: ``Trainer.listing()`` of the state; None if it has none.
         new: the listing of the run.
-        splits: the present images, for their names.
+        splits: the current images, for their names.
     """
     if old is None or new is None:
         return ""
@@ -364,30 +360,30 @@ def _some(names: set[str]) -> str:
 
 @dataclass(frozen=True)
 class BestFigures:
-    """What the file of the best weights says about them."""
+    """The metrics in the file of the best weights."""
 
     epoch: int
     """Counted from 1."""
     score: float | None
     """``Evaluation.score`` on the validation images, in [0, 1]; None for images without classes."""
     loss: float
-    """On the validation images."""
+    """Loss on the validation images."""
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Return the figures as ``best`` and ``best_loss`` of ``Position``."""
+        """Return the metrics as ``best`` and ``best_loss`` of ``Position``."""
         return -1.0 if self.score is None else self.score, self.loss
 
     def notes(self) -> dict[str, str]:
-        """Return the figures for the metadata of the file."""
+        """Return the metrics as metadata of the file."""
         return {"validation": json.dumps([self.epoch, self.score, self.loss])}
 
 
 def best_figures(path: Path) -> BestFigures | None:
-    """Read the figures of the best weights from their file; None if it holds none.
+    """Read the metrics of the best weights from their file; None if it holds none.
 
     Raises:
-        FileNotFoundError, ValueError: there is no such file, or it cannot be read.
+        FileNotFoundError, ValueError: the file is missing or unreadable.
     """
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing")
@@ -398,11 +394,11 @@ def best_figures(path: Path) -> BestFigures | None:
 
 
 def recall_best(position: Position, path: Path) -> list[str]:
-    """Set the best figures of ``position`` to those in the file of the best weights, which may be
-    newer than the state.
+    """Set the best metrics of ``position`` from the file of the best weights, which may be newer
+    than the state.
 
     Returns:
-        A line if the file is missing or garbled; the next epoch's weights then take its place.
+        A line if the file is missing or damaged; the weights of the next epoch then replace it.
     """
     if not position.best_epoch and not path.exists():
         return []
@@ -420,20 +416,20 @@ def recall_best(position: Position, path: Path) -> list[str]:
 def started_model(
     config: TrainConfig, model: ModelConfig, spec: DataSpec, *, first: bool = True
 ) -> tuple[nn.Module, ModelConfig, dict[str, Any], list[str]]:
-    """Make the model of a run with the weights that it starts from.
+    """Build the model of a run with its initial weights.
 
     Args:
         config: the run; only ``init_from`` counts.
-        model: what to build; the body of a teacher takes its place.
-        spec: what the images are.
-        first: this process gives the others its weights; they need none that are placed.
+        model: the model to build; the body of a teacher replaces it.
+        spec: the specification of the images.
+        first: this process gives the others its weights; only it needs initialized weights.
 
     Returns:
-        The model, what was built (``converted_vit`` with all arguments for the body of a teacher),
-        its arguments as ``build_model`` gives them, and lines about the weights.
+        The model, its configuration (``converted_vit`` with all arguments for the body of a
+        teacher), its arguments as ``build_model`` returns them, and lines about the weights.
 
     Raises:
-        ValueError, FileNotFoundError: the model or the weights are wrong; one line.
+        ValueError, FileNotFoundError: wrong model or weights; one line.
     """
     source = config.init_from
     if spec.task == "segmentation" and not _is_segmenter(source):
@@ -468,7 +464,7 @@ def started_model(
 
 
 def _is_segmenter(source: str | None) -> bool:
-    """Tell whether a file holds the weights of a segmentation, its head included."""
+    """Tell whether a file holds the weights of a segmentation model, head included."""
     metadata = _metadata(source) if source else {}
     return bool(metadata) and described(metadata, source)[2].task == "segmentation"
 
@@ -476,7 +472,7 @@ def _is_segmenter(source: str | None) -> bool:
 def _on_started_body(
     config: TrainConfig, model: ModelConfig, spec: DataSpec, first: bool
 ) -> tuple[nn.Module, ModelConfig, dict[str, Any], list[str]]:
-    """Put a new segmentation head on a body that starts as the body of a classifier does."""
+    """Put a new segmentation head on a body that is initialized like a classifier's."""
     head = {key: value for key, value in model.args.items() if key in HEAD_ARGS}
     rest = {key: value for key, value in model.args.items() if key not in HEAD_ARGS}
     body_model = replace(model, args=rest)
@@ -487,8 +483,8 @@ def _on_started_body(
 
 
 def is_teacher(source: str, name: str) -> bool:
-    """Tell whether the model ``name``, one of ours, starts from a timm ViT of known body: given by
-    timm's name, or by a file of ``visionattn train``.
+    """Tell whether the model ``name`` of this package starts from a timm ViT with known body, given
+    by timm's name or by a file of ``visionattn train``.
     """
     if not is_ours_by_name(name):
         return False
@@ -499,12 +495,12 @@ def is_teacher(source: str, name: str) -> bool:
 
 
 def is_ours_by_name(name: str) -> bool:
-    """Tell whether a name is a model of ours; timm may not know it."""
+    """Tell whether a name, possibly unknown to timm, is a model of this package."""
     return timm.is_model(name) and is_ours(name)
 
 
 def _metadata(source: str) -> dict[str, str]:
-    """Return the metadata of a safetensors file of ours; none of others, and of names."""
+    """Return the metadata of a safetensors file of this package; empty for others and for names."""
     try:
         found = read_metadata(source) if Path(source).is_file() else {}
     except ValueError:
@@ -516,7 +512,7 @@ def _args_in(source: str) -> dict[str, Any]:
     """Return the arguments of the converted model in a file.
 
     Raises:
-        ValueError: it holds none.
+        ValueError: the file holds no arguments.
     """
     metadata = _metadata(str(existing(source)))
     if metadata.get("model") != NAME:
@@ -532,9 +528,9 @@ def converted_for(vit: nn.Module, model: ModelConfig, spec: DataSpec) -> Convert
 
     Args:
         vit: the teacher.
-        model: a name of ours, which gives attention and relative position, and must have the width
-            and depth of the teacher; or ``converted_vit``, for any teacher. Its arguments are those
-            of ``from_softmax``.
+        model: a name of this package with the width and depth of the teacher, which sets attention
+            and relative position; or ``converted_vit``, for any teacher. Its arguments go to
+            ``from_softmax``.
         spec: the channels and classes of the images.
 
     Raises:
@@ -556,13 +552,13 @@ def converted_for(vit: nn.Module, model: ModelConfig, spec: DataSpec) -> Convert
 
 
 def given_to_teacher(model: ModelConfig) -> dict[str, Any]:
-    """Return the arguments that a name of ours and its arguments give to ``from_softmax``."""
+    """Return the arguments of ``from_softmax`` for a model name and its arguments."""
     family = DEFAULTS[model.name.partition(".")[0]]
     return {key: family[key] for key in FAMILY if key in family} | model.args
 
 
 def _other_values(teachers: DataSpec, spec: DataSpec) -> list[str]:
-    """Say where a teacher has seen images of other values than the run gives."""
+    """Return a line if the teacher was trained with another normalization than the run's."""
     if (teachers.mean, teachers.std) == (spec.mean, spec.std) or spec.encoding is not None:
         return []
     mean, std = (" ".join(f"{x:g}" for x in of) for of in (teachers.mean, teachers.std))

@@ -1,7 +1,7 @@
-"""What a run is made of, as dataclasses: the YAML files in ``configs/`` and the flags of
-``visionattn train`` fill them.
+"""Define the configuration of a run as dataclasses, filled by the YAML files in ``configs/`` and
+the flags of ``visionattn train``.
 
-Here are names, types, defaults and the checks that need no data and no model. The docstring under a
+This module has names, types, defaults, and the checks without data and model. The docstring under a
 field is its help text. ``options.py`` reads the flags.
 """
 
@@ -18,144 +18,146 @@ class OptimConfig:
     """Optimiser, schedule and regularisation."""
 
     name: Literal["adamw", "lamb", "radam"] = "adamw"
-    """Any of the three, from timm; ``radam`` is Adam that warms up by itself (Liu et al. 2020)."""
+    """Optimiser, from timm; ``radam`` is Adam with built-in warm-up (Liu et al. 2020)."""
     lr: float = 1e-3
     """Peak learning rate."""
     min_lr: float = 1e-5
-    """Learning rate at the end of the cosine, or after ``drop_epochs``."""
+    """Final learning rate, at the end of the cosine or after ``drop_epochs``."""
     drop_epochs: float | None = None
-    """Epochs, of the warm-up too, after which the learning rate falls from ``lr`` to ``min_lr`` at
-    once; fractions are allowed. None: it falls by a cosine.
+    """Epochs (warm-up included) after which the learning rate drops from ``lr`` to ``min_lr``;
+    fractions are allowed. None: cosine schedule.
     """
     warmup_epochs: float = 1.0
-    """Epochs of linear warm-up from 1e-6; fractions are allowed."""
+    """Epochs of linear learning-rate warm-up from 1e-6; fractions are allowed."""
     weight_decay: float = 0.05
     """Decoupled weight decay; biases, norms, positions and temperatures are exempt."""
     layer_decay: float | None = None
-    """Learning rate factor from each layer to the one below it, in (0, 1]; None: one rate for all.
+    """Factor on the learning rate from each layer to the next lower layer, in (0, 1]; None: the
+    same rate for all layers.
     """
     clip_grad: float | None = 1.0
-    """Largest global norm of the gradient; None: no clipping."""
+    """Clip gradients to this global norm; None: no clipping."""
     accumulate: int = 1
-    """Batches per optimiser step."""
+    """Gradient accumulation: batches per optimiser step."""
     label_smoothing: float = 0.0
-    """In [0, 1)."""
+    """Label smoothing, in [0, 1)."""
     mixup: float = 0.0
-    """Alpha of mixup; 0 is off."""
+    """Alpha of mixup; 0: off."""
     cutmix: float = 0.0
-    """Alpha of cutmix; 0 is off."""
+    """Alpha of cutmix; 0: off."""
     ema_decay: float | None = None
-    """Decay per step of the averaged weights, which are then evaluated and kept; it rises to this
-    value as ``1 - (1 + step) ** (-2/3)``, so that a short run forgets its start. None: no average.
+    """Decay per step of the exponential moving average (EMA) of the weights, which is then
+    evaluated and saved. The decay rises to this value as ``1 - (1 + step) ** (-2/3)``, so that a
+    short run forgets its initial weights. None: no EMA.
     """
 
 
 @dataclass
 class TrainConfig:
-    """A whole run. The flags that are used most come first."""
+    """A training run. The most used options come first."""
 
     epochs: int = 10
-    """Passes over the training images."""
+    """Number of passes over the training images."""
     batch_size: int | Literal["auto"] = 64
-    """Images per batch, of all processes together; an optimiser step sees
-    ``batch_size * optim.accumulate``. ``auto``: the most that fit into memory, which the run's
-    ``config.yaml`` then names.
+    """Images per batch, over all processes; an optimiser step takes
+    ``batch_size * optim.accumulate`` images. ``auto``: the largest that fits into memory, recorded
+    in the run's ``config.yaml``.
     """
     run: str | None = None
-    """Name of the run folder; None: that of the first config file."""
+    """Name of the run folder; None: the name of the first config file, or of data and model."""
     output: str = "checkpoints"
-    """Folder of run folders."""
+    """Parent of the run folder."""
     resume: bool = False
-    """Go on from the last state of the run folder."""
+    """Resume the run from the last state in its folder."""
     overwrite: bool = False
-    """Delete what an earlier run left in the run folder."""
+    """Delete the files of an earlier run in the run folder."""
     init_from: str | None = None
-    """Weights to start from: a checkpoint of ours, or a timm name such as
-    ``vit_small_patch16_224``, whose weights timm may have to download. A ViT becomes one of our
-    models, ``converted_vit``. A resumed run has its own. ``visionattn convert`` makes a checkpoint
-    of a state dict.
+    """Initial weights: a checkpoint of visionattn, or a timm name such as
+    ``vit_small_patch16_224``, whose weights timm downloads if needed. A timm ViT is converted to
+    the model ``converted_vit``. For a state dict, first make a checkpoint with
+    ``visionattn convert``. A resumed run keeps its own weights.
     """
     show_batch: str | None = None
-    """PNG file in which to draw the first batches of training and of validation as the model sees
-    them; nothing is trained then.
+    """Only draw the first training and validation batches, as the model sees them, to this PNG
+    file; train nothing.
     """
     device: str = "auto"
-    """``auto`` takes a GPU where there is one."""
+    """``cpu``, ``cuda``, or ``auto``: the GPU if there is one."""
     amp: Literal["none", "bf16", "fp16"] = "none"
-    """Automatic mixed precision."""
+    """Automatic mixed precision (AMP)."""
     compile: bool = False
     """Compile the model with ``torch.compile``."""
     seed: int = 0
-    """Seed of weights, order, augmentation and the embedded data sets' splits."""
+    """Seed of initial weights, order of images, augmentation, and splits of built-in data sets."""
     threads: int | None = None
-    """CPU threads of torch; None: torch's own choice."""
+    """CPU threads; None: torch's default."""
     save_every: int | None = 500
-    """Optimiser steps between two states within an epoch, from which a killed run goes on; None:
-    one after each epoch.
+    """Optimiser steps between two saved states within an epoch, from which a killed run resumes;
+    None: save only after each epoch.
     """
     parallel: Literal["ddp", "fsdp", "sequence"] | int | None = None
-    """Under ``torchrun`` alone: each process has the whole model (``ddp``), its share of it
-    (``fsdp``), or the whole model and some rows of each image (``sequence``). A number is
-    ``sequence`` with so many processes for each image. None: ``ddp``.
+    """With ``torchrun``: each process holds the whole model (``ddp``), a shard of it (``fsdp``), or
+    the whole model and some rows of each image (``sequence``). A number means ``sequence`` with
+    this many processes per image. None: ``ddp``.
     """
     dist_timeout: float = 600.0
-    """Under ``torchrun`` alone: seconds that a process waits for an answer of the others before the
-    run ends. What one process does alone, such as saving or downloading, must take less.
+    """With ``torchrun``: timeout in seconds for an answer of the other processes, after which the
+    run ends. Work of a single process, such as saving or downloading, must take less.
     """
     model: ModelConfig = field(default_factory=ModelConfig)
     """The model."""
     data: DataConfig = field(default_factory=DataConfig)
     """The data."""
     optim: OptimConfig = field(default_factory=OptimConfig)
-    """The optimisation."""
+    """Optimiser, learning rate and regularisation."""
 
 
 @dataclass
 class ValidateConfig:
-    """An evaluation of weights at several image sizes."""
+    """An evaluation of a checkpoint at several image sizes."""
 
     checkpoint: str | None = None
     """The ``best.safetensors`` of a run, or another file that ``visionattn.load_model`` reads."""
     img_size: list[int | list[int]] | None = None
-    """Sizes in pixels, e.g. ``224 448 672``: height and width, or with ``native`` the longest side;
-    ``[[768, 512], [1536, 1024]]`` names both sides of each. None: that of the training.
+    """Image sizes in pixels, e.g. ``224 448 672``: height and width, or with ``native`` the longest
+    side. ``[[768, 512], [1536, 1024]]`` gives height and width of each. None: the training size.
     """
     fit: Fit | None = None
-    """How images of any size come to the model: ``native``, ``pad``, ``stretch`` or ``crop``; None:
-    as in training.
+    """Resizing of images: ``native`` (own sizes), ``pad`` (letterbox), ``stretch`` or ``crop``
+    (center crop); None: as in training.
     """
     max_patches: int | None = None
-    """``native`` alone, instead of ``img_size``: the most patches of an image."""
+    """With ``native``, instead of ``img_size``: the most patches of an image."""
     data: DataConfig = field(default_factory=DataConfig)
-    """The data; its defaults are those of the ``config.yaml`` beside the checkpoint."""
+    """The data; defaults come from ``config.yaml`` in the folder of the checkpoint."""
     split: Literal["train", "val", "test", "all"] | None = None
-    """Which images: ``all`` is for one's own. None: of the folder of the training its validation
-    images, of another one all, of other data the test images where there are some.
+    """Split to evaluate; ``all`` is for image folders. None: the validation images of the training
+    folder, all images of another folder, or the test images of other data if there are any.
     """
     seed: int = 0
-    """Seed of the embedded data sets' splits; its default is that of the ``config.yaml`` beside the
-    checkpoint.
+    """Seed of the splits of built-in data sets; the default comes from ``config.yaml`` in the
+    folder of the checkpoint.
     """
     batch_size: int | Literal["auto"] = 64
-    """Images per batch. ``auto``: the most that fit into memory."""
+    """Images per batch. ``auto``: the largest batch that fits into memory."""
     device: str = "auto"
-    """``auto`` takes a GPU where there is one."""
+    """``cpu``, ``cuda``, or ``auto``: the GPU if there is one."""
     amp: Literal["none", "bf16", "fp16", "auto"] = "none"
-    """Automatic mixed precision. ``auto``: bf16 where the processor or the GPU multiplies it."""
+    """Automatic mixed precision (AMP). ``auto``: bf16 if the CPU or GPU has bf16 units."""
     threads: int | None = None
-    """CPU threads of torch; None: torch's own choice."""
+    """CPU threads; None: torch's default."""
     json: str | None = None
-    """File for the same rows, with device, precision, versions and configuration."""
+    """JSON file for the rows, with device, precision, versions and configuration."""
 
 
 def check(config: TrainConfig) -> None:
-    """Check the values that types alone do not: signs, ranges, and options that exclude each other.
+    """Check signs and ranges of values, and options that exclude each other.
 
     Raises:
-        ValueError: one line with the key, what it may be, and what it is.
+        ValueError: a wrong value; one line with the key, the allowed values and the given value.
     """
     data, optim = config.data, config.optim
-    # Values by their range, each under the name that its flag has.
+    # Values by range, each under the name of its flag.
     positive = {
         "epochs": config.epochs,
         "batch_size": 1 if config.batch_size == "auto" else config.batch_size,
@@ -227,7 +229,7 @@ def _check_together(config: TrainConfig) -> None:
     if data.task == "segmentation" and (optim.mixup or optim.cutmix):
         raise ValueError(
             "optim.mixup and optim.cutmix mix the classes of images, and data.task segmentation "
-            "has those of pixels; leave them out"
+            "has classes of pixels; leave them out"
         )
     if data.task == "generate":
         _check_writing(config)
@@ -238,7 +240,7 @@ def _check_together(config: TrainConfig) -> None:
 
 
 def _check_drop(config: TrainConfig, drop_epochs: float) -> None:
-    """Raise ValueError where the learning rate would never be at its peak, or never fall."""
+    """Raise ValueError if the learning rate would never reach its peak, or never drop."""
     optim = config.optim
     if not optim.warmup_epochs < drop_epochs < config.epochs:
         raise ValueError(
@@ -252,7 +254,7 @@ def _check_drop(config: TrainConfig, drop_epochs: float) -> None:
 
 
 def _check_writing(config: TrainConfig) -> None:
-    """Raise ValueError for what would do nothing where images are written, or make them others."""
+    """Raise ValueError for options that have no effect in image generation or change images."""
     idle = {
         "optim.mixup": config.optim.mixup,
         "optim.cutmix": config.optim.cutmix,
@@ -268,7 +270,7 @@ def _check_writing(config: TrainConfig) -> None:
 
 
 def _check_sequence(config: TrainConfig) -> None:
-    """Raise ValueError for what several processes that share an image do not do."""
+    """Raise ValueError for options that ``parallel sequence`` does not support."""
     idle = {
         "compile": config.compile,
         "data.fit pad": config.data.fit == "pad",

@@ -1,12 +1,12 @@
-"""The processes of a run that ``torchrun`` has started, how they end together, and how they hold
-the model: whole on each (DDP; also with the rows of each image shared), or cut (FSDP2).
+"""Connect the processes of a ``torchrun`` run, end them together, and distribute the model: the
+whole model on each process (DDP, optionally with the rows of each image shared), or shards (FSDP2).
 
 With one process there is no group, and everything here returns at once. ``torchrun`` ends all
-processes when one has died or failed, and the time-out of the process group ends those that wait
-for a stopped one. This module says why: the first process that fails writes its reason to the
-store, from which the others take it.
+processes when one has died or failed, and the timeout of the process group ends processes that wait
+for a stopped one. This module adds the reason: the first failing process writes it to the store,
+where the others read it.
 
-Files hold whole tensors, so that a run goes on with any number of processes.
+Files hold whole tensors, so a run resumes with any number of processes.
 """
 
 import atexit
@@ -53,28 +53,28 @@ Outcome = TypeVar("Outcome")
 Kind = Literal["ddp", "fsdp", "sequence"]
 
 START_SECONDS = 120
-"""How long a process waits for the others to join."""
+"""Timeout for the other processes to join."""
 ANSWER_SECONDS = 600
-"""How long a process waits for the others afterwards, unless the run says otherwise."""
+"""Default timeout for the other processes after joining."""
 FIRST_SECONDS = 3
-"""How long the others leave it to the first process to say that one has died."""
+"""Delay after which another process than the first reports that a process has died."""
 LEAVE_SECONDS = 20
-"""How long a process waits for the store, and at the end for others that do not end."""
+"""Timeout for the store, and at the end for processes that do not end."""
 SHARED = (ValueError, OSError, RuntimeError, OutOfMemory, Failed, Interrupted)
 """Errors of one process that ``together`` and ``on_first`` raise on all."""
 SPOKEN = (ValueError, OSError, NonFinite, OutOfMemory, Failed, Stopped, KeyboardInterrupt)
-"""Errors that a command tells in one line, for which one process is enough."""
+"""Errors that a command prints as one line, in one process only."""
 KINDS = {"input": ValueError, "oom": OutOfMemory, "failed": Failed}
-"""What the failure of one process is raised as on the others."""
+"""Exceptions by kind, as which the other processes raise the failure of one process."""
 
 
 class Processes:
-    """One process of a run: its place among the others, and its messages to them.
+    """One process of a run: its rank, and its communication with the others.
 
     Args:
-        rank: the number of this process.
+        rank: the index of this process.
         size: the number of processes.
-        local_rank: the number of this process on its machine.
+        local_rank: the index of this process on its machine.
         hosts: the machine of each process.
     """
 
@@ -84,22 +84,22 @@ class Processes:
         self.rank, self.size = rank, size
         self.local_rank, self.hosts = local_rank, list(hosts)
         self.per_image = 1
-        """How many neighbouring processes share each image; they have the same batches."""
+        """Number of neighbouring processes that share each image; they have the same batches."""
         self.store: distributed.Store | None = None
         self.speaks = rank == 0
-        """Whether this is the process that says how the run ended."""
+        """Whether this process reports how the run ended."""
         self.failing = False
-        """Whether the run ends because of an error in one process only."""
+        """Whether the run ends because of an error in a single process."""
         self._agreed: BaseException | None = None
 
     @property
     def first(self) -> bool:
-        """Tell whether this is the process that prints and writes."""
+        """Tell whether this process prints and writes."""
         return self.rank == 0
 
     @property
     def data_rank(self) -> int:
-        """The number of the part of each batch that this process takes."""
+        """The index of this process's part of each batch."""
         return self.rank // self.per_image
 
     @property
@@ -109,19 +109,19 @@ class Processes:
 
     @property
     def counts(self) -> bool:
-        """Tell whether this process counts its images, which others may share."""
+        """Tell whether this process counts its images; of processes that share images, one does."""
         return self.rank % self.per_image == 0
 
     @property
     def name(self) -> str:
-        """Name this process for people."""
+        """The name of this process in messages."""
         return f"process {self.rank} on {socket.gethostname()}"
 
     def device(self, name: str) -> torch.device:
-        """Return the device of this process: ``cpu``, or the GPU of its number.
+        """Return the device of this process: ``cpu``, or the GPU with its local rank.
 
         Raises:
-            ValueError: there is no such device, or no GPU is left for this process.
+            ValueError: unknown device, or no GPU for this process.
         """
         if self.size == 1:
             return pick_device(name)
@@ -143,7 +143,7 @@ class Processes:
         return torch.device("cuda", self.local_rank)
 
     def describe(self, device: torch.device, kind: str | None) -> str:
-        """Describe for people where the run computes."""
+        """Describe the processes and devices of the run."""
         if self.size == 1:
             return device.type
         machines = len(set(self.hosts))
@@ -161,7 +161,7 @@ class Processes:
         return total.tolist()
 
     def gather(self, value: Item) -> list[Item]:
-        """Return what each process gives, in the order of the processes."""
+        """Return the values of all processes, ordered by rank."""
         if self.size == 1:
             return [value]
         values = [value] * self.size
@@ -169,10 +169,10 @@ class Processes:
         return values
 
     def together(self, work: Callable[[], Outcome]) -> Outcome:
-        """Do work on each process, and raise on all of them what it raises on one.
+        """Run ``work`` on each process; an exception on one process is raised on all.
 
-        The work may not send messages to other processes. If several processes raise, an error
-        counts before an interruption, and a lower process number before a higher one.
+        ``work`` must not communicate with other processes. If several processes raise, an error
+        takes precedence over an interruption, and a lower rank over a higher one.
         """
         if self.size == 1:
             return work()
@@ -188,7 +188,7 @@ class Processes:
         raise self.agree(chosen) from error
 
     def on_first(self, work: Callable[[], Outcome]) -> Outcome:
-        """Do work on the first process only, and return its result, or raise its error, on all."""
+        """Run ``work`` on the first process, and return its result or raise its error on all."""
         if self.size == 1:
             return work()
         outcome, error = None, None
@@ -204,10 +204,10 @@ class Processes:
         return message[0]  # type: ignore[return-value]
 
     def check_same(self, lists: Mapping[str, Sequence[str]]) -> None:
-        """Raise ValueError on all processes if one of them has other data than the first process.
+        """Raise ValueError on all processes if one has other data than the first process.
 
         Args:
-            lists: names of images and classes, by what they are, for people.
+            lists: names of images and classes, by their description for the error.
         """
         for what, own in lists.items():
             digest = hashlib.sha256("\0".join(own).encode("utf-8", "surrogateescape")).digest()
@@ -223,19 +223,19 @@ class Processes:
                 )
 
     def agree(self, error: BaseException) -> BaseException:
-        """Note and return an error that all processes are about to raise at the same place."""
+        """Record and return an error that all processes raise at the same place."""
         self._agreed = error
         return error
 
     def agreed(self, error: BaseException) -> bool:
         """Tell whether all processes raise this error (or its cause) at the same place, so that
-        they can still do something together.
+        they can still communicate.
         """
         agreed = self._agreed is not None and self._agreed in (error, error.__cause__)
         return self.size == 1 or agreed
 
     def _portable(self, error: BaseException | None) -> BaseException | None:
-        """Copy an error to send it, and add this process to its text, unless it is the first."""
+        """Copy an error to send it; add the name of this process unless it is the first."""
         if error is None:
             return None
         place = "" if self.first else f" ({self.name})"
@@ -250,16 +250,16 @@ class Processes:
         return made
 
     def set_timeout(self, seconds: float) -> None:
-        """Set how long a process waits for the others."""
+        """Set the timeout for the other processes."""
         if self.size > 1:
             distributed.group.WORLD.set_timeout(timedelta(seconds=seconds))
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """End all processes for the same reason if one of them meets an error in this context."""
+        """End all processes with the same reason if one raises an error in this context."""
         try:
             yield
-        except (Stopped, NonFinite, Interrupted):  # the same on all
+        except (Stopped, NonFinite, Interrupted):  # raised on all processes
             raise
         except BaseException as error:
             after_help = isinstance(error, SystemExit) and not error.code
@@ -271,8 +271,8 @@ class Processes:
             raise end from error
 
     def _end_of(self, error: BaseException) -> BaseException:
-        """Return the error that ends this process after an error in it: the error itself, or the
-        failure of another process that told the store first.
+        """Return the error that ends this process: the given error, or the failure of another
+        process that reached the store first.
         """
         self.failing, lost = True, False
         kind = "input" if isinstance(error, (ValueError, OSError)) else "failed"
@@ -282,7 +282,7 @@ class Processes:
         elif isinstance(error, SystemExit):  # torchrun's SIGTERM, after the end of another one
             lost, said = True, "ended by SIGTERM, as torchrun does when a process has died"
         elif isinstance(error, distributed.DistError) or "gloo" in str(error):
-            # Without gloo's line of code at the beginning and its advice at the end.
+            # Remove gloo's code location at the beginning and its advice at the end.
             said = said.split("] ", 1)[-1].partition(". This is")[0]
             lost, said = True, f"another process has died or does not answer: {said}"
         elif not isinstance(error, SPOKEN):
@@ -290,13 +290,13 @@ class Processes:
         found = [own := json.dumps([kind, f"{said} ({self.name})"])]
 
         def tell() -> None:
-            # An error of several processes is told by the first one, unless that is dead.
+            # The first process reports an error of several processes, unless it is dead.
             if not self.first:
                 time.sleep(FIRST_SECONDS if lost else 1)
-            with suppress(RuntimeError):  # the store has ended too
+            with suppress(RuntimeError):  # the store may have ended, too
                 found[0] = self.store.compare_set("failure", "", own).decode()
 
-        # A store on a machine that is cut off does not answer at all.
+        # A store on an unreachable machine never answers.
         asking = threading.Thread(target=tell, daemon=True)
         asking.start()
         asking.join(LEAVE_SECONDS)
@@ -305,23 +305,23 @@ class Processes:
         return error if found[0] == own and not lost else KINDS[kind](said)
 
     def terminate(self, signum: int, frame: object) -> None:
-        """End on SIGTERM, unless this process is ending already."""
+        """End on SIGTERM, unless this process already ends."""
         if not self.failing:
             raise SystemExit(128 + signum)
 
 
 @contextmanager
 def joined() -> Iterator[Processes]:
-    """Join the other processes that ``torchrun`` has started, and at the end wait for them.
+    """Join the other processes that ``torchrun`` has started, and wait for them at the end.
 
-    A single process joins nothing. At the end only one process leaves its line on standard error.
-    ``torchrun`` sends SIGTERM to the others when one has failed; they ignore it from the end of the
-    context on, so that each ends with the same exit code.
+    A single process joins nothing. At the end only one process prints its line on standard error.
+    When one process has failed, ``torchrun`` sends SIGTERM to the others. They ignore it after the
+    end of the context, so that all end with the same exit code.
 
     Raises:
-        ValueError: the environment says that there are several processes, but not which one this
-            is; or torchrun or the first process does not answer within ``START_SECONDS``.
-        Failed: a process does not come within ``START_SECONDS``.
+        ValueError: the environment variables of torchrun are incomplete, or torchrun or the first
+            process does not answer within ``START_SECONDS``.
+        Failed: a process does not join within ``START_SECONDS``.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Processes()
@@ -336,7 +336,7 @@ def joined() -> Iterator[Processes]:
     try:
         with processes.guard():
             join_group(processes)
-            # From here on: it would not end a process that waits for others to join.
+            # Only from here on: before, it would not end a process that waits for others to join.
             signal.signal(signal.SIGTERM, processes.terminate)
             yield processes
     except SPOKEN:
@@ -349,10 +349,10 @@ def joined() -> Iterator[Processes]:
 
 
 def reach_store(processes: Processes) -> distributed.Store:
-    """Connect to the store with which the processes find each other.
+    """Connect to the store through which the processes find each other.
 
     Raises:
-        ValueError: the store does not answer; one process of each machine says so.
+        ValueError: the store does not answer; one process of each machine reports it.
     """
     try:
         timeout = timedelta(seconds=START_SECONDS)
@@ -372,7 +372,7 @@ def reach_store(processes: Processes) -> distributed.Store:
 
 
 def join_group(processes: Processes) -> None:
-    """Make the process group, and learn the machines of all processes."""
+    """Create the process group, and collect the machines of all processes."""
     on_gpus = torch.cuda.is_available() and distributed.is_nccl_available()
     distributed.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpus else "gloo",
@@ -386,18 +386,18 @@ def join_group(processes: Processes) -> None:
 
 
 def part(processes: Processes) -> None:
-    """Leave the others: once all of them have come here, or at once where the run has failed."""
-    if processes.failing:  # a message that is on its way to a dead process would hold up the end
+    """Leave the group when all processes have come here, or at once if the run has failed."""
+    if processes.failing:  # a pending message to a dead process would delay the end
         atexit.register(_end_at_once, exit_code(processes._agreed))
         return
-    with suppress(RuntimeError):  # a process is dead, or alive and stuck
+    with suppress(RuntimeError):  # a process is dead or stuck
         barrier(processes.store, processes.size, "ended", LEAVE_SECONDS)
     distributed.destroy_process_group()
 
 
 def place_of(error: BaseException) -> str:
-    """Return the process that an error comes from, as `` (process 1 on host)``; empty for the first
-    process, and for errors to which ``guard`` adds it later.
+    """Return the process of an error as `` (process 1 on host)``; empty for the first process, and
+    for errors to which ``guard`` adds it later.
     """
     return getattr(error, "place", "")
 
@@ -416,7 +416,7 @@ def ranks_per_image(config: TrainConfig, size: int) -> int:
     """Return how many of ``size`` processes share each image.
 
     Raises:
-        ValueError: ``parallel`` does not divide their number.
+        ValueError: ``parallel`` does not divide ``size``.
     """
     if config.parallel != "sequence" and not isinstance(config.parallel, int):
         return 1
@@ -430,11 +430,11 @@ def ranks_per_image(config: TrainConfig, size: int) -> int:
 
 
 def choose_kind(config: TrainConfig, size: int) -> Kind | None:
-    """Choose how the processes of a run hold its model; None for one process.
+    """Choose how to distribute the model over the processes; None for one process.
 
     Raises:
-        ValueError: ``parallel`` is set for one process that ``torchrun`` has not started,
-            ``parallel`` does not divide their number, or a batch has too few images for all.
+        ValueError: ``parallel`` is set without ``torchrun``, does not divide the number of
+            processes, or a batch has too few images for all processes.
     """
     if size == 1:
         if config.parallel and "WORLD_SIZE" not in os.environ:
@@ -445,7 +445,7 @@ def choose_kind(config: TrainConfig, size: int) -> Kind | None:
         return None
     parts = size // ranks_per_image(config, size)
     kind: Kind = "sequence" if isinstance(config.parallel, int) else config.parallel or "ddp"
-    if config.batch_size == "auto":  # it is asked for again once it is known
+    if config.batch_size == "auto":  # checked again when the batch size is known
         return kind
     mixes, fewest = config.optim.mixup or config.optim.cutmix, config.batch_size // parts
     if fewest < (2 if mixes else 1):
@@ -462,8 +462,8 @@ def check_model(model: nn.Module, name: str, size: int, kind: Kind | None = None
     """Check that the model trains on several processes as on one.
 
     Raises:
-        ValueError: it has batch norm, with statistics of one process's part of a batch; or, with
-            ``sequence``, its tokens cannot be divided (``parallelize``).
+        ValueError: the model has batch norm, whose statistics cover only one process's part of a
+            batch; or, with ``sequence``, its tokens cannot be divided (``parallelize``).
     """
     if kind == "sequence":
         check_divisible(model)
@@ -481,20 +481,20 @@ def check_model(model: nn.Module, name: str, size: int, kind: Kind | None = None
 
 
 class Spread:
-    """Spread a model over the processes of a run; nothing here acts with one process.
+    """Distribute a model over the processes of a run; with one process, do nothing.
 
     Args:
         kind: ``ddp``, ``fsdp``, ``sequence``, or None for one process.
-        model: whole and on its device; takes the values of the first process, and ``fsdp`` cuts it
-            in place.
-        average: a copy of it that is never called; cut in the same way.
-        compiled: compile what is called; with ``fsdp`` each stage by itself, as parameters are
-            gathered between stages.
-        per_image: with ``sequence``, how many processes share an image.
-        timeout: how long these wait for each other.
+        model: a whole model on its device; takes the values of the first process, and ``fsdp``
+            shards it in place.
+        average: a copy of the model for averaged weights, never called; sharded in the same way.
+        compiled: compile the called module; with ``fsdp`` compile each stage separately, because
+            parameters are gathered between stages.
+        per_image: with ``sequence``, the number of processes that share an image.
+        timeout: timeout of these processes for each other.
 
     Attributes:
-        called: what to call in training.
+        called: the module to call in training.
     """
 
     def __init__(
@@ -546,8 +546,8 @@ class Spread:
 
     @contextmanager
     def summing(self, last: bool) -> Iterator[None]:
-        """Surround forward and backward of one batch of a step; gradients are averaged over the
-        processes after the ``last`` one.
+        """Wrap forward and backward of one batch of a step; gradients are averaged over the
+        processes only after the ``last`` batch.
         """
         if self.kind is None:
             yield
@@ -558,7 +558,7 @@ class Spread:
             warnings.catch_warnings(),
             self._module.no_sync() if self.kind != "fsdp" and not last else nullcontext(),
         ):
-            # Of convolutions of one channel, whose strides mean nothing.
+            # Raised for one-channel convolutions, whose strides are irrelevant.
             warnings.filterwarnings(
                 "ignore", message="Grad strides do not match bucket view strides"
             )
@@ -567,7 +567,7 @@ class Spread:
             self._check_gradients()
 
     def _check_gradients(self) -> None:
-        """Raise ValueError if a parameter takes no part in the loss: DDP would wait for it."""
+        """Raise ValueError if a parameter has no effect on the loss: DDP would wait for it."""
         for name, parameter in self._module.module.named_parameters():
             if parameter.requires_grad and parameter.grad is None:
                 name = name.removeprefix("model.") if self._group else name
@@ -578,7 +578,7 @@ class Spread:
                 )
 
     def evaluated(self, model: nn.Module) -> nn.Module:
-        """Return a whole model to evaluate: itself, or with the rows of each image shared."""
+        """Return the model to evaluate, which with ``sequence`` shares the rows of each image."""
         return model if self._group is None else RowParallel(model, self._group)
 
     def total(self, value: Tensor) -> Tensor:
@@ -588,12 +588,12 @@ class Spread:
         return value
 
     def whole(self, module: nn.Module, *, gradients: bool = False) -> nn.Module:
-        """Return the module with whole tensors, to evaluate or to save: itself, or a copy of a
-        module that is cut. All processes must call it.
+        """Return the module with whole tensors, to evaluate or save: the module itself, or an
+        unsharded copy. All processes must call it.
 
         Args:
             module: the model, or the average.
-            gradients: whether the copy gets the gradients too.
+            gradients: copy the gradients, too.
         """
         if self.kind:
             for buffer in module.buffers():
@@ -617,12 +617,12 @@ def stages(model: nn.Module) -> list[nn.Module]:
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """Return the tensor, gathered if it is cut; all processes must call it."""
+    """Return the tensor, gathered if it is sharded; all processes must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_tensors(state: Any) -> Any:
-    """Return the same state of nested dicts and lists with its cut tensors gathered on the CPU; all
+    """Return a state of nested dicts and lists with its sharded tensors gathered on the CPU; all
     processes must call it.
     """
     if isinstance(state, DTensor):
@@ -633,7 +633,7 @@ def whole_tensors(state: Any) -> Any:
 
 
 def cut_like(value: Any, like: Tensor) -> Any:
-    """Cut a whole tensor like another one of its shape; return anything else unchanged."""
+    """Shard a whole tensor like another tensor of its shape; return other values unchanged."""
     if not isinstance(like, DTensor) or not isinstance(value, Tensor) or value.shape != like.shape:
         return value
     return distribute_tensor(
@@ -642,7 +642,7 @@ def cut_like(value: Any, like: Tensor) -> Any:
 
 
 def load_whole(module: nn.Module, state: dict[str, Tensor]) -> None:
-    """Load whole tensors, the same on all processes, into a module that may be cut."""
+    """Load whole tensors, equal on all processes, into a module that may be sharded."""
     own = module.state_dict()
     module.load_state_dict(
         {key: cut_like(value, own[key]) if key in own else value for key, value in state.items()}
@@ -650,8 +650,8 @@ def load_whole(module: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 def cut_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Turn the ``state_dict`` of an optimiser of whole parameters into one of parameters that may
-    be cut.
+    """Convert the ``state_dict`` of an optimiser of whole parameters for parameters that may be
+    sharded.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     moments = {

@@ -1,7 +1,8 @@
-"""A whole run: every check, then training with a validation after each epoch, and the test of the
-best weights.
+"""Run a training: all checks, training with a validation after each epoch, and the test of the best
+weights.
 
-``train`` has the order and the ends of a run; ``trainer.py`` has the loop over epochs and steps.
+``train`` has the order of a run and its possible ends; ``trainer.py`` has the loop over epochs and
+steps.
 """
 
 import os
@@ -61,33 +62,35 @@ from visionattn.training.training_cost import TrainingMemory, check_memory, fore
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model to train, and its images."""
+    """A model to train, with its images."""
 
     splits: Splits
     model: nn.Module
     built: ModelConfig
-    """What was built: ``converted_vit`` with all arguments for the body of a teacher."""
+    """The configuration of the model: ``converted_vit`` with all arguments for the body of a
+    teacher.
+    """
     args: dict[str, Any]
-    """The arguments that build the model again, besides ``num_classes`` and ``in_chans``."""
+    """The arguments that rebuild the model, without ``num_classes`` and ``in_chans``."""
     lines: list[str]
-    """What to say about its weights."""
+    """Lines about its weights, to print."""
     objective: Objective | None = None
-    """What it learns; None: as the data's task says."""
+    """The training objective; None: set by the task of the data."""
 
 
 def prepare_classes(
     config: TrainConfig, device: torch.device, *, resumed: bool, first: bool
 ) -> Prepared:
-    """Make the model of ``visionattn train``.
+    """Build the model of ``visionattn train``, and open its images.
 
     Args:
         config: the run.
-        device: where it will be trained.
-        resumed: it gets the weights of a state.
+        device: device of the training.
+        resumed: the model will get the weights of a state.
         first: this process gives the others its weights.
 
     Raises:
-        ValueError, FileNotFoundError: the data, the model or the weights are wrong; one line.
+        ValueError, FileNotFoundError: wrong data, model or weights; one line.
     """
     splits = build_splits(config.data, config.seed)
     if splits.spec.num_classes == 1:
@@ -112,33 +115,31 @@ def train(
     prepare: Prepare = prepare_classes,
     again: Callable[[TrainConfig], str] = how_to_resume,
 ) -> Result:
-    """Train as configured. Nothing is written before data, model, sizes and weights to start from
-    have been checked.
+    """Run a training. Nothing is written before data, model, sizes and initial weights are checked.
 
     Args:
         config: the run; ``config.run`` names its folder.
         stream: where to print; None: standard output.
         processes: the result of ``distributed.joined()`` under ``torchrun``; the first one prints
             and writes.
-        prepare: makes the model, finds its images and says what it learns.
+        prepare: builds the model, opens its images and sets its objective.
         again: returns the command that resumes the run.
 
     Raises:
-        ValueError, FileNotFoundError: the configuration, the data or a checkpoint is wrong; one
-            line.
+        ValueError, FileNotFoundError: wrong configuration, data or checkpoint; one line.
         OSError: a file or a folder cannot be read or written.
         NonFinite: the loss or the gradient was not finite for several steps in a row.
-        OutOfMemory: there is too little memory for a step or an evaluation.
-        Failed: a process that loads data, or another one that trains, ended.
+        OutOfMemory: a step or an evaluation ran out of memory.
+        Failed: a data loader process or another training process ended.
         Stopped: Ctrl-C or SIGTERM; the state is saved.
     """
     if processes is None and (count := os.environ.get("WORLD_SIZE", "1")) != "1":
         raise ValueError(
-            f"torchrun has started {count} processes, which are to train together: with "
+            f"torchrun has started {count} processes, which must train together: with "
             "distributed.joined() as processes, call train(config, processes=processes)"
         )
     processes = processes or Processes()
-    # Checks, from the cheapest to those that read data; each raises on all processes or on none.
+    # Checks, the cheapest first and the reading of data last; each raises on all processes or none.
     processes.together(lambda: check(config))
     processes.set_timeout(config.dist_timeout)
     if config.show_batch is not None:
@@ -159,7 +160,7 @@ def train(
     device = processes.together(lambda: processes.device(config.device))
     about = provenance(device, threads=config.threads) | {"processes": processes.size}
     status = Status(folder, about, writes=processes.first)
-    # Nothing has been written so far; a folder that this run makes, it may delete again.
+    # Nothing has been written so far; this run may delete a folder only if it creates it.
     fresh = not folder.exists()
     with setting_up(status, processes, replaces=not (fresh or resumed)):
         trainer, memory, lines = build(
@@ -176,7 +177,7 @@ def train(
             status.result = run(trainer, states, status, memory, lines, stream, again)
             return status.result
     except (ValueError, FileNotFoundError):
-        # Bad input that was found before anything was learnt leaves no trace.
+        # Bad input found before the first step leaves no files.
         if processes.first and not trainer.position.step and not states.exist():
             clear(folder)
             if fresh:
@@ -186,13 +187,13 @@ def train(
 
 @contextmanager
 def setting_up(status: Status, processes: Processes, *, replaces: bool) -> Iterator[None]:
-    """End the run with a status if memory is short before the first step; bad input leaves no
-    trace.
+    """Write a status if the run ends before the first step for lack of memory; bad input leaves no
+    files.
 
     Args:
         status: the run's status.
-        processes: of the run.
-        replaces: the folder holds an earlier run, which this one overwrites.
+        processes: the processes of the run.
+        replaces: this run overwrites an earlier run in the folder.
     """
     try:
         with processes.guard():
@@ -225,8 +226,8 @@ def build(
     stream: TextIO | None = None,
     prepare: Prepare = prepare_classes,
 ) -> tuple[Trainer, Expected, list[str]]:
-    """Check data, model, sizes and memory, and return the trainer, the memory that it will take,
-    and lines about its batches and the weights that it starts from.
+    """Check data, model, sizes and memory; return the trainer, its expected memory, and lines about
+    its batches and initial weights.
     """
     held: dict[str, Any] = {}
     if resumed:
@@ -248,15 +249,15 @@ def build(
         return replace(made, model=made.model.to(device))
 
     with warnings.catch_warnings():
-        if not processes.first:  # each process gives the same warnings
+        if not processes.first:  # all processes give the same warnings
             warnings.simplefilter("ignore", UserWarning)
         made = processes.together(prepared)
     splits, model = made.splits, made.model
     if processes.size > 1:
         processes.check_same(splits.lists())
-    if made.built.name == CONVERTED:  # config.yaml and states name the body of the teacher
+    if made.built.name == CONVERTED:  # config.yaml and states record the body of the teacher
         config = replace(config, model=made.built)
-    if processes.first and stream:  # now, as reading sizes and counting memory may take long
+    if processes.first and stream:  # now, because reading sizes and counting memory may take long
         counts = f"{len(splits.train)} training and {len(splits.validation)} validation images"
         print(f"{config.run}: {counts}, looking at their sizes", file=stream, flush=True)
     memory = TrainingMemory(config, model, splits, device, processes, made.objective)
@@ -276,7 +277,7 @@ def go_on(trainer: Trainer, states: States) -> list[str]:
     lines += [
         f"model.args.{key} is {value}, the default when the run began"
         for key, value in trainer.args.items()
-        if key not in trainer.config.model.args and key != "img_size"  # that of the data
+        if key not in trainer.config.model.args and key != "img_size"  # a data option
     ]
     lines += trainer.restore(state)
     recalled, trainer.position = processes.on_first(
@@ -294,11 +295,11 @@ def run(
     stream: TextIO | None,
     again: Callable[[TrainConfig], str],
 ) -> Result:
-    """Train and test, with a record; an early end says what is kept of the run."""
+    """Train and test, and record the run; the error of an early end names the saved state."""
     position, processes = trainer.position, trainer.processes
 
     def give_up() -> int:
-        """Say, from another thread, that the current step takes too long to end it."""
+        """Report, from another thread, that the current operation takes too long to wait for."""
         kept, command = states.kept(), again(trainer.config)
         ended = Stopped(f"stopped amid an operation of over {GRACE:.0f} s; {kept}: {command}")
         status.end(ended)
@@ -333,7 +334,7 @@ def run(
         except ValueError as error:  # e.g. an image that cannot be read
             if not position.step:
                 raise
-            if not processes.agreed(error):  # the others are elsewhere
+            if not processes.agreed(error):  # the other processes are elsewhere
                 raise ValueError(f"{error}; {states.kept()}") from error
             trainer.save(record)
             raise processes.agree(ValueError(f"{error}; {states.kept()}")) from error
@@ -341,8 +342,8 @@ def run(
 
 @contextmanager
 def early_ends(trainer: Trainer, states: States) -> Iterator[None]:
-    """Say what is kept and what helps if the disk is full, memory is short, or a process that loads
-    data has ended.
+    """Add the saved state and a remedy to the error if the disk is full, memory runs out, or a data
+    loader process has ended.
     """
     try:
         yield
@@ -366,7 +367,7 @@ def early_ends(trainer: Trainer, states: States) -> Iterator[None]:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed every global generator: weights, dropout and mixing draw from them."""
+    """Seed all global random generators, which weights, dropout and mixing use."""
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)

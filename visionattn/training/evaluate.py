@@ -1,4 +1,4 @@
-"""Accuracy or intersection over union, and loss, of a model on images, each counted once."""
+"""Evaluate a model on images: accuracy or intersection over union, and loss."""
 
 import math
 import time
@@ -18,68 +18,66 @@ from visionattn.training.config import OptimConfig
 from visionattn.training.distributed import Processes
 from visionattn.training.objectives import Objective, objective_of
 
-if TYPE_CHECKING:  # where models alone are measured, no reader of images is installed
+if TYPE_CHECKING:  # measuring models must not require libraries that read images
     from visionattn.data.batches import Batch
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a model does on a set of images."""
+    """The result of a model on a set of images."""
 
     images: int
-    """Images seen."""
+    """Number of evaluated images."""
     loss: float
-    """Mean loss; of classes the cross-entropy, in nats; of images that are written, bits per
-    dimension.
-    """
+    """Mean loss: cross-entropy in nats for classes, bits per dimension for image generation."""
     accuracy: float | None
-    """Share of images, or of pixels, whose class has the largest output, in [0, 1]; None where
-    images have no classes, or others than the model.
+    """Share of images, or of pixels, whose class has the largest output, in [0, 1]; None if images
+    have no classes or other classes than the model.
     """
     top5: float | None
-    """Share of images whose class is among the five largest outputs; None where there are no more
-    than five classes.
+    """Share of images whose class is among the five largest outputs; None for at most five classes.
     """
     images_per_second: float
-    """Images through the model per second, without loading them. The first batch does not count
-    where there are more. On several processes it is the sum over them.
+    """Throughput of the model without data loading, in images per second, summed over processes.
+    The first of several batches does not count.
     """
     mean_iou: float | None = None
-    """Where pixels have classes, the mean of ``ious`` over the classes that masks have."""
+    """For segmentation, the mean of ``ious`` over the classes present in the masks."""
     ious: tuple[float | None, ...] | None = None
-    """Intersection over union of each class, in [0, 1]; None where no mask has it."""
+    """Intersection over union of each class, in [0, 1]; None for a class in no mask."""
 
     @property
     def score(self) -> float | None:
-        """Return the figure by which weights are chosen: mean IoU of pixels, accuracy of images."""
+        """Return the metric that selects the best weights: mean IoU of pixels or accuracy of
+        images.
+        """
         return self.accuracy if self.mean_iou is None else self.mean_iou
 
 
 class Tally:
-    """Note what a model says of images, in the order in which a process sees them."""
+    """Record the predictions of a model, in the order in which a process evaluates images."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[Tensor, Tensor]] = []
 
     def add(self, labels: Tensor, said: Tensor, logits: Tensor) -> None:
-        """Note a batch.
+        """Record a batch.
 
         Args:
             labels: the classes, int64 ``[B]``.
-            said: the classes with the largest outputs, int64 ``[B]``.
+            said: the predicted classes, int64 ``[B]``.
             logits: the outputs, ``[B, classes]``.
         """
-        # All stays on the device until the end: reading each would wait for the device.
+        # All values stay on the device until the end: reading each would wait for the device.
         classes = torch.stack([labels, said], 1)
         self._parts.append((classes, logits.log_softmax(1).gather(1, classes)))
 
     def rows(self, numbers: Sequence[int] | None) -> np.ndarray:
-        """Return a row for each image, float64 ``[N, 5]``: class, the class that was said, the log
-        of the probability of each of the two, and the image's number in the data set.
+        """Return a row for each image, float64 ``[N, 5]``: class, predicted class, the log
+        probability of each, and the index of the image in the data set.
 
         Args:
-            numbers: in the order in which images were noted; None where they have none, which
-                becomes -1.
+            numbers: the indices of the recorded images, in order; None: unknown, -1 in the rows.
         """
         if not self._parts:
             return np.zeros((0, 5))
@@ -99,20 +97,20 @@ def evaluate(
     objective: Objective | None = None,
     tally: Tally | None = None,
 ) -> Evaluation:
-    """Run the model in eval mode over batches of images, and put it back into the mode that it was
-    in.
+    """Evaluate the model in eval mode on batches of images, each image counted once, and restore
+    its mode.
 
     Args:
-        model: on ``device``; on several processes each has the whole model, or one for its rows of
-            each image (``per_image``).
-        batches: the images, or the part of them that this process takes.
-        spec: what the images are.
-        device: where to compute.
-        amp: precision, as ``autocast`` takes it.
-        processes: those that take the other parts; all get the same result, and the same error.
-        objective: what the model is judged by; None: the classes of the images.
-        tally: notes what the model says of each image that this process takes, where images have
-            the classes of its outputs.
+        model: on ``device``; each of several processes has the whole model, or a model for its rows
+            of each image (``per_image``).
+        batches: the images, or this process's part of them.
+        spec: the specification of the images.
+        device: device of the model.
+        amp: mixed precision, as for ``autocast``.
+        processes: the processes with the other parts; all get the same result and the same error.
+        objective: the objective to evaluate; None: the classes of the images.
+        tally: records the prediction for each image of this process, if the images have the classes
+            of the model.
 
     Raises:
         ValueError: there are no images.
@@ -125,7 +123,7 @@ def evaluate(
         def work() -> tuple[float, ...]:
             return _sums(model, batches, spec, device, amp, depth, objective, tally)
 
-        # Processes that share an image speak with each other as they work.
+        # Processes that share an image communicate as they work.
         own = work() if processes.per_image > 1 else processes.together(work)
     total = processes.sum(*own)
     if processes.per_image > 1:  # and count the same images
@@ -143,7 +141,7 @@ def evaluate(
 def _of_pixels(
     images: int, loss: float, images_per_second: float, counts: list[float]
 ) -> Evaluation:
-    """Return what the counts of ``confusion_of``, row by row, come to."""
+    """Return the evaluation from the counts of ``confusion_of``, row by row."""
     classes = math.isqrt(len(counts))
     confusion = np.array(counts).reshape(classes, classes)
     ious = ious_of(confusion)
@@ -170,8 +168,8 @@ def _sums(
     objective: Objective,
     tally: Tally | None,
 ) -> tuple[float, ...]:
-    """Count images, sum their losses, hits and hits among the ``depth`` largest outputs, and count
-    those whose outputs have their classes; then images per second and, where pixels have classes,
+    """Return the number of images, the sums of losses, hits and hits among the ``depth`` largest
+    outputs, the number of images with classes of the model, the throughput, and for segmentation
     the counts of ``confusion_of``, row by row.
     """
     times: list[tuple[int, float]] = []
@@ -197,11 +195,11 @@ def _sums(
         if judged.confusion is not None:
             counts += judged.confusion
         parts.append(found)
-        # The device works on after a call has returned.
+        # A GPU still computes after a call has returned.
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append((len(labels), time.perf_counter() - start))
-    # The first batch, in which libraries start, counts in time only if there is no other.
+    # The first batch, with the start-up of libraries, is timed only if there is no other.
     timed, seconds = (sum(each) for each in zip(*(times[1:] or times or [(0, 0.0)]), strict=True))
     images_seen = sum(count for count, _ in times)
     sums = torch.stack(parts).cpu().double().sum(0).tolist()

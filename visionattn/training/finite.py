@@ -1,4 +1,4 @@
-"""Which module of a network is the first to produce values that are not finite."""
+"""Find the first module of a network that produces non-finite values."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,7 +1,7 @@
-"""What the best weights of a run say of each class, and their worst mistakes with pictures:
+"""Write the results of a run's best weights by class, and their worst mistakes with pictures, to
 ``validation.json`` and ``test.json``.
 
-The page of the laboratory shows these files where the images cannot be read.
+The report page uses these files and needs no images.
 """
 
 import base64
@@ -24,8 +24,8 @@ from visionattn.models.weights import DataSpec
 
 VERSION = 1
 MOST_MISTAKES, MOST_PAIRS = 12, 2000
-"""The most mistakes with pictures, and the most pairs of a class and its confusion; 2,000 are all
-pairs of 45 classes.
+"""The most mistakes with pictures, and the most pairs of a class and a wrong prediction; 2,000
+pairs cover 45 classes.
 """
 MOST_PX, MOST_PX_WIDE, WIDE = (900, 600), (600, 1200), 1.5
 """The largest height and width of a picture in pixels; the second pair for images whose width is
@@ -36,7 +36,7 @@ MOST_BYTES = 150_000
 SMALL_PX = 64
 """Images of at most 64 x 64 px become PNG, others JPEG."""
 QUALITIES = (85, 70, 50, 30)
-"""The qualities of JPEG that are tried until an image is small enough; then it is shrunk."""
+"""JPEG qualities to try until an image is small enough; if none is, the image is shrunk."""
 ADDRESS = re.compile(r"data:image/(png|jpeg);base64,[A-Za-z0-9+/]+={0,2}")
 
 SplitName = Literal["validation", "test"]
@@ -44,55 +44,55 @@ SplitName = Literal["validation", "test"]
 
 @dataclass(frozen=True)
 class Mistake:
-    """An image that the weights get wrong."""
+    """A misclassified image."""
 
     label: int
-    """The number of its class."""
+    """The index of its class."""
     said: int
-    """The number of the most probable class."""
+    """The index of the predicted class."""
     probability: float
-    """The probability of the most probable class, in [0, 1]."""
+    """The probability of the predicted class, in [0, 1]."""
     of_label: float
     """The probability of its own class, in [0, 1]."""
     name: str | None
-    """Its file, below the root of the data; None for images without files."""
+    """Its file, relative to the root of the data; None for images without files."""
     size: tuple[int, int] | None
-    """Height and width in pixels at which the model saw it."""
+    """Height and width in pixels of the model's input."""
     picture: str | None
-    """What the model saw, as a data address; None where it could not be read again."""
+    """The model's input as a data URL; None if the image could not be read again."""
 
     @property
     def wide(self) -> bool:
-        """Tell whether the picture is wider than most."""
+        """Tell whether the picture is shown wide."""
         return self.size is not None and is_wide(self.size) and self.size[1] > MOST_PX[1]
 
 
 @dataclass(frozen=True)
 class ByClass:
-    """What weights say of the images of a split, class by class."""
+    """The predictions of weights on a split, by class."""
 
     version: int
     split: SplitName
     epoch: int
     """The epoch of the weights, counted from 1."""
     images: int
-    """Images that were evaluated."""
+    """Number of evaluated images."""
     seen: str
-    """How images came to the model, in words."""
+    """The preprocessing in words."""
     class_names: list[str]
-    """A name for each class, or none at all."""
+    """The names of all classes, or empty."""
     classes: list[tuple[int, int, int]]
-    """For each class: its images, how many of them are right, and how many images of any class were
-    taken for it.
+    """For each class the number of its images, of its correct predictions, and of all predictions
+    of the class.
     """
     confusions: list[tuple[int, int, int]]
-    """The most frequent mistakes: class, the other that it was taken for, and how often."""
+    """The most frequent mistakes: class, predicted class, and count."""
     mistakes: list[Mistake]
     """The mistakes with the largest loss, the worst first."""
 
     @property
     def right(self) -> int:
-        """Count the images that are right."""
+        """Count the correct predictions."""
         return sum(right for _, right, _ in self.classes)
 
     @property
@@ -101,7 +101,7 @@ class ByClass:
         return sum(count for _, _, count in self.confusions) == self.images - self.right
 
     def name(self, number: int) -> str:
-        """Return the name of a class; its number where classes have no names."""
+        """Return the name of a class, or its index if classes have no names."""
         return self.class_names[number] if self.class_names else str(number)
 
 
@@ -115,16 +115,17 @@ def by_class(
     epoch: int,
     root: str | None,
 ) -> ByClass:
-    """Return what is kept of an evaluation; the images of the worst mistakes are read again.
+    """Return the results of an evaluation by class; the images of the worst mistakes are read
+    again.
 
     Args:
         rows: ``evaluate.Tally.rows`` of all processes, in any order.
         dataset: the images, indexed by ``SampleKey``.
-        spec: what they are.
-        geometry: how they come to the model.
-        split: which of the splits they are.
+        spec: the specification of the images.
+        geometry: the preprocessing.
+        split: the split of the images.
         epoch: the epoch of the weights, counted from 1.
-        root: the folder that names of files are told from; None: there is none.
+        root: the folder that names of files are relative to; None: no folder.
     """
     label, said = rows[:, :2].astype(np.int64).T
     hit = label == said
@@ -132,7 +133,7 @@ def by_class(
     pairs, counts = np.unique(np.stack([label, said], 1)[~hit], axis=0, return_counts=True)
     frequent = np.argsort(-counts, kind="stable")[:MOST_PAIRS]
     wrong = rows[~hit]
-    # The least probability of its own class first; of equal ones, the first image.
+    # The lowest probability of the true class first; among equal ones, the first image.
     worst = wrong[np.lexsort((wrong[:, 4], wrong[:, 2]))[:MOST_MISTAKES]]
     return ByClass(
         VERSION,
@@ -148,9 +149,7 @@ def by_class(
 
 
 def mistake_of(row: np.ndarray, dataset: Dataset, geometry: Geometry, root: str | None) -> Mistake:
-    """Return a row of ``Tally.rows`` as a mistake with its picture; the arguments are as for
-    ``by_class``.
-    """
+    """Turn a row of ``Tally.rows`` into a mistake with its picture; see ``by_class``."""
     label, said, number = row[[0, 1, 4]].astype(int).tolist()
     of_label, probability = (float(f"{value:.6g}") for value in np.exp(row[2:4]))
     name = size = picture = None
@@ -165,14 +164,14 @@ def mistake_of(row: np.ndarray, dataset: Dataset, geometry: Geometry, root: str 
 
 
 def is_wide(size: tuple[int, int]) -> bool:
-    """Tell whether an image of a height and width is shown in more width than height."""
+    """Tell whether an image of this height and width is shown wide."""
     return size[1] > WIDE * size[0]
 
 
 def address(image: np.ndarray, most_px: tuple[int, int] | None = None) -> str:
-    """Return an image ``[H, W, C]``, uint8 or float32 in [0, 1], as a data address; of many bands
-    the first three are shown, of two the first. ``most_px`` is the largest height and width in
-    pixels; None: as mistakes have it.
+    """Return an image ``[H, W, C]``, uint8 or float32 in [0, 1], as a data URL with its first three
+    bands, or the first of two. ``most_px`` is the largest height and width in pixels; None: the
+    limits of mistakes.
     """
     if image.dtype != np.uint8:
         image = np.rint(image.clip(0, 1) * 255).astype(np.uint8)
@@ -196,20 +195,20 @@ def _encoded(picture: Image.Image, kind: str, **options) -> str:
 
 
 def write_by_class(path: Path, found: ByClass) -> None:
-    """Write the file.
+    """Write the results by class to a JSON file.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     write_text(path, json.dumps(asdict(found)) + "\n")
 
 
 def read_by_class(path: Path) -> ByClass:
-    """Read the file, whoever wrote it.
+    """Read results by class from a JSON file, which may be untrusted.
 
     Raises:
-        ValueError: it is no such file, or a number in it is out of range; one line.
-        OSError: it cannot be read.
+        ValueError: the file has other content, or a number is out of range; one line.
+        OSError: the file cannot be read.
     """
     found: ByClass = read_json(ByClass, path, "the run writes it anew where it is evaluated again")
     classes = range(len(found.classes))

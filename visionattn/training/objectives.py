@@ -1,7 +1,7 @@
-"""What a model learns, and by what it is judged: the classes of images (``Objective``), the classes
-of pixels (``PixelClasses``), or the likelihood of each pixel value (``Likelihood``).
+"""Define training objectives with their evaluation: the classes of images (``Objective``), the
+classes of pixels (``PixelClasses``), or the likelihood of each pixel value (``Likelihood``).
 
-The loop of a training knows the methods of ``Objective`` only; distillation adds one of its own.
+The training loop uses only the methods of ``Objective``; distillation adds its own objective.
 
 Source of mean IoU: PASCAL VOC (Everingham et al. 2010, section 4.2). Bits per dimension are the
 mean of ``-log2 p`` over pixel values.
@@ -24,33 +24,33 @@ from visionattn.training.config import OptimConfig
 
 
 class Judged(NamedTuple):
-    """What an evaluation finds of a batch."""
+    """The evaluation of a batch."""
 
     loss: Tensor
-    """Sum of the losses of its images."""
+    """Sum of the losses of the images."""
     logits: Tensor | None
-    """Outputs per class, ``[B, classes]``; None where the labels are not classes of the outputs."""
+    """Outputs per class, ``[B, classes]``; None if the labels are not classes of the outputs."""
     confusion: Tensor | None = None
-    """For classes of pixels, ``confusion_of``."""
+    """For classes of pixels, the counts of ``confusion_of``."""
 
 
 class Objective:
     """Learn the classes of images by cross-entropy.
 
     Args:
-        config: how the loss is smoothed, and whether images are mixed.
+        config: options of label smoothing and mixing.
     """
 
     measure = "accuracy"
     """The name of ``Evaluation.score``."""
     unit = ""
-    """What follows the number of a loss, for people."""
+    """Unit of the loss, for printing."""
 
     def __init__(self, config: OptimConfig):
         self.criterion = make_criterion(config)
 
     def called(self, model: nn.Module) -> nn.Module:
-        """Return the module that a training step calls: it takes the arguments of ``call``, has the
+        """Return the module that a training step calls. It takes the arguments of ``call``, has the
         parameters of the model, and its outputs go to ``loss``.
         """
         return model
@@ -58,13 +58,13 @@ class Objective:
     def outputs(
         self, called: nn.Module, inputs: Tensor, sizes: Tensor | None, targets: Tensor
     ) -> Tensor:
-        """Return the outputs that ``loss`` takes.
+        """Return the outputs for ``loss``.
 
         Args:
             called: the result of ``called``, or its wrapper on several processes.
             inputs: ``[B, C, H, W]``.
-            sizes: the part that each image fills, as ``call`` takes it.
-            targets: of the batch.
+            sizes: the size of each image without padding, as for ``call``.
+            targets: the targets of the batch.
         """
         return call(called, inputs, sizes)
 
@@ -79,12 +79,12 @@ class Objective:
     def judge(
         self, model: nn.Module, inputs: Tensor, sizes: Tensor | None, labels: Tensor
     ) -> Judged:
-        """Judge a model, in eval mode, by a batch.
+        """Evaluate a model in eval mode on a batch.
 
         Args:
             model: the whole model.
             inputs: ``[B, C, H, W]``.
-            sizes: the part that each image fills, as ``call`` takes it.
+            sizes: the size of each image without padding, as for ``call``.
             labels: int64 ``[B]``, on the device of the inputs.
         """
         logits = call(model, inputs, sizes).float()
@@ -98,8 +98,8 @@ class Objective:
 
 
 class PixelClasses(Objective):
-    """Learn the classes of pixels: the cross-entropy of an image is the mean over its pixels that
-    count, and the loss of a batch is the mean over its images.
+    """Learn the classes of pixels. The cross-entropy of an image is the mean over its pixels except
+    ignored ones, and the loss of a batch is the mean over its images.
     """
 
     measure = "mean IoU"
@@ -120,19 +120,19 @@ class PixelClasses(Objective):
     def judge(
         self, model: nn.Module, inputs: Tensor, sizes: Tensor | None, labels: Tensor
     ) -> Judged:
-        """Judge a model, in eval mode, by a batch whose ``labels`` are uint8 ``[B, H, W]``."""
+        """Evaluate a model in eval mode on a batch with ``labels`` uint8 ``[B, H, W]``."""
         logits = call(model, inputs, sizes).float()
         loss = _pixel_losses(logits, labels, 0.0).sum()
         return Judged(loss, None, confusion_of(labels, logits.argmax(1), logits.shape[1]))
 
 
 class Likelihood(Objective):
-    """Learn the likelihood of each pixel value given those before it, in bits per dimension."""
+    """Learn the likelihood of each pixel value given all earlier values, in bits per dimension."""
 
     unit = " bits/dim"
 
     def __init__(self, config: OptimConfig):
-        """Take the options of an optimisation; none changes this loss."""
+        """Accept the options of the optimisation; none affects this loss."""
 
     def outputs(
         self, called: nn.Module, inputs: Tensor, sizes: Tensor | None, targets: Tensor
@@ -146,15 +146,15 @@ class Likelihood(Objective):
 
         Args:
             outputs: log-likelihoods.
-            targets: classes of images, int64 ``[B]``, where all values count; or uint8
-                ``[B, H, W]``, nonzero where values count.
+            targets: classes of images, int64 ``[B]``, if all values count; or uint8 ``[B, H, W]``,
+                nonzero where values count.
         """
         return _bits(outputs, targets).mean()
 
     def judge(
         self, model: nn.Module, inputs: Tensor, sizes: Tensor | None, labels: Tensor
     ) -> Judged:
-        """Judge a model, in eval mode, by a batch; ``labels`` are as for ``loss``."""
+        """Evaluate a model in eval mode on a batch; ``labels`` are as for ``loss``."""
         return Judged(_bits(self.outputs(model, inputs, sizes, labels), labels).sum(), None)
 
 
@@ -165,8 +165,8 @@ def objective_of(spec: DataSpec, config: OptimConfig) -> Objective:
 
 
 def make_criterion(config: OptimConfig) -> Callable[[Tensor, Tensor], Tensor]:
-    """Make the mean cross-entropy of logits ``[B, classes]`` and targets: shares of classes if
-    images are mixed, else classes.
+    """Return the mean cross-entropy loss of logits ``[B, classes]`` and targets: shares of classes
+    if images are mixed, else classes.
     """
     if config.mixup or config.cutmix:
         return SoftTargetCrossEntropy()
@@ -176,8 +176,8 @@ def make_criterion(config: OptimConfig) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def confusion_of(known: Tensor, found: Tensor, classes: int) -> Tensor:
-    """Count the pixels of each class, by row, that were given each class, by column: int64
-    ``[classes, classes]``; ``IGNORED`` pixels do not count.
+    """Return the confusion matrix of pixels, int64 ``[classes, classes]``: rows are true classes,
+    columns are predictions. ``IGNORED`` pixels do not count.
     """
     counted = known != IGNORED
     pairs = known[counted].long() * classes + found[counted]

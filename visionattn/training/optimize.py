@@ -1,4 +1,4 @@
-"""Optimiser, schedule and mixing of a configuration, all of them timm's, and the optimiser step."""
+"""Build optimiser, schedule and mixing from timm, and do the optimiser step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,23 +19,23 @@ WARMUP_LR = 1e-6
 
 
 class OptimizerStep:
-    """Do the step by which a model learns: forward, loss, backward, clipping and update.
+    """Do a training step: forward, loss, backward, gradient clipping and update.
 
-    Call ``step.add_gradients(model, inputs, targets)`` for each batch, then ``step.update()``;
-    ``Trainer.step`` calls ``unscale`` and ``apply`` instead, and looks at the norm in between.
+    Call ``step.add_gradients(model, inputs, targets)`` for each batch, then ``step.update()``.
+    ``Trainer.step`` calls ``unscale`` and ``apply`` instead, to check the norm in between.
 
     Args:
         model: on its device; its parameters are updated in place.
         config: optimiser, loss and clipping.
-        device: where to compute.
-        amp: ``none``, ``bf16`` or ``fp16``; the last scales the loss.
+        device: device of the model.
+        amp: mixed precision: ``none``, ``bf16`` or ``fp16``; ``fp16`` scales the loss.
         loss: takes outputs and targets; None: the classification loss of ``config``.
-        initial_scale: the first loss scale of ``fp16``. The default overflows in the first steps,
+        initial_scale: initial loss scale of ``fp16``. The default overflows in the first steps,
             which are skipped.
 
     Attributes:
         optimizer, scaler, criterion: the parts of the step.
-        parameters: the trainable ones.
+        parameters: the trainable parameters.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class OptimizerStep:
         """Add the scaled gradient of a batch's mean loss to the gradients.
 
         Args:
-            forward: the model, as it is called in training.
+            forward: the forward pass of training.
             inputs: ``[B, C, H, W]``.
-            targets: as the loss takes them.
+            targets: the targets of the loss.
             share: the weight of this batch's mean in the loss.
             factor: the weight of the loss in the gradient.
 
@@ -91,7 +91,7 @@ class OptimizerStep:
         )
 
     def apply(self, norm: Tensor) -> None:
-        """Clip the gradients, whose global norm is ``norm``, and update the parameters."""
+        """Clip the gradients, given their global norm, and update the parameters."""
         if self.config.clip_grad:
             nn.utils.clip_grads_with_norm_(self.parameters, self.config.clip_grad, norm)
         self.scaler.step(self.optimizer)
@@ -103,8 +103,8 @@ class OptimizerStep:
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """Make AdamW, LAMB or RAdam; one-dimensional parameters and the names in
-    ``model.no_weight_decay()`` do not decay.
+    """Return AdamW, LAMB or RAdam, without weight decay for one-dimensional parameters and the
+    names in ``model.no_weight_decay()``.
     """
     return create_optimizer_v2(
         model,
@@ -119,15 +119,15 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimiz
 def make_scheduler(
     optimizer: torch.optim.Optimizer, config: OptimConfig, epochs: int, steps_per_epoch: int
 ) -> Scheduler:
-    """Make the schedule, a function of the step only: linear warm-up from ``WARMUP_LR`` to ``lr``,
-    then a cosine to ``min_lr``, or a drop to ``min_lr`` after ``drop_epochs``.
+    """Return the learning-rate schedule, a function of the step: linear warm-up from ``WARMUP_LR``
+    to ``lr``, then a cosine to ``min_lr``, or a drop to ``min_lr`` after ``drop_epochs``.
     """
     warmup_steps = min(round(config.warmup_epochs * steps_per_epoch), epochs * steps_per_epoch - 1)
     warmup: dict[str, Any] = dict(warmup_t=warmup_steps, warmup_lr_init=min(WARMUP_LR, config.lr))
     if config.drop_epochs is not None:
         return MultiStepLRScheduler(
             optimizer,
-            # timm drops the rate one step before the step it is given.
+            # timm drops the rate one step before the given step.
             decay_t=[round(config.drop_epochs * steps_per_epoch) + 1],
             decay_rate=config.min_lr / config.lr,
             warmup_prefix=False,
@@ -145,7 +145,7 @@ def make_scheduler(
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
-    """Take the moments of a saved state and keep the options of the configuration.
+    """Restore the moments of a saved state, with the options of the current configuration.
 
     Raises:
         ValueError: the saved state has other groups of parameters.
@@ -156,7 +156,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
             "the saved optimiser has other groups of parameters; resume with the optimiser options "
             "of the run"
         )
-    # LAMB counts its steps in the group.
+    # LAMB keeps its step count in the group.
     groups = [
         group | {key: old[key] for key in ("step",) if key in old}
         for group, old in zip(own, saved["param_groups"], strict=True)
@@ -165,7 +165,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
 
 
 def make_mixup(config: OptimConfig, num_classes: int) -> Mixup | None:
-    """Make mixup, cutmix, or one of the two per batch; None if both are off."""
+    """Return mixup, cutmix, or a random choice of the two per batch; None if both are off."""
     if not (config.mixup or config.cutmix):
         return None
     return Mixup(
@@ -177,15 +177,15 @@ def make_mixup(config: OptimConfig, num_classes: int) -> Mixup | None:
 
 
 def mix_batch(mix: Mixup, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Mix each image with the opposite one in the batch; the last one of an odd batch stays.
+    """Mix each image with its opposite in the batch; the last image of an odd batch is unchanged.
 
     Args:
-        mix: made by ``make_mixup``; it draws from numpy's global generator.
+        mix: the result of ``make_mixup``; it draws from numpy's global generator.
         images: ``[B, C, H, W]``, changed in place.
         labels: int64 ``[B]``.
 
     Returns:
-        Images, and shares of classes ``[B, classes]``.
+        The images, and shares of classes ``[B, classes]``.
     """
     even = len(labels) // 2 * 2
     targets = mixup_target(labels, mix.num_classes, 1.0, mix.label_smoothing)

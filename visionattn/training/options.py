@@ -1,4 +1,4 @@
-"""The flags of ``visionattn train``, read into a ``TrainConfig`` with a name for its folder."""
+"""Read the flags of ``visionattn train`` into a ``TrainConfig`` with a run name."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,10 +12,10 @@ EXAMPLE = "--config digits --epochs 1 --optim.warmup_epochs 0.5 --run try --over
 def parse_train(argv: Sequence[str]) -> TrainConfig:
     """Read the flags of ``visionattn train``.
 
-    A run without a name has that of its first configuration file, or of its data and its model.
+    Without ``run``, the run is named after its first configuration file, or after data and model.
 
     Raises:
-        ValueError, FileNotFoundError: a flag or a file is wrong; one line.
+        ValueError, FileNotFoundError: wrong flag or file; one line.
     """
     config = parse(
         TrainConfig, argv, command="train", description="Train a model.", example=EXAMPLE

@@ -1,5 +1,5 @@
-"""The folder of a run: names of its files, its lock, ``status.json``, metrics and TensorBoard, and
-what of it may be deleted. Weights and states are in ``checkpoint.py``.
+"""Manage the folder of a run: file names, lock, ``status.json``, metrics, TensorBoard, and
+deletion. Weights and states are in ``checkpoint.py``.
 """
 
 import csv
@@ -44,14 +44,14 @@ PREVIOUS, STATUS = "previous.pt", "status.json"
 CONFIG, METRICS = "config.yaml", "metrics.jsonl"
 SUMMARY = "summary.csv"
 BY_CLASS = {"validation": "validation.json", "test": "test.json"}
-"""Files with figures per class of the best weights, by the name of the split."""
+"""Files with the results by class of the best weights, by split."""
 NAMES = (BEST, LAST, PREVIOUS, STATUS, CONFIG, METRICS, SUMMARY, *BY_CLASS.values())
-"""The files of a run, apart from TensorBoard's."""
+"""The files of a run, except TensorBoard's."""
 LOCK = "run.lock"
-"""A file that exists while a run is at work, and after a killed one."""
+"""The lock file; it exists while a run is active, and after a kill."""
 ENDS: dict[type, str] = {NonFinite: "nan", OutOfMemory: "oom", DoesNotFit: "oom"}
 ENDS |= {Stopped: "stopped", KeyboardInterrupt: "stopped"}
-"""The status of a run by the error that ended it; ``failed`` for others."""
+"""Status of a run by the error that ended it; ``failed`` for other errors."""
 
 
 class Figures(TypedDict, total=False):
@@ -79,12 +79,11 @@ class Ended(TypedDict, total=False):
 
 
 def named_folder(output: str, run: str | None, names: Sequence[str]) -> Path:
-    """Return the folder ``run`` within ``output``, after checking that files of these names may be
-    written to it; nothing is written.
+    """Return the folder ``run`` in ``output`` after checking that files with these names can be
+    written to it; write nothing.
 
     Raises:
-        ValueError: the name is not usable, the folder cannot be written to, or another process is
-            at work there.
+        ValueError: unusable name, unwritable folder, or a folder in use by another process.
     """
     if not run or Path(run).name != run or run in (".", ".."):
         raise ValueError(f"run must be the name of a folder within {output}, got {run!r}")
@@ -99,11 +98,11 @@ def named_folder(output: str, run: str | None, names: Sequence[str]) -> Path:
 
 
 def run_folder(config: TrainConfig) -> Path:
-    """Return the folder of the run, after checking that the run may have it; nothing is written.
+    """Return the folder of the run after checking that the run may use it; write nothing.
 
     Raises:
-        ValueError: the name is not usable; the folder is in use and neither ``resume`` nor
-            ``overwrite`` is given; there is nothing to resume; or another run is at work there.
+        ValueError: unusable name; the folder is not empty and neither ``resume`` nor ``overwrite``
+            is given; nothing to resume; or another run uses the folder.
     """
     folder = named_folder(config.output, config.run, NAMES)
     filled = folder.is_dir() and any(folder.iterdir())
@@ -126,7 +125,7 @@ def how_to_resume(config: TrainConfig) -> str:
 def can_go_on(folder: Path) -> bool:
     """Tell whether there is a state to resume, or a run that ended before its first state.
 
-    Best weights without a state are left alone: somebody has deleted the state.
+    Best weights without a state cannot be resumed: a user has deleted the state.
     """
     if any((folder / name).is_file() for name in (LAST, PREVIOUS)):
         return True
@@ -135,10 +134,10 @@ def can_go_on(folder: Path) -> bool:
 
 
 def clear(folder: Path) -> None:
-    """Delete the files that an earlier run wrote to the folder; anything else there stays.
+    """Delete the files of an earlier run in the folder, and keep all other files.
 
     Raises:
-        ValueError: another run is at work there.
+        ValueError: another run uses the folder.
     """
     with held(folder):
         for path in written(folder):
@@ -157,11 +156,10 @@ def written(folder: Path) -> list[Path]:
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Keep the runs of other processes out of a folder that exists; the lock of a killed process
-    holds nothing.
+    """Lock an existing folder against runs of other processes; a killed process leaves no lock.
 
     Raises:
-        ValueError: another run is at work there.
+        ValueError: another run uses the folder.
     """
     taken = (
         f"another run is at work in {folder}; wait for it or end it, or --run NAME writes elsewhere"
@@ -171,16 +169,16 @@ def held(folder: Path) -> Iterator[None]:
 
 
 class Status:
-    """Write ``running`` to ``status.json`` on entry and the end of the run on exit, and hold the
-    folder in between.
+    """Write ``running`` to ``status.json`` on entry and the outcome of the run on exit, and lock
+    the folder in between.
 
     A status is ``running`` (which stays after a kill), ``finished``, ``stopped`` (Ctrl-C or
     SIGTERM), ``nan``, ``oom`` or ``failed``.
 
     Args:
-        folder: the run's folder, which is made if it does not exist.
-        provenance: what the numbers depend on besides the configuration.
-        writes: whether this is the process that writes.
+        folder: the run folder; created if missing.
+        provenance: provenance of the run's numbers.
+        writes: whether this process writes.
     """
 
     def __init__(self, folder: Path, provenance: dict[str, Any], *, writes: bool = True):
@@ -205,7 +203,7 @@ class Status:
                 self.end(error)
 
     def end(self, error: BaseException) -> None:
-        """Write the end of a run that did not finish."""
+        """Write the status of a run that ended early."""
         reason = in_one_line(error)
         if isinstance(error, KeyboardInterrupt):
             reason = "interrupted twice, without saving the state"
@@ -228,7 +226,7 @@ class Status:
         try:
             write_text(path, text)
         except OSError:
-            with open(path, "rb+") as file:  # in its old space, as on a full disk
+            with open(path, "rb+") as file:  # overwrite in place: the disk may be full
                 file.write(text.encode())
                 file.truncate()
 
@@ -236,15 +234,17 @@ class Status:
 class Record:
     """Write a run's config, metrics, summary and TensorBoard events, and print its progress.
 
-    On a terminal a progress bar shows the current epoch; elsewhere a line does every half minute.
+    On a terminal a progress bar shows the current epoch; elsewhere a line is printed every half
+    minute.
 
     Args:
-        folder: the run's folder, which is made if it does not exist.
+        folder: the run folder; created if missing.
         config: written as ``config.yaml``.
-        step: on resume, the optimiser steps done; later lines of an earlier process are dropped.
-        history: on resume, the figures of the epochs done.
+        step: on resume, the finished optimiser steps; later lines of an earlier process are
+            dropped.
+        history: on resume, the metrics of finished epochs.
         stream: where to print; None: standard output.
-        writes: whether this is the process that writes and prints.
+        writes: whether this process writes and prints.
     """
 
     def __init__(
@@ -282,7 +282,7 @@ class Record:
     def __exit__(self, kind: type | None, *exception: object) -> None:
         if self._progress:
             self._progress.stop()
-        # If an error ends the run already, a full disk is not worth a word.
+        # If another error ends the run, do not report a full disk, too.
         with suppress(OSError) if kind else nullcontext():
             if self._events:
                 self._events.close()
@@ -305,16 +305,16 @@ class Record:
         return self._progress
 
     def step(self, values: dict[str, Any]) -> None:
-        """Write the means since the last such line."""
+        """Write the means since the last line about steps."""
         self.event("train", values)
         self._plot("train", values)
 
     def epoch(self, history: Sequence[dict[str, Any]], more: dict[str, Any]) -> None:
-        """Write an epoch's figures to metrics, summary and TensorBoard.
+        """Write the metrics of an epoch to ``metrics.jsonl``, summary and TensorBoard.
 
         Args:
-            history: the figures of all epochs so far, under equal keys; the last one is new.
-            more: further figures for ``metrics.jsonl``.
+            history: the metrics of all epochs so far, with equal keys; the last entry is new.
+            more: further values for ``metrics.jsonl``.
         """
         self.event("epoch", history[-1] | more)
         if self.writes:
@@ -335,7 +335,7 @@ class Record:
             file.write((json.dumps(line) + "\n").encode())
 
     def sync(self) -> None:
-        """Return once the lines so far are on the disk, before the state that follows them."""
+        """Flush the lines so far to the disk, before the next state is saved."""
         path = self.folder / METRICS
         if self.writes and path.exists():
             with named(path):
@@ -356,8 +356,8 @@ class Record:
 
 
 def forget_after(folder: Path, steps: int, epochs: int) -> None:
-    """Drop the lines of ``metrics.jsonl`` that were written after a state, so that a resumed run
-    writes each once. The test always counts as later than a state.
+    """Drop the lines of ``metrics.jsonl`` written after a state, so that a resumed run writes each
+    line once. The line of the test is always dropped.
     """
     path = folder / METRICS
     if not path.exists():

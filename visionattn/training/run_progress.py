@@ -1,4 +1,4 @@
-"""How far a run has come, its result, and the lines that end it."""
+"""Track the progress of a run, and report its result."""
 
 import math
 import os
@@ -15,23 +15,23 @@ from visionattn.training.evaluate import Evaluation
 
 STARTING_STEPS, STARTING_SECONDS = 10, 10.0
 PACE_STEPS, PACE_SECONDS, LONGEST_PACE = 20, 10.0, 60.0
-"""The fewest steps and seconds over which ``Pace`` measures."""
+"""The fewest steps and seconds that ``Pace`` measures."""
 
 
 @dataclass
 class Position:
-    """How far a run has come."""
+    """The progress of a run."""
 
     epoch: int = 0
-    """Epochs finished, validation included."""
+    """Finished epochs, validation included."""
     batch: int = 0
-    """Batches done of the current epoch."""
+    """Finished batches of the current epoch."""
     step: int = 0
-    """Optimiser steps done, skipped ones included."""
+    """Finished optimiser steps, skipped steps included."""
     skipped: int = 0
-    """Steps without an update, as the loss or the gradient was not finite."""
+    """Steps without an update, because the loss or the gradient was not finite."""
     non_finite_in_a_row: int = 0
-    """Consecutive skipped steps up to now that count as a fault."""
+    """Current number of consecutive skipped steps that count as a fault."""
     epoch_seconds: float = 0.0
     """Time of this epoch so far, validation included."""
     seconds: float = 0.0
@@ -43,7 +43,7 @@ class Position:
     best: float = -1.0
     """Best score on the validation images, in [0, 1]."""
     best_loss: float = math.inf
-    """Validation loss of the same weights; the smaller one counts among equal scores."""
+    """Validation loss of the same weights; the lower loss wins among equal scores."""
     best_epoch: int = 0
     """The epoch of these weights, counted from 1; 0 before there are any."""
 
@@ -55,7 +55,7 @@ class Position:
 
 @dataclass
 class Sums:
-    """Sums over steps: of an epoch, or since the last line of metrics."""
+    """Sums over the steps of an epoch, or since the last line of metrics."""
 
     steps: int = 0
     loss: float = 0.0
@@ -65,8 +65,8 @@ class Sums:
     seconds: float = 0.0
 
     def add(self, loss: float, norm: float, images: int, waited: float, seconds: float) -> None:
-        """Count a step: mean loss and gradient norm, images, and its seconds, ``waited`` of them
-        for data.
+        """Add a step: mean loss, gradient norm, number of images, and its seconds, ``waited`` of
+        them for data.
         """
         self.steps, self.images = self.steps + 1, self.images + images
         self.loss, self.norm = self.loss + loss * images, self.norm + norm
@@ -86,12 +86,10 @@ class Sums:
 
 @dataclass
 class Pace:
-    """Measure the time of the first steps, loading included, and tell it once."""
+    """Measure the time of the first steps, data loading included, and report it once."""
 
     started: int = 0
-    """Steps that do not count, while libraries and the loader's processes start: ten, or fewer that
-    take 10 seconds.
-    """
+    """Skipped first steps, while libraries and loader processes start: ten steps or 10 seconds."""
     start_seconds: float = 0.0
     steps: int = 0
     waited: float = 0.0
@@ -99,7 +97,7 @@ class Pace:
     told: bool = False
 
     def add(self, waited: float, seconds: float) -> bool:
-        """Count a step; return True once, when enough steps are measured."""
+        """Add a step; return True once, when enough steps are measured."""
         if self.told:
             return False
         if self.started < STARTING_STEPS and self.start_seconds < STARTING_SECONDS:
@@ -115,7 +113,7 @@ class Pace:
         """Return the measured time, and the share that more loader processes would save.
 
         Args:
-            steps_left: steps to come, evaluations included as the steps that take as long.
+            steps_left: remaining steps, with evaluations converted to steps of equal time.
             workers: ``data.workers``.
         """
         each, share = self.seconds / self.steps, self.waited / self.seconds
@@ -137,22 +135,24 @@ class Result:
     seconds: float
     """Time of training and validation, earlier parts of a resumed run included."""
     images_per_second: float
-    """Training images per second of all steps, waiting for data included."""
+    """Training throughput over all steps, waiting for data included."""
     best_epoch: int
     """The epoch, counted from 1, with the best weights on the validation images."""
     validation: float | None
-    """Their score on the validation images, in [0, 1]; None for images without classes."""
+    """Score of the best weights on the validation images, in [0, 1]; None for images without
+    classes.
+    """
     test: Evaluation | None
-    """The same weights on the test images; None without a test split."""
+    """Evaluation of the best weights on the test images; None without a test split."""
     sizes_px: tuple[Size, ...]
-    """Image sizes worth evaluating, ``sizes_worth_trying``."""
+    """Image sizes worth evaluating, see ``sizes_worth_trying``."""
     measure: str = "accuracy"
     """The name of the score: ``accuracy`` or ``mean IoU``."""
     unit: str = ""
-    """What follows the number of a loss, for people."""
+    """Unit of the loss, for printing."""
 
     def figures(self) -> dict[str, float | int | None]:
-        """Return the result for programs, in plain types."""
+        """Return the result as plain values."""
         score = self.measure.lower().replace(" ", "_")
         return {
             "best_epoch": self.best_epoch,
@@ -166,8 +166,8 @@ class Result:
 
 
 def sizes_worth_trying(model: nn.Module, geometry: Geometry) -> tuple[Size, ...]:
-    """Return the training size, and about 1.5 and 2 times it in whole patches if the model takes
-    other sizes; nothing for images at sizes of their own.
+    """Return the training size and, if the model takes other sizes, about 1.5 and 2 times that size
+    in whole patches. Empty for native image sizes.
     """
     size = geometry.img_size
     if size is None:
@@ -181,8 +181,8 @@ def sizes_worth_trying(model: nn.Module, geometry: Geometry) -> tuple[Size, ...]
 
 
 def report(config: TrainConfig, result: Result) -> list[str]:
-    """Return the last lines of a finished run. The last one is the score on the test images, or on
-    the validation images without a test split; no other line has a percentage.
+    """Return the final lines of a finished run. The last line is the score on the test images, or
+    on the validation images without a test split; no other line has a percentage.
     """
     return [
         f"trained in {result.seconds:.0f} seconds",
@@ -197,7 +197,7 @@ def reached(result: Result) -> str:
     """Return a line with the score of a run, or the loss for images without classes."""
     if result.test is None:
         if result.validation is None:
-            return f"the least validation loss is that of epoch {result.best_epoch}"
+            return f"epoch {result.best_epoch} has the lowest validation loss"
         return (
             f"validation {result.measure} {100 * result.validation:.1f} % (there is no test split)"
         )

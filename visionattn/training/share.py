@@ -1,8 +1,8 @@
-"""What ``visionattn share`` does: writes a checkpoint as the folder that
-``timm.create_model("local-dir:FOLDER")`` loads, or uploads it for ``hf-hub:ORG/NAME``.
+"""Run ``visionattn share``: write a checkpoint as a folder for
+``timm.create_model("local-dir:FOLDER")``, or upload it for ``hf-hub:ORG/NAME``.
 
-timm writes weights and configuration; here is what it leaves open: all arguments of the model, what
-its images are, names of classes, and the card.
+timm writes weights and configuration. This module adds all arguments of the model, the
+specification of its images, names of classes, and the card.
 """
 
 import json
@@ -26,36 +26,34 @@ from visionattn.training.card import card_of
 HUB = re.compile(r"hf-hub:([\w.-]+/[\w.-]+)")
 SCHEME = re.compile(r"(hf[-_]hub|local-dir|https?):")
 LICENSE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]{0,60}")
-"""Identifiers of licences, such as apache-2.0."""
+"""Matches licence identifiers such as apache-2.0."""
 ELSEWHERE = ("tag", "label_", "test_", "description", "notes", "origin_url")
-"""How the names of those fields of timm's begin that are of other weights of the architecture."""
+"""Name prefixes of timm's fields that describe other weights of the architecture."""
 EXAMPLE = "checkpoints/digits/best.safetensors --to checkpoints/shared --license apache-2.0"
 
 
 @dataclass
 class ShareConfig:
-    """A checkpoint, as timm and transformers load it."""
+    """Options for writing a checkpoint in the formats of timm and transformers."""
 
     checkpoint: str | None = None
-    """The ``best.safetensors`` of a run, or another file that ``visionattn.load_model`` reads; it
-    may stand first, without ``--checkpoint``.
+    """The ``best.safetensors`` of a run, or another file that ``visionattn.load_model`` reads;
+    ``--checkpoint`` may be omitted if the file comes first.
     """
     to: str | None = None
-    """A folder that does not exist yet, or ``hf-hub:ORG/NAME`` to upload."""
+    """A new folder, or ``hf-hub:ORG/NAME`` to upload."""
     license: str | None = None
-    """Identifier of the licence of the weights, e.g. ``apache-2.0``; None: the card says that it is
-    unknown.
-    """
+    """Licence identifier of the weights, e.g. ``apache-2.0``; None: "unknown" in the card."""
 
 
 def parse_share(argv: Sequence[str]) -> ShareConfig:
-    """Read the flags of ``visionattn share`` and check what needs neither weights nor network.
+    """Read the flags of ``visionattn share``, and check them without weights and network.
 
     Raises:
-        ValueError, FileNotFoundError: a flag is wrong or missing, or the folder exists; one line.
+        ValueError, FileNotFoundError: wrong or missing flag, or an existing folder; one line.
     """
     words = with_first(argv, "checkpoint")
-    about = "Write a checkpoint as timm and transformers load it, with a model card."
+    about = "Write a checkpoint in the formats of timm and transformers, with a model card."
     config = parse(ShareConfig, words, command="share", description=about, example=EXAMPLE)
     for key, what in (("checkpoint", "the best.safetensors of a run"), ("to", "a folder or hub")):
         if getattr(config, key) is None:
@@ -74,11 +72,11 @@ def parse_share(argv: Sequence[str]) -> ShareConfig:
 
 
 def share(config: ShareConfig) -> list[str]:
-    """Write the folder or upload it, and return what to say of it.
+    """Write the folder or upload it, and return lines about it.
 
     Raises:
-        ValueError, OSError: the checkpoint is none or not finite, a file of its run is garbled, the
-            name is taken or none, there is no token, or the hub refuses; one line. Nothing has been
+        ValueError, OSError: not a checkpoint, non-finite weights, a damaged file of the run, an
+            invalid or existing name, no token, or a refusal of the hub; one line, and nothing is
             written.
     """
     path, to = Path(config.checkpoint), Path(config.to)
@@ -96,7 +94,7 @@ def share(config: ShareConfig) -> list[str]:
         upload(path, model, card, config.license, name=hub[1])
     else:
         said, source = f"written to {to}", f"local-dir:{to}"
-        # The card does not tell where it was written.
+        # The card does not reveal the path of the folder.
         about = dict(title=to.name, source=f"local-dir:{to.name}", license=config.license)
         card = card_of(path, model, **about)
         with whole_folder(to) as place:
@@ -109,11 +107,11 @@ def write(folder: Path, path: Path, model: nn.Module, card: str, license: str | 
     """Write ``model.safetensors``, ``config.json`` and ``README.md``.
 
     Args:
-        folder: where; it exists.
+        folder: an existing folder.
         path: the file of the weights.
-        model: as ``load_model`` gives it.
+        model: the result of ``load_model``.
         card: the text of ``README.md``.
-        license: of the weights; None: unknown.
+        license: licence of the weights; None: unknown.
     """
     _, args, spec = described(read_metadata(path), path)
     known = model.pretrained_cfg.items()
@@ -122,7 +120,7 @@ def write(folder: Path, path: Path, model: nn.Module, card: str, license: str | 
     model.pretrained_cfg |= images_cfg(spec, patch_size(model))
     labels = {"label_names": list(spec.class_names)} if spec.class_names else {}
     save_for_hf(model, str(folder), model_config=labels, model_args=args, safe_serialization=True)
-    # transformers hands both these arguments and the number of classes to the model.
+    # transformers passes both these arguments and the number of classes to the model.
     described_again = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     described_again["model_args"].pop("num_classes", None)
     write_text(folder / "config.json", json.dumps(described_again, indent=2) + "\n")
@@ -130,17 +128,17 @@ def write(folder: Path, path: Path, model: nn.Module, card: str, license: str | 
 
 
 def upload(path: Path, model: nn.Module, card: str, license: str | None, *, name: str) -> None:
-    """Upload the files to the hub, into the repository ``name``, which is new or holds no model
-    yet; the other arguments are as for ``write``.
+    """Upload the files to the repository ``name`` of the hub, which is new or holds no model; other
+    arguments as for ``write``.
 
     Raises:
-        ValueError: there is no token, the name is none, or there is a model of that name.
+        ValueError: no token, an invalid name, or the repository holds a model.
         OSError: the hub refuses or cannot be reached.
     """
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError
 
-    # The base class of what the library for HTTP raises, whichever of them the hub's library has.
+    # The base class of the HTTP library's errors, whichever library the hub's client uses.
     bases = [each for each in HfHubHTTPError.__mro__ if each.__module__ != "builtins"]
     if get_token() is None:
         raise ValueError("there is no token for the hub; hf auth login keeps one, or set HF_TOKEN")

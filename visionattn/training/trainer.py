@@ -1,7 +1,6 @@
-"""A model in training: the loop over epochs and batches, the optimiser step, and the state that a
-run goes on from.
+"""Train a model: the loop over epochs and batches, the optimiser step, and the state for resume.
 
-``fit`` has the epochs, ``train_epoch`` the batches, ``step`` the optimiser step.
+``fit`` loops over epochs, ``train_epoch`` over batches, and ``step`` does the optimiser step.
 """
 
 import math
@@ -60,29 +59,28 @@ from visionattn.training.run_folder import BEST, BY_CLASS, Record
 from visionattn.training.run_progress import Pace, Position, Result, Sums, sizes_worth_trying
 
 NON_FINITE_STEPS = 3
-"""Steps in a row without a finite loss that end a run."""
+"""Number of consecutive steps without a finite loss that ends a run."""
 LOG_EVERY, LINES = 50, 200
-"""Steps between two lines about steps by default, or fewer for a run of at least ``LINES`` lines.
-"""
+"""Steps between two lines about steps, fewer in short runs to give at least ``LINES`` lines."""
 FORWARD, FORWARD_CHECKPOINTED = 1 / 3, 1 / 4
-"""The time of a forward without gradients over the time of a step."""
+"""Ratio of the time of a forward without gradients to the time of a step."""
 SOME_PX = (224, 224)
-"""Height and width in pixels of a placeholder image, if any size will do."""
+"""Height and width in pixels of a placeholder image, if any size works."""
 
 
 class Trainer:
-    """A model, its optimiser, its images, and how far they have come.
+    """A model with its optimiser, its images, and its progress.
 
     Args:
         config: the run.
         splits: the images.
         model: on its device.
-        args: the arguments that build it again, for the best weights' file.
-        device: where to compute.
-        states: where the states go; None: they are not kept.
-        processes: those that train together; each has a trainer, and all call the same methods in
-            the same order.
-        objective: what the model learns; None: as the data's task says.
+        args: the arguments that rebuild the model, for the file of the best weights.
+        device: device of the model.
+        states: writes and reads the states; None: states are not saved.
+        processes: the processes that train together. Each has a trainer, and all call the same
+            methods in the same order.
+        objective: the training objective; None: set by the task of the data.
     """
 
     def __init__(
@@ -112,7 +110,7 @@ class Trainer:
             patch_px=patch_size(model),
         )
         parts = self.processes.data_rank, self.processes.data_size
-        if isinstance(self.batches, StreamTrainBatches):  # only one process has the order
+        if isinstance(self.batches, StreamTrainBatches):  # only one process knows the order
             parts = self.processes.rank, self.processes.size
         self.batches.divide(*parts, pairs=self.mix is not None)
         self.validation = self.batches_of(splits.validation)
@@ -120,13 +118,11 @@ class Trainer:
         decay = config.optim.ema_decay
         self.ema = ModelEmaV3(model, decay=decay, use_warmup=True) if decay else None
         self.evaluated: nn.Module = self.ema.module if self.ema else model
-        """The model that is evaluated and kept: the average if there is one."""
+        """The model to evaluate and save: the averaged weights if there are any."""
         kind = choose_kind(config, self.processes.size)
         self.called = self.objective.called(model)
         if kind == "sequence" and self.called is not model:
-            raise ValueError(
-                "parallel sequence is for a model that learns classes of images alone; take ddp"
-            )
+            raise ValueError("parallel sequence works only for classes of images; use ddp")
         self.spread = Spread(
             kind,
             self.called,
@@ -141,22 +137,22 @@ class Trainer:
         self.optimizer = self.optimizer_step.optimizer
         self.steps_per_epoch = steps = math.ceil(len(self.batches) / config.optim.accumulate)
         self.scheduler = make_scheduler(self.optimizer, config.optim, config.epochs, steps)
-        # How far they have come.
+        # Progress.
         self.position, self.pace = Position(), Pace()
         self.sums, self.window = Sums(), Sums()
-        """Of this epoch, and since the last line of metrics."""
+        """Sums of this epoch, and since the last line of metrics."""
         self.history: list[dict[str, Any]] = []
         self.progress = Progress(0)
         self.watched = nn.Identity() if config.compile or self.processes.size > 1 else model
-        """The model whose blocks move the progress bar; compiled ones cannot."""
+        """The model whose blocks move the progress bar; compiled models cannot."""
         self.log_every = max(1, min(LOG_EVERY, config.epochs * steps // LINES))
         self.input_shape: tuple[int, ...] = self.shape_of(config.batch_size)
         """Shape of the last batch, ``[B, C, H, W]``."""
         self.clock: float | None = None
-        """When the time was last counted; None while it is not."""
+        """Time of the last ``count_time``; None while time does not count."""
 
     def batches_of(self, dataset: Dataset) -> EvalBatches | StreamEvalBatches:
-        """Return batches of this process's part of the images to evaluate on."""
+        """Return the evaluation batches of this process's part of the images."""
         batches = eval_batches(
             dataset,
             self.config.data,
@@ -167,8 +163,8 @@ class Trainer:
         return batches
 
     def check_rows(self) -> None:
-        """Raise ValueError if an image has too few rows of patches for the processes that share it,
-        as far as sizes are known.
+        """Raise ValueError if an image of known size has too few rows of patches for the processes
+        that share it.
         """
         if self.processes.per_image == 1:
             return
@@ -194,21 +190,21 @@ class Trainer:
         ]
 
     def where(self) -> str:
-        """Say what the run is doing, for people."""
+        """Return the current phase of the run in words."""
         if self.position.epoch == self.config.epochs:
             return "all epochs are done, the test images are not"
         return f"epoch {self.position.epoch + 1} of {self.config.epochs}"
 
     def fit(self, record: Record, interruption: Interruption) -> None:
-        """Train the epochs that are left, each followed by validation, the best weights and the
+        """Train the remaining epochs; after each epoch validate, and save the best weights and the
         state.
 
-        A state is saved before the first step, so that a run that is killed early can go on.
+        A state is also saved before the first step, so that a run killed early can resume.
 
         Raises:
             NonFinite: the loss is not finite for several steps in a row, in a validation, or in
                 every step.
-            ValueError: nothing is left to train, and the best weights are lost.
+            ValueError: all epochs are done, and the best weights are lost.
         """
         position = self.position
         if position.epoch >= self.config.epochs and not position.best_epoch:
@@ -235,15 +231,15 @@ class Trainer:
             )
 
     def train_epoch(self, record: Record, interruption: Interruption) -> None:
-        """Train the batches that are left of the current epoch."""
+        """Train the remaining batches of the current epoch."""
         position, every = self.position, self.config.save_every
         self.model.train()
         name = f"epoch {position.epoch + 1}/{self.config.epochs}"
         self.progress = record.begin(name, len(self.batches), position.batch, "batches")
         batches = interruption.watch(self.batches.epoch(position.epoch, start=position.batch))
         start = time.perf_counter()
-        # A group of batches makes one optimiser step; processes agree on it, and on errors of
-        # loading.
+        # A group of batches makes one optimiser step; processes agree on the group and on errors
+        # in data loading.
         while group := self.processes.together(
             lambda: list(islice(batches, self.config.optim.accumulate))
         ):
@@ -259,41 +255,42 @@ class Trainer:
             start = time.perf_counter()
 
     def step(self, group: list[Batch]) -> tuple[float, float, bool]:
-        """Do one optimiser step on the images of some batches.
+        """Do one optimiser step on a group of batches.
 
-        Each loss is divided by the images of the whole group, so the gradient belongs to
-        their mean, however they are batched and divided over processes.
+        Each loss is divided by the number of images in the group. So the gradient is the mean over
+        all images, independent of batches and processes.
 
         Args:
-            group: batches; a process without images of one of them runs the model on a placeholder
-                with weight 0, as the others wait for it.
+            group: the batches. A process without images in a batch runs the model on a placeholder
+                with weight 0, because the others wait for it.
 
         Returns:
-            The mean loss, the norm of its gradient before clipping, and whether the weights were
-            updated: a loss or a gradient that is not finite leaves them alone.
+            The mean loss, the gradient norm before clipping, and whether the weights were updated.
+            A non-finite loss or gradient causes no update.
         """
         total, size, epoch = self.images_of(group), self.processes.size, self.position.epoch
         self.optimizer.zero_grad(set_to_none=True)
         losses = []
         for number, batch in enumerate(group, start=self.position.batch):
-            # Each of the processes that share an image counts its loss.
+            # All processes that share an image count its loss.
             share = len(batch.labels) / (total * self.processes.per_image)
             if not len(batch.labels):
                 if size == 1:
                     continue
                 batch = self.placeholder()
             self.input_shape = tuple(batch.images.shape)
-            # The number of the batch in its epoch seeds its draws, on any number of processes.
+            # The index of the batch in its epoch seeds its random draws, for any number of
+            # processes.
             seed_batch(self.config.seed, epoch, number, self.processes.data_rank)
             inputs, targets = self.inputs(batch)
             forward = self.forward_of(batch, targets)
             with self.spread.summing(number == self.position.batch + len(group) - 1):
-                # Times the number of processes, whose gradients are averaged.
+                # Multiply by the number of processes, because their gradients are averaged.
                 loss = self.optimizer_step.add_gradients(
                     forward, inputs, targets, share=share, factor=size
                 )
             losses.append(loss)
-        # One read from the device for loss and norm, which decide whether the step counts.
+        # Read loss and norm from the device in one transfer; they decide whether the step counts.
         norm = whole_tensor(self.optimizer_step.unscale())
         loss = self.spread.total(torch.stack(losses).sum())
         loss_value, norm_value = torch.stack([loss, norm]).tolist()
@@ -307,8 +304,10 @@ class Trainer:
         return loss_value, norm_value, applied
 
     def warm_up(self) -> None:
-        """Run one backward pass on a placeholder, and change nothing. DDP orders its sums by its
-        first pass: without this one, a resumed run of three processes would round differently.
+        """Run one backward pass on a placeholder, and change nothing.
+
+        DDP orders its sums by its first pass; without this one, a resumed run with three processes
+        would round differently.
         """
         if self.spread.kind not in ("ddp", "sequence"):
             return
@@ -321,8 +320,8 @@ class Trainer:
         restore_random_state(kept)
 
     def inputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the model's input on its device, mixed if so configured, and the targets: classes
-        of images or of pixels, or shares of classes.
+        """Return the model's input on its device, mixed if configured, and the targets: classes of
+        images or of pixels, or shares of classes.
         """
         labels = batch.labels.to(self.device, non_blocking=True)
         inputs = self.spec.prepare(batch.images.to(self.device, non_blocking=True))
@@ -334,11 +333,11 @@ class Trainer:
         return partial(self.objective.outputs, called, sizes=sizes, targets=targets)
 
     def sizes_of(self, batch: Batch) -> Tensor | None:
-        """Return the part that each image fills, for a model that leaves out the rest."""
+        """Return the size of each image without padding, for a model that skips padding."""
         return batch.sizes if self.leaves_out else None
 
     def images_of(self, group: list[Batch]) -> int:
-        """Count the readable images of some batches, over all processes."""
+        """Count the readable images of the batches, over all processes."""
         counted = self.processes.sum(sum(len(batch.labels) for batch in group))[0]
         return int(counted) // self.processes.per_image
 
@@ -367,7 +366,7 @@ class Trainer:
         seconds: float,
         record: Record,
     ) -> None:
-        """Add a step to the sums, and write them when they are due.
+        """Add a step to the sums, and write them if due.
 
         The step took ``seconds``, ``waited`` of them for its data.
         """
@@ -390,7 +389,7 @@ class Trainer:
         self.progress.advance(len(group), note=note)
 
     def steps_left(self) -> float:
-        """Return the steps to come, evaluations included as the steps that take as long."""
+        """Return the remaining steps, with evaluations converted to steps of equal time."""
         checkpointing = self.config.model.grad_checkpointing
         forward = FORWARD_CHECKPOINTED if checkpointing else FORWARD
         trained, validated = self.images()
@@ -407,8 +406,7 @@ class Trainer:
         record.event(
             "skipped", {"step": position.step, "epoch": position.epoch + 1, "loss": repr(loss)}
         )
-        # A scaled fp16 gradient overflows now and then by design: the scaler lowers its factor
-        # until it fits.
+        # Scaled fp16 gradients overflow now and then by design: the scaler then lowers its factor.
         if scaler.is_enabled() and math.isfinite(loss) and scaler.get_scale() >= 1:
             position.non_finite_in_a_row = 0
             return
@@ -422,8 +420,8 @@ class Trainer:
             )
 
     def at_fault(self, group: list[Batch]) -> str:
-        """Run the batches of a step once more, mixed alike, and name the first module with values
-        that are not finite.
+        """Run the batches of a step again, with the same mixing, and name the first module with
+        non-finite values.
         """
         model = self.spread.whole(self.called, gradients=True)
 
@@ -439,7 +437,7 @@ class Trainer:
         return min(faults, key=lambda fault: fault.startswith(("the gradient", "nothing")))
 
     def learning_rate(self) -> float:
-        """Return the learning rate of the next step, the highest of all groups."""
+        """Return the learning rate of the next step, the highest of all parameter groups."""
         return max(group["lr"] for group in self.optimizer.param_groups)
 
     def evaluate(
@@ -451,8 +449,8 @@ class Trainer:
         what: str,
         tally: Tally,
     ) -> Evaluation:
-        """Evaluate in the precision of the training; ``what`` names the images, and ``tally`` notes
-        the outcome of each.
+        """Evaluate in the precision of the training; ``what`` names the images, and ``tally``
+        records the prediction for each.
 
         Raises:
             NonFinite: the loss is not finite.
@@ -483,13 +481,13 @@ class Trainer:
         batches: EvalBatches | StreamEvalBatches,
         record: Record,
     ) -> None:
-        """Write figures per class of the best weights and their worst mistakes; nothing for images
-        without classes.
+        """Write the results by class of the best weights, with their worst mistakes; nothing for
+        images without classes.
 
         Args:
-            split: the images that were evaluated.
-            tally: what this process has noted of its part of them.
-            batches: this part.
+            split: the evaluated split.
+            tally: the predictions of this process.
+            batches: the batches of this process.
         """
         rows = np.concatenate(self.processes.gather(tally.rows(batches.numbers)))
         if len(rows):
@@ -502,19 +500,18 @@ class Trainer:
     def close_epoch(
         self, model: nn.Module, result: Evaluation, tally: Tally, record: Record
     ) -> None:
-        """Save the weights if they are the best so far; write and print the epoch's figures, then
+        """Save the weights if they are the best so far; write and print the epoch's metrics, then
         save the state.
 
-        In this order a kill at any moment leaves the state of an earlier step, from which the same
-        epoch follows again.
+        With this order, a kill at any moment leaves an earlier state, from which the same epoch can
+        be repeated.
         """
         position, objective = self.position, self.objective
         figures = BestFigures(position.epoch + 1, result.score, result.loss)
         best = objective.rank(position.best, position.best_loss)
         better = objective.rank(*figures.rank) > best
-        # Best weights first: if the process is killed now, their file says how good they are.
-        # Figures per class come before them: once the weights are there, they are not evaluated
-        # again.
+        # Save the best weights before the state: after a kill, their file tells their metrics.
+        # Write results by class before the weights, which are not evaluated again once saved.
         if better:
             position.best, position.best_loss = figures.rank
             position.best_epoch = figures.epoch
@@ -543,7 +540,7 @@ class Trainer:
             "left_out": self.batches.left_out + self.validation.left_out,
             "seconds": round(position.epoch_seconds, 3),
         }
-        # Then the figures, and the state last: what it counts as done is on the disk.
+        # Then the metrics, and the state last: all that it counts as done is on the disk.
         position.next_epoch()
         self.sums = Sums()
         self.history.append(values)
@@ -560,7 +557,7 @@ class Trainer:
         )
 
     def finish(self, record: Record, interruption: Interruption) -> Result:
-        """Evaluate the best weights, as they are on the disk, once on the test images."""
+        """Load the best weights from the disk, and evaluate them once on the test images."""
         checkpoint, test = record.folder / BEST, None
         if self.splits.test is not None:
             model = self.processes.on_first(lambda: load_model(checkpoint)).to(self.device)
@@ -593,7 +590,7 @@ class Trainer:
             self.clock = now
 
     def save(self, record: Record) -> None:
-        """Save the state, after the lines of the record that led to it."""
+        """Flush the record to the disk, then save the state."""
         self.count_time()
         record.sync()
         state = self.state()
@@ -601,33 +598,33 @@ class Trainer:
         self.states.step = self.position.step
 
     def share_unreadable(self) -> None:
-        """Let each process know which images the others have left out."""
+        """Share the unreadable images among all processes."""
         for batches in (self.batches, self.validation):
             for paths in self.processes.gather(sorted(batches.unreadable)):
                 batches.unreadable.update(paths)
 
     @cached_property
     def listing(self) -> dict[str, Any] | None:
-        """Return the names of the classes and a digest for each image; None for images that come
-        from no files.
+        """Return the names of the classes and a digest of each image; None for images without
+        files.
         """
         parts = {name: getattr(self.splits, name) for name in PARTS}
         if not any(isinstance(part, ImageDataset) for part in parts.values()):
             return None
         return {"class_names": list(self.spec.class_names)} | {
-            # torch saves no unsigned numbers of 32 bits everywhere
+            # not all versions of torch save unsigned 32-bit integers
             name: torch.from_numpy(part.digests().astype(np.int64))
             for name, part in parts.items()
             if part is not None
         }
 
     def images(self) -> list[int]:
-        """Count the images to train and to validate on."""
+        """Return the numbers of training and validation images."""
         return [len(self.splits.train), len(self.splits.validation)]
 
     def state(self) -> dict[str, Any]:
-        """Return all that the run needs to go on, in plain types and whole tensors, however many
-        processes there are; the schedule follows from ``position.step``.
+        """Return the state for resume, as plain types and whole tensors for any number of
+        processes. The schedule follows from ``position.step``.
         """
         self.share_unreadable()
         return {
@@ -650,15 +647,14 @@ class Trainer:
         }
 
     def restore(self, state: dict[str, Any]) -> list[str]:
-        """Go on from what ``state()`` returned.
+        """Restore a state that ``state()`` returned.
 
         Returns:
-            Lines that say from where, and which options have changed since.
+            Lines about the position of the state and the changed options.
 
         Raises:
-            ValueError: the state is of other images or of another optimiser, has no averaged
-                weights although they are asked for, or is from the middle of an epoch of other
-                batches.
+            ValueError: the state has other images, another optimiser, or no averaged weights
+                although they are required, or is from the middle of an epoch with other batches.
         """
         changed = check_options(
             state["config"],
@@ -692,7 +688,7 @@ class Trainer:
         self.history = state["history"]
         self.batches.unreadable.update(state["unreadable"])
         self.scheduler.step_update(self.position.step)
-        restore_random_state(state["random"])  # the loaders draw from generators of their own
+        restore_random_state(state["random"])  # the loaders have their own generators
         return [
             f"goes on after epoch {self.position.epoch}, step {self.position.step}",
             *changed,
@@ -700,7 +696,7 @@ class Trainer:
 
 
 def pixel_figures(result: Evaluation) -> dict[str, Any]:
-    """Return the figures that only classes of pixels have."""
+    """Return the metrics that only segmentation has."""
     if result.mean_iou is None:
         return {}
     return {"mean_iou": result.mean_iou, "ious": result.ious}

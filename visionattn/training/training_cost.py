@@ -1,7 +1,8 @@
-"""What a training takes: memory at its largest batch, and time, said before its first step.
+"""Estimate the cost of a training before its first step: memory at its largest batch, and time.
 
-``models/cost.py`` counts passes and finds what fits. Here are steps, several processes and the
-loading of images. The time is extrapolated from a forward; ``run_progress.Pace`` measures steps.
+``models/cost.py`` counts passes and finds sizes that fit. This module adds training steps, several
+processes and data loading. The time is extrapolated from a forward; ``run_progress.Pace`` measures
+steps.
 """
 
 import math
@@ -41,23 +42,23 @@ from visionattn.training.objectives import Objective, objective_of
 from visionattn.training.trainer import FORWARD, FORWARD_CHECKPOINTED, Trainer
 
 MOMENTS = 2
-"""How many tensors of the size of the parameters the optimisers keep."""
+"""Copies of the parameters' memory that the optimisers keep as state."""
 PREFETCHED = 2
-"""How many batches each process that loads images has ready."""
+"""Batches that each loader process prefetches."""
 
 
 class TrainingMemory(Memory):
-    """The memory of a run at batches of some shapes.
+    """The memory of a run at given batch shapes.
 
-    It is made before the average and the optimiser exist, and counts both.
+    It is created before averaged weights and optimiser exist, and counts both.
 
     Args:
-        config: the run; its batch size does not matter.
+        config: the run; its batch size is ignored.
         model: on its device.
         splits: the images.
-        device: where to compute.
-        processes: those that train together.
-        objective: what the model learns; None: as the data's task says.
+        device: device of the model.
+        processes: the processes that train together.
+        objective: the training objective; None: set by the task of the data.
     """
 
     doing = "a step on "
@@ -91,13 +92,13 @@ class TrainingMemory(Memory):
         self.saves = "" if checkpointing else ", and model.grad_checkpointing saves memory"
 
     def bytes_of(self, shape: Shape, evaluation: Shape | None = None) -> int | None:
-        """Return the memory of one process and of those that load its images, at its largest batch
-        of training and of evaluation; None if unknown.
+        """Return the bytes of one process and its loader processes at the largest training and
+        evaluation batch; None if unknown.
         """
         step = self.extended(self.step_bytes, self.own_part(shape))
         if step is None:
             return None
-        # An evaluation, with the moments of the optimiser, if its batches are larger.
+        # An evaluation, with the optimiser's state in memory, if its batches are larger.
         if evaluation is not None and math.prod(evaluation) > math.prod(shape):
             forward = self.extended(self.passes.forward_bytes, self.own_part(evaluation)) or 0
             step = max(step, forward + self.kept_bytes())
@@ -108,14 +109,14 @@ class TrainingMemory(Memory):
         return self.base_bytes + step + loading
 
     def step_bytes(self, shape: Shape) -> int | None:
-        """Return the bytes of a step of one process, with what the optimiser keeps; None if
-        unknown, on a GPU infinity for too much.
+        """Return the bytes of a step of one process, optimiser state included; None if unknown,
+        infinity if a GPU runs out of memory.
         """
         passes, optim = self.passes, self.config.optim
 
         def work(model: nn.Module) -> None:
             model.train()
-            if optim.accumulate > 1:  # with the gradients of the batches before
+            if optim.accumulate > 1:  # gradients of earlier batches are in memory
                 for parameter in model.parameters():
                     if parameter.requires_grad:
                         parameter.grad = torch.zeros_like(parameter)
@@ -133,8 +134,8 @@ class TrainingMemory(Memory):
         return None if took is None else whole_bytes(took + self.kept_bytes())
 
     def kept_bytes(self) -> float:
-        """Return what the optimiser keeps between steps, and buffers for sums over processes:
-        ``ddp`` sums gradients in buffers of their size, and ``fsdp`` divides the moments.
+        """Return the bytes of the optimiser state and of communication buffers: ``ddp`` sums
+        gradients in buffers of their size, and ``fsdp`` shards the optimiser state.
         """
         learnt = (x for x in self.passes.model.parameters() if x.requires_grad)
         weights = sum(x.numel() * x.element_size() for x in learnt)
@@ -149,7 +150,7 @@ class TrainingMemory(Memory):
         return images, -(-rows // self.processes.per_image) * self.patch_px[0], width
 
     def batch_that_fits(self, images: int, shape: Shape) -> str:
-        """Name the options for batches of ``images`` images that keep the images of a step."""
+        """Return the options for batches of ``images`` images with the same images per step."""
         if self.splits.spec.fit == "native":
             patches = images * (math.prod(shape[1:]) // self.cell_px)
             return f"--data.batch_patches {patches} would fit, {images} such images"
@@ -160,7 +161,7 @@ class TrainingMemory(Memory):
         )
 
     def image_that_fits(self, size: Size) -> str:
-        """Name the options for images of a size."""
+        """Return the options for images of a size."""
         rows, columns = size
         if self.splits.spec.fit == "native":
             patches = rows * columns // self.cell_px
@@ -173,14 +174,14 @@ class TrainingMemory(Memory):
 
 
 def share_of(shape: Shape, processes: int) -> Shape:
-    """Return the largest part of a batch that one of several processes takes."""
+    """Return the largest part of a batch on one of several processes."""
     images, height, width = shape
     return -(-images // processes), height, width
 
 
 def loading_bytes(config: DataConfig, dataset: Dataset, spec: DataSpec, shape: Shape) -> int:
-    """Return the memory of the processes that load images: batches that wait, and for each an image
-    as it is in its file.
+    """Return the bytes of the loader processes: prefetched batches, and one decoded source image
+    for each process.
     """
     images, height, width = shape
     channels = 1 if spec.encoding else spec.in_chans
@@ -193,7 +194,7 @@ def loading_bytes(config: DataConfig, dataset: Dataset, spec: DataSpec, shape: S
 
 
 def largest_shape(shapes: np.ndarray) -> Shape:
-    """Return the batch with the most pixels; of equals, the one with the largest images."""
+    """Return the batch with the most pixels; among equal batches, the largest images win."""
     pixels = shapes[:, 1:].prod(1)
     order = np.lexsort((pixels, pixels * shapes[:, 0]))
     images, height, width = shapes[order[-1]].tolist()
@@ -206,17 +207,17 @@ def known(shapes: np.ndarray) -> np.ndarray:
 
 
 def check_memory(trainer: Trainer, memory: TrainingMemory) -> Expected:
-    """Return the most memory that a run takes.
+    """Return the expected peak memory of a run.
 
     Raises:
-        DoesNotFit: it is clearly more than there is; one line, with what would fit.
+        DoesNotFit: the run clearly does not fit; one line, with options that would fit.
     """
     training, evaluated = known(trainer.batches.shapes()), known(trainer.validation.shapes())
     if not len(training):
         return Expected(None, memory.there_bytes)
     shape = largest_shape(training)
     needed = memory.bytes_of(shape, largest_shape(evaluated) if len(evaluated) else None)
-    # The first process decides, as the others may count a little less or more.
+    # The first process decides, because estimates of the others may differ slightly.
     needed, memory.there_bytes = trainer.processes.on_first(lambda: (needed, memory.there_bytes))
     return memory.check(shape, needed)
 
@@ -224,8 +225,8 @@ def check_memory(trainer: Trainer, memory: TrainingMemory) -> Expected:
 def with_batch(
     config: TrainConfig, splits: Splits, memory: TrainingMemory
 ) -> tuple[TrainConfig, list[str]]:
-    """Return the run with the largest batch that fits for ``batch_size auto``, and a line about it;
-    if images differ in size, with ``data.batch_patches`` too.
+    """Return the run with the largest batch that fits, for ``batch_size auto``, and a line about
+    it. If images differ in size, also set ``data.batch_patches``.
 
     Raises:
         ValueError: the memory of the model is unknown.
@@ -243,7 +244,7 @@ def with_batch(
             f"batch_size auto chooses data.batch_patches, which is {config.data.batch_patches}; "
             "leave one of them out"
         )
-    # As many patches as the largest images have that fit.
+    # The number of patches in the largest images that fit.
     patches = taken * (size[0] * size[1] // memory.cell_px)
     most = min(LARGEST_BATCH * memory.least, count)
     average = min(most, sensible(max(1, int(patches * memory.cell_px / mean))))
@@ -256,7 +257,7 @@ def with_batch(
 
 
 def largest_images(dataset: Dataset, choices: tuple[Geometry, ...]) -> tuple[Size, float]:
-    """Return the size of the largest images as the model sees them, and their mean pixels."""
+    """Return the largest size of preprocessed images, and their mean number of pixels."""
     if choices[0].canvas is not None:
         sizes = np.array([choice.canvas for choice in choices])
     else:
@@ -269,17 +270,19 @@ def largest_images(dataset: Dataset, choices: tuple[Geometry, ...]) -> tuple[Siz
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a training will take."""
+    """The expected cost of a training."""
 
     line: str
-    """Images, memory and time, for people."""
+    """Images, memory and time in words."""
     seconds: float | None
-    """Computing of all epochs that are left, without loading; None if unknown before a step."""
+    """Computing time of all remaining epochs, without data loading; None if unknown."""
 
 
 def forecast(trainer: Trainer, memory: Expected) -> Forecast | None:
-    """Return what the run will take: time in proportion to a timed forward and to the pixels of the
-    batches; None if no image can be read. All processes call it together.
+    """Return the expected cost of the run; None if no image can be read. All processes call it
+    together.
+
+    The time is proportional to a timed forward and to the pixels of the batches.
     """
     shapes, evaluated = known(trainer.batches.shapes()), known(trainer.validation.shapes())
     if not len(shapes) or not len(evaluated):
@@ -290,7 +293,7 @@ def forecast(trainer: Trainer, memory: Expected) -> Forecast | None:
     images = images_of(shapes[:, 1:], len(trainer.splits.train), cell, cells=cells)
     usual = shapes[np.argsort(shapes.prod(1), kind="stable")[len(shapes) // 2]].tolist()
     tried = share_of((usual[0], usual[1], usual[2]), size)
-    # A model that is cut, or that shares images, computes nothing by itself.
+    # A sharded model, or a model that shares images, cannot run on one process.
     alone = trainer.spread.kind in (None, "ddp")
     each = trainer.processes.gather(forward_seconds(trainer, tried) if alone else None)[0]
     if each is None:
@@ -311,7 +314,7 @@ def forecast(trainer: Trainer, memory: Expected) -> Forecast | None:
 
 
 def forward_seconds(trainer: Trainer, shape: Shape) -> float | None:
-    """Return the seconds of a forward per image of a batch; None if it cannot be timed."""
+    """Return the seconds per image of a forward; None if it cannot be timed."""
     objective, device = trainer.objective, trainer.device
 
     def compute(model: nn.Module, inputs: Tensor, sizes: Tensor | None) -> Tensor:

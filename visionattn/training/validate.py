@@ -1,4 +1,4 @@
-"""Accuracy of kept weights at several image sizes: the work of ``visionattn validate``."""
+"""Run ``visionattn validate``: evaluate a checkpoint at several image sizes."""
 
 import json
 import math
@@ -54,22 +54,22 @@ COLUMNS = {
     "segmentation": ("size", "images", "mean IoU", "pixels", "images/s"),
     "generate": ("size", "images", "bits/dim", "images/s"),
 }
-"""The heads of the table by task; ``pixels`` is the share of them that get their class."""
+"""Headings of the table by task; ``pixels`` is the pixel accuracy."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One image size."""
+    """The result at one image size."""
 
     img_size: int | tuple[int, int] | None
-    """Size in pixels; None where images have sizes of their own."""
+    """Size in pixels; None for native image sizes."""
     result: Evaluation | None
-    """What the model does at this size; None where there was not enough memory."""
+    """The evaluation at this size; None if it ran out of memory."""
     task: Task = "classification"
-    """What the model's outputs are of."""
+    """The task of the model."""
 
     def cells(self) -> tuple[str, ...]:
-        """Return the row for people, under ``COLUMNS``."""
+        """Return the cells of the printed row, for ``COLUMNS``."""
         size = {None: "own"}.get(self.img_size, str(self.img_size))
         if isinstance(self.img_size, tuple):
             size = "x".join(map(str, self.img_size))
@@ -85,14 +85,13 @@ class Row:
 
 
 def parse_validate(argv: Sequence[str]) -> ValidateConfig:
-    """Read the flags of ``visionattn validate``. What they do not say about the data comes from the
+    """Read the flags of ``visionattn validate``. Data options that are not given come from the
     run's ``config.yaml``.
 
     Raises:
-        ValueError, FileNotFoundError: a flag is wrong, there is no checkpoint, or nothing says
-            which data; one line.
+        ValueError, FileNotFoundError: wrong flag, missing checkpoint, or unknown data; one line.
     """
-    # The checkpoint is looked for before all flags are parsed, as the run beside it gives defaults.
+    # Find the checkpoint before parsing all flags, because its run gives defaults.
     given = flags_of(argv, field_types(ValidateConfig))
     defaults: dict[str, Any] = {}
     trained_on = None
@@ -101,7 +100,7 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
         beside = path.with_name(CONFIG)
         if beside.is_file():
             run = parse_train(["--config", str(beside)])
-            # Of a run's data, another data set takes only what means the same for it.
+            # Another data set takes only those options of the run that mean the same for it.
             keep = (
                 asdict(run.data)
                 if given.get("data.name", run.data.name) == run.data.name
@@ -119,13 +118,13 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
         ValidateConfig,
         argv,
         command="validate",
-        description="Evaluate weights at several image sizes.",
+        description="Evaluate a checkpoint at several image sizes.",
         example="--checkpoint checkpoints/digits/best.safetensors --img-size 32 48 64",
         defaults=defaults,
     )
     if config.checkpoint is None:
         raise ValueError("--checkpoint is missing: the best.safetensors of a run")
-    # What is seen of images is told by the checkpoint and by flags; that of the data is ignored.
+    # The checkpoint and the flags set the preprocessing; options of the run's data are ignored.
     for key, flag in SEEN.items():
         usual = defaults.get(f"data.{key}", getattr(DataConfig(), key))
         if getattr(config.data, key) != usual or f"data.{key}" in given:
@@ -138,38 +137,38 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
 
 
 def _same_root(data: DataConfig, other: DataConfig) -> bool:
-    """Tell whether both mean the same images of one's own, whatever path leads to them."""
+    """Tell whether both name the same folder of images, by any path."""
     if data.root is None or other.root is None or (data.name, other.name) != ("folder", "folder"):
         return False
     return data.root == other.root or os.path.realpath(data.root) == os.path.realpath(other.root)
 
 
 SEEN = {
-    "fit": "how images are seen with --fit",
+    "fit": "the resizing with --fit",
     "img_size": "the sizes to evaluate at with --img-size",
     "img_size_choices": "the sizes to evaluate at with --img-size",
     "max_patches": "the most patches with --max-patches",
 }
-"""Options of the data of a training that flags of their own stand for here."""
+"""Data options of a training that have their own flags here."""
 
 
 def of_any_data(data: DataConfig) -> dict[str, Any]:
-    """Return those options of a run's data that mean the same for another data set."""
+    """Return the data options of a run that mean the same for another data set."""
     return {key: getattr(data, key) for key in ("root", "val_fraction", "on_error", "workers")}
 
 
 class Validation:
-    """Weights and the images to evaluate them on, after all checks.
+    """A checkpoint and the images to evaluate it on, after all checks.
 
     Args:
-        config: what ``parse_validate`` returned.
+        config: the result of ``parse_validate``.
 
     Attributes:
-        split: the images that are judged: ``train``, ``validation``, ``test`` or ``all``.
+        split: the evaluated images: ``train``, ``validation``, ``test`` or ``all``.
 
     Raises:
-        ValueError, FileNotFoundError: checkpoint, data, sizes or device are wrong or do not go
-            together; one line.
+        ValueError, FileNotFoundError: wrong or mismatched checkpoint, data, sizes or device; one
+            line.
     """
 
     def __init__(self, config: ValidateConfig):
@@ -191,12 +190,12 @@ class Validation:
         self.config = self._fitting(config)
 
     def _fitting(self, config: ValidateConfig) -> ValidateConfig:
-        """Return the options with a number for ``batch_size auto``: the most images that fit, of
-        the largest size.
+        """Return the options with a number for ``batch_size auto``: the most images of the largest
+        size that fit.
 
         Raises:
-            DoesNotFit: a batch clearly takes more memory than there is.
-            ValueError: nobody can tell what fits.
+            DoesNotFit: a batch clearly does not fit into memory.
+            ValueError: the memory of the model is unknown.
         """
         first, data = self.geometries[0], config.data
 
@@ -231,15 +230,15 @@ class Validation:
             )
             for geometry in self.geometries
         ]
-        if not any(map(len, self.shapes)):  # no image is known that could be tried
+        if not any(map(len, self.shapes)):  # no image of known size to try
             return config
         shape = largest_shape(np.concatenate(self.shapes))
         self.expected = memory.check(shape, memory.bytes_of(shape))
         return config
 
     def outlook(self) -> Iterator[str]:
-        """Yield what ``batch_size auto`` has become, and what the evaluation will take, found by a
-        trial; nothing where all is done at once.
+        """Yield lines with the value of ``batch_size auto`` and the estimated cost, measured by a
+        trial; nothing for a short evaluation.
         """
         yield from self.notes
         seen = np.concatenate(self.shapes)
@@ -261,7 +260,7 @@ class Validation:
         )
 
     def _seconds(self, geometry: Geometry, shapes: np.ndarray) -> float | None:
-        """Return the seconds that all batches at one size compute; None where none can be tried."""
+        """Return the computing time of all batches at one size; None if no batch can be tried."""
         shape = largest_shape(shapes)
         each = self.passes.forward_seconds(shape, geometry.patch_px)
         if each is None:
@@ -269,7 +268,7 @@ class Validation:
         return each * float(shapes.prod(1).sum()) / math.prod(shape[1:])
 
     def _find_geometries(self) -> list[Geometry]:
-        """Return how images are seen: as in training, as far as no flag says otherwise."""
+        """Return the preprocessing: as in training, except where flags change it."""
         config, spec = self.config, self.spec
         fit, max_patches = config.fit or spec.fit, config.max_patches
         if max_patches is None and config.img_size is None and fit == "native":
@@ -282,7 +281,7 @@ class Validation:
         return found
 
     def about(self) -> str:
-        """Say in words which weights are judged on which images, and the preprocessing."""
+        """Return a line with checkpoint, images and preprocessing."""
         images = {"all": "all", "train": "the training"}.get(self.split, f"the {self.split}")
         data = self.config.data
         place = data.root if data.name == "folder" else data.name
@@ -290,7 +289,7 @@ class Validation:
         return f"{where}; preprocessing: {self.describe()}"
 
     def describe(self) -> str:
-        """Return the preprocessing in words; sizes where there is one."""
+        """Return the preprocessing in words, with the size if there is only one."""
         first, *others = self.geometries
         seen = f"{first.fit}, at several sizes" if others else seen_as(self.dataset, first)
         if first.fit == "pad" and not takes_sizes(self.model):
@@ -298,7 +297,7 @@ class Validation:
         return seen
 
     def _find_images(self, data: DataConfig) -> tuple[str, Dataset]:
-        # What the weights know of files holds for other folders too.
+        # Options stored with the weights also apply to other folders.
         known: dict[str, Any] = {
             key: getattr(self.spec, key)
             for key in ("bands", "value_range", "page")
@@ -309,7 +308,7 @@ class Validation:
         if self.spec.task == "segmentation" and data.name == "folder":
             known["masks"] = self._meaning_of_masks(data)
         data = replace(data, **known)
-        # As choices of the training, all sizes are checked, here and not when their turn comes.
+        # Passed as choices of a training, all sizes are checked now, not one by one later.
         first = self.geometries[0]
         if first.fit != "native" and data.batch_patches is not None and self.spec.fit != "native":
             raise ValueError(
@@ -350,18 +349,18 @@ class Validation:
         return chosen, found[chosen]
 
     def _meaning_of_masks(self, data: DataConfig) -> dict[str, Any]:
-        """Return ``data.masks``, with what the weights know where nobody says otherwise."""
+        """Return ``data.masks``, with missing values from the weights."""
         said, colours = said_of_masks(data), self.spec.colours
         if not (said.classes or said.colours):
             said = replace(said, classes=list(class_names(self.spec)))
         if colours and said.colours is None and len(said.classes or colours) == len(colours):
             said = replace(said, colours=list(map(list, colours)))
-            if isinstance(said.ignored, int):  # a level of grey, where colours were found
+            if isinstance(said.ignored, int):  # a grey level, although masks have colours
                 said = replace(said, ignored=[said.ignored] * 3)
         return {key: value for key, value in asdict(said).items() if value is not None}
 
     def rows(self) -> Iterator[Row]:
-        """Evaluate at one size after the other."""
+        """Yield the evaluation at each size in turn."""
         for geometry in self.geometries:
             batches = eval_batches(
                 self.dataset,
@@ -393,7 +392,7 @@ class Validation:
             yield Row(side, result, self.spec.task)
 
     def _tell_absent(self, result: Evaluation | None) -> None:
-        """Name the classes of pixels that no mask has."""
+        """Warn about classes that no mask contains."""
         ious = result.ious if result and result.ious else ()
         names = [
             name for name, iou in zip(class_names(self.spec), ious, strict=False) if iou is None
@@ -419,10 +418,10 @@ class Validation:
 
 
 def align(cells: Sequence[str]) -> str:
-    """Align cells to a line of the table."""
+    """Return a line of the table with aligned cells."""
     return "  ".join(f"{cell:>10}" for cell in cells)
 
 
 def brief(value: Any) -> str:
-    """Put a value into a line."""
+    """Return a value as one line."""
     return f"{len(value)} ({listed(value)})" if isinstance(value, tuple) else str(value)

@@ -1,1 +1,1 @@
-"""What runs on the GPU at hand: ``make gpu``, ``visionattn benchmark gpu``, other launches."""
+"""Measure on a GPU: ``make gpu``, ``visionattn benchmark gpu``, and the tuning of launches."""

@@ -1,8 +1,8 @@
-"""What comes before tests and table of ``make gpu``: one kernel is checked, then all kernels and
-blocks of models are compiled, in as many processes as there are cores.
+"""Prepare the tests and the table of ``make gpu``: check one kernel, then compile all kernels and
+model blocks, with one process per core.
 
-Launches compile and launch nothing here. What is compiled lies in the caches of Triton and
-``torch.compile`` on the disk, from where the processes that come later take it.
+Launches only compile here and run nothing. Compiled code goes to the disk caches of Triton and
+``torch.compile``, where later processes find it.
 """
 
 import argparse
@@ -31,44 +31,44 @@ SOME_TESTS = [
     for name in ("kernelized", "direct", "efficient")
     for dtype in ("bfloat16", "float16 and not bfloat16", "float32")
 ]
-"""Tests that one process walks, as ``-k`` of pytest takes them."""
+"""Groups of tests, as arguments of pytest's ``-k``; one process for each."""
 
 
 def first_kernel(rehearse: bool) -> str | None:
-    """Say what is wrong with the first kernel, in one line; None: nothing."""
+    """Check the first kernel; return its error as one line, or None."""
     try:
         bench = make_bench(rehearse)
         print(", ".join(f"{name} {value}" for name, value in describe(bench).items()), flush=True)
         case = small_case(FIRST) if rehearse else FIRST
         tensors = draw(case, bench)
         status, error = check(case, tensors, expected_of(case, tensors, bench), bench)
-    except Exception as failure:  # of compilers and drivers, which share no base class
+    except Exception as failure:  # errors of compilers and drivers share no base class
         return f"the first kernel does not run: {in_words(failure)}"
     return None if status == "ok" else f"the first kernel is {status} (largest error {error:.1e})"
 
 
 def compile_only(launch_one, kernel, grid, *args, **meta) -> None:
-    """Compile the kernel of a launch; the interpreter has nothing to compile."""
+    """Compile the kernel of a launch; do nothing in the interpreter."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         kernel.warmup(*args, grid=grid, **meta)
 
 
 def compile_work(work: GpuRow | str, rehearse: bool) -> str | None:
-    """Compile what a row, or some tests, launch; why not, in one line, or None."""
+    """Compile the kernels of a row or of some tests; return the error as one line, or None."""
     try:
         with launching_with(run=compile_only):
             if isinstance(work, str):
                 _walk_tests(work)
             else:
                 _run_row(work, rehearse)
-    except Exception as error:  # tests and table will say what it means
+    except Exception as error:  # tests and table will show its effect
         named = work if isinstance(work, str) else work.name
         return f"not compiled ahead: {named}: {in_words(error)}"
     return None
 
 
 def _walk_tests(some: str) -> None:
-    """Walk tests without a word: what they find wrong is what was not launched."""
+    """Run tests silently; they fail, because kernels are compiled but not launched."""
     import pytest
 
     with contextlib.redirect_stdout(io.StringIO()):
@@ -89,18 +89,18 @@ def _run_row(row: GpuRow, rehearse: bool) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check the first kernel, then compile all; 2 where the first kernel is wrong, 1 where
-    something was not compiled.
+    """Check the first kernel, then compile all. Return 2 if the first kernel is wrong, 1 if
+    a compilation failed, else 0.
     """
     parser = argparse.ArgumentParser("python -m visionattn.lab.gpu.compile_ahead")
     parser.add_argument("--rehearse", action="store_true", help="on a processor, tiny")
-    parser.add_argument("--only", metavar="PATTERN", help="rows of the table that this fits")
+    parser.add_argument("--only", metavar="PATTERN", help="rows of the table that match")
     flags = parser.parse_args(argv)
     if wrong := first_kernel(flags.rehearse):
         print(f"error: {wrong}", flush=True)
         return 2
     began, rows = time.monotonic(), chosen(flags.only, rehearse=flags.rehearse)
-    # Models first, which take longest.
+    # Models first: they take longest.
     works: list[GpuRow | str] = [row for row in rows if row.case.kind == "model"]
     works += [] if flags.rehearse else SOME_TESTS
     works += [row for row in rows if row.case.kind == "operation"]

@@ -1,9 +1,9 @@
-"""Models on a GPU: inference, one large image, a step of training; ours against timm's ViT with
-SDPA and against the same network with attention replaced by the identity.
+"""Check and time models on a GPU: inference, one large image, a training step. Compare them with
+timm's ViT with SDPA and with the same network without attention (the identity).
 
-Blocks are compiled with ``torch.compile``, one by one, so that twelve equal ones are compiled once.
-What is timed is checked against the same model in float32 with PyTorch's own operations: its error
-may be twice that of those operations in its own dtype.
+``torch.compile`` compiles block by block, so that twelve equal blocks are compiled once. Each timed
+model is first compared with the same model in float32 with PyTorch's operations. Its error may be
+twice the error of PyTorch's operations in the dtype of the model.
 """
 
 import copy
@@ -30,32 +30,32 @@ from visionattn.training.config import OptimConfig
 from visionattn.training.optimize import OptimizerStep
 
 CHECK_DEPTH = 2
-"""Blocks of a model that are checked; all are alike."""
+"""Number of blocks to check; all are alike."""
 LARGE = 2**26
-"""Pixels from which on a model is called as it is, without a graph and compiled blocks."""
+"""From this number of pixels on, a model runs without CUDA graph and compiled blocks."""
 
 
 def make_model(case: Case, bench: Bench, name: str | None = None) -> nn.Module:
-    """Make the model of the case, or one of another name for the same images; timm's is made for
-    the image size. Weights are seeded.
+    """Build the model of the case, or the model ``name`` for the same images, with seeded weights.
+    timm's models are built for the image size.
     """
     case = replace(case, name=name or case.name)
     args = {} if is_ours(case.base) else {"img_size": case.image_size}
     model = networks.build_model(case, str(bench.device), **args)
     networks.as_trained(model)
-    if bench.rehearsed:  # on a GPU "auto" takes the kernels
+    if bench.rehearsed:  # on a GPU, "auto" already selects the kernels
         networks.set_impl(model, "triton")
     return model
 
 
 def make_images(case: Case, bench: Bench) -> Tensor:
-    """Make random images ``[B, 3, height, width]``."""
+    """Return random images ``[B, 3, height, width]``."""
     options = dict(generator=bench.generator, device=bench.device, dtype=case.torch_dtype)
     return torch.randn(case.batch, 3, *case.image_size, **options)
 
 
 def compiled(model: nn.Module, case: Case, bench: Bench) -> nn.Module:
-    """Return the model, its blocks compiled for one size, unless the image is very large."""
+    """Compile the blocks of the model for one size, unless the image has ``LARGE`` pixels."""
     if case.size * (case.image_width or case.size) < LARGE:
         for block in model.blocks:
             block.compile(dynamic=False, backend="aot_eager" if bench.rehearsed else "inductor")
@@ -69,8 +69,8 @@ def infer(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def gradients_of(model: nn.Module, images: Tensor, upstream: Tensor, amp: str) -> dict[str, Tensor]:
-    """Return gradients for ``upstream [B, N, D]`` of the features, those of equal parameters of all
-    blocks together.
+    """Return the gradients for ``upstream [B, N, D]`` of the features. Gradients of the same
+    parameter in all blocks form one entry.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with autocast(images.device, amp):
@@ -87,14 +87,14 @@ def gradients_of(model: nn.Module, images: Tensor, upstream: Tensor, amp: str) -
 
 
 def features_of(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
-    """Return the tokens before the head, of one image."""
+    """Return the tokens of one image before the head."""
     with torch.inference_mode():
         return {"features": model.forward_features(images[:1])}
 
 
 def check_model(case: Case, images: Tensor, bench: Bench) -> Record:
-    """Hold the first blocks of a model against eager operations, in the same dtype and in float32:
-    the tokens of one image, or in training all gradients. It fails where no kernel is launched.
+    """Compare the first blocks of a model with eager operations, in the same dtype and in float32:
+    the tokens of one image, or all gradients for training. Fail if no kernel is launched.
     """
     model = make_model(replace(case, depth=min(CHECK_DEPTH, case.depth or CHECK_DEPTH)), bench)
     plain = copy.deepcopy(model)
@@ -129,8 +129,8 @@ def check_model(case: Case, images: Tensor, bench: Bench) -> Record:
 
 
 def work_of(case: Case, images: Tensor, bench: Bench, name: str | None = None) -> Call:
-    """Return one inference, or one step of training as ``visionattn train`` makes it, of the model
-    of the case or of another name.
+    """Return a call of one inference, or of one training step as in ``visionattn train``, for the
+    model of the case or the model ``name``.
     """
     model = compiled(make_model(case, bench, name), case, bench)
     if not case.update:
@@ -147,8 +147,8 @@ def work_of(case: Case, images: Tensor, bench: Bench, name: str | None = None) -
 
 
 def measure_model(row: GpuRow, bench: Bench) -> Record:
-    """Check the model, then time it and what it is compared with; steps of training and large
-    images have no graph, and their memory is measured.
+    """Check the model, then time it and the models to compare with. Training steps and large images
+    run without CUDA graph, and their peak memory is measured.
     """
     case, images = row.case, make_images(row.case, bench)
     fresh_memory()

@@ -1,5 +1,5 @@
-"""Operations on a GPU: held against PyTorch's own operations in float64, which the tests hold to
-the definition, then timed beside SDPA, FlashAttention and eager operations.
+"""Check operations on a GPU against PyTorch's operations in float64, which the tests compare with
+the definition; then time them next to SDPA, FlashAttention and eager operations.
 """
 
 import warnings
@@ -22,23 +22,24 @@ from visionattn.lab.operations import function_of, make_tensors, sdpa, with_grad
 
 @dataclass
 class Bench:
-    """Where and how rows are measured."""
+    """The device and the settings of the measurements."""
 
     device: torch.device
     generator: torch.Generator
     rehearsed: bool = False
-    """On a processor, in Triton's interpreter."""
+    """Run on a CPU, in Triton's interpreter."""
     ceilings: Ceilings | None = None
 
     @classmethod
     def on(cls, device: torch.device, seed: int = 1) -> "Bench":
-        """Return a bench whose random numbers begin at the seed."""
+        """Return a bench with a seeded random generator."""
         return cls(device, torch.Generator(device).manual_seed(seed), device.type != "cuda")
 
 
 def draw(case: Case, bench: Bench, value_width: int | None = None) -> dict[str, Tensor]:
-    """Draw inputs by name: q, k, v ``[B, h, N, d]``, as a model's projection leaves them, what the
-    options ask for, and ``grad``, the gradient of the result. v is ``value_width`` wide.
+    """Draw random inputs by name: q, k, v ``[B, h, N, d]`` in the memory layout of a model's
+    projection, the inputs of the options, and ``grad``, the gradient of the result. v has
+    ``value_width`` channels.
     """
     options = dict(generator=bench.generator, device=bench.device, dtype=case.torch_dtype)
     shape, e = (case.batch, case.size), value_width or case.width
@@ -52,7 +53,7 @@ def draw(case: Case, bench: Bench, value_width: int | None = None) -> dict[str, 
 def call_of(
     function: Callable[..., Tensor], tensors: dict[str, Tensor], backward: bool
 ) -> Callable[[], dict[str, Tensor]]:
-    """Return one run of the forward, or of forward and backward, on these inputs; it gives the
+    """Return a call of the forward, or of forward and backward, on these inputs. It returns the
     result and the gradients by name.
     """
     inputs = {name: x.detach() for name, x in tensors.items() if name != "grad"}
@@ -69,11 +70,11 @@ def call_of(
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Let memory that is not written yet hold NaN within it: what a kernel leaves out does not look
-    right from an earlier run.
+    """Fill new memory with NaN in this context, so that values a kernel fails to write are not
+    right by chance from an earlier run.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # which operators do not repeat bit by bit
+        warnings.simplefilter("ignore", UserWarning)  # about non-deterministic operators
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
             yield
@@ -87,7 +88,7 @@ def operation_of(case: Case, bench: Bench, impl: str = "triton") -> Callable[...
 
 
 def expected_of(case: Case, tensors: dict[str, Tensor], bench: Bench) -> dict[str, Tensor]:
-    """Return what PyTorch's operations give for these inputs in float64."""
+    """Return the results of PyTorch's operations in float64 for these inputs."""
     wide = {name: x.double() for name, x in tensors.items()}
     function = operation_of(replace(case, dtype="float64"), bench, "eager")
     return call_of(function, wide, case.backward)()
@@ -96,7 +97,7 @@ def expected_of(case: Case, tensors: dict[str, Tensor], bench: Bench) -> dict[st
 def check(
     case: Case, tensors: dict[str, Tensor], expected: dict[str, Tensor], bench: Bench
 ) -> tuple[str, float]:
-    """Return "ok" or what is wrong with the kernels on these inputs, and their largest error."""
+    """Check the kernels on these inputs; return "ok" or the reason, and the largest error."""
     with poisoned_memory():
         found = call_of(operation_of(case, bench), tensors, case.backward)()
     errors = errors_of(found, expected)
@@ -104,15 +105,15 @@ def check(
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return softmax attention by FlashAttention."""
+    """Compute softmax attention with FlashAttention."""
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         return sdpa(q, k, v)
 
 
 def measure_operation(row: GpuRow, bench: Bench) -> Record:
-    """Check, then time the kernels, softmax attention and eager operations.
+    """Check the kernels, then time them, softmax attention and eager operations.
 
-    What the others cannot run, for want of memory say, is told in place of its time.
+    If one of the others cannot run, for lack of memory for example, its reason replaces its time.
     """
     case, tensors = row.case, draw(row.case, bench)
     status, error = check(case, tensors, expected_of(case, tensors, bench), bench)

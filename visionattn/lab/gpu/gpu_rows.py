@@ -1,5 +1,5 @@
-"""The table of a GPU: which operations and models, at which sizes, and what they are to reach on an
-NVIDIA H100 or H200. It measures nothing.
+"""List the rows of the GPU table: operations and models, their sizes, and their targets on an
+NVIDIA H100 or H200. This module measures nothing.
 """
 
 from collections.abc import Iterator
@@ -9,12 +9,12 @@ from visionattn.lab.cases import Case
 from visionattn.lab.targets import choose_rows
 
 BATCH = 2
-"""Images of an operation, of six heads each: enough to fill a GPU."""
+"""Batch size of an operation, with six heads per image: enough to fill a GPU."""
 TOKENS_PER_RUN = 65_536
-"""Patches of all images of a batch that a model is timed with."""
+"""Patches in a batch of a timed model, over all images."""
 SHIFT = "taylorshift+temperature"
 MOST = ("seconds", "gib", "x_memory")
-"""What a row may reach at most; all else it is to reach at least."""
+"""Targets that are upper limits; all others are lower limits."""
 REHEARSED_TOKENS, REHEARSED_PIXELS = 40, 32
 
 
@@ -23,11 +23,11 @@ class GpuRow:
     """A row of the table.
 
     Args:
-        sdpa: timm's model with ``scaled_dot_product_attention`` that a model of ours is compared
-            with; an operation is compared with that function itself.
-        reach: figures to reach, by the names of columns: "of_floor", "x_sdpa", "x_identity" (of the
-            speed of the same network without attention), "seconds", "gib", "x_memory" (of the
-            model with SDPA).
+        sdpa: timm's model with ``scaled_dot_product_attention`` to compare a model with; operations
+            are compared with that function itself.
+        reach: targets by column: "of_floor", "x_sdpa", "x_identity" (relative to the speed of the
+            same network without attention), "seconds", "gib", "x_memory" (relative to the model
+            with SDPA).
     """
 
     what: str
@@ -45,7 +45,7 @@ class GpuRow:
 
     @property
     def name(self) -> str:
-        """What ``--only`` looks at."""
+        """The text that ``--only`` searches."""
         return f"{self.what} {self.size}"
 
 
@@ -57,15 +57,13 @@ def operation(name: str, tokens: int, width: int, form: str = "efficient", **mor
 
 
 def model(pixels: int, name: str = "scaleformer_vit_s", **more) -> Case:
-    """Return a batch of images that are ``TOKENS_PER_RUN`` patches together, or one image that is
-    larger.
-    """
+    """Return a model with a batch of ``TOKENS_PER_RUN`` patches in total, or one larger image."""
     batch = max(1, TOKENS_PER_RUN // (pixels // 16) ** 2)
     return Case("model", name, pixels, **dict(dtype="bfloat16", batch=batch) | more)
 
 
 def all_rows() -> list[GpuRow]:
-    """Return the rows, what is wanted most first."""
+    """Return all rows, the most important first."""
     return [*_operations(), *_models()]
 
 
@@ -96,8 +94,8 @@ def _models() -> Iterator[GpuRow]:
         reach = {"x_identity": 0.8} if batch > 1 or pixels > 1024 else {}
         reach |= {} if speed is None else {"x_sdpa": speed}
         yield GpuRow(what, model(pixels, batch=batch), small, reach)
-    # 12.86 ms with softmax, 8.27 with the best hybrid and 7.37 with linear attention alone are
-    # published for an H100 in eager PyTorch, for this ViT-B of 8,192 tokens.
+    # Published for this ViT-B with 8,192 tokens on an H100 in eager PyTorch: 12.86 ms with softmax,
+    # 8.27 ms with the best hybrid, 7.37 ms with linear attention only.
     for batch in (1, 8):
         case = model(1024, "scaleformer_vit_b", batch=batch, image_width=2048)
         reach = {"seconds": 0.006 * batch}
@@ -110,11 +108,11 @@ def _models() -> Iterator[GpuRow]:
 
 
 def chosen(only: str | None, *, rehearse: bool = False) -> list[GpuRow]:
-    """Return the rows whose name contains the regular expression; rehearsed, one of each kind at a
-    size that Triton's interpreter has done at once.
+    """Return the rows whose name matches the regular expression; for a rehearsal, one row of each
+    kind, at a size that Triton's interpreter handles quickly.
 
     Raises:
-        ValueError: it is no regular expression, or leaves none.
+        ValueError: ``only`` is not a regular expression, or matches no row.
     """
     rows = all_rows()
     if rehearse:
@@ -124,7 +122,7 @@ def chosen(only: str | None, *, rehearse: bool = False) -> list[GpuRow]:
 
 
 def small_case(case: Case) -> Case:
-    """Return the case of a rehearsal: in float16, since the interpreter is wrong in bfloat16."""
+    """Return the case of a rehearsal: in float16, because the interpreter is wrong in bfloat16."""
     dtype = case.dtype.replace("bfloat16", "float16")
     if case.kind == "operation":
         return replace(case, size=REHEARSED_TOKENS, batch=1, heads=1, width=16, dtype=dtype)

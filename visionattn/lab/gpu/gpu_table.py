@@ -1,7 +1,7 @@
-"""``visionattn benchmark gpu``: the rows of the table on the GPU at hand, each checked before it is
-timed and written as it comes.
+"""Run ``visionattn benchmark gpu``: check and time each row of the table on the GPU of this
+machine, and write it when ready.
 
-It needs torch, Triton, timm and einops alone: its options are read by argparse.
+It needs only torch, Triton, timm and einops; argparse reads its options.
 """
 
 import argparse
@@ -42,26 +42,26 @@ MEASURED = (
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises ValueError where argparse would print its usage and leave."""
+    """Raise ValueError where argparse would print its usage and exit."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; --help lists the options")
 
 
 def benchmark_gpu(argv: Sequence[str], show: Print) -> None:
-    """Do what the flags say; ``show`` gets the table line by line.
+    """Measure the rows that the flags select; ``show`` gets the table line by line.
 
     Raises:
-        ValueError, OSError: a flag is wrong, there is no GPU, or a file cannot be written.
-        Failed: rows are wrong, or could not be measured.
+        ValueError, OSError: wrong flag, no GPU, or an unwritable file.
+        Failed: rows are wrong or could not be measured.
     """
     parser = _Parser(program("benchmark gpu"), allow_abbrev=False)
-    parser.add_argument("--only", metavar="PATTERN", help="rows that this regular expression fits")
-    parser.add_argument("--minutes", type=float, default=5.0, help="after which no row is begun")
-    parser.add_argument("--rehearse", action="store_true", help="on a processor, at tiny sizes")
-    parser.add_argument("--rows", metavar="FILE", help="each row as a line of JSON; added to it")
+    parser.add_argument("--only", metavar="PATTERN", help="regular expression for rows")
+    parser.add_argument("--minutes", type=float, default=5.0, help="no row starts after this time")
+    parser.add_argument("--rehearse", action="store_true", help="run on a CPU, at tiny sizes")
+    parser.add_argument("--rows", metavar="FILE", help="append each row as a line of JSON")
     parser.add_argument("--csv", metavar="FILE", help="the rows as CSV, with provenance")
-    parser.add_argument("--overwrite", action="store_true", help="replace files that exist")
+    parser.add_argument("--overwrite", action="store_true", help="replace existing files")
     flags = parser.parse_args(argv)
     if not 0 <= flags.minutes < math.inf:
         raise ValueError(f"--minutes must be at least 0, got {flags.minutes}")
@@ -84,10 +84,10 @@ def benchmark_gpu(argv: Sequence[str], show: Print) -> None:
 
 
 def make_bench(rehearse: bool) -> Bench:
-    """Return the GPU at hand, or the processor for a rehearsal.
+    """Return the GPU of this machine, or the CPU for a rehearsal.
 
     Raises:
-        ValueError: there is no GPU; a rehearsal without Triton's interpreter.
+        ValueError: no GPU, or a rehearsal without Triton's interpreter.
     """
     if not rehearse:
         return Bench.on(pick_gpu())
@@ -99,7 +99,7 @@ def make_bench(rehearse: bool) -> Bench:
 
 
 def describe(bench: Bench) -> Record:
-    """Return what the numbers depend on besides what every benchmark notes."""
+    """Return the provenance that only GPU benchmarks record."""
     import triton
 
     found: Record = {"triton": triton.__version__, "timm": timm.__version__}
@@ -118,15 +118,15 @@ def run_gpu(
     show: Print,
     keep: Callable[[Record], None],
 ) -> list[Record]:
-    """Measure and print, row by row; returns a record of each row.
+    """Measure and print row by row; return a record of each row.
 
     Args:
-        rows: to be measured.
-        bench: where.
-        minutes: after which no row is begun.
-        provenance: gets what only a GPU has, rates included.
+        rows: the rows to measure.
+        bench: device and settings.
+        minutes: no row starts after this time.
+        provenance: receives the GPU's provenance, rates included.
         show: gets the table line by line.
-        keep: gets the provenance, then each record as it is ready.
+        keep: gets the provenance, then each record when ready.
     """
     end = time.monotonic() + 60 * minutes
     sizes = dict(size=16, copied=2**12) if bench.rehearsed else {}
@@ -144,7 +144,7 @@ def run_gpu(
             why_over = why_over or f"{minutes:g} minutes were over"
         try:
             found = {"status": f"not measured: {why_over}"} if why_over else measure(row, bench)
-        except Exception as error:  # of compilers, drivers and kernels, which share no base class
+        except Exception as error:  # errors of compilers, drivers, kernels share no base class
             found = {"status": f"failed: {in_words(error)}"}
             why_over = "an earlier row broke this process" if is_broken(error) else None
         records.append(record_of(row, found))
@@ -159,7 +159,7 @@ def measure(row: GpuRow, bench: Bench) -> Record:
 
 
 def record_of(row: GpuRow, found: Record) -> Record:
-    """Return the row as plain values, whatever of it was measured, with what it reaches."""
+    """Return the measured values of the row as plain values, with its targets and their outcome."""
     record: Record = {"what": row.what, "size": row.size, "dtype": row.case.precision}
     record |= dict.fromkeys((*TIMES, "of_floor", *MEMORIES, "error")) | found
     mine = record["seconds"]
@@ -173,7 +173,7 @@ def record_of(row: GpuRow, found: Record) -> Record:
 
 
 def _told(name: str, limit: float, value: float | None) -> str:
-    """Say what was reached of a figure: "reached 1.7 x_sdpa of 1.5"."""
+    """Compare a value with its target in words: "reached 1.7 x_sdpa of 1.5"."""
     if value is None:
         return f"{name} {limit:g}: not measured"
     met = value <= limit if name in MOST else value >= limit

@@ -1,5 +1,5 @@
-"""Seconds of calls on a GPU, by ``triton.testing.do_bench``, and the floor of an operation: the
-fewest operations and bytes over the rates of a large product and a large copy.
+"""Time calls on a GPU with ``triton.testing.do_bench``, and compute the floor of an operation: its
+minimum operations and bytes over the rates of a large matrix product and a large copy.
 """
 
 import gc
@@ -17,18 +17,18 @@ from visionattn.ops.taylorshift.gpu import tile_features
 Call = Callable[[], object]
 COPY_BYTES, MATMUL_SIZE = 2**31, 8192
 BENCH_MS = 200
-"""How long a call is timed."""
+"""Duration of the timing of a call."""
 BROKEN = re.compile(
     r"illegal (memory access|instruction|address)|misaligned|unspecified launch failure"
 )
-"""What errors say after which a process computes nothing right on its GPU."""
+"""Matches errors after which the process can no longer use its GPU."""
 
 
 def pick_gpu() -> torch.device:
-    """Return the GPU at hand.
+    """Return the GPU of this machine.
 
     Raises:
-        ValueError: there is none that PyTorch can use.
+        ValueError: PyTorch can use no GPU.
     """
     if not torch.cuda.is_available():
         raise ValueError("no GPU here that PyTorch can use (torch.cuda.is_available() is False)")
@@ -36,12 +36,12 @@ def pick_gpu() -> torch.device:
 
 
 def recorded(call: Call) -> Call | None:
-    """Return what replays the call as a CUDA graph, in which launching costs nothing; None where it
+    """Record the call as a CUDA graph, without launch overhead, and return its replay; None if it
     cannot be recorded.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # kernels are compiled and loaded before anything is recorded
+    with torch.cuda.stream(stream):  # compile and load kernels before recording
         for _ in range(2):
             call()
     torch.cuda.current_stream().wait_stream(stream)
@@ -59,8 +59,8 @@ def recorded(call: Call) -> Call | None:
 
 
 def seconds_of(call: Call, device: torch.device, *, graph: bool = True) -> float:
-    """Return the median seconds of a call, its inputs not in the cache: replayed from a CUDA graph
-    where ``graph`` asks for it and it can be recorded. On a processor, of one call.
+    """Return the median seconds of a call with a cold cache. With ``graph`` replay it from a CUDA
+    graph, if it can be recorded. On a CPU return the seconds of one call.
     """
     if device.type != "cuda":
         began = time.perf_counter()
@@ -73,28 +73,28 @@ def seconds_of(call: Call, device: torch.device, *, graph: bool = True) -> float
 
 
 def fresh_memory() -> None:
-    """Let go of what earlier rows held, compiled code included."""
+    """Release the memory of earlier rows, compiled code included."""
     torch._dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def in_words(error: Exception) -> str:
-    """Say why something could not be measured, in one line."""
+    """Return an error of a measurement as one line."""
     words = " ".join(str(error).split())
     return "out of memory" if is_out_of_memory(error) else f"{type(error).__name__}: {words[:200]}"
 
 
 def is_broken(error: Exception) -> bool:
-    """Tell whether the GPU computes nothing right in this process after the error: a kernel has
-    read or written where it must not.
+    """Tell whether the process can no longer use its GPU after the error, because a kernel made an
+    illegal memory access.
     """
     return BROKEN.search(str(error)) is not None
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Rates of a GPU: of a large copy, and of a large product in bfloat16."""
+    """Rates of a GPU for a large copy and a large matrix product in bfloat16."""
 
     bytes_per_second: float
     operations_per_second: float
@@ -103,7 +103,7 @@ class Ceilings:
     def measured(
         cls, device: torch.device, size: int = MATMUL_SIZE, copied: int = COPY_BYTES
     ) -> "Ceilings":
-        """Measure the rates on random numbers; zeros would be faster."""
+        """Measure the rates on random numbers, because zeros would be faster."""
         options = dict(device=device, dtype=torch.bfloat16)
         source = torch.randn(copied // 2, **options)
         target, (x, y) = torch.empty_like(source), torch.randn(2, size, size, **options)
@@ -112,11 +112,11 @@ class Ceilings:
         return cls(2 * copied / copy, 2 * size**3 / matmul)
 
     def floor_seconds(self, case: Case) -> float:
-        """Return the seconds below which no version of an operation gets by much.
+        """Return the seconds that no implementation of an operation can undercut by much.
 
-        TaylorShift's efficient form is counted with the features of whole pairs of tiles of 16,
-        which is what fast code computes; each input is read once and each output written once, in
-        two bytes.
+        Each input is read once and each output written once, in two bytes per value. TaylorShift's
+        efficient form counts the features of whole pairs of 16-wide tiles, as fast code computes
+        them.
         """
         n, d, backward = case.size, case.width, case.backward
         per_token = (4 + 8 * backward) * d**2

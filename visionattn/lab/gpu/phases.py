@@ -1,9 +1,9 @@
-"""``make gpu OUT=folder``: kernels checked and measured on the GPU at hand, within ten minutes.
+"""Run ``make gpu OUT=folder``: check and measure the kernels on this GPU within ten minutes.
 
-Phases follow each other: kernels compiled, tests, the table. Each is a process with a limit, and
-whatever happens to one, the next begins; where the first kernel is wrong nothing does. All output
-goes to ``OUT/log.txt`` too, rows to ``OUT/rows.jsonl``, each as it comes. The end of the output is
-a summary, made from both, so that it says as much of a run that was cut short.
+The phases are compilation, tests and the table. Each is a process with a time limit. The next phase
+starts whatever happened before, unless the first kernel is wrong. All output also goes to
+``OUT/log.txt``, and each row to ``OUT/rows.jsonl`` when ready. The output ends with a summary of
+both files, also after an interrupted run.
 """
 
 import argparse
@@ -28,9 +28,9 @@ ROOT = Path(__file__).parents[3]
 PACKAGES = ("torch", "triton", "timm", "einops", "pytest")
 WRITTEN = ("log.txt", "rows.jsonl", "summary.txt")
 SECONDS, REHEARSAL_SECONDS = 580, 1800
-"""The time of all phases: a little less than ten minutes."""
+"""Time limits of all phases together: a little less than ten minutes, and for a rehearsal."""
 LAST_ROW = 40
-"""Seconds before the end in which no row is begun."""
+"""No row starts within this many seconds before the end."""
 PYTEST = ("-v", "--tb=short", "-p", "no:cacheprovider", "-W", "default")
 REHEARSED_TESTS = ("-m", "not gpu", "-k", "grids_that_cuda_does_not_launch")
 MOST_LINES, MOST_COLUMNS = 60, 190
@@ -40,7 +40,7 @@ TEST = re.compile(r"^(tests/\S+\.py)::(.*) (PASSED|FAILED|ERROR|SKIPPED)\b", re.
 
 
 def phases(out: Path, only: str | None, rehearse: bool) -> list[tuple[str, list[str], float]]:
-    """Return name and command of each phase, and the share of the time at which it is ended."""
+    """Return name and command of each phase, and the share of the total time at which it ends."""
     module = [sys.executable, "-u", "-m"]
     own = ["--rehearse"] * rehearse + (["--only", only] if only else [])
     tests = REHEARSED_TESTS if rehearse else ("-m", "gpu")
@@ -53,8 +53,8 @@ def phases(out: Path, only: str | None, rehearse: bool) -> list[tuple[str, list[
 
 
 def run_phase(command: Sequence[str], seconds: float, rehearse: bool, say: Callable) -> int:
-    """Run a process and repeat what it prints; end it and all that it started after ``seconds``.
-    Returns its exit code, negative where it was ended.
+    """Run a process and repeat its output; kill it and its children after ``seconds``. Return its
+    exit code, negative if killed.
     """
     path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     given = os.environ | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "2"}
@@ -72,7 +72,7 @@ def run_phase(command: Sequence[str], seconds: float, rehearse: bool, say: Calla
             for text in process.stdout:
                 say(text.rstrip("\n"))
             return process.wait()
-        finally:  # also where Ctrl-C comes in between
+        finally:  # also after Ctrl-C
             timer.cancel()
             end()
 
@@ -80,7 +80,7 @@ def run_phase(command: Sequence[str], seconds: float, rehearse: bool, say: Calla
 def run_all(
     out: Path, seconds: float, only: str | None, rehearse: bool, say: Callable[[str], None]
 ) -> list[tuple[str, bool]]:
-    """Run the phases one after the other; how each ended, in words, and whether well."""
+    """Run the phases in order; return for each how it ended, in words, and whether it succeeded."""
     began, ended = time.monotonic(), []
     for name, command, share in phases(out, only, rehearse):
         now = time.monotonic() - began
@@ -102,7 +102,7 @@ def run_all(
 
 
 def summary(out: Path, phases: Sequence[str]) -> tuple[list[str], bool]:
-    """Return the lines, and whether tests passed, none failed, and no row is wrong."""
+    """Return the summary, and whether tests passed, none failed, and no row is wrong."""
     tests, tests_good = tests_lines((out / "log.txt").read_text(errors="replace"))
     rows = read_lines(out / "rows.jsonl") if (out / "rows.jsonl").exists() else []
     about = next((row for row in rows if row["kind"] == "provenance"), {})
@@ -118,8 +118,8 @@ def summary(out: Path, phases: Sequence[str]) -> tuple[list[str], bool]:
 
 
 def tests_lines(log: str) -> tuple[list[str], bool]:
-    """Say how many tests passed and which failed first, from the lines of pytest, and whether that
-    is good.
+    """Return lines with the number of passed tests and the first failures, read from pytest's
+    output, and whether the tests succeeded.
     """
     found = TEST.findall(log)
     counts = Counter(outcome.lower() for _, _, outcome in found)
@@ -130,7 +130,7 @@ def tests_lines(log: str) -> tuple[list[str], bool]:
 
 
 def row_line(row: Record) -> str:
-    """Return a row in one line."""
+    """Return a row as one line of text."""
     named = f"{row['what']}, {row['size']}"
     if row["seconds"] is None:
         return f"{named}: {row['status']}"
@@ -142,14 +142,14 @@ def row_line(row: Record) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run all phases; 0 where everything ran and is right, 1 otherwise, 2 for a folder in the
-    way.
+    """Run all phases; return 0 if everything ran and is right, 2 if the folder has files of an
+    earlier run, else 1.
     """
     about = __doc__.partition("\n")[0]
     parser = argparse.ArgumentParser("python -m visionattn.lab.gpu.phases", description=about)
     parser.add_argument("out", type=Path, help=f"folder for {', '.join(WRITTEN)}")
     parser.add_argument("--rehearse", action="store_true", help="without a GPU, in the interpreter")
-    parser.add_argument("--only", metavar="PATTERN", help="rows of the table that this fits")
+    parser.add_argument("--only", metavar="PATTERN", help="rows of the table that match")
     flags = parser.parse_args(argv)
     out = flags.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -158,7 +158,7 @@ def main(argv: Sequence[str]) -> int:
         what = f"{out} has {there[0]} of an earlier run"
         print(f"error: {what}; take another folder with OUT=folder", file=sys.stderr)
         return 2
-    # Ended by SIGTERM, the run still stops its processes, as after Ctrl-C.
+    # On SIGTERM, stop the processes as after Ctrl-C.
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
     with added_to(out / "log.txt") as log:
 

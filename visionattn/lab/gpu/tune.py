@@ -1,9 +1,9 @@
-"""Print what other sizes of blocks, warps and stages of each kernel make of an operation's seconds:
+"""Time an operation with other block sizes, warps and stages of each kernel:
 ``python -m visionattn.lab.gpu.tune taylorshift 4096 64 direct``.
 
-A row is tried in the place of its row in ``launches.json``, checked, and timed within forward and
-backward. The fastest row of a kernel, pasted into a section named as the GPU's compute capability,
-is what launches take there.
+Each trial replaces a row of ``launches.json``, is checked, and is timed in forward and backward.
+Paste the fastest row of a kernel into the section of ``launches.json`` named after the GPU's
+compute capability to use it there.
 """
 
 import argparse
@@ -28,25 +28,22 @@ Row = dict[str, int]
 
 
 def trials(row: Row) -> Iterator[Row]:
-    """Yield the row, and rows that differ in one size, halved or doubled, and in stages by one.
+    """Yield the row, and rows with one size halved or doubled, or one stage more or less.
 
-    A kernel whose loops must not be pipelined has one stage and keeps it: Triton before 3.9
-    miscompiles products whose left operand is computed in such a loop, which a check need not
-    notice.
+    A kernel whose loops must not be pipelined keeps its single stage: Triton before 3.9 miscompiles
+    products whose left operand is computed in such a loop, and a check may not notice.
     """
     yield row
     for name, value in row.items():
         others = (value // 2, value * 2) if name.startswith(("BLOCK", "PAIRS", "num_warps")) else ()
         if name == "num_stages" and value > 1:
             others = (value - 1, value + 1)
-        least = 16 if name.startswith("BLOCK") else 1  # products of matrices want 16
+        least = 16 if name.startswith("BLOCK") else 1  # matrix products need 16
         yield from (row | {name: other} for other in others if other >= least)
 
 
 def tune(name: str, tokens: int, width: int, form: str, bench: Bench) -> Iterator[str]:
-    """Yield a line for each kernel and row: the seconds of forward and backward with it, or why
-    there are none.
-    """
+    """Yield a line for each kernel and row: its seconds of forward and backward, or its error."""
     dtype = "float16" if bench.rehearsed else "bfloat16"
     case = operation(name, tokens, width, form, dtype=dtype, backward=True)
     tensors = draw(case, bench)
@@ -70,7 +67,7 @@ def tune(name: str, tokens: int, width: int, form: str, bench: Bench) -> Iterato
                 with launching_with(rows=take):
                     status, _ = check(case, tensors, expected, bench)
                     told = duration(seconds_of(call, bench.device)) if status == "ok" else status
-            except Exception as error:  # of compilers and launches, which share no base class
+            except Exception as error:  # errors of compilers and launches share no base class
                 if is_broken(error):
                     raise
                 told = in_words(error)
@@ -78,7 +75,7 @@ def tune(name: str, tokens: int, width: int, form: str, bench: Bench) -> Iterato
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the lines of one operation on the GPU at hand."""
+    """Print the lines of one operation on the GPU of this machine."""
     parser = argparse.ArgumentParser("python -m visionattn.lab.gpu.tune")
     for name, kind in dict(operation=str, tokens=int, width=int, form=str).items():
         parser.add_argument(name, type=kind)

@@ -1,3 +1,3 @@
-"""Memory of models: what a cell of models x sizes x passes x precisions takes, alone in a process;
-tables, plots, snapshots.
+"""Measure the memory of models x sizes x passes x precisions, each cell in its own process; write
+tables, plots and snapshots.
 """

@@ -1,9 +1,9 @@
-"""The allocations of one pass as a file for PyTorch's memory viewer,
+"""Write the allocations of one pass to a file for PyTorch's memory viewer,
 https://pytorch.org/memory_viz, which runs in the browser.
 
-On a GPU it is PyTorch's own recording. On a CPU, of which PyTorch records no history, the
-allocations that its profiler saw are written in the same format; the memory of libraries (oneDNN's
-scratch) and of Python itself does not pass PyTorch's allocator and is not in it.
+On a GPU the file is PyTorch's own recording. PyTorch records no history on a CPU, so there the file
+has the allocations of its profiler in the same format. Memory of libraries (oneDNN's scratch) and
+of Python bypasses PyTorch's allocator and is missing.
 ``python -m torch.cuda._memory_viz trace FILE`` prints the file without a browser.
 """
 
@@ -25,11 +25,11 @@ Record = dict[str, Any]
 MAX_EVENTS = 1_000_000
 """The most events of PyTorch's recording on a GPU."""
 PICKLE_PROTOCOL = 4
-"""The latest that the viewer reads."""
+"""The latest protocol that the viewer reads."""
 
 
 def write_snapshot(path: Path, step: ModelStep) -> None:
-    """Run the pass, recorded, and write its allocations."""
+    """Run and record the pass, and write its allocations."""
     if step.device.type == "cuda":
         torch.cuda.memory._record_memory_history(max_entries=MAX_EVENTS)
         step.run()
@@ -41,23 +41,23 @@ def write_snapshot(path: Path, step: ModelStep) -> None:
 
 
 def record(work: Callable[[], object], before: Sequence[Tensor] = ()) -> Record:
-    """Run ``work()`` on the CPU under the profiler; its allocations as a snapshot.
+    """Run ``work()`` on the CPU under the profiler, and return its allocations as a snapshot.
 
     Args:
-        work: what is recorded.
-        before: tensors that are there before, which no allocation would show.
+        work: the function to record.
+        before: tensors allocated before, for which no allocation is recorded.
 
     Returns:
         ``{"segments": ..., "device_traces": [...]}`` in the format of
-        ``torch.cuda.memory._snapshot``. A CPU's allocator keeps no cache: each block is a segment
-        of its own, and the segments at the end are what lives then.
+        ``torch.cuda.memory._snapshot``. A CPU's allocator keeps no cache, so each block
+        is its own segment, and the final segments are the blocks alive at the end.
     """
     how = dict(profile_memory=True, record_shapes=True, with_stack=True)
     with profile(activities=[ProfilerActivity.CPU], **how) as profiler:
         work()
     storages = [tensor.untyped_storage() for tensor in before]
     living = {each.data_ptr(): {"size": each.nbytes(), "frames": []} for each in storages}
-    living.pop(0, None)  # of empty tensors
+    living.pop(0, None)  # address of empty tensors
     trace: list[Record] = []
     for event in sorted(allocations(profiler), key=lambda event: event.start_time_ns):
         address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
@@ -75,9 +75,7 @@ def record(work: Callable[[], object], before: Sequence[Tensor] = ()) -> Record:
 
 
 def allocations(profiler: profile) -> Iterator[Any]:
-    """Yield the events of the profiler at which memory of the CPU was taken (``alloc_size`` above
-    0) or given back.
-    """
+    """Yield the profiler's events that allocate CPU memory (``alloc_size`` above 0) or free it."""
     waiting = list(profiler.profiler.kineto_results.experimental_event_tree())
     while waiting:
         event = waiting.pop()
@@ -87,7 +85,7 @@ def allocations(profiler: profile) -> Iterator[Any]:
 
 
 def frames(event: Any) -> Iterator[Record]:
-    """Yield what was running, from the innermost: operators by name, Python by file and line."""
+    """Yield the call stack from the innermost frame: operators by name, Python by file and line."""
     while event is not None:
         python = re.fullmatch(r"(.+)\((\d+)\): (.+)", event.name)
         filename, line, name = python.groups() if python else ("", 0, event.name)
@@ -96,7 +94,7 @@ def frames(event: Any) -> Iterator[Record]:
 
 
 def segment_of(address: int, block: Record) -> Record:
-    """Return a block that is a segment of its own."""
+    """Return a segment that consists of one block."""
     size, frames_of = block["size"], block["frames"]
     inner = {"address": address, "size": size, "requested_size": size, "frames": frames_of}
     whole = {"device": 0, "address": address, "stream": 0, "segment_type": "large"}

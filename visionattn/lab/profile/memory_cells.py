@@ -1,4 +1,4 @@
-"""The memory of a case, measured in a process of its own, where nothing freed earlier hides an
+"""Measure the memory of a case in a fresh process, where no memory freed earlier hides an
 allocation.
 """
 
@@ -16,40 +16,42 @@ from visionattn.lab.model_step import ModelStep, bytes_of
 from visionattn.lab.networks import build_model, make_image
 
 BUILDING_BYTES, SLACK_BYTES = 2**30, 2**26
-"""What a process may ask for beyond the budget while its model is built, and after that; most of it
-is never touched.
+"""Bytes that a process may allocate beyond the budget while it builds its model, and afterwards;
+most of them are never touched.
 """
 WARM_UP_PATCHES = 8
-"""Patches a side of the image with which libraries, threads and the optimizer take their memory
-before the measurement.
+"""Patches per side of the warm-up image, with which libraries, threads and the optimizer allocate
+their memory before the measurement.
 """
 PARTS = ("peak", "reserved", "above", "parameters", "gradients", "optimizer", "activations")
-"""What is measured, as ``measure`` says."""
+"""The measured parts; ``measure`` defines them."""
 
 
 def measure(case: Case, device: str, budget_bytes: int | None) -> dict[str, int | None]:
-    """Measure the bytes of each of ``PARTS`` in a fresh process, the first that ends when the
-    system runs out of memory.
+    """Measure the bytes of each of ``PARTS`` in a fresh process, which the system kills first when
+    memory runs out.
 
-    ``peak_bytes``: highest level during the pass, on a GPU of what PyTorch's allocator handed out,
-    on a CPU of the resident memory of the process, interpreter and libraries included.
-    ``reserved_bytes``: highest level of what PyTorch's allocator took from the GPU; None on a CPU.
-    ``above_bytes``: the peak above the level just before the pass, after a pass over the same
-    image. ``parameters_bytes`` (with buffers), ``gradients_bytes`` (after the pass) and
-    ``optimizer_bytes`` (its state): of their tensors. ``activations_bytes``: what autograd saves of
-    the forward, without parameters and image; for inference, which saves nothing, ``above_bytes``.
+    - ``peak_bytes``: peak memory during the pass: on a GPU as handed out by PyTorch's allocator, on
+      a CPU the resident memory of the process with interpreter and libraries.
+    - ``reserved_bytes``: peak of the memory that PyTorch's allocator reserves on a GPU; None on a
+      CPU.
+    - ``above_bytes``: the peak above the level just before the pass, after a pass over the same
+      image.
+    - ``parameters_bytes`` (with buffers), ``gradients_bytes`` (after the pass) and
+      ``optimizer_bytes`` (its state): the bytes of their tensors.
+    - ``activations_bytes``: the bytes that autograd saves in the forward, without parameters and
+      image. Inference saves nothing; there it is ``above_bytes``.
 
     Args:
-        case: of a model.
+        case: a model with its settings.
         device: "cpu" or a GPU.
-        budget_bytes: a peak of so many bytes (on a GPU: reserved) counts as out of memory; None on
-            a GPU is the card's own memory.
+        budget_bytes: a peak of this size (on a GPU: reserved) counts as out of memory; None on a
+            GPU: the memory of the card.
 
     Raises:
-        torch.OutOfMemoryError: it does not fit into the budget, or the system ended the process for
-            want of memory.
-        Failed: the process failed in another way; the text is the last line that it wrote, or the
-            signal that ended it.
+        torch.OutOfMemoryError: the case exceeds the budget or the memory of the machine.
+        Failed: the process failed in another way; the text is its last line on standard error, or
+            the signal that killed it.
     """
     given = {"case": case.as_dict(), "device": device, "budget_bytes": budget_bytes}
     given["threads"] = torch.get_num_threads()
@@ -59,20 +61,19 @@ def measure(case: Case, device: str, budget_bytes: int | None) -> dict[str, int 
 def measure_here(
     case: dict[str, Any], device: str, budget_bytes: int | None, threads: int
 ) -> dict[str, int | None]:
-    """Measure a case, told as plain values, in this process.
+    """Measure a case, given as plain values, in this process.
 
     Raises:
-        torch.OutOfMemoryError, MemoryError, RuntimeError: it does not fit (``is_out_of_memory``),
-            or another error of the model.
+        torch.OutOfMemoryError, MemoryError, RuntimeError: out of memory (``is_out_of_memory``), or
+            another error of the model.
     """
     torch.set_num_threads(threads)
     limit_memory(device, budget_bytes, BUILDING_BYTES)
     step = warm_step(Case(**case), device)
     limit_memory(device, budget_bytes, SLACK_BYTES)
     place(step, Case(**case))
-    # Libraries keep buffers and code from their first call at a size: some 2 MiB a thread on an AMD
-    # EPYC, 4 MiB on an Intel Xeon. After one pass they belong to the level, and no longer to the
-    # peak.
+    # Libraries keep buffers and code from their first call at a size: about 2 MiB per thread on an
+    # AMD EPYC, 4 MiB on an Intel Xeon. One pass before makes them part of the level, not the peak.
     step.run()
     step.model.zero_grad(set_to_none=True)
     gpu = device != "cpu"
@@ -93,8 +94,8 @@ def measure_here(
 
 
 def warm_step(case: Case, device: str) -> ModelStep:
-    """Build a case and run one pass over a small image, after which the optimizer's state is there
-    and the gradients are not.
+    """Build a case and run one pass over a small image. Afterwards the optimizer's state exists,
+    and the gradients do not.
     """
     model = build_model(case, device)
     how = dict(backward=case.backward, update=case.update)
@@ -107,14 +108,14 @@ def warm_step(case: Case, device: str) -> ModelStep:
 
 
 def place(step: ModelStep, case: Case) -> None:
-    """Put an image of the size of the case on the device."""
-    step.images = None  # first, so that no two are there at once
+    """Create an image of the size of the case on the device."""
+    step.images = None  # release it first, so that memory never holds two images
     step.place(make_image(case, step.model, case.size, case.size, str(step.device)))
 
 
 def snapshot_here(case: dict[str, Any], device: str, threads: int, path: str) -> None:
-    """Write the allocations of a pass, told as plain values, without a budget: the recording takes
-    memory that the pass does not.
+    """Write the allocations of a pass for a case given as plain values. There is no budget, because
+    the recording itself takes memory.
     """
     from visionattn.lab.profile.allocation_snapshot import write_snapshot
 
@@ -125,14 +126,14 @@ def snapshot_here(case: dict[str, Any], device: str, threads: int, path: str) ->
 
 
 def limit_memory(device: str, budget_bytes: int | None, slack_bytes: int) -> None:
-    """Let this process take no more than the budget: an allocation beyond it fails instead of
+    """Limit the memory of this process to the budget, so that a larger allocation fails instead of
     starving the machine.
 
-    On a CPU Linux counts what is asked for, written or not, so that the limit is a little wider
-    than the budget.
+    On a CPU, Linux counts allocated memory, written or not, so the limit is a little above the
+    budget.
 
     Raises:
-        torch.OutOfMemoryError: the process, without any image, has reached the budget.
+        torch.OutOfMemoryError: the process has reached the budget without any image.
     """
     if budget_bytes is None:
         return
@@ -141,7 +142,7 @@ def limit_memory(device: str, budget_bytes: int | None, slack_bytes: int) -> Non
         share, index = min(1.0, budget_bytes / total), torch.device(device).index
         torch.cuda.set_per_process_memory_fraction(share, index)
         return
-    import resource  # Linux has it
+    import resource  # exists on Linux
 
     left = budget_bytes - resident_bytes("VmRSS")
     if left <= 0:

@@ -1,6 +1,4 @@
-"""What ``visionattn profile`` does: measures the cases that the flags name, prints the table and
-writes files.
-"""
+"""Run ``visionattn profile``: measure the selected cases, print the table and write files."""
 
 import math
 import sys
@@ -34,24 +32,24 @@ from visionattn.ops.published import N1
 EXAMPLE = "--models taylorshift_vit_t vit_tiny_patch16_224+eager"
 EXAMPLE += " --img-size 256 384 --fit-from 256 --depth 1"
 SHARE_OF_AVAILABLE = 0.8
-"""The share of a CPU's memory that is taken where no budget is given."""
+"""The default budget on a CPU, as a share of the available memory."""
 SERIES = ("model", "pass", "precision", "form", "checkpointing")
-"""Columns of what the rows of a line of the plot share."""
+"""Columns with equal values in all rows of a line of the plot."""
 NAMES = (*SERIES, "px", "tokens")
 
 
 def profile(argv: Sequence[str], show: Callable[[str], None]) -> None:
-    """Do what the flags say; ``show`` gets the lines of the table.
+    """Measure the cases that the flags select; ``show`` gets the lines of the table.
 
     Raises:
-        ValueError, OSError: a flag is wrong, or a file cannot be written; before anything is
-            measured, where it can be known.
-        Failed: a cell failed for another reason than memory; its row says why, and the others are
-            written.
-        OutOfMemory: there is no snapshot, since its cell does not fit.
+        ValueError, OSError: a wrong flag or an unwritable file; raised before measuring if
+            possible.
+        Failed: a cell failed for another reason than memory; its row says why, and the other cells
+            are written.
+        OutOfMemory: the cell of the snapshot does not fit into memory.
     """
     about = (
-        "Peak memory of models over image sizes, and what it consists of; each cell in a "
+        "Measure the peak memory of models over image sizes, and its parts; each cell in a "
         "process of its own."
     )
     config = parse(ProfileConfig, argv, command="profile", description=about, example=EXAMPLE)
@@ -96,8 +94,8 @@ def profile(argv: Sequence[str], show: Callable[[str], None]) -> None:
 
 
 def budget_of(config: ProfileConfig, device: str) -> int | None:
-    """Return the bytes that a cell may take: the flag, else on a CPU a share of the available
-    memory and on a GPU None.
+    """Return the budget of a cell in bytes: the flag, or else a share of the available memory on a
+    CPU and None on a GPU.
     """
     if config.budget_gib is not None:
         return int(config.budget_gib * 2**30)
@@ -106,17 +104,17 @@ def budget_of(config: ProfileConfig, device: str) -> int | None:
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model that decide its tokens."""
+    """The sizes of a model that determine its number of tokens."""
 
     patch: tuple[int, int]
     """Height and width of a patch in pixels."""
     prefix: int
-    """Tokens besides the patches."""
+    """Number of prefix tokens, such as the class token."""
     taylor_width: int | None = None
-    """Width d of a head of TaylorShift; None for another attention."""
+    """Head dimension d of TaylorShift; None for another attention."""
 
     def tokens(self, px: int) -> int:
-        """Return the tokens of a square image."""
+        """Return the number of tokens of a square image."""
         return px * px // math.prod(self.patch) + self.prefix
 
 
@@ -124,8 +122,8 @@ def shapes_of(config: ProfileConfig) -> dict[str, Shape]:
     """Return the shape of each model.
 
     Raises:
-        ValueError: one cannot be built or is no vision transformer, or a size is no whole number of
-            its patches.
+        ValueError: a model cannot be built or is not a vision transformer, or an image size is not
+            a multiple of its patch size.
     """
     shapes = {}
     for case in config.series():
@@ -148,9 +146,9 @@ def shapes_of(config: ProfileConfig) -> dict[str, Shape]:
 
 
 def n1_of(shapes: Iterable[Shape]) -> dict[float, str]:
-    """Return in words, by side of an image in pixels, N1 of each width of a head of TaylorShift:
-    the tokens from which its efficient form holds no more entries than the direct one, as
-    published.
+    """Return N1 of each head dimension of TaylorShift in words, by image side in pixels. N1 is the
+    published number of tokens from which the efficient form holds no more entries than the direct
+    form.
     """
     return {
         math.sqrt((N1(width) - shape.prefix) * math.prod(shape.patch)): (
@@ -162,14 +160,14 @@ def n1_of(shapes: Iterable[Shape]) -> dict[float, str]:
 
 
 class MemoryTable:
-    """The rows of a profile, printed and written as they come, so that no later end loses them.
+    """The rows of a profile, printed and written when ready, so that a later failure loses none.
 
     Args:
         config: checked flags.
         device: "cpu" or a GPU.
-        shapes: of each model.
-        provenance: what the numbers depend on, with ``budget_bytes``.
-        show: gets lines.
+        shapes: the shape of each model.
+        provenance: provenance of the numbers, with ``budget_bytes``.
+        show: gets the lines of the table.
     """
 
     def __init__(
@@ -190,8 +188,10 @@ class MemoryTable:
         show("\n".join(self.lines))
 
     def fits(self, case: Case) -> bool:
-        """Measure a case, and return whether it fits. The growth exponent of a series is the slope
-        of the least-squares line through the logarithms of ``above_bytes`` over tokens.
+        """Measure a case, and return whether it fits into the budget.
+
+        The growth exponent of a series is the slope of the least-squares line through the
+        logarithms of ``above_bytes`` over tokens.
         """
         budget = self.provenance["budget_bytes"]
         row = measure_row(case, self.shapes[case.name], self.device, budget)
@@ -211,11 +211,11 @@ class MemoryTable:
         return row["status"] == "ok"
 
     def fits_patches(self, series: Case, patch_px: int, count: int) -> bool:
-        """Measure a series at ``count`` patches a side, and return whether it fits."""
+        """Measure a series at ``count`` patches per side, and return whether it fits."""
         return self.fits(replace(series, size=count * patch_px))
 
     def write(self, folder: Path) -> None:
-        """Write CSV, plot and table of what there is."""
+        """Write CSV, plot and table of the rows so far."""
         folder.mkdir(parents=True, exist_ok=True)
         table, plot, text = (folder / name for name in FILES)
         write_text(table, csv_text(self.rows, self.provenance))
@@ -227,8 +227,8 @@ class MemoryTable:
 
 
 def measure_row(case: Case, shape: Shape, device: str, budget_bytes: int | None) -> Record:
-    """Measure a case in a fresh process; units stand in the names, None where nothing was
-    measured.
+    """Measure a case in a fresh process; return a row with units in the names, and None for a
+    missing measurement.
     """
     row: Record = {
         "model": case.name,

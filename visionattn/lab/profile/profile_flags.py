@@ -1,4 +1,4 @@
-"""The flags of ``visionattn profile``, what they must be, and the cases that they name."""
+"""Define and check the flags of ``visionattn profile``, and list the cases that they select."""
 
 import math
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ FILES = ("memory.csv", "memory.png", "memory.md")
 
 @dataclass
 class ProfileConfig:
-    """Models x image sizes x passes x precisions x forms x gradient checkpointing."""
+    """A grid of models x image sizes x passes x precisions x forms x gradient checkpointing."""
 
     models: list[str] = field(
         default_factory=lambda: [
@@ -31,67 +31,68 @@ class ProfileConfig:
             "vit_small_patch16_224+eager",
         ]
     )
-    """Vision transformers by their timm names; options behind plus signs:
-    ``vit_small_patch16_224+eager`` (attention with its matrix, not fused),
-    ``taylorshift_vit_s+heads=12``, ``scaleformer_vit_s+identity`` (no attention).
+    """Vision transformers by timm name. Options follow plus signs: ``vit_small_patch16_224+eager``
+    (attention matrix in memory, not fused), ``taylorshift_vit_s+heads=12``,
+    ``scaleformer_vit_s+identity`` (no attention).
     """
     img_size: list[int] | None = None
-    """Heights and widths in pixels; None: 1024 1280 1536 1792."""
+    """Image sizes (height and width) in pixels; None: 1024 1280 1536 1792."""
     passes: list[PassName] = field(default_factory=lambda: ["inference"])
-    """Any of inference, forward+backward, training_step (with AdamW, whose state is there before).
+    """Any of inference, forward+backward, training_step (with AdamW, its state allocated before).
     """
     precision: list[Precision] = field(  # type: ignore[valid-type]
         default_factory=lambda: ["float32"]
     )
-    """Any of float32, bfloat16 (weights, moments and image in it), amp_bf16, amp_fp16 (weights in
-    float32, as in training).
+    """Any of float32, bfloat16 (weights, optimizer state and image in bfloat16), amp_bf16, amp_fp16
+    (mixed precision with weights in float32, as in training).
     """
     form: list[FormChoice] = field(default_factory=lambda: ["auto"])
-    """Any of auto, direct (quadratic), efficient (linear), of visionattn's models; baselines have
-    none and get one row.
+    """Any of auto, direct (quadratic), efficient (linear), for visionattn's models; baselines have
+    no forms and get one row.
     """
     checkpointing: Literal["without", "with", "both"] = "without"
-    """Gradient checkpointing, of the passes that have a backward."""
+    """Gradient checkpointing, for passes with a backward."""
     batch: int = 1
-    """Images at once."""
+    """Batch size."""
     depth: int | None = None
-    """Blocks of each model that are kept, which saves time; None: all."""
+    """Keep only this many blocks of each model, to save time; None: all."""
     device: str = "auto"
-    """``auto`` takes a GPU where there is one."""
+    """``auto``: the GPU if there is one, else the CPU."""
     threads: int | None = None
-    """CPU threads of torch; None: torch's own choice."""
+    """CPU threads; None: torch's default."""
     budget_gib: float | None = None
-    """Peaks must stay below this many GiB, else the row says out of memory: on a GPU what PyTorch
-    reserves, on a CPU the whole process. None: the card, or 80 % of the available memory.
+    """Memory budget in GiB: a cell with a higher peak counts as out of memory. The peak is the
+    memory that PyTorch reserves on a GPU, or the whole process on a CPU. None: all memory of the
+    GPU, or 80 % of the available memory on a CPU.
     """
     largest: bool = False
-    """Find the largest square image that fits into the budget, by bisection over whole patches, for
-    each model, pass, precision and form; each size that is tried is a row.
+    """Search for the largest square image that fits into the budget, by bisection over whole
+    patches, for each model, pass, precision and form. Each tried size is a row.
     """
     fit_from: int = 1024
-    """Image size in pixels from which the growth exponent is fitted, to two sizes or more."""
+    """Smallest image size in pixels for the fit of the growth exponent, which needs two sizes."""
     snapshot: str | None = None
-    """File for the allocations of one cell, for https://pytorch.org/memory_viz."""
+    """File for the allocations of one cell; view it at https://pytorch.org/memory_viz."""
     output: str | None = None
-    """Folder for memory.csv, memory.png and memory.md; it is made where it is missing."""
+    """Folder for memory.csv, memory.png and memory.md; created if missing."""
     overwrite: bool = False
-    """Replace files that exist."""
+    """Replace existing files."""
 
     @property
     def sizes_px(self) -> list[int]:
-        """Image sizes, rising; none where they are searched for."""
+        """The image sizes in increasing order; empty for a search."""
         return [] if self.largest else sorted(set(self.img_size or DEFAULT_SIZES_PX))
 
     @property
     def settings(self) -> str:
-        """What the cases have in common, in one line."""
+        """The settings that all cases share, as one line."""
         names = ("depth", "batch", "passes", "precision", "form", "checkpointing", "fit_from")
         values = {name: getattr(self, name) or "all" for name in names}
         texts = {n: " ".join(v) if isinstance(v, list) else v for n, v in values.items()}
         return ", ".join(f"{name} {text}" for name, text in texts.items())
 
     def series(self) -> list[Case]:
-        """Return a case at no size, 0, for each line of the plot."""
+        """Return a case of size 0 for each line of the plot."""
         found = []
         for model, work, precision in product(self.models, self.passes, self.precision):
             dtype, amp = PRECISIONS[precision]
@@ -106,11 +107,11 @@ class ProfileConfig:
 
 
 def check_options(config: ProfileConfig) -> None:
-    """Check what needs no model.
+    """Check the options without building a model.
 
     Raises:
-        ValueError: a value that is not allowed, options that contradict each other or do nothing, a
-            file in the way.
+        ValueError: a value is not allowed, options contradict each other or have no effect, or a
+            file exists.
     """
     for name in ("models", "passes", "precision", "form"):
         if not getattr(config, name):

@@ -1,1 +1,1 @@
-"""One page of HTML about runs, sweeps and memory profiles: the work of ``visionattn report``."""
+"""Write the HTML page of ``visionattn report`` about runs, sweeps and memory profiles."""

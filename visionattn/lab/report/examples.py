@@ -1,7 +1,7 @@
-"""Images of a run's test or validation split with what its best weights say of them. It knows
-nothing of pages.
+"""Predict images of a run's test or validation split with its best weights, for a report. This
+module knows nothing of pages.
 
-Runs that show the same images, bit for bit and with the same names of classes, share them.
+Runs with identical images and names of classes share a gallery.
 """
 
 import base64
@@ -27,21 +27,21 @@ from visionattn.training.objectives import confusion_of
 from visionattn.training.validate import Validation, parse_validate
 
 LARGEST_PX, MASK_PX = 224, 448
-"""The longest sides of images, and of masks with their images."""
+"""Longest side in pixels of images, and of masks with their images."""
 
 
 @dataclass(frozen=True)
 class Said:
-    """What a run says of an image."""
+    """The prediction of a run for an image."""
 
     run: str
     text: str
     """The most probable class; empty for masks."""
     share: float
-    """The probability of the class, or the mean IoU over the classes of the known mask."""
+    """The probability of the class, or the mean IoU over the classes of the ground-truth mask."""
     right: bool
     mask: str | None = None
-    """The mask in colours, as a data address."""
+    """The predicted mask in colours, as a data URL."""
 
 
 @dataclass
@@ -49,45 +49,44 @@ class Example:
     """An image."""
 
     source: str
-    """Its data address."""
+    """Its data URL."""
     label: str
-    """The name of its class; of a mask nothing."""
+    """The name of its class; empty for masks."""
     mask: str | None = None
-    """The known mask in colours, as a data address."""
+    """The ground-truth mask in colours, as a data URL."""
     said: list[Said] = field(default_factory=list)
 
 
 @dataclass
 class Gallery:
-    """Images that some runs share."""
+    """Images that several runs share."""
 
     split: str
     total: int
-    """Images of the split."""
+    """Number of images in the split."""
     size_px: int
     """The longest side of the images in pixels."""
     legend: list[tuple[str, str]]
-    """Colour and name of each class of pixels that lies in the images."""
+    """Colour and name of each pixel class in the images."""
     examples: list[Example]
     runs: list[str] = field(default_factory=list)
 
     @property
     def small(self) -> bool:
-        """Tell whether each pixel is to be seen."""
+        """Tell whether the images are so small that they are enlarged pixel by pixel."""
         return self.size_px <= SMALL_PX
 
     def wrong(self, run: str) -> int:
-        """Return how many of the images shown a run gets wrong."""
+        """Return how many of the shown images a run misclassifies."""
         said = [said for example in self.examples for said in example.said if said.run == run]
         return sum(not each.right for each in said)
 
 
 def galleries(runs: Sequence[Run], count: int) -> tuple[list[Gallery], dict[str, str]]:
-    """Show up to ``count`` images of each run that tells classes, drawn at random, the same for
-    every run with the same data.
+    """Predict up to ``count`` random images of each run, the same for all runs with the same data.
 
     Returns:
-        The galleries, and for the runs that are in none the reason, a line each.
+        The galleries, and for each run without a gallery the reason, as one line.
     """
     found: dict[tuple, Gallery] = {}
     skipped: dict[str, str] = {}
@@ -101,11 +100,10 @@ def galleries(runs: Sequence[Run], count: int) -> tuple[list[Gallery], dict[str,
 
 
 def add(found: dict[tuple, Gallery], run: Run, count: int) -> None:
-    """Put what a run says into the gallery of its images, which is made where there is none.
+    """Add the predictions of a run to the gallery of its images; create the gallery if missing.
 
     Raises:
-        ValueError, OSError: there are no weights or no images, or they do not go together; one
-            line.
+        ValueError, OSError: weights or images are missing or do not match; one line.
     """
     validation, items = drawn(run, count)
     spec, labels = validation.spec, [np.asarray(item.label) for item in items]
@@ -138,12 +136,12 @@ def add(found: dict[tuple, Gallery], run: Run, count: int) -> None:
 
 
 def drawn(run: Run, count: int) -> tuple[Validation, list[Item]]:
-    """Return the best weights of a run with their images, and up to ``count`` of these, in the
-    order of the data; unreadable ones left out.
+    """Open the best weights of a run with their data, and draw up to ``count`` readable images, in
+    the order of the data.
 
     Raises:
-        ValueError, OSError: there are no weights, they do not go with the images, no image can be
-            read, or they come as a stream; one line.
+        ValueError, OSError: weights are missing or do not match the images, no image can be read,
+            or the images come as a stream; one line.
     """
     if not run.weights.is_file():
         raise FileNotFoundError(f"there is no {run.weights.name}")
@@ -154,7 +152,7 @@ def drawn(run: Run, count: int) -> tuple[Validation, list[Item]]:
     validation = Validation(parse_validate(flags))
     dataset = validation.dataset
     if isinstance(dataset, Shards):
-        raise ValueError("the images come as a stream, of which none can be picked")
+        raise ValueError("the images come as a stream, from which none can be picked")
     found: dict[int, Item] = {}
     for index in np.random.default_rng(0).permutation(len(dataset)).tolist():
         sample = dataset[SampleKey(index, 0, validation.geometries[0])]
@@ -169,10 +167,10 @@ def drawn(run: Run, count: int) -> tuple[Validation, list[Item]]:
 
 @torch.inference_mode()
 def judged(validation: Validation, item: Item, run: str) -> Said:
-    """Return what the weights of a run say of an image.
+    """Return the prediction of a run's weights for an image.
 
     Raises:
-        ValueError: the classes of pixels are not finite.
+        ValueError: the outputs are not finite.
     """
     spec, model = validation.spec, validation.model
     pixels = rearrange(torch.from_numpy(np.array(item.pixels, order="C")), "h w c -> 1 c h w")
@@ -195,7 +193,7 @@ def judged(validation: Validation, item: Item, run: str) -> Said:
 
 
 def mask_address(mask: np.ndarray, spec: DataSpec) -> str:
-    """Return a mask ``[H, W]`` in its colours as a data address, of at most ``MASK_PX`` a side."""
+    """Return a mask ``[H, W]`` in colours as a data URL, at most ``MASK_PX`` per side."""
     picture = Image.fromarray(mask)
     picture.putpalette(palette(spec))
     picture.thumbnail((MASK_PX, MASK_PX), Image.Resampling.NEAREST)

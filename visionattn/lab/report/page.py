@@ -1,8 +1,7 @@
-"""The page: what ``visionattn report`` writes. This module owns its flags and its sections, and
-that nothing in it comes from anywhere else.
+"""Write the page of ``visionattn report``: its flags and its sections. The page is self-contained.
 
-Whatever stands in files (names, classes, reasons) reaches the page through Jinja's escaping, and
-the page forbids scripts and any request by itself.
+Texts from files (names, classes, reasons) are escaped by Jinja, and the page itself forbids scripts
+and requests.
 """
 
 import itertools
@@ -31,30 +30,29 @@ KINDS = {"sweep": "Head counts", "memory": "Memory"}
 
 @dataclass
 class ReportConfig:
-    """A page about runs, sweeps and memory profiles."""
+    """Options of the page about runs, sweeps and memory profiles."""
 
     runs: list[str] | None = None
-    """Folders of runs, sweeps and memory profiles, or CSV files of the latter two; they may stand
-    first, without ``--runs``.
+    """Folders of runs, sweeps and memory profiles, or CSV files of the latter two; ``--runs`` may
+    be omitted if they come first.
     """
     output: str | None = None
-    """The page; None: ``report.html`` in the first folder."""
+    """HTML file to write; None: ``report.html`` in the first folder."""
     title: str | None = None
-    """Heading of the page; None: the names of what it shows."""
+    """Heading of the page; None: the names of its runs, sweeps and profiles."""
     images: int = 12
-    """Images shown with the predictions of each run's best weights, 0 to 100; with 0 the page has
-    no images at all.
+    """Number of images to show with the predictions of each run's best weights, 0 to 100; 0: no
+    images at all.
     """
     overwrite: bool = False
-    """Replace a page that exists."""
+    """Replace an existing page."""
 
 
 def report(argv: Sequence[str]) -> str:
-    """Write the page that the flags ask for; returns a line about it.
+    """Write the page, and return a line about it.
 
     Raises:
-        ValueError, OSError: a flag is wrong, there is nothing to show, or the page cannot be
-            written.
+        ValueError, OSError: a wrong flag, nothing to show, or an unwritable page.
     """
     config = parse(
         ReportConfig,
@@ -84,10 +82,10 @@ def report(argv: Sequence[str]) -> str:
 
 
 def find(paths: Sequence[Path]) -> tuple[dict[str, Path], list[tuple[str, Path, Sequence[Row]]]]:
-    """Find runs by name, and kind, path and rows of sweeps and memory profiles.
+    """Return the runs by name, and kind, path and rows of sweeps and memory profiles.
 
     Raises:
-        FileNotFoundError, ValueError: a path does not exist, or holds nothing of these.
+        FileNotFoundError, ValueError: a path does not exist, or holds none of these.
     """
     runs: dict[str, Path] = {}
     found: list[tuple[str, Path, Sequence[Row]]] = []
@@ -112,7 +110,7 @@ def find(paths: Sequence[Path]) -> tuple[dict[str, Path], list[tuple[str, Path, 
 
 
 def nothing_in(path: Path) -> str:
-    """Say what to name instead of a path that cannot be shown."""
+    """Return the error for a path that holds nothing to show, with advice."""
     within = runs_in(path) + runs_in(path / "runs")
     way_out = f"name the runs within it, e.g. {within[0]}" if within else "name other folders"
     return (
@@ -122,7 +120,7 @@ def nothing_in(path: Path) -> str:
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """Return the runs that lie in a folder."""
+    """Return the run folders in a folder."""
     return [path for path in sorted(folder.glob("*")) if path.is_dir() and is_run(path)]
 
 
@@ -135,10 +133,10 @@ def page(
     """Return the page as text.
 
     Args:
-        title: its heading.
-        folders: of runs, by name.
+        title: heading of the page.
+        folders: run folders by name.
         found: kind, path and rows of sweeps and memory profiles.
-        images: how many images are shown of each run.
+        images: number of images to show for each run.
     """
     runs = [read_run(folder, name) for name, folder in folders.items()]
     shown, skipped = galleries(runs, images) if images else ([], {})
@@ -164,9 +162,7 @@ def page(
 
 
 def measured(kind: str, path: Path, rows: Sequence[Row]) -> dict[str, Any]:
-    """Return what the page shows of a file of rows: charts by caption, a table, and where the
-    numbers come from.
-    """
+    """Return the section for a file of rows: charts by caption, a table, and the provenance."""
     figures: dict[str, Sequence[Chart]] = {}
     if kind == "sweep":
         sizes = [px for (px,) in distinct(rows, "img_size")]
@@ -174,7 +170,7 @@ def measured(kind: str, path: Path, rows: Sequence[Row]) -> dict[str, Any]:
     if kind == "memory":
         figures = {"": memory_of(rows, ("above_bytes", "peak_bytes"))}
     folder = path.absolute().parent
-    # A file of the usual name says nothing: its folder names it.
+    # Name a file with the default name after its folder.
     name = folder.name if path.name in ("cells.csv", "memory.csv") else path.stem
     found = {"title": f"{KINDS[kind]}: {name}", "path": path, "command": ""}
     if kind == "sweep" and runs_in(folder / "runs"):

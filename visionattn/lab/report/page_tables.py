@@ -1,6 +1,5 @@
-"""The tables of a page: results, settings that differ, sweeps, memory, and classes: which class is
-taken for which, how often each is right, and the worst mistakes. Cells are plain text; the page
-escapes them.
+"""Make the tables of a page: results, differing settings, sweeps, memory, and classes (confusion
+matrix, recall of each class, worst mistakes). Cells are plain text; the page escapes them.
 """
 
 import math
@@ -32,29 +31,29 @@ from visionattn.training.config import TrainConfig
 from visionattn.training.mistakes import SMALL_PX, ByClass, Mistake
 
 PLACE = ("run", "output", "resume", "overwrite")
-"""Settings that say where a run is kept, and not what it is."""
+"""Settings of the storage of a run, not of the run itself."""
 SCORES = {"accuracy": "accuracy", "mean_iou": "mean IoU", "loss": "bits/dim"}
-"""Figures of the results and their names."""
+"""Metrics of the results, with their names."""
 RESULTS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "test_images": ("test images", "{:,.0f}".format),
     "best_epoch": ("best epoch", "{:.0f}".format),
     "train_seconds": ("time", lasting),
     "images_per_second": ("images/s", "{:,.0f}".format),
 }
-"""Other results: their names and how they are written."""
+"""Other results, with their names and formats."""
 COUNTS = {"segmentation": "mean_iou", "generate": "loss"}
-"""The figure that counts for a task; for others the accuracy."""
+"""The main metric by task; for other tasks the accuracy."""
 NEEDED = {
     "sweep": {"attention", "heads", "form", "img_size", "seed", "status", "parameters"},
     "memory": {"model", "pass", "px", "tokens", "peak_bytes", "above_bytes", "status"},
 }
-"""Columns by which a file of rows is known: a sweep or a memory profile."""
+"""Columns that identify a file of rows as a sweep or a memory profile."""
 CONDITIONS = (
     *("pass", "precision", "form", "checkpointing", "batch", "depth", "trained_form"),
     *("measure_batch", "measure_amp", "measure_device", "measure_threads", "measure_rounds"),
     "budget_bytes",
 )
-"""Columns that stand above the rows where all have the same."""
+"""Columns shown above the table if all rows have the same value."""
 COLUMNS: dict[str, tuple[str, float | None]] = {
     "attention": ("attention", None),
     "model": ("model", None),
@@ -98,8 +97,8 @@ COLUMNS: dict[str, tuple[str, float | None]] = {
     "status": ("status", None),
     "reason": ("reason", None),
 }
-"""Columns of files of rows, in the order of the page: their headings and, for numbers, the factor
-to the unit.
+"""Columns of files of rows, in the order of the page, with their headings and, for numbers, the
+factor to the unit.
 """
 SOURCES = {
     "measure_processor": "measured on",
@@ -109,21 +108,21 @@ SOURCES = {
     "train_commit": "trained at commit",
 }
 OF_PROFILE = ("processor", "device", "threads", "torch", "commit", "load")
-"""Sources of a profile; in a sweep's rows they are of the last call, which may have measured
+"""Provenance of a profile; in the rows of a sweep it is the last call's, which may have measured
 nothing.
 """
 MOST_VALUES = 3
-"""How many values of a source are shown."""
+"""The most values to show for a column of the provenance."""
 
 
 MOST_IN_MATRIX = 30
-"""Of more classes nobody could read a matrix: their most frequent mistakes are listed."""
+"""With more classes a matrix is unreadable, and the most frequent mistakes are listed instead."""
 MOST_PAIRS, MOST_LISTED = 20, 1000
-"""Rows of the tables of mistakes and of classes; of more classes those that are right least often
-are listed.
+"""The most rows of the tables of mistakes and of classes; with more classes, the classes with the
+lowest recall are listed.
 """
 MOST_MISTAKES, MOST_PICTURES = 12, 24
-"""Mistakes that are shown of a run at most, and of all runs of a page; of each run one at least."""
+"""The most mistakes to show for a run, and for all runs of a page; at least one for each run."""
 
 
 @dataclass(frozen=True)
@@ -134,11 +133,11 @@ class Cell:
     numeric: bool = False
     strong: bool = False
     status: str = ""
-    """A key of ``WORDS``, whose mark the cell shows."""
+    """A key of ``WORDS``; the cell shows its mark."""
     note: str = ""
     """Small text below."""
     look: Look | None = None
-    """The look of the run or series whose name this is."""
+    """The look of the run or series that the cell names."""
 
 
 @dataclass
@@ -149,23 +148,23 @@ class Table:
     rows: list[list[Cell]] = field(default_factory=list)
 
     def without_empty_columns(self) -> "Table":
-        """Return the table without the columns in which no row says anything."""
+        """Return the table without columns that are empty in all rows."""
         used = [i for i in range(len(self.columns)) if any(row[i] != Cell() for row in self.rows)]
         return Table([self.columns[i] for i in used], [[row[i] for i in used] for row in self.rows])
 
 
 def numeric(value: Any, write: Callable[[Any], str] = "{:,}".format) -> Cell:
-    """Return a cell of a number; an empty one for None."""
+    """Return the cell of a number; an empty cell for None."""
     return Cell() if value is None else Cell(write(value), True)
 
 
 def percent(value: float) -> str:
-    """Write a share."""
+    """Format a share in %."""
     return f"{100 * value:.2f} %"
 
 
 def results(runs: Sequence[Run]) -> Table:
-    """Return the results of each run; the best figure of several on the same images is strong."""
+    """Return the results of each run; among runs on the same images the best value is bold."""
     columns: dict[str, list[Cell]] = {
         "run": [Cell(run.name, look=Look.of(i)) for i, run in enumerate(runs)],
         "status": [
@@ -184,8 +183,8 @@ def results(runs: Sequence[Run]) -> Table:
 
 
 def scores(runs: Sequence[Run], split: str, key: str) -> list[Cell]:
-    """Return the cells of a figure for the runs that it counts for, the best of several runs on the
-    same images strong.
+    """Return the cells of a metric for the runs that have it; among runs on the same images the
+    best value is bold.
     """
     values: list[float | None] = [
         number(run.result.get(f"{split}_{key}"))
@@ -205,8 +204,8 @@ def scores(runs: Sequence[Run], split: str, key: str) -> list[Cell]:
 
 
 def settings(runs: Sequence[Run]) -> Table:
-    """Return the settings in which runs differ, a column per run; of a single run those that are
-    not the defaults.
+    """Return the settings in which runs differ, with one column per run; for a single run, the
+    settings that differ from the defaults.
     """
     flat = [flatten(run.config) for run in runs]
     columns = ["setting", *(run.name for run in runs)]
@@ -230,7 +229,7 @@ def say(value: Any) -> str:
 
 
 def provenance(runs: Sequence[Run]) -> Table:
-    """Return what the numbers of each run depend on besides its settings."""
+    """Return the provenance of the numbers of each run."""
     keys = dict.fromkeys(["device", "torch", "visionattn", "commit"])
     keys = list(keys | dict.fromkeys(key for run in runs for key in run.provenance))
     rows = [
@@ -242,7 +241,7 @@ def provenance(runs: Sequence[Run]) -> Table:
 
 
 def kind_of(columns: Sequence[str]) -> str | None:
-    """Return which kind of file of rows has these columns, a key of ``NEEDED``."""
+    """Return the kind of a file of rows by its columns: a key of ``NEEDED``, or None."""
     return next((kind for kind, needed in NEEDED.items() if needed <= set(columns)), None)
 
 
@@ -252,12 +251,12 @@ def shared(rows: Sequence[Row]) -> list[str]:
 
 
 def shared_words(rows: Sequence[Row]) -> str:
-    """Return the conditions that all rows share, in a line."""
+    """Return the conditions that all rows share, as one line."""
     return ", ".join(f"{COLUMNS[key][0]} {cell_of(rows[:1], key).text}" for key in shared(rows))
 
 
 def sources(kind: str, rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Return names and values of where the numbers come from."""
+    """Return the provenance of the numbers as names and values."""
     named = SOURCES if kind == "sweep" else {key: key for key in OF_PROFILE}
     found = []
     for key, name in (named | {"date": "last call", "command": "its command"}).items():
@@ -269,7 +268,7 @@ def sources(kind: str, rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 
 def rows_table(kind: str, rows: Sequence[Row]) -> Table:
-    """Return the rows of a file, those of a sweep as means over seeds."""
+    """Return the rows of a file as a table; rows of a sweep become means over seeds."""
     unused = {*shared(rows), "test_accuracy", "validation_accuracy"} - {accuracy_column(rows)}
     used = [key for key in COLUMNS if key in rows[0] and key not in unused]
     groups = [[row] for row in rows]
@@ -286,10 +285,10 @@ def rows_table(kind: str, rows: Sequence[Row]) -> Table:
 
 
 def cell_of(rows: Sequence[Row], column: str) -> Cell:
-    """Return the mean of a column, and its deviation where there is one; the status of a
-    measurement that has no value; other texts, each once.
+    """Return the cell of a column: the mean with its deviation, the status of a failed measurement,
+    or the distinct texts.
     """
-    if column.endswith("accuracy"):  # a form that was not trained has none of its own
+    if column.endswith("accuracy"):  # a form that was not trained has no accuracy
         rows = [row for row in rows if trained_itself(row)]
     factor = COLUMNS[column][1]
     if factor is None:
@@ -312,28 +311,28 @@ def cell_of(rows: Sequence[Row], column: str) -> Cell:
 
 @dataclass(frozen=True)
 class RunClasses:
-    """What the best weights of a run say of a split."""
+    """The predictions of a run's best weights on a split, by class."""
 
     run: str
     found: ByClass
     matrix: Sequence[Sequence[int]] | None
-    """How many images of each class, a row, were taken for which; None where there are too many."""
+    """Confusion matrix: a row of counts for each class; None for too many classes."""
     pairs: Table
-    """The most frequent mistakes, where there is no matrix."""
+    """The most frequent mistakes, if there is no matrix."""
     mistakes: Sequence[Mistake]
 
     @property
     def small(self) -> bool:
-        """Whether each pixel of the pictures is to be seen."""
+        """Whether the images are so small that they are enlarged pixel by pixel."""
         return all(max(each.size or (0,)) <= SMALL_PX for each in self.mistakes)
 
 
 def classes_of(runs: Sequence[Run], images: int) -> list[RunClasses]:
-    """Return what is known of the classes of runs.
+    """Return the results by class of each run that has them.
 
     Args:
         runs: the runs of the page.
-        images: how many mistakes are shown of each run at most.
+        images: the most mistakes to show for each run.
     """
     known = [(run, run.by_class) for run in runs if run.by_class is not None]
     most = min(images, MOST_MISTAKES, max(1, MOST_PICTURES // max(1, len(known))))
@@ -344,7 +343,7 @@ def classes_of(runs: Sequence[Run], images: int) -> list[RunClasses]:
 
 
 def matrix_of(found: ByClass) -> list[list[int]] | None:
-    """Return the confusion matrix of at most ``MOST_IN_MATRIX`` classes."""
+    """Return the confusion matrix; None for more than ``MOST_IN_MATRIX`` classes."""
     if len(found.classes) > MOST_IN_MATRIX or not found.complete:
         return None
     matrix = np.diag([right for _, right, _ in found.classes])
@@ -354,7 +353,7 @@ def matrix_of(found: ByClass) -> list[list[int]] | None:
 
 
 def pairs_of(found: ByClass) -> Table:
-    """Return the most frequent mistakes, each with its share of the images of the class."""
+    """Return the most frequent mistakes, each with its share of the class's images."""
     rows = [
         [Cell(found.name(label)), Cell(found.name(said)), numeric(often),
          numeric(often / found.classes[label][0], percent)]
@@ -364,8 +363,8 @@ def pairs_of(found: ByClass) -> Table:
 
 
 def class_tables(shown: Sequence[RunClasses]) -> list[Table]:
-    """Return how often each class is right, a column per run of the same images and classes; of a
-    single run also how much of what is taken for it is right, and what it is most often taken for.
+    """Return the recall of each class, with one column per run on the same images and classes. For
+    a single run add the precision and the most frequent wrong prediction.
     """
     groups: dict[tuple, list[RunClasses]] = {}
     for one in shown:
@@ -395,13 +394,13 @@ def class_tables(shown: Sequence[RunClasses]) -> list[Table]:
 
 
 def share(count: int, total: int) -> Cell:
-    """Return the cell of a share in %, empty where there is nothing to share."""
+    """Return the cell of a share in %; empty for a total of 0."""
     return numeric(count / total if total else None, percent)
 
 
 def iou_table(runs: Sequence[Run]) -> Table | None:
-    """Return the intersection over union of each class, a column for each run that has it, of the
-    test images or, where there are none, of the validation images; None where no run has it.
+    """Return the intersection over union of each class, with one column for each run that has it:
+    on the test images or, without these, on the validation images. None if no run has it.
     """
     found = {run: run.result.get("test_ious") or run.result.get("validation_ious") for run in runs}
     columns = {run: ious for run, ious in found.items() if isinstance(ious, list)}
@@ -415,7 +414,7 @@ def iou_table(runs: Sequence[Run]) -> Table | None:
 
 
 def names_of(run: Run) -> Sequence[str]:
-    """Return the names of a run's classes, as its weights say them; none where they do not."""
+    """Return the names of a run's classes stored with its weights; empty without such names."""
     try:
         return class_names(described(read_metadata(run.weights), run.weights)[2])
     except (ValueError, OSError):

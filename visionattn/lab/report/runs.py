@@ -1,8 +1,7 @@
-"""What the folder of a run says, whatever state the run was left in. It reads files and draws
-nothing.
+"""Read the folder of a run in any state. This module draws nothing.
 
-A run that still trains, was killed, or ended with an error is read as far as it goes: what is
-missing is missing in the page, and what cannot be read is listed in ``problems``.
+A run that still trains, was killed, or failed is read as far as possible: missing files are missing
+in the page, and unreadable files are listed in ``problems``.
 """
 
 import math
@@ -26,7 +25,7 @@ from visionattn.training.run_folder import BEST, BY_CLASS, CONFIG, METRICS, STAT
 
 Values = dict[str, Any]
 NO_PARAMETERS = ("running_mean", "running_var", "num_batches_tracked")
-"""Last parts of the names of tensors that batch norm keeps and nobody trains."""
+"""Name endings of batch-norm buffers, which are not trained."""
 WORDS = {
     "finished": "finished",
     "running": "running or killed",
@@ -36,12 +35,12 @@ WORDS = {
     "failed": "failed",
     "unknown": "unknown",
 }
-"""How a page says each status."""
+"""The words of each status on a page."""
 OF_TRAINING = {
     *("augment", "img_size_choices", "batch_patches", "args.train_images"),
     *("mean", "std", "workers", "download"),
 }
-"""Options of data that change neither which images are evaluated nor at which size."""
+"""Data options that change neither the evaluated images nor their size."""
 
 CURVES: tuple[tuple, ...] = (
     ("Training loss", "", 1, "loss", "train_loss"),
@@ -52,7 +51,7 @@ CURVES: tuple[tuple, ...] = (
     ("Speed of training", "images per second", 1, "images_per_second"),
     ("Waiting for data", "% of the time", 100, "wait_share"),
 )
-"""Titles of the charts of runs, unit, the factor to it, and the keys of lines; losses have no fixed
+"""Charts of runs: title, unit, factor to the unit, and keys of the lines; losses have no fixed
 unit.
 """
 FROM_ZERO = ("Speed of training", "Waiting for data")
@@ -69,13 +68,13 @@ class Status(TypedDict, total=False):
 
 @dataclass(eq=False)
 class Run:
-    """What is known of a run."""
+    """The content of a run's folder."""
 
     folder: Path
     name: str
-    """The run as the page calls it."""
+    """Name of the run on the page."""
     config: Values = field(default_factory=dict)
-    """Nested, as in ``config.yaml``; empty where there is none."""
+    """The nested values of ``config.yaml``; empty without the file."""
     steps: list[Values] = field(default_factory=list)
     """Lines of ``metrics.jsonl`` about steps."""
     epochs: list[Values] = field(default_factory=list)
@@ -83,39 +82,39 @@ class Run:
     status: str = "unknown"
     """A key of ``WORDS``."""
     reason: str | None = None
-    """Why it ended as it did, or what is known of it."""
+    """The reason of its status, as far as known."""
     result: Values = field(default_factory=dict)
     """``test_accuracy``, ``validation_loss``, ``best_epoch`` and the like, as far as known."""
     provenance: Values = field(default_factory=dict)
     parameters: int | None = None
-    """Numbers that the best weights consist of."""
+    """Number of parameters of the best weights."""
     by_class: ByClass | None = None
-    """What the best weights say of each class: of the test images, or where these have not been
-    evaluated of the validation images.
+    """Predictions of the best weights by class: for the test images or, if these were not
+    evaluated, for the validation images.
     """
     problems: list[str] = field(default_factory=list)
-    """What could not be read, a line each."""
+    """Files that could not be read, one line each."""
 
     @property
     def weights(self) -> Path:
-        """The path of the best weights; they need not exist."""
+        """The path of the best weights, whether or not they exist."""
         return self.folder / BEST
 
     @property
     def task(self) -> str | None:
-        """What its model does: ``classification``, ``segmentation``, ``generate``."""
+        """The task of its model: ``classification``, ``segmentation``, ``generate``."""
         return self.setting("data", "task")
 
     def setting(self, *keys: str) -> Any:
-        """Return an entry of the configuration; None where there is none."""
+        """Return an entry of the configuration; None if missing."""
         value: Any = self.config
         for key in keys:
             value = value.get(key) if isinstance(value, dict) else None
         return value
 
     def read(self, name: str, reader: Callable[[Path], Any]) -> Any:
-        """Return what a reader makes of a file of the run; None, and a problem, where the file is
-        missing or damaged.
+        """Read a file of the run with ``reader``; if it is missing or damaged, record a problem and
+        return None.
         """
         try:
             return reader(self.folder / name)
@@ -162,14 +161,14 @@ def read_run(folder: Path, name: str) -> Run:
     for split in ("validation", "test"):
         there = (folder / BY_CLASS[split]).exists()
         found = run.read(BY_CLASS[split], read_by_class) if there else None
-        # A run that went on has not come to its test yet: the file is of other weights.
+        # After a resume the file may be from earlier weights, until the run tests again.
         if found and run.result.get("best_epoch") in (None, found.epoch):
             run.by_class = found
     return run
 
 
 def read_lines(path: Path, problems: list[str]) -> list[Values]:
-    """Return the lines of ``metrics.jsonl`` that can be read; a problem where some cannot."""
+    """Return the readable lines of ``metrics.jsonl``; record a problem for unreadable lines."""
     texts = [
         line for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if line
     ]
@@ -183,12 +182,12 @@ def read_lines(path: Path, problems: list[str]) -> list[Values]:
 
 
 def result_of(epochs: list[Values], tests: list[Values]) -> Values:
-    """Return what the lines say of the result, in the words of ``status.json``."""
+    """Return the result from the lines, with the keys of ``status.json``."""
     found: Values = {}
     known = [line for line in epochs if number(line.get("val_loss")) is not None]
 
     def rank(line: Values) -> tuple[float, float]:
-        """As in training: the best score, where there is one, then the smallest loss."""
+        """Rank as training does: by the best score, if there is one, then by the smallest loss."""
         score = number(line.get("val_mean_iou")) or number(line.get("val_accuracy"))
         return score or 0.0, -line["val_loss"]
 
@@ -203,14 +202,14 @@ def result_of(epochs: list[Values], tests: list[Values]) -> Values:
 
 
 def count_parameters(path: Path) -> int:
-    """Count the numbers in a file of weights, read off its heading."""
+    """Count the parameters in a file of weights, from its header."""
     with safe_open(path, framework="pt") as file:
         names = [name for name in file.keys() if not name.endswith(NO_PARAMETERS)]  # noqa: SIM118  no mapping
         return sum(math.prod(file.get_slice(name).get_shape()) for name in names)
 
 
 def flatten(config: Values, prefix: str = "") -> Values:
-    """Return the dotted names and values of a nested configuration; an empty group has none."""
+    """Return the values of a nested configuration by dotted name; an empty group has none."""
     flat: Values = {}
     for key, value in config.items():
         if isinstance(value, dict):
@@ -221,9 +220,9 @@ def flatten(config: Values, prefix: str = "") -> Values:
 
 
 def same_data(run: Run) -> tuple | None:
-    """Return what is equal for runs that were evaluated on the same images at the same size: the
-    options of data with their defaults, the seed, which divides them, and the number of test
-    images. None where the run does not say which data it has.
+    """Return a key that is equal for runs evaluated on the same images at the same size: the data
+    options with defaults, the seed of the split, and the number of test images. None if the run
+    does not name its data.
     """
     if not isinstance(run.setting("data"), dict):
         return None
@@ -235,8 +234,8 @@ def same_data(run: Run) -> tuple | None:
 
 
 def curves_of(runs: Sequence[Run]) -> list[Chart]:
-    """Draw up charts of loss, accuracy, learning rate, speed and waiting of runs over their epochs;
-    over steps where a run has not finished an epoch.
+    """Return charts of loss, accuracy, learning rate, throughput and waiting of runs over epochs,
+    or over steps if a run has not finished an epoch.
     """
     by_epoch = all(run.epochs or not run.steps for run in runs)
     tasks = {run.task for run in runs}
@@ -257,8 +256,9 @@ def curves_of(runs: Sequence[Run]) -> list[Chart]:
 def curve(
     run: Run, keys: Sequence[str], factor: float, by_epoch: bool
 ) -> tuple[list[float], list[float]]:
-    """Return places and values under the first key that a line has; NaN is a gap. Of lines about
-    steps and about epochs, those with more values: a run of short epochs may have few about steps.
+    """Return positions and values of the first key that the lines have; NaN is a gap. Of the lines
+    about steps and about epochs, take the kind with more values, because a run with short epochs
+    may have few lines about steps.
     """
     ends = [line for line in run.epochs if number(line.get("step")) and number(line.get("epoch"))]
     steps_per_epoch = ends[-1]["step"] / ends[-1]["epoch"] if ends and by_epoch else 1

@@ -1,5 +1,5 @@
-"""Pages of HTML out of the templates of this folder: the page of ``visionattn look`` and the style
-of all pages. It knows nothing of models and runs.
+"""Render HTML pages from the templates of this folder: the page of ``visionattn look``, and the
+style of all pages. This module knows nothing of models and runs.
 """
 
 from collections.abc import Sequence
@@ -15,20 +15,20 @@ from visionattn.lab.charts import page_colours
 
 
 def look_page(title: str, parts: Sequence[dict[str, Any]]) -> str:
-    """Return the page of ``visionattn look`` as text: images with what was drawn over them, each
-    shown small and leading to its whole picture, a file beside the page.
+    """Return the page of ``visionattn look`` as text: images with their attribution maps, each a
+    thumbnail that links to the full picture, a file in the folder of the page.
 
     Args:
-        title: its heading.
-        parts: one for each image: ``title``, ``lines`` of text, and ``figures``, each of which has
-            ``title``, ``lines``, ``file`` (beside the page), ``source`` and ``details`` (data
-            addresses).
+        title: heading of the page.
+        parts: one for each image: ``title``, ``lines`` of text, and ``figures``. Each figure has
+            ``title``, ``lines``, ``file`` (in the folder of the page), ``source`` and ``details``
+            (data URLs).
     """
     return render("look.html", title=title, parts=parts)
 
 
 def render(template: str, **values: Any) -> str:
-    """Return a page; whatever stands in ``values`` is escaped, but for ``Markup``."""
+    """Return a page; all ``values`` except ``Markup`` are escaped."""
     environment = jinja2.Environment(
         autoescape=True,
         trim_blocks=True,
@@ -45,5 +45,5 @@ def render(template: str, **values: Any) -> str:
 
 
 def resource(name: str) -> str:
-    """Return a file of this folder."""
+    """Return the text of a file of this folder."""
     return files("visionattn.lab.report").joinpath(name).read_text(encoding="utf-8")

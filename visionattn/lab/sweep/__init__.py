@@ -1,3 +1,3 @@
-"""The head-count ablation: one training configuration at many head counts, attentions, forms, seeds
-and image sizes.
+"""Run the head-count ablation: one training configuration with several head counts, attentions,
+forms, seeds and image sizes.
 """

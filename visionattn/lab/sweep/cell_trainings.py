@@ -1,5 +1,4 @@
-"""The folder of a sweep, and its trainings as processes: which to start, how, and what their ends
-mean.
+"""Run the trainings of a sweep as processes, and keep their outcomes in the folder of the sweep.
 
 The folder holds ``base.yaml`` (the training that is varied), ``runs/`` (a run folder with its
 ``.yaml`` and ``.log`` for each training), ``endings.jsonl`` and ``measurements.jsonl`` (columns of
@@ -43,17 +42,17 @@ from visionattn.training.run_folder import STATUS, Ended, can_go_on
 BASE, TABLE, ROWS, PLOT, LOCK = "base.yaml", "table.md", "cells.csv", "sweep.png", "lock"
 KEPT = ENDINGS, MEASUREMENTS = "endings.jsonl", "measurements.jsonl"
 QUIET = ("output", "run", "resume", "overwrite", "save_every", "threads", "seed")
-"""Keys in which calls of one sweep may differ: place, speed, and what the grid varies."""
+"""Keys in which calls of one sweep may differ: storage, speed, and values that the grid varies."""
 STATUSES = {0: "finished", 1: "nan", 3: "oom", 130: "stopped"}
-"""What exit codes mean; all others are "failed", and so is 1 without an error line: Python ends so
-by itself.
+"""Status by exit code. All others are "failed", and so is 1 without an error line, which is
+Python's exit code after an uncaught exception.
 """
 ERROR = "error: "
-"""How tools begin the line that says why they end."""
+"""Start of the line in which a command reports its error."""
 POLL_SECONDS = 0.05
 RESULTS = ("best_epoch", "validation_accuracy", "test_accuracy", "test_loss", "test_images")
 RESULTS += ("train_seconds",)
-"""What is kept of the result of a training."""
+"""Recorded values of the result of a training."""
 
 
 class Ending(TypedDict):
@@ -90,8 +89,8 @@ class SweepFolder:
         path: the folder; it and its parents need not exist.
 
     Attributes:
-        runs: the folder of the run folders.
-        lock: an open file that trainings hold too, so that none of them is overlooked.
+        runs: the parent of the run folders.
+        lock: an open lock file, which the trainings hold, too, so that none is overlooked.
     """
 
     lock: TextIO
@@ -100,10 +99,10 @@ class SweepFolder:
         self.path, self.runs = path, path / "runs"
 
     def check(self, base: TrainConfig, *, overwrite: bool) -> None:
-        """Check that this sweep may have the folder; nothing is written.
+        """Check that this sweep may use the folder; write nothing.
 
         Raises:
-            ValueError: a file is in the way, or the folder holds something else or, unless
+            ValueError: the path is a file, or the folder holds something else or, without
                 ``overwrite``, a sweep of another training.
         """
         check_folder(self.path, "choose another --output")
@@ -125,11 +124,11 @@ class SweepFolder:
 
     @contextmanager
     def opened(self, base: TrainConfig, *, overwrite: bool) -> Iterator[None]:
-        """Make the folder, empty it if ``overwrite``, and keep other sweeps out while this one or a
-        training of it lives.
+        """Create the folder, empty it if ``overwrite``, and lock it while this sweep or a training
+        of it lives.
 
         Raises:
-            ValueError: another sweep, or a training that one left behind, is at work here.
+            ValueError: another sweep, or a training that it left behind, uses the folder.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         taken = (
@@ -141,28 +140,26 @@ class SweepFolder:
                 for name in (BASE, *KEPT, TABLE, ROWS, PLOT):
                     (self.path / name).unlink(missing_ok=True)
             self.runs.mkdir(exist_ok=True)
-            for path in unfinished(self.path) + unfinished(self.runs):  # of a sweep that was killed
+            for path in unfinished(self.path) + unfinished(self.runs):  # left by a killed sweep
                 path.unlink()
             write_text(self.path / BASE, comparable(base))
             yield
 
     def known(self, name: str) -> dict[str, Record]:
-        """Return what is known of trainings (``ENDINGS``) or networks (``MEASUREMENTS``), by
-        name.
-        """
+        """Return the records of trainings (``ENDINGS``) or networks (``MEASUREMENTS``) by name."""
         path = self.path / name
         with intact(path, "delete its line, or --overwrite begins anew"):
             lines = checked(LINES[name], read_lines(path), name)
         return {line["name"]: line["columns"] for line in lines}
 
     def keep(self, name: str, of: str, columns: Record) -> None:
-        """Write what is known of a training or a network."""
+        """Write the record of a training or a network."""
         add_line(self.path / name, {"name": of, "columns": columns})
 
 
 def comparable(base: TrainConfig) -> str:
-    """Return, as YAML, what all calls of one sweep share: the training without what the grid varies
-    and without where to write.
+    """Return the YAML of the training without the values that the grid varies and without storage;
+    it is equal for all calls of one sweep.
     """
     content = {key: value for key, value in asdict(base).items() if key not in QUIET}
     del content["data"]["img_size"]
@@ -173,18 +170,18 @@ def comparable(base: TrainConfig) -> str:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A training that runs."""
+    """A running training."""
 
     process: subprocess.Popen
     begin: float
-    """On the monotonic clock, in seconds."""
+    """Start in seconds of the monotonic clock."""
     kills: int
-    """Processes that the system had ended before for want of memory."""
+    """Value of ``memory_kills`` before the start."""
 
 
 def left_to_train(plan: Plan, known: Mapping[str, Record], *, retry: bool) -> list[Cell]:
-    """Return the cells that are not finished, without those that failed by themselves unless
-    ``retry``. A cell that was stopped or killed goes on without it.
+    """Return the unfinished cells. Failed cells are included only with ``retry``; stopped and
+    killed cells always resume.
     """
     wanted = []
     for cell in plan.cells():
@@ -206,22 +203,23 @@ def train_cells(
     say: Callable[[str], None],
     after: Callable[[], None],
 ) -> bool:
-    """Train cells, ``jobs`` at a time, each in a process of its own, and keep how each ended.
+    """Train cells, ``jobs`` at a time, each in its own process, and record their outcomes.
 
     Ctrl-C and SIGTERM reach only this process: it asks the trainings once to stop, and they save
-    their states. A second Ctrl-C kills them.
+    their state. A second Ctrl-C kills them.
 
     Args:
         plan: the sweep.
-        cells: what to train.
-        folder: of the sweep, open.
-        jobs: processes at a time.
-        command: starts a training; ``--config FILE`` and ``--resume`` or ``--overwrite`` are added.
-        say: takes a line when a cell starts or ends.
+        cells: the cells to train.
+        folder: the opened folder of the sweep.
+        jobs: number of parallel processes.
+        command: command of a training; ``--config FILE`` and ``--resume`` or ``--overwrite`` are
+            added.
+        say: gets a line when a cell starts or ends.
         after: called after each cell.
 
     Returns:
-        Whether all were trained; False after Ctrl-C.
+        Whether all cells were trained; False after Ctrl-C.
     """
     waiting, running, asked = deque(cells), {}, False
     known = folder.known(ENDINGS)
@@ -232,7 +230,7 @@ def train_cells(
                     cell = waiting.popleft()
                     count = f"{len(cells) - len(waiting)} of {len(cells)}"
                     progress.say(f"{cell.name}: starts ({count})", say)
-                    # One that ended with NaN would come to the same end and begins anew.
+                    # After NaN a resumed training would fail again, so it starts anew.
                     anew = known.get(cell.name, {}).get("status") == "nan"
                     running[cell] = start(plan, cell, folder, command, anew=anew)
                 if interruption.requested and not asked:
@@ -252,7 +250,7 @@ def train_cells(
                 progress.show(", ".join(cell.name for cell in running))
                 time.sleep(POLL_SECONDS)
         finally:
-            # Only an error or a second Ctrl-C leaves processes here.
+            # Processes are left here only after an error or a second Ctrl-C.
             for attempt in running.values():
                 os.killpg(attempt.process.pid, signal.SIGKILL)
                 attempt.process.wait()
@@ -262,7 +260,7 @@ def train_cells(
 def start(
     plan: Plan, cell: Cell, folder: SweepFolder, command: Sequence[str], *, anew: bool
 ) -> Attempt:
-    """Start a training, or resume one that has a state unless ``anew``."""
+    """Start a training, or resume it if it has a state, unless ``anew``."""
     run = folder.runs / cell.name
     path, log_path = folder.runs / f"{cell.name}.yaml", folder.runs / f"{cell.name}.log"
     write_text(path, yaml_text(asdict(plan.training(cell, folder.runs))))
@@ -277,17 +275,17 @@ def start(
             stderr=subprocess.STDOUT,
             env=environment(),
             pass_fds=[folder.lock.fileno()],
-            process_group=0,  # a terminal's Ctrl-C goes to the sweep, which passes it on once
+            process_group=0,  # a terminal's Ctrl-C reaches only the sweep, which passes it on once
         )
     return Attempt(process, time.monotonic(), memory_kills())
 
 
 def ending_of(cell: Cell, folder: SweepFolder, attempt: Attempt, before: Record) -> Record:
-    """Return what the end of a training's process means, as columns of ``cells.csv``; the exit code
-    of a killed process is below 0.
+    """Return the outcome of a training's process as columns of ``cells.csv``; the exit code of a
+    killed process is negative.
 
-    A process that was killed counts as out of memory only where the system says that it ended one
-    of this group for that. Seconds and attempts add to those ``before``.
+    A killed process counts as out of memory only if the system reports such a kill in this group.
+    Seconds and attempts are added to the values in ``before``.
     """
     log = folder.runs / f"{cell.name}.log"
     exit_code, words = attempt.process.returncode, last_words(log)
@@ -316,7 +314,7 @@ def ending_of(cell: Cell, folder: SweepFolder, attempt: Attempt, before: Record)
 
 
 def read_status(run: Path) -> Ended:
-    """Return the content of a run's status file; empty where there is none, or a kill spoilt it."""
+    """Return the content of a run's status file; empty if it is missing or damaged by a kill."""
     with suppress(OSError, ValueError):
         return from_json(Ended, (run / STATUS).read_text(), STATUS)
     return {}
@@ -329,7 +327,7 @@ def last_words(log: Path) -> str:
 
 
 def describe(ending: Record) -> str:
-    """Return an ending for people."""
+    """Return the outcome of a training in words."""
     if ending["status"] != "finished":
         return f"{ending['status']}: {ending['reason']}"
     split = "validation" if ending["test_accuracy"] is None else "test"

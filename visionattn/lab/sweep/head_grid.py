@@ -1,5 +1,5 @@
-"""Which networks and which trainings a sweep is made of, and whether they can be built: arithmetic
-and models on the meta device.
+"""List the networks and the trainings of a sweep, and check on the meta device that the models can
+be built.
 """
 
 import re
@@ -26,13 +26,13 @@ from visionattn.training.config import TrainConfig
 
 @dataclass(frozen=True)
 class Network:
-    """A network of the grid: what is varied of the model in a training's configuration."""
+    """A network of the grid: the varied values of a training's model."""
 
     attention: str
-    """One of ours, or the name of a model that is not ours."""
+    """An attention of this package, or the name of a model without one."""
     heads: int
     form: str | None
-    """None where the attention has no forms."""
+    """None if the attention has no forms."""
     img_size: int
     """Height and width in pixels."""
 
@@ -58,19 +58,19 @@ class Cell:
 
 @dataclass(frozen=True)
 class Plan:
-    """A sweep that can be run."""
+    """A checked sweep."""
 
     base: TrainConfig
     splits: Splits
     own_attention: str | None
-    """The attention of the training's model; None for a model that is not ours."""
+    """The attention of the training's model; None for a model of another package."""
     networks: tuple[Network, ...]
     seeds: tuple[int, ...]
     train_form: str | None
-    """The form whose trainings count for every form; None: each form has its own."""
+    """The only form to train, whose accuracy counts for all forms; None: train each form."""
     facts: dict[Network, dict[str, int]] = field(default_factory=dict)
-    """Of each network ``head_dim``, ``tokens`` (patches of an image, without prefix tokens),
-    ``parameters`` and ``flops`` of one image's forward.
+    """For each network ``head_dim``, ``tokens`` (patches of an image, without prefix tokens),
+    ``parameters``, and ``flops`` of the forward of one image.
     """
 
     def cell(self, network: Network, seed: int) -> Cell:
@@ -80,7 +80,7 @@ class Plan:
         return Cell(network, seed)
 
     def cells(self) -> list[Cell]:
-        """Return every training once, smaller seeds first, so that an early end leaves whole
+        """Return every training once, smaller seeds first, so that an early stop leaves complete
         tables.
         """
         pairs = product(self.seeds, self.networks)
@@ -91,11 +91,11 @@ class Plan:
         return model_of(self.base.model, self.own_attention, network)
 
     def data_spec(self, network: Network) -> DataSpec:
-        """Return what the network expects of its images."""
+        """Return the data specification of the network's images."""
         return replace(self.splits.spec, img_size=network.img_size)
 
     def training(self, cell: Cell, runs: Path) -> TrainConfig:
-        """Return the configuration of a cell's training, whose folder is in ``runs``."""
+        """Return the configuration of a cell's training, with its run folder in ``runs``."""
         return replace(
             self.base,
             model=self.model(cell.network),
@@ -109,11 +109,11 @@ class Plan:
 
 
 def make_plan(config: SweepConfig, base: TrainConfig) -> Plan:
-    """Lay out the grid and check that each of its networks can be built; nothing is written.
+    """Lay out the grid, and check that each network can be built; write nothing.
 
     Raises:
-        ValueError, FileNotFoundError: the data are not there, a head count does not divide the
-            width, an option has nothing to act on, or a network cannot be built; one line.
+        ValueError, FileNotFoundError: missing data, a head count that does not divide the width, an
+            option without effect, or a network that cannot be built; one line.
     """
     choices = base.data.img_size_choices
     if choices and config.img_size:
@@ -141,17 +141,17 @@ def make_plan(config: SweepConfig, base: TrainConfig) -> Plan:
 
 
 def attention_of(model: VisionAttnTransformer) -> str:
-    """Return the name of the model's attention; several names are joined by plus signs."""
+    """Return the name of the model's attention; plus signs join several names."""
     return "+".join(dict.fromkeys(block.attn.attention for block in model.blocks))
 
 
 def make_networks(
     config: SweepConfig, own: str | None, model_name: str, sizes: list[int]
 ) -> tuple[Network, ...]:
-    """Make the networks of the options; attentions without forms have one network for all forms.
+    """Return the networks of the options; an attention without forms has one network.
 
     Raises:
-        ValueError: an option has nothing to act on.
+        ValueError: an option has no effect.
     """
     if own is None and (config.attention or config.form or config.train_form):
         raise ValueError(
@@ -173,18 +173,17 @@ def make_networks(
 
 
 def model_of(base: ModelConfig, own: str | None, network: Network) -> ModelConfig:
-    """Return the base model with the network's head count, form and attention, and otherwise the
-    same.
+    """Return the base model with the network's head count, form and attention.
 
-    Another attention than the model's own is built from the plain ``scaleformer_vit_*`` name of the
-    same size, to which the registered options of the base name (absolute position, no relative one,
-    pooling) are passed as arguments: registered options cannot be taken back, and a temperature has
-    nothing to act on outside of TaylorShift. So networks differ only in the attention.
+    For another attention, start from the plain ``scaleformer_vit_*`` name of the same size, and
+    pass the registered options of the base name (absolute position, no relative position, pooling)
+    as arguments. Registered options cannot be removed, and a temperature has no effect outside
+    TaylorShift. So networks differ only in the attention.
 
     Args:
         base: the model of the training.
-        own: its attention; None for a model that is not ours, where only the head count varies.
-        network: of the grid.
+        own: its attention; None for a model of another package, where only the head count varies.
+        network: a network of the grid.
     """
     args = base.args | {"num_heads": network.heads}
     if own is None:
@@ -203,17 +202,17 @@ def model_of(base: ModelConfig, own: str | None, network: Network) -> ModelConfi
 
 
 def on_meta(config: ModelConfig, spec: DataSpec) -> nn.Module:
-    """Return the model without memory for its weights.
+    """Return the model on the meta device, without memory for its weights.
 
     Raises:
-        ValueError: it cannot be built.
+        ValueError: the model cannot be built.
     """
     with torch.device("meta"):
         return build_model(config, spec)[0]
 
 
 def facts_of(plan: Plan, network: Network) -> dict[str, int]:
-    """Return the facts of a network that follow from its shapes, as ``Plan`` names them."""
+    """Return the values of ``Plan.facts`` for a network, which follow from its shapes."""
     model, px = on_meta(plan.model(network), plan.data_spec(network)), network.img_size
     rows, columns = patch_size(model)
     return {

@@ -1,6 +1,6 @@
-"""What ``visionattn sweep`` does: checks, trains, measures, writes the table, rows and picture.
+"""Run ``visionattn sweep``: check, train, measure, and write the table, the rows and the figure.
 
-This module owns the order of these, and how a sweep ends.
+This module owns the order of these steps, and the end of a sweep.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -48,23 +48,23 @@ COLUMNS = (
     *(f"measure_{key}" for key in SOURCES),
     *("run", "measured"),
 )
-"""Columns of ``cells.csv`` behind those that name a row; units stand in the names."""
+"""Columns of ``cells.csv`` after the columns that identify a row, with units in the names."""
 
 
 def sweep(argv: Sequence[str], say: Say, *, train: Sequence[str]) -> None:
-    """Run a sweep, or what is left of it.
+    """Run a sweep, or the rest of an earlier one.
 
     Args:
         argv: the flags.
-        say: takes lines for people.
-        train: the command that trains one cell, to which ``--config FILE`` and the like are added.
+        say: prints a line.
+        train: the command that trains one cell; ``--config FILE`` and further flags are added.
 
     Raises:
-        ValueError, FileNotFoundError: something is wrong with the flags, the training, the data or
-            the folder, or everything failed; one line.
-        DoesNotFit: not as many trainings fit into memory at a time.
+        ValueError, FileNotFoundError: wrong flags, training, data or folder, or all trainings
+            failed; one line.
+        DoesNotFit: the parallel trainings do not fit into memory.
         Failed: some cells failed; the table is printed and written before.
-        Stopped: Ctrl-C; the trainings' states are saved.
+        Stopped: Ctrl-C; the states of the trainings are saved.
     """
     config = parse_sweep(argv)
     base = read_base(config)
@@ -103,7 +103,7 @@ def sweep(argv: Sequence[str], say: Say, *, train: Sequence[str]) -> None:
 
 
 def write(plan: Plan, folder: SweepFolder, provenance: dict[str, Any]) -> str:
-    """Write table, rows and picture of what there is, and return the table: the report's."""
+    """Write table, rows and figure of the results so far, and return the table of the report."""
     rows = records(plan, folder.known(ENDINGS), folder.known(MEASUREMENTS))
     table, source = rows_table("sweep", rows), summary(provenance)
     lines = [shared_words(rows), "", heading(table.columns)]
@@ -122,10 +122,10 @@ def write(plan: Plan, folder: SweepFolder, provenance: dict[str, Any]) -> str:
 
 
 def check_failures(plan: Plan, folder: SweepFolder) -> None:
-    """Raise ``Failed`` with the first reason where a training or a measurement failed, ValueError
-    where all trainings did.
+    """Raise ``Failed`` with the first reason if a training or a measurement failed, ValueError if
+    all trainings failed.
 
-    Measurements that do not fit into memory are results, and no failures.
+    A measurement that runs out of memory is a result, not a failure.
     """
     known, measured = folder.known(ENDINGS), folder.known(MEASUREMENTS)
     endings = {cell.name: known[cell.name] for cell in plan.cells() if cell.name in known}
@@ -152,7 +152,7 @@ def check_failures(plan: Plan, folder: SweepFolder) -> None:
 def records(
     plan: Plan, endings: Mapping[str, Record], measured: Mapping[str, Record]
 ) -> list[Record]:
-    """Return a row per network and seed with everything known of it; None where nothing is."""
+    """Return a row for each network and seed with all known values; None for unknown ones."""
     rows = []
     for network, seed in product(plan.networks, plan.seeds):
         cell, facts = plan.cell(network, seed), plan.facts[network]

@@ -1,7 +1,7 @@
-"""What each network costs: memory in a fresh process each, time of all networks of one image size
-in an interleaved run, and both estimated before the first training.
+"""Measure the cost of each network: memory in a fresh process, and time of all networks of one
+image size in one interleaved run. Estimate both for the trainings in advance.
 
-Weights are fresh and images random: neither decides the cost.
+Weights are untrained and images random: neither affects the cost.
 """
 
 import statistics
@@ -34,13 +34,13 @@ from visionattn.training.trainer import FORWARD, FORWARD_CHECKPOINTED
 from visionattn.training.training_cost import TrainingMemory
 
 PASSES = ("inference", "training")
-"""The passes of a network that are measured."""
+"""The measured passes of a network."""
 NEEDS = ("device", "amp", "batch", "threads")
-"""What a measured pass needs of the conditions."""
+"""The conditions that a measured pass needs."""
 
 
 def conditions_of(config: SweepConfig, plan: Plan) -> Record:
-    """Return what measurements depend on besides the network, as columns of ``cells.csv``."""
+    """Return the conditions of measurements as columns of ``cells.csv``, without the network."""
     base = plan.base
     device = pick_device(base.device)
     return {
@@ -62,15 +62,15 @@ def measure_networks(
     say: Callable[[str], None],
     after: Callable[[], object],
 ) -> None:
-    """Measure what is not measured yet under the present conditions; all networks of one image size
-    are timed together, after the memory of each is kept.
+    """Measure all networks without measurements under the current conditions. All networks of one
+    image size are timed together, after the memory of each is kept.
 
     Args:
         config: the options.
         plan: the sweep.
-        folder: of the sweep, open; takes what is measured.
-        provenance: of this call.
-        say: takes a line at each start.
+        folder: the opened folder of the sweep, for the measurements.
+        provenance: provenance of this call.
+        say: gets a line at each start.
         after: called after the networks of each image size.
     """
     conditions, known = conditions_of(config, plan), folder.known(MEASUREMENTS)
@@ -97,7 +97,7 @@ def measure_networks(
 
 
 def is_current(columns: Record, conditions: Record, config: SweepConfig) -> bool:
-    """Tell whether a network was measured under these conditions, and is not to be retried."""
+    """Tell whether a network was measured under these conditions and needs no retry."""
     failed = config.retry and "failed" in [columns.get(f"{work}_status") for work in PASSES]
     return conditions.items() <= columns.items() and not failed
 
@@ -110,7 +110,7 @@ def pass_of(plan: Plan, network: Network, work: str, conditions: Record) -> Reco
 
 
 def ask_status(function: Callable[..., Record], given: Record, **how: Any) -> Record:
-    """Return what a measurement in a process of its own returns, with its status and reason; out of
+    """Run a measurement in its own process, and return its columns with status and reason. Out of
     memory is a status.
     """
     try:
@@ -141,7 +141,7 @@ def time_networks(plan: Plan, found: dict[Network, Record], work: str, condition
             reason = "out of memory together with the other networks; fewer --heads need less"
             columns |= {"status": "oom", "reason": reason}
         if samples and direct:
-            # Round by round: what slows the machine for a while slows both.
+            # Ratios within a round: a temporary slowdown of the machine cancels.
             ratios = [slow / fast for fast, slow in zip(samples, direct, strict=True)]
             columns["times_direct"] = statistics.median(ratios)
         found[network] |= {f"{work}_{key}": value for key, value in columns.items()}
@@ -176,7 +176,7 @@ def make_step(
     threads: int | None,
     work: str,
 ) -> ModelStep:
-    """Make a pass of a network, told as plain values, with weights and images in memory."""
+    """Build a pass of a network, given as plain values, with weights and images in memory."""
     torch.manual_seed(0)
     torch.set_num_threads(threads or torch.get_num_threads())
     training, where, data = work == "training", torch.device(device), DataSpec(**spec)
@@ -191,12 +191,12 @@ def make_step(
 
 def measure_memory(**given: Any) -> Record:
     """Measure the peak memory of a pass above the level with weights, optimizer and images, and
-    note which attention ran.
+    record which attention ran.
 
-    ``peak_bytes`` is None where the system cannot measure it.
+    ``peak_bytes`` is None if the system cannot measure it.
     """
     step = make_step(**given)
-    step.run()  # from here on the optimizer's state is there, and buffers of libraries
+    step.run()  # allocates the optimizer's state and the buffers of libraries
     try:
         peak = peak_bytes(step.run, given["device"])
     except NotImplementedError:
@@ -205,8 +205,8 @@ def measure_memory(**given: Any) -> Record:
 
 
 def expect(plan: Plan, network: Network) -> tuple[float | None, float | None]:
-    """Estimate the bytes and the seconds of a training as ``visionattn train`` does, without
-    loading; None where nobody can tell.
+    """Estimate the bytes and the seconds of a training as ``visionattn train`` does, without data
+    loading; None if unknown.
     """
     config = plan.training(Cell(network, plan.seeds[0]), Path())
     device, spec = pick_device(config.device), plan.data_spec(network)
@@ -223,11 +223,11 @@ def expect(plan: Plan, network: Network) -> tuple[float | None, float | None]:
 
 
 def tell_expected(plan: Plan, cells: Sequence[Cell], jobs: int, say: Callable[[str], None]) -> None:
-    """Say which memory and time the trainings will take.
+    """Print the expected memory and time of the trainings.
 
     Raises:
-        DoesNotFit: not as many fit into memory at a time; one line. A training that does not fit
-            alone is refused by itself, and is a row.
+        DoesNotFit: the parallel trainings do not fit into memory; one line. A single training that
+            does not fit refuses to run, and gets a row.
     """
     known = {network: expect(plan, network) for network in {cell.network: cell for cell in cells}}
     seconds = sum(known[cell.network][1] or 0 for cell in cells)

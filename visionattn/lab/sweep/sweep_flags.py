@@ -1,6 +1,4 @@
-"""The flags of ``visionattn sweep`` as a dataclass, and the checks that need neither data nor a
-model.
-"""
+"""Define the flags of ``visionattn sweep``, and check them without data and model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +18,7 @@ VARIED = {
     "data.img_size": "img_size",
     "output": "output",
 }
-"""Keys of the training that have an option of the sweep."""
+"""Keys of the training that an option of the sweep sets."""
 FIXED = ("run", "resume", "overwrite", "config")
 """Keys of the training that each cell sets itself."""
 EXAMPLE = (
@@ -33,50 +31,51 @@ EXAMPLE = (
 
 @dataclass
 class SweepConfig:
-    """A grid of trainings and what is measured of their models."""
+    """A grid of trainings, and the measurements of their models."""
 
     base: str | None = None
-    """YAML file of the training that is varied, or one of the package by its name, e.g. ``digits``.
+    """YAML file of the training to vary, or the name of a configuration of the package, e.g.
+    ``digits``.
     """
     set: list[str] = field(default_factory=list)
-    """Keys in which every training differs from that file, e.g. ``epochs=2 optim.lr=1e-3``."""
+    """Changes to the training for all cells, e.g. ``epochs=2 optim.lr=1e-3``."""
     heads: list[int] | None = None
     """Head counts, e.g. ``4 8 16``; each must divide the width."""
     attention: list[AttentionName] | None = None  # type: ignore[valid-type]
-    """Attentions, in an otherwise equal network; None: only the attention of the training."""
+    """Attentions, in an otherwise equal network; None: the attention of the training."""
     form: list[FormChoice] | None = None
     """Forms of the attentions that have forms; None: direct and efficient."""
     train_form: FormChoice | None = None
-    """Train only this form and count its accuracy for all forms, which compute the same function;
-    None: each form is trained.
+    """Train only this form, and use its accuracy for all forms, which compute the same function;
+    None: train each form.
     """
     seeds: list[int] = field(default_factory=lambda: [0])
     """Seeds of the trainings."""
     img_size: list[int] | None = None
-    """Heights and widths of the images in pixels; None: the size in the training."""
+    """Image sizes (height and width) in pixels; None: the size in the training."""
     jobs: int = 1
-    """Trainings at a time. Measurements follow, one at a time."""
+    """Number of parallel trainings. Measurements follow, one at a time."""
     output: str | None = None
     """Folder of the sweep; None: ``checkpoints/sweeps/`` and the name of the file of ``base``."""
     overwrite: bool = False
-    """Delete what an earlier sweep left in the folder."""
+    """Delete the results of an earlier sweep in the folder."""
     retry: bool = False
-    """Repeat cells that ended with nan, oom or failed, which are otherwise kept."""
+    """Repeat cells with status nan, oom or failed instead of keeping them."""
     measure: bool = True
-    """False: measure neither time nor memory."""
+    """Measure time and memory of the networks."""
     measure_batch: int = 16
-    """Images per batch of the measurements."""
+    """Batch size of the measurements."""
     measure_rounds: int = 5
-    """Rounds of the interleaved timing."""
+    """Number of rounds of the interleaved timing."""
     dry_run: bool = False
-    """List the trainings that are left with expected memory and time, and train nothing."""
+    """List the remaining trainings with estimated memory and time, and train nothing."""
 
 
 def check_options(config: SweepConfig) -> None:
     """Check signs and options that exclude each other.
 
     Raises:
-        ValueError: one line with the option and what is wrong with it.
+        ValueError: a wrong option; one line.
     """
     if config.base is None:
         raise ValueError("--base is missing: the YAML file of a training, or a name such as digits")
@@ -98,11 +97,11 @@ def check_options(config: SweepConfig) -> None:
 
 
 def read_base(config: SweepConfig) -> TrainConfig:
-    """Return the training that is varied, with the changes of ``set``.
+    """Return the training to vary, with the changes of ``set``.
 
     Raises:
-        ValueError, FileNotFoundError: the file or a key is wrong, or a key has an option of the
-            sweep; one line.
+        ValueError, FileNotFoundError: wrong file or key, or an option of the sweep sets the key;
+            one line.
     """
     for text in config.set:
         key, equals, _ = text.partition("=")
@@ -121,7 +120,7 @@ def read_base(config: SweepConfig) -> TrainConfig:
 
 
 def _elsewhere(key: str) -> str | None:
-    """Say where an option of the training is set that ``set`` does not take; None for others."""
+    """Return the advice for a training option that ``set`` does not accept; None for others."""
     if key in VARIED:
         return f"use --{VARIED[key]}"
     return "each training of the sweep has its own" if key in FIXED else None

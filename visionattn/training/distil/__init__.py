@@ -1,1 +1,1 @@
-"""Distillation: a model with linear attention learns what its softmax teacher computes."""
+"""Distil a softmax teacher into a model with linear attention."""

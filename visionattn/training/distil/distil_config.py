@@ -1,7 +1,7 @@
-"""What a distillation is made of: the YAML files ``configs/distil_*.yaml`` and the flags of
-``visionattn distil`` fill it.
+"""Define the configuration of a distillation, filled by the YAML files ``configs/distil_*.yaml``
+and the flags of ``visionattn distil``.
 
-Each stage is a run of its own; here is how the options become those of a ``TrainConfig``.
+Each stage is a separate run; this module turns the options into a ``TrainConfig`` for each.
 """
 
 from collections.abc import Sequence
@@ -22,25 +22,25 @@ EXAMPLE = (
 EXAMPLE += "--data.name digits --b.epochs 1 --run try_distil --overwrite"
 STAGES = ("a", "b", "c")
 STUDENTS = (*OF_ATTENTION, *RATES, "drop_path_rate")
-"""What of ``from_softmax``'s options a student may have; its tokens are those of the teacher."""
+"""Options of ``from_softmax`` that a student may have; its tokens equal the teacher's."""
 
 
 @dataclass
 class StageConfig:
-    """One stage: how long, how fast, and which images where not those of ``data``."""
+    """One stage: its length, learning rate, and image size if it differs from ``data``."""
 
     epochs: int = 1
-    """Passes over the training images."""
+    """Number of passes over the training images."""
     lr: float = 1e-3
     """Peak learning rate."""
     batch_size: int | Literal["auto"] | None = None
     """Images per batch; None: ``batch_size``."""
     img_size: int | list[int] | None = None
-    """Size in pixels of this stage, as ``data.img_size``; None: that of ``data``."""
+    """Image size of this stage in pixels, as ``data.img_size``; None: the size in ``data``."""
     teacher_size: Literal["same", "tiled"] = "same"
-    """How the teacher sees images. ``same``: as the student does, its absolute position resampled.
-    ``tiled``: in tiles of its own size, prefix tokens from the whole image shrunk to it; for images
-    of fit crop or stretch that are whole tiles.
+    """Image size of the teacher. ``same``: the student's size, with the teacher's absolute position
+    resampled. ``tiled``: tiles of the teacher's own size, with prefix tokens from the whole image
+    resized to it. Needs fit crop or stretch and a size that is a multiple of the tile.
     """
 
 
@@ -49,20 +49,23 @@ class DistilOptimConfig:
     """Optimiser and schedule of each stage."""
 
     name: Literal["adamw", "lamb"] = "adamw"
-    """Any of the two, from timm."""
+    """Optimiser, from timm."""
     min_lr: float = 1e-5
-    """Learning rate at the end of the cosine."""
+    """Final learning rate, at the end of the cosine."""
     warmup_epochs: float = 0.2
-    """Epochs of linear warm-up; fractions are allowed."""
+    """Epochs of linear learning-rate warm-up; fractions are allowed."""
     weight_decay: float = 0.05
-    """Decoupled weight decay of what learns; biases, norms, positions and temperatures are exempt.
+    """Decoupled weight decay of trained parameters; biases, norms, positions and temperatures are
+    exempt.
     """
     clip_grad: float | None = 1.0
-    """Largest global norm of the gradient; None: no clipping."""
+    """Clip gradients to this global norm; None: no clipping."""
     accumulate: int = 1
-    """Batches per optimiser step."""
+    """Gradient accumulation: batches per optimiser step."""
     ema_decay: float | None = None
-    """Decay per step of the averaged weights, which are then kept. None: no average."""
+    """Decay per step of the exponential moving average (EMA) of the weights, which is then saved.
+    None: no EMA.
+    """
 
 
 def _stage(**options: Any) -> Any:
@@ -71,16 +74,16 @@ def _stage(**options: Any) -> Any:
 
 @dataclass
 class DistilConfig(StudentOptions):
-    """A whole distillation."""
+    """A distillation with all its stages."""
 
     search_softmax_blocks: int | None = None
-    """How many blocks stay softmax: those whose attention was imitated worst in stage a, by the
-    loss on the validation images; ``blocks.csv`` has all.
+    """Number of blocks to keep softmax: the blocks with the largest validation loss after stage a.
+    ``blocks.csv`` lists the loss of each block.
     """
     stages: list[Literal["a", "b", "c"]] = field(default_factory=lambda: ["a", "b"])
-    """What is done, in this order. ``a``: each block imitates the teacher's attention on the
-    teacher's inputs. ``b``: the whole net imitates its final features. ``c``: the same again, at
-    another size.
+    """Stages to run, in this order. ``a``: each block imitates the teacher's attention on the
+    teacher's inputs. ``b``: the whole network imitates the teacher's final features. ``c``: like b,
+    at another image size.
     """
     a: StageConfig = _stage(lr=1e-3)
     """Stage a."""
@@ -89,52 +92,51 @@ class DistilConfig(StudentOptions):
     c: StageConfig = _stage(lr=1e-4)
     """Stage c."""
     data: DataConfig = field(default_factory=DataConfig)
-    """The images, whose classes do not matter; a folder needs no class folders. Where none of fit,
-    img_size and max_patches is given they are seen as the teacher was trained to.
+    """The images; classes are not used, and a folder needs no class folders. Without fit, img_size
+    and max_patches, the preprocessing is the teacher's.
     """
     optim: DistilOptimConfig = field(default_factory=DistilOptimConfig)
-    """The optimisation."""
+    """Optimiser, learning rate and regularisation."""
     batch_size: int | Literal["auto"] = 64
-    """Images per batch, of all processes together. ``auto``: the most that fit into memory."""
+    """Images per batch, over all processes. ``auto``: the largest that fits into memory."""
     grad_checkpointing: bool = False
-    """Keep the inputs of the student's blocks alone for the backward pass of stages b and c: less
-    memory, more time.
-    """
+    """Gradient checkpointing of the student's blocks in stages b and c: less memory, more time."""
     seed: int = 0
-    """Seed of weights, order, augmentation and the embedded data sets' splits."""
+    """Seed of initial weights, order of images, augmentation, and splits of built-in data sets."""
     device: str = "auto"
-    """``auto`` takes a GPU where there is one."""
+    """``cpu``, ``cuda``, or ``auto``: the GPU if there is one."""
     amp: Literal["none", "bf16", "fp16"] = "none"
-    """Automatic mixed precision, of the teacher too."""
+    """Automatic mixed precision (AMP) of student and teacher."""
     threads: int | None = None
-    """CPU threads of torch; None: torch's own choice."""
+    """CPU threads; None: torch's default."""
     output: str = "checkpoints"
-    """Folder of run folders."""
+    """Parent of the distillation's folder."""
     run: str | None = None
-    """Name of the folder, with one for each stage in it; None: that of the first config file."""
+    """Name of the folder, with a subfolder for each stage; None: the name of the first config file.
+    """
     resume: bool = False
-    """Go on where the distillation in the folder stopped."""
+    """Resume the distillation in the folder."""
     overwrite: bool = False
-    """Delete what an earlier one left in the folder."""
+    """Delete the files of an earlier distillation in the folder."""
     save_every: int | None = 500
-    """Optimiser steps between two states within an epoch, from which a killed one goes on; None:
-    one after each epoch.
+    """Optimiser steps between two saved states within an epoch, from which a killed distillation
+    resumes; None: save only after each epoch.
     """
     dist_timeout: float = 600.0
-    """Under ``torchrun`` alone: seconds that a process waits for an answer of the others."""
+    """With ``torchrun``: timeout in seconds for an answer of the other processes."""
 
 
 def parse_distil(argv: Sequence[str]) -> DistilConfig:
     """Read the flags of ``visionattn distil``.
 
     Raises:
-        ValueError, FileNotFoundError: a flag or a file is wrong; one line.
+        ValueError, FileNotFoundError: wrong flag or file; one line.
     """
     config = parse(
         DistilConfig,
         argv,
         command="distil",
-        description="Let a model with linear attention imitate a softmax ViT, without labels.",
+        description="Distil a softmax ViT into a model with linear attention, without labels.",
         example=EXAMPLE,
     )
     files = config_files(argv)
@@ -144,10 +146,10 @@ def parse_distil(argv: Sequence[str]) -> DistilConfig:
 
 
 def check_distil(config: DistilConfig) -> None:
-    """Check the values that types alone do not.
+    """Check signs and ranges of values, and options that exclude each other.
 
     Raises:
-        ValueError: one line with the key, what it may be, and what it is.
+        ValueError: a wrong value; one line with the key, the allowed values and the given value.
     """
     if config.teacher is None:
         raise ValueError(
@@ -177,7 +179,7 @@ def check_distil(config: DistilConfig) -> None:
     for key in ("mean", "std"):
         if getattr(config.data, key) is not None:
             raise ValueError(
-                f"data.{key} is that of the teacher, which sees the images too; leave it out"
+                f"data.{key} is set by the teacher, which sees the images too; leave it out"
             )
     _check_search(config)
     for letter in config.stages:
@@ -188,7 +190,7 @@ def check_distil(config: DistilConfig) -> None:
 
 
 def _check_search(config: DistilConfig) -> None:
-    """Raise ValueError where blocks cannot be searched for."""
+    """Raise ValueError if ``search_softmax_blocks`` is not possible."""
     wanted = config.search_softmax_blocks
     if wanted is None:
         return
@@ -208,12 +210,12 @@ def _check_search(config: DistilConfig) -> None:
 def stage_run(
     config: DistilConfig, letter: str, data: DataConfig, args: dict[str, Any]
 ) -> TrainConfig:
-    """Return the run that a stage is.
+    """Return the run configuration of a stage.
 
     Args:
         config: the distillation.
         letter: the stage.
-        data: its images, as ``stage_data`` gives them.
+        data: its images, from ``stage_data``.
         args: the arguments that build the student.
     """
     stage: StageConfig = getattr(config, letter)
@@ -237,12 +239,12 @@ def stage_run(
 
 
 def stage_data(config: DistilConfig, letter: str, seen: DataSpec) -> DataConfig:
-    """Return which images a stage takes, at which size.
+    """Return the data of a stage, with its image size.
 
     Args:
         config: the distillation.
         letter: the stage.
-        seen: what the images of the teacher were, which holds where nothing else is said.
+        seen: the teacher's data specification, the default of the preprocessing.
     """
     data, stage = config.data, getattr(config, letter)
     if data.fit is None and data.img_size is None and data.max_patches is None:

@@ -1,8 +1,8 @@
-"""A whole distillation: every check first, then one training for each stage.
+"""Run a distillation: all checks first, then one training for each stage.
 
-Each stage is a run of ``engine.train`` in a folder of its own, with states, metrics and weights as
-any other run, and starts from the best weights of the stage before. ``distil.yaml`` beside these
-folders is the configuration of the whole.
+Each stage is a run of ``engine.train`` in its own folder, with states, metrics and weights like any
+run. It starts from the best weights of the previous stage. ``distil.yaml`` in the parent folder is
+the configuration of the distillation.
 """
 
 import os
@@ -58,18 +58,18 @@ from visionattn.training.run_progress import reached
 DISTIL = "distil.yaml"
 """The configuration of a distillation, in its folder."""
 BLOCKS = "blocks.csv"
-"""The loss of each block after stage a, where softmax blocks are searched for."""
+"""The loss of each block after stage a, with ``search_softmax_blocks``."""
 BINDING = ("teacher", "pretrained", "model", "args", "attention", "softmax_blocks")
 BINDING += ("search_softmax_blocks", "num_heads", "options", "seed")
-"""Options that stay on resume, as they make the student."""
+"""Options that must not change on resume, because they define the student."""
 SETTLED = ("batch_size", "optim.", "data.")
-"""The beginnings of options that stay once a stage is done."""
+"""Prefixes of options that must not change once a stage is done."""
 WORDS = {
     "a": "each block imitates the teacher's attention, on the teacher's inputs",
     "b": "the whole net imitates the teacher's final features",
     "c": "the whole net imitates the teacher's final features, once more",
 }
-"""What the stages do."""
+"""The stages in words."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,10 @@ class Distilled:
     checkpoint: Path
     """The best weights of the last stage."""
     line: str
-    """How good they are, for people; empty where the stage was done before."""
+    """Their quality in words; empty if the stage was done before."""
 
     def report(self) -> list[str]:
-        """Return the last lines for people: the weights, what to type next, how good they are."""
+        """Return the final lines: the weights, the next commands, and the quality of weights."""
         best = str(self.checkpoint)
         lines = [
             f"best weights: {best}",
@@ -99,22 +99,21 @@ class Distilled:
 def distil(
     config: DistilConfig, *, stream: TextIO | None = None, processes: Processes | None = None
 ) -> Distilled:
-    """Distil as configured. Nothing is written before teacher, student and sizes are checked.
+    """Run a distillation. Nothing is written before teacher, student and sizes are checked.
 
     Args:
         config: the distillation; ``config.run`` names its folder.
         stream: where to print; None: standard output.
-        processes: what ``distributed.joined()`` gives, where ``torchrun`` has started several.
+        processes: the result of ``distributed.joined()`` under ``torchrun``.
 
     Raises:
-        ValueError, FileNotFoundError: the configuration, the teacher or the data are wrong; one
-            line.
+        ValueError, FileNotFoundError: wrong configuration, teacher or data; one line.
         OSError: a file cannot be read or written.
         NonFinite, OutOfMemory, Failed, Stopped: as ``engine.train`` raises them.
     """
     if processes is None and os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError(
-            "torchrun has started several processes, which are to train together: with "
+            "torchrun has started several processes, which must train together: with "
             "distributed.joined() as processes, call distil(config, processes=processes)"
         )
     processes = processes or Processes()
@@ -131,15 +130,14 @@ def distil(
 
 
 def distil_folder(config: DistilConfig) -> Path:
-    """Return the folder of a distillation, after checking that it may have it; nothing is written.
+    """Return the folder of a distillation after checking that it may be used; write nothing.
 
     Raises:
-        ValueError: no usable name; the folder is in use and neither ``resume`` nor ``overwrite`` is
-            given; there is nothing to resume, or another distillation; or another process is at
-            work there.
+        ValueError: unusable name; the folder is not empty and neither ``resume`` nor ``overwrite``
+            is given; nothing or another distillation to resume; or another process uses it.
     """
     folder = named_folder(config.output, config.run, (DISTIL, BLOCKS))
-    # A distillation that was killed before it wrote its configuration leaves nothing that counts.
+    # A distillation killed before it wrote its configuration leaves only these files.
     passing = {*unfinished(folder), folder / LOCK}
     filled = folder.is_dir() and not passing.issuperset(folder.iterdir())
     if (folder / DISTIL).is_file() and config.resume:
@@ -155,8 +153,8 @@ def distil_folder(config: DistilConfig) -> Path:
 
 
 def check_same(config: DistilConfig, folder: Path) -> None:
-    """Raise ValueError where a distillation goes on with another student, or with other options of
-    what is done.
+    """Raise ValueError if a distillation resumes with another student, or with other options for
+    finished stages.
     """
     done = [letter for letter in STAGES if is_done(folder / letter)]
     begun = [letter for letter in STAGES if (folder / letter).exists()]
@@ -173,10 +171,10 @@ def check_same(config: DistilConfig, folder: Path) -> None:
 
 
 def checked_teacher(config: DistilConfig) -> Taught:
-    """Open the teacher, and check that there can be such a student on such images.
+    """Open the teacher, and check that the student can be made of it and fits the images.
 
     Raises:
-        ValueError, FileNotFoundError: there cannot; one line.
+        ValueError, FileNotFoundError: wrong teacher, student or images; one line.
     """
     taught = open_taught(config)
     check_student(config, taught)
@@ -185,11 +183,11 @@ def checked_teacher(config: DistilConfig) -> Taught:
 
 
 def begin(config: DistilConfig, folder: Path) -> None:
-    """Delete what is to be overwritten, and write the configuration."""
+    """Delete the files to overwrite, and write the configuration."""
     for path in unfinished(folder):
         path.unlink(missing_ok=True)
     if config.overwrite:
-        # The configuration first, so that nothing resumes what is half deleted.
+        # The configuration first, so that a half-deleted distillation cannot be resumed.
         (folder / DISTIL).unlink(missing_ok=True)
         for letter in STAGES:
             if (folder / letter).is_dir():
@@ -200,13 +198,13 @@ def begin(config: DistilConfig, folder: Path) -> None:
 
 
 class Whole:
-    """The stages of a distillation, one after another.
+    """The stages of a distillation, in order.
 
     Args:
-        config: all of it.
-        folder: where its stages have theirs.
+        config: the distillation.
+        folder: the parent of the stages' folders.
         taught: the teacher.
-        processes: those that train together.
+        processes: the processes that train together.
         stream: where to print.
     """
 
@@ -227,7 +225,7 @@ class Whole:
             print(line, file=self.stream, flush=True)
 
     def run(self) -> Distilled:
-        """Do what is left to do."""
+        """Run the remaining stages."""
         for line in self.taught.lines:
             self.say(line)
         blocks, checkpoint, line = list(self.config.softmax_blocks), None, ""
@@ -240,8 +238,8 @@ class Whole:
         return Distilled(self.folder, checkpoint, line)
 
     def stage(self, letter: str, blocks: list[int], former: Path | None) -> str:
-        """Train a stage, or what is left of it, and return a line that says how good it is; empty
-        where it was done before.
+        """Train a stage, or the rest of it, and return a line about its quality; empty if it was
+        done before.
         """
         own, processes = self.folder / letter, self.processes
         going = processes.on_first(lambda: own.is_dir() and any(own.iterdir()) and can_go_on(own))
@@ -265,18 +263,18 @@ class Whole:
         return reached(result)
 
     def search(self, count: int) -> list[int]:
-        """Return the blocks whose attention was imitated worst in stage a, which stay softmax from
-        here on, and write the losses of all.
+        """Return the blocks with the largest loss after stage a, which stay softmax from now on,
+        and write the losses of all blocks.
 
-        In stage a each block imitates the teacher on the teacher's own inputs, so that its loss
-        does not depend on which other blocks stay softmax.
+        In stage a each block imitates the teacher on the teacher's own inputs, so its loss does not
+        depend on the other blocks.
         """
         processes, table = self.processes, self.folder / BLOCKS
         if processes.on_first(table.is_file):
             return processes.on_first(lambda: read_blocks(table))
         run = parse_train(["--config", str(self.folder / "a" / CONFIG)])
         device = processes.device(run.device)
-        if run.threads:  # also where stage a was done before
+        if run.threads:  # stage a, which sets them, may have been done before
             torch.set_num_threads(run.threads)
         student = load_model(self.folder / "a" / BEST).to(device)
         splits, _ = images_of(run.data, run.seed, self.taught.spec)
@@ -289,7 +287,7 @@ class Whole:
         batches.divide(processes.rank, processes.size)
         teacher = self.taught.model.to(device)
         losses = block_losses(student, teacher, batches, splits.spec, run.amp, processes)
-        # Of equal losses the first block counts.
+        # Among equal losses the first block wins.
         chosen = sorted(sorted(range(len(losses)), key=lambda i: (-losses[i], i))[:count])
         rows = [f"{i},{loss},{int(i in chosen)}\n" for i, loss in enumerate(losses)]
         text = "".join(["block,loss,softmax\n", *rows])

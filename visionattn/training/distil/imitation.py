@@ -1,8 +1,8 @@
-"""How far a student is from its teacher: the attention of each block, and the final features.
+"""Compute the distillation losses: on the attention of each block, and on the final features.
 
-The teacher is a model of ours too, whose blocks are all softmax and which computes what the ViT of
-timm does. So both have the same tokens in the same places, whatever the size of the images is, and
-absent patches are absent in both.
+The teacher is a model of this package with softmax blocks that computes the same as timm's ViT. So
+both models have the same tokens at the same positions for any image size, and padding is absent in
+both.
 
 Source: the two stages of the conversions of 2026 (ViT-AdaLA, JetViT): attention outputs on the
 teacher's own inputs, then final features by 0.9 cosine and 0.1 smooth L1.
@@ -31,22 +31,22 @@ Stage = Literal["a", "b", "c"]
 TeacherSize = Literal["same", "tiled"]
 
 COSINE, SMOOTH_L1 = 0.9, 0.1
-"""The parts of the loss of features."""
+"""Weights of the two terms of the feature loss."""
 BEHIND = ("head.", "fc_norm.", "attn_pool.")
-"""What comes after the features, and stays the teacher's."""
+"""Prefixes of the modules after the features, which keep the teacher's weights."""
 
 
 def learn(student: VisionAttnTransformer, stage: Stage, new: Sequence[str]) -> None:
-    """Let those parameters learn that a stage trains, and freeze the others.
+    """Enable the gradients of the parameters that a stage trains, and freeze the others.
 
     Args:
         student: changed in place.
-        stage: ``a`` trains queries, keys and values and what is new, in blocks that are no softmax;
-            the others all but what comes after the features.
+        stage: ``a`` trains queries, keys, values and new parameters in blocks that are not softmax;
+            ``b`` and ``c`` train everything up to the features.
         new: names of the parameters that the teacher does not have.
 
     Raises:
-        ValueError: nothing would learn.
+        ValueError: the stage would train nothing.
     """
     imitating = tuple(f"blocks.{i}.attn." for i in imitating_blocks(student))
     for name, parameter in student.named_parameters():
@@ -62,18 +62,18 @@ def learn(student: VisionAttnTransformer, stage: Stage, new: Sequence[str]) -> N
 
 
 def imitating_blocks(student: VisionAttnTransformer) -> list[int]:
-    """Return the blocks whose attention is another one than the teacher's."""
+    """Return the blocks whose attention differs from the teacher's."""
     return [i for i, block in enumerate(student.blocks) if block.attn.attention != "softmax"]
 
 
 class Imitation(nn.Module):
-    """A student beside its teacher: images come in, and the loss of each image goes out.
+    """A student with its teacher, as a module from images to the loss of each image.
 
     Args:
-        student: what learns.
-        teacher: in eval mode, and stays in it; nothing of it learns.
+        student: the model to train.
+        teacher: frozen, always in eval mode.
         stage: ``a`` for attention, ``b`` or ``c`` for features.
-        teacher_size: how the teacher sees images, see ``teacher_features``.
+        teacher_size: image size of the teacher, see ``teacher_features``.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Imitation(nn.Module):
         self.stage, self.teacher_size = stage, teacher_size
 
     def train(self, mode: bool = True) -> "Imitation":
-        """Put the student into a mode; the teacher stays in eval mode."""
+        """Set the mode of the student; the teacher stays in eval mode."""
         super().train(mode)
         self.teacher.eval()
         return self
@@ -98,7 +98,7 @@ class Imitation(nn.Module):
 
         Args:
             images: ``[B, C, H_px, W_px]``.
-            sizes: int64 ``[B, 2]``, what each image fills in pixels; None: all.
+            sizes: int64 ``[B, 2]``, size of each image in pixels without padding; None: no padding.
         """
         if self.stage == "a":
             blocks = imitating_blocks(self.student)
@@ -106,7 +106,7 @@ class Imitation(nn.Module):
         return self.judge_features(images, sizes)[0]
 
     def judge_features(self, images: Tensor, sizes: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the loss of features of each image, ``[B]``, and the student's tokens."""
+        """Return the feature loss of each image, ``[B]``, and the student's tokens."""
         wanted = teacher_features(self.teacher, images, sizes, self.teacher_size)
         tokens = self.student.forward_features(images, sizes=sizes)
         present = self.student.present_patches(images, sizes)
@@ -116,13 +116,13 @@ class Imitation(nn.Module):
 
 
 class Imitating(Objective):
-    """What the teacher computes.
+    """Learn to imitate the teacher.
 
     Args:
         teacher: on the device of the training, in eval mode.
-        stage, teacher_size: as ``Imitation`` takes them.
-        labelled: whether the images' labels are the outputs of the teacher's head, so that the
-            student has an accuracy.
+        stage, teacher_size: as for ``Imitation``.
+        labelled: whether the labels are classes of the teacher's head, so that the student has an
+            accuracy.
     """
 
     def __init__(
@@ -139,18 +139,18 @@ class Imitating(Objective):
         self.labelled = labelled
 
     def called(self, model: nn.Module) -> Imitation:
-        """Return the student beside its teacher."""
+        """Return the student with its teacher."""
         assert isinstance(model, VisionAttnTransformer)
         return Imitation(model, self.teacher, self.stage, self.teacher_size)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean of the losses of the images; labels have no part in it."""
+        """Return the mean loss of the images; labels are not used."""
         return outputs.mean()
 
     def judge(
         self, model: nn.Module, inputs: Tensor, sizes: Tensor | None, labels: Tensor
     ) -> Judged:
-        """Return the loss of a batch, and the student's outputs where there are labels of these."""
+        """Return the loss of a batch and, if labelled, the student's outputs."""
         pair = self.called(model)
         sizes = None if sizes is None else sizes.to(inputs.device)
         if self.stage == "a":
@@ -165,7 +165,7 @@ class Imitating(Objective):
         return Judged(losses.sum(), logits)
 
     def rank(self, score: float, loss: float) -> tuple[float, ...]:
-        """Return what is larger for better weights: the loss decides, as labels have no part."""
+        """Return a key that is larger for better weights: only the loss counts, not the labels."""
         return (-loss,)
 
 
@@ -176,11 +176,11 @@ def attention_losses(
     sizes: Tensor | None,
     blocks: Sequence[int],
 ) -> Tensor:
-    """Return for each image and each of some blocks the squared error of what the student's
-    attention gives for the teacher's input, relative to the square of what the teacher's gives,
-    float32 ``[B, blocks]``.
+    """Return the relative squared error of the student's attention on the teacher's inputs, for
+    each image and each given block, float32 ``[B, blocks]``.
 
-    Both are taken after the output projection, over all tokens that are present.
+    It is the squared error over the squared norm of the teacher's attention, both after the output
+    projection and over all tokens without padding.
     """
     with torch.no_grad(), recorded(teacher) as calls:
         teacher.forward_features(images, sizes=sizes)
@@ -193,7 +193,7 @@ def attention_losses(
         wanted = wanted.float()
         error, square = (found - wanted).square(), wanted.square()
         present = places.key_mask()
-        if present is not None:  # what absent tokens get means nothing
+        if present is not None:  # outputs at absent tokens are meaningless
             absent = ~present.unsqueeze(2)
             error, square = error.masked_fill(absent, 0), square.masked_fill(absent, 0)
         tiny = torch.finfo(torch.float32).tiny
@@ -210,14 +210,14 @@ def block_losses(
     amp: str,
     processes: Processes,
 ) -> list[float]:
-    """Return the loss of the attention of each block, on average over images.
+    """Return the attention loss of each block, averaged over images.
 
     Args:
         student, teacher: on one device, in eval mode.
-        batches: the images, or the part of them that this process takes.
-        spec: what the images are.
-        amp: in which precision to compute.
-        processes: those that take the other parts; all get the same result.
+        batches: the images, or this process's part of them.
+        spec: the specification of the images.
+        amp: mixed precision.
+        processes: the processes with the other parts; all get the same result.
     """
     blocks, device = range(len(student.blocks)), next(student.parameters()).device
     total = torch.zeros(len(blocks), dtype=torch.float64)
@@ -240,8 +240,8 @@ def block_losses(
 
 @contextmanager
 def recorded(model: VisionAttnTransformer) -> Iterator[list[tuple[Tensor, TokenLayout, Tensor]]]:
-    """Note, for each block that runs in the context, the input of its attention ``[B, N, D]``,
-    where the tokens lie, and what it gives.
+    """Record the input ``[B, N, D]``, the token layout and the output of the attention of each
+    block that runs in this context.
     """
     calls: list[tuple[Tensor, TokenLayout, Tensor]] = []
 
@@ -257,7 +257,7 @@ def recorded(model: VisionAttnTransformer) -> Iterator[list[tuple[Tensor, TokenL
 
 
 def feature_losses(found: Tensor, wanted: Tensor, present: Tensor | None = None) -> Tensor:
-    """Return 0.9 (1 - cosine) + 0.1 smooth L1 of tokens, on average over those of an image: float32
+    """Return 0.9 (1 - cosine) + 0.1 smooth L1, averaged over the tokens of each image: float32
     ``[B]``.
 
     Args:
@@ -280,14 +280,14 @@ def teacher_features(
     sizes: Tensor | None,
     teacher_size: TeacherSize = "same",
 ) -> Tensor:
-    """Return the teacher's tokens after its final norm, ``[B, P + H*W, D]``, each where the student
-    has the one that is to imitate it.
+    """Return the teacher's tokens after its final norm, ``[B, P + H*W, D]``, in the order of the
+    student's tokens.
 
     Args:
-        teacher_size: ``same``: it sees the images as the student does, its absolute position
-            resampled. ``tiled``: it sees them in tiles of its own size, from the top left, and each
-            patch gets the token that it has in its tile; prefix tokens are those of the whole image
-            shrunk to that size.
+        teacher_size: ``same``: the student's image size, with the teacher's absolute position
+            resampled. ``tiled``: tiles of the teacher's own size, from the top left, where each
+            patch gets its token from its tile; prefix tokens come from the whole image resized to
+            that size.
     """
     if teacher_size == "same":
         return teacher.forward_features(images, sizes=sizes)
@@ -313,14 +313,14 @@ def teacher_features(
 def check_teacher_size(
     teacher: VisionAttnTransformer, size: tuple[int, int] | None, fit: str
 ) -> None:
-    """Check that images come in whole tiles of the teacher's own size.
+    """Check that the image size is a multiple of the teacher's own size.
 
     Args:
-        size: height and width of the images in pixels; None: they differ.
-        fit: how they come to it.
+        size: height and width of the images in pixels; None: sizes differ.
+        fit: the resizing of images.
 
     Raises:
-        ValueError: they do not; one line.
+        ValueError: the size is not a multiple; one line.
     """
     height, width = teacher.patch_embed.img_size
     own = f"the teacher's own {height} x {width} px"

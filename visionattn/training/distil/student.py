@@ -1,7 +1,7 @@
-"""A teacher and its student, on the images that both see.
+"""Open a teacher and build its student, on the images of both.
 
-This module owns what becomes of the options: which teacher is opened, which student is made of it,
-and what of the images is the teacher's. It writes nothing.
+This module turns the options into a teacher, a student, and the preprocessing taken from the
+teacher. It writes nothing.
 """
 
 from collections.abc import Sequence
@@ -27,22 +27,22 @@ from visionattn.training.engine import Prepared, seed_everything
 
 @dataclass(frozen=True)
 class Taught:
-    """A teacher, and what its images are."""
+    """A teacher, with the specification of its images."""
 
     vit: nn.Module
     """timm's model."""
     model: VisionAttnTransformer
-    """The same as one of ours, all softmax, which takes images of any size."""
+    """The same teacher as a model of this package, all softmax, for images of any size."""
     spec: DataSpec
     lines: list[str]
-    """Where its weights come from."""
+    """Lines about the source of its weights."""
 
 
 def open_taught(config: DistilConfig) -> Taught:
     """Open the teacher of a distillation.
 
     Raises:
-        ValueError, FileNotFoundError: there is no such teacher, or ours cannot have its body; one
+        ValueError, FileNotFoundError: unknown teacher, or a body that cannot be converted; one
             line.
     """
     seed_everything(config.seed)
@@ -52,17 +52,17 @@ def open_taught(config: DistilConfig) -> Taught:
 
 
 def check_student(config: DistilConfig, taught: Taught) -> None:
-    """Check that there can be such a student, and that both take the images of every stage.
+    """Check that the student can be built, and that both models take the images of every stage.
 
     Raises:
-        ValueError: one line.
+        ValueError: wrong student or images; one line.
     """
     converted = student_of(config, taught.vit)
     depth = len(converted.model.blocks)
     if (config.search_softmax_blocks or 0) >= depth:
         raise ValueError(
             f"search_softmax_blocks {config.search_softmax_blocks}: the teacher has {depth} "
-            "blocks, of which some are to become linear"
+            "blocks, and at least one of them must become linear"
         )
     for letter in config.stages:
         if letter == "a":
@@ -83,18 +83,18 @@ def check_student(config: DistilConfig, taught: Taught) -> None:
 
 
 def images_of(data: DataConfig, seed: int, teachers: DataSpec) -> tuple[Splits, bool]:
-    """Return the images of a stage with the values that the teacher expects, and whether their
-    classes are those of its outputs.
+    """Return the images of a stage with the teacher's normalization, and whether their classes are
+    the teacher's outputs.
 
     Raises:
-        ValueError, FileNotFoundError: the data are wrong, or not of the teacher's channels; one
-            line.
+        ValueError, FileNotFoundError: wrong data, or another number of channels than the teacher's;
+            one line.
     """
     splits = build_splits(data, seed, labelled=False)
     own = splits.spec
     if (own.in_chans, own.encoding) != (teachers.in_chans, teachers.encoding):
         raise ValueError(
-            f"the teacher takes images of {teachers.in_chans} channels, and those of {data.name} "
+            f"the teacher takes images of {teachers.in_chans} channels, and images of {data.name} "
             f"have {own.in_chans}"
         )
     labelled = 0 < own.num_classes == teachers.num_classes and (
@@ -112,13 +112,13 @@ def images_of(data: DataConfig, seed: int, teachers: DataSpec) -> tuple[Splits, 
 
 @dataclass(frozen=True)
 class Preparing:
-    """What makes the student of a stage, as ``engine.train`` wants it.
+    """Builds the student of a stage, for ``engine.train``.
 
     Args:
         config: the distillation.
         taught: the teacher.
-        softmax_blocks: the student's.
-        former: weights of the stage before; None: the teacher's alone.
+        softmax_blocks: the softmax blocks of the student.
+        former: weights of the previous stage; None: only the teacher's.
     """
 
     config: DistilConfig
@@ -129,7 +129,7 @@ class Preparing:
     def __call__(
         self, config: TrainConfig, device: torch.device, *, resumed: bool, first: bool
     ) -> Prepared:
-        """Make the student of the run ``config``, and find its images."""
+        """Build the student of the run ``config``, and open its images."""
         letter, taught = str(config.run), self.taught
         splits, labelled = images_of(config.data, config.seed, taught.spec)
         converted = student_of(self.config, taught.vit, self.softmax_blocks)
@@ -153,8 +153,8 @@ class Preparing:
 
 @torch.no_grad()
 def carry(former: nn.Module, student: VisionAttnTransformer) -> None:
-    """Give a student the weights of a former one, apart from the attention of blocks that are
-    softmax now, which stays the teacher's.
+    """Copy the weights of a former student, except the attention of blocks that are softmax now,
+    which keeps the teacher's weights.
     """
     softmax = tuple(
         f"blocks.{i}.attn."
