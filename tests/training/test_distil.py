@@ -206,7 +206,7 @@ REFUSED = {
     "no ViT": (["--teacher", "resnet18"], "resnet18 cannot be converted"),
     "other channels": (
         ["--teacher", NAME, "--args.depth", "1"],
-        "images of 3 channels, and those of",
+        "images of 3 channels, and images of",
     ),
     "no such block": (["--softmax_blocks", "7"], "there is no block 7; the 3 blocks are 0 to 2"),
     "not in tiles": (
