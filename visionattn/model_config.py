@@ -19,7 +19,8 @@ class ModelConfig:
     name: str = "scaleformer_vit_t"
     """A timm name: one of our models or any other timm model."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the model, e.g. ``{num_heads: 6, patch_size: 8}``. With ``data.task``
+    """Keyword arguments of the model, e.g. ``{num_heads: 6, patch_size: 8}``, which replace all of
+    a configuration's; ``--model.args.num_heads 6`` changes one. With ``data.task``
     segmentation also of its head: ``head_blocks``, the blocks whose features it uses (default: the
     last), and ``head_stride``, the side in pixels of the cells that get a logit (default: a patch).
     """

@@ -85,13 +85,11 @@ def test_shipped_configurations_are_found_by_name_and_files_go_first(tmp_path, m
     assert configs.find_config("digits") == ROOT / "configs" / "digits.yaml"
     (tmp_path / "digits.yaml").write_text("epochs: 2\n")
     assert configs.find_config("digits.yaml") == Path("digits.yaml")
-    for name in ("configs/digits.yaml", "digitz"):
+    near = "the nearest shipped one is digits"
+    for name, rest in {"digitz": near, "xyz": f"shipped are {', '.join(files)}"}.items():
         with pytest.raises(FileNotFoundError) as error:
             configs.find_config(name)
-        assert str(error.value) == (
-            f"no configuration file at {name}; those that come with visionattn are "
-            f"{', '.join(files)}"
-        )
+        assert str(error.value) == f"no configuration file at {name}; {rest}"
 
 
 def test_an_installed_package_has_its_configurations_within(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 from tests.helpers import inference_files
 from tests.helpers.inference_files import write_image, write_weights
 from tests.helpers.tools import assert_one_error
-from visionattn.cli.ends import LONGEST, bounded, in_one_line
+from visionattn.cli.ends import LONGEST, bounded, in_one_line, run_tool
 from visionattn.command import main
 
 SMALL = "--model.args.patch_size 8 --model.args.depth 1 --data.img_size 16 --data.workers 0"
@@ -155,3 +155,15 @@ def test_absurd_sizes_are_one_line_before_anything_of_them_is_made(capsys):
     for line, part in ABSURD.items():
         assert main(line.split()) == 2, line
         assert_one_error(capsys, part)
+
+
+def test_a_reader_that_ends_ends_the_command_without_an_error(monkeypatch, capfd):
+    """As ``head`` does behind ``predict``."""
+    redirected = []
+    monkeypatch.setattr(os, "dup2", lambda source, target: redirected.append(target))
+
+    def write():
+        raise BrokenPipeError(32, "Broken pipe")
+
+    assert run_tool(write) == 1
+    assert len(redirected) == 1 and capfd.readouterr().err == ""

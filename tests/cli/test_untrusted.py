@@ -67,7 +67,7 @@ REFUSED = [
     (tuple[int, int], [1, 2, 3], "it has 3 values: Tuple should have at most 2 items"),
     (Literal["one", "two"], "three", "it must be one of one, two, got three"),
     (Point, {}, "it has no x"),
-    (Point, {"x": 1, "y": 2}, "it has an unknown key y"),
+    (Point, {"x": 1, "xx": 2}, "it has an unknown key xx; the nearest is x"),
     (Point | None, {"x": "a"}, "it.x must be a number, got a"),
     (Entry, {"kind": "two", "where": []}, "it.where must be names and values, got an empty list"),
     (torch.Tensor, [1], "it must be a tensor, got a list of 1"),

@@ -157,7 +157,7 @@ def test_table_and_picture_are_written_after_each_cell(tmp_path, monkeypatch):
 
     def start(*given, **options):
         table, picture = (fakes.output / name for name in ("table.md", "sweep.png"))
-        seen.append((table.read_text().count("52") if table.exists() else 0, picture.exists()))
+        seen.append((table.read_text().count("| 52 |") if table.exists() else 0, picture.exists()))
         return real(*given, **options)
 
     monkeypatch.setattr(cell_trainings, "start", start)

@@ -213,7 +213,8 @@ def test_every_configuration_of_the_repository_is_valid_and_has_a_header(path):
         ),
         (
             ["--optim.warmup_epochs", "10"],
-            "optim.warmup_epochs 10.0 leaves nothing of epochs 10 for the cosine",
+            "optim.warmup_epochs 10.0 leaves nothing of epochs 10 for the cosine; "
+            "--optim.warmup_epochs 5 does",
         ),
         (
             ["--resume", "--overwrite"],

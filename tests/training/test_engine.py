@@ -36,6 +36,7 @@ from visionattn.training import engine, trainer
 from visionattn.training.config import TrainConfig
 from visionattn.training.engine import train
 from visionattn.training.evaluate import Evaluation, evaluate
+from visionattn.training.run_folder import run_folder
 from visionattn.training.trainer import Trainer
 
 EVERYTHING = dict(
@@ -258,6 +259,12 @@ def test_a_folder_in_use_is_refused_and_overwriting_deletes_only_what_a_run_wrot
     run(small_config(tmp_path, overwrite=True))
     with pytest.raises(ValueError, match="--resume goes on with it"):
         run(small_config(tmp_path))
+    with pytest.raises(ValueError, match="epochs 1: the run has finished 2 epochs; resume with 2"):
+        run(small_config(tmp_path, epochs=1, resume=True))
+    refused = tmp_path / "refused"
+    refused.mkdir()
+    (refused / "status.json").write_text("{}")  # as a run that does not fit into memory leaves it
+    assert run_folder(small_config(tmp_path, run="refused")) == refused
     left = folder / ".last.pt.0123456789abcdef.visionattn.tmp"
     left.write_text("cut off")
     run(small_config(tmp_path, epochs=1, overwrite=True))
@@ -274,7 +281,7 @@ def test_a_folder_in_use_is_refused_and_overwriting_deletes_only_what_a_run_wrot
         ({"epochs": 0}, "epochs must be above 0"),
         ({"device": "abacus"}, "device 'abacus' cannot be used here"),
         ({"init_from": "nowhere.pt"}, "no checkpoint at nowhere.pt"),
-        ({"model": {"num_headz": 4}}, "num_headz"),
+        ({"model": {"num_headz": 4}}, "has no argument num_headz; the nearest is num_heads$"),
         ({"model": {"embed_dim": 0}}, "^embed_dim: wanted a whole number from 1 on, got 0$"),
         (
             {"model": {"norm_layer": "foo"}},

@@ -3,6 +3,7 @@
 A wheel has them in ``visionattn/configs``, a clone in ``configs`` next to the package.
 """
 
+from difflib import get_close_matches
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1]
@@ -21,7 +22,7 @@ def find_config(given: str | Path) -> Path:
     An existing file takes precedence over a shipped configuration of the same name.
 
     Raises:
-        FileNotFoundError: it is neither; the error lists the shipped names.
+        FileNotFoundError: it is neither; the error names the nearest shipped one, or all of them.
     """
     path = Path(given)
     if path.is_file():
@@ -29,6 +30,8 @@ def find_config(given: str | Path) -> Path:
     known = shipped()
     if path.parent == Path() and path.name.removesuffix(".yaml") in known:
         return known[path.name.removesuffix(".yaml")]
+    near = get_close_matches(path.stem, known, n=1)
     raise FileNotFoundError(
-        f"no configuration file at {given}; those that come with visionattn are {', '.join(known)}"
+        f"no configuration file at {given}; "
+        + (f"the nearest shipped one is {near[0]}" if near else f"shipped are {', '.join(known)}")
     )

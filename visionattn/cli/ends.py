@@ -78,6 +78,9 @@ def run_tool(work: Callable[[], None], *, several: bool = False) -> int:
     try:
         with ends_in_time(alone=is_alone()), told_in_one_line():
             work()
+    except BrokenPipeError:  # the reader of standard output, such as head, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (ValueError, OSError, Stopped, KeyboardInterrupt, *EXIT_CODES) as error:
         return tell(error)
     return 0

@@ -12,7 +12,8 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def checked(kind: Any, value: Any, name: str) -> Any:
     try:
         return _adapter(kind).validate_python([value])[0]
     except ValidationError as error:
-        raise ValueError(_one_line(error.errors(), value, name)) from error
+        raise ValueError(_one_line(error.errors(), value, name, kind)) from error
 
 
 @cache
@@ -69,21 +70,23 @@ def _adapter(kind: Any) -> Any:
     return TypeAdapter(list[kind], config=settings)
 
 
-def _one_line(errors: list[Any], value: Any, name: str) -> str:
+def _one_line(errors: list[Any], value: Any, name: str, kind: Any) -> str:
     """Return the errors about a value as one line about its most deeply nested wrong part. Each
     member of a union has its own error.
     """
     found = [(*_part(error["loc"][1:], value, name), error) for error in errors]
     depth, part, error = max(found, key=lambda each: each[0])
-    kind, given = error["type"], brief(error["input"])
-    if kind == "value_error":  # of a dataclass that checks itself
+    fault, given = error["type"], brief(error["input"])
+    if fault == "value_error":  # of a dataclass that checks itself
         return str(error["ctx"]["error"])
-    if kind == "missing":
+    if fault == "missing":
         return f"{part} has no {error['loc'][-1]}"
-    if kind in ("unexpected_keyword_argument", "extra_forbidden"):
+    if fault in ("unexpected_keyword_argument", "extra_forbidden"):
         *within, key = error["loc"][1:]
-        return f"{_part(within, value, name)[1]} has an unknown key {brief(key)}"
-    if kind in ("too_long", "too_short"):
+        known = [each.name for each in fields(kind)] if is_dataclass(kind) and not within else []
+        near = "".join(f"; the nearest is {each}" for each in get_close_matches(key, known, n=1))
+        return f"{_part(within, value, name)[1]} has an unknown key {brief(key)}{near}"
+    if fault in ("too_long", "too_short"):
         return f"{part} has {error['ctx']['actual_length']} values: {error['msg']}"
     wanted = dict.fromkeys(_expected(each) for at, each_part, each in found if each_part == part)
     return f"{part} must be {' or '.join(wanted)}, got {given}"

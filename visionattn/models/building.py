@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -16,7 +17,7 @@ from visionattn.cli.ends import is_out_of_memory
 from visionattn.cli.files import first_line
 from visionattn.model_config import ModelConfig
 from visionattn.models.patches import wrong_size
-from visionattn.models.registration import create, is_ours
+from visionattn.models.registration import complete, create, is_ours
 from visionattn.models.weights import LOADING_ARGS, UNBUILDABLE, DataSpec, describe_args
 
 Size = tuple[int, int]
@@ -57,6 +58,12 @@ def build_model(config: ModelConfig, spec: DataSpec) -> tuple[nn.Module, dict[st
     except UNBUILDABLE as error:
         if is_out_of_memory(error):
             raise
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if ours and unknown:
+            near = get_close_matches(unknown[1], complete(config.name, {}), n=1, cutoff=0)
+            raise ValueError(
+                f"model {config.name} has no argument {unknown[1]}; the nearest is {near[0]}"
+            ) from error
         raise ValueError(
             f"model {config.name} does not take these args: {describe_args(args)} "
             f"({first_line(error)})"

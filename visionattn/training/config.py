@@ -208,7 +208,7 @@ def _check_together(config: TrainConfig) -> None:
     if optim.warmup_epochs >= config.epochs:
         raise ValueError(
             f"optim.warmup_epochs {optim.warmup_epochs} leaves nothing of epochs {config.epochs} "
-            "for the cosine"
+            f"for the cosine; --optim.warmup_epochs {config.epochs / 2:g} does"
         )
     if optim.drop_epochs is not None:
         _check_drop(config, optim.drop_epochs)

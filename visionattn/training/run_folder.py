@@ -105,7 +105,8 @@ def run_folder(config: TrainConfig) -> Path:
             is given; nothing to resume; or another run uses the folder.
     """
     folder = named_folder(config.output, config.run, NAMES)
-    filled = folder.is_dir() and any(folder.iterdir())
+    # A run that was refused, e.g. because it did not fit into memory, leaves only its status.
+    filled = folder.is_dir() and any(each.name not in (STATUS, LOCK) for each in folder.iterdir())
     if config.resume and not can_go_on(folder):
         raise ValueError(f"nothing to resume: {folder / LAST} does not exist; leave out --resume")
     if filled and not (config.resume or config.overwrite):

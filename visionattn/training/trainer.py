@@ -656,11 +656,17 @@ class Trainer:
             ValueError: the state has other images, another optimiser, or no averaged weights
                 although they are required, or is from the middle of an epoch with other batches.
         """
+        done = state["position"]["epoch"]
+        if self.config.epochs < done:
+            raise ValueError(
+                f"epochs {self.config.epochs}: the run has finished {done} epochs; resume with "
+                f"{done} or more"
+            )
         changed = check_options(
             state["config"],
             asdict(self.config),
             amid_epoch=state["position"]["batch"] > 0,
-            done=state["position"]["epoch"] >= self.config.epochs,
+            done=done >= self.config.epochs,
         )
         if state["images"] != self.images():
             raise ValueError(
