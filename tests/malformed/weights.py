@@ -115,6 +115,8 @@ FINE_IN_WEIGHTS = {
     ("args", "img_size=negative"),
     ("args", "num_heads missing"),
     ("data", "img_size=nan"),
+    ("data", "mean.0=huge"),
+    ("data", "mean.0=negative"),
 }
 METADATA: dict[str, Callable[[dict], Any]] = {
     "of no metadata": lambda metadata: None,
