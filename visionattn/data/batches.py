@@ -49,6 +49,10 @@ class SampleKey(NamedTuple):
     epoch: int
     geometry: Geometry
     """Preprocessing that brings the image to the model's input size."""
+    draw: int | None = None
+    """Place in the epoch, if images recur in it, so that their augmentation differs; None: each
+    image occurs once.
+    """
 
 
 class Item(NamedTuple):
@@ -117,6 +121,22 @@ def seed_batch(seed: int, epoch: int, number: int, rank: int = 0) -> None:
     torch.manual_seed(int(own[0]) << 32 | int(own[1]))
     np.random.seed(states[2:6])
     random.seed(int(states[6]) << 32 | int(states[7]))
+
+
+def balanced_order(labels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Return as many random indices of images as there are ``labels``, with each class equally
+    often.
+
+    The images of a class occur equally often, too. If a number does not divide, random classes or
+    images occur once more.
+    """
+    _, sizes = np.unique(labels, return_counts=True)
+    members = np.split(np.argsort(labels, kind="stable"), sizes.cumsum()[:-1])
+    counts = np.full(len(sizes), len(labels) // len(sizes))
+    counts[rng.permutation(len(sizes))[: len(labels) % len(sizes)]] += 1
+    # np.resize repeats the shuffled images of a class, or cuts them.
+    drawn = [np.resize(rng.permutation(own), n) for own, n in zip(members, counts, strict=True)]
+    return rng.permutation(np.concatenate(drawn))
 
 
 def share(keys: Sequence[Key], rank: int, size: int, *, pairs: bool) -> list[Key]:
@@ -218,6 +238,8 @@ class _BatchKeys:
         canvases: input size of each image under each geometry, ``[length, geometries, 2]``, if
             images differ in size; else None.
         batch_patches: maximum number of patches per batch, if images differ in size.
+        labels: classes of the images, ``[length]``, to draw each class equally often; None: each
+            image once. It needs a seed.
     """
 
     def __init__(
@@ -228,28 +250,32 @@ class _BatchKeys:
         seed: int | None,
         canvases: np.ndarray | None = None,
         batch_patches: int | None = None,
+        labels: np.ndarray | None = None,
     ):
         self.length, self.batch_size = length, batch_size
         self.choices, self.seed = choices, seed
         self.epoch = self.start = 0
-        self.part: Callable[[list[int]], list[int]] = list
-        self.canvases = canvases
+        self.part: Callable[[list[SampleKey]], list[SampleKey]] = list
+        self.canvases, self.labels = canvases, labels
         self.buckets = (
             None if canvases is None else Buckets.of(canvases, choices, batch_size, batch_patches)
         )
+        self.count = math.ceil(length / batch_size) if self.buckets is None else self.buckets.count
+        if labels is not None:  # with images of many sizes, the number of the first epoch
+            self.count = len(self.batches())
 
     def __len__(self):
-        if self.buckets is not None:
-            return self.buckets.count
-        return math.ceil(self.length / self.batch_size)
+        return self.count
 
     def batches(self) -> Sequence[np.ndarray]:
         """Return the indices of the images of each batch of the epoch."""
         order = np.arange(self.length)
         if self.seed is not None:
-            order = np.random.default_rng((self.seed, ORDER_STREAM, self.epoch)).permutation(
-                self.length
-            )
+            rng = np.random.default_rng((self.seed, ORDER_STREAM, self.epoch))
+            if self.labels is None:
+                order = rng.permutation(self.length)
+            else:
+                order = balanced_order(self.labels, rng)
         if self.buckets is None:
             size = self.batch_size
             return [order[first : first + size] for first in range(0, self.length, size)]
@@ -275,10 +301,15 @@ class _BatchKeys:
         return np.array(found, np.int64).reshape(-1, 3)
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
+        place = 0
         for number, batch in enumerate(self.batches()):
             if number >= self.start:
                 geometry = batch_geometry(self.choices, self.seed, self.epoch, number)
-                yield [SampleKey(i, self.epoch, geometry) for i in self.part(batch.tolist())]
+                keys = [SampleKey(index, self.epoch, geometry) for index in batch.tolist()]
+                if self.labels is not None:
+                    keys = [key._replace(draw=place + i) for i, key in enumerate(keys)]
+                yield self.part(keys)
+            place += len(batch)
 
 
 class _Batches:
@@ -294,13 +325,14 @@ class _Batches:
         batch_size: int,
         choices: tuple[Geometry, ...],
         seed: int | None = None,
+        labels: np.ndarray | None = None,
     ):
         # The geometry fixes one size for all images, or images differ in size.
         canvases = None
         if choices[0].canvas is None:
             canvases = np.stack([dataset.canvases(each) for each in choices], 1)  # type: ignore[attr-defined]
         self._keys = _BatchKeys(
-            len(dataset), batch_size, choices, seed, canvases, config.batch_patches
+            len(dataset), batch_size, choices, seed, canvases, config.batch_patches, labels
         )
         self._on_error = config.on_error
         self.unreadable: set[str] = set()

@@ -62,7 +62,7 @@ class Buckets:
 
     @property
     def count(self) -> int:
-        """Return the number of batches per epoch."""
+        """Return the number of batches per epoch with each image once."""
         members = np.bincount(self.bucket, minlength=len(self.room))
         return int(np.ceil(members / self.room).sum())
 
@@ -71,12 +71,13 @@ class Buckets:
         incomplete batches come last.
 
         Args:
-            order: the indices of all images, ``[n]``, in the order in which they are used.
+            order: indices of images in the order in which they are used; an image may recur.
         """
         whole, rest = [], []
         # Positions in the order of each bucket's images, bucket by bucket.
-        sorted_places = np.argsort(self.bucket[order], kind="stable")
-        members = np.bincount(self.bucket, minlength=len(self.room))
+        own = self.bucket[order]
+        sorted_places = np.argsort(own, kind="stable")
+        members = np.bincount(own, minlength=len(self.room))
         for places, room in zip(
             np.split(sorted_places, members.cumsum()[:-1]), self.room.tolist(), strict=True
         ):

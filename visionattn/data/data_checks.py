@@ -122,6 +122,11 @@ def _check_acts(config: DataConfig) -> None:
         (("masks",), masked, "folder with data.task segmentation"),
         (("root",), config.name not in EMBEDDED, "images in files (--data.name folder)"),
         (("max_patches",), not drawn, "images that are read, and not drawn at data.img_size"),
+        (
+            ("sampler",),
+            config.task == "classification" and not stream and not drawn,
+            "data.task classification of images that are neither drawn nor streamed",
+        ),
         (("mean", "std"), config.task != "generate", "other tasks than generate"),
     ]
     usual = DataConfig()

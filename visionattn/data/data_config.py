@@ -68,6 +68,11 @@ class DataConfig:
     moves, light, noise), ``aerial`` (quarter turns, flips, colour); or a YAML file of
     ``albumentations.save``.
     """
+    sampler: Literal["balanced"] | None = None
+    """``balanced``: draw each class equally often per epoch, which keeps its number of images;
+    images of rare classes recur, with other augmentation, and some images of frequent classes wait
+    for another epoch. Only for classification. None: each image once per epoch.
+    """
     val_fraction: float = 0.1
     """Share of the training images that is held out to select the best weights, in (0, 1), if there
     is no ``val`` split.

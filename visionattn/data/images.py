@@ -98,7 +98,9 @@ def see(
         TooSmall: the image is smaller than a patch.
     """
     view = key.geometry.view(*size)
-    entropy = (seed, AUGMENT_STREAM, key.epoch, key.index)
+    entropy: tuple[int, ...] = (seed, AUGMENT_STREAM, key.epoch, key.index)
+    if key.draw is not None:
+        entropy += (key.draw,)
     if augment is not None and augment.crops:
         # The randomly cropped part fills the model's view.
         part = augment.box(*size, view.present, entropy)

@@ -136,6 +136,19 @@ class MaskFiles:
                 break
         return classes - {IGNORED}, IGNORED in classes
 
+    def pixel_counts(self, indices: np.ndarray, classes: int) -> np.ndarray:
+        """Return the number of pixels of each class in some masks, int64 ``[classes]``; ignored
+        pixels and unreadable masks do not count.
+        """
+
+        def count(index: int) -> np.ndarray:
+            return np.bincount(self.read(index).ravel(), minlength=IGNORED + 1)
+
+        counts = np.zeros(IGNORED + 1, np.int64)
+        for _, found in self.each(count, indices.tolist()):
+            counts += found
+        return counts[:classes]
+
 
 def open_mask(file: BinaryIO) -> Image.Image:
     """Open a mask whose values, or palette indices, are class numbers."""

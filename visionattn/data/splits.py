@@ -145,8 +145,9 @@ def train_batches(
     batches.
 
     Each batch has images of one size, by ``splits.spec``, with one of ``config.img_size_choices``
-    drawn by seed, epoch and batch number. ``config.workers`` processes load them and stay from
-    epoch to epoch; with 0 the main process does.
+    drawn by seed, epoch and batch number. With ``config.sampler``, classes are drawn equally often.
+    ``config.workers`` processes load them and stay from epoch to epoch; with 0 the main process
+    does.
 
     Args:
         splits: the images.
@@ -163,7 +164,10 @@ def train_batches(
         return StreamTrainBatches(
             splits.train, config.workers, batch_size=batch_size, choices=choices
         )
-    return TrainBatches(splits.train, config, batch_size=batch_size, choices=choices, seed=seed)
+    labels = splits.train.labels if config.sampler else None  # type: ignore[attr-defined]
+    return TrainBatches(
+        splits.train, config, batch_size=batch_size, choices=choices, seed=seed, labels=labels
+    )
 
 
 def geometry_choices(

@@ -62,10 +62,12 @@ BINDING += ("data.name", "data.task", "data.val_fraction", "data.args", "data.fi
 BINDING += ("data.masks",)
 """Options that must not change on resume: they affect the images or the optimiser's state."""
 COUNTED = ("batch_size", "optim.accumulate", "data.batch_patches", "data.max_patches")
+COUNTED += ("data.sampler",)
 """Options that must not change within an epoch."""
 SIZES = ("data.img_size", "data.img_size_choices")
 """Options that must not change within an epoch if images have many sizes."""
-TRAINED = ("optim.", "data.augment", "data.img_size_choices", "batch_size")
+TRAINED = ("optim.", "loss.", "batch_size")
+TRAINED += ("data.augment", "data.img_size_choices", "data.sampler")
 """Prefixes of options that affect only training steps."""
 PARTS = ("train", "validation", "test")
 """The splits of a data set, as fields of ``Splits``."""
@@ -284,7 +286,9 @@ def check_options(
     """
     # Options unknown to the version that wrote the state count as defaults.
     defaults = asdict(TrainConfig())
-    groups = {key: value | old[key] for key, value in defaults.items() if isinstance(value, dict)}
+    groups = {
+        key: value | old.get(key, {}) for key, value in defaults.items() if isinstance(value, dict)
+    }
     old = defaults | old | groups
     changed = differences(old, new)
     idle = [line.split()[0] for line in changed if line.split()[0].startswith(TRAINED)]

@@ -53,6 +53,22 @@ class OptimConfig:
 
 
 @dataclass
+class LossConfig:
+    """Loss of classification and segmentation."""
+
+    name: Literal["cross_entropy", "focal", "dice", "cross_entropy_dice"] = "cross_entropy"
+    """``focal`` (gamma 2) lowers the weight of images and pixels that the model predicts well.
+    ``dice``, only for segmentation, measures the overlap with each class in the mask, large or
+    small; ``cross_entropy_dice`` is the sum of both.
+    """
+    class_weights: Literal["balanced"] | list[float] | None = None
+    """Weights of the classes in cross-entropy and focal loss, a number per class. ``balanced``:
+    inversely proportional to the number of training images, or pixels, of each class; recorded in
+    the run's ``config.yaml``. None: 1.
+    """
+
+
+@dataclass
 class TrainConfig:
     """A training run. The most used options come first."""
 
@@ -110,6 +126,8 @@ class TrainConfig:
     """The data."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """Optimiser, learning rate and regularisation."""
+    loss: LossConfig = field(default_factory=LossConfig)
+    """The loss and its class weights."""
 
 
 @dataclass
@@ -178,6 +196,9 @@ def check(config: TrainConfig) -> None:
         "optim.mixup": optim.mixup,
         "optim.cutmix": optim.cutmix,
     }
+    if isinstance(config.loss.class_weights, list):
+        for number, weight in enumerate(config.loss.class_weights):
+            not_negative[f"loss.class_weights[{number}]"] = weight
     check_signs(positive, not_negative)
     check_ranges(data)
     # Shares: the value, and whether 0 and 1 are allowed.
@@ -233,6 +254,7 @@ def _check_together(config: TrainConfig) -> None:
         )
     if data.task == "generate":
         _check_writing(config)
+    _check_loss(config)
     if config.parallel == "sequence" or isinstance(config.parallel, int):
         _check_sequence(config)
     if config.resume and config.overwrite:
@@ -260,6 +282,8 @@ def _check_writing(config: TrainConfig) -> None:
         "optim.cutmix": config.optim.cutmix,
         "optim.label_smoothing": config.optim.label_smoothing,
         "data.fit pad": config.data.fit == "pad",
+        "loss.name": config.loss.name != "cross_entropy",
+        "loss.class_weights": config.loss.class_weights,
     }
     for name, given in idle.items():
         if given:
@@ -267,6 +291,32 @@ def _check_writing(config: TrainConfig) -> None:
                 f"data.task generate learns the values of whole images, and {name} changes them; "
                 "leave it out"
             )
+
+
+def _check_loss(config: TrainConfig) -> None:
+    """Raise ValueError for a loss that does not fit the task or the other options."""
+    loss, optim = config.loss, config.optim
+    if "dice" in loss.name and config.data.task != "segmentation":
+        raise ValueError(
+            f"loss.name {loss.name} compares masks, for data.task segmentation; use cross_entropy "
+            f"or focal for {config.data.task}"
+        )
+    if loss.name == "dice" and loss.class_weights is not None:
+        raise ValueError(
+            "loss.name dice weighs all classes alike; leave loss.class_weights out, or use "
+            "cross_entropy_dice"
+        )
+    if loss.name in ("focal", "dice") and optim.label_smoothing:
+        raise ValueError(
+            f"optim.label_smoothing changes the cross-entropy, and loss.name is {loss.name}; leave "
+            "it out"
+        )
+    changed = loss.name != "cross_entropy" or loss.class_weights is not None
+    if changed and (optim.mixup or optim.cutmix):
+        raise ValueError(
+            "optim.mixup and optim.cutmix give images shares of classes, which only the unweighted "
+            "cross_entropy takes; leave them out, or loss.name and loss.class_weights"
+        )
 
 
 def _check_sequence(config: TrainConfig) -> None:

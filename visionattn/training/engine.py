@@ -37,6 +37,7 @@ from visionattn.models.building import check_geometries, patch_size
 from visionattn.models.conversion import NAME as CONVERTED
 from visionattn.models.cost import Expected
 from visionattn.training.checkpoint import States, recall_best, started_model
+from visionattn.training.class_weights import with_class_weights
 from visionattn.training.config import TrainConfig, check
 from visionattn.training.distributed import (
     Processes,
@@ -255,6 +256,8 @@ def build(
     splits, model = made.splits, made.model
     if processes.size > 1:
         processes.check_same(splits.lists())
+    loss = processes.on_first(lambda: with_class_weights(config.loss, splits))
+    config = replace(config, loss=loss)
     if made.built.name == CONVERTED:  # config.yaml and states record the body of the teacher
         config = replace(config, model=made.built)
     if processes.first and stream:  # now, because reading sizes and counting memory may take long

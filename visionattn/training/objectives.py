@@ -9,7 +9,7 @@ mean of ``-log2 p`` over pixel values.
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,8 @@ from visionattn.models.patches import call
 from visionattn.models.pixel_decoder import PixelDecoder
 from visionattn.models.segmentation import IGNORED
 from visionattn.models.weights import DataSpec
-from visionattn.training.config import OptimConfig
+from visionattn.training.config import LossConfig, OptimConfig
+from visionattn.training.losses import class_losses, dice_losses, pixel_losses
 
 
 class Judged(NamedTuple):
@@ -35,10 +36,12 @@ class Judged(NamedTuple):
 
 
 class Objective:
-    """Learn the classes of images by cross-entropy.
+    """Learn the classes of images by cross-entropy or focal loss. Evaluations use the unweighted
+    cross-entropy, so that runs with different losses compare.
 
     Args:
         config: options of label smoothing and mixing.
+        kind: the loss and its class weights, as numbers; None: cross-entropy without weights.
     """
 
     measure = "accuracy"
@@ -46,7 +49,8 @@ class Objective:
     unit = ""
     """Unit of the loss, for printing."""
 
-    def __init__(self, config: OptimConfig):
+    def __init__(self, config: OptimConfig, kind: LossConfig | None = None):
+        self.kind, self.smoothing = kind or LossConfig(), config.label_smoothing
         self.criterion = make_criterion(config)
 
     def called(self, model: nn.Module) -> nn.Module:
@@ -74,7 +78,19 @@ class Objective:
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of a batch."""
-        return self.criterion(outputs, targets)
+        if self.kind == LossConfig():
+            return self.criterion(outputs, targets)
+        return class_losses(outputs, targets, **self.options(outputs)).mean()
+
+    def options(self, outputs: Tensor) -> dict[str, Any]:
+        """Return the options of ``class_losses`` and ``pixel_losses`` for training."""
+        weights = self.kind.class_weights
+        assert not isinstance(weights, str), "with_class_weights replaces it by numbers"
+        return {
+            "weights": None if weights is None else outputs.new_tensor(weights),
+            "smoothing": self.smoothing,
+            "focal": self.kind.name == "focal",
+        }
 
     def judge(
         self, model: nn.Module, inputs: Tensor, sizes: Tensor | None, labels: Tensor
@@ -98,14 +114,12 @@ class Objective:
 
 
 class PixelClasses(Objective):
-    """Learn the classes of pixels. The cross-entropy of an image is the mean over its pixels except
-    ignored ones, and the loss of a batch is the mean over its images.
+    """Learn the classes of pixels. The cross-entropy or focal loss of an image is the mean over its
+    pixels except ignored ones, Dice compares its mask as a whole, and the loss of a batch is the
+    mean over its images.
     """
 
     measure = "mean IoU"
-
-    def __init__(self, config: OptimConfig):
-        self.smoothing = config.label_smoothing
 
     def targets(self, images: int, size: tuple[int, int]) -> Tensor:
         """Return placeholder masks, uint8 ``[images, H, W]``."""
@@ -115,14 +129,19 @@ class PixelClasses(Objective):
         """Return the mean loss of logits ``[B, classes, H, W]`` and classes uint8 ``[B, H, W]``;
         ``IGNORED`` pixels do not count.
         """
-        return _pixel_losses(outputs, targets, self.smoothing).mean()
+        if self.kind.name == "dice":
+            return dice_losses(outputs, targets).mean()
+        losses = pixel_losses(outputs, targets, **self.options(outputs))
+        if self.kind.name == "cross_entropy_dice":
+            losses = losses + dice_losses(outputs, targets)
+        return losses.mean()
 
     def judge(
         self, model: nn.Module, inputs: Tensor, sizes: Tensor | None, labels: Tensor
     ) -> Judged:
         """Evaluate a model in eval mode on a batch with ``labels`` uint8 ``[B, H, W]``."""
         logits = call(model, inputs, sizes).float()
-        loss = _pixel_losses(logits, labels, 0.0).sum()
+        loss = pixel_losses(logits, labels).sum()
         return Judged(loss, None, confusion_of(labels, logits.argmax(1), logits.shape[1]))
 
 
@@ -131,8 +150,8 @@ class Likelihood(Objective):
 
     unit = " bits/dim"
 
-    def __init__(self, config: OptimConfig):
-        """Accept the options of the optimisation; none affects this loss."""
+    def __init__(self, config: OptimConfig, kind: LossConfig | None = None):
+        """Accept the options of the optimisation and the loss; none affects this loss."""
 
     def outputs(
         self, called: nn.Module, inputs: Tensor, sizes: Tensor | None, targets: Tensor
@@ -158,10 +177,10 @@ class Likelihood(Objective):
         return Judged(_bits(self.outputs(model, inputs, sizes, labels), labels).sum(), None)
 
 
-def objective_of(spec: DataSpec, config: OptimConfig) -> Objective:
-    """Return the objective for the task of ``spec``."""
-    kinds = {"segmentation": PixelClasses, "generate": Likelihood}
-    return kinds.get(spec.task, Objective)(config)
+def objective_of(spec: DataSpec, config: OptimConfig, kind: LossConfig | None = None) -> Objective:
+    """Return the objective for the task of ``spec``, with the loss ``kind``."""
+    objectives = {"segmentation": PixelClasses, "generate": Likelihood}
+    return objectives.get(spec.task, Objective)(config, kind)
 
 
 def make_criterion(config: OptimConfig) -> Callable[[Tensor, Tensor], Tensor]:
@@ -182,18 +201,6 @@ def confusion_of(known: Tensor, found: Tensor, classes: int) -> Tensor:
     counted = known != IGNORED
     pairs = known[counted].long() * classes + found[counted]
     return pairs.bincount(minlength=classes**2).view(classes, classes)
-
-
-def _pixel_losses(logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
-    counted = (targets != IGNORED).flatten(1).sum(1)
-    losses = F.cross_entropy(
-        logits,
-        targets.long(),
-        ignore_index=IGNORED,
-        reduction="none",
-        label_smoothing=smoothing,
-    )
-    return losses.flatten(1).sum(1) / counted.clamp(min=1)
 
 
 def _bits(found: Tensor, targets: Tensor) -> Tensor:

@@ -97,7 +97,7 @@ class Trainer:
         self.config, self.splits, self.spec = config, splits, splits.spec
         self.model, self.args, self.device = model, args, device
         self.states, self.processes = states, processes or Processes()
-        self.objective = objective or objective_of(splits.spec, config.optim)
+        self.objective = objective or objective_of(splits.spec, config.optim, config.loss)
         self.geometry = geometry_of(splits.spec, patch_size(model))
         self.leaves_out = takes_sizes(model)
         # Images.

@@ -73,7 +73,7 @@ class TrainingMemory(Memory):
         objective: Objective | None = None,
     ):
         self.config, self.splits, self.processes = config, splits, processes
-        self.objective = objective or objective_of(splits.spec, config.optim)
+        self.objective = objective or objective_of(splits.spec, config.optim, config.loss)
         self.kind = choose_kind(replace(config, batch_size="auto"), processes.size)
         patch_px = patch_size(model)
         passes = Passes(

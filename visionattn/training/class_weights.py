@@ -1,0 +1,58 @@
+"""Count the images or pixels of each class, and derive balanced class weights."""
+
+from dataclasses import replace
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from visionattn.data.images import ImageDataset
+from visionattn.data.splits import Splits
+from visionattn.training.config import LossConfig
+
+
+def with_class_weights(loss: LossConfig, splits: Splits) -> LossConfig:
+    """Return the options of the loss with one number per class in place of ``balanced``.
+
+    Raises:
+        ValueError: the numbers do not match the classes, the classes of the images are unknown
+            before training, or a class has no training image or pixel; one line.
+    """
+    spec = splits.spec
+    if loss.class_weights is None:
+        return loss
+    if isinstance(loss.class_weights, list):
+        if len(loss.class_weights) != spec.num_classes:
+            raise ValueError(
+                f"loss.class_weights needs {spec.num_classes} numbers, one per class, got "
+                f"{len(loss.class_weights)}"
+            )
+        return loss
+    counts = class_counts(splits.train, spec.num_classes)
+    what = "image" if spec.task == "classification" else "pixel"
+    if not counts.all():
+        first = int(np.flatnonzero(counts == 0)[0])
+        name = spec.class_names[first] if spec.class_names else first
+        raise ValueError(
+            f"loss.class_weights balanced: no training {what} has class {name}; add some, or give "
+            f"{spec.num_classes} numbers"
+        )
+    # The definition of scikit-learn's compute_class_weight.
+    return replace(loss, class_weights=(counts.sum() / (len(counts) * counts)).tolist())
+
+
+def class_counts(dataset: Dataset, classes: int) -> np.ndarray:
+    """Return the number of training images, or of pixels in masks, of each class, int64
+    ``[classes]``; unreadable masks do not count.
+
+    Raises:
+        ValueError: images and masks are drawn or streamed, so that their classes are unknown.
+    """
+    if isinstance(dataset, ImageDataset) and dataset.masks is not None:
+        return dataset.masks.pixel_counts(dataset.indices, classes)
+    labels = getattr(dataset, "labels", None)
+    if labels is None:
+        raise ValueError(
+            "loss.class_weights balanced counts the classes of images in files before training, "
+            f"and these are streamed or drawn later; give {classes} numbers"
+        )
+    return np.bincount(labels, minlength=classes)
