@@ -102,6 +102,7 @@ def _run(checkpoint: Path) -> dict[str, Any]:
         "data": Path(config.data.root or config.data.name).name,
         "embedded": config.data.name in EMBEDDED,
         "result": status.get("result"),
+        "monitor": config.monitor,
         "loss": figures and figures.loss,
         "distilled": whole and _distilled(whole, folder.name),
         "command": command_of(whole or config),

@@ -59,8 +59,10 @@ QUIET |= {"init_from", "parallel", "dist_timeout"}
 """Options that may change on resume without a message."""
 BINDING = ("seed", "optim.name", "optim.layer_decay")
 BINDING += ("data.name", "data.task", "data.val_fraction", "data.args", "data.fit")
-BINDING += ("data.masks",)
-"""Options that must not change on resume: they affect the images or the optimiser's state."""
+BINDING += ("data.masks", "freeze", "monitor")
+"""Options that must not change on resume: they affect the images, the optimiser's state or the
+choice of the best weights.
+"""
 COUNTED = ("batch_size", "optim.accumulate", "data.batch_patches", "data.max_patches")
 COUNTED += ("data.sampler",)
 """Options that must not change within an epoch."""
@@ -369,7 +371,7 @@ class BestFigures:
     epoch: int
     """Counted from 1."""
     score: float | None
-    """``Evaluation.score`` on the validation images, in [0, 1]; None for images without classes."""
+    """The score on the validation images, in [0, 1]; None for images without classes."""
     loss: float
     """Loss on the validation images."""
 

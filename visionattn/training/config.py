@@ -74,6 +74,15 @@ class TrainConfig:
 
     epochs: int = 10
     """Number of passes over the training images."""
+    patience: int | None = None
+    """Early stopping: end the run after this many epochs in a row without a better ``monitor``.
+    The learning rate still follows ``epochs``. None: no early stopping.
+    """
+    monitor: Literal["loss", "accuracy", "f1", "mean_iou"] | None = None
+    """Metric on the validation images that selects the best weights: ``loss``, ``accuracy`` (of
+    images, or of pixels), ``f1`` (macro F1: mean over classes) or ``mean_iou``; among equal values
+    the first epoch wins. None: accuracy or mean IoU, then the lower loss.
+    """
     batch_size: int | Literal["auto"] = 64
     """Images per batch, over all processes; an optimiser step takes
     ``batch_size * optim.accumulate`` images. ``auto``: the largest that fits into memory, recorded
@@ -92,6 +101,10 @@ class TrainConfig:
     ``vit_small_patch16_224``, whose weights timm downloads if needed. A timm ViT is converted to
     the model ``converted_vit``. For a state dict, first make a checkpoint with
     ``visionattn convert``. A resumed run keeps its own weights.
+    """
+    freeze: Literal["backbone"] | int | None = None
+    """Parts that keep their initial weights: ``backbone``, everything except the head (linear
+    probing); or a number N, the patch embedding and the first N blocks. None: train everything.
     """
     show_batch: str | None = None
     """Only draw the first training and validation batches, as the model sees them, to this PNG
@@ -178,6 +191,7 @@ def check(config: TrainConfig) -> None:
     # Values by range, each under the name of its flag.
     positive = {
         "epochs": config.epochs,
+        "patience": config.patience,
         "batch_size": 1 if config.batch_size == "auto" else config.batch_size,
         "threads": config.threads,
         "save_every": config.save_every,
@@ -190,6 +204,7 @@ def check(config: TrainConfig) -> None:
     }
     not_negative = {
         "seed": config.seed,
+        "freeze": config.freeze if isinstance(config.freeze, int) else None,
         "optim.min_lr": optim.min_lr,
         "optim.warmup_epochs": optim.warmup_epochs,
         "optim.weight_decay": optim.weight_decay,
@@ -252,6 +267,16 @@ def _check_together(config: TrainConfig) -> None:
             "optim.mixup and optim.cutmix mix the classes of images, and data.task segmentation "
             "has classes of pixels; leave them out"
         )
+    if config.monitor == "mean_iou" and data.task != "segmentation":
+        raise ValueError(
+            f"monitor mean_iou is for data.task segmentation, got {data.task}; use accuracy, f1 or "
+            "loss"
+        )
+    if config.freeze is not None and not (config.init_from or config.resume):
+        raise ValueError(
+            f"freeze {config.freeze} would keep random weights; name pretrained ones with "
+            "init_from, e.g. vit_small_patch16_224"
+        )
     if data.task == "generate":
         _check_writing(config)
     _check_loss(config)
@@ -291,6 +316,11 @@ def _check_writing(config: TrainConfig) -> None:
                 f"data.task generate learns the values of whole images, and {name} changes them; "
                 "leave it out"
             )
+    if config.monitor not in (None, "loss"):
+        raise ValueError(
+            f"data.task generate has no classes for monitor {config.monitor}; use loss, or leave "
+            "it out"
+        )
 
 
 def _check_loss(config: TrainConfig) -> None:

@@ -46,6 +46,7 @@ from visionattn.training.distributed import (
     place_of,
     ranks_per_image,
 )
+from visionattn.training.freezing import freeze
 from visionattn.training.objectives import Objective
 from visionattn.training.run_folder import (
     BEST,
@@ -247,6 +248,8 @@ def build(
         patch_px, spec = patch_size(made.model), made.splits.spec
         geometries = geometry_choices(spec, config.data, patch_px)
         check_geometries(made.model, [geometry_of(spec, patch_px), *geometries])
+        if config.freeze is not None:
+            freeze(made.model, config.freeze)
         return replace(made, model=made.model.to(device))
 
     with warnings.catch_warnings():
@@ -323,8 +326,7 @@ def run(
     ):
         for line in [*trainer.describe(), *lines]:
             record.say(line)
-        left = position.epoch < trainer.config.epochs
-        if left and (expected := forecast(trainer, memory)):
+        if not trainer.done and (expected := forecast(trainer, memory)):
             record.say(expected.line)
         trainer.warm_up()
         try:

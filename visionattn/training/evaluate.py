@@ -45,13 +45,21 @@ class Evaluation:
     """For segmentation, the mean of ``ious`` over the classes present in the masks."""
     ious: tuple[float | None, ...] | None = None
     """Intersection over union of each class, in [0, 1]; None for a class in no mask."""
+    f1: float | None = None
+    """Macro F1: the mean F1 of the classes that are labels or predictions, in [0, 1]."""
+    only: int | None = None
+    """The class of all predictions; None if several classes are predicted, or if all labels are
+    equal.
+    """
 
     @property
     def score(self) -> float | None:
-        """Return the metric that selects the best weights: mean IoU of pixels or accuracy of
-        images.
-        """
+        """Return the usual metric of the task: mean IoU of pixels or accuracy of images."""
         return self.accuracy if self.mean_iou is None else self.mean_iou
+
+    def value(self, measure: str) -> float | None:
+        """Return a metric by its name: ``accuracy``, ``mean IoU`` or ``F1``."""
+        return getattr(self, measure.lower().replace(" ", "_"))
 
 
 class Tally:
@@ -131,11 +139,28 @@ def evaluate(
     images, loss, correct, among_five, named, images_per_second, *counts = total
     if not images:
         raise ValueError("there are no images to evaluate")
-    if counts:
+    if spec.task == "segmentation":
         return _of_pixels(int(images), loss / images, images_per_second, counts)
     accuracy = correct / images if named else None
     top5 = among_five / images if named and spec.num_classes > depth else None
-    return Evaluation(int(images), loss / images, accuracy, top5, images_per_second)
+    f1, only = _by_class(*np.array(counts).reshape(3, -1)) if named else (None, None)
+    return Evaluation(
+        int(images), loss / images, accuracy, top5, images_per_second, f1=f1, only=only
+    )
+
+
+def _by_class(
+    labels: np.ndarray, said: np.ndarray, right: np.ndarray
+) -> tuple[float | None, int | None]:
+    """Return ``f1`` and ``only`` of an evaluation, from the number of labels, of predictions and of
+    correct predictions of each class.
+    """
+    both = labels + said
+    if not both.any():
+        return None, None
+    f1 = (2 * right[both > 0] / both[both > 0]).mean()
+    alone = np.count_nonzero(said) == 1 and np.count_nonzero(labels) > 1
+    return float(f1), int(said.argmax()) if alone else None
 
 
 def _of_pixels(
@@ -146,6 +171,7 @@ def _of_pixels(
     confusion = np.array(counts).reshape(classes, classes)
     ious = ious_of(confusion)
     counted = confusion.sum()
+    f1, only = _by_class(confusion.sum(1), confusion.sum(0), np.diag(confusion))
     return Evaluation(
         images,
         loss,
@@ -154,6 +180,8 @@ def _of_pixels(
         images_per_second,
         float(np.nanmean(ious)) if counted else None,
         tuple(None if math.isnan(iou) else float(iou) for iou in ious),
+        f1,
+        only,
     )
 
 
@@ -169,14 +197,16 @@ def _sums(
     tally: Tally | None,
 ) -> tuple[float, ...]:
     """Return the number of images, the sums of losses, hits and hits among the ``depth`` largest
-    outputs, the number of images with classes of the model, the throughput, and for segmentation
-    the counts of ``confusion_of``, row by row.
+    outputs, the number of images with classes of the model, the throughput, and counts: the counts
+    of ``confusion_of`` for segmentation, else for each class the labels, the predictions and the
+    correct predictions; row by row.
     """
     times: list[tuple[int, float]] = []
     # Sums stay on the device until the end: reading each would wait for the device.
     parts = [torch.zeros(4, device=device)]
-    pixels = spec.task == "segmentation"
-    counts = torch.zeros((spec.num_classes,) * 2 if pixels else 0, dtype=torch.int64, device=device)
+    classes = spec.num_classes
+    rows = classes if spec.task == "segmentation" else 3
+    counts = torch.zeros(rows, classes, dtype=torch.int64, device=device)
     leaves_out = takes_sizes(model)
     for images, labels, sizes in batches:
         start = time.perf_counter()
@@ -192,6 +222,8 @@ def _sums(
             if tally is not None:
                 tally.add(labels, named[:, 0], judged.logits)
             found[1], found[2], found[3] = hits[:, 0].sum(), hits.sum(), len(labels)
+            of_class = (labels, named[:, 0], labels[hits[:, 0]])
+            counts += torch.stack([each.bincount(minlength=classes) for each in of_class])
         if judged.confusion is not None:
             counts += judged.confusion
         parts.append(found)

@@ -45,7 +45,7 @@ class Objective:
     """
 
     measure = "accuracy"
-    """The name of ``Evaluation.score``."""
+    """The name of the score; ``Evaluation.value`` takes it."""
     unit = ""
     """Unit of the loss, for printing."""
 

@@ -147,9 +147,14 @@ class Result:
     sizes_px: tuple[Size, ...]
     """Image sizes worth evaluating, see ``sizes_worth_trying``."""
     measure: str = "accuracy"
-    """The name of the score: ``accuracy`` or ``mean IoU``."""
+    """The name of the score: ``accuracy``, ``mean IoU`` or ``F1``."""
     unit: str = ""
     """Unit of the loss, for printing."""
+
+    @property
+    def test_score(self) -> float | None:
+        """Return the score on the test images; None without a test split or classes."""
+        return self.test.value(self.measure) if self.test else None
 
     def figures(self) -> dict[str, float | int | None]:
         """Return the result as plain values."""
@@ -157,7 +162,7 @@ class Result:
         return {
             "best_epoch": self.best_epoch,
             f"validation_{score}": self.validation,
-            f"test_{score}": self.test.score if self.test else None,
+            f"test_{score}": self.test_score,
             "test_loss": self.test.loss if self.test else None,
             "test_images": self.test.images if self.test else None,
             "train_seconds": round(self.seconds, 3),
@@ -201,9 +206,9 @@ def reached(result: Result) -> str:
         return (
             f"validation {result.measure} {100 * result.validation:.1f} % (there is no test split)"
         )
-    if result.test.score is None:
+    if result.test_score is None:
         return f"test loss {result.test.loss:.4f}{result.unit}"
-    return f"test {result.measure} {100 * result.test.score:.1f} %"
+    return f"test {result.measure} {100 * result.test_score:.1f} %"
 
 
 def next_commands(config: TrainConfig, result: Result) -> list[str]:

@@ -44,8 +44,10 @@ from visionattn.training.distributed import (
     whole_tensor,
     whole_tensors,
 )
+from visionattn.training.epoch_advice import one_class, overfitting
 from visionattn.training.evaluate import Evaluation, Tally, evaluate
 from visionattn.training.finite import name_fault
+from visionattn.training.freezing import begin_training
 from visionattn.training.mistakes import SplitName, by_class, write_by_class
 from visionattn.training.objectives import Objective, objective_of
 from visionattn.training.optimize import (
@@ -62,6 +64,8 @@ NON_FINITE_STEPS = 3
 """Number of consecutive steps without a finite loss that ends a run."""
 LOG_EVERY, LINES = 50, 200
 """Steps between two lines about steps, fewer in short runs to give at least ``LINES`` lines."""
+MONITORED = {"accuracy": "accuracy", "f1": "F1", "mean_iou": "mean IoU"}
+"""Names of the scores that ``monitor`` selects."""
 FORWARD, FORWARD_CHECKPOINTED = 1 / 3, 1 / 4
 """Ratio of the time of a forward without gradients to the time of a step."""
 SOME_PX = (224, 224)
@@ -98,6 +102,8 @@ class Trainer:
         self.model, self.args, self.device = model, args, device
         self.states, self.processes = states, processes or Processes()
         self.objective = objective or objective_of(splits.spec, config.optim, config.loss)
+        self.measure = MONITORED.get(config.monitor or "", self.objective.measure)
+        """The name of the score, which is printed and saved."""
         self.geometry = geometry_of(splits.spec, patch_size(model))
         self.leaves_out = takes_sizes(model)
         # Images.
@@ -142,6 +148,8 @@ class Trainer:
         self.sums, self.window = Sums(), Sums()
         """Sums of this epoch, and since the last line of metrics."""
         self.history: list[dict[str, Any]] = []
+        self.only: int | None = None
+        """The only class that the last epoch predicted; None: several."""
         self.progress = Progress(0)
         self.watched = nn.Identity() if config.compile or self.processes.size > 1 else model
         """The model whose blocks move the progress bar; compiled models cannot."""
@@ -178,21 +186,36 @@ class Trainer:
     def describe(self) -> list[str]:
         """Describe the run in two lines."""
         count = sum(parameter.numel() for parameter in self.model.parameters())
+        frozen = sum(x.numel() for x in self.model.parameters() if not x.requires_grad)
+        kept = "" if self.config.freeze is None else f" ({frozen:,} frozen)"
         seen = f"preprocessing: {seen_as(self.splits.train, self.geometry)}"
         if self.geometry.fit == "pad" and not self.leaves_out:
             seen += f"; {self.config.model.name} sees padding as black"
         images = "{} training and {} validation images".format(*self.images())
         return [
-            f"{self.config.model.name}: {count:,} parameters, {images}, {self.config.epochs} "
+            f"{self.config.model.name}: {count:,} parameters{kept}, {images}, {self.config.epochs} "
             f"epochs of {self.steps_per_epoch} steps on "
             f"{self.processes.describe(self.device, self.spread.kind)}",
             seen,
         ]
 
+    @property
+    def epochs_without_better(self) -> int:
+        """Count the epochs since the best weights; 0 before there are any."""
+        best = self.position.best_epoch
+        return self.position.epoch - best if best else 0
+
+    @property
+    def done(self) -> bool:
+        """Tell whether the training is over: all epochs are done, or it stops early."""
+        patience = self.config.patience
+        early = patience is not None and self.epochs_without_better >= patience
+        return early or self.position.epoch >= self.config.epochs
+
     def where(self) -> str:
         """Return the current phase of the run in words."""
-        if self.position.epoch == self.config.epochs:
-            return "all epochs are done, the test images are not"
+        if self.done:
+            return "the training is done, the test images are not"
         return f"epoch {self.position.epoch + 1} of {self.config.epochs}"
 
     def fit(self, record: Record, interruption: Interruption) -> None:
@@ -215,7 +238,7 @@ class Trainer:
         self.clock = time.perf_counter()
         if self.states and self.states.step is None:
             self.save(record)
-        while position.epoch < self.config.epochs:
+        while not self.done:
             self.train_epoch(record, interruption)
             model, tally = self.spread.whole(self.evaluated), Tally()
             result = self.evaluate(
@@ -224,6 +247,13 @@ class Trainer:
             self.close_epoch(model, result, tally, record)
             del model, result, tally
         self.clock = None
+        if position.epoch < self.config.epochs:
+            metric = self.measure if position.best >= 0 else "loss"
+            metric = "validation loss" if self.config.monitor == "loss" else metric
+            record.say(
+                f"stopped early: no better {metric} for {self.epochs_without_better} epochs; best "
+                f"epoch {position.best_epoch}"
+            )
         if position.step and position.skipped == position.step:
             raise NonFinite(
                 f"none of the {position.step} steps had a finite loss and gradient: nothing was "
@@ -233,7 +263,7 @@ class Trainer:
     def train_epoch(self, record: Record, interruption: Interruption) -> None:
         """Train the remaining batches of the current epoch."""
         position, every = self.position, self.config.save_every
-        self.model.train()
+        begin_training(self.model, self.config.freeze)
         name = f"epoch {position.epoch + 1}/{self.config.epochs}"
         self.progress = record.begin(name, len(self.batches), position.batch, "batches")
         batches = interruption.watch(self.batches.epoch(position.epoch, start=position.batch))
@@ -312,7 +342,7 @@ class Trainer:
         if self.spread.kind not in ("ddp", "sequence"):
             return
         kept, batch = random_state(), self.placeholder()
-        self.model.train()
+        begin_training(self.model, self.config.freeze)
         inputs, targets = self.inputs(batch)
         with self.spread.summing(True):
             self.optimizer_step.add_gradients(self.forward_of(batch, targets), inputs, targets)
@@ -506,10 +536,11 @@ class Trainer:
         With this order, a kill at any moment leaves an earlier state, from which the same epoch can
         be repeated.
         """
-        position, objective = self.position, self.objective
-        figures = BestFigures(position.epoch + 1, result.score, result.loss)
-        best = objective.rank(position.best, position.best_loss)
-        better = objective.rank(*figures.rank) > best
+        position = self.position
+        score = result.value(self.measure)
+        figures = BestFigures(position.epoch + 1, score, result.loss)
+        higher = self.rank(*figures.rank) > self.rank(position.best, position.best_loss)
+        better = higher or not position.best_epoch
         # Save the best weights before the state: after a kill, their file tells their metrics.
         # Write results by class before the weights, which are not evaluated again once saved.
         if better:
@@ -535,6 +566,7 @@ class Trainer:
             "val_accuracy": result.accuracy,
             "val_top5": result.top5,
             **({} if result.mean_iou is None else {"val_mean_iou": result.mean_iou}),
+            **({"val_f1": result.f1} if self.config.monitor == "f1" else {}),
             "lr": self.learning_rate(),
             "skipped": position.skipped,
             "left_out": self.batches.left_out + self.validation.left_out,
@@ -547,14 +579,25 @@ class Trainer:
         more = {f"val_{key}": value for key, value in pixel_figures(result).items()}
         record.epoch(self.history, more)
         self.save(record)
-        score = result.score
-        reached = "" if score is None else f"  {objective.measure} {100 * score:.1f} %"
+        reached = "" if score is None else f"  {self.measure} {100 * score:.1f} %"
         record.say(
             f"epoch {position.epoch:{len(str(self.config.epochs))}}/{self.config.epochs}  loss "
-            f"{values['train_loss']:.4f}  validation loss {result.loss:.4f}{objective.unit}"
+            f"{values['train_loss']:.4f}  validation loss {result.loss:.4f}{self.objective.unit}"
             f"{reached}{' *' if better else '  '}  lr {self.learning_rate():.1e}  "
             f"{values['seconds']:.1f} s"
         )
+        advice = [overfitting(self.history)]
+        if result.only != self.only:  # once, not after each epoch that predicts the same class
+            advice.append(one_class(result.only, self.spec))
+        self.only = result.only
+        for line in filter(None, advice):
+            record.say(line)
+
+    def rank(self, score: float, loss: float) -> tuple[float, ...]:
+        """Return a key that is larger for better weights; arguments as for ``Objective.rank``."""
+        if self.config.monitor is None:
+            return self.objective.rank(score, loss)
+        return (-loss,) if self.config.monitor == "loss" else (score,)
 
     def finish(self, record: Record, interruption: Interruption) -> Result:
         """Load the best weights from the disk, and evaluate them once on the test images."""
@@ -577,7 +620,7 @@ class Trainer:
             position.best if position.best >= 0 else None,
             test,
             sizes_worth_trying(self.model, self.geometry),
-            self.objective.measure,
+            self.measure,
             self.objective.unit,
         )
 

@@ -38,6 +38,7 @@ from visionattn.models.patches import in_eval, takes_sizes
 from visionattn.models.weights import DataSpec
 from visionattn.training.config import TrainConfig
 from visionattn.training.distributed import Processes, choose_kind
+from visionattn.training.freezing import begin_training
 from visionattn.training.objectives import Objective, objective_of
 from visionattn.training.trainer import FORWARD, FORWARD_CHECKPOINTED, Trainer
 
@@ -115,7 +116,7 @@ class TrainingMemory(Memory):
         passes, optim = self.passes, self.config.optim
 
         def work(model: nn.Module) -> None:
-            model.train()
+            begin_training(model, self.config.freeze)
             if optim.accumulate > 1:  # gradients of earlier batches are in memory
                 for parameter in model.parameters():
                     if parameter.requires_grad:

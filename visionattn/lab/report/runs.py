@@ -47,6 +47,7 @@ CURVES: tuple[tuple, ...] = (
     ("Validation loss", "", 1, "val_loss"),
     ("Validation accuracy", "%", 100, "val_accuracy"),
     ("Validation mean IoU", "%", 100, "val_mean_iou"),
+    ("Validation F1", "%", 100, "val_f1"),
     ("Learning rate", "per step", 1, "lr"),
     ("Speed of training", "images per second", 1, "images_per_second"),
     ("Waiting for data", "% of the time", 100, "wait_share"),
@@ -145,7 +146,7 @@ def read_run(folder: Path, name: str) -> Run:
     run.steps = [line for line in lines if line.get("kind") == "train"]
     run.epochs = [line for line in lines if line.get("kind") == "epoch"]
     tests = [line for line in lines if line.get("kind") == "test"]
-    run.result = result_of(run.epochs, tests)
+    run.result = result_of(run.epochs, tests, run.setting("monitor"))
     run.status = "finished" if tests else "unknown"
     if (folder / STATUS).exists():
         told = run.read(STATUS, lambda path: untrusted.read_json(Status, path, "")) or {}
@@ -181,13 +182,20 @@ def read_lines(path: Path, problems: list[str]) -> list[Values]:
     return found
 
 
-def result_of(epochs: list[Values], tests: list[Values]) -> Values:
-    """Return the result from the lines, with the keys of ``status.json``."""
+def result_of(epochs: list[Values], tests: list[Values], monitor: str | None = None) -> Values:
+    """Return the result from the lines, with the keys of ``status.json``; ``monitor`` is the option
+    of the run.
+    """
     found: Values = {}
     known = [line for line in epochs if number(line.get("val_loss")) is not None]
 
-    def rank(line: Values) -> tuple[float, float]:
-        """Rank as training does: by the best score, if there is one, then by the smallest loss."""
+    def rank(line: Values) -> tuple[float, ...]:
+        """Rank as training does: by ``monitor``; None: by the best score, if there is one, then by
+        the smallest loss.
+        """
+        if monitor is not None:
+            value = number(line.get(f"val_{monitor}")) or 0.0
+            return (-value if monitor == "loss" else value,)
         score = number(line.get("val_mean_iou")) or number(line.get("val_accuracy"))
         return score or 0.0, -line["val_loss"]
 
