@@ -147,6 +147,7 @@ HARMLESS = {
     ("profile/memory.csv", "less one byte"),
     ("profile/memory.csv", "half"),
     ("run/best.safetensors", "middle off"),
+    ("student/b/best.safetensors", "middle off"),
     ("run/status.json", "less one byte"),
     ("student/distil.yaml", "less one byte"),
 }
