@@ -3,6 +3,7 @@ values, folders of images that are not there; and how long such a line may be.
 """
 
 import os
+import sys
 
 import pytest
 
@@ -165,5 +166,9 @@ def test_a_reader_that_ends_ends_the_command_without_an_error(monkeypatch, capfd
     def write():
         raise BrokenPipeError(32, "Broken pipe")
 
-    assert run_tool(write) == 1
+    assert run_tool(write) == 2 and not redirected
+    assert capfd.readouterr().err == "error: [Errno 32] Broken pipe\n"
+    with monkeypatch.context() as broken:
+        broken.setattr(sys.stdout, "flush", write)
+        assert run_tool(write) == 1
     assert len(redirected) == 1 and capfd.readouterr().err == ""

@@ -78,9 +78,13 @@ def run_tool(work: Callable[[], None], *, several: bool = False) -> int:
     try:
         with ends_in_time(alone=is_alone()), told_in_one_line():
             work()
-    except BrokenPipeError:  # the reader of standard output, such as head, has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except BrokenPipeError as error:
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:  # the reader of standard output, such as head, has ended
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+        return tell(error)  # another pipe, such as one to a process that loads data
     except (ValueError, OSError, Stopped, KeyboardInterrupt, *EXIT_CODES) as error:
         return tell(error)
     return 0
