@@ -6,8 +6,12 @@ The module imports no library, so that a wrong option is answered before torch i
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Task = Literal["classification", "segmentation", "generate"]
-"""What an output belongs to: an image, each of its pixels, or the next value of an image."""
+Task = Literal["classification", "segmentation", "generate", "multilabel", "regression"]
+"""Meaning of the outputs: one class per image, one class per pixel, the next value of an image,
+several independent classes per image, or numbers per image.
+"""
+VECTOR_TASKS = ("multilabel", "regression")
+"""Tasks whose labels are K numbers per image, float32 ``[K]``."""
 Fit = Literal["native", "pad", "stretch", "crop"]
 """How images of any size are fitted to a model; see ``visionattn.data.geometry``."""
 

@@ -15,6 +15,7 @@ from visionattn.data.embedded import CanvasArgs
 from visionattn.data.formats import check_reading
 from visionattn.data.geometry import Size, check_geometry, sides
 from visionattn.data.ranges import check_ranges
+from visionattn.model_config import VECTOR_TASKS
 
 EMBEDDED = ("digits", "digits_pixel", "canvas", "documents", "copy")
 """Data sets that need no files."""
@@ -103,6 +104,10 @@ def check_data(config: DataConfig) -> None:
         raise ValueError(
             f"{config.name} has no masks; data.task segmentation is for "
             f"{', '.join(sorted(DRAWN))} and folder"
+        )
+    if config.task in VECTOR_TASKS and config.name != "folder":
+        raise ValueError(
+            f"{config.name} has one class per image; data.task {config.task} is for folder"
         )
     if config.task == "generate":
         check_writing(config)

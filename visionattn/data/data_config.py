@@ -32,7 +32,8 @@ class DataConfig:
     sequences that repeat a word, as images of one row; only the second word counts.
     """
     task: Task = "classification"
-    """``classification``: one class per image. ``segmentation``: one class per pixel, for
+    """``classification``: one class per image. ``multilabel``: any number of classes per image.
+    ``regression``: one or more numbers per image. ``segmentation``: one class per pixel, for
     ``canvas``, ``documents`` and a ``folder`` with masks. ``generate``: no classes; a
     ``pixel_decoder`` generates the values of images one after the other, for ``documents`` in
     pieces of pages.
