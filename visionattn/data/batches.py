@@ -61,7 +61,9 @@ class Item(NamedTuple):
     pixels: np.ndarray
     """uint8 ``[H, W, C]``, or float32 in [0, 1]."""
     label: int | np.ndarray
-    """The class of the image, or the class of each pixel, uint8 ``[H, W]``."""
+    """The class of the image, its labels, float32 ``[outputs]``, or the class of each pixel, uint8
+    ``[H, W]``.
+    """
     present: Size
     """Height and width of the filled part in pixels, from the top left; the rest is absent."""
 
@@ -72,7 +74,9 @@ class Batch(NamedTuple):
     images: torch.Tensor
     """uint8 ``[B, C, H, W]``, or float32 in [0, 1]."""
     labels: torch.Tensor
-    """int64 ``[B]``, the classes of images; or uint8 ``[B, H, W]``, the classes of their pixels."""
+    """int64 ``[B]``, the classes of images; float32 ``[B, outputs]``, their labels; or uint8
+    ``[B, H, W]``, the classes of their pixels.
+    """
     sizes: torch.Tensor | None = None
     """int64 ``[B, 2]``: height and width of each image's filled part in pixels, from the top left.
     None: all are filled.

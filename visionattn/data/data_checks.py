@@ -122,9 +122,14 @@ def _check_acts(config: DataConfig) -> None:
     folder, drawn = config.name == "folder", config.name in (*DRAWN, "copy")
     masked = folder and config.task == "segmentation"
     stream = folder and (config.root or "").startswith("wds/")
+    table = folder and (config.root or "").startswith("hfds/")
     rules = [
         (("bands", "value_range", "page", "max_pixels", "mean", "std"), folder, "folder"),
         (("masks",), masked, "folder with data.task segmentation"),
+        (("labels", "columns", "group_from"), folder and not (stream or table), "folders and tars"),
+        (("fold",), folder and not stream, "images in folders, tars and hfds/..."),
+        (("columns",), config.labels is not None, "data.labels"),
+        (("labels",), config.task != "generate", "tasks with labels"),
         (("root",), config.name not in EMBEDDED, "images in files (--data.name folder)"),
         (("max_patches",), not drawn, "images that are read, and not drawn at data.img_size"),
         (
@@ -139,6 +144,8 @@ def _check_acts(config: DataConfig) -> None:
         for key in keys:
             if not acts and getattr(config, key) != getattr(usual, key):
                 raise ValueError(f"data.{key} is only for {whose}; leave it out for {config.name}")
+    if config.task in ("multilabel", "regression") and config.labels is None:
+        raise ValueError(f"data.task {config.task} takes its labels from a table: --data.labels")
     if folder and not stream and args_of(config).num_classes is not None:
         raise ValueError(
             "data.args.num_classes is only for wds/... (other data state it themselves); leave it "

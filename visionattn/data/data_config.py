@@ -42,6 +42,16 @@ class DataConfig:
     """Folder with ``train/`` and ``val/`` (and optionally ``test/``), or with class folders; or a
     tar file of such a folder, ``wds/...`` or ``hfds/...``.
     """
+    labels: str | None = None
+    """Only for ``folder``: table of labels in place of class folders (CSV, TSV, JSON lines or
+    Parquet), with the columns ``path`` (relative to ``root``), ``label``, and optionally ``split``
+    (train, val, test), ``group`` and ``weight`` (of the image in the training loss).
+    """
+    columns: list[str] | None = None
+    """Only for ``labels``: columns with the targets of ``multilabel`` (0, 1 or empty) and
+    ``regression``. None: ``label``, which for ``multilabel`` lists classes like ``a;b``; without
+    such a column, all others.
+    """
     fit: Fit | None = None
     """Preprocessing of images of any size. ``native``: original size, shrunk if above ``img_size``
     or ``max_patches``. ``pad``: scaled to fit into ``img_size``, the rest is absent. ``stretch``:
@@ -77,6 +87,16 @@ class DataConfig:
     val_fraction: float = 0.1
     """Share of the training images that is held out to select the best weights, in (0, 1), if there
     is no ``val`` split.
+    """
+    group_from: str | None = None
+    """Only for ``folder``: regular expression that is searched in the path of each image relative
+    to ``root``; its first group, or the whole match, names the group of the image, e.g. a patient.
+    Images of one group are never in two splits.
+    """
+    fold: str | None = None
+    """Only for ``folder`` without a ``val`` split: k-fold cross-validation. ``1/5`` holds out the
+    first of five parts of the training images, in place of ``val_fraction``. Run all five for the
+    summary.
     """
     args: dict[str, Any] = field(default_factory=dict)
     """Options of single data sets. ``canvas``, ``documents`` and ``copy``: ``train_images`` per

@@ -89,7 +89,8 @@ def see(
     Args:
         size: height and width of the image in pixels.
         read: reads the part of a view, at the size of its content.
-        label: the class of the image, or of each of its pixels, uint8 ``[height, width]``.
+        label: the class or labels of the image, or the class of each of its pixels, uint8
+            ``[height, width]``.
         key: identifies the image, and holds its geometry.
         seed: seed of the augmentation.
         augment: augmentation; None: none.
@@ -106,7 +107,7 @@ def see(
         part = augment.box(*size, view.present, entropy)
         view = view._replace(box=part, content=view.present)
     image = read(view)
-    if isinstance(label, np.ndarray):
+    if isinstance(label, np.ndarray) and label.ndim == 2:
         mask = cut_mask(label, view)
         if augment is not None:
             image, mask = augment.both(image, mask, entropy)
@@ -171,20 +172,23 @@ class ImageDataset(Dataset):
         masks: "MaskFiles | None" = None,
         levels: bool = False,
         held_out: bool = False,
+        weights: np.ndarray | None = None,
     ):
         """Store the settings of the dataset.
 
         Args:
             source: the encoded images.
             indices: indices of this dataset's images in ``source``, ``[n]``.
-            labels: their classes, ``[n]``.
+            labels: their classes, int64 ``[n]``, or other labels, float32 ``[n, outputs]``.
             seed: seed of the augmentation.
             augment: augmentation; None: none.
             options: how files are read.
             masks: masks with the classes of pixels, in place of ``labels``.
             levels: images of more than 8 bits are ``Unreadable``.
             held_out: whether the images were randomly split off the training images.
+            weights: their weights in the training loss, ``[n]``, with mean 1; None: equal.
         """
+        self.weights = weights
         self.options, self.masks = options, masks
         self.levels, self.held_out = levels, held_out
         self.source, self.indices = source, indices
@@ -224,8 +228,8 @@ class ImageDataset(Dataset):
         return [name[shared:] for name in names]
 
     def digests(self) -> np.ndarray:
-        """Return a fingerprint per image, uint32 ``[n]``: of its relative path, its class, and its
-        content.
+        """Return a fingerprint per image, uint32 ``[n]``: of its relative path, its label, its
+        weight, and its content.
 
         The content counts by its number of bytes and, for up to ``WELL_KNOWN`` images, by
         ``KNOWN_BYTES`` at either end.
@@ -235,7 +239,11 @@ class ImageDataset(Dataset):
 
         def digest(place: int) -> int:
             name = os.fsencode(names[place])
-            known = zlib.crc32(b"%d %s " % (self.labels[place], name))
+            label = self.labels[place]
+            about = label.tobytes() if label.ndim else b"%d" % label
+            if self.weights is not None:
+                about += self.weights[place].tobytes()
+            known = zlib.crc32(about + b" %s " % name)
             index = int(self.indices[place])
             for source in (self.source, *([self.masks.files] if self.masks else [])):
                 known = zlib.crc32(known_part(source, index, size), known)
@@ -265,7 +273,9 @@ class ImageDataset(Dataset):
                         if self._sizes[key.index].any()
                         else "it could not be read when the run began, and now it can"
                     )
-                label = int(self.labels[key.index])
+                label = self.labels[key.index]
+                if label.ndim == 0:
+                    label = int(label)
                 if self.masks is not None:
                     label = self.masks.read(index, size)
 

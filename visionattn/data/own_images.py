@@ -5,23 +5,42 @@ training or evaluation.
 """
 
 import warnings
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from timm.data.readers import create_reader
 
-from visionattn.data.embedded import stratified_split
+from visionattn.data.folds import groups_of, hold_out
 from visionattn.data.formats import ReadOptions, Source, settle
 from visionattn.data.formats.reader import require
 from visionattn.data.images import ImageDataset
+from visionattn.data.label_table import LabelTable
 from visionattn.data.mask_files import MaskFiles, settle_classes
 from visionattn.data.mask_values import MaskClasses
 from visionattn.data.sources import Files, TableRows
-from visionattn.data.tree import LAYOUT, MASKED_LAYOUT, Placed, open_masked_tree, open_tree
-from visionattn.data.walk import SPLIT_NAMES, LeftOut, by_split, composed, in_order, listed
+from visionattn.data.tree import (
+    LAYOUT,
+    MASKED_LAYOUT,
+    Placed,
+    list_images,
+    open_masked_tree,
+    open_tree,
+    path_in,
+)
+from visionattn.data.walk import (
+    SPLIT_NAMES,
+    LeftOut,
+    by_split,
+    composed,
+    in_order,
+    listed,
+    split_of,
+)
+from visionattn.model_config import Task
 
 if TYPE_CHECKING:
     from visionattn.data.augment import Augment
@@ -33,10 +52,11 @@ have the root's splits, and ``all``.
 
 
 class Part(NamedTuple):
-    """The images of one split: their indices in the source and their classes, ``[n]`` each."""
+    """The images of one split: their indices in the source, ``[n]``, and their labels."""
 
     indices: np.ndarray
     labels: np.ndarray
+    """Classes, int64 ``[n]``; for multilabel and regression float32 ``[n, outputs]``."""
     held_out: bool = False
     """Whether they were split off the training images at random."""
 
@@ -57,6 +77,10 @@ class Found:
     """Names of the classes; empty for images without classes, whose labels are all 0."""
     masks: MaskFiles | None = None
     """One mask per image of the source."""
+    groups: np.ndarray | None = None
+    """Group of each image of the source, as text; images of one group stay in one split."""
+    weights: np.ndarray | None = None
+    """Weight of each image of the source in the training loss, at least 0."""
 
     @classmethod
     def placed(cls, root: str, found: Placed, masks: MaskFiles | None = None) -> "Found":
@@ -77,23 +101,42 @@ class Found:
                 parts[split] = Part(np.array(of_split)[by_class], labels[by_class])
         return cls(root, found.source, parts, () if names == ("",) else names, masks)
 
-    def to_train(self, val_fraction: float, seed: int) -> dict[str, Part]:
+    def by_group(self, pattern: str) -> "Found":
+        """Return the images with groups from their paths, see ``groups_of``.
+
+        Raises:
+            ValueError: a path has no match, or groups are known already; one line.
+        """
+        if self.groups is not None:
+            raise ValueError(
+                "data.group_from and the column group of data.labels both name groups; leave one "
+                "of them out"
+            )
+        indices = np.concatenate([part.indices for part in self.parts.values()])
+        paths = [path_in(self.root, self.source, index) for index in indices.tolist()]
+        groups = np.full(indices.max() + 1, "", object)
+        groups[indices] = groups_of(paths, pattern)
+        return replace(self, groups=groups)
+
+    def to_train(
+        self, val_fraction: float, seed: int, fold: tuple[int, int] | None = None
+    ) -> dict[str, Part]:
         """Return the splits for training, after checking that ``train`` has the classes of all
-        splits; hold out a validation split if there is none.
+        splits; hold out a validation split if there is none, or the images of a fold.
         """
         if "train" not in self.parts:
             raise ValueError(
                 f"data root {self.root} has {' and '.join(self.parts)} images but none to train "
                 f"on; {MASKED_LAYOUT if self.masks else LAYOUT}"
             )
-        for split, part in self.parts.items():
-            strange = np.setdiff1d(part.labels, self.parts["train"].labels)
+        parts = self._with_held_out(val_fraction, seed, fold)
+        for split, part in parts.items() if parts["train"].labels.ndim == 1 else ():
+            strange = np.setdiff1d(part.labels, parts["train"].labels)
             if len(strange):
                 names = listed(self.names[label] for label in strange)
                 raise ValueError(
                     f"classes of {self.root} that are in {split} but not in train: {names}"
                 )
-        parts = self._with_held_out(val_fraction, seed)
         if "validation" not in parts:
             raise ValueError(
                 f"too few images in {self.root} to hold some out for validation; wanted two of "
@@ -101,13 +144,19 @@ class Found:
             )
         return parts
 
-    def to_judge(self, names: Sequence[str], val_fraction: float, seed: int) -> dict[str, Part]:
+    def to_judge(
+        self,
+        names: Sequence[str],
+        val_fraction: float,
+        seed: int,
+        fold: tuple[int, int] | None = None,
+    ) -> dict[str, Part]:
         """Return the images to evaluate weights on: ``all``, and each split.
 
         Args:
             names: the class names of the weights, which define the labels; empty: unknown.
             val_fraction: splits training images, together with ``seed``, as training would.
-            seed: likewise.
+            seed, fold: likewise.
 
         Raises:
             ValueError: the images have classes that the weights do not have.
@@ -117,7 +166,7 @@ class Found:
                 f"{self.root} has classes that the weights do not know: {listed(strange)}; its "
                 f"classes: {listed(self.names)}; the classes of the weights: {listed(names)}"
             )
-        parts = self._with_held_out(val_fraction, seed)
+        parts = self._with_held_out(val_fraction, seed, fold)
         parts["all"] = Part(
             *(
                 np.concatenate(each)
@@ -126,7 +175,7 @@ class Found:
                 )
             )
         )
-        if not names or not self.names:
+        if not names or not self.names or parts["all"].labels.ndim > 1:
             return parts
         numbers = np.array([names.index(name) for name in self.names])
         missing = listed(name for name in names if name not in self.names)
@@ -134,15 +183,37 @@ class Found:
             warnings.warn(f"{self.root} has no images of the classes {missing}", stacklevel=3)
         return {split: part._replace(labels=numbers[part.labels]) for split, part in parts.items()}
 
-    def _with_held_out(self, val_fraction: float, seed: int) -> dict[str, Part]:
+    def _with_held_out(
+        self, val_fraction: float, seed: int, fold: tuple[int, int] | None
+    ) -> dict[str, Part]:
+        self._check_groups()
         train = self.parts.get("train")
+        if fold and "validation" in self.parts:
+            raise ValueError(
+                f"data.fold takes the validation images from the training images, and {self.root} "
+                "has a validation split; leave data.fold out, or make the split a part of train"
+            )
         if train is None or "validation" in self.parts:
             return dict(self.parts)
-        kept, held_out = stratified_split(train.labels, val_fraction, seed)
+        groups = None if self.groups is None else self.groups[train.indices].astype(str)
+        kept, held_out = hold_out(train.labels, groups, val_fraction, seed, fold)
         if not len(held_out):
             return dict(self.parts)
         validation = train.take(held_out, held_out=True)
         return self.parts | {"train": train.take(kept), "validation": validation}
+
+    def _check_groups(self) -> None:
+        """Raise ValueError if images of one group are in several splits."""
+        if self.groups is None:
+            return
+        found = Counter[str]()
+        for part in self.parts.values():
+            found.update(set(self.groups[part.indices].tolist()))
+        if shared := sorted(group for group, splits in found.items() if splits > 1):
+            raise ValueError(
+                f"{len(shared)} of {len(found)} groups of {self.root} have images in several "
+                f"splits; the first: {shared[0]}; move each group into one split"
+            )
 
     def datasets(
         self,
@@ -178,9 +249,19 @@ class Found:
                 masks=self.masks,
                 levels=levels,
                 held_out=part.held_out,
+                weights=self._weights(part) if split == "train" else None,
             )
             for split, part in parts.items()
         }
+
+    def _weights(self, part: Part) -> np.ndarray | None:
+        """Return the weights of training images, divided by their mean, float32 ``[n]``."""
+        if self.weights is None:
+            return None
+        weights = self.weights[part.indices]
+        if not weights.any():
+            raise ValueError(f"all training images of {self.root} have weight 0; name larger ones")
+        return (weights / weights.mean()).astype(np.float32)
 
 
 def find_images(root: str, *, labelled: bool = True, known: Sequence[str] | None = None) -> Found:
@@ -209,13 +290,16 @@ def find_images(root: str, *, labelled: bool = True, known: Sequence[str] | None
     return Found.placed(root, found)
 
 
-def find_masked(root: str, classes: MaskClasses, max_pixels: int) -> Found:
+def find_masked(
+    root: str, classes: MaskClasses, max_pixels: int, table: LabelTable | None = None
+) -> Found:
     """Find images with their masks under ``root``, a folder.
 
     Args:
         root: the folder.
         classes: the meaning of mask values, as far as options define it.
         max_pixels: maximum number of pixels of a mask.
+        table: splits, groups and weights of the images; None: splits of the folder.
 
     Raises:
         ValueError, FileNotFoundError: one line with the reason.
@@ -226,7 +310,70 @@ def find_masked(root: str, classes: MaskClasses, max_pixels: int) -> Found:
     found, masks = open_masked_tree(root)
     found.left_out.warn(root)
     files = settle_classes(MaskFiles(Files(masks), classes, max_pixels), root)
+    if table is not None:
+        return _joined(root, found, table, "segmentation", masks=files)
     return Found.placed(root, found, files)
+
+
+def find_in_table(
+    root: str,
+    table: LabelTable,
+    task: Task,
+    columns: Sequence[str] | None,
+    known: Sequence[str],
+) -> Found:
+    """Find the images of the rows of a table under ``root``, a folder or a tar.
+
+    Args:
+        root: the images, at any depth.
+        table: the table; without the column ``split``, folders ``train``, ``val`` and ``test`` are
+            splits.
+        task: classification, multilabel or regression.
+        columns, known: as for ``LabelTable.values``.
+
+    Raises:
+        ValueError, FileNotFoundError: one line with the reason.
+    """
+    check_there(root)
+    source, inside, _, left_out = list_images(root)
+    places = [(len(parts) > 1 and split_of(parts[0]) or "train", "") for parts in inside]
+    return _joined(root, Placed(source, places, left_out), table, task, columns, known)
+
+
+def _joined(
+    root: str,
+    placed: Placed,
+    table: LabelTable,
+    task: Task,
+    columns: Sequence[str] | None = None,
+    known: Sequence[str] = (),
+    masks: MaskFiles | None = None,
+) -> Found:
+    """Return the placed images that have a row in the table, with its splits, labels, groups and
+    weights; with masks, without its labels.
+    """
+    images = [path_in(root, placed.source, index) for index in range(len(placed.places))]
+    numbers, splits = table.rows_of(images, root), table.splits()
+    classes = table.classes() if task == "classification" else [""] * len(table.rows)
+    places = [
+        place and (splits[row] if splits else place[0], classes[row]) if row >= 0 else None
+        for place, row in zip(placed.places, numbers.tolist(), strict=True)
+    ]
+    found = Found.placed(root, placed._replace(places=places), masks)
+    groups, weights = table.groups(), table.weights()
+    found = replace(
+        found,
+        groups=None if groups is None else groups[numbers],
+        weights=None if weights is None else weights[numbers],
+    )
+    if task in ("classification", "segmentation"):
+        return found
+    names, values = table.values(task, columns, known)
+    parts = {
+        split: part._replace(labels=values[numbers[part.indices]])
+        for split, part in found.parts.items()
+    }
+    return replace(found, parts=parts, names=names)
 
 
 def check_there(root: str, wanted: str = f"{LAYOUT}, a .tar file, wds/... or hfds/...") -> None:

@@ -3,6 +3,7 @@ configurations are checked without one too.
 """
 
 import os
+import re
 from math import isfinite
 
 from visionattn.data.data_config import DataConfig
@@ -52,3 +53,27 @@ def check_ranges(config: DataConfig) -> None:
     check_workers(config.workers, "data.workers")
     if not 0 < config.val_fraction < 1:
         raise ValueError(f"data.val_fraction must be in (0, 1), got {config.val_fraction}")
+    fold_of(config.fold)
+    try:
+        re.compile(config.group_from or "")
+    except re.error as error:
+        raise ValueError(
+            f"data.group_from {config.group_from} is no regular expression: {error}"
+        ) from error
+
+
+def fold_of(text: str | None) -> tuple[int, int] | None:
+    """Return number and count of ``data.fold``, such as ``1/5``; None without folds.
+
+    Raises:
+        ValueError: it is no fold; one line.
+    """
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d{1,4})/(\d{1,4})", text, re.ASCII)
+    number, count = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1 <= number <= count or count < 2:
+        raise ValueError(
+            f"data.fold must be k/n with k from 1 to n and n at least 2, e.g. 1/5, got {text}"
+        )
+    return number, count

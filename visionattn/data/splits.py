@@ -33,8 +33,10 @@ from visionattn.data.embedded import (
 from visionattn.data.formats import COLOURED, LARGEST_IMAGE_PX, ReadOptions
 from visionattn.data.geometry import Geometry, Size, geometry_of, sides
 from visionattn.data.images import ArrayDataset, ImageDataset
+from visionattn.data.label_table import read_labels
 from visionattn.data.mask_values import MaskClasses, said_of_masks
-from visionattn.data.own_images import check_there, find_images, find_masked
+from visionattn.data.own_images import check_there, find_images, find_in_table, find_masked
+from visionattn.data.ranges import fold_of
 from visionattn.data.streams import Shards, StreamEvalBatches, StreamTrainBatches, open_shards
 from visionattn.data.tree import LAYOUT, MASKED_LAYOUT
 from visionattn.data.walk import composed
@@ -354,19 +356,26 @@ def _open_root(
         )
     else:
         generate = config.task == "generate"
+        table = None if config.labels is None else read_labels(config.labels, config.root)
         if config.task == "segmentation":
             found = find_masked(
-                config.root, MaskClasses.of(said_of_masks(config)), options.max_pixels
+                config.root, MaskClasses.of(said_of_masks(config)), options.max_pixels, table
             )
             names, colours = found.masks.classes.names, found.masks.classes.colours
         else:
-            found = find_images(config.root, labelled=labelled and not generate, known=known)
+            if table is not None:
+                found = find_in_table(config.root, table, config.task, config.columns, known or ())
+            else:
+                found = find_images(config.root, labelled=labelled and not generate, known=known)
             names = tuple(known or ()) or found.names
         num_classes = len(names)
+        if config.group_from is not None:
+            found = found.by_group(config.group_from)
+        how = (config.val_fraction, seed, fold_of(config.fold))
         if known is None:
-            parts = found.to_train(config.val_fraction, seed)
+            parts = found.to_train(*how)
         else:
-            parts = found.to_judge(() if found.masks else known, config.val_fraction, seed)
+            parts = found.to_judge(() if found.masks else known, *how)
         opened = found.datasets(parts, seed, augment, options, levels=generate)
         datasets, options = opened, next(iter(opened.values())).options
     values = config.task != "generate"

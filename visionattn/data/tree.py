@@ -66,6 +66,18 @@ def open_tree(root: str, labelled: bool, known: Sequence[str] | None) -> Placed:
     Raises:
         ValueError: there are no images, or they are not in class folders; one line.
     """
+    source, inside, visited, left_out = list_images(root)
+    folders = [parts[:-1] for parts in inside]
+    return Placed(source, _places(folders, visited, labelled, known, root, left_out), left_out)
+
+
+def list_images(root: str) -> tuple[Source, list[Folders], list[Folders], LeftOut]:
+    """List the images of a folder or a tar in order, at any depth, with the parts of their paths
+    below ``root``; then all folders (none for a tar), and what is left out.
+
+    Raises:
+        ValueError: there are no images; one line.
+    """
     left_out, visited = LeftOut(), list[Folders]()
     source: Source
     if Path(root).is_dir():
@@ -76,8 +88,14 @@ def open_tree(root: str, labelled: bool, known: Sequence[str] | None) -> Placed:
         source, inside = TarMembers(members, root), [_parts(member.path) for member in members]
     if not inside:
         raise ValueError(f"no images in {root}{left_out.files_there()}; {LAYOUT}")
-    folders = [parts[:-1] for parts in inside]
-    return Placed(source, _places(folders, visited, labelled, known, root, left_out), left_out)
+    return source, inside, visited, left_out
+
+
+def path_in(root: str, source: Source, index: int) -> str:
+    """Return the path of an image of a folder or a tar below ``root``."""
+    if isinstance(source, TarMembers):
+        return "/".join(_parts(source.members[index].path))
+    return "/".join(_parts(source.name(index), root))
 
 
 def open_masked_tree(root: str) -> tuple[Placed, list[str]]:
