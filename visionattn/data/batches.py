@@ -81,6 +81,8 @@ class Batch(NamedTuple):
     """int64 ``[B, 2]``: height and width of each image's filled part in pixels, from the top left.
     None: all are filled.
     """
+    weights: torch.Tensor | None = None
+    """Weights of the images in the training loss, float32 ``[B]``; None: 1."""
 
 
 @dataclass(frozen=True)
@@ -412,6 +414,9 @@ class TrainBatches(_Batches):
     one epoch.
     """
 
+    weights: torch.Tensor | None = None
+    """Weight of each image of the dataset in the loss, float32 ``[n]``; None: 1."""
+
     def epoch(self, number: int, *, start: int = 0) -> Iterator[Batch]:
         """Yield the batches of epoch ``number``.
 
@@ -425,7 +430,10 @@ class TrainBatches(_Batches):
                 once.
         """
         self._keys.epoch, self._keys.start = number, start
-        return (batch for batch, _ in self._iterate())
+        if self.weights is None:
+            return (batch for batch, _ in self._iterate())
+        weights = self.weights
+        return (batch._replace(weights=weights[numbers]) for batch, numbers in self._iterate())
 
 
 class EvalBatches(_Batches):

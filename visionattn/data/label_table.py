@@ -61,9 +61,8 @@ class LabelTable:
         """Return the split of each row, ``train`` for an empty cell; None without the column."""
         if "split" not in self.rows:
             return None
-        found = [split_of(name or "train") for name in self.rows["split"]]
-        unknown = np.array([split is None for split in found])
-        self.refuse(unknown, "have a split other than train, val and test", "split")
+        found = [split_of(name or "train") or "" for name in self.rows["split"]]
+        self.refuse(np.array(found) == "", "have a split other than train, val and test", "split")
         return found
 
     def groups(self) -> np.ndarray | None:

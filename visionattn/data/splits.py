@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import cv2
 import numpy as np
+import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch.utils.data import Dataset
 
@@ -167,9 +168,12 @@ def train_batches(
             splits.train, config.workers, batch_size=batch_size, choices=choices
         )
     labels = splits.train.labels if config.sampler else None  # type: ignore[attr-defined]
-    return TrainBatches(
+    batches = TrainBatches(
         splits.train, config, batch_size=batch_size, choices=choices, seed=seed, labels=labels
     )
+    weights = getattr(splits.train, "weights", None)
+    batches.weights = None if weights is None else torch.from_numpy(weights)
+    return batches
 
 
 def geometry_choices(

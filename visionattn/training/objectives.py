@@ -76,11 +76,15 @@ class Objective:
         """Return placeholder targets for ``images`` images of a height and width in pixels."""
         return torch.zeros(images, dtype=torch.int64)
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss of a batch."""
-        if self.kind == LossConfig():
+    def loss(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Return the mean loss of a batch, each image times its weight, ``[B]``; None: 1."""
+        if weights is None and self.kind == LossConfig():
             return self.criterion(outputs, targets)
-        return class_losses(outputs, targets, **self.options(outputs)).mean()
+        return weighted_mean(self.each(outputs, targets), weights)
+
+    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the training loss of each image, ``[B]``; targets are not shares of classes."""
+        return class_losses(outputs, targets, **self.options(outputs))
 
     def options(self, outputs: Tensor) -> dict[str, Any]:
         """Return the options of ``class_losses`` and ``pixel_losses`` for training."""
@@ -125,16 +129,20 @@ class PixelClasses(Objective):
         """Return placeholder masks, uint8 ``[images, H, W]``."""
         return torch.zeros(images, *size, dtype=torch.uint8)
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss of logits ``[B, classes, H, W]`` and classes uint8 ``[B, H, W]``;
-        ``IGNORED`` pixels do not count.
+    def loss(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Return the mean loss of a batch, each image times its weight, ``[B]``; None: 1."""
+        return weighted_mean(self.each(outputs, targets), weights)
+
+    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of each image, ``[B]``, for logits ``[B, classes, H, W]`` and classes
+        uint8 ``[B, H, W]``; ``IGNORED`` pixels do not count.
         """
         if self.kind.name == "dice":
-            return dice_losses(outputs, targets).mean()
+            return dice_losses(outputs, targets)
         losses = pixel_losses(outputs, targets, **self.options(outputs))
         if self.kind.name == "cross_entropy_dice":
             losses = losses + dice_losses(outputs, targets)
-        return losses.mean()
+        return losses
 
     def judge(
         self, model: nn.Module, inputs: Tensor, sizes: Tensor | None, labels: Tensor
@@ -160,15 +168,20 @@ class Likelihood(Objective):
         decoder = next(each for each in called.modules() if isinstance(each, PixelDecoder))
         return called(inputs, targets) if decoder.conditioned else called(inputs)
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean bits per dimension of log-likelihoods ``[B, C, H, W]`` in nats.
+    def loss(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Return the mean bits per dimension, each image times its weight, ``[B]``; None: 1."""
+        return weighted_mean(self.each(outputs, targets), weights)
+
+    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the bits per dimension of each image, ``[B]``, for log-likelihoods ``[B, C, H,
+        W]`` in nats.
 
         Args:
             outputs: log-likelihoods.
             targets: classes of images, int64 ``[B]``, if all values count; or uint8 ``[B, H, W]``,
                 nonzero where values count.
         """
-        return _bits(outputs, targets).mean()
+        return _bits(outputs, targets)
 
     def judge(
         self, model: nn.Module, inputs: Tensor, sizes: Tensor | None, labels: Tensor
@@ -181,6 +194,11 @@ def objective_of(spec: DataSpec, config: OptimConfig, kind: LossConfig | None = 
     """Return the objective for the task of ``spec``, with the loss ``kind``."""
     objectives = {"segmentation": PixelClasses, "generate": Likelihood}
     return objectives.get(spec.task, Objective)(config, kind)
+
+
+def weighted_mean(losses: Tensor, weights: Tensor | None) -> Tensor:
+    """Return the mean of losses times weights, ``[B]`` each; None: all weights are 1."""
+    return (losses if weights is None else losses * weights).mean()
 
 
 def make_criterion(config: OptimConfig) -> Callable[[Tensor, Tensor], Tensor]:

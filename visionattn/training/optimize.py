@@ -45,7 +45,7 @@ class OptimizerStep:
         device: torch.device,
         amp: str,
         *,
-        loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+        loss: Callable[..., Tensor] | None = None,
         initial_scale: float = 2.0**16,
     ):
         self.config, self.device, self.amp = config, device, amp
@@ -62,6 +62,7 @@ class OptimizerStep:
         inputs: Tensor,
         targets: Tensor,
         *,
+        weights: Tensor | None = None,
         share: float = 1.0,
         factor: int = 1,
     ) -> Tensor:
@@ -71,6 +72,7 @@ class OptimizerStep:
             forward: the forward pass of training.
             inputs: ``[B, C, H, W]``.
             targets: the targets of the loss.
+            weights: weights of the images, ``[B]``, for a ``loss`` that takes them; None: 1.
             share: the weight of this batch's mean in the loss.
             factor: the weight of the loss in the gradient.
 
@@ -79,7 +81,8 @@ class OptimizerStep:
         """
         with autocast(self.device, self.amp):
             outputs = forward(inputs)
-        loss = self.criterion(outputs.float(), targets) * share
+        more = () if weights is None else (weights,)
+        loss = self.criterion(outputs.float(), targets, *more) * share
         self.scaler.scale(loss * factor).backward()
         return loss.detach()
 

@@ -115,6 +115,11 @@ class Trainer:
             seed=config.seed,
             patch_px=patch_size(model),
         )
+        if self.mix and getattr(self.batches, "weights", None) is not None:
+            raise ValueError(
+                f"the column weight of {config.data.labels} weighs single images, which "
+                "optim.mixup and optim.cutmix mix; leave them or the column out"
+            )
         parts = self.processes.data_rank, self.processes.data_size
         if isinstance(self.batches, StreamTrainBatches):  # only one process knows the order
             parts = self.processes.rank, self.processes.size
@@ -316,8 +321,9 @@ class Trainer:
             forward = self.forward_of(batch, targets)
             with self.spread.summing(number == self.position.batch + len(group) - 1):
                 # Multiply by the number of processes, because their gradients are averaged.
+                weights = None if batch.weights is None else batch.weights.to(self.device)
                 loss = self.optimizer_step.add_gradients(
-                    forward, inputs, targets, share=share, factor=size
+                    forward, inputs, targets, weights=weights, share=share, factor=size
                 )
             losses.append(loss)
         # Read loss and norm from the device in one transfer; they decide whether the step counts.

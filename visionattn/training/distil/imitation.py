@@ -25,7 +25,7 @@ from visionattn.models.patches import call, takes_sizes
 from visionattn.models.weights import DataSpec
 from visionattn.training.config import OptimConfig
 from visionattn.training.distributed import Processes
-from visionattn.training.objectives import Judged, Objective
+from visionattn.training.objectives import Judged, Objective, weighted_mean
 
 Stage = Literal["a", "b", "c"]
 TeacherSize = Literal["same", "tiled"]
@@ -143,9 +143,9 @@ class Imitating(Objective):
         assert isinstance(model, VisionAttnTransformer)
         return Imitation(model, self.teacher, self.stage, self.teacher_size)
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss of the images; labels are not used."""
-        return outputs.mean()
+    def loss(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Return the mean loss of the images, each times its weight; labels are not used."""
+        return weighted_mean(outputs, weights)
 
     def judge(
         self, model: nn.Module, inputs: Tensor, sizes: Tensor | None, labels: Tensor
