@@ -73,6 +73,8 @@ def validate(argv: Words, say: Say) -> None:
     for row in validation.rows():
         rows.append(row)
         say(align(row.cells()))
+        for line in row.details(validation.spec):
+            say(line)
     if config.json:
         validation.save(rows)
 

@@ -1,4 +1,4 @@
-"""Classes of many images as CSV, JSON or a table: ``visionattn predict``.
+"""Classes or numbers of many images as CSV, JSON or a table: ``visionattn predict``.
 
 This module owns the rows, which are written as they come. A file of rows is written completely or
 not at all.
@@ -7,7 +7,7 @@ not at all.
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from itertools import chain
+from itertools import chain, compress
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,16 @@ from visionattn.inference.image_listing import find_images
 from visionattn.inference.image_run import ImageRun, read_as_asked
 from visionattn.inference.inference_options import PredictOptions
 from visionattn.inference.model_opening import Opened, open_model
+from visionattn.model_config import VECTOR_TASKS
 from visionattn.models.patches import call
+from visionattn.models.weights import DataSpec
 
 FIELDS = ("path", "status", "reason", "height", "width", "input_height", "input_width")
 SUFFIXES = (".csv", ".json")
 DIGITS = 6
 """Decimals of a probability."""
+PREFIXES = {"probabilities": "probability_", "values": "value_"}
+"""Entries of JSON rows of ``VECTOR_TASKS``, and the prefix of their columns in CSV."""
 USUAL, SHOWN = 5, 3
 """Default number of classes per image: in files, and in the table on standard output."""
 
@@ -76,7 +80,7 @@ class Predictor:
         with run.banding.at_work():
             rows = map(self._row, chain.from_iterable(run.outcomes(batch_size)))
             if self.output is None:
-                say(heading(["image", *(str(i + 1) for i in range(self.top_k))]))
+                say(heading(["image", *self._shown()]))
                 for row in rows:
                     run.progress.say(line(cells(row)), say)
             else:
@@ -93,13 +97,17 @@ class Predictor:
         result.
 
         ``classes`` is a list of class and probability, the most probable first, empty without a
-        result.
+        result. ``VECTOR_TASKS`` have the entries of ``outputs_of`` instead.
         """
-        row = {name: getattr(outcome, name) for name in FIELDS} | {"classes": []}
+        row = {name: getattr(outcome, name) for name in FIELDS}
+        several = self.opened.spec.task in VECTOR_TASKS
+        row |= {} if several else {"classes": []}
         if outcome.value is None:
             self.failed = self.failed or [outcome]
             return row
         self.done += 1
+        if several:
+            return row | outputs_of(self.opened.spec, outcome.value)
         names, shares = most_probable(outcome.value, self.top_k, self.opened.spec.class_names)
         row["classes"] = [
             {"class": name, "probability": round(share, DIGITS)}
@@ -107,13 +115,29 @@ class Predictor:
         ]
         return row
 
+    def _shown(self) -> list[str]:
+        """Return the headings of the table on standard output, after the image."""
+        spec = self.opened.spec
+        if spec.task == "multilabel":
+            return ["label"]
+        numbers = [str(i + 1) for i in range(self.top_k)]
+        return list(output_names(spec)) if spec.task == "regression" else numbers
+
+    def _columns(self) -> list[str]:
+        """Return the columns of CSV after ``FIELDS``."""
+        spec = self.opened.spec
+        if spec.task == "multilabel":
+            return ["label", *(f"probability_{name}" for name in output_names(spec))]
+        if spec.task == "regression":
+            return [f"value_{name}" for name in output_names(spec)]
+        numbers = range(1, self.top_k + 1)
+        return [f"{what}_{i}" for i in numbers for what in ("class", "probability")]
+
     def _write(self, path: Path, rows: Iterator[dict[str, Any]]) -> None:
         assert self.output is not None
         with open(path, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
             if self.output.suffix == ".csv":
-                numbers = range(1, self.top_k + 1)
-                pairs = [f"{what}_{i}" for i in numbers for what in ("class", "probability")]
-                write_rows(file, [*FIELDS, *pairs], (flat(row, self.top_k) for row in rows))
+                write_rows(file, [*FIELDS, *self._columns()], (flat(r, self.top_k) for r in rows))
                 return
             from visionattn.cli.provenance import provenance
 
@@ -130,6 +154,11 @@ def flat(row: dict[str, Any], top_k: int) -> dict[str, Any]:
     values.
     """
     found = {name: row[name] for name in FIELDS}
+    if "classes" not in row:
+        found |= {"label": row["label"]} if "label" in row else {}
+        for kind, prefix in PREFIXES.items():
+            found |= {f"{prefix}{name}": value for name, value in row.get(kind, {}).items()}
+        return found
     for i, pair in enumerate(row["classes"] or [{"class": None, "probability": None}] * top_k, 1):
         found |= {f"{what}_{i}": pair[what] for what in pair}
     return found
@@ -137,9 +166,43 @@ def flat(row: dict[str, Any], top_k: int) -> dict[str, Any]:
 
 def cells(row: dict[str, Any]) -> list[str]:
     """Return a row for people: the path, then the classes or the reason for their absence."""
-    pairs = [f"{each['class']} {100 * each['probability']:.1f} %" for each in row["classes"]]
+    pairs = [
+        f"{each['class']} {100 * each['probability']:.1f} %" for each in row.get("classes", [])
+    ]
+    if "label" in row:
+        named = row["label"].split(";") if row["label"] else []
+        told = [f"{name} {100 * row['probabilities'][name]:.1f} %" for name in named]
+        pairs = ["; ".join(told) or "none"]
+    pairs += [f"{value:.5g}" for value in row.get("values", {}).values()]
     told = pairs or [f"{row['status']}: {row['reason']}"]
     return [printable(each) for each in (row["path"], *told)]
+
+
+def output_names(spec: DataSpec) -> tuple[str, ...]:
+    """Return the name of each output; numbers if outputs have no names."""
+    return spec.class_names or tuple(map(str, range(spec.num_classes)))
+
+
+def outputs_of(spec: DataSpec, outputs: Tensor) -> dict[str, Any]:
+    """Return the entries of a JSON row of ``VECTOR_TASKS``: for ``multilabel`` the ``label`` as
+    ``a;b`` and the ``probabilities`` of all classes, for ``regression`` the ``values`` of targets.
+    """
+    held, values = all_outputs(spec, outputs)
+    named = dict(zip(output_names(spec), values.tolist(), strict=True))
+    if spec.task == "regression":
+        return {"values": {name: float(f"{value:.8g}") for name, value in named.items()}}
+    probabilities = {name: round(value, DIGITS) for name, value in named.items()}
+    return {"label": ";".join(held), "probabilities": probabilities}
+
+
+def all_outputs(spec: DataSpec, outputs: Tensor) -> tuple[tuple[str, ...], Tensor]:
+    """Return the classes of one image that reach their thresholds (``regression``: all targets),
+    and the result of ``DataSpec.values_of`` for its outputs ``[num_classes]``.
+    """
+    names, values = output_names(spec), spec.values_of(outputs)
+    if spec.task == "multilabel":
+        names = tuple(compress(names, spec.holds(values.tolist())))
+    return names, values
 
 
 def count_of_classes(opened: Opened, top_k: int | None, usual: int = USUAL) -> int:
@@ -153,6 +216,13 @@ def count_of_classes(opened: Opened, top_k: int | None, usual: int = USUAL) -> i
     classes = opened.spec.num_classes
     if classes < 1:
         raise ValueError(f"{opened.name} has no classes to predict")
+    if opened.spec.task in VECTOR_TASKS:
+        if top_k is not None:
+            raise ValueError(
+                f"top_k is for one class per image, and {opened.name} is for data.task "
+                f"{opened.spec.task}, which gives all outputs; leave it out"
+            )
+        return classes
     if top_k is not None and not 1 <= top_k <= classes:
         raise ValueError(f"top_k must be from 1 to the model's {classes} classes, got {top_k}")
     return top_k or min(usual, classes)

@@ -30,7 +30,8 @@ from visionattn.inference.inference_options import (
     options_of_call,
 )
 from visionattn.inference.model_opening import Opened, description, open_model, open_module
-from visionattn.inference.predict import count_of_classes, most_probable
+from visionattn.inference.predict import all_outputs, count_of_classes, most_probable
+from visionattn.model_config import VECTOR_TASKS
 from visionattn.models.cost import Compute
 from visionattn.models.patches import call, in_eval, last_map, pooled, takes_sizes
 
@@ -41,14 +42,17 @@ Model = nn.Module | str | Path
 
 
 class Predictions(NamedTuple):
-    """The most probable classes of each image, in the order of the images."""
+    """The classes of each image, or its numbers, in the order of the images."""
 
     classes: list[tuple[str, ...]]
     """Names of the ``top_k`` classes of each image, the most probable first; numbers if the model
-    has no names.
+    has no names. For ``multilabel``, all classes above their thresholds; for ``regression``, all
+    targets.
     """
     probabilities: Tensor
-    """Probabilities of these classes, float32 ``[images, top_k]`` on the CPU."""
+    """Probabilities of these classes, float32 ``[images, top_k]`` on the CPU. For ``multilabel``,
+    probabilities of all classes; for ``regression``, values of all targets.
+    """
     paths: list[str]
     """Path of each image; ``image 0`` and so on for images in memory."""
 
@@ -85,10 +89,13 @@ def predict(model: Model, images: Images, **options: Any) -> Predictions:
             raise ValueError(f"{opened.name} gives classes of pixels; use visionattn.segment")
         count = count_of_classes(opened, asked.top_k)
         for outcome in _outcomes(opened, images, call, asked):
-            classes, shares = most_probable(outcome.value, count, opened.spec.class_names)
+            if opened.spec.task in VECTOR_TASKS:
+                classes, shares = all_outputs(opened.spec, outcome.value)
+            else:
+                classes, shares = most_probable(outcome.value, count, opened.spec.class_names)
             found.classes.append(classes)
             found.paths.append(outcome.path)
-            probabilities.append(shares)
+            probabilities.append(shares.float())
     return found._replace(probabilities=torch.stack(probabilities))
 
 

@@ -11,7 +11,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -324,7 +324,7 @@ def images_cfg(spec: DataSpec, patch_px: tuple[int, int] = (1, 1)) -> dict[str, 
         "crop_pct": 1.0,
         "crop_mode": CROP_MODES[spec.fit],
         "interpolation": "bilinear",
-        "notes": (NOTE + json.dumps(asdict(spec)),),
+        "notes": (NOTE + json.dumps(spec.stored()),),
     }
     return fields | ({"label_names": spec.class_names} if spec.class_names else {})
 

@@ -9,7 +9,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -208,7 +208,7 @@ def _description(model: nn.Module, spec: DataSpec | None, prepare: bool) -> dict
         "visionattn.patch_px": json.dumps(list(body.patch_embed.patch_size)),
     }
     if spec is not None:
-        said["visionattn.data"] = json.dumps(asdict(spec))
+        said["visionattn.data"] = json.dumps(spec.stored())
         said["class_names"] = json.dumps(list(spec.class_names))
     return said
 

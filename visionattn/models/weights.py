@@ -14,6 +14,7 @@ import unicodedata
 import warnings
 import zipfile
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -77,6 +78,8 @@ UNBUILDABLE = (
     TypeError,
 )
 """Exceptions of timm models for arguments that they do not take, in addition to ``ValueError``."""
+OPTIONAL = ("thresholds", "target_mean", "target_std")
+"""Fields of ``DataSpec`` that files lack unless they are set."""
 LONGEST_ARGS = 200
 """Maximum number of characters of a model's arguments in an error."""
 
@@ -119,11 +122,38 @@ class DataSpec:
     page: int | None = None
     """Page of a file that is read, from 1; None: the first."""
     task: Task = "classification"
-    """Task of the outputs: classes of images, classes of pixels, or generated values, which are
-    levels.
-    """
+    """Task of the outputs; values that are generated are levels."""
     colours: tuple[tuple[int, int, int], ...] | None = None
     """Red, green and blue of each class in masks; None: a class is its number."""
+    thresholds: tuple[float, ...] | None = None
+    """For ``multilabel``, the probability from which on an image has each class; None: 0.5."""
+    target_mean: tuple[float, ...] | None = None
+    """For ``regression``, the mean of each target over the training images."""
+    target_std: tuple[float, ...] | None = None
+    """For ``regression``, the standard deviation of each target over the training images."""
+
+    def stored(self) -> dict[str, Any]:
+        """Return the fields as JSON types, without ``OPTIONAL`` fields that are None."""
+        fields = asdict(self)
+        return {key: x for key, x in fields.items() if x is not None or key not in OPTIONAL}
+
+    def values_of(self, outputs: Tensor) -> Tensor:
+        """Return the meaning of a model's outputs ``[..., num_classes]``, float64: probabilities of
+        classes for ``multilabel``, targets in the units of the labels for ``regression``.
+        """
+        if self.task == "multilabel":
+            return outputs.double().sigmoid()
+        mean, std = self.targets_like(outputs.double())
+        return outputs.double() * std + mean
+
+    def targets_like(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``target_mean`` and ``target_std`` as tensors like ``like``."""
+        return like.new_tensor(self.target_mean), like.new_tensor(self.target_std)
+
+    def holds(self, values: Sequence[float]) -> list[bool]:
+        """Tell which classes of ``multilabel`` an image with these probabilities has."""
+        least = self.thresholds or (0.5,) * self.num_classes
+        return [value >= limit for value, limit in zip(values, least, strict=True)]
 
     def prepare(self, images: Tensor) -> Tensor:
         """Turn the values of image files into the model's input, on their device.
@@ -181,7 +211,7 @@ def save_model(
         notes: further metadata for the file.
     """
     metadata = {"format": FORMAT, "version": str(FORMAT_VERSION), "model": name}
-    metadata |= {"args": json.dumps(complete(name, args)), "data": json.dumps(asdict(spec))}
+    metadata |= {"args": json.dumps(complete(name, args)), "data": json.dumps(spec.stored())}
     metadata |= notes or {}
     tensors = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
     content = in_order(save(tensors, metadata=metadata))
@@ -354,6 +384,7 @@ def check_spec(spec: DataSpec) -> None:
     one_hot = spec.encoding == "grey_one_hot"
     channels = 0 if one_hot or spec.task == "generate" else spec.in_chans
     sides = spec.img_size if isinstance(spec.img_size, tuple) else (spec.img_size or 1,)
+    targets = spec.num_classes if spec.task == "regression" else 0
     wrong = {
         "fit": spec.fit not in get_args(Fit),
         "task": spec.task not in get_args(Task),
@@ -376,6 +407,15 @@ def check_spec(spec: DataSpec) -> None:
             len(spec.colours) != spec.num_classes
             or not all(0 <= level <= 255 for colour in spec.colours for level in colour)
         ),
+        "thresholds": spec.thresholds is not None
+        and (
+            (spec.task, len(spec.thresholds)) != ("multilabel", spec.num_classes)
+            or not all(0 <= each <= 1 for each in spec.thresholds)
+        ),
+        "target_mean": len(spec.target_mean or ()) != targets
+        or not all(map(math.isfinite, spec.target_mean or ())),
+        "target_std": len(spec.target_std or ()) != targets
+        or not all(0 < std < math.inf for std in spec.target_std or ()),
     }
     for key, is_wrong in wrong.items():
         if is_wrong:

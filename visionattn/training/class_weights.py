@@ -11,13 +11,16 @@ from visionattn.training.config import LossConfig
 
 
 def with_class_weights(loss: LossConfig, splits: Splits) -> LossConfig:
-    """Return the options of the loss with one number per class in place of ``balanced``.
+    """Return the options of the loss with one number per class in place of ``balanced``, and with
+    the usual loss of ``regression``.
 
     Raises:
         ValueError: the numbers do not match the classes, the classes of the images are unknown
             before training, or a class has no training image or pixel; one line.
     """
     spec = splits.spec
+    if spec.task == "regression" and loss.name == LossConfig.name:
+        return replace(loss, name="mse")
     if loss.class_weights is None:
         return loss
     if isinstance(loss.class_weights, list):
@@ -27,6 +30,10 @@ def with_class_weights(loss: LossConfig, splits: Splits) -> LossConfig:
                 f"{len(loss.class_weights)}"
             )
         return loss
+    if spec.task == "multilabel":
+        labels = splits.train.labels  # type: ignore[attr-defined]
+        negatives, positives = ((labels == value).sum(0) for value in (0, 1))
+        return replace(loss, class_weights=(negatives / positives).tolist())
     counts = class_counts(splits.train, spec.num_classes)
     what = "image" if spec.task == "classification" else "pixel"
     if not counts.all():

@@ -10,7 +10,7 @@ from typing import Literal
 
 from visionattn.data.data_config import DataConfig
 from visionattn.data.ranges import check_ranges, check_signs
-from visionattn.model_config import Fit, ModelConfig
+from visionattn.model_config import VECTOR_TASKS, Fit, ModelConfig
 
 
 @dataclass
@@ -54,17 +54,21 @@ class OptimConfig:
 
 @dataclass
 class LossConfig:
-    """Loss of classification and segmentation."""
+    """Loss of all tasks except image generation."""
 
-    name: Literal["cross_entropy", "focal", "dice", "cross_entropy_dice"] = "cross_entropy"
-    """``focal`` (gamma 2) lowers the weight of images and pixels that the model predicts well.
-    ``dice``, only for segmentation, measures the overlap with each class in the mask, large or
-    small; ``cross_entropy_dice`` is the sum of both.
+    name: Literal[
+        "cross_entropy", "focal", "dice", "cross_entropy_dice", "l1", "smooth_l1", "mse"
+    ] = "cross_entropy"
+    """``cross_entropy`` is binary for ``multilabel``, and ``mse`` for ``regression``. ``focal``
+    (gamma 2) lowers the weight of images and pixels that the model predicts well. ``dice``, only
+    for segmentation, measures the overlap with each class in the mask, large or small;
+    ``cross_entropy_dice`` is the sum of both. ``l1``, ``smooth_l1`` and ``mse`` are for regression.
     """
     class_weights: Literal["balanced"] | list[float] | None = None
     """Weights of the classes in cross-entropy and focal loss, a number per class. ``balanced``:
     inversely proportional to the number of training images, or pixels, of each class; recorded in
-    the run's ``config.yaml``. None: 1.
+    the run's ``config.yaml``. For ``multilabel``, weights of positive images; ``balanced``:
+    negative over positive training images. None: 1.
     """
 
 
@@ -78,10 +82,12 @@ class TrainConfig:
     """Early stopping: end the run after this many epochs in a row without a better ``monitor``.
     The learning rate still follows ``epochs``. None: no early stopping.
     """
-    monitor: Literal["loss", "accuracy", "f1", "mean_iou"] | None = None
+    monitor: Literal["loss", "accuracy", "f1", "mean_iou", "map", "r2", "mae", "rmse"] | None = None
     """Metric on the validation images that selects the best weights: ``loss``, ``accuracy`` (of
-    images, or of pixels), ``f1`` (macro F1: mean over classes) or ``mean_iou``; among equal values
-    the first epoch wins. None: accuracy or mean IoU, then the lower loss.
+    images, or of pixels), ``f1`` (macro F1: mean over classes) or ``mean_iou``; ``map`` (mean
+    average precision) for ``multilabel``; ``r2``, ``mae`` or ``rmse``, means over targets, for
+    ``regression``. Among equal values the first epoch wins. None: accuracy, mean IoU, ``map`` or
+    ``r2``, then the lower loss.
     """
     batch_size: int | Literal["auto"] = 64
     """Images per batch, over all processes; an optimiser step takes
@@ -181,6 +187,17 @@ class ValidateConfig:
     """JSON file for the rows, with device, precision, versions and configuration."""
 
 
+MONITORS = {
+    "classification": ("accuracy", "f1", "loss"),
+    "segmentation": ("mean_iou", "accuracy", "f1", "loss"),
+    "multilabel": ("map", "f1", "loss"),
+    "regression": ("r2", "mae", "rmse", "loss"),
+}
+"""Values of ``monitor`` by task."""
+NUMBER_LOSSES = ("l1", "smooth_l1", "mse")
+"""Losses of regression."""
+
+
 def check(config: TrainConfig) -> None:
     """Check signs and ranges of values, and options that exclude each other.
 
@@ -267,10 +284,17 @@ def _check_together(config: TrainConfig) -> None:
             "optim.mixup and optim.cutmix mix the classes of images, and data.task segmentation "
             "has classes of pixels; leave them out"
         )
-    if config.monitor == "mean_iou" and data.task != "segmentation":
+    if data.task in VECTOR_TASKS and (optim.mixup or optim.cutmix):
         raise ValueError(
-            f"monitor mean_iou is for data.task segmentation, got {data.task}; use accuracy, f1 or "
-            "loss"
+            "optim.mixup and optim.cutmix mix two classes, and data.task "
+            f"{data.task} has several numbers per image; leave them out"
+        )
+    allowed = MONITORS.get(data.task)
+    if config.monitor is not None and allowed and config.monitor not in allowed:
+        tasks = " and ".join(task for task in MONITORS if config.monitor in MONITORS[task])
+        raise ValueError(
+            f"monitor {config.monitor} is for data.task {tasks}, got {data.task}; use "
+            f"{', '.join(allowed[:-1])} or {allowed[-1]}"
         )
     if config.freeze is not None and not (config.init_from or config.resume):
         raise ValueError(
@@ -326,6 +350,21 @@ def _check_writing(config: TrainConfig) -> None:
 def _check_loss(config: TrainConfig) -> None:
     """Raise ValueError for a loss that does not fit the task or the other options."""
     loss, optim = config.loss, config.optim
+    if config.data.task == "regression":
+        idle = {
+            f"loss.name {loss.name}": loss.name not in ("cross_entropy", *NUMBER_LOSSES),
+            "loss.class_weights": loss.class_weights is not None,
+            "optim.label_smoothing": optim.label_smoothing,
+        }
+        for name, given in idle.items():
+            if given:
+                raise ValueError(f"{name} is for classes; leave it out for data.task regression")
+        return
+    if loss.name in NUMBER_LOSSES:
+        raise ValueError(
+            f"loss.name {loss.name} is for data.task regression, got {config.data.task}; leave it "
+            "out"
+        )
     if "dice" in loss.name and config.data.task != "segmentation":
         raise ValueError(
             f"loss.name {loss.name} compares masks, for data.task segmentation; use cross_entropy "

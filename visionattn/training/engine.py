@@ -32,7 +32,7 @@ from visionattn.cli.provenance import provenance
 from visionattn.data.geometry import geometry_of
 from visionattn.data.mask_files import check_trained
 from visionattn.data.splits import Splits, build_splits, check_root, geometry_choices
-from visionattn.model_config import ModelConfig
+from visionattn.model_config import VECTOR_TASKS, ModelConfig
 from visionattn.models.building import check_geometries, patch_size
 from visionattn.models.conversion import NAME as CONVERTED
 from visionattn.models.cost import Expected
@@ -60,6 +60,7 @@ from visionattn.training.run_folder import (
 from visionattn.training.run_progress import Result
 from visionattn.training.trainer import Trainer
 from visionattn.training.training_cost import TrainingMemory, check_memory, forecast, with_batch
+from visionattn.training.vector_labels import with_targets
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,8 @@ def prepare_classes(
     Raises:
         ValueError, FileNotFoundError: wrong data, model or weights; one line.
     """
-    splits = build_splits(config.data, config.seed)
-    if splits.spec.num_classes == 1:
+    splits = with_targets(build_splits(config.data, config.seed))
+    if splits.spec.num_classes == 1 and splits.spec.task not in VECTOR_TASKS:
         raise ValueError(
             f"the only class of {config.data.root or config.data.name} is "
             f"{''.join(splits.spec.class_names) or 0}; wanted two or more to tell apart"

@@ -3,13 +3,14 @@
 import math
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from visionattn.model_config import VECTOR_TASKS
 from visionattn.models.machine import autocast
 from visionattn.models.patches import in_eval, takes_sizes
 from visionattn.models.pixel_classes import ious_of
@@ -17,6 +18,7 @@ from visionattn.models.weights import DataSpec
 from visionattn.training.config import OptimConfig
 from visionattn.training.distributed import Processes
 from visionattn.training.objectives import Objective, objective_of
+from visionattn.training.output_scores import OutputScores, scores_of
 
 if TYPE_CHECKING:  # measuring models must not require libraries that read images
     from visionattn.data.batches import Batch
@@ -62,11 +64,42 @@ class Evaluation:
         return getattr(self, measure.lower().replace(" ", "_"))
 
 
-class Tally:
-    """Record the predictions of a model, in the order in which a process evaluates images."""
+@dataclass(frozen=True)
+class OutputEvaluation(Evaluation):
+    """The result of a model of ``VECTOR_TASKS`` on a set of images."""
 
-    def __init__(self) -> None:
+    outputs: OutputScores = field(kw_only=True)
+    """The metrics of all outputs."""
+
+    @property
+    def score(self) -> float | None:
+        """Return the mean average precision or the mean R2."""
+        return next(iter(self.outputs.means.values()))
+
+    def value(self, measure: str) -> float | None:
+        """Return a metric by its name in ``OutputScores.means``."""
+        return self.outputs.means[measure]
+
+
+class Tally:
+    """Record the predictions of a model, in the order in which a process evaluates images.
+
+    Args:
+        values: number of values that are recorded for each image.
+    """
+
+    def __init__(self, values: int = 4) -> None:
         self._parts: list[tuple[Tensor, Tensor]] = []
+        self._values = values
+
+    @classmethod
+    def of(cls, spec: DataSpec) -> "Tally":
+        """Return an empty record for images of a specification."""
+        return cls(2 * spec.num_classes) if spec.task in VECTOR_TASKS else cls()
+
+    def add_values(self, labels: Tensor, values: Tensor) -> None:
+        """Record a batch: labels ``[B, K]``, and the result of ``DataSpec.values_of``."""
+        self._parts.append((labels, values))
 
     def add(self, labels: Tensor, said: Tensor, logits: Tensor) -> None:
         """Record a batch.
@@ -82,13 +115,14 @@ class Tally:
 
     def rows(self, numbers: Sequence[int] | None) -> np.ndarray:
         """Return a row for each image, float64 ``[N, 5]``: class, predicted class, the log
-        probability of each, and the index of the image in the data set.
+        probability of each, and the index of the image in the data set. With ``add_values``, the
+        rows are labels, values and the index, ``[N, 2 K + 1]``.
 
         Args:
             numbers: the indices of the recorded images, in order; None: unknown, -1 in the rows.
         """
         if not self._parts:
-            return np.zeros((0, 5))
+            return np.zeros((0, self._values + 1))
         classes, logs = (torch.cat(parts).cpu().numpy() for parts in zip(*self._parts, strict=True))
         order = np.full(len(classes), -1) if numbers is None else np.asarray(numbers)
         return np.column_stack([classes, logs, order]).astype(np.float64)
@@ -118,7 +152,7 @@ def evaluate(
         processes: the processes with the other parts; all get the same result and the same error.
         objective: the objective to evaluate; None: the classes of the images.
         tally: records the prediction for each image of this process, if the images have the classes
-            of the model.
+            of the model; the result of ``Tally.of``.
 
     Raises:
         ValueError: there are no images.
@@ -126,6 +160,7 @@ def evaluate(
     processes = processes or Processes()
     objective = objective or objective_of(spec, OptimConfig())
     depth = min(5, spec.num_classes)
+    tally = Tally.of(spec) if tally is None and spec.task in VECTOR_TASKS else tally
     with in_eval(model):
 
         def work() -> tuple[float, ...]:
@@ -141,6 +176,11 @@ def evaluate(
         raise ValueError("there are no images to evaluate")
     if spec.task == "segmentation":
         return _of_pixels(int(images), loss / images, images_per_second, counts)
+    if spec.task in VECTOR_TASKS:
+        rows = np.concatenate(processes.gather(tally.rows(None)))
+        labels, values, _ = np.split(rows, [spec.num_classes, 2 * spec.num_classes], 1)
+        known = int(images), loss / images, None, None, images_per_second
+        return OutputEvaluation(*known, outputs=scores_of(spec, labels, values))
     accuracy = correct / images if named else None
     top5 = among_five / images if named and spec.num_classes > depth else None
     f1, only = _by_class(*np.array(counts).reshape(3, -1)) if named else (None, None)
@@ -226,6 +266,8 @@ def _sums(
             counts += torch.stack([each.bincount(minlength=classes) for each in of_class])
         if judged.confusion is not None:
             counts += judged.confusion
+        if judged.values is not None:
+            tally.add_values(labels, judged.values)
         parts.append(found)
         # A GPU still computes after a call has returned.
         if device.type == "cuda":

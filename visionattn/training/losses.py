@@ -9,6 +9,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torchvision.ops import sigmoid_focal_loss
 
 from visionattn.models.segmentation import IGNORED
 
@@ -52,6 +53,48 @@ def class_losses(
         return losses
     plain = losses if weights is None else entropy()
     return (-torch.expm1(-plain)) ** FOCAL_GAMMA * losses
+
+
+def label_losses(
+    logits: Tensor,
+    targets: Tensor,
+    weights: Tensor | None = None,
+    *,
+    smoothing: float = 0.0,
+    focal: bool = False,
+) -> Tensor:
+    """Return the mean binary cross-entropy or focal loss of each image over its labels that are not
+    NaN, ``[B]``; 0 for an image without such a label.
+
+    Args:
+        logits: ``[B, K]``.
+        targets: 0, 1 or NaN, ``[B, K]``.
+        weights: weight of the positives of each class, ``[K]``; None: 1.
+        smoothing: label smoothing; 0 with ``focal``.
+        focal: compute the focal loss.
+    """
+    logits, counted = logits.float(), ~targets.isnan()
+    known = targets.nan_to_num() * (1 - smoothing) + smoothing / 2
+    if focal:
+        losses = sigmoid_focal_loss(logits, known, alpha=-1, gamma=FOCAL_GAMMA)
+        losses = losses if weights is None else losses * torch.where(known > 0, weights, 1)
+    else:
+        losses = F.binary_cross_entropy_with_logits(
+            logits, known, pos_weight=weights, reduction="none"
+        )
+    return torch.where(counted, losses, 0).sum(1) / counted.sum(1).clamp(min=1)
+
+
+def number_losses(outputs: Tensor, targets: Tensor, name: str) -> Tensor:
+    """Return the mean loss of each image over its targets, ``[B]``.
+
+    Args:
+        outputs: ``[B, K]``.
+        targets: ``[B, K]``.
+        name: ``l1``, ``smooth_l1`` (quadratic below 1) or ``mse``.
+    """
+    losses = {"l1": F.l1_loss, "smooth_l1": F.smooth_l1_loss, "mse": F.mse_loss}
+    return losses[name](outputs, targets, reduction="none").mean(1)
 
 
 def pixel_losses(

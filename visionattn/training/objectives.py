@@ -1,5 +1,6 @@
 """Define training objectives with their evaluation: the classes of images (``Objective``), the
-classes of pixels (``PixelClasses``), or the likelihood of each pixel value (``Likelihood``).
+classes of pixels (``PixelClasses``), the likelihood of each pixel value (``Likelihood``), several
+classes per image (``ManyLabels``) or numbers (``Numbers``).
 
 The training loop uses only the methods of ``Objective``; distillation adds its own objective.
 
@@ -21,7 +22,13 @@ from visionattn.models.pixel_decoder import PixelDecoder
 from visionattn.models.segmentation import IGNORED
 from visionattn.models.weights import DataSpec
 from visionattn.training.config import LossConfig, OptimConfig
-from visionattn.training.losses import class_losses, dice_losses, pixel_losses
+from visionattn.training.losses import (
+    class_losses,
+    dice_losses,
+    label_losses,
+    number_losses,
+    pixel_losses,
+)
 
 
 class Judged(NamedTuple):
@@ -33,6 +40,8 @@ class Judged(NamedTuple):
     """Outputs per class, ``[B, classes]``; None if the labels are not classes of the outputs."""
     confusion: Tensor | None = None
     """For classes of pixels, the counts of ``confusion_of``."""
+    values: Tensor | None = None
+    """For ``VECTOR_TASKS``, the result of ``DataSpec.values_of``, ``[B, K]``."""
 
 
 class Objective:
@@ -42,6 +51,7 @@ class Objective:
     Args:
         config: options of label smoothing and mixing.
         kind: the loss and its class weights, as numbers; None: cross-entropy without weights.
+        spec: the specification of the images; only ``VECTOR_TASKS`` need it.
     """
 
     measure = "accuracy"
@@ -49,9 +59,12 @@ class Objective:
     unit = ""
     """Unit of the loss, for printing."""
 
-    def __init__(self, config: OptimConfig, kind: LossConfig | None = None):
+    def __init__(
+        self, config: OptimConfig, kind: LossConfig | None = None, spec: DataSpec | None = None
+    ):
         self.kind, self.smoothing = kind or LossConfig(), config.label_smoothing
         self.criterion = make_criterion(config)
+        self.spec = spec
 
     def called(self, model: nn.Module) -> nn.Module:
         """Return the module that a training step calls. It takes the arguments of ``call``, has the
@@ -158,8 +171,8 @@ class Likelihood(Objective):
 
     unit = " bits/dim"
 
-    def __init__(self, config: OptimConfig, kind: LossConfig | None = None):
-        """Accept the options of the optimisation and the loss; none affects this loss."""
+    def __init__(self, *options: object):
+        """Accept the options of ``Objective``; none affects this loss."""
 
     def outputs(
         self, called: nn.Module, inputs: Tensor, sizes: Tensor | None, targets: Tensor
@@ -190,10 +203,70 @@ class Likelihood(Objective):
         return Judged(_bits(self.outputs(model, inputs, sizes, labels), labels).sum(), None)
 
 
+class ManyLabels(Objective):
+    """Learn several independent classes per image by binary cross-entropy or focal loss. The loss
+    of an image is the mean over its classes; classes whose label is NaN do not count.
+    """
+
+    measure = "mAP"
+
+    def targets(self, images: int, size: tuple[int, int]) -> Tensor:
+        """Return placeholder labels, float32 ``[images, K]``."""
+        return torch.zeros(images, self.spec.num_classes)
+
+    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of each image, ``[B]``, from outputs and labels ``[B, K]``."""
+        return label_losses(outputs, targets, **self.options(outputs.float()))
+
+    def plain(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of each image in evaluations, ``[B]``: binary cross-entropy."""
+        return label_losses(outputs, targets)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss of a batch."""
+        return self.each(outputs, targets).mean()
+
+    def judge(
+        self, model: nn.Module, inputs: Tensor, sizes: Tensor | None, labels: Tensor
+    ) -> Judged:
+        """Evaluate a model in eval mode on a batch with ``labels`` float32 ``[B, K]``."""
+        outputs = call(model, inputs, sizes).float()
+        values = self.spec.values_of(outputs)
+        return Judged(self.plain(outputs, labels).sum(), None, values=values)
+
+
+class Numbers(ManyLabels):
+    """Learn standardized targets. The loss of an image is the mean over its targets; evaluations
+    use the squared error, so that runs with different losses compare.
+    """
+
+    measure = "R2"
+
+    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of each image, ``[B]``, from outputs and targets ``[B, K]``; the targets
+        are in the units of the labels.
+        """
+        return number_losses(outputs.float(), self.standardized(targets), self.kind.name)
+
+    def plain(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean squared error of each image, ``[B]``, for standardized targets."""
+        return number_losses(outputs, self.standardized(targets), "mse")
+
+    def standardized(self, targets: Tensor) -> Tensor:
+        """Return targets with mean 0 and standard deviation 1 over the training images."""
+        mean, std = self.spec.targets_like(targets)
+        return (targets - mean) / std
+
+
 def objective_of(spec: DataSpec, config: OptimConfig, kind: LossConfig | None = None) -> Objective:
     """Return the objective for the task of ``spec``, with the loss ``kind``."""
-    objectives = {"segmentation": PixelClasses, "generate": Likelihood}
-    return objectives.get(spec.task, Objective)(config, kind)
+    objectives = {
+        "segmentation": PixelClasses,
+        "generate": Likelihood,
+        "multilabel": ManyLabels,
+        "regression": Numbers,
+    }
+    return objectives.get(spec.task, Objective)(config, kind, spec)
 
 
 def weighted_mean(losses: Tensor, weights: Tensor | None) -> Tensor:

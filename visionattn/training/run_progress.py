@@ -14,6 +14,8 @@ from visionattn.training.config import TrainConfig
 from visionattn.training.evaluate import Evaluation
 
 STARTING_STEPS, STARTING_SECONDS = 10, 10.0
+NO_SCORE = -1.0
+"""``Position.best`` before there is a score, and for images without one."""
 PACE_STEPS, PACE_SECONDS, LONGEST_PACE = 20, 10.0, 60.0
 """The fewest steps and seconds that ``Pace`` measures."""
 
@@ -40,8 +42,8 @@ class Position:
     """Training images of all steps."""
     stepped: float = 0.0
     """Seconds of all steps."""
-    best: float = -1.0
-    """Best score on the validation images, in [0, 1]."""
+    best: float = NO_SCORE
+    """Best score on the validation images: a share in [0, 1], R2 or an error."""
     best_loss: float = math.inf
     """Validation loss of the same weights; the lower loss wins among equal scores."""
     best_epoch: int = 0
@@ -139,9 +141,7 @@ class Result:
     best_epoch: int
     """The epoch, counted from 1, with the best weights on the validation images."""
     validation: float | None
-    """Score of the best weights on the validation images, in [0, 1]; None for images without
-    classes.
-    """
+    """Score of the best weights on the validation images; None for images without classes."""
     test: Evaluation | None
     """Evaluation of the best weights on the test images; None without a test split."""
     sizes_px: tuple[Size, ...]
@@ -203,12 +203,16 @@ def reached(result: Result) -> str:
     if result.test is None:
         if result.validation is None:
             return f"epoch {result.best_epoch} has the lowest validation loss"
-        return (
-            f"validation {result.measure} {100 * result.validation:.1f} % (there is no test split)"
-        )
+        score = written(result.validation, result.measure)
+        return f"validation {result.measure} {score} (there is no test split)"
     if result.test_score is None:
         return f"test loss {result.test.loss:.4f}{result.unit}"
-    return f"test {result.measure} {100 * result.test_score:.1f} %"
+    return f"test {result.measure} {written(result.test_score, result.measure)}"
+
+
+def written(score: float, measure: str) -> str:
+    """Format a score: R2 and errors as numbers, others in %."""
+    return f"{score:.4g}" if measure in ("R2", "MAE", "RMSE") else f"{100 * score:.1f} %"
 
 
 def next_commands(config: TrainConfig, result: Result) -> list[str]:

@@ -6,7 +6,7 @@
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import cached_property, partial
 from itertools import islice
@@ -27,12 +27,13 @@ from visionattn.data.geometry import geometry_of
 from visionattn.data.images import ImageDataset
 from visionattn.data.splits import Splits, eval_batches, train_batches
 from visionattn.data.streams import StreamEvalBatches, StreamTrainBatches
+from visionattn.model_config import VECTOR_TASKS
 from visionattn.models.building import patch_size
 from visionattn.models.large.row_parallel import cut_rows
 from visionattn.models.machine import autocast, random_state, restore_random_state
 from visionattn.models.patches import takes_sizes
 from visionattn.models.registration import complete
-from visionattn.models.weights import load_model, save_model
+from visionattn.models.weights import DataSpec, load_model, save_model
 from visionattn.training.checkpoint import PARTS, BestFigures, States, changes, check_options
 from visionattn.training.config import TrainConfig
 from visionattn.training.distributed import (
@@ -45,7 +46,7 @@ from visionattn.training.distributed import (
     whole_tensors,
 )
 from visionattn.training.epoch_advice import one_class, overfitting
-from visionattn.training.evaluate import Evaluation, Tally, evaluate
+from visionattn.training.evaluate import Evaluation, OutputEvaluation, Tally, evaluate
 from visionattn.training.finite import name_fault
 from visionattn.training.freezing import begin_training
 from visionattn.training.mistakes import SplitName, by_class, write_by_class
@@ -57,15 +58,27 @@ from visionattn.training.optimize import (
     mix_batch,
     restore_optimizer,
 )
+from visionattn.training.output_scores import by_output, write_by_output
 from visionattn.training.run_folder import BEST, BY_CLASS, Record
-from visionattn.training.run_progress import Pace, Position, Result, Sums, sizes_worth_trying
+from visionattn.training.run_progress import (
+    NO_SCORE,
+    Pace,
+    Position,
+    Result,
+    Sums,
+    sizes_worth_trying,
+    written,
+)
 
 NON_FINITE_STEPS = 3
 """Number of consecutive steps without a finite loss that ends a run."""
 LOG_EVERY, LINES = 50, 200
 """Steps between two lines about steps, fewer in short runs to give at least ``LINES`` lines."""
 MONITORED = {"accuracy": "accuracy", "f1": "F1", "mean_iou": "mean IoU"}
+MONITORED |= {"map": "mAP", "r2": "R2", "mae": "MAE", "rmse": "RMSE"}
 """Names of the scores that ``monitor`` selects."""
+ERRORS = ("MAE", "RMSE")
+"""Scores whose lower values are better."""
 FORWARD, FORWARD_CHECKPOINTED = 1 / 3, 1 / 4
 """Ratio of the time of a forward without gradients to the time of a step."""
 SOME_PX = (224, 224)
@@ -245,7 +258,7 @@ class Trainer:
             self.save(record)
         while not self.done:
             self.train_epoch(record, interruption)
-            model, tally = self.spread.whole(self.evaluated), Tally()
+            model, tally = self.spread.whole(self.evaluated), Tally.of(self.spec)
             result = self.evaluate(
                 model, self.validation, interruption, record, "validation images", tally
             )
@@ -253,7 +266,7 @@ class Trainer:
             del model, result, tally
         self.clock = None
         if position.epoch < self.config.epochs:
-            metric = self.measure if position.best >= 0 else "loss"
+            metric = self.measure if position.best != NO_SCORE else "loss"
             metric = "validation loss" if self.config.monitor == "loss" else metric
             record.say(
                 f"stopped early: no better {metric} for {self.epochs_without_better} epochs; best "
@@ -484,9 +497,10 @@ class Trainer:
         record: Record,
         what: str,
         tally: Tally,
+        spec: DataSpec | None = None,
     ) -> Evaluation:
-        """Evaluate in the precision of the training; ``what`` names the images, and ``tally``
-        records the prediction for each.
+        """Evaluate in the precision of the training; ``what`` names the images, ``tally`` records
+        the prediction for each, and ``spec`` has their thresholds (None: choose them).
 
         Raises:
             NonFinite: the loss is not finite.
@@ -496,7 +510,7 @@ class Trainer:
             result = evaluate(
                 self.spread.evaluated(model),
                 progress.over(interruption.watch(batches), lambda _: 1),
-                self.spec,
+                spec or self.spec,
                 device=self.device,
                 amp=self.config.amp,
                 processes=self.processes,
@@ -516,6 +530,7 @@ class Trainer:
         tally: Tally,
         batches: EvalBatches | StreamEvalBatches,
         record: Record,
+        spec: DataSpec,
     ) -> None:
         """Write the results by class of the best weights, with their worst mistakes; nothing for
         images without classes.
@@ -524,14 +539,20 @@ class Trainer:
             split: the evaluated split.
             tally: the predictions of this process.
             batches: the batches of this process.
+            record: writes the files of the run.
+            spec: the specification of the images, with the thresholds of the weights.
         """
         rows = np.concatenate(self.processes.gather(tally.rows(batches.numbers)))
-        if len(rows):
-            keep = partial(by_class, rows, getattr(self.splits, split), self.spec, self.geometry)
-            about = {"epoch": self.position.best_epoch, "root": self.config.data.root}
-            self.processes.on_first(
-                lambda: write_by_class(record.folder / BY_CLASS[split], keep(split=split, **about))
-            )
+        path, epoch = record.folder / BY_CLASS[split], self.position.best_epoch
+        if len(rows) and spec.task in VECTOR_TASKS:
+            rows = rows[np.argsort(rows[:, -1], kind="stable")]  # equal for all process counts
+            seen = self.geometry.describe()
+            kept = by_output(rows, spec, split=split, epoch=epoch, seen=seen)
+            self.processes.on_first(lambda: write_by_output(path, kept))
+        elif len(rows):
+            keep = partial(by_class, rows, getattr(self.splits, split), spec, self.geometry)
+            about = {"epoch": epoch, "root": self.config.data.root}
+            self.processes.on_first(lambda: write_by_class(path, keep(split=split, **about)))
 
     def close_epoch(
         self, model: nn.Module, result: Evaluation, tally: Tally, record: Record
@@ -553,11 +574,10 @@ class Trainer:
             position.best, position.best_loss = figures.rank
             position.best_epoch = figures.epoch
             name, notes = self.config.model.name, figures.notes()
-            self.keep_classes("validation", tally, self.validation, record)
+            spec = with_thresholds(self.spec, result)
+            self.keep_classes("validation", tally, self.validation, record, spec)
             self.processes.on_first(
-                lambda: save_model(
-                    record.folder / BEST, model, name, self.args, self.spec, notes=notes
-                )
+                lambda: save_model(record.folder / BEST, model, name, self.args, spec, notes=notes)
             )
         self.count_time()
         self.share_unreadable()
@@ -573,6 +593,7 @@ class Trainer:
             "val_top5": result.top5,
             **({} if result.mean_iou is None else {"val_mean_iou": result.mean_iou}),
             **({"val_f1": result.f1} if self.config.monitor == "f1" else {}),
+            **{f"val_{name}": x for name, x in mean_figures(result).items()},
             "lr": self.learning_rate(),
             "skipped": position.skipped,
             "left_out": self.batches.left_out + self.validation.left_out,
@@ -585,7 +606,7 @@ class Trainer:
         more = {f"val_{key}": value for key, value in pixel_figures(result).items()}
         record.epoch(self.history, more)
         self.save(record)
-        reached = "" if score is None else f"  {self.measure} {100 * score:.1f} %"
+        reached = "" if score is None else f"  {self.measure} {written(score, self.measure)}"
         record.say(
             f"epoch {position.epoch:{len(str(self.config.epochs))}}/{self.config.epochs}  loss "
             f"{values['train_loss']:.4f}  validation loss {result.loss:.4f}{self.objective.unit}"
@@ -603,18 +624,21 @@ class Trainer:
         """Return a key that is larger for better weights; arguments as for ``Objective.rank``."""
         if self.config.monitor is None:
             return self.objective.rank(score, loss)
-        return (-loss,) if self.config.monitor == "loss" else (score,)
+        if self.config.monitor == "loss":
+            return (-loss,)
+        return (-score if self.measure in ERRORS and score != NO_SCORE else score,)
 
     def finish(self, record: Record, interruption: Interruption) -> Result:
         """Load the best weights from the disk, and evaluate them once on the test images."""
         checkpoint, test = record.folder / BEST, None
         if self.splits.test is not None:
             model = self.processes.on_first(lambda: load_model(checkpoint)).to(self.device)
-            images, tally = self.batches_of(self.splits.test), Tally()
-            test = self.evaluate(model, images, interruption, record, "test images", tally)
-            self.keep_classes("test", tally, images, record)
+            images, tally = self.batches_of(self.splits.test), Tally.of(self.spec)
+            spec = replace(self.spec, thresholds=model.data_spec.thresholds)
+            test = self.evaluate(model, images, interruption, record, "test images", tally, spec)
+            self.keep_classes("test", tally, images, record, spec)
             figures = {"accuracy": test.accuracy, "top5": test.top5, "loss": test.loss}
-            figures |= {"images": test.images} | pixel_figures(test)
+            figures |= {"images": test.images} | mean_figures(test) | pixel_figures(test)
             record.event("test", {"step": self.position.step} | figures)
         position = self.position
         return Result(
@@ -623,7 +647,7 @@ class Trainer:
             position.seconds,
             position.images / max(position.stepped, 1e-9),
             position.best_epoch,
-            position.best if position.best >= 0 else None,
+            position.best if position.best != NO_SCORE else None,
             test,
             sizes_worth_trying(self.model, self.geometry),
             self.measure,
@@ -679,7 +703,7 @@ class Trainer:
         return {
             "name": self.config.model.name,
             "args": complete(self.config.model.name, self.args),
-            "data": asdict(self.spec),
+            "data": self.spec.stored(),
             "config": asdict(self.config),
             "model": whole_tensors(self.model.state_dict()),
             "ema": whole_tensors(self.ema.module.state_dict()) if self.ema else None,
@@ -755,3 +779,18 @@ def pixel_figures(result: Evaluation) -> dict[str, Any]:
     if result.mean_iou is None:
         return {}
     return {"mean_iou": result.mean_iou, "ious": result.ious}
+
+
+def mean_figures(result: Evaluation) -> dict[str, float | None]:
+    """Return the means that only ``VECTOR_TASKS`` have, by their names for ``monitor``."""
+    if not isinstance(result, OutputEvaluation):
+        return {}
+    return {name.lower(): x for name, x in result.outputs.means.items()}
+
+
+def with_thresholds(spec: DataSpec, result: Evaluation) -> DataSpec:
+    """Return the specification with the thresholds of an evaluation, if it has some."""
+    if spec.task != "multilabel":
+        return spec
+    assert isinstance(result, OutputEvaluation)
+    return replace(spec, thresholds=tuple(result.outputs.columns["threshold"]))

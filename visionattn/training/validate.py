@@ -44,8 +44,9 @@ from visionattn.models.patches import takes_sizes
 from visionattn.models.pixel_classes import class_names
 from visionattn.models.weights import DataSpec, existing, load_model
 from visionattn.training.config import ValidateConfig
-from visionattn.training.evaluate import Evaluation, evaluate
+from visionattn.training.evaluate import Evaluation, OutputEvaluation, evaluate
 from visionattn.training.options import parse_train
+from visionattn.training.output_scores import told
 from visionattn.training.run_folder import CONFIG
 from visionattn.training.training_cost import known, largest_images, largest_shape, loading_bytes
 
@@ -53,6 +54,8 @@ COLUMNS = {
     "classification": ("size", "images", "accuracy", "top-5", "images/s"),
     "segmentation": ("size", "images", "mean IoU", "pixels", "images/s"),
     "generate": ("size", "images", "bits/dim", "images/s"),
+    "multilabel": ("size", "images", "mAP", "F1", "images/s"),
+    "regression": ("size", "images", "R2", "MAE", "RMSE", "images/s"),
 }
 """Headings of the table by task; ``pixels`` is the pixel accuracy."""
 
@@ -75,13 +78,28 @@ class Row:
             size = "x".join(map(str, self.img_size))
         if self.result is None:
             return (size, "out of memory")
-        result = self.result
+        result, speed = self.result, f"{self.result.images_per_second:.4g}"
         if self.task == "generate":
-            speed = f"{result.images_per_second:.4g}"
             return (size, str(result.images), f"{result.loss:.4f}", speed)
+        if isinstance(result, OutputEvaluation):
+            means = [told(value, name) for name, value in result.outputs.means.items()]
+            return (size, str(result.images), *means, speed)
         second = result.top5 if result.ious is None else result.accuracy
         shares = ("-" if x is None else f"{100 * x:.2f} %" for x in (result.score, second))
-        return (size, str(result.images), *shares, f"{result.images_per_second:.4g}")
+        return (size, str(result.images), *shares, speed)
+
+    def details(self, spec: DataSpec) -> list[str]:
+        """Return a table with the metrics of each output; empty for other tasks."""
+        if not isinstance(self.result, OutputEvaluation):
+            return []
+        columns = self.result.outputs.columns
+        names = spec.class_names or tuple(map(str, range(spec.num_classes)))
+        width = max(map(len, names))
+        rows = [f"{'':{width}} {align(list(columns))}"]
+        for name, *values in zip(names, *columns.values(), strict=True):
+            cells = [told(value, key) for key, value in zip(columns, values, strict=True)]
+            rows.append(f"{name:{width}} {align(cells)}")
+        return rows
 
 
 def parse_validate(argv: Sequence[str]) -> ValidateConfig:
