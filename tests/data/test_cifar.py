@@ -48,7 +48,7 @@ def config_of(root, name="cifar10", **changes):
 
 def all_of(split, config):
     batches = eval_batches(split, config, batch_size=7, geometry=square(32))
-    images, labels, _ = zip(*batches, strict=True)
+    images, labels, *_ = zip(*batches, strict=True)
     return torch.cat(images), torch.cat(labels)
 
 

@@ -27,7 +27,7 @@ DIGITS = DataConfig(name="digits", img_size=24, augment="light", workers=0)
 
 def assert_same_batches(first, second):
     assert len(first) == len(second)
-    for (images, labels, _), (other_images, other_labels, _) in zip(first, second, strict=True):
+    for (images, labels, *_), (other_images, other_labels, *_) in zip(first, second, strict=True):
         assert images.dtype == torch.uint8 and labels.dtype == torch.int64
         torch.testing.assert_close(images, other_images, rtol=0, atol=0)
         torch.testing.assert_close(labels, other_labels, rtol=0, atol=0)
@@ -88,7 +88,7 @@ def test_each_epoch_has_every_training_image_once_in_another_order():
     known = {image.tobytes(): label for image, label in pairs}
     orders = []
     for epoch in (0, 1):
-        images, labels, _ = zip(*batches.epoch(epoch), strict=True)
+        images, labels, *_ = zip(*batches.epoch(epoch), strict=True)
         orders.append([image.numpy().tobytes() for image in torch.cat(images)])
         assert sorted(orders[-1]) == sorted(image.tobytes() for image in splits.train.images)
         assert [known[image] for image in orders[-1]] == torch.cat(labels).tolist()

@@ -74,7 +74,7 @@ def test_shards_are_streamed_through_the_reader_of_timm(shard_root, workers):
     batches = train_batches(splits, config, batch_size=2, seed=3)
     epochs = []
     for epoch in (0, 1, 0):
-        images, labels, _ = zip(*batches.epoch(epoch), strict=True)
+        images, labels, *_ = zip(*batches.epoch(epoch), strict=True)
         assert len(labels) == len(batches) and all(len(part) == 2 for part in labels)
         levels = torch.cat([part[:, 0, 0, 0] for part in images]).tolist()
         assert set(levels) == set(range(100, 109))

@@ -43,7 +43,7 @@ def config_of(root, **changes):
 def levels_and_labels(split, config, batch_size=5):
     """The grey level and the label of each image, as evaluation gives them."""
     pairs = []
-    for images, labels, _ in eval_batches(
+    for images, labels, *_ in eval_batches(
         split, config, batch_size=batch_size, geometry=square(config.img_size)
     ):
         assert images.shape[1:] == (3, config.img_size, config.img_size)

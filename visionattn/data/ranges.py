@@ -77,3 +77,8 @@ def fold_of(text: str | None) -> tuple[int, int] | None:
             f"data.fold must be k/n with k from 1 to n and n at least 2, e.g. 1/5, got {text}"
         )
     return number, count
+
+
+def fold_name(fold: str | None) -> str:
+    """Return the part of a run's name that names its fold, ``_fold1of5``; empty without folds."""
+    return "" if fold is None else f"_fold{fold.replace('/', 'of')}"

@@ -171,7 +171,7 @@ def part(
     spec, masked = trainer.spec, trainer.spec.task == "segmentation"
     most = MOST_PICTURES // (1 + masked)
     pictures: list[Picture] = []
-    for images, classes, present in batches:
+    for images, classes, present, *_ in batches:
         full = (images.shape[2], images.shape[3])
         for index, image in enumerate(images[: most - len(pictures) // (1 + masked)]):
             filled = full if present is None else tuple(present[index].tolist())

@@ -46,6 +46,7 @@ from visionattn.training.distributed import (
     place_of,
     ranks_per_image,
 )
+from visionattn.training.fold_summary import summarise_folds
 from visionattn.training.freezing import freeze
 from visionattn.training.objectives import Objective
 from visionattn.training.run_folder import (
@@ -178,7 +179,10 @@ def train(
     try:
         with status:
             status.result = run(trainer, states, status, memory, lines, stream, again)
-            return status.result
+        if config.data.fold and processes.first:
+            lines = summarise_folds(folder, config, status.result.measure)
+            print("\n".join(lines), file=stream or sys.stdout, flush=True)
+        return status.result
     except (ValueError, FileNotFoundError):
         # Bad input found before the first step leaves no files.
         if processes.first and not trainer.position.step and not states.exist():

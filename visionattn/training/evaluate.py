@@ -248,7 +248,7 @@ def _sums(
     rows = classes if spec.task == "segmentation" else 3
     counts = torch.zeros(rows, classes, dtype=torch.int64, device=device)
     leaves_out = takes_sizes(model)
-    for images, labels, sizes in batches:
+    for images, labels, sizes, *_ in batches:
         start = time.perf_counter()
         labels = labels.to(device, non_blocking=True)
         with autocast(device, amp):

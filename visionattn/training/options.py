@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from visionattn.cli.parsing import config_files, parse
+from visionattn.data.ranges import fold_name
 from visionattn.training.config import TrainConfig
 
 EXAMPLE = "--config digits --epochs 1 --optim.warmup_epochs 0.5 --run try --overwrite"
@@ -12,7 +13,8 @@ EXAMPLE = "--config digits --epochs 1 --optim.warmup_epochs 0.5 --run try --over
 def parse_train(argv: Sequence[str]) -> TrainConfig:
     """Read the flags of ``visionattn train``.
 
-    Without ``run``, the run is named after its first configuration file, or after data and model.
+    Without ``run``, the run is named after its first configuration file, or after data and model,
+    and after its fold.
 
     Raises:
         ValueError, FileNotFoundError: wrong flag or file; one line.
@@ -21,7 +23,6 @@ def parse_train(argv: Sequence[str]) -> TrainConfig:
         TrainConfig, argv, command="train", description="Train a model.", example=EXAMPLE
     )
     files = config_files(argv)
-    config.run = config.run or (
-        Path(files[0]).stem if files else f"{config.data.name}_{config.model.name}"
-    )
+    usual = Path(files[0]).stem if files else f"{config.data.name}_{config.model.name}"
+    config.run = config.run or usual + fold_name(config.data.fold)
     return config

@@ -224,7 +224,7 @@ def block_losses(
 
     def own() -> int:
         count = 0
-        for images, labels, sizes in batches:
+        for images, labels, sizes, *_ in batches:
             filled = sizes.to(device) if sizes is not None and takes_sizes(student) else None
             inputs = spec.prepare(images.to(device))
             with autocast(device, amp):
