@@ -319,8 +319,8 @@ def find_in_table(
     root: str,
     table: LabelTable,
     task: Task,
-    columns: Sequence[str] | None,
-    known: Sequence[str],
+    columns: Sequence[str] | None = None,
+    known: Sequence[str] = (),
 ) -> Found:
     """Find the images of the rows of a table under ``root``, a folder or a tar.
 

@@ -70,7 +70,7 @@ def collect(options: ExtractOptions) -> Collection:
     """
     listing: Any = None
     if not options.drawn:
-        listing = find_images(options.images) if options.images else None
+        listing = find_images(options.images, options.labels) if options.images else None
         listing = listing or Digits(options.val_fraction, options.seed)
     opened = open_model(options, classifies=False)
     if not options.dense:
@@ -94,7 +94,7 @@ def _divide(options: ExtractOptions, listing: Listing) -> Division:
         division = listing.divide()
     else:
         how = dict(val_fraction=options.val_fraction, seed=options.seed)
-        division = divide_folder(options.images[0], **how)
+        division = divide_folder(options.images[0], options.labels, **how)
     if len(division.class_names) < 2:
         raise ValueError(
             f"probe needs two classes or more; {options.images[0]} has only "
@@ -213,7 +213,8 @@ class Extraction:
                 f"stopped; the files that are written stay in {self.folder}, {again} goes on"
             ) from error
         index = Index(self.folder)
-        index.write(rows_of(self.folder))
+        cells = getattr(self.collection.listing, "cells", {})
+        index.write(row | cells.get(row["path"], {}) for row in rows_of(self.folder))
         seconds = time.perf_counter() - start
         speed = f" in {seconds:.1f} s, {(total - done) / seconds:.3g} images/s"
         files = _files(len(shard_paths(self.folder)))

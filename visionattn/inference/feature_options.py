@@ -27,6 +27,11 @@ CONFIG = "config.yaml"
 class ExtractOptions(DenseOptions):
     """Features of images."""
 
+    labels: str | None = None
+    """Table of images as for training (``--data.labels``), with paths relative to the only folder
+    in ``images``: its rows are the images, the index gets its columns as ``table_...``, and
+    ``probe`` takes its classes and splits.
+    """
     data: Literal["digits", "canvas", "documents"] | None = None
     """Use generated images instead of ``images``: the digits that scikit-learn ships, or the
     validation and test splits of ``canvas`` or ``documents``, at size ``img_size`` and with
@@ -48,8 +53,8 @@ class ExtractOptions(DenseOptions):
     """
     probe: bool = False
     """Fit a linear probe and kNN on the features; ``images`` must be one folder of class folders,
-    or of ``train/`` and ``val/`` (or ``test/``) with class folders. With ``dense``, only for
-    ``canvas`` and ``documents``: fit a linear probe of patches against masks.
+    or of ``train/`` and ``val/`` (or ``test/``) with class folders, or have ``labels``. With
+    ``dense``, only for ``canvas`` and ``documents``: fit a linear probe of patches against masks.
     """
     neighbours: int = 5
     """k of kNN; only for ``probe`` without ``dense``."""
@@ -172,6 +177,7 @@ def check(options: ExtractOptions) -> None:
         raise ValueError("combine is for vectors; dense maps are blended: leave it out")
     holds_out = options.data == "canvas" or (options.probe and not options.drawn)
     for key, acts, whose in (
+        ("labels", options.images is not None, "--images"),
         ("neighbours", options.probe and not options.dense, "--probe without --dense"),
         ("val_fraction", holds_out, "--probe of files and digits, and for --data canvas"),
         ("data_args", options.drawn, "--data canvas and documents"),

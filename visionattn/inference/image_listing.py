@@ -38,7 +38,21 @@ class Listing(Source, Protocol):
 
 
 class ListedFiles(Files):
-    """Images that are files."""
+    """Images that are files.
+
+    Args:
+        paths: one per image.
+        cells: for images from a table, the other columns of the row of each path.
+    """
+
+    def __init__(self, paths: Sequence[str], cells: dict[str, dict[str, str]] | None = None):
+        super().__init__(paths)
+        self.cells = cells or {}
+
+    @property
+    def columns(self) -> list[str]:
+        """Return the names of ``cells``, which begin with ``table_``."""
+        return list(self.cells[self.paths[0]]) if self.cells else []
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -165,11 +179,15 @@ def listing_of(images: Images) -> ListedFiles | HeldImages:
     return find_images([os.fspath(path) for path in paths]) if paths else HeldImages(given)
 
 
-def find_images(given: Sequence[str]) -> ListedFiles:
+def find_images(given: Sequence[str], labels: str | None = None) -> ListedFiles:
     """List the images at the given paths: files in a folder in natural order, the rest in the given
     order.
 
     A missing image named in a list is listed too, and reported as unreadable later.
+
+    Args:
+        given: folders, files and lists.
+        labels: a table for the only folder ``given``, whose rows are the images, in order.
 
     Raises:
         ValueError, FileNotFoundError: nothing is given, a path does not exist, or there are no
@@ -179,6 +197,8 @@ def find_images(given: Sequence[str]) -> ListedFiles:
         raise ValueError(
             "--images is missing: a folder, image files, or a .txt file with a path per line"
         )
+    if labels is not None:
+        return _in_table(given, labels)
     paths: list[str] = []
     for path in given:
         if not os.path.exists(path):
@@ -208,6 +228,21 @@ def _in_folder(folder: str) -> list[str]:
         )
     left_out.warn(folder)
     return paths
+
+
+def _in_table(given: Sequence[str], labels: str) -> ListedFiles:
+    if len(given) != 1 or not os.path.isdir(given[0]):
+        raise ValueError(
+            "--labels needs one folder as --images, to which the paths of the table are relative"
+        )
+    from visionattn.data.label_table import read_labels
+
+    table = read_labels(labels, given[0])
+    images = images_below(given[0])
+    numbers = table.rows_of([os.path.relpath(path, given[0]) for path in images], given[0])
+    rows = table.rows.drop(columns="path").add_prefix("table_").to_dict("records")
+    found = sorted((row, path) for row, path in zip(numbers, images, strict=True) if row >= 0)
+    return ListedFiles([path for _, path in found], {path: rows[row] for row, path in found})
 
 
 def _in_list(path: str) -> list[str]:

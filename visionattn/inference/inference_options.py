@@ -15,7 +15,7 @@ from visionattn.model_config import Fit
 NATIVE = "native"
 MOST_GIB = 2**20
 OF_COMMANDS = {"images", "checkpoint", "model", "args", "pretrained", "threads", "output"}
-OF_COMMANDS |= {"overwrite", "max_pixels", "seed"}
+OF_COMMANDS |= {"overwrite", "max_pixels", "seed", "labels"}
 """Options of commands that Python calls do not take."""
 
 
@@ -122,6 +122,10 @@ class InferenceOptions(OpenOptions):
 class PredictOptions(InferenceOptions):
     """Classes of images."""
 
+    labels: str | None = None
+    """Table of images as for training (``--data.labels``), with paths relative to the only folder
+    in ``images``: its rows are the images, and the results get its columns as ``table_...``.
+    """
     top_k: int | None = None
     """Number of classes per image, the most probable first. None: 5, in a table on standard output
     3, or fewer if the model has fewer.

@@ -53,13 +53,13 @@ class Predictor:
             )
         if self.output is not None and self.output.suffix not in SUFFIXES:
             raise ValueError(f"--output {self.output} must end in {' or '.join(SUFFIXES)}")
-        listing = find_images(options.images or [])
+        self.listing = find_images(options.images or [], options.labels)
         if self.output is not None:
             check_free(self.output, options.overwrite)
         self.opened: Opened = open_model(options, classifies=True)
         usual = SHOWN if self.output is None else USUAL
         self.top_k = count_of_classes(self.opened, options.top_k, usual)
-        images = read_as_asked(options, self.opened, listing)
+        images = read_as_asked(options, self.opened, self.listing)
         self.image_run = ImageRun(options, self.opened, images, call, output=self.output)
         images.check_asked()
         self.done, self.failed = 0, list[Outcome]()
@@ -93,13 +93,14 @@ class Predictor:
             raise self.failed[0].error(text)
 
     def _row(self, outcome: Outcome) -> dict[str, Any]:
-        """Return a JSON row of ``FIELDS`` and ``classes``, and count images with and without a
-        result.
+        """Return a JSON row of ``FIELDS``, cells of ``--labels`` and ``classes``, and count images
+        with and without a result.
 
         ``classes`` is a list of class and probability, the most probable first, empty without a
         result. ``VECTOR_TASKS`` have the entries of ``outputs_of`` instead.
         """
         row = {name: getattr(outcome, name) for name in FIELDS}
+        row |= self.listing.cells.get(outcome.path, {})
         several = self.opened.spec.task in VECTOR_TASKS
         row |= {} if several else {"classes": []}
         if outcome.value is None:
@@ -137,7 +138,8 @@ class Predictor:
         assert self.output is not None
         with open(path, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
             if self.output.suffix == ".csv":
-                write_rows(file, [*FIELDS, *self._columns()], (flat(r, self.top_k) for r in rows))
+                columns = [*FIELDS, *self.listing.columns, *self._columns()]
+                write_rows(file, columns, (flat(row, self.top_k) for row in rows))
                 return
             from visionattn.cli.provenance import provenance
 
@@ -150,10 +152,10 @@ class Predictor:
 
 
 def flat(row: dict[str, Any], top_k: int) -> dict[str, Any]:
-    """Return a CSV row: ``FIELDS``, then ``class_1``, ``probability_1`` and so on, None for missing
-    values.
+    """Return a CSV row: ``FIELDS`` and cells of ``--labels``, then ``class_1``, ``probability_1``
+    and so on, None for missing values.
     """
-    found = {name: row[name] for name in FIELDS}
+    found = {name: row[name] for name in row if name in FIELDS or name.startswith("table_")}
     if "classes" not in row:
         found |= {"label": row["label"]} if "label" in row else {}
         for kind, prefix in PREFIXES.items():

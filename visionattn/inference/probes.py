@@ -17,7 +17,8 @@ from torch import Tensor
 
 from visionattn.data.drawn_images import BACKGROUND, DISTRACTOR, FIRST_CLASS, patch_labels
 from visionattn.data.geometry import Size
-from visionattn.data.own_images import find_images
+from visionattn.data.label_table import read_labels
+from visionattn.data.own_images import find_images, find_in_table
 from visionattn.inference.drawn import Division, Drawn
 from visionattn.inference.image_reading import ReadImages
 from visionattn.inference.shards import read_features
@@ -37,14 +38,19 @@ Maps = Callable[[range], Iterator[tuple[int, Tensor]]]
 """``maps(numbers)`` yields index and map ``[D, H, W]`` of each of these images that has one."""
 
 
-def divide_folder(root: str, *, val_fraction: float, seed: int) -> Division:
+def divide_folder(
+    root: str, table: str | None = None, *, val_fraction: float, seed: int
+) -> Division:
     """Split a folder of class folders, or of ``train/``, ``val/`` and ``test/`` with class folders,
-    as training does.
+    or the images of a ``table`` of labels, as training does.
 
     Raises:
         ValueError, FileNotFoundError: there are no classes, or too few images; one line.
     """
-    found = find_images(root)
+    if table is None:
+        found = find_images(root)
+    else:
+        found = find_in_table(root, read_labels(table, root), "classification")
     parts = found.to_train(val_fraction, seed)
     judged_name = "test" if "test" in parts else "validation"
 

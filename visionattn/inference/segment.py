@@ -72,7 +72,7 @@ class MaskPredictor:
                 f"that ends in {ARRAY}"
             )
         self.output = Path(options.output)
-        listing = find_images(options.images or [])
+        listing = self.listing = find_images(options.images or [], options.labels)
         paths = [listing.name(index) for index in range(len(listing))]
         self.as_array = self.output.suffix == ARRAY
         if self.as_array and len(paths) > 1:
@@ -135,16 +135,23 @@ class MaskPredictor:
             if len(failed) == len(rows):
                 raise failed[0].error(f"none of the {len(rows)} images has a mask; the first: ")
             if not self.as_array:
-                columns = [*FIELDS, "mask", *(f"share_{name}" for name in self.names)]
+                columns = [
+                    *FIELDS,
+                    *self.listing.columns,
+                    "mask",
+                    *(f"share_{name}" for name in self.names),
+                ]
                 write_table(self.output / TABLE, columns, rows)
         say(f"{len(rows) - len(failed)} of {len(rows)} images have masks: {self.output}")
 
     def _written(self, outcome: Outcome, path: Path) -> dict[str, Any]:
         """Write the mask of an image, if there is one; return its row of the table.
 
-        A row has ``FIELDS``, ``mask``, and ``share_`` of each class, its share of the pixels.
+        A row has ``FIELDS``, cells of ``--labels``, ``mask``, and ``share_`` of each class, its
+        share of the pixels.
         """
         row = {name: getattr(outcome, name) for name in FIELDS}
+        row |= self.listing.cells.get(outcome.path, {})
         if outcome.value is None:
             return row | dict.fromkeys(("mask", *(f"share_{name}" for name in self.names)))
         mask = outcome.value.numpy()

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -228,7 +229,9 @@ def _read_whole(path: Path) -> Shard:
 
 @dataclass
 class Index:
-    """The index of a folder: one row per image with ``COLUMNS``, in one CSV file."""
+    """The index of a folder: one row per image with ``COLUMNS`` and cells of ``--labels``, in one
+    CSV file.
+    """
 
     folder: Path
     images: int = 0
@@ -242,8 +245,12 @@ class Index:
         return self.folder / INDEX
 
     def write(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Write rows; names are formatted as ``visionattn.cli.tables`` writes texts."""
-        write_table(self.path, COLUMNS, map(self._counted, rows))
+        """Write rows with ``COLUMNS`` and equal further columns; names are formatted as
+        ``visionattn.cli.tables`` writes texts.
+        """
+        rows = iter(rows)
+        first = next(rows)
+        write_table(self.path, list(first), map(self._counted, chain([first], rows)))
 
     def _counted(self, row: dict[str, Any]) -> dict[str, Any]:
         self.images += 1

@@ -23,7 +23,10 @@ def with_targets(splits: Splits) -> Splits:
     if spec.task == "multilabel":
         useless, reason = ~(labels > 0).any(0), "no training image has class {}; add some"
     else:
-        useless, reason = np.ptp(labels, 0) == 0, "target {} is the same for all training images; choose another"
+        useless, reason = (
+            np.ptp(labels, 0) == 0,
+            "target {} is the same for all training images; choose another",
+        )
     if useless.any():
         name = spec.class_names[int(useless.argmax())]
         raise ValueError(f"data.task {spec.task}: {reason.format(name)}, or leave it out")
