@@ -119,6 +119,7 @@ class LabelTable:
     def _listed_classes(self, known: Sequence[str]) -> tuple[tuple[str, ...], np.ndarray]:
         """Return classes and labels of cells like ``a;b``; an empty cell has no class."""
         found = self.rows["label"].str.replace(r"\s*;\s*", ";", regex=True).str.get_dummies(";")
+        found = found.drop(columns="", errors="ignore")
         if strange := [name for name in found if known and name not in known]:
             raise ValueError(
                 f"{self.file} has classes that the weights do not know: {listed(strange)}; the "
@@ -205,7 +206,7 @@ def _read(file: str) -> "DataFrame":
                     encoding="utf-8-sig",
                 )
             else:
-                rows = pd.read_json(file, lines=True, dtype=False, convert_dates=False)
+                rows = pd.read_json(file, lines=True, dtype=False)
     except (ValueError, pd.errors.ParserWarning) as error:
         raise ValueError(f"cannot read {file} as {suffix[1:]}: {one_line(error)}") from error
     if not len(rows):

@@ -1,0 +1,294 @@
+"""Labels, splits, groups, weights and folds of images: from tables, folders and paths."""
+
+import warnings
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+from PIL import Image
+from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold
+
+from tests.helpers.image_files import config_of, encoded, refused, write_classes, write_tar
+from visionattn.data.splits import SampleKey, build_splits, geometry_choices, images_to_judge
+
+COUNTS = {"bird": 7, "cat": 4, "dog 2": 11}
+PATHS = [f"{name}/{index}.png" for name, count in COUNTS.items() for index in range(count)]
+LABELS = [path.split("/")[0] for path in PATHS]
+
+
+@pytest.fixture
+def root(tmp_path):
+    write_classes(tmp_path / "data", COUNTS)
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def table(root):
+    """Write a table of all images, with the given columns; return options that name it."""
+
+    def write(suffix=".csv", paths=PATHS, **columns):
+        frame = pd.DataFrame({"path": paths} | columns)
+        file = root.parent / f"labels{suffix}"
+        if suffix == ".parquet":
+            frame.to_parquet(file)
+        elif suffix == ".jsonl":
+            frame.to_json(file, orient="records", lines=True)
+        else:
+            frame.to_csv(file, sep="\t" if suffix == ".tsv" else ",", index=False)
+        return {"labels": str(file)}
+
+    return write
+
+
+def names(part):
+    return [part.source.name(index).rpartition("data")[2].lstrip("/:") for index in part.indices]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".parquet"])
+def test_a_table_of_class_folders_gives_the_same_images(root, table, suffix):
+    folders = build_splits(config_of(root), 3)
+    tables = build_splits(config_of(root, **table(suffix, label=LABELS)), 3)
+    assert tables.spec == folders.spec
+    for part, other in ((tables.train, folders.train), (tables.validation, folders.validation)):
+        assert part.names() == other.names() and part.labels.tolist() == other.labels.tolist()
+        assert part.digests().tolist() == other.digests().tolist()
+
+
+def test_labels_of_a_tar_and_absolute_paths(root, table, tmp_path):
+    write_tar(tmp_path / "a.tar", [(path, encoded(i)) for i, path in enumerate(PATHS)])
+    absolute = table(paths=[str(root / path) for path in PATHS], label=LABELS)
+    found = build_splits(config_of(root, **absolute), 0)
+    tarred = build_splits(config_of(tmp_path / "a.tar", **table(label=LABELS)), 0)
+    assert tarred.train.labels.tolist() == found.train.labels.tolist()
+    assert tarred.spec == found.spec
+
+
+def test_numbers_as_text_are_classes_in_natural_order(root, table):
+    found = build_splits(config_of(root, **table(label=[11, 2] * 11)), 0)
+    assert found.spec.class_names == ("2", "11")
+
+
+def test_images_without_a_row_are_left_out_with_a_warning(root, table):
+    with pytest.warns(UserWarning, match="^left out 2 of 22 images in .* the first: dog 2/9.png$"):
+        found = build_splits(config_of(root, **table(paths=PATHS[:-2], label=LABELS[:-2])), 0)
+    assert len(found.train) + len(found.validation) == 20
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"label": [""] * 22}, "22 of 22 rows have no label; the first: bird/0.png, label ''"),
+        ({"labels": LABELS}, "needs the column label; it has path, labels"),
+        ({"paths": ["a.png", *PATHS[1:]], "label": LABELS}, "1 of 22 rows name no image in "),
+        ({"paths": [PATHS[1], *PATHS[1:]], "label": LABELS}, "1 of 22 rows repeat the path of "),
+        ({"paths": ["", *PATHS[1:]], "label": LABELS}, "1 of 22 rows have no path; the first: (no"),
+        ({"paths": [], "label": []}, "has no rows"),
+        ({"label": LABELS, "split": ["x", "y", *["val"] * 20]}, "2 of 22 rows have a split other "),
+        ({"label": LABELS, "group": ["", *"a" * 21]}, "1 of 22 rows have no group; the first: bir"),
+        ({"label": LABELS, "weight": [-1.5] * 22}, "22 of 22 rows have no weight of 0 or more; "),
+        ({"label": LABELS, "weight": ["", *[1] * 21]}, "1 of 22 rows have no weight of 0 or more;"),
+        ({"label": LABELS, "weight": ["x"] * 22}, "22 of 22 rows have no number in weight; the "),
+    ],
+)
+def test_malformed_rows_are_one_line(root, table, options, line):
+    given = table(**options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        error = refused(ValueError, config_of(root, **given))
+    assert error.removeprefix(given["labels"]).lstrip(": ").startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("task", "columns", "options", "line"),
+    [
+        ("multilabel", {"a": [2] * 22}, {}, "rows have neither 0 nor 1 nor nothing in a; the firs"),
+        ("multilabel", {}, {}, "needs the column label; it has path"),
+        ("regression", {"label": [None, *[1.0] * 21]}, {}, "1 of 22 rows have no number in label"),
+        ("regression", {"label": ["inf"] * 22}, {}, "22 of 22 rows have no number in label; the "),
+        ("regression", {"a": [1] * 22}, {"columns": ["b"]}, "needs the column b; it has path, a"),
+    ],
+)
+def test_labels_that_do_not_fit_the_task_are_one_line(root, table, task, columns, options, line):
+    assert line in refused(ValueError, config_of(root, task=task, **table(**columns), **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"labels": "missing.csv"}, "no table of labels at missing.csv"),
+        ({"labels": "labels.xls"}, "a table of labels ends in .csv, .tsv, .jsonl, .ndjson, .parqu"),
+        (
+            {"labels": "a.csv", "task": "generate", "fit": None},
+            "data.labels is only for tasks with",
+        ),
+        ({"labels": "a.csv", "root": "hfds/x"}, "data.labels is only for folders and tars"),
+        ({"columns": ["a"]}, "data.columns is only for data.labels"),
+        (
+            {"task": "regression"},
+            "data.task regression takes its labels from a table: --data.labels",
+        ),
+        (
+            {"fold": "0/5"},
+            "data.fold must be k/n with k from 1 to n and n at least 2, e.g. 1/5, got",
+        ),
+        ({"fold": "1/60"}, "22 images, and 11 images of the most frequent class, are too few for "),
+        ({"group_from": "("}, "data.group_from ( is no regular expression: "),
+        ({"group_from": "cat"}, "data.group_from cat has no match in 18 of 22 paths; the first: b"),
+        ({"group_from": "png"}, "1 groups, and 11 images of the most frequent class, are too few "),
+        ({"group_from": "^[^/]*"}, "classes of "),
+    ],
+)
+def test_options_that_do_not_fit_are_one_line(root, options, line):
+    config = replace(config_of(root), **options)
+    assert refused((ValueError, FileNotFoundError), config).startswith(line)
+
+
+def test_a_cell_with_the_separator_is_refused(root, table):
+    given = table(label=LABELS)
+    with open(given["labels"], "a") as file:
+        file.write("cat/9.png,a,b\n")
+    assert "cannot read " in refused(ValueError, config_of(root, **given))
+
+
+def test_splits_come_from_the_column_or_else_from_the_folders(root, table):
+    parts = ["Training", "", "dev", "test"]
+    splits = build_splits(
+        config_of(root, **table(label=["a", "b"] * 11, split=(parts * 6)[:22])), 0
+    )
+    assert sorted(names(splits.validation)) == sorted(PATHS[2::4])
+    assert sorted(names(splits.test)) == sorted(PATHS[3::4]) and len(splits.train) == 12
+    for old, new in (("bird", "train"), ("cat", "val"), ("dog 2", "test")):
+        (root / old).rename(root / new)
+    moved = [path.replace("bird", "train").replace("cat", "val") for path in PATHS]
+    moved = [path.replace("dog 2", "test") for path in moved]
+    splits = build_splits(config_of(root, **table(paths=moved, label=["a", "b"] * 11)), 0)
+    assert [len(part) for part in (splits.train, splits.validation, splits.test)] == [7, 4, 11]
+
+
+def test_several_labels_are_listed_or_in_columns_with_gaps(root, table):
+    listed = ["b; a", "", "c"] * 8
+    options = table(label=listed[:22], split=["train"] * 21 + ["val"])
+    splits = build_splits(config_of(root, task="multilabel", **options), 0)
+    assert splits.spec.class_names == ("a", "b", "c") and splits.train.labels.dtype == np.float32
+    assert splits.train.labels[:4].tolist() == [[1, 1, 0], [0, 0, 0], [0, 0, 1], [1, 1, 0]]
+    key = SampleKey(0, 0, *geometry_choices(splits.spec, config_of(root)))
+    assert splits.train[key].label.tolist() == [1, 1, 0]
+    columns = table(b=[1, 0] * 11, a=[None, 1] * 11, split=["train"] * 21 + ["val"])
+    splits = build_splits(config_of(root, task="multilabel", **columns), 0)
+    assert splits.spec.class_names == ("b", "a")
+    np.testing.assert_array_equal(splits.train.labels[:2], [[1, np.nan], [0, 1]])
+    # Weights define the order, also of classes that the images lack.
+    for given in (options, table(a=[1] * 22, b=[0] * 22, c=[0] * 22, d=[0] * 22)):
+        config = config_of(root, task="multilabel", **given)
+        found, spec = images_to_judge(config, 0, ["d", "c", "b", "a"])
+        assert spec.class_names == ("d", "c", "b", "a")
+        assert found["all"].labels[0, [0, 3]].tolist() == [0, 1]
+    config = config_of(root, task="multilabel", **table(label=listed[:22]))
+    with pytest.raises(ValueError, match="classes that the weights do not know: c; the classes"):
+        images_to_judge(config, 0, ["a", "b"])
+
+
+def test_numbers_are_the_columns_that_are_named(root, table):
+    values = np.linspace(-3, 4, 22)
+    options = table(label=LABELS, age=values, size=values**2)
+    config = config_of(root, task="regression", columns=["size", "age"], **options)
+    splits = build_splits(config, 0)
+    rows = [PATHS.index(name) for name in names(splits.train)]
+    wanted = np.stack([values[rows] ** 2, values[rows]], 1)
+    np.testing.assert_allclose(splits.train.labels, wanted, rtol=1e-6)
+    assert splits.spec.class_names == ("size", "age") and len(splits.validation) == 2
+
+
+def test_weights_have_mean_1_and_are_a_part_of_the_fingerprint(root, table):
+    weights = np.arange(22.0)
+    made = [
+        build_splits(config_of(root, **table(label=LABELS, weight=given)), 0)
+        for given in (weights, 3 * weights, weights[::-1])
+    ]
+    train = made[0].train
+    kept = weights[[PATHS.index(name) for name in names(train)]]
+    np.testing.assert_allclose(train.weights, kept / kept.mean(), rtol=1e-6)
+    assert made[0].validation.weights is None
+    assert made[1].train.digests().tolist() == train.digests().tolist()
+    assert (made[2].train.digests() != train.digests()).mean() > 0.9
+    assert "all training images of" in refused(
+        ValueError, config_of(root, **table(label=LABELS, weight=[0] * 22))
+    )
+
+
+def write_masked(root):
+    rng = np.random.default_rng(0)
+    for kind in ("images", "masks"):
+        (root / kind).mkdir(parents=True)
+    for number in range(12):
+        Image.fromarray(rng.integers(0, 3, (9, 7)).astype(np.uint8)).save(
+            root / "masks" / f"p{number // 3}_{number}.png"
+        )
+        Image.new("RGB", (7, 9)).save(root / "images" / f"p{number // 3}_{number}.png")
+
+
+def test_masks_take_splits_groups_and_weights_from_a_table(tmp_path, table):
+    root = tmp_path / "masked"
+    write_masked(root)
+    paths = [f"images/p{number // 3}_{number}.png" for number in range(12)]
+    splits = ["val"] * 3 + ["train"] * 9
+    options = table(
+        paths=paths, split=splits, group=[path[:9] for path in paths], weight=[2.5] * 12
+    )
+    masked = {"task": "segmentation", "masks": {"classes": ["a", "b", "c"]}}
+    found = build_splits(config_of(root, **masked, **options), 0)
+    assert found.validation.names() == [f"/p0_{number}.png" for number in range(3)]
+    assert found.train.weights.tolist() == [1.0] * 9
+    found = build_splits(config_of(root, **masked, group_from=r"images/(p\d+)", fold="2/4"), 0)
+    assert len({name.split("_")[0] for name in names(found.validation)}) == 1
+    shared = table(paths=paths, split=splits, group=["x", *"abcdefghij", "x"])
+    assert "1 of 11 groups of " in refused(ValueError, config_of(root, **masked, **shared))
+
+
+GROUPS = [f"g{i * 7 % 13}" for i in range(22)]
+
+
+@pytest.mark.parametrize("source", ["table", "path", None])
+@pytest.mark.parametrize("task", ["classification", "regression"])
+def test_folds_are_those_of_scikit_learn_for_any_source_of_groups(root, table, source, task):
+    options = {"task": task}
+    if source == "table" or task == "regression":
+        column = {"group": GROUPS} if source == "table" else {}
+        options |= table(label=LABELS if task == "classification" else range(22), **column)
+    groups = {"table": GROUPS, "path": [path.split("/")[1][0] for path in PATHS]}.get(source)
+    options |= {"group_from": r"/(\d)"} if source == "path" else {}
+    found = [build_splits(config_of(root, fold=f"{k}/3", **options), 5) for k in (1, 2, 3)]
+    y = np.zeros(22) if task == "regression" else LABELS
+    divide = (StratifiedKFold if groups is None else StratifiedGroupKFold)(
+        3, shuffle=True, random_state=5
+    )
+    for splits, (kept, held) in zip(found, divide.split(y, y, groups), strict=True):
+        assert sorted(names(splits.validation)) == sorted(PATHS[i] for i in held)
+        assert sorted(names(splits.train)) == sorted(PATHS[i] for i in kept)
+    assert Counter(name for each in found for name in names(each.validation)) == Counter(PATHS)
+    judged, _ = images_to_judge(config_of(root, fold="2/3", **options), 5, [])
+    assert names(judged["validation"]) == names(found[1].validation)
+
+
+@pytest.mark.parametrize(("share", "held"), [(0.1, 1), (0.25, 3), (0.4, 4), (0.99, 9), (1e-3, 1)])
+def test_groups_are_held_out_whole_by_about_the_share(root, table, share, held):
+    groups = [path.split("/")[1] for path in PATHS[:11]] + [f"{i % 10}.png" for i in range(11)]
+    options = table(label=["a", "b"] * 11, group=groups)
+    splits = build_splits(config_of(root, val_fraction=share, **options), 1)
+    group_of = dict(zip(PATHS, groups, strict=True))
+    parts = [{group_of[name] for name in names(part)} for part in (splits.train, splits.validation)]
+    assert not parts[0] & parts[1] and parts[0] | parts[1] == set(groups)
+    assert abs(len(parts[1]) - held) <= 1
+
+
+def test_a_fold_needs_images_without_a_validation_split(root, table):
+    options = table(label=["a", "b"] * 11, split=["train"] * 16 + ["val"] * 4 + ["test"] * 2)
+    error = refused(ValueError, config_of(root, fold="1/2", **options))
+    assert error.startswith("data.fold takes the validation images from the training images, and")
+    options = table(label=["a", "b"] * 11, split=["train"] * 18 + ["test"] * 4)
+    splits = build_splits(config_of(root, fold="1/2", **options), 0)
+    assert [len(part) for part in (splits.train, splits.validation, splits.test)] == [9, 9, 4]
+    both = config_of(root, group_from="/.", **table(label=LABELS, group=GROUPS))
+    assert refused(ValueError, both).startswith("data.group_from and the column group of data.lab")

@@ -1,0 +1,180 @@
+"""Weights of images in the loss, folds, and runs on images of a table."""
+
+import csv
+import statistics
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.helpers.image_files import config_of, write_classes
+from tests.helpers.resumed_runs import assert_same_end, interrupt, stop_after
+from tests.helpers.small_runs import (
+    SPEC,
+    batch,
+    lines_of,
+    rows,
+    small_config,
+    small_trainer,
+)
+from tests.helpers.tools import read_csv
+from visionattn.cli.ends import Stopped
+from visionattn.command import run
+from visionattn.data.splits import build_splits, train_batches
+from visionattn.training.config import LossConfig, OptimConfig
+from visionattn.training.losses import class_losses, dice_losses, pixel_losses
+from visionattn.training.objectives import Objective, PixelClasses
+from visionattn.training.options import parse_train
+
+COUNTS = {"bird": 9, "cat": 6, "dog 2": 12}
+
+
+@pytest.fixture
+def images(tmp_path):
+    """Images of a table, with a group for every three and the weight 1, 2 or 3."""
+    write_classes(tmp_path / "data", COUNTS)
+    write_table(tmp_path)
+    return tmp_path / "data"
+
+
+def write_table(folder, first_label="bird"):
+    with open(folder / "labels.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["path", "label", "group", "weight"])
+        for name, count in COUNTS.items():
+            for index in range(count):
+                label = first_label if (name, index) == ("bird", 0) else name
+                writer.writerow(
+                    [f"{name}/{index}.png", label, f"{name}{index // 3}", 1 + index % 3]
+                )
+
+
+def data_of(images, **options):
+    return asdict(config_of(images, labels=str(images.parent / "labels.csv"), **options))
+
+
+@pytest.mark.parametrize(
+    ("objective", "name", "each"),
+    [
+        (Objective, "cross_entropy", lambda x, y: F.cross_entropy(x, y, reduction="none")),
+        (Objective, "focal", lambda x, y: class_losses(x, y, focal=True)),
+        (PixelClasses, "cross_entropy_dice", lambda x, y: pixel_losses(x, y) + dice_losses(x, y)),
+    ],
+)
+def test_weights_multiply_the_loss_of_each_image(objective, name, each):
+    generator = torch.Generator().manual_seed(0)
+    shape = () if objective is Objective else (6, 7)
+    logits = torch.randn(3, 4, *shape, generator=generator, dtype=torch.float64)
+    targets = torch.randint(0, 4, (3, *shape), generator=generator)
+    targets = targets if objective is Objective else targets.to(torch.uint8)
+    weights, losses = torch.tensor([0.0, 2.5, 0.5]), each(logits, targets)
+    found = objective(OptimConfig(), LossConfig(name)).loss(logits, targets, weights)
+    torch.testing.assert_close(found, (2.5 * losses[1] + 0.5 * losses[2]) / 3)
+
+
+def test_a_step_averages_weighted_losses_over_all_its_images(tmp_path):
+    trainer = small_trainer(small_config(tmp_path))
+    weights = np.random.default_rng(0).random(13).astype(np.float32)
+    group = [
+        batch(8)._replace(weights=torch.from_numpy(weights[:8])),
+        batch(5, start=8)._replace(weights=torch.from_numpy(weights[8:])),
+    ]
+    with torch.no_grad():
+        losses = torch.cat(
+            [
+                F.cross_entropy(trainer.model(SPEC.prepare(x)), y, reduction="none")
+                for x, y, *_ in group
+            ]
+        )
+    assert trainer.step(group)[0] == pytest.approx((losses.numpy() * weights).mean(), rel=1e-5)
+
+
+@pytest.mark.parametrize("fit", ["crop", "native"])
+def test_batches_have_the_weights_of_their_images_on_any_number_of_processes(images, fit):
+    config = replace(
+        config_of(images, labels=str(images.parent / "labels.csv"), fold="2/3"),
+        fit=fit,
+        img_size=None if fit == "native" else 16,
+    )
+    splits = build_splits(config, 0)
+    made = [train_batches(splits, config, batch_size=4, seed=5) for _ in range(3)]
+    for rank in (0, 1):
+        made[1 + rank].divide(rank, 2)
+    for whole, *parts in zip(*(each.epoch(1) for each in made), strict=True):
+        # The grey level of an image tells its index, and that its weight.
+        index = whole.images[:, 0, 0, 0].int() - torch.tensor([40, 120, 180])[whole.labels]
+        mean = splits.train.weights.mean()
+        wanted = (1 + index % 3) / np.mean([1 + i % 3 for n in COUNTS.values() for i in range(n)])
+        torch.testing.assert_close(whole.weights, wanted.float() * mean, rtol=0.05, atol=0)
+        assert torch.equal(torch.cat([part.weights for part in parts]), whole.weights)
+
+
+def test_mixing_is_refused_with_weights(images, tmp_path):
+    config = small_config(tmp_path, data=data_of(images), optim={"mixup": 0.2})
+    with pytest.raises(ValueError, match="^the column weight of .*labels.csv weighs single images"):
+        lines_of(config)
+
+
+def test_a_run_with_weights_groups_and_folds_resumes_bit_for_bit(images, tmp_path):
+    data = data_of(images, fold="1/3")
+
+    def config(output, **options):
+        return small_config(tmp_path / output, data=data, batch_size=6, save_every=2, **options)
+
+    lines_of(config("whole"))
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(patch, 5, interrupt)
+        with pytest.raises(Stopped):
+            lines_of(config("resumed"))
+    # Other labels, and another fold, are other images.
+    changed = "the images are not those that the run began with|the run has .* validation images"
+    write_table(tmp_path, first_label="cat")
+    with pytest.raises(ValueError, match=changed):
+        lines_of(config("resumed", resume=True))
+    write_table(tmp_path)
+    other = replace(config("resumed", resume=True), data=replace(config("").data, fold="2/3"))
+    with pytest.raises(ValueError, match=changed):
+        lines_of(other)
+    lines_of(config("resumed", resume=True))
+    assert_same_end(tmp_path / "whole" / "small", tmp_path / "resumed" / "small")
+
+
+def test_the_last_line_of_a_fold_sums_up_the_folds_that_are_done(images, tmp_path, capsys):
+    flags = ["--data.name", "folder", "--data.root", str(images), "--data.group-from", r"\d"]
+    names = [parse_train([*flags, "--data.fold", f"{k}/3"]).run for k in (1, 2, 3)]
+    assert names == [f"folder_scaleformer_vit_t_fold{k}of3" for k in (1, 2, 3)]
+    table = tmp_path / "folder_scaleformer_vit_t_folds.csv"
+    said, scores = [], []
+    for number in (3, 1):
+        config = small_config(
+            tmp_path, data=data_of(images, fold=f"{number}/3"), run=names[number - 1]
+        )
+        said = lines_of(config)
+        folder = tmp_path / names[number - 1]
+        best = max(
+            rows(folder), key=lambda row: (float(row["val_accuracy"]), -float(row["val_loss"]))
+        )
+        scores = [(float(best["val_accuracy"]), float(best["val_loss"])), *scores]
+    *folds, mean, deviation = read_csv(table)
+    assert [fold["fold"] for fold in folds] == ["1", "3"]
+    for place, name in enumerate(("accuracy", "loss")):
+        values = [score[place] for score in scores]
+        assert [float(fold[name]) for fold in folds] == pytest.approx(values)
+        assert float(mean[name]) == pytest.approx(np.mean(values))
+        assert float(deviation[name]) == pytest.approx(statistics.stdev(values))
+    assert said[-5] == "summary of 2 of 3 folds on their validation images:"
+    assert said[-1] == "  missing folds: 2/3; --data.fold 2/3 trains one"
+    # The fold is a part of the run's data for later evaluations.
+    assert (
+        run("validate", ["--checkpoint", str(folder / "best.safetensors"), "--data.workers", "0"])
+        == 0
+    )
+    shown = capsys.readouterr().out.splitlines()[-1].split()
+    assert float(shown[2]) == pytest.approx(100 * scores[0][0], abs=0.01)
+    # A run with another seed has other folds, and one without the fold in its name no summary.
+    config = small_config(tmp_path, data=data_of(images, fold="2/3"), run=names[1], seed=1)
+    assert lines_of(config)[-1] == "  missing folds: 1/3, 3/3; --data.fold 1/3 trains one"
+    last = lines_of(replace(config, run="mine"))[-1]
+    assert last.startswith("no summary over folds: the name of the run folder needs _fold2of3, got")
