@@ -1,5 +1,5 @@
 """Processor seconds and peak memory of ``BagEncoder`` and of softmax attention over random tiles of
-a slide: the table of ``docs/clusters.md``.
+a slide: the table of ``docs/large.md``.
 
     python docs/figures/bags.py kernelized 25000 [--backward]
 
