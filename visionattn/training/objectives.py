@@ -222,9 +222,9 @@ class ManyLabels(Objective):
         """Return the loss of each image in evaluations, ``[B]``: binary cross-entropy."""
         return label_losses(outputs, targets)
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss of a batch."""
-        return self.each(outputs, targets).mean()
+    def loss(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Return the mean loss of a batch, each image times its weight, ``[B]``; None: 1."""
+        return weighted_mean(self.each(outputs, targets), weights)
 
     def judge(
         self, model: nn.Module, inputs: Tensor, sizes: Tensor | None, labels: Tensor
