@@ -267,6 +267,11 @@ def _check_together(config: TrainConfig) -> None:
             "optim.mixup and optim.cutmix mix the classes of images, and data.task segmentation "
             "has classes of pixels; leave them out"
         )
+    if data.crop is not None and (optim.mixup or optim.cutmix):
+        raise ValueError(
+            "optim.mixup and optim.cutmix blend images that fill the same size, which data.crop "
+            "does not give if an image is smaller; leave them out"
+        )
     if config.monitor == "mean_iou" and data.task != "segmentation":
         raise ValueError(
             f"monitor mean_iou is for data.task segmentation, got {data.task}; use accuracy, f1 or "
@@ -354,6 +359,7 @@ def _check_sequence(config: TrainConfig) -> None:
     idle = {
         "compile": config.compile,
         "data.fit pad": config.data.fit == "pad",
+        "data.crop": config.data.crop is not None,
         f"data.task {config.data.task}": config.data.task != "classification",
     }
     for name, given in idle.items():
