@@ -129,17 +129,17 @@ def seed_batch(seed: int, epoch: int, number: int, rank: int = 0) -> None:
     random.seed(int(states[6]) << 32 | int(states[7]))
 
 
-def balanced_order(labels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Return as many random indices of images as there are ``labels``, with each class equally
-    often.
+def balanced_order(labels: np.ndarray, rng: np.random.Generator, crops: int = 1) -> np.ndarray:
+    """Return ``crops`` times as many random indices of images as there are ``labels``, with each
+    class equally often.
 
     The images of a class occur equally often, too. If a number does not divide, random classes or
     images occur once more.
     """
     _, sizes = np.unique(labels, return_counts=True)
     members = np.split(np.argsort(labels, kind="stable"), sizes.cumsum()[:-1])
-    counts = np.full(len(sizes), len(labels) // len(sizes))
-    counts[rng.permutation(len(sizes))[: len(labels) % len(sizes)]] += 1
+    counts = np.full(len(sizes), crops * len(labels) // len(sizes))
+    counts[rng.permutation(len(sizes))[: crops * len(labels) % len(sizes)]] += 1
     # np.resize repeats the shuffled images of a class, or cuts them.
     drawn = [np.resize(rng.permutation(own), n) for own, n in zip(members, counts, strict=True)]
     return rng.permutation(np.concatenate(drawn))
@@ -246,6 +246,7 @@ class _BatchKeys:
         batch_patches: maximum number of patches per batch, if images differ in size.
         labels: classes of the images, ``[length]``, to draw each class equally often; None: each
             image once. It needs a seed.
+        crops: number of times that each image occurs per epoch, if all have one size.
     """
 
     def __init__(
@@ -257,8 +258,9 @@ class _BatchKeys:
         canvases: np.ndarray | None = None,
         batch_patches: int | None = None,
         labels: np.ndarray | None = None,
+        crops: int = 1,
     ):
-        self.length, self.batch_size = length, batch_size
+        self.length, self.crops, self.batch_size = length, crops, batch_size
         self.choices, self.seed = choices, seed
         self.epoch = self.start = 0
         self.part: Callable[[list[SampleKey]], list[SampleKey]] = list
@@ -266,7 +268,9 @@ class _BatchKeys:
         self.buckets = (
             None if canvases is None else Buckets.of(canvases, choices, batch_size, batch_patches)
         )
-        self.count = math.ceil(length / batch_size) if self.buckets is None else self.buckets.count
+        self.count = (
+            math.ceil(length * crops / batch_size) if self.buckets is None else self.buckets.count
+        )
         if labels is not None:  # with images of many sizes, the number of the first epoch
             self.count = len(self.batches())
 
@@ -275,16 +279,16 @@ class _BatchKeys:
 
     def batches(self) -> Sequence[np.ndarray]:
         """Return the indices of the images of each batch of the epoch."""
-        order = np.arange(self.length)
+        order = np.arange(self.length * self.crops)
         if self.seed is not None:
             rng = np.random.default_rng((self.seed, ORDER_STREAM, self.epoch))
             if self.labels is None:
-                order = rng.permutation(self.length)
+                order = rng.permutation(len(order)) % self.length
             else:
-                order = balanced_order(self.labels, rng)
+                order = balanced_order(self.labels, rng, self.crops)
         if self.buckets is None:
             size = self.batch_size
-            return [order[first : first + size] for first in range(0, self.length, size)]
+            return [order[first : first + size] for first in range(0, len(order), size)]
         filled = self.buckets.fill(order)
         if self.seed is None:
             return filled
@@ -312,7 +316,7 @@ class _BatchKeys:
             if number >= self.start:
                 geometry = batch_geometry(self.choices, self.seed, self.epoch, number)
                 keys = [SampleKey(index, self.epoch, geometry) for index in batch.tolist()]
-                if self.labels is not None:
+                if self.labels is not None or self.crops > 1:
                     keys = [key._replace(draw=place + i) for i, key in enumerate(keys)]
                 yield self.part(keys)
             place += len(batch)
@@ -332,13 +336,14 @@ class _Batches:
         choices: tuple[Geometry, ...],
         seed: int | None = None,
         labels: np.ndarray | None = None,
+        crops: int = 1,
     ):
         # The geometry fixes one size for all images, or images differ in size.
         canvases = None
         if choices[0].canvas is None:
             canvases = np.stack([dataset.canvases(each) for each in choices], 1)  # type: ignore[attr-defined]
         self._keys = _BatchKeys(
-            len(dataset), batch_size, choices, seed, canvases, config.batch_patches, labels
+            len(dataset), batch_size, choices, seed, canvases, config.batch_patches, labels, crops
         )
         self._on_error = config.on_error
         self.unreadable: set[str] = set()

@@ -13,7 +13,7 @@ from visionattn.data.documents import LARGEST_PIECE_PX, SMALLEST_SIZE_PX
 from visionattn.data.drawn_images import SHORTEST, DrawnArgs
 from visionattn.data.embedded import CanvasArgs
 from visionattn.data.formats import check_reading
-from visionattn.data.geometry import Size, check_geometry, sides
+from visionattn.data.geometry import Size, check_geometry, check_sides, pixels, sides
 from visionattn.data.ranges import check_ranges
 from visionattn.model_config import VECTOR_TASKS
 
@@ -113,6 +113,7 @@ def check_data(config: DataConfig) -> None:
         check_writing(config)
     elif config.name == "copy":
         raise ValueError("copy has no classes, only values to write; wanted data.task generate")
+    check_crops(config)
     check_reading(config.bands, config.value_range, config.page, config.max_pixels)
     _check_acts(config)
 
@@ -132,6 +133,11 @@ def _check_acts(config: DataConfig) -> None:
         (("labels",), config.task != "generate", "tasks with labels"),
         (("root",), config.name not in EMBEDDED, "images in files (--data.name folder)"),
         (("max_patches",), not drawn, "images that are read, and not drawn at data.img_size"),
+        (
+            ("crop",),
+            config.task != "generate" and not stream,
+            "images that are neither streamed nor generated",
+        ),
         (
             ("sampler",),
             config.task == "classification" and not stream and not drawn,
@@ -204,6 +210,29 @@ def check_size(config: DataConfig, both: Size) -> None:
         raise ValueError(
             f"canvas of {size} pixels is too small for its digits; wanted {args.smallest_px} or "
             "more"
+        )
+
+
+def check_crops(config: DataConfig) -> None:
+    """Raise ValueError for training crops that are no size, cut no image, or need masks."""
+    if config.crop is None:
+        if config.crop_around or config.crops != 1:
+            raise ValueError(
+                "data.crop_around and data.crops are for training crops; give their size with "
+                "--data.crop, or leave them out"
+            )
+        return
+    check_sides(config.crop, "data.crop")
+    crop, limit = sides(config.crop), sides(config.img_size)
+    if limit is not None and crop[0] >= limit[0] and crop[1] >= limit[1]:
+        raise ValueError(
+            f"data.crop {pixels(crop)} cuts nothing off images of at most {pixels(limit)} "
+            "(data.img_size); choose a smaller crop, or a larger data.img_size"
+        )
+    if config.crop_around and config.task != "segmentation":
+        raise ValueError(
+            f"data.crop_around needs masks (data.task segmentation), got {config.task}; leave it "
+            "out for crops anywhere"
         )
 
 

@@ -69,6 +69,18 @@ class DataConfig:
     """Only for ``native``, instead of ``img_size``: maximum number of patches per image, which
     keeps its aspect ratio.
     """
+    crop: int | list[int] | None = None
+    """Train on crops of this size in pixels, one number or height and width: random windows of the
+    images at the scale that ``fit`` gives, so that objects have the same size as in evaluation,
+    which sees whole images. Smaller images are padded. None: whole images.
+    """
+    crop_around: float = 0.0
+    """Only for segmentation with ``crop``: share of the crops, in [0, 1], that contain a pixel of a
+    class other than the first; classes of an image are drawn equally often. The others are
+    anywhere.
+    """
+    crops: int = 1
+    """Only with ``crop``: crops per image and epoch."""
     batch_patches: int | None = None
     """Only for ``native``: maximum number of patches per batch, whose images have equal grids; a
     larger image forms its own batch. None: as many as ``batch_size`` images have on average.

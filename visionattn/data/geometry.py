@@ -7,7 +7,7 @@ reads the pixels.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from visionattn.model_config import Fit
@@ -62,15 +62,20 @@ class Geometry:
             ``native`` (None: no limit).
         max_patches: maximum number of patches of an image; only for ``native``.
         patch_px: height and width of a patch in pixels.
+        crop: height and width in pixels of the training crops, windows of the view; None: whole
+            images.
+        crop_around: share of the crops that contain a pixel of a foreground class.
     """
 
     fit: Fit
     img_size: Size | None
     max_patches: int | None = None
     patch_px: Size = (1, 1)
+    crop: Size | None = None
+    crop_around: float = 0.0
 
     def view(self, height: int, width: int) -> View:
-        """Return a model's view of an image of ``height`` x ``width`` pixels.
+        """Return a model's view of a whole image of ``height`` x ``width`` pixels.
 
         Raises:
             TooSmall: the image is smaller than a patch.
@@ -93,13 +98,38 @@ class Geometry:
             whole = centre_box(height, width, self.img_size)
         return View(whole, self.img_size, self.img_size, self.img_size)
 
+    def window(self, content: Size) -> Size:
+        """Return height and width of a crop from a view with this content."""
+        return min(self.crop[0], content[0]), min(self.crop[1], content[1])
+
+    def cropped(self, view: View, top: int, left: int) -> View:
+        """Return the crop of a view whose first pixel is ``top``, ``left`` of its content. The
+        content that a small image lacks is absent.
+        """
+        content = self.window(view.content)
+        scales = view.box.height / view.content[0], view.box.width / view.content[1]
+        # The pixels of the image whose centres are in the crop.
+        first, end = (
+            [math.ceil(px * scale - 0.5) for px, scale in zip(corner, scales, strict=True)]
+            for corner in ((top, left), (top + content[0], left + content[1]))
+        )
+        size = max(1, end[0] - first[0]), max(1, end[1] - first[1])
+        box = Box(view.box.top + first[0], view.box.left + first[1], *size)
+        return View(box, content, self.crop, self._whole(content))
+
     @property
     def canvas(self) -> Size | None:
         """Return the size of the model's input; None if each image has its own."""
+        if self.crop is not None:
+            return self.crop
         return None if self.fit == "native" else self.img_size
 
     def describe(self) -> str:
         """Return the preprocessing in words."""
+        if self.crop is not None:
+            around = f", {self.crop_around:.0%} of them around objects" if self.crop_around else ""
+            whole = replace(self, crop=None).describe()
+            return f"{whole}; training on crops of {pixels(self.crop)}{around}"
         if self.fit == "native":
             limit = f", at most {self.max_patches} patches" if self.max_patches else ""
             if self.img_size:
@@ -203,18 +233,10 @@ def check_geometry(
     Raises:
         ValueError: one line with the option and a way out.
     """
-    if isinstance(img_size, (list, tuple)) and len(img_size) != 2:
-        raise ValueError(
-            f"{prefix}img_size must be one number of pixels, or height and width, got "
-            f"{list(img_size)}"
-        )
-    if img_size is not None and max(sides(img_size)) > LARGEST_SIDE_PX:
-        raise ValueError(
-            f"{prefix}img_size must be at most {LARGEST_SIDE_PX:,}, got {max(sides(img_size)):,}"
-        )
-    for name, value in (("img_size", min(sides(img_size) or (1,))), ("max_patches", max_patches)):
-        if value is not None and value < 1:
-            raise ValueError(f"{prefix}{name} must be above 0, got {value}")
+    if img_size is not None:
+        check_sides(img_size, f"{prefix}img_size")
+    if max_patches is not None and max_patches < 1:
+        raise ValueError(f"{prefix}max_patches must be above 0, got {max_patches}")
     if max_patches is not None and fit != "native":
         raise ValueError(
             f"{prefix}max_patches is for fit native, under which images differ in size; leave it "
@@ -227,6 +249,18 @@ def check_geometry(
         )
     if img_size is None and fit != "native":
         raise ValueError(f"{prefix}fit {fit} needs {prefix}img_size, the size to bring images to")
+
+
+def check_sides(size: int | Sequence[int], key: str) -> None:
+    """Raise ValueError for a size that is not one number of pixels in range, or two."""
+    if not isinstance(size, int) and len(size) != 2:
+        raise ValueError(
+            f"{key} must be one number of pixels, or height and width, got {list(size)}"
+        )
+    if max(sides(size)) > LARGEST_SIDE_PX:
+        raise ValueError(f"{key} must be at most {LARGEST_SIDE_PX:,}, got {max(sides(size)):,}")
+    if min(sides(size)) < 1:
+        raise ValueError(f"{key} must be above 0, got {min(sides(size))}")
 
 
 def centre_box(height: int, width: int, size: Size) -> Box:

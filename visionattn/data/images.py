@@ -28,7 +28,7 @@ from visionattn.data.formats import (
     resize,
 )
 from visionattn.data.formats.reader import one_line
-from visionattn.data.geometry import Geometry, Size, TooSmall, View
+from visionattn.data.geometry import Box, Geometry, Size, TooSmall, View
 from visionattn.data.sources import known_part
 from visionattn.models.segmentation import IGNORED
 
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 REFUSED = (NotAsAsked, TooSmall)
 """Exceptions for an intact file that does not match the options and the model."""
+_CROP_STREAM = 3
+"""Follows the key of a sample; ``augment.py`` has 1 and 2."""
 SIZE_THREADS = 8
 """Number of threads that read image sizes; they mostly wait for the disk."""
 WELL_KNOWN, KNOWN_BYTES = 20_000, 8192
@@ -102,9 +104,18 @@ def see(
     entropy: tuple[int, ...] = (seed, AUGMENT_STREAM, key.epoch, key.index)
     if key.draw is not None:
         entropy += (key.draw,)
+    whole = Box(0, 0, *size)
+    if key.geometry.crop is not None:
+        from visionattn.data.training_crops import random_crop  # not for predictions
+
+        rng = np.random.default_rng((*entropy, _CROP_STREAM))
+        mask = label if isinstance(label, np.ndarray) else None
+        view = random_crop(view, key.geometry, mask, rng)
+        whole = view.box
     if augment is not None and augment.crops:
         # The randomly cropped part fills the model's view.
-        part = augment.box(*size, view.present, entropy)
+        part = augment.box(whole.height, whole.width, view.present, entropy)
+        part = part._replace(top=whole.top + part.top, left=whole.left + part.left)
         view = view._replace(box=part, content=view.present)
     image = read(view)
     if isinstance(label, np.ndarray) and label.ndim == 2:

@@ -45,11 +45,13 @@ def check_ranges(config: DataConfig) -> None:
     Raises:
         ValueError: one line with the key, the allowed values and the given value.
     """
-    positive = {"data.batch_patches": config.batch_patches}
+    positive = {"data.batch_patches": config.batch_patches, "data.crops": config.crops}
     positive |= {
         f"data.img_size_choices[{i}]": size for i, size in enumerate(config.img_size_choices or [])
     }
     check_signs(positive, {})
+    if not 0 <= config.crop_around <= 1:
+        raise ValueError(f"data.crop_around must be in [0, 1], got {config.crop_around}")
     check_workers(config.workers, "data.workers")
     if not 0 < config.val_fraction < 1:
         raise ValueError(f"data.val_fraction must be in (0, 1), got {config.val_fraction}")

@@ -4,6 +4,7 @@ This module owns the splits and the interface of the data: it makes the loaders 
 ``data_checks.py`` checks the user's options.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
@@ -16,6 +17,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch.utils.data import Dataset
 
 from visionattn.data.batches import EvalBatches, SampleKey, TrainBatches
+from visionattn.data.buckets import cell_px
 from visionattn.data.data_checks import (
     args_of,
     check_augment,
@@ -148,7 +150,8 @@ def train_batches(
     batches.
 
     Each batch has images of one size, by ``splits.spec``, with one of ``config.img_size_choices``
-    drawn by seed, epoch and batch number. With ``config.sampler``, classes are drawn equally often.
+    drawn by seed, epoch and batch number, or crops of ``config.crop``. With ``config.sampler``,
+    classes are drawn equally often.
     ``config.workers`` processes load them and stay from epoch to epoch; with 0 the main process
     does.
 
@@ -169,18 +172,30 @@ def train_batches(
         )
     labels = splits.train.labels if config.sampler else None  # type: ignore[attr-defined]
     batches = TrainBatches(
-        splits.train, config, batch_size=batch_size, choices=choices, seed=seed, labels=labels
+        splits.train,
+        config,
+        batch_size=batch_size,
+        choices=choices,
+        seed=seed,
+        labels=labels,
+        crops=config.crops,
     )
     weights = getattr(splits.train, "weights", None)
     batches.weights = None if weights is None else torch.from_numpy(weights)
     return batches
 
 
+def training_geometry(spec: DataSpec, config: DataConfig, patch_px: Size = (1, 1)) -> Geometry:
+    """Return the geometry of the training images at ``config.img_size``."""
+    geometry = geometry_of(spec, patch_px)
+    return replace(geometry, crop=sides(config.crop), crop_around=config.crop_around)
+
+
 def geometry_choices(
     spec: DataSpec, config: DataConfig, patch_px: Size = (1, 1)
 ) -> tuple[Geometry, ...]:
     """Return the geometries to choose from for each training batch."""
-    geometry = geometry_of(spec, patch_px)
+    geometry = training_geometry(spec, config, patch_px)
     if config.img_size_choices is None:
         return (geometry,)
     return tuple(replace(geometry, img_size=sides(size)) for size in config.img_size_choices)
@@ -189,13 +204,21 @@ def geometry_choices(
 def eval_batches(
     dataset: Dataset, config: DataConfig, *, batch_size: int, geometry: Geometry
 ) -> EvalBatches | StreamEvalBatches:
-    """Return the loader of ``dataset`` (a validation or test split): no augmentation, fixed order.
+    """Return the loader of ``dataset`` (a validation or test split): whole images, no augmentation,
+    fixed order. If training has crops, a batch has as many pixels as ``batch_size`` crops, or one
+    image.
 
     Raises:
         ValueError: the images are synthetic, and the size is too small for them.
     """
     if geometry.img_size is not None:
         check_size(config, geometry.img_size)
+    if config.crop is not None:
+        crops_px = batch_size * math.prod(sides(config.crop))
+        patches = config.batch_patches or max(1, crops_px // cell_px(geometry))
+        config = replace(config, batch_patches=patches)
+        if geometry.canvas is not None:
+            batch_size = max(1, crops_px // math.prod(geometry.canvas))
     if isinstance(dataset, Shards):
         return StreamEvalBatches(
             dataset, config.workers, batch_size=batch_size, choices=(geometry,)

@@ -16,8 +16,9 @@ from torch.nn.functional import one_hot
 from visionattn.cli.files import check_free, write_whole
 from visionattn.data.batches import Batch, seed_batch
 from visionattn.data.drawn_images import seen_as
+from visionattn.data.geometry import Geometry
 from visionattn.data.lettering import EDGE, HATCH, INK, MUTED, PAPER, font_of, printable
-from visionattn.data.splits import check_root
+from visionattn.data.splits import check_root, training_geometry
 from visionattn.models.pixel_classes import class_names, striped
 from visionattn.models.segmentation import IGNORED
 from visionattn.models.weights import DataSpec
@@ -106,9 +107,10 @@ def first_batches(config: TrainConfig) -> list[Part]:
         (batch.images, known(trainer.spec, batch), batch.sizes)
         for _, batch in first(trainer.validation, "validation")
     ]
+    seen, whole = training_geometry(trainer.spec, data), trainer.geometry
     return [
-        part("training", trainer, training, changes=training_changes(config)),
-        part("validation", trainer, validation, changes="not augmented"),
+        part("training", trainer, training, seen, changes=training_changes(config)),
+        part("validation", trainer, validation, whole, changes="not augmented"),
     ]
 
 
@@ -155,6 +157,7 @@ def part(
     title: str,
     trainer: Trainer,
     batches: Sequence[tuple[Tensor, Tensor, Tensor | None]],
+    geometry: Geometry,
     *,
     changes: str,
 ) -> Part:
@@ -166,6 +169,7 @@ def part(
         batches: for each batch its images ``[B, C, H, W]``, before ``DataSpec.prepare``; their
             ground truth from ``known``; and height and width in pixels of each image without
             padding, ``[B, 2]``, None for no padding.
+        geometry: their preprocessing.
         changes: the augmentation, in words.
     """
     spec, masked = trainer.spec, trainer.spec.task == "segmentation"
@@ -185,7 +189,7 @@ def part(
     count, bands = sum(len(images) for images, *_ in batches), batches[0][0].shape[1]
     which = f"{most} of the" if count > most else "all"
     of = "batch" if len(batches) == 1 else f"{len(batches)} batches"
-    seen = seen_as(trainer.splits.train, trainer.geometry)
+    seen = seen_as(trainer.splits.train, geometry)
     note = f"{which} {count} images of the first {of}; {seen}; {changes}"
     if bands not in (1, 3):
         note += f"; of {bands} bands {'the first three are' if bands > 3 else 'the first is'} drawn"

@@ -64,12 +64,12 @@ BINDING += ("data.masks", "freeze", "monitor")
 choice of the best weights.
 """
 COUNTED = ("batch_size", "optim.accumulate", "data.batch_patches", "data.max_patches")
-COUNTED += ("data.sampler",)
+COUNTED += ("data.sampler", "data.crop", "data.crops")
 """Options that must not change within an epoch."""
 SIZES = ("data.img_size", "data.img_size_choices")
 """Options that must not change within an epoch if images have many sizes."""
 TRAINED = ("optim.", "loss.", "batch_size")
-TRAINED += ("data.augment", "data.img_size_choices", "data.sampler")
+TRAINED += ("data.augment", "data.img_size_choices", "data.sampler", "data.crop")
 """Prefixes of options that affect only training steps."""
 PARTS = ("train", "validation", "test")
 """The splits of a data set, as fields of ``Splits``."""

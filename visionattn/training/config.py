@@ -284,6 +284,11 @@ def _check_together(config: TrainConfig) -> None:
             "optim.mixup and optim.cutmix mix the classes of images, and data.task segmentation "
             "has classes of pixels; leave them out"
         )
+    if data.crop is not None and (optim.mixup or optim.cutmix):
+        raise ValueError(
+            "optim.mixup and optim.cutmix blend images that fill the same size, which data.crop "
+            "does not give if an image is smaller; leave them out"
+        )
     if data.task in VECTOR_TASKS and (optim.mixup or optim.cutmix):
         raise ValueError(
             "optim.mixup and optim.cutmix mix two classes, and data.task "
@@ -393,6 +398,7 @@ def _check_sequence(config: TrainConfig) -> None:
     idle = {
         "compile": config.compile,
         "data.fit pad": config.data.fit == "pad",
+        "data.crop": config.data.crop is not None,
         f"data.task {config.data.task}": config.data.task != "classification",
     }
     for name, given in idle.items():

@@ -25,7 +25,7 @@ from visionattn.data.batches import Batch, EvalBatches, seed_batch
 from visionattn.data.drawn_images import seen_as
 from visionattn.data.geometry import geometry_of
 from visionattn.data.images import ImageDataset
-from visionattn.data.splits import Splits, eval_batches, train_batches
+from visionattn.data.splits import Splits, eval_batches, train_batches, training_geometry
 from visionattn.data.streams import StreamEvalBatches, StreamTrainBatches
 from visionattn.model_config import VECTOR_TASKS
 from visionattn.models.building import patch_size
@@ -206,7 +206,8 @@ class Trainer:
         count = sum(parameter.numel() for parameter in self.model.parameters())
         frozen = sum(x.numel() for x in self.model.parameters() if not x.requires_grad)
         kept = "" if self.config.freeze is None else f" ({frozen:,} frozen)"
-        seen = f"preprocessing: {seen_as(self.splits.train, self.geometry)}"
+        geometry = training_geometry(self.spec, self.config.data)
+        seen = f"preprocessing: {seen_as(self.splits.train, geometry)}"
         if self.geometry.fit == "pad" and not self.leaves_out:
             seen += f"; {self.config.model.name} sees padding as black"
         images = "{} training and {} validation images".format(*self.images())

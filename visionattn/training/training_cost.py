@@ -236,7 +236,7 @@ def with_batch(
         return config, []
     choices = geometry_choices(splits.spec, config.data, memory.patch_px)
     size, mean = largest_images(splits.train, choices)
-    count = len(splits.train)
+    count = len(splits.train) * config.data.crops
     taken = memory.processes.on_first(lambda: memory.auto(size, count))
     if choices[0].canvas is not None:
         return replace(config, batch_size=taken), [images_that_fit(taken, size)]
@@ -291,7 +291,8 @@ def forecast(trainer: Trainer, memory: Expected) -> Forecast | None:
     config, size = trainer.config, trainer.processes.data_size
     cells = "pixels" if trainer.spec.task == "generate" else "patches"
     cell = 1 if cells == "pixels" else cell_px(trainer.geometry)
-    images = images_of(shapes[:, 1:], len(trainer.splits.train), cell, cells=cells)
+    count = len(trainer.splits.train) * config.data.crops
+    images = images_of(shapes[:, 1:], count, cell, cells=cells)
     usual = shapes[np.argsort(shapes.prod(1), kind="stable")[len(shapes) // 2]].tolist()
     tried = share_of((usual[0], usual[1], usual[2]), size)
     # A sharded model, or a model that shares images, cannot run on one process.

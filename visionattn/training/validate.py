@@ -124,8 +124,10 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
                 if given.get("data.name", run.data.name) == run.data.name
                 else of_any_data(run.data)
             )
-            defaults = {f"data.{key}": value for key, value in keep.items()}
-            defaults |= {"seed": run.seed, "batch_size": run.batch_size}
+            defaults = {f"data.{key}": keep[key] for key in keep if key not in CROPS}
+            # Whole images may be much larger than the crops of a training batch.
+            batch_size = run.batch_size if run.data.crop is None else "auto"
+            defaults |= {"seed": run.seed, "batch_size": batch_size}
             trained_on = run.data
         elif "data.name" not in given:
             raise ValueError(
@@ -147,8 +149,9 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
         usual = defaults.get(f"data.{key}", getattr(DataConfig(), key))
         if getattr(config.data, key) != usual or f"data.{key}" in given:
             raise ValueError(f"data.{key} is for training; name {flag} instead")
-    if "data.augment" in given:
-        raise ValueError("data.augment is for training; images to evaluate on stay as they are")
+    for key in ("augment", *CROPS):
+        if f"data.{key}" in given:
+            raise ValueError(f"data.{key} is for training; images to evaluate on stay as they are")
     if config.split is None and trained_on and _same_root(config.data, trained_on):
         return replace(config, split="val")
     return config
@@ -168,6 +171,10 @@ SEEN = {
     "max_patches": "the most patches with --max-patches",
 }
 """Data options of a training that have their own flags here."""
+
+
+CROPS = ("crop", "crop_around", "crops")
+"""Data options of a training that evaluation ignores."""
 
 
 def of_any_data(data: DataConfig) -> dict[str, Any]:
