@@ -158,14 +158,13 @@ def test_the_last_line_of_a_fold_sums_up_the_folds_that_are_done(images, tmp_pat
         )
         scores = [(float(best["val_accuracy"]), float(best["val_loss"])), *scores]
     *folds, mean, deviation = read_csv(table)
-    assert [fold["fold"] for fold in folds] == ["1", "3"]
+    assert [fold["fold"] for fold in folds] == ["1/3", "3/3"]
     for place, name in enumerate(("accuracy", "loss")):
         values = [score[place] for score in scores]
         assert [float(fold[name]) for fold in folds] == pytest.approx(values)
         assert float(mean[name]) == pytest.approx(np.mean(values))
         assert float(deviation[name]) == pytest.approx(statistics.stdev(values))
-    assert said[-5] == "summary of 2 of 3 folds on their validation images:"
-    assert said[-1] == "  missing folds: 2/3; --data.fold 2/3 trains one"
+    assert said[-1] == f"summary of 2 of 3 folds: {table}; missing: 2/3"
     # The fold is a part of the run's data for later evaluations.
     assert (
         run("validate", ["--checkpoint", str(folder / "best.safetensors"), "--data.workers", "0"])
@@ -175,6 +174,6 @@ def test_the_last_line_of_a_fold_sums_up_the_folds_that_are_done(images, tmp_pat
     assert float(shown[2]) == pytest.approx(100 * scores[0][0], abs=0.01)
     # A run with another seed has other folds, and one without the fold in its name no summary.
     config = small_config(tmp_path, data=data_of(images, fold="2/3"), run=names[1], seed=1)
-    assert lines_of(config)[-1] == "  missing folds: 1/3, 3/3; --data.fold 1/3 trains one"
+    assert lines_of(config)[-1] == f"summary of 1 of 3 folds: {table}; missing: 1/3, 3/3"
     last = lines_of(replace(config, run="mine"))[-1]
     assert last.startswith("no summary over folds: the name of the run folder needs _fold2of3, got")

@@ -3,14 +3,10 @@
 import re
 import warnings
 from collections.abc import Sequence
-from fractions import Fraction
 
 import numpy as np
 
 from visionattn.data.embedded import stratified_split
-
-FINEST = Fraction(1, 20)
-"""Smallest share, and step of shares, of images held out by group."""
 
 
 def hold_out(
@@ -27,10 +23,11 @@ def hold_out(
     Args:
         labels: classes ``[n]``, or other labels ``[n, outputs]``, which are divided at random.
         groups: group of each image, ``[n]``; None: each image is independent.
-        val_fraction: share of the validation images, with groups rounded to ``FINEST`` or coarser.
+        val_fraction: share of the validation images; with groups rounded to a half, a third, a
+            quarter and so on.
         seed: seed of the division.
-        fold: number, from 1, and count of the folds, the first of which is the validation in place
-            of ``val_fraction``; None: no folds.
+        fold: number, from 1, and count of the folds, one of which is the validation in place of
+            ``val_fraction``; None: no folds.
 
     Raises:
         ValueError: there are too few images or groups; one line.
@@ -38,40 +35,23 @@ def hold_out(
     classes = labels if labels.ndim == 1 else np.zeros(len(labels), np.int64)
     if groups is None and fold is None:
         return stratified_split(classes, val_fraction, seed)
-    independent = len(labels) if groups is None else len(np.unique(groups))
+    units = len(labels) if groups is None else len(np.unique(groups))
     most = int(np.unique(classes, return_counts=True)[1].max())
-    if fold is not None:
-        number, count = fold
-    else:
-        share = Fraction(val_fraction).limit_denominator(FINEST.denominator)
-        share = min(max(share, FINEST), 1 - FINEST)
-        count = max(2, min(share.denominator, independent, most))
-    if count > min(independent, most):
-        unit = "images" if groups is None else "groups"
+    number, count = fold or (1, max(2, min(round(1 / val_fraction), units, most)))
+    if count > min(units, most):
         raise ValueError(
-            f"{independent} {unit}, and {most} images of the most frequent class, are too few for "
-            f"{count} parts; add some, or take fewer folds or other groups"
+            f"{units} {'images' if groups is None else 'groups'}, and {most} images of the most "
+            f"frequent class, are too few for {count} parts; add some, or take fewer folds or "
+            "other groups"
         )
-    folds = _folds(classes, groups, count, seed)
-    if fold is not None:
-        held = folds == number - 1
-    else:
-        held = folds < min(max(1, round(share * count)), count - 1)
-    return np.flatnonzero(~held), np.flatnonzero(held)
-
-
-def _folds(classes: np.ndarray, groups: np.ndarray | None, count: int, seed: int) -> np.ndarray:
-    """Return the fold of each image, from 0."""
+    # Importing scikit-learn takes a second.
     from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold
 
     kind = StratifiedKFold if groups is None else StratifiedGroupKFold
-    found = np.empty(len(classes), np.int64)
-    with warnings.catch_warnings():  # a class with fewer images than folds
+    with warnings.catch_warnings():  # a class has fewer images than folds
         warnings.simplefilter("ignore", UserWarning)
-        divided = kind(count, shuffle=True, random_state=seed % 2**32)
-        for number, (_, held) in enumerate(divided.split(classes, classes, groups)):
-            found[held] = number
-    return found
+        folds = kind(count, shuffle=True, random_state=seed % 2**32)
+        return list(folds.split(classes, classes, groups))[number - 1]
 
 
 def groups_of(paths: Sequence[str], pattern: str) -> np.ndarray:

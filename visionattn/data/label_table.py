@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -18,10 +18,22 @@ from visionattn.model_config import Task
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
-SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
-"""Suffixes of tables."""
+TEXT = {"dtype": str, "keep_default_na": False, "index_col": False, "encoding": "utf-8-sig"}
+READERS: dict[str, tuple[str, dict[str, Any]]] = {
+    ".csv": ("read_csv", TEXT),
+    ".tsv": ("read_csv", TEXT | {"sep": "\t"}),
+    ".jsonl": ("read_json", {"lines": True, "dtype": False}),
+    ".parquet": ("read_parquet", {}),
+}
+"""Function of pandas and its options, by suffix."""
 ABOUT = ("path", "label", "split", "group", "weight")
 """Columns with a meaning; all other columns may be labels."""
+WANTED = {
+    "weight": "a number of 0 or more",
+    "regression": "a number",
+    "multilabel": "0, 1 or an empty cell",
+}
+"""Cells of columns of numbers, by use."""
 
 
 @dataclass(frozen=True)
@@ -57,34 +69,17 @@ class LabelTable:
             )
         return numbers
 
-    def splits(self) -> list[str] | None:
-        """Return the split of each row, ``train`` for an empty cell; None without the column."""
-        if "split" not in self.rows:
-            return None
+    def texts(self, column: str) -> np.ndarray:
+        """Return a column of texts, none of them empty."""
+        self._need(column)
+        self.refuse(self.rows[column] == "", f"have no {column}", column)
+        return self.rows[column].to_numpy(str)
+
+    def splits(self) -> list[str]:
+        """Return the split of each row, ``train`` for an empty cell."""
         found = [split_of(name or "train") or "" for name in self.rows["split"]]
         self.refuse(np.array(found) == "", "have a split other than train, val and test", "split")
         return found
-
-    def groups(self) -> np.ndarray | None:
-        """Return the group of each row as text; None without the column."""
-        if "group" not in self.rows:
-            return None
-        self.refuse(self.rows["group"] == "", "have no group", "group")
-        return self.rows["group"].to_numpy(str)
-
-    def weights(self) -> np.ndarray | None:
-        """Return the weight of each row, float64, at least 0; None without the column."""
-        if "weight" not in self.rows:
-            return None
-        values = self._numbers(["weight"])[:, 0]
-        self.refuse(~(values >= 0), "have no weight of 0 or more", "weight")
-        return values
-
-    def classes(self) -> list[str]:
-        """Return the name of the class of each row."""
-        self._need("label")
-        self.refuse(self.rows["label"] == "", "have no label", "label")
-        return list(self.rows["label"])
 
     def values(
         self, task: Task, columns: Sequence[str] | None, known: Sequence[str]
@@ -99,22 +94,13 @@ class LabelTable:
                 multilabel without ``label`` all columns without another meaning.
             known: the names of the outputs of weights to evaluate; empty: unknown.
         """
-        single = "label" in self.rows and columns is None
-        if task == "multilabel" and single:
-            return self._listed_classes(known)
-        others = [name for name in self.rows if name not in ABOUT]
-        usual = ["label"] if single or task == "regression" else others
+        usual = ["label"]
+        if task == "multilabel" and columns is None:
+            if "label" in self.rows:
+                return self._listed_classes(known)
+            usual = [name for name in self.rows if name not in ABOUT] or usual
         names = tuple(columns or known or usual)
-        if not names:
-            self._need("label")
-        values = self._numbers(names)
-        for name, column in zip(names, values.T, strict=True):
-            if task == "regression":
-                self.refuse(np.isnan(column), f"have no number in {name}", name)
-            else:
-                wrong = ~np.isin(column, (0, 1)) & ~np.isnan(column)
-                self.refuse(wrong, f"have neither 0 nor 1 nor nothing in {name}", name)
-        return names, values.astype(np.float32)
+        return names, self.numbers(names, task).astype(np.float32)
 
     def _listed_classes(self, known: Sequence[str]) -> tuple[tuple[str, ...], np.ndarray]:
         """Return classes and labels of cells like ``a;b``; an empty cell has no class."""
@@ -128,16 +114,24 @@ class LabelTable:
         names = tuple(known or sorted(found, key=in_order))
         return names, found.reindex(columns=list(names), fill_value=0).to_numpy(np.float32)
 
-    def _numbers(self, columns: Sequence[str]) -> np.ndarray:
-        """Return numeric columns, float64 ``[n, columns]``; NaN for empty cells."""
+    def numbers(
+        self, columns: Sequence[str], use: Literal["weight", "regression", "multilabel"]
+    ) -> np.ndarray:
+        """Return columns of numbers as in ``WANTED``, float64 ``[n, columns]``; NaN for an empty
+        cell.
+        """
         import pandas as pd
 
         self._need(*columns)
-        found = [pd.to_numeric(self.rows[name], errors="coerce") for name in columns]
-        for name, values in zip(columns, found, strict=True):
-            wrong = ~np.isfinite(values) & (self.rows[name] != "")
-            self.refuse(wrong, f"have no number in {name}", name)
-        return np.stack(found, 1).astype(np.float64)
+        cells = self.rows[list(columns)]
+        values = cells.apply(pd.to_numeric, errors="coerce").to_numpy(np.float64)
+        fits = (
+            np.isin(values, (0, 1)) | (cells == "") if use == "multilabel" else np.isfinite(values)
+        )
+        fits = fits & (values >= 0) if use == "weight" else fits
+        for name, right in zip(columns, np.asarray(fits).T, strict=True):
+            self.refuse(~right, f"lack {WANTED[use]} in {name}", name)
+        return values
 
     def _need(self, *columns: str) -> None:
         """Raise ValueError unless the table has these columns."""
@@ -147,10 +141,7 @@ class LabelTable:
             )
 
     def refuse(self, wrong: "Series | np.ndarray", reason: str, column: str) -> None:
-        """Raise ValueError if rows are wrong, with their number, and the path of the first one with
-        its cell in ``column``.
-        """
-        wrong = np.asarray(wrong)
+        """Raise ValueError if rows are wrong, with their number, and path and cell of the first."""
         if wrong.any():
             first = self.rows[wrong].iloc[0]
             cell = "" if column == "path" else f", {column} {first[column]!r}"
@@ -171,12 +162,12 @@ def read_labels(file: str, root: str) -> LabelTable:
         FileNotFoundError, ValueError: the file is missing or malformed, pandas is not installed, or
             paths are missing or occur twice; one line.
     """
-    rows = _read(file)
-    table = LabelTable(file, rows.map(str).map(str.strip).map(composed))
-    table._need("path")
-    table.refuse(table.rows["path"] == "", "have no path", "path")
-    paths = [os.path.relpath(path, root) if os.path.isabs(path) else path for path in rows["path"]]
-    table.rows["path"] = [composed(os.path.normpath(path)) for path in paths]
+    table = LabelTable(file, _read(file).map(str).map(str.strip).map(composed))
+    paths = [
+        os.path.normpath(os.path.relpath(path, root) if os.path.isabs(path) else path)
+        for path in table.texts("path")
+    ]
+    table.rows["path"] = paths
     table.refuse(table.rows["path"].duplicated(), "repeat the path of an earlier row", "path")
     return table
 
@@ -184,29 +175,18 @@ def read_labels(file: str, root: str) -> LabelTable:
 def _read(file: str) -> "DataFrame":
     """Return the cells of a table, empty text for missing ones."""
     suffix = suffix_of(file)
-    if suffix not in SUFFIXES:
-        raise ValueError(f"a table of labels ends in {', '.join(SUFFIXES)}, got {file}")
+    if suffix not in READERS:
+        raise ValueError(f"a table of labels ends in {', '.join(READERS)}, got {file}")
     if not os.path.isfile(file):
         raise FileNotFoundError(f"no table of labels at {file}")
-    require("tables", "pandas", *(["pyarrow"] if suffix == ".parquet" else []), what=file)
+    require("tables", "pandas", "pyarrow", what=file)
     import pandas as pd
 
+    function, options = READERS[suffix]
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error", pd.errors.ParserWarning)
-            if suffix == ".parquet":
-                rows = pd.read_parquet(file)
-            elif suffix in (".csv", ".tsv"):
-                rows = pd.read_csv(
-                    file,
-                    sep="\t" if suffix == ".tsv" else ",",
-                    dtype=str,
-                    keep_default_na=False,
-                    index_col=False,
-                    encoding="utf-8-sig",
-                )
-            else:
-                rows = pd.read_json(file, lines=True, dtype=False)
+            warnings.simplefilter("error", pd.errors.ParserWarning)  # a row has surplus cells
+            rows = getattr(pd, function)(file, **options)
     except (ValueError, pd.errors.ParserWarning) as error:
         raise ValueError(f"cannot read {file} as {suffix[1:]}: {one_line(error)}") from error
     if not len(rows):

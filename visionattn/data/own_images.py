@@ -206,9 +206,8 @@ class Found:
         """Raise ValueError if images of one group are in several splits."""
         if self.groups is None:
             return
-        found = Counter[str]()
-        for part in self.parts.values():
-            found.update(set(self.groups[part.indices].tolist()))
+        parts = self.parts.values()
+        found = Counter(group for part in parts for group in set(self.groups[part.indices]))
         if shared := sorted(group for group, splits in found.items() if splits > 1):
             raise ValueError(
                 f"{len(shared)} of {len(found)} groups of {self.root} have images in several "
@@ -353,19 +352,17 @@ def _joined(
     weights; with masks, without its labels.
     """
     images = [path_in(root, placed.source, index) for index in range(len(placed.places))]
-    numbers, splits = table.rows_of(images, root), table.splits()
-    classes = table.classes() if task == "classification" else [""] * len(table.rows)
+    numbers, given = table.rows_of(images, root), set(table.rows)
+    splits = table.splits() if "split" in given else None
+    groups = table.texts("group")[numbers] if "group" in given else None
+    weights = table.numbers(["weight"], "weight")[numbers, 0] if "weight" in given else None
+    classes = table.texts("label").tolist() if task == "classification" else [""] * len(table.rows)
     places = [
         place and (splits[row] if splits else place[0], classes[row]) if row >= 0 else None
         for place, row in zip(placed.places, numbers.tolist(), strict=True)
     ]
     found = Found.placed(root, placed._replace(places=places), masks)
-    groups, weights = table.groups(), table.weights()
-    found = replace(
-        found,
-        groups=None if groups is None else groups[numbers],
-        weights=None if weights is None else weights[numbers],
-    )
+    found = replace(found, groups=groups, weights=weights)
     if task in ("classification", "segmentation"):
         return found
     names, values = table.values(task, columns, known)
