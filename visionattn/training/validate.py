@@ -158,8 +158,10 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
 
 
 def _same_root(data: DataConfig, other: DataConfig) -> bool:
-    """Tell whether both name the same folder of images, by any path."""
+    """Tell whether both name the same table and the same folder of images, by any path."""
     if data.root is None or other.root is None or (data.name, other.name) != ("folder", "folder"):
+        return False
+    if data.labels != other.labels:
         return False
     return data.root == other.root or os.path.realpath(data.root) == os.path.realpath(other.root)
 
