@@ -85,8 +85,8 @@ MEANINGS = [
     (dict(ignored=-1), ".ignored must be one value from 0 to 65535, got -1"),
     (dict(ignored=[255]), ".ignored must be one value from 0 to 65535, got [255]"),
     (dict(colours=THREE, ignored=255), ".ignored must be red, green and blue, 0 to 255, got 255"),
-    (dict(colours=THREE, ignored=THREE[1]), ".ignored [200, 30, 30] is that of a class; name"),
-    (dict(classes=["a", "b"], ignored=1), ".ignored 1 is that of a class; name another one"),
+    (dict(colours=THREE, ignored=THREE[1]), ".ignored [200, 30, 30] is the value of a class; name"),
+    (dict(classes=["a", "b"], ignored=1), ".ignored 1 is the value of a class; name another one"),
     (dict(names=["a", "b"]), " has an unknown key names"),
 ]
 

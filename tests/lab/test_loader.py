@@ -172,7 +172,7 @@ def test_the_printed_rows_are_written_and_read_all_adds_one(main, tmp_path, caps
     assert main(["loader", data, *flags, *QUICK]) == 0
     lines, rows = capsys.readouterr().out.splitlines(), read_csv(file)
     assert "first batch of each are not counted" in lines[2] and len(lines[6:]) == len(rows) == 2
-    assert [row["read"] for row in rows] == ["what is seen", "all"]
+    assert [row["read"] for row in rows] == ["needed part", "all"]
     assert {(row["data"], row["img_size"], row["workers"]) for row in rows} == {(data, "64", "0")}
     assert float(rows[1]["ratio_median"]) < 1
     assert rows[0]["command"].startswith("visionattn benchmark loader folder+root")

@@ -111,7 +111,7 @@ def whole_folder(path: str | Path, *, replaces: str | None = None) -> Iterator[P
 
 def _former(target: Path) -> Path:
     """Return the name of a folder from the moment another one takes its place until it is deleted.
-    It is no unfinished name: ``forget_unfinished`` must leave the folder alone.
+    It is no unfinished name: ``forget_unfinished`` must not delete the folder.
     """
     return Continued.beside(target, folder=True).with_suffix(".former")
 

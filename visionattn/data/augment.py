@@ -166,8 +166,8 @@ class Augment:
         changed = self._pipeline(**{name: np.ascontiguousarray(x) for name, x in given.items()})
         if changed["image"].shape != size:
             raise ValueError(
-                f"data.augment {self._name} makes images of {list(changed['image'].shape)} of "
-                f"{list(size)}; the size is that of data.img_size, so leave its step out"
+                f"data.augment {self._name}: expected images of {list(size)} (data.img_size), got "
+                f"{list(changed['image'].shape)}; leave out the step that changes the size"
             )
         return changed
 

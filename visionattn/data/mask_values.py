@@ -90,7 +90,7 @@ def _check_said(said: MasksSaid, source: str) -> None:
     if colours is None and not (isinstance(ignored, int) and 0 <= ignored <= 65535):
         raise ValueError(f"{source}.ignored must be one value from 0 to 65535, got {ignored}")
     if ignored in (colours or range(len(names or []))):
-        raise ValueError(f"{source}.ignored {ignored} is that of a class; name another one")
+        raise ValueError(f"{source}.ignored {ignored} is the value of a class; name another one")
 
 
 def _is_colour(value: Any) -> bool:

@@ -135,7 +135,7 @@ def open_masked_tree(root: str) -> tuple[Placed, list[str]]:
 
 def _kind_of(parts: Folders) -> tuple[str, Folders]:
     """Return whether a path is in ``images`` or in ``masks`` (empty text: neither), and its other
-    parts, the first of which may be a split.
+    parts, which may begin with a split.
     """
     for at in (0, 1) if split_of(parts[0]) else (0,):
         kind = parts[at].lower() if at < len(parts) - 1 else ""

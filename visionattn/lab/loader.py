@@ -271,7 +271,7 @@ def record_of(
     """Return a row as plain values, with units in the names and the ratio to ``base``."""
     rates = [reading.images / reading.seconds for reading in own]
     record: Record = {"data": case.source.label, "img_size": case.size}
-    record |= {"augment": case.data.augment, "read": "all" if case.read_all else "what is seen"}
+    record |= {"augment": case.data.augment, "read": "all" if case.read_all else "needed part"}
     record |= {"batch": case.batch, "workers": case.workers} | spread("images_per_second", rates)
     volumes = [reading.megabytes / reading.seconds for reading in own]
     record |= spread("megabytes_per_second", volumes)

@@ -124,7 +124,7 @@ def differentiate(
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*kept)
         ctx.options = pick_options(everything)
-        if len(filled) > 1:  # one alone needs no shape: if it is None, nothing is left to do
+        if len(filled) > 1:  # a single one needs no shape: if it is None, nothing is left to do
             ctx.shapes = [x.shape for x in pick_filled(everything)]
 
     def run(ctx, *grads):

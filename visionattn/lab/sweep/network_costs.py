@@ -122,8 +122,8 @@ def ask_status(function: Callable[..., Record], given: Record, **how: Any) -> Re
 
 
 def time_networks(plan: Plan, found: dict[Network, Record], work: str, conditions: Record) -> None:
-    """Add to the columns of networks the images per second of a pass, and how many times those of
-    the direct form, from an interleaved run in one process; networks that do not fit are left out.
+    """Add the images per second of a pass to the columns of networks, and the ratio to the direct
+    form, from an interleaved run in one process; networks that do not fit are left out.
     """
     timed = [network for network in found if found[network][f"{work}_status"] == "ok"]
     passes = [pass_of(plan, network, work, conditions) for network in timed]

@@ -135,7 +135,7 @@ def usual_overlap(tile: int, patch_px: tuple[int, int]) -> int:
 
 
 def cell_of(model: nn.Module, want: Want) -> tuple[int, int]:
-    """Return height and width in pixels of which tiles must be multiples.
+    """Return height and width in pixels; tiles must be multiples of them.
 
     These are patches, and for ``dense`` also cells of the feature map according to timm; 1 x 1 if
     there are neither.
