@@ -10,19 +10,23 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from tests.helpers.geometry import square
 from tests.helpers.several_processes import Ended, run_processes
 from tests.helpers.small_runs import MODEL, SPEC, Quadrants, quadrants, small_config
 from visionattn.cli.ends import run_tool
 from visionattn.data.batches import Unreadable
+from visionattn.data.splits import build_splits
 from visionattn.data.streams import Shards, StreamTrainBatches
 from visionattn.model_config import ModelConfig
 from visionattn.models.building import build_model
 from visionattn.models.weights import load_model
 from visionattn.training import checkpoint, engine
+from visionattn.training.config import LossConfig
 from visionattn.training.distributed import check_model, choose_kind, joined
 from visionattn.training.engine import train
 from visionattn.training.trainer import Trainer
@@ -111,6 +115,48 @@ def test_several_processes_train_as_one_does_with_accumulation_mixing_and_an_inc
     assert f"on {size} processes ({kind}), cpu" in ended[0].out and "epoch 2/2" in ended[0].out
     assert ended[0].err == ""
     assert_alike(tmp_path / "one" / "small", tmp_path / "more" / "small")
+
+
+def write_masks(root: Path) -> None:
+    """Seven training images, so that three crops of each leave one process without any at the end
+    of an epoch.
+    """
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 7), ("val", 3)):
+        for kind in ("images", "masks"):
+            (root / split / kind).mkdir(parents=True)
+        for number in range(count):
+            mask = rng.choice([0, 1, 2, 255], (31, 27 + number), p=[0.7, 0.1, 0.1, 0.1])
+            image = Image.fromarray(mask.astype(np.uint8))
+            image.save(root / split / "masks" / f"{number}.png")
+            image.convert("RGB").save(root / split / "images" / f"{number}.png")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "loss"),
+    [
+        ("segmentation", LossConfig("cross_entropy_dice", "balanced")),
+        ("segmentation", LossConfig("dice")),
+        ("segmentation", LossConfig("focal", [1.0, 3.0, 2.0])),
+        ("classification", LossConfig("focal", "balanced")),
+    ],
+)
+def test_several_processes_train_as_one_does_with_losses_for_rare_classes(
+    tmp_path, monkeypatch, task, loss
+):
+    monkeypatch.setattr(engine, "build_splits", build_splits)
+    data, batch_size = {"sampler": "balanced", "crop": [12, 8], "crops": 2}, 250
+    if task == "segmentation":
+        write_masks(tmp_path / "data")
+        data = {"name": "folder", "root": str(tmp_path / "data"), "task": task, "img_size": None}
+        data |= {"masks": {"classes": ["a", "b", "c"]}, "augment": "light"}
+        data |= {"crop": 16, "crop_around": 0.5, "crops": 3}
+        batch_size = 4
+    options = dict(data=data, loss=loss, batch_size=batch_size, optim={"accumulate": 2})
+    run_on(1, tmp_path / "one", **options)
+    run_on(2, tmp_path / "two", **options)
+    assert_alike(tmp_path / "one" / "small", tmp_path / "two" / "small")
 
 
 def stop_after(monkeypatch, step: int, rank: int) -> None:

@@ -83,7 +83,8 @@ class DataConfig:
     """Only with ``crop``: crops per image and epoch."""
     batch_patches: int | None = None
     """Only for ``native``: maximum number of patches per batch, whose images have equal grids; a
-    larger image forms its own batch. None: as many as ``batch_size`` images have on average.
+    larger image forms its own batch. None: as many as ``batch_size`` images have on average. With
+    ``crop`` it limits the batches of evaluation, None: as many as ``batch_size`` crops have.
     """
     augment: str = "none"
     """``none``, or a preset: ``light`` (shift, scale, rotation), ``three`` (crop, flip, greyscale,

@@ -27,6 +27,7 @@ from visionattn.data.mask_values import (
     MaskClasses,
     Pairs,
     pairs_of,
+    used_values,
 )
 from visionattn.data.sources import Files
 from visionattn.models.segmentation import IGNORED
@@ -130,7 +131,7 @@ class MaskFiles:
         """
         classes: set[int] = set()
         order = np.random.default_rng(0).permutation(indices).tolist()
-        for _, found in self.each(lambda index: set(np.unique(self.read(index)).tolist()), order):
+        for _, found in self.each(lambda index: set(used_values(self.read(index))), order):
             classes |= found
             if len(classes - {IGNORED}) >= enough:
                 break

@@ -212,7 +212,7 @@ def _packed(colour: tuple[int, int, int]) -> int:
     return colour[0] << 16 | colour[1] << 8 | colour[2]
 
 
-def _used(values: np.ndarray) -> list[int]:
+def used_values(values: np.ndarray) -> list[int]:
     """Return the distinct values, sorted."""
     if values.dtype == np.uint8:
         return np.flatnonzero(cv2.calcHist([values], [0], None, [256], [0, 256])).tolist()
@@ -244,12 +244,12 @@ def _values(mask: Image.Image, *, coloured: bool) -> tuple[np.ndarray, dict[int,
     """
     if mask.mode == "P":
         values, palette = np.asarray(mask), _palette(mask)
-        shown = {value: palette[value] for value in _used(values)}
+        shown = {value: palette[value] for value in used_values(values)}
         if mask.format != "GIF" or any(colour % GREY_STEP for colour in shown.values()):
             return values, shown
         # The palette of a GIF contains the levels that occur.
         values = cv2.LUT(values, np.array([each & 255 for each in palette], np.uint8))
-        return values, {value: _grey(value) for value in _used(values)}
+        return values, {value: _grey(value) for value in used_values(values)}
     if mask.mode in INDEXED:
         step, most = _step(mask), 65535 if mask.mode.startswith("I;16") else 255
         values, white = np.asarray(mask), _zero_is_white(mask)
@@ -258,7 +258,7 @@ def _values(mask: Image.Image, *, coloured: bool) -> tuple[np.ndarray, dict[int,
         if white and most == 255:  # Pillow has inverted these
             values = 255 - values
         values = values // step
-        levels = {value: value * step for value in _used(values)}
+        levels = {value: value * step for value in used_values(values)}
         return values, {
             value: _grey(most - level if white else level) for value, level in levels.items()
         }
@@ -267,14 +267,14 @@ def _values(mask: Image.Image, *, coloured: bool) -> tuple[np.ndarray, dict[int,
         raise NotAsAsked(f"it has pixels of the kind {kind}; wanted the number of a class for each")
     red, green, blue = (np.asarray(band) for band in mask.convert("RGB").split())
     if np.array_equal(red, green) and np.array_equal(red, blue):
-        return red, {value: _grey(value) for value in _used(red)}
+        return red, {value: _grey(value) for value in used_values(red)}
     if not coloured:
         raise NotAsAsked(
             "it has colours without a stated meaning: give the colour of each class with "
             "data.masks.colours"
         )
     values = red.astype(np.uint32) << 16 | green.astype(np.uint16) << 8 | blue
-    return values, {value: value for value in _used(values)}
+    return values, {value: value for value in used_values(values)}
 
 
 def _grey(level: int) -> int:

@@ -439,10 +439,12 @@ class Trainer:
         self.progress.advance(len(group), note=note)
 
     def steps_left(self) -> float:
-        """Return the remaining steps, with evaluations converted to steps of equal time."""
+        """Return the remaining steps, with evaluations converted to steps by their pixels."""
         checkpointing = self.config.model.grad_checkpointing
         forward = FORWARD_CHECKPOINTED if checkpointing else FORWARD
-        trained, validated = self.images()
+        trained, validated = (
+            int(batches.shapes().prod(1).sum()) for batches in (self.batches, self.validation)
+        )
         epochs = self.config.epochs - self.position.epoch
         done = self.position.batch / self.config.optim.accumulate
         return self.steps_per_epoch * epochs * (1 + forward * validated / trained) - done

@@ -75,6 +75,7 @@ class TrainingMemory(Memory):
     ):
         self.config, self.splits, self.processes = config, splits, processes
         self.objective = objective or objective_of(splits.spec, config.optim, config.loss)
+        self.native = splits.spec.fit == "native" and config.data.crop is None
         self.kind = choose_kind(replace(config, batch_size="auto"), processes.size)
         patch_px = patch_size(model)
         passes = Passes(
@@ -152,7 +153,7 @@ class TrainingMemory(Memory):
 
     def batch_that_fits(self, images: int, shape: Shape) -> str:
         """Return the options for batches of ``images`` images with the same images per step."""
-        if self.splits.spec.fit == "native":
+        if self.native:
             patches = images * (math.prod(shape[1:]) // self.cell_px)
             return f"--data.batch_patches {patches} would fit, {images} such images"
         raised = -(-shape[0] * self.config.optim.accumulate // images)
@@ -164,14 +165,15 @@ class TrainingMemory(Memory):
     def image_that_fits(self, size: Size) -> str:
         """Return the options for images of a size."""
         rows, columns = size
-        if self.splits.spec.fit == "native":
+        if self.native:
             patches = rows * columns // self.cell_px
             return (
                 f"one image of up to {patches} patches would fit: --data.max_patches {patches} "
                 f"with --data.img_size null, or --data.img_size {max(size)}"
             )
         size_px = str(rows) if rows == columns else f"{rows} {columns}"
-        return f"one image of {rows} x {columns} pixels would fit: --data.img_size {size_px}"
+        option = "img_size" if self.config.data.crop is None else "crop"
+        return f"one image of {rows} x {columns} pixels would fit: --data.{option} {size_px}"
 
 
 def share_of(shape: Shape, processes: int) -> Shape:

@@ -1,0 +1,133 @@
+"""Runs on training crops: resume, validation on whole images, and refused options."""
+
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.helpers.image_files import refused
+from tests.helpers.resumed_runs import assert_same_end, interrupt, state_of, stop_after
+from tests.helpers.small_runs import lines_of, small_config
+from visionattn.cli.ends import Stopped
+from visionattn.data.data_config import DataConfig
+from visionattn.data.splits import build_splits, train_batches
+from visionattn.training import checkpoint
+from visionattn.training.config import OptimConfig, TrainConfig, check
+from visionattn.training.validate import parse_validate
+
+SIZES = [(40, 52), (33, 90), (14, 70)]
+
+
+@pytest.fixture(scope="module")
+def masked(tmp_path_factory):
+    """Images of three sizes, one lower than the crops, with a small object in most masks."""
+    root, rng = tmp_path_factory.mktemp("crops") / "data", np.random.default_rng(0)
+    for split, count in (("train", 7), ("val", 3)):
+        for kind in ("images", "masks"):
+            (root / split / kind).mkdir(parents=True)
+        for number in range(count):
+            height, width = SIZES[number % 3]
+            image = rng.integers(0, 255, (height, width, 3), np.uint8)
+            mask = np.zeros((height, width), np.uint8)
+            if number != 2:
+                top, left = rng.integers(0, (height - 4, width - 4))
+                mask[top : top + 4, left : left + 4] = 1
+            Image.fromarray(image).save(root / split / "images" / f"{number}.png")
+            Image.fromarray(mask).save(root / split / "masks" / f"{number}.png")
+    return root
+
+
+def data_of(root, **changes):
+    given = {"name": "folder", "task": "segmentation", "root": str(root), "workers": 0}
+    given |= {"masks": {"classes": ["ground", "car"]}, "fit": "native", "augment": "light"}
+    return given | {"crop": [16, 20], "crop_around": 0.7, "crops": 3, "img_size": None} | changes
+
+
+def config_of(output, root, **options):
+    model = {"class_token": False, "global_pool": "avg"}
+    options = dict(data=data_of(root), batch_size=4, model=model) | options
+    return small_config(output, **options)
+
+
+def test_a_run_on_crops_counts_them_resumes_and_validates_whole_images(masked, tmp_path):
+    said = lines_of(config_of(tmp_path / "whole", masked, save_every=1))
+    text = "\n".join(said)
+    assert "7 training and 3 validation images, 2 epochs of 6 steps" in text
+    crops = "native size; training on crops of 16 x 20 px, 70% of them around objects"
+    assert f"preprocessing: {crops}" in said
+    assert "21 images of 16 x 20 px, 20 patches" in text
+    state = state_of(tmp_path / "whole" / "small")
+    assert state["position"]["images"] == 2 * 21 and state["images"] == [7, 3]
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(patch, 9, interrupt)
+        with pytest.raises(Stopped):
+            lines_of(config_of(tmp_path / "resumed", masked, save_every=1))
+    options = dict(resume=True, save_every=1)
+    other = config_of(tmp_path / "resumed", masked, data=data_of(masked, crops=2), **options)
+    with pytest.raises(ValueError, match="^the run has data.crops 3, not 2; .* until the epoch"):
+        lines_of(other)
+    lines_of(config_of(tmp_path / "resumed", masked, **options))
+    assert_same_end(tmp_path / "whole" / "small", tmp_path / "resumed" / "small")
+    # Evaluation ignores the crops of the run, and chooses its own batches.
+    best = str(tmp_path / "whole" / "small" / "best.safetensors")
+    config = parse_validate(["--checkpoint", best])
+    assert (config.data.crop, config.data.crops, config.batch_size) == (None, 1, "auto")
+    with pytest.raises(ValueError, match="^data.crop is for training; images to evaluate on stay"):
+        parse_validate(["--checkpoint", best, "--data.crop", "8"])
+
+
+@pytest.mark.parametrize("augment", ["none", "three"])
+def test_batches_do_not_depend_on_the_number_of_workers(masked, augment):
+    def batches(workers):
+        config = DataConfig(**data_of(masked, workers=workers, augment=augment))
+        made = train_batches(build_splits(config, 0), config, batch_size=4, seed=3)
+        return list(made.epoch(1))
+
+    for one, other in zip(batches(0), batches(2), strict=True):
+        assert torch.equal(one.images, other.images) and torch.equal(one.labels, other.labels)
+        assert one.images.shape[2:] == (16, 20) == one.labels.shape[1:]
+
+
+def test_a_state_from_before_crops_goes_on():
+    old = asdict(TrainConfig())
+    for key in ("crop", "crop_around", "crops"):
+        del old["data"][key]
+    assert checkpoint.check_options(old, asdict(TrainConfig()), amid_epoch=True, done=False) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (dict(crops=2), "data.crop_around and data.crops are for training crops; give their"),
+        (dict(crop_around=0.5), "data.crop_around and data.crops are for training crops; give"),
+        (dict(crop=16, crops=0), "data.crops must be above 0, got 0"),
+        (dict(crop=16, crop_around=1.5), "data.crop_around must be in [0, 1], got 1.5"),
+        (dict(crop=[16]), "data.crop must be one number of pixels, or height and width, got [16]"),
+        (dict(crop=0), "data.crop must be above 0, got 0"),
+        (dict(crop=32), "data.crop 32 x 32 px cuts nothing off images of at most 32 x 32 px"),
+        (dict(crop=16, crop_around=0.5), "data.crop_around needs masks (data.task segmentation"),
+        (dict(crop=16, task="generate"), "data.crop is only for images that are neither stream"),
+        (
+            dict(crop=16, name="folder", root="wds/x", img_size=32, fit="crop", on_error="skip"),
+            "data.crop is only for images that are neither streamed nor generated",
+        ),
+    ],
+)
+def test_crops_that_cannot_be_are_refused(given, line):
+    assert refused(ValueError, DataConfig(**given)).startswith(line)
+
+
+def test_mixing_and_shared_rows_are_refused():
+    data = DataConfig(crop=16)
+    with pytest.raises(ValueError, match="^optim.mixup and optim.cutmix blend .* data.crop"):
+        check(TrainConfig(data=data, optim=OptimConfig(mixup=0.2)))
+    with pytest.raises(ValueError, match="^parallel sequence shares .* not with data.crop"):
+        check(TrainConfig(data=data, parallel="sequence"))
+
+
+def test_crops_are_whole_patches(masked, tmp_path):
+    config = config_of(tmp_path, masked, data=data_of(masked, crop=18))
+    with pytest.raises(ValueError, match="^image of 18 x 18 pixels is not .*: 16 or 20"):
+        lines_of(replace(config, epochs=1))
