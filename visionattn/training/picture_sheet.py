@@ -17,6 +17,10 @@ ENLARGED_PX, MOST_TIMES, LEAST_PX = 256, 4, 24
 large pictures are shrunk to a common longest side of at least ``LEAST_PX``.
 """
 MARGIN, GAP, NARROWEST, HEAD_PX, CAPTION_PX = 24, 14, 128, 60, 17
+CELL_PX, NAME_PX = 40, 160
+"""Side of a cell of a confusion matrix, and the largest width of a class name."""
+BLUE = (29, 86, 184)
+"""The colour of a share of 1."""
 SMALL = 12
 """The usual font size."""
 
@@ -52,7 +56,9 @@ def visible(image: Tensor) -> np.ndarray:
     return np.broadcast_to(values, (*values.shape[:2], 3))
 
 
-def draw_sheet(parts: Sequence[Part], *, most_px: int = MOST_PX) -> Image.Image:
+def draw_sheet(
+    parts: Sequence[Part], *, most_px: int = MOST_PX, columns: int = COLUMNS
+) -> Image.Image:
     """Draw pictures, each at its own aspect ratio, part below part.
 
     All pictures have the same scale: tiny pictures are enlarged by an integer factor, large ones
@@ -61,10 +67,11 @@ def draw_sheet(parts: Sequence[Part], *, most_px: int = MOST_PX) -> Image.Image:
     Args:
         parts: the parts in reading order, with at least one picture.
         most_px: the largest width of the sheet in pixels, if captions allow.
+        columns: the most pictures in a row.
     """
     longest = max(max(picture.pixels.shape[:2]) for part in parts for picture in part.pictures)
     times = max(1, min(MOST_TIMES, ENLARGED_PX // longest))
-    columns = min(COLUMNS, max(len(part.pictures) for part in parts))
+    columns = min(columns, max(len(part.pictures) for part in parts))
     cap = min(times * longest, max(LEAST_PX, (most_px - 2 * MARGIN) // columns - GAP))
     how = f"; shown {times} times as large" if times > 1 else ""
     if cap < longest:
@@ -135,3 +142,39 @@ def shortened(text: str, font: ImageFont.FreeTypeFont, width: int) -> str:
     while text and font.getlength(text + "…") > width:
         text = text[:-1]
     return text + "…"
+
+
+def draw_confusion(confusion: np.ndarray, names: Sequence[str]) -> Image.Image:
+    """Draw a confusion matrix: a row for each true class, a column for each predicted class.
+
+    Each cell has the share of its row as colour. Its text is the count, or the share in percent if
+    a count has more than four digits.
+
+    Args:
+        confusion: counts ``[classes, classes]``.
+        names: the names of the classes.
+    """
+    shares = confusion / confusion.sum(1, keepdims=True).clip(1)
+    counted = confusion.max() < 10_000
+    font, size = font_of(SMALL), CELL_PX * len(names)
+    names = [shortened(printable(name), font, NAME_PX) for name in names]
+    edge = GAP + max(int(font.getlength(name)) for name in names)
+    named = Image.new("RGB", (edge, size), PAPER)
+    for row, name in enumerate(names):
+        place = (edge - 4, CELL_PX * (row + 0.5))
+        ImageDraw.Draw(named).text(place, name, fill=INK, font=font, anchor="rm")
+    head = draw_head("confusion matrix", "rows: true class; columns: predicted class")
+    sides = max(edge + size + GAP, head.width + 2 * GAP), HEAD_PX + size + edge
+    sheet = Image.new("RGB", sides, PAPER)
+    sheet.paste(head, (GAP, GAP // 2))
+    sheet.paste(named, (0, HEAD_PX))
+    sheet.paste(named.rotate(90, expand=True), (edge, HEAD_PX + size))
+    pen = ImageDraw.Draw(sheet)
+    for (row, column), share in np.ndenumerate(shares):
+        left, top = edge + CELL_PX * column, HEAD_PX + CELL_PX * row
+        fill = tuple(round(255 + share * (level - 255)) for level in BLUE)
+        pen.rectangle((left, top, left + CELL_PX, top + CELL_PX), fill=fill, outline=EDGE)
+        text = str(confusion[row, column]) if counted else f"{share:.0%}"
+        centre, ink = (left + CELL_PX / 2, top + CELL_PX / 2), PAPER if share > 0.5 else INK
+        pen.text(centre, text, fill=ink, font=font, anchor="mm")
+    return sheet
