@@ -93,7 +93,7 @@ class Example(NamedTuple):
     image: Tensor
     """``[C, H, W]``, as in ``Batch``, without padding."""
     label: Tensor
-    """Its class, or the mask ``[H, W]``."""
+    """Its class ``[]``, or the mask ``[H, W]``."""
     output: Tensor
     """Outputs ``[classes]``, or the predicted classes of pixels ``[H, W]``."""
 
@@ -105,7 +105,7 @@ class Tally:
         values: number of values that are recorded for each image.
 
     Attributes:
-        examples: the first images of this process.
+        examples: some of the first images of this process.
         confusion: for segmentation, the counts of ``confusion_of`` over all processes.
     """
 
@@ -140,10 +140,21 @@ class Tally:
             self._probabilities.append(logits.softmax(1))
 
     def show(self, images: Tensor, labels: Tensor, sizes: Tensor | None, outputs: Tensor) -> None:
-        """Keep the first images of a batch as examples, with labels and outputs as ``Example``
-        describes; ``sizes`` as in ``Batch``.
+        """Keep the first images as examples, as many of each class if images have classes.
+
+        Args:
+            images: as in ``Batch``.
+            labels: as in ``Batch``, on the CPU.
+            sizes: as in ``Batch``.
+            outputs: outputs ``[B, classes]``, or the predicted classes of pixels ``[B, H, W]``.
         """
-        for i in range(min(len(images), EXAMPLES - len(self.examples))):
+        most_of_class = math.ceil(EXAMPLES / outputs.shape[1])
+        for i in range(len(images)):
+            if len(self.examples) == EXAMPLES:
+                return
+            same = [x for x in self.examples if labels.ndim == 1 and x.label == labels[i]]
+            if len(same) == most_of_class:
+                continue
             height, width = images.shape[2:] if sizes is None else sizes[i].tolist()
             mask = slice(height), slice(width)
             # Clones, because views would keep the whole batch in memory.
@@ -293,9 +304,9 @@ def _sums(
     rows = classes if spec.task == "segmentation" else 3
     counts = torch.zeros(rows, classes, dtype=torch.int64, device=device)
     leaves_out = takes_sizes(model)
-    for images, labels, sizes, *_ in batches:
+    for images, known, sizes, *_ in batches:
         start = time.perf_counter()
-        labels = labels.to(device, non_blocking=True)
+        labels = known.to(device, non_blocking=True)
         with autocast(device, amp):
             inputs = spec.prepare(images.to(device, non_blocking=True))
             judged = objective.judge(model, inputs, sizes if leaves_out else None, labels)
@@ -315,7 +326,7 @@ def _sums(
             tally.add_values(labels, judged.values)
         for outputs in (judged.logits, judged.masks, judged.values):
             if tally is not None and outputs is not None:
-                tally.show(images, labels, sizes, outputs)
+                tally.show(images, known, sizes, outputs)
         parts.append(found)
         # A GPU still computes after a call has returned.
         if device.type == "cuda":

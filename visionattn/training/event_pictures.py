@@ -13,7 +13,7 @@ from visionattn.models.weights import DataSpec
 from visionattn.training.evaluate import MOST_CURVES, Example, Tally
 from visionattn.training.picture_sheet import Part, Picture, draw_confusion, draw_sheet, visible
 
-MOST_PX = 900
+MOST_PX = 640
 """The largest width of a sheet in pixels, if captions allow."""
 MASK_PX, MOST_MASKS = 256, 4
 """The longest side of a drawn mask in pixels, and the most images with masks."""
@@ -70,7 +70,7 @@ def draw_examples(examples: Sequence[Example], split: str, spec: DataSpec) -> Im
     else:
         pictures = [with_classes(example, spec) for example in examples]
         columns = 4
-    part = Part(split, f"the first {len(examples)} images", pictures)
+    part = Part(split, f"{len(examples)} images", pictures)
     return draw_sheet([part], most_px=MOST_PX, columns=columns)
 
 
