@@ -17,9 +17,9 @@ from visionattn.training.batch_pictures import (
     named,
     training_changes,
     unprepared,
-    visible,
 )
 from visionattn.training.engine import train
+from visionattn.training.picture_sheet import visible
 
 
 def seen_in_training(config, monkeypatch):

@@ -3,13 +3,10 @@ The batches are made as in a run, but no file of a run is written.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
-from einops import rearrange
-from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 from torch.nn.functional import one_hot
 
@@ -17,7 +14,6 @@ from visionattn.cli.files import check_free, write_whole
 from visionattn.data.batches import Batch, seed_batch
 from visionattn.data.drawn_images import seen_as
 from visionattn.data.geometry import Geometry
-from visionattn.data.lettering import EDGE, HATCH, INK, MUTED, PAPER, font_of, printable
 from visionattn.data.splits import check_root, training_geometry
 from visionattn.models.pixel_classes import class_names, striped
 from visionattn.models.segmentation import IGNORED
@@ -25,40 +21,11 @@ from visionattn.models.weights import DataSpec
 from visionattn.training import engine
 from visionattn.training.config import TrainConfig, check
 from visionattn.training.distributed import Processes
+from visionattn.training.picture_sheet import Part, Picture, draw_sheet, visible
 from visionattn.training.trainer import Trainer
 
 MOST_PICTURES = 16
 """The most pictures of training and of validation."""
-MOST_PX, COLUMNS = 2400, 8
-"""The largest width of a sheet in pixels, and the most pictures in a row."""
-ENLARGED_PX, MOST_TIMES, LEAST_PX = 256, 4, 24
-"""Small pictures are enlarged by a common integer factor, up to ``ENLARGED_PX`` and ``MOST_TIMES``;
-large pictures are shrunk to a common longest side of at least ``LEAST_PX``.
-"""
-MARGIN, GAP, NARROWEST, HEAD_PX, CAPTION_PX = 24, 14, 128, 60, 17
-SMALL = 12
-"""The usual font size."""
-
-
-@dataclass(frozen=True)
-class Picture:
-    """An image and its captions."""
-
-    pixels: np.ndarray
-    """uint8 ``[H, W, 3]``."""
-    present: tuple[int, int]
-    """Height and width in pixels of the image, from the top left; padding is drawn hatched."""
-    captions: tuple[str, ...]
-    """Lines below the picture; the first line is its name."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """A title with its pictures."""
-
-    title: str
-    note: str
-    pictures: Sequence[Picture]
 
 
 def show_batch(config: TrainConfig) -> str:
@@ -196,16 +163,6 @@ def part(
     return Part(title, note, pictures)
 
 
-def visible(image: Tensor) -> np.ndarray:
-    """Convert an image ``[C, H, W]``, uint8 or float32 in [0, 1], to uint8 ``[H, W, 3]``: its first
-    three bands, or its first band as grey.
-    """
-    values = rearrange(image[:3] if image.shape[0] >= 3 else image[:1], "c h w -> h w c").numpy()
-    if values.dtype != np.uint8:
-        values = np.rint(values.clip(0, 1) * 255).astype(np.uint8)
-    return np.broadcast_to(values, (*values.shape[:2], 3))
-
-
 def named(spec: DataSpec, shares: Tensor) -> str:
     """Return the name of a class, or names and shares of the two largest classes of a mixture."""
     if not len(shares):
@@ -247,88 +204,3 @@ def training_changes(config: TrainConfig) -> str:
     mixing = {"mixup": optim.mixup, "cutmix": optim.cutmix}
     given = [f"{name} {value}" for name, value in mixing.items() if value]
     return ", ".join([f"augment {data.augment}", *given])
-
-
-def draw_sheet(parts: Sequence[Part], *, most_px: int = MOST_PX) -> Image.Image:
-    """Draw pictures, each at its own aspect ratio, part below part.
-
-    All pictures have the same scale: tiny pictures are enlarged by an integer factor, large ones
-    are shrunk to a common longest side.
-
-    Args:
-        parts: the parts in reading order, with at least one picture.
-        most_px: the largest width of the sheet in pixels, if captions allow.
-    """
-    longest = max(max(picture.pixels.shape[:2]) for part in parts for picture in part.pictures)
-    times = max(1, min(MOST_TIMES, ENLARGED_PX // longest))
-    columns = min(COLUMNS, max(len(part.pictures) for part in parts))
-    cap = min(times * longest, max(LEAST_PX, (most_px - 2 * MARGIN) // columns - GAP))
-    how = f"; shown {times} times as large" if times > 1 else ""
-    if cap < longest:
-        how = f"; shown at {cap} px at most"
-    rows = []
-    for part in parts:
-        rows.append([draw_head(part.title, part.note + how)])
-        tiles = [draw_picture(picture, times, cap) for picture in part.pictures]
-        rows += [tiles[start : start + columns] for start in range(0, len(tiles), columns)]
-    widths = [sum(tile.width + GAP for tile in row) - GAP for row in rows]
-    heights = [max(tile.height for tile in row) + GAP for row in rows]
-    size = max(widths) + 2 * MARGIN, sum(heights) - GAP + 2 * MARGIN
-    sheet, top = Image.new("RGB", size, PAPER), MARGIN
-    for row, height in zip(rows, heights, strict=True):
-        left = MARGIN
-        for tile in row:
-            sheet.paste(tile, (left, top))
-            left += tile.width + GAP
-        top += height
-    return sheet
-
-
-def draw_head(title: str, note: str) -> Image.Image:
-    """Draw a title with a note below it."""
-    width = int(font_of(SMALL).getlength(note)) + 1
-    head = Image.new("RGB", (max(width, NARROWEST), HEAD_PX), PAPER)
-    pen = ImageDraw.Draw(head)
-    pen.text((0, 0), title, fill=INK, font=font_of(20, bold=True))
-    pen.text((0, 32), note, fill=MUTED, font=font_of(SMALL))
-    return head
-
-
-def draw_picture(picture: Picture, times: int, cap: int) -> Image.Image:
-    """Draw a picture, enlarged ``times`` but at most ``cap`` pixels long, with a frame and its
-    captions.
-    """
-    full_height, full_width = picture.pixels.shape[:2]
-    scale = min(times, cap / max(full_height, full_width))
-    height, width = max(1, round(full_height * scale)), max(1, round(full_width * scale))
-    lines = len(picture.captions)
-    tile_width = max(width + 2, NARROWEST)
-    tile = Image.new("RGB", (tile_width, height + 6 + lines * CAPTION_PX), PAPER)
-    # Hatching shows the padding around the image.
-    area = Image.new("RGB", (width, height), PAPER)
-    pen = ImageDraw.Draw(area)
-    for start in range(-height, width, 8):
-        pen.line((start, height, start + height, 0), fill=HATCH)
-    rows, columns = picture.present
-    seen = Image.fromarray(np.ascontiguousarray(picture.pixels[:rows, :columns]))
-    size = max(1, round(columns * scale)), max(1, round(rows * scale))
-    method = Image.Resampling.NEAREST if scale >= 1 else Image.Resampling.LANCZOS
-    area.paste(seen.resize(size, method))
-    tile.paste(area, (1, 1))
-    pen = ImageDraw.Draw(tile)
-    pen.rectangle((0, 0, width + 1, height + 1), outline=EDGE)
-    for number, caption in enumerate(picture.captions):
-        font = font_of(SMALL) if number else font_of(13, bold=True)
-        text = shortened(printable(caption), font, tile_width)
-        place = (0, height + 5 + number * CAPTION_PX)
-        pen.text(place, text, fill=MUTED if number else INK, font=font)
-    return tile
-
-
-def shortened(text: str, font: ImageFont.FreeTypeFont, width: int) -> str:
-    """Cut a text to at most ``width`` pixels."""
-    if font.getlength(text) <= width:
-        return text
-    while text and font.getlength(text + "…") > width:
-        text = text[:-1]
-    return text + "…"

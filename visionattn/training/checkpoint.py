@@ -54,7 +54,7 @@ from visionattn.training.run_folder import LAST, PREVIOUS
 from visionattn.training.run_progress import Position
 
 STATE_FORMAT, STATE_VERSION = "visionattn.state", 4
-QUIET = frozenset({"resume", "overwrite", "output", "run", "show_batch", "save_every"})
+QUIET = frozenset({"resume", "overwrite", "output", "run", "show_batch", "log", "save_every"})
 QUIET |= {"init_from", "parallel", "dist_timeout"}
 """Options that may change on resume without a message."""
 BINDING = ("seed", "optim.name", "optim.layer_decay")

@@ -6,6 +6,7 @@ field is its help text. ``options.py`` reads the flags.
 """
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Literal
 
 from visionattn.data.data_config import DataConfig
@@ -111,6 +112,11 @@ class TrainConfig:
     freeze: Literal["backbone"] | int | None = None
     """Parts that keep their initial weights: ``backbone``, everything except the head (linear
     probing); or a number N, the patch embedding and the first N blocks. None: train everything.
+    """
+    log: list[Literal["mlflow", "wandb"]] | None = None
+    """Send metrics also to MLflow or Weights & Biases, whose environment variables choose server
+    and offline mode: ``mlflow`` (``pip install mlflow``), ``wandb`` (``pip install wandb``), or
+    both. TensorBoard events are always written.
     """
     show_batch: str | None = None
     """Only draw the first training and validation batches, as the model sees them, to this PNG
@@ -309,6 +315,9 @@ def _check_together(config: TrainConfig) -> None:
     if data.task == "generate":
         _check_writing(config)
     _check_loss(config)
+    for name in config.log or ():
+        if find_spec(name) is None:
+            raise ValueError(f"log {name} needs the package {name}; pip install {name}")
     if config.parallel == "sequence" or isinstance(config.parallel, int):
         _check_sequence(config)
     if config.resume and config.overwrite:

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -81,16 +81,40 @@ class OutputEvaluation(Evaluation):
         return self.outputs.means[measure]
 
 
+EXAMPLES = 8
+"""The most images that a ``Tally`` keeps."""
+MOST_CURVES = 20
+"""A ``Tally`` keeps all probabilities of at most this many classes."""
+
+
+class Example(NamedTuple):
+    """An image with its prediction, on the CPU."""
+
+    image: Tensor
+    """``[C, H, W]``, as in ``Batch``, without padding."""
+    label: Tensor
+    """Its class ``[]``, or the mask ``[H, W]``."""
+    output: Tensor
+    """Outputs ``[classes]``, or the predicted classes of pixels ``[H, W]``."""
+
+
 class Tally:
     """Record the predictions of a model, in the order in which a process evaluates images.
 
     Args:
         values: number of values that are recorded for each image.
+
+    Attributes:
+        examples: some of the first images of this process.
+        confusion: for segmentation, the counts of ``confusion_of`` over all processes.
     """
 
     def __init__(self, values: int = 4) -> None:
         self._parts: list[tuple[Tensor, Tensor]] = []
         self._values = values
+        self._probabilities: list[Tensor] = []
+        self.examples: list[Example] = []
+        self.confusion: np.ndarray | None = None
 
     @classmethod
     def of(cls, spec: DataSpec) -> "Tally":
@@ -112,6 +136,36 @@ class Tally:
         # All values stay on the device until the end: reading each would wait for the device.
         classes = torch.stack([labels, said], 1)
         self._parts.append((classes, logits.log_softmax(1).gather(1, classes)))
+        if logits.shape[1] <= MOST_CURVES:
+            self._probabilities.append(logits.softmax(1))
+
+    def show(self, images: Tensor, labels: Tensor, sizes: Tensor | None, outputs: Tensor) -> None:
+        """Keep the first images as examples, as many of each class if images have classes.
+
+        Args:
+            images: as in ``Batch``.
+            labels: as in ``Batch``, on the CPU.
+            sizes: as in ``Batch``.
+            outputs: outputs ``[B, classes]``, or the predicted classes of pixels ``[B, H, W]``.
+        """
+        most_of_class = math.ceil(EXAMPLES / outputs.shape[1])
+        for i in range(len(images)):
+            if len(self.examples) == EXAMPLES:
+                return
+            same = [x for x in self.examples if labels.ndim == 1 and x.label == labels[i]]
+            if len(same) == most_of_class:
+                continue
+            height, width = images.shape[2:] if sizes is None else sizes[i].tolist()
+            mask = slice(height), slice(width)
+            # Clones, because views would keep the whole batch in memory.
+            parts = (each[i].cpu().clone() for each in (images, labels, outputs))
+            self.examples.append(Example(*(x[..., *mask] if x.ndim > 1 else x for x in parts)))
+
+    def probabilities(self) -> np.ndarray:
+        """Return the probability of each class for each image, float32 ``[N, classes]``, in the
+        order of ``rows``; empty for more than ``MOST_CURVES`` classes.
+        """
+        return torch.cat([torch.zeros(0), *(x.cpu() for x in self._probabilities)]).numpy()
 
     def rows(self, numbers: Sequence[int] | None) -> np.ndarray:
         """Return a row for each image, float64 ``[N, 5]``: class, predicted class, the log
@@ -175,6 +229,8 @@ def evaluate(
     if not images:
         raise ValueError("there are no images to evaluate")
     if spec.task == "segmentation":
+        if tally is not None:
+            tally.confusion = np.array(counts, dtype=np.int64).reshape(spec.num_classes, -1)
         return _of_pixels(int(images), loss / images, images_per_second, counts)
     if spec.task in VECTOR_TASKS:
         rows = np.concatenate(processes.gather(tally.rows(None)))
@@ -248,9 +304,9 @@ def _sums(
     rows = classes if spec.task == "segmentation" else 3
     counts = torch.zeros(rows, classes, dtype=torch.int64, device=device)
     leaves_out = takes_sizes(model)
-    for images, labels, sizes, *_ in batches:
+    for images, known, sizes, *_ in batches:
         start = time.perf_counter()
-        labels = labels.to(device, non_blocking=True)
+        labels = known.to(device, non_blocking=True)
         with autocast(device, amp):
             inputs = spec.prepare(images.to(device, non_blocking=True))
             judged = objective.judge(model, inputs, sizes if leaves_out else None, labels)
@@ -268,6 +324,9 @@ def _sums(
             counts += judged.confusion
         if judged.values is not None:
             tally.add_values(labels, judged.values)
+        for outputs in (judged.logits, judged.masks, judged.values):
+            if tally is not None and outputs is not None:
+                tally.show(images, known, sizes, outputs)
         parts.append(found)
         # A GPU still computes after a call has returned.
         if device.type == "cuda":

@@ -42,6 +42,8 @@ class Judged(NamedTuple):
     """For classes of pixels, the counts of ``confusion_of``."""
     values: Tensor | None = None
     """For ``VECTOR_TASKS``, the result of ``DataSpec.values_of``, ``[B, K]``."""
+    masks: Tensor | None = None
+    """For classes of pixels, the predicted classes, ``[B, H, W]``."""
 
 
 class Objective:
@@ -162,8 +164,8 @@ class PixelClasses(Objective):
     ) -> Judged:
         """Evaluate a model in eval mode on a batch with ``labels`` uint8 ``[B, H, W]``."""
         logits = call(model, inputs, sizes).float()
-        loss = pixel_losses(logits, labels).sum()
-        return Judged(loss, None, confusion_of(labels, logits.argmax(1), logits.shape[1]))
+        loss, masks = pixel_losses(logits, labels).sum(), logits.argmax(1)
+        return Judged(loss, None, confusion_of(labels, masks, logits.shape[1]), masks=masks)
 
 
 class Likelihood(Objective):

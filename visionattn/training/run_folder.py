@@ -37,7 +37,9 @@ from visionattn.cli.files import (
 from visionattn.cli.parsing import yaml_text
 from visionattn.cli.progress import Progress
 from visionattn.training.config import TrainConfig
+from visionattn.training.event_pictures import add_predictions
 from visionattn.training.run_progress import Result
+from visionattn.training.trackers import TRACKERS, Tracker
 
 BEST, LAST = "best.safetensors", "last.pt"
 PREVIOUS, STATUS = "previous.pt", "status.json"
@@ -45,7 +47,9 @@ CONFIG, METRICS = "config.yaml", "metrics.jsonl"
 SUMMARY = "summary.csv"
 BY_CLASS = {"validation": "validation.json", "test": "test.json"}
 """Files with the results by class of the best weights, by split."""
-NAMES = (BEST, LAST, PREVIOUS, STATUS, CONFIG, METRICS, SUMMARY, *BY_CLASS.values())
+IDS = tuple(f"{name}.id" for name in TRACKERS)
+"""Files with the identifier of the run in each tracker."""
+NAMES = (BEST, LAST, PREVIOUS, STATUS, CONFIG, METRICS, SUMMARY, *BY_CLASS.values(), *IDS)
 """The files of a run, except TensorBoard's."""
 LOCK = "run.lock"
 """The lock file; it exists while a run is active, and after a kill."""
@@ -233,7 +237,8 @@ class Status:
 
 
 class Record:
-    """Write a run's config, metrics, summary and TensorBoard events, and print its progress.
+    """Write a run's config, metrics, summary and TensorBoard events, send metrics to trackers, and
+    print its progress.
 
     On a terminal a progress bar shows the current epoch; elsewhere a line is printed every half
     minute.
@@ -262,6 +267,7 @@ class Record:
         self.stream = (stream or sys.stdout) if writes else io.StringIO()
         self._progress: Progress | None = None
         self._events: Any = None
+        self._trackers: list[Tracker] = []
         if not writes:
             return
         from torch.utils.tensorboard import SummaryWriter
@@ -275,7 +281,10 @@ class Record:
         forget_after(folder, step, len(history))
         if history or (folder / SUMMARY).exists():
             self._summarize(history)
-        self._events = SummaryWriter(folder, purge_step=step + 1 if step else None)
+        self.options = flat(asdict(config))
+        self._events = SummaryWriter(folder, purge_step=step + 1)
+        for name in config.log or ():
+            self._trackers.append(TRACKERS[name](folder / f"{name}.id", config.run, self.options))
 
     def __enter__(self) -> "Record":
         return self
@@ -287,6 +296,8 @@ class Record:
         with suppress(OSError) if kind else nullcontext():
             if self._events:
                 self._events.close()
+            for tracker in self._trackers:
+                tracker.close(failed=kind is not None)
 
     def say(self, line: str) -> None:
         """Print a line, above the progress bar if there is one."""
@@ -322,6 +333,34 @@ class Record:
             self._summarize(history)
             self._plot("epoch", history[-1])
             self._events.flush()
+            for tracker in self._trackers:
+                numbers = {key: x for key, x in history[-1].items() if x is not None}
+                tracker.log(numbers, numbers["step"])
+
+    def predictions(self, split: str, step: int, *found: Any) -> None:
+        """Write the predictions of a split to TensorBoard: ``event_pictures.add_predictions``."""
+        if self._events:
+            add_predictions(self._events, split, step, *found)
+
+    def finish(self, result: Result, step: int) -> None:
+        """Write the result of the run, with its configuration, as a row of TensorBoard's table of
+        runs and to the trackers.
+
+        Args:
+            result: the result of the run.
+            step: the step of the values, after the last step of the training.
+        """
+        if not self._events:
+            return
+        from torch.utils.tensorboard.summary import hparams
+
+        figures = {f"result/{key}": x for key, x in result.figures().items() if x is not None}
+        for summary in hparams(self.options, figures):
+            self._events.file_writer.add_summary(summary)
+        for key, value in figures.items():
+            self._events.add_scalar(key, value, step)
+        for tracker in self._trackers:
+            tracker.log(figures, step)
 
     def event(self, kind: str, values: dict[str, Any]) -> None:
         """Write a line of ``metrics.jsonl``."""
@@ -371,3 +410,14 @@ def forget_after(folder: Path, steps: int, epochs: int) -> None:
             if text.endswith("\n") and line["step"] <= steps and done:
                 kept.append(text)
     write_text(path, "".join(kept))
+
+
+def flat(values: dict[str, Any], group: str = "") -> dict[str, Any]:
+    """Return nested options by dotted name; lists become texts."""
+    found = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{group}{key}.")
+        else:
+            found[f"{group}{key}"] = str(value) if isinstance(value, list) else value
+    return found

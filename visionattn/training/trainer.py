@@ -535,8 +535,8 @@ class Trainer:
         record: Record,
         spec: DataSpec,
     ) -> None:
-        """Write the results by class of the best weights, with their worst mistakes; nothing for
-        images without classes.
+        """Write the results by class of the best weights with their worst mistakes, if images have
+        classes; and their predictions to TensorBoard.
 
         Args:
             split: the evaluated split.
@@ -545,17 +545,27 @@ class Trainer:
             record: writes the files of the run.
             spec: the specification of the images, with the thresholds of the weights.
         """
-        rows = np.concatenate(self.processes.gather(tally.rows(batches.numbers)))
+        gathered = self.processes.gather((tally.rows(batches.numbers), tally.probabilities()))
+        rows = np.concatenate([each for each, _ in gathered])
+        probabilities = np.concatenate([each for _, each in gathered if len(each)] or [rows])
         path, epoch = record.folder / BY_CLASS[split], self.position.best_epoch
-        if len(rows) and spec.task in VECTOR_TASKS:
-            rows = rows[np.argsort(rows[:, -1], kind="stable")]  # equal for all process counts
-            seen = self.geometry.describe()
-            kept = by_output(rows, spec, split=split, epoch=epoch, seen=seen)
-            self.processes.on_first(lambda: write_by_output(path, kept))
-        elif len(rows):
-            keep = partial(by_class, rows, getattr(self.splits, split), spec, self.geometry)
-            about = {"epoch": epoch, "root": self.config.data.root}
-            self.processes.on_first(lambda: write_by_class(path, keep(split=split, **about)))
+
+        def keep() -> None:
+            if len(rows) and spec.task in VECTOR_TASKS:
+                ordered = rows[np.argsort(rows[:, -1], kind="stable")]  # for all process counts
+                seen = self.geometry.describe()
+                kept = by_output(ordered, spec, split=split, epoch=epoch, seen=seen)
+                write_by_output(path, kept)
+            elif len(rows):
+                about = {"epoch": epoch, "root": self.config.data.root}
+                images = getattr(self.splits, split)
+                found = by_class(rows, images, spec, self.geometry, split=split, **about)
+                write_by_class(path, found)
+            # The step after the last one: a run that is resumed later drops the test.
+            step = self.position.step + (split == "test")
+            record.predictions(split, step, spec, tally, rows, probabilities)
+
+        self.processes.on_first(keep)
 
     def close_epoch(
         self, model: nn.Module, result: Evaluation, tally: Tally, record: Record
@@ -644,7 +654,7 @@ class Trainer:
             figures |= {"images": test.images} | mean_figures(test) | pixel_figures(test)
             record.event("test", {"step": self.position.step} | figures)
         position = self.position
-        return Result(
+        result = Result(
             record.folder,
             checkpoint,
             position.seconds,
@@ -656,6 +666,8 @@ class Trainer:
             self.measure,
             self.objective.unit,
         )
+        record.finish(result, position.step + 1)
+        return result
 
     def count_time(self) -> None:
         """Add the time since the last call to the time of the epoch and of the run."""

@@ -1,0 +1,94 @@
+"""Write the predictions of a split to TensorBoard: example pictures, the confusion matrix and
+precision-recall curves.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from visionattn.models.pixel_classes import class_names, striped
+from visionattn.models.weights import DataSpec
+from visionattn.training.evaluate import MOST_CURVES, Example, Tally
+from visionattn.training.picture_sheet import Part, Picture, draw_confusion, draw_sheet, visible
+
+MOST_PX = 640
+"""The largest width of a sheet in pixels, if captions allow."""
+MASK_PX, MOST_MASKS = 256, 4
+"""The longest side of a drawn mask in pixels, and the most images with masks."""
+
+
+def add_predictions(
+    events: Any,
+    split: str,
+    step: int,
+    spec: DataSpec,
+    tally: Tally,
+    rows: np.ndarray,
+    probabilities: np.ndarray,
+) -> None:
+    """Write the predictions of a split as TensorBoard events: the example pictures, and for at most
+    ``MOST_CURVES`` classes the confusion matrix and a precision-recall curve of each class.
+
+    Args:
+        events: a ``SummaryWriter``.
+        split: the name of the split.
+        step: the step of the events.
+        spec: the specification of the images.
+        tally: the record of the first process.
+        rows: ``Tally.rows`` of all processes.
+        probabilities: ``Tally.probabilities`` of all processes, in the order of ``rows``.
+    """
+    if tally.examples:
+        add_picture(events, f"{split}/examples", draw_examples(tally.examples, split, spec), step)
+    if spec.num_classes > MOST_CURVES:
+        return
+    names, confusion = class_names(spec), tally.confusion
+    if len(probabilities):
+        labels, said = rows[:, :2].astype(np.int64).T
+        confusion = np.zeros((spec.num_classes, spec.num_classes), np.int64)
+        np.add.at(confusion, (labels, said), 1)
+        for number, name in enumerate(names):
+            found = probabilities[:, number]
+            events.add_pr_curve(f"precision_recall_{split}/{name}", labels == number, found, step)
+    if confusion is not None:
+        add_picture(events, f"{split}/confusion", draw_confusion(confusion, names), step)
+
+
+def add_picture(events: Any, tag: str, picture: Image.Image, step: int) -> None:
+    """Write a picture as an event."""
+    events.add_image(tag, np.asarray(picture), step, dataformats="HWC")
+
+
+def draw_examples(examples: Sequence[Example], split: str, spec: DataSpec) -> Image.Image:
+    """Draw images with their true and their predicted class, or with both masks."""
+    if spec.task == "segmentation":
+        examples = examples[:MOST_MASKS]
+        pictures = [each for example in examples for each in with_masks(example, spec)]
+        columns = 6
+    else:
+        pictures = [with_classes(example, spec) for example in examples]
+        columns = 4
+    part = Part(split, f"{len(examples)} images", pictures)
+    return draw_sheet([part], most_px=MOST_PX, columns=columns)
+
+
+def with_classes(example: Example, spec: DataSpec) -> Picture:
+    """Return an image with its true class, and the predicted class with its probability."""
+    names, probabilities = class_names(spec), example.output.softmax(0)
+    said = int(probabilities.argmax())
+    lines = (
+        f"true: {names[int(example.label)]}",
+        f"predicted: {names[said]}, {probabilities[said]:.0%}",
+    )
+    return Picture(visible(example.image), tuple(example.image.shape[1:]), lines)
+
+
+def with_masks(example: Example, spec: DataSpec) -> list[Picture]:
+    """Return an image, its mask and the predicted mask."""
+    pixels = {"image": visible(example.image)}
+    stride = -(-max(example.label.shape) // MASK_PX)
+    for name, mask in {"mask": example.label, "prediction": example.output}.items():
+        pixels[name] = striped(mask[::stride, ::stride].numpy(), spec)
+    return [Picture(values, values.shape[:2], (name,)) for name, values in pixels.items()]
