@@ -54,7 +54,7 @@ REFUSED = [
     ("masks", "--output m.npy", "holds one mask, and there are 2 images"),
     ("masks", "--output there", "exists; --overwrite replaces it"),
     ("masks", "--output out --images a.png a.png", "is named twice"),
-    ("masks", "--output images --overwrite", "a mask would replace the image images/0.png"),
+    ("masks", "--output images --overwrite", "a result would replace the image images/0.png"),
     ("features", "--output null", "--output is missing"),
     ("features", "--output full", "full holds other things (notes.txt)"),
     ("features", "--output full/notes.txt", "full/notes.txt is a file, so"),
