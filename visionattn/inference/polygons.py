@@ -7,13 +7,14 @@ of its coordinate system. rasterio is imported only where needed.
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import cv2
 import numpy as np
 
 from visionattn.cli.files import write_whole
 from visionattn.data.formats.reader import Georeference
+from visionattn.data.geometry import Box
 
 Colour = Sequence[int]
 """Red, green and blue, 0 to 255."""
@@ -38,7 +39,7 @@ def class_polygons(
     """
     from rasterio.features import shapes
 
-    there = {"transform": place.transform} if place is not None and place.transform else {}
+    there = {"transform": place.transform} if is_placed(place) else {}
     for geometry, value in shapes(mask, mask=np.isin(mask, classes), **there):
         yield feature(geometry["coordinates"], names[int(value)], colours[int(value)])
 
@@ -58,6 +59,24 @@ def feature(rings: Sequence[Any], name: str, colour: Colour, **properties: Any) 
     return {"type": "Feature", "geometry": geometry, "properties": known | properties}
 
 
+def box_feature(
+    box: Box, name: str, colour: Colour, place: Georeference | None, **properties: Any
+) -> dict[str, Any]:
+    """Return a box in pixels of an image as a GeoJSON feature; see ``class_polygons`` and
+    ``feature`` for the arguments.
+    """
+    (top, left), (bottom, right) = box[:2], (box.top + box.height, box.left + box.width)
+    ring = [(left, top), (left, bottom), (right, bottom), (right, top), (left, top)]
+    if is_placed(place):
+        ring = [place.transform @ corner for corner in ring]
+    return feature([ring], name, colour, **properties)
+
+
+def is_placed(place: Georeference | None) -> TypeGuard[Georeference]:
+    """Return whether pixels have coordinates; ground control points do not give them exactly."""
+    return place is not None and place.transform is not None
+
+
 def write_geojson(
     path: Path, features: Iterable[dict[str, Any]], place: Georeference | None
 ) -> None:
@@ -68,7 +87,7 @@ def write_geojson(
     RFC 7946.
     """
     head: dict[str, Any] = {"type": "FeatureCollection"}
-    if place is not None and place.transform and place.crs:
+    if is_placed(place) and place.crs:
         code = place.crs.to_epsg()
         name = f"urn:ogc:def:crs:EPSG::{code}" if code else place.crs.to_wkt()
         if code != 4326:

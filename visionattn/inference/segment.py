@@ -144,7 +144,7 @@ class MaskPredictor:
                 )
         if self.as_array:
             check_free(self.output, True)
-        elif self.output.suffix.lower() in (".csv", ".json", ".png"):
+        elif self.output.suffix.lower() in (".csv", ".json", ".geojson", ".png"):
             raise ValueError(
                 f"--output {self.output}: this model gives masks; name a folder for them, or for "
                 f"one image a file that ends in {ARRAY}"
@@ -175,6 +175,7 @@ class MaskPredictor:
             if len(failed) == len(rows):
                 raise failed[0].error(f"none of the {len(rows)} images has a mask; the first: ")
             if not self.as_array:
+                self.output.mkdir(parents=True, exist_ok=True)
                 columns = [*FIELDS, *self.listing.columns, *self._columns()]
                 write_table(self.output / TABLE, columns, rows)
             if "coco" in self.saved:
