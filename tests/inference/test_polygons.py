@@ -12,6 +12,7 @@ import zarr
 from affine import Affine
 from PIL import Image
 from rasterio.features import rasterize
+from scipy.ndimage import label
 from scipy.special import softmax
 
 from tests.helpers.inference_files import (
@@ -26,6 +27,9 @@ from tests.helpers.inference_files import (
 )
 from tests.helpers.tools import read_csv
 from visionattn.command import run
+from visionattn.data.geometry import Geometry
+from visionattn.inference.image_batches import Outcome
+from visionattn.inference.segment import judged
 from visionattn.models.segmentation import IGNORED, classes_of, probabilities_of
 from visionattn.models.weights import load_model, save_model
 
@@ -76,7 +80,8 @@ def test_probabilities_are_the_softmax_and_name_the_same_classes_as_logits():
     logits[0, 3] = logits[0, 1] + 1e-5
     logits[1, 2, 7, 11], logits[1, 4, 8, 12] = float("nan"), float("inf")
     bad = torch.zeros(2, 31, 23, dtype=torch.bool)
-    bad[1, 7, 11] = bad[1, 8, 12] = True
+    logits[1, 0, 9, 13] = float("-inf")
+    bad[1, 7, 11] = bad[1, 8, 12] = bad[1, 9, 13] = True
     found = probabilities_of(logits)
     assert found.dtype == torch.float16 and torch.equal(found.isnan().all(1), bad)
     with np.errstate(invalid="ignore"):
@@ -123,6 +128,7 @@ def test_polygons_cover_exactly_the_pixels_of_their_classes(scenes):
             drawn[inside] = number
             holes += len(each["geometry"]["coordinates"]) > 1
         assert np.array_equal(drawn, mask)
+        assert len(file["features"]) == sum(label(mask == number)[1] for number in range(3))
     assert holes and not (scenes / "out" / "0.png").exists()
 
 
@@ -149,8 +155,20 @@ def test_objects_of_coco_cover_exactly_the_pixels_of_the_named_classes(scenes):
             ends = [columns.max() + 1 - left, rows.max() + 1 - top]
             assert each["bbox"] == [columns.min(), rows.min(), *ends]
             assert len(rows) == each["area"] and not drawn[inside].any()
+            assert label(inside)[1] == 1
             drawn[inside] = each["category_id"] - 1
         assert np.array_equal(drawn, mask)
+
+
+def test_each_pixel_of_the_file_gets_the_nearest_pixel_of_the_model():
+    seen = np.arange(2 * 5 * 7).reshape(2, 5, 7)
+    rows, columns = (np.arange(13) + 0.5) * 5 // 13, (np.arange(10) + 0.5) * 7 // 10
+    wanted = seen[:, rows.astype(int)[:, None], columns.astype(int)]
+    for value in (seen[1].astype(np.uint8), seen.astype(np.float16)):
+        outcome = Outcome("a.png", "ok", None, 13, 10, 5, 7, torch.from_numpy(value))
+        found = judged(outcome, Geometry("stretch", (5, 7))).value.numpy()
+        assert found.dtype == value.dtype
+        assert np.array_equal(found, wanted[1] if value.ndim == 2 else wanted)
 
 
 @pytest.mark.parametrize("fit", ["pad", "crop"])

@@ -396,7 +396,8 @@ def folder_of(
     def identity() -> dict[str, Any]:
         keys = ("amp", "level", "dense", "dtype")
         known = opened.identity() | {key: getattr(options, key, None) for key in keys}
-        known["probabilities"] = "probabilities" in (getattr(options, "save", None) or ()) or None
+        saved = getattr(options, "save", None) or ()
+        known["save"] = "probabilities" if "probabilities" in saved else None
         return known | {"images": len(images), "list_of_images": images.listing.digest()}
 
     overwrite, bound = options.overwrite, options.memory_gib
