@@ -99,7 +99,7 @@ def predict(argv: Words, say: Say) -> None:
     options = parse_options(PredictOptions, argv, **about)
     if not gives_masks(options):
         Predictor(options).run(say)
-    elif is_map(options.output):
+    elif is_map(options.output, features=options.saved == ["probabilities"]):
         MapOfImage(options).run(say)
     else:
         MaskPredictor(options).run(say)

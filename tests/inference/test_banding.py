@@ -37,6 +37,7 @@ from visionattn.models.large import forward_bands
 from visionattn.models.large.token_store import PassFolder
 from visionattn.models.weights import save_model
 
+MAPS = ("--save", "probabilities", "geojson", "coco")
 SHAPES = [(16, 24), (40, 120), (21, 35), (133, 64)]
 FORWARD_BYTES = Passes.forward_bytes
 BOUND = ("--memory_gib", "0.0005")
@@ -196,6 +197,12 @@ def test_another_bound_of_memory_goes_on_and_other_options_say_which_they_are(
     assert "going on with band" in capsys.readouterr().out
     assert [row["status"] for row in read_index(folder / "out")] == ["ok"] * 4
     assert not hidden(folder)
+    painted = native("--checkpoint", "painter.safetensors", *BOUND, output="painted")
+    with monkeypatch.context() as patch:
+        stop_at(patch, {19})
+        assert run("predict", painted) == 130
+    assert run("predict", [*painted, *MAPS]) == 2
+    assert "work for painted: save null there, probabilities" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -204,6 +211,7 @@ def test_another_bound_of_memory_goes_on_and_other_options_say_which_they_are(
         (["predict", *native(*BOUND, output="out.csv")], "out.csv"),
         (["features", *native("--dense", *BOUND)], "out/*"),
         (["predict", *native("--checkpoint", "painter.safetensors", *BOUND)], "out/*.png"),
+        (["predict", *native("--checkpoint", "painter.safetensors", *BOUND, *MAPS)], "out/*"),
     ],
 )
 def test_what_was_stopped_goes_on_to_the_same_bytes(folder, capsys, monkeypatch, command, made):
@@ -278,13 +286,24 @@ def test_features_become_a_map_in_a_file_of_its_own(folder, capsys, output):
     assert not hidden(folder)
 
 
-def test_classes_of_pixels_become_a_map_in_a_file_of_its_own(folder):
-    given = ["--checkpoint", "painter.safetensors", "--images", "slide.tif", *BOUND]
-    assert run("predict", [*given, "--output", "mask.tif"]) == 0
+def test_classes_of_pixels_and_their_probabilities_become_maps_in_files_of_their_own(folder):
+    given = ["--checkpoint", "painter.safetensors", "--images", "slide.tif"]
+    assert run("predict", [*given, *BOUND, "--output", "mask.tif"]) == 0
     whole = visionattn.segment("painter.safetensors", "slide.tif")[0].numpy()
     found = tifffile.imread("mask.tif")
     assert found.dtype == np.uint8 and found.shape == whole.shape
     assert (found == whole).mean() > 0.999 and len(np.unique(whole)) > 1
+    given += ["--save", "probabilities"]
+    assert run("predict", [*given, "--output", "whole"]) == 0
+    maps = np.load("whole/slide.npy")
+    for output in ("map.npy", "map.zarr", "map.tif"):
+        assert run("predict", [*given, *BOUND, "--output", output]) == 0
+        bands = opened(output)
+        assert bands.dtype == np.float16 and np.array_equal(bands.argmax(0), found)
+        assert np.abs(bands.astype(float) - maps).max() < 2**-9
+    assert run("predict", [*given, *BOUND, "--output", "bands"]) == 0
+    assert np.array_equal(np.load("bands/slide.npy"), bands)
+    assert not hidden(folder)
 
 
 def test_a_kill_once_the_map_has_its_name_leaves_a_whole_map(folder, monkeypatch):

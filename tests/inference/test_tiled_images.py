@@ -77,10 +77,16 @@ def test_masks_of_tiles_follow_blended_logits(case):
         with torch.no_grad():
             return model((part - 0.5) / 0.25)[0]
 
+    more = ("--save", "masks", "probabilities")
+    assert run("predict", flags(*TILES, *more, output="maps")) == 0
     for number, image in enumerate(case[1]):
         pixels = torch.from_numpy(image.transpose(2, 0, 1)[None].copy()).float() / 255
         found = np.asarray(Image.open(f"out/{number}.png"))
-        assert (found == blended(logits, pixels, 24, 8, 1).argmax(0)).mean() > 0.995
+        wanted = blended(logits, pixels, 24, 8, 1)
+        assert (found == wanted.argmax(0)).mean() > 0.995
+        assert np.array_equal(found, np.asarray(Image.open(f"maps/{number}.png")))
+        maps = np.load(f"maps/{number}.npy")
+        assert np.abs(maps - torch.tensor(wanted).softmax(0).numpy()).max() < 2**-9
 
 
 def test_models_of_one_size_take_tiles_of_images_of_any(case):

@@ -104,6 +104,9 @@ def test_what_depends_on_its_own_pixel_alone_is_exactly_the_same_in_tiles(tile, 
     assert torch.equal(found, wanted) and not found.requires_grad
     classes = forward_tiles(model, images, tile=tile, overlap=overlap, want="masks")
     assert torch.equal(classes, wanted.argmax(1).to(torch.uint8))
+    shares = forward_tiles(model, images, tile=tile, overlap=overlap, want="probabilities")
+    assert torch.equal(shares.argmax(1), wanted.argmax(1))
+    assert (shares.double() - wanted.double().softmax(1)).abs().max() < 2**-10
 
 
 @pytest.mark.parametrize(
@@ -196,7 +199,7 @@ def prepared(pixels):
     return torch.from_numpy(pixels.astype(np.float32)).permute(2, 0, 1)[None] / 255
 
 
-@pytest.mark.parametrize("want", ["dense", "masks", "logits"])
+@pytest.mark.parametrize("want", ["dense", "masks", "probabilities", "logits"])
 def test_a_source_is_read_tile_by_tile_and_a_sink_gets_bands_as_they_are_done(want):
     rng = np.random.default_rng(5)
     source = Pixels(rng.integers(0, 256, (150, 91, 3), dtype=np.uint8))

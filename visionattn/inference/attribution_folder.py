@@ -19,6 +19,7 @@ from visionattn.inference.image_reading import ReadImages
 from visionattn.inference.look_options import SUMMARY, LookOptions
 from visionattn.inference.model_opening import open_model
 from visionattn.inference.picture_folder import write_summary
+from visionattn.inference.polygons import box_feature, write_geojson
 from visionattn.models.attribution import offset_weights
 
 PAGE = "index.html"
@@ -82,6 +83,8 @@ class Looking:
                 title = printable(look.path)
                 parts.append({"title": title, "lines": said(look), "figures": figures})
                 numbers.append(numbers_of(look, self.options.term))
+                if "boxes" in self.options.show and "winners" in numbers[-1]:
+                    self._write_boxes(place / f"{index + 1}-boxes.geojson", index, numbers[-1])
                 progress.advance(1, 0)
                 progress.say(f"{title}: {said(look)[0]}", say)
             if "tables" in self.options.show and (picture := self._tables()):
@@ -112,6 +115,16 @@ class Looking:
             yield pictures.row(canvas, row, self.options.term, self.options.head)
         if look.components is not None:
             yield pictures.features(canvas, self.attribution.features_block)
+
+    def _write_boxes(self, path: Path, index: int, numbers: dict[str, Any]) -> None:
+        """Write the winning patches of an image as GeoJSON."""
+        with self.images.opened(index) as reader:
+            place = reader.georeference
+        boxes = [
+            box_feature(each.pop("box"), numbers["class"], pictures.FOR, place, **each)
+            for each in map(dict, numbers["winners"])
+        ]
+        write_geojson(path, boxes, place)
 
     def _tables(self) -> pictures.Picture | None:
         """Return a picture of the model's relative tables; None if it has none."""

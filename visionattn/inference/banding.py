@@ -30,7 +30,7 @@ from visionattn.cli.tables import sized
 from visionattn.data.formats import DAMAGED_IMAGE, NotAsAsked
 from visionattn.data.geometry import pixels
 from visionattn.inference.forecast import memory_of, sizes_read
-from visionattn.inference.image_batches import Outcome, finished, masks
+from visionattn.inference.image_batches import Outcome, finished, masks, probabilities
 from visionattn.inference.image_listing import find_images
 from visionattn.inference.image_reading import ReadImages, Sample, reason_of
 from visionattn.inference.inference_options import InferenceOptions
@@ -46,8 +46,15 @@ if TYPE_CHECKING:
     from visionattn.data.large.source import ImageSource
 
 STATE = "work.json"
-WANTS = {call: "logits", pooled: "pooled", last_map: "dense", masks: "masks"}
+WANTS = {
+    call: "logits",
+    pooled: "pooled",
+    last_map: "dense",
+    masks: "masks",
+    probabilities: "probabilities",
+}
 """The ``want`` of ``forward_tiled`` for each computation over batches."""
+MAPS = ("dense", "masks", "probabilities")
 
 
 class UnreadableImage(ValueError):
@@ -305,7 +312,7 @@ class Banding:
         options: dict[str, Any] = {"memory": self.memory_bytes()}
         done, written = None, False
         if self.work is not None:
-            done, written = self.work.result(index), self.want in ("dense", "masks")
+            done, written = self.work.result(index), self.want in MAPS
             options = self.work.options(index, self.memory_bytes())
         if done is None or not done.exists():
             say = partial(_say_of, self.say, path)
@@ -389,6 +396,8 @@ def folder_of(
     def identity() -> dict[str, Any]:
         keys = ("amp", "level", "dense", "dtype")
         known = opened.identity() | {key: getattr(options, key, None) for key in keys}
+        saved = getattr(options, "save", None) or ()
+        known["save"] = "probabilities" if "probabilities" in saved else None
         return known | {"images": len(images), "list_of_images": images.listing.digest()}
 
     overwrite, bound = options.overwrite, options.memory_gib
@@ -401,8 +410,8 @@ UNUSED += ("tiles", "overlap", "combine", "top_k")
 
 
 def is_map(output: str | None, *, features: bool = False) -> bool:
-    """Return whether the suffix of an output stands for the map of one image, of ``features`` or of
-    pixel classes.
+    """Return whether the suffix of an output stands for the map of one image, of ``features`` (or
+    probabilities) or of pixel classes.
 
     For pixel classes ``.npy`` is an exception: ``segment.py`` writes it as an array ``[H, W]``.
     """
@@ -429,7 +438,8 @@ class MapOfImage:
         from visionattn.models.large.forward_bands import check_tiled
 
         self.options, self.output = options, Path(options.output or "")
-        compute = last_map if hasattr(options, "dense") else masks
+        compute = probabilities if getattr(options, "save", None) == ["probabilities"] else masks
+        compute = last_map if hasattr(options, "dense") else compute
         if compute is last_map and not options.dense:
             raise ValueError(
                 f"--output {self.output} is for the map of an image: add --dense, or name a folder "
@@ -452,7 +462,7 @@ class MapOfImage:
             raise ValueError(
                 f"{self.output} would replace the image {self.path}; choose another output"
             )
-        self.opened = open_model(options, classifies=compute is masks)
+        self.opened = open_model(options, classifies=compute is not last_map)
         try:
             check_tiled(self.opened.model, WANTS[compute])
         except ValueError as error:

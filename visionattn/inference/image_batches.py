@@ -56,6 +56,12 @@ def masks(model: nn.Module, inputs: Tensor, sizes: Tensor | None) -> Tensor:
     return model.masks(inputs, sizes)
 
 
+def probabilities(model: nn.Module, inputs: Tensor, sizes: Tensor | None) -> Tensor:
+    """Return the probabilities of the classes of each pixel, float16 ``[B, classes, H, W]``."""
+    assert isinstance(model, Segmenter)
+    return model.probabilities(inputs, sizes)
+
+
 def batch_samples(samples: Iterator[Sample], batch_size: int) -> Iterator[list[Sample]]:
     """Group samples, in order, into batches of at most ``batch_size`` whose images have one size
     and one type.
@@ -153,7 +159,8 @@ def finished(outcome: Outcome, dtype: torch.dtype) -> Outcome:
     """Return the outcome, without its output if that is not finite."""
     if outcome.value is None or outcome.value.isfinite().all():
         return outcome
-    hint = "; float32 may hold them" if dtype == torch.float16 else ""
+    overflown = dtype == torch.float16 and outcome.value.isinf().any()
+    hint = "; float32 may hold them" if overflown else ""
     return replace(outcome, status="nan", reason=f"outputs are not finite{hint}", value=None)
 
 

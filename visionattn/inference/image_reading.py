@@ -25,6 +25,7 @@ from visionattn.data.formats import (
     read_image,
     settle,
 )
+from visionattn.data.formats.reader import Reader
 from visionattn.data.geometry import Box, Geometry, Size, TooSmall, View
 from visionattn.data.images import REFUSED, fill
 from visionattn.inference.image_listing import Listing, PartOf
@@ -106,6 +107,14 @@ class ReadImages(Dataset):
     def __getitem__(self, index: int) -> Sample:
         return self._checked.pop(index, None) or self._read(index)
 
+    def opened(self, index: int) -> Reader:
+        """Open the file of an image; a context manager.
+
+        Raises:
+            One of ``UNREADABLE``: it cannot be read.
+        """
+        return open_image(self.listing.open(index), self.options)
+
     def own_canvas(self, height: int, width: int) -> Size | None:
         """Return the size of the model's input for an image seen at its own size; None for other
         images.
@@ -126,7 +135,7 @@ class ReadImages(Dataset):
     def _read(self, index: int) -> Sample:
         sample = Sample()
         try:
-            with open_image(self.listing.open(index), self.options) as reader:
+            with self.opened(index) as reader:
                 sample.height, sample.width = reader.height, reader.width
                 view = self.geometry.view(reader.height, reader.width)
                 if self.is_banded(reader.height, reader.width):
@@ -152,7 +161,7 @@ class ReadImages(Dataset):
             ValueError: it cannot be read, or is too large; one line.
         """
         try:
-            with open_image(self.listing.open(index), self.options) as reader:
+            with self.opened(index) as reader:
                 height, width = reader.height, reader.width
                 by = max(1, math.ceil(math.sqrt(height * width / (most_px or height * width))))
                 columns, parts = -(-width // by), []

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from visionattn.cli.ends import Failed
 from visionattn.cli.files import first_line
@@ -27,7 +27,7 @@ from visionattn.inference.image_reading import ReadImages
 from visionattn.inference.inference_options import InferenceOptions
 from visionattn.inference.model_opening import Opened
 from visionattn.models.cost import Compute
-from visionattn.models.patches import last_map
+from visionattn.models.patches import call, last_map
 
 NATIVE_BATCH, SIZED_BATCH = 1, 16
 """Default images per batch: at their own sizes, and at one size."""
@@ -41,7 +41,8 @@ class ImageRun:
         opened: the model.
         images: the images.
         compute: computes the wanted outputs.
-        masks: returns logits of pixels, if ``compute`` returns their classes.
+        convert: turns logits of pixels into the values that ``compute`` returns; None: it returns
+            no values of pixels.
         output: images computed band by band store their progress in a folder next to it; None:
             nowhere.
         held_bytes: bytes in memory that wait to be written.
@@ -62,7 +63,7 @@ class ImageRun:
         images: ReadImages,
         compute: Compute,
         *,
-        masks: Compute | None = None,
+        convert: Callable[[Tensor], Tensor] | None = None,
         output: Path | None = None,
         held_bytes: int = 0,
     ):
@@ -71,7 +72,7 @@ class ImageRun:
         self.compute, self.lines = compute, tuple[str, ...]()
         self.batch_size = options.batch_size or usual
         if options.tiles is not None:
-            self.compute, line = over_tiles_of(options, opened, compute, masks)
+            self.compute, line = over_tiles_of(options, opened, compute, convert)
             self.batch_size, self.lines = 1, (line,)
         work = None if output is None else folder_of(opened, images, options, output)
         self.banding = Banding(opened, images, self.compute, options, work, held_bytes=held_bytes)
@@ -134,7 +135,10 @@ class ImageRun:
 
 
 def over_tiles_of(
-    options: InferenceOptions, opened: Opened, compute: Compute, masks: Compute | None
+    options: InferenceOptions,
+    opened: Opened,
+    compute: Compute,
+    convert: Callable[[Tensor], Tensor] | None,
 ) -> tuple[Compute, str]:
     """Return a computation over overlapping tiles, and a line about the tiles; see ``ImageRun`` for
     the arguments.
@@ -144,7 +148,7 @@ def over_tiles_of(
     """
     from visionattn.models.large.tiles import cell_of, check_tiles, over_tiles, usual_overlap
 
-    blended = masks is not None or compute is last_map
+    blended = convert is not None or compute is last_map
     patch_px = cell_of(opened.model, "dense" if compute is last_map else "logits")
     tile, overlap = options.tiles or 0, options.overlap
     overlap = usual_overlap(tile, patch_px) if overlap is None else overlap
@@ -161,13 +165,13 @@ def over_tiles_of(
             "name smaller tiles, or --img-size native"
         )
     found = over_tiles(
-        masks or compute,
+        compute if convert is None else call,
         tile=tile,
         overlap=overlap,
         patch_px=patch_px,
         combine=combine,
         batch_size=options.batch_size or 1,
-        masks=masks is not None,
+        convert=convert,
     )
     how = {"mean": "the mean of their outputs", "max": "the maximum of their outputs"}[combine]
     how = "maps are blended" if blended else how

@@ -6,6 +6,7 @@ field is its help text.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from visionattn.cli.untrusted import checked
@@ -15,8 +16,10 @@ from visionattn.model_config import Fit
 NATIVE = "native"
 MOST_GIB = 2**20
 OF_COMMANDS = {"images", "checkpoint", "model", "args", "pretrained", "threads", "output"}
-OF_COMMANDS |= {"overwrite", "max_pixels", "seed", "labels"}
+OF_COMMANDS |= {"overwrite", "max_pixels", "seed", "labels", "save", "map_format", "outline"}
 """Options of commands that Python calls do not take."""
+Saved = Literal["masks", "probabilities", "geojson", "coco"]
+MAP_SUFFIXES = (".npy", ".zarr", ".tif", ".tiff")
 
 
 @dataclass
@@ -130,6 +133,20 @@ class PredictOptions(InferenceOptions):
     """Number of classes per image, the most probable first. None: 5, in a table on standard output
     3, or fewer if the model has fewer.
     """
+    save: list[Saved] | None = None
+    """Only for segmentation models: ``masks`` (PNG), ``probabilities`` (float16, a band per class),
+    ``geojson`` (polygons of classes), ``coco`` (objects of all images in ``coco.json``). None:
+    ``masks``.
+    """
+    map_format: Literal["npy", "zarr", "tif"] | None = None
+    """Only for ``save probabilities`` in a folder: format of the files. None: ``npy``."""
+    outline: list[str] | None = None
+    """Only for ``save geojson`` and ``coco``: names of the classes that are written. None: all."""
+
+    @property
+    def saved(self) -> list[Saved]:
+        """Return what a segmentation model writes."""
+        return self.save or ["masks"]
 
 
 @dataclass
@@ -213,6 +230,8 @@ def check(options: OpenOptions) -> None:
         if memory_gib is not None and not 0 < memory_gib < MOST_GIB:
             raise ValueError(f"memory_gib must be above 0 and below {MOST_GIB:,}, got {memory_gib}")
         _check_tiles(options)
+    if isinstance(options, PredictOptions):
+        _check_saved(options)
     fit, native = options.fit, options.img_size == NATIVE
     if native and (fit not in (None, NATIVE) or options.max_patches):
         other = "max_patches" if fit in (None, NATIVE) else f"fit {fit}"
@@ -245,6 +264,21 @@ def _check_tiles(options: InferenceOptions) -> None:
         raise ValueError("with --tiles, batch_size counts tiles: give a number instead of auto")
     if options.tiles is not None and options.fit == "pad":
         raise ValueError("fit pad adds padding, which tiles must not contain; choose another --fit")
+
+
+def _check_saved(options: PredictOptions) -> None:
+    """Raise ValueError if options of saved files contradict each other, or have no effect."""
+    outlines = {"geojson", "coco"} & {*options.saved}
+    one_file = Path(options.output or "").suffix.lower() in MAP_SUFFIXES
+    if options.outline is not None and not outlines:
+        raise ValueError("outline is for --save geojson or coco; leave it out")
+    if one_file and (outlines or len(options.saved) > 1):
+        raise ValueError(
+            f"--output {options.output} holds masks or probabilities of one image; name a folder "
+            f"for --save {' '.join(options.saved)}"
+        )
+    if options.map_format and (one_file or "probabilities" not in options.saved):
+        raise ValueError("map_format is for --save probabilities in a folder; leave it out")
 
 
 def in_tiles(options: OpenOptions) -> bool:

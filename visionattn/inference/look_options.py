@@ -21,7 +21,7 @@ from visionattn.models.registration import is_ours
 
 SUMMARY = "look.json"
 """The file that marks a folder as output of ``visionattn look``."""
-Shown = Literal["winners", "gradient", "rows", "features", "tables"]
+Shown = Literal["winners", "gradient", "rows", "features", "tables", "boxes"]
 SHOWN: tuple[Shown, ...] = ("winners", "gradient", "rows", "features", "tables")
 CLASS, TOP = "class", "top"
 """Query words: the class token, and the patch of the highest attribution."""
@@ -37,7 +37,8 @@ class LookOptions(OpenOptions):
     show: list[Shown] = field(default_factory=lambda: list(SHOWN))
     """Pictures to draw: ``winners`` (contribution of patches through the pooling), ``gradient``
     (times the input), ``rows`` (attention weights), ``features`` (their first three principal
-    components), ``tables`` (weights of relative position).
+    components), ``tables`` (weights of relative position). ``boxes``, not drawn by default: the
+    winning patches as GeoJSON.
     """
     queries: list[str] | None = None
     """Tokens whose attention rows are drawn: a place in the image, down and right in pixels as

@@ -34,6 +34,7 @@ from visionattn.inference.predict import all_outputs, count_of_classes, most_pro
 from visionattn.model_config import VECTOR_TASKS
 from visionattn.models.cost import Compute
 from visionattn.models.patches import call, in_eval, last_map, pooled, takes_sizes
+from visionattn.models.segmentation import classes_of
 
 if TYPE_CHECKING:
     from visionattn.inference.image_attribution import Look
@@ -232,7 +233,7 @@ def _outcomes(
     if opened.geometry.fit == "pad" and not takes_sizes(opened.model):
         warnings.warn(f"{opened.name} sees padding as black pixels", stacklevel=2)
     read = read_as_asked(options, opened, listing_of(images))
-    run = ImageRun(options, opened, read, compute, masks=call if compute is masks else None)
+    run = ImageRun(options, opened, read, compute, convert=classes_of if compute is masks else None)
     for line in run.banding.lines:
         warnings.warn(line, stacklevel=4)
     batch_size = run.announce(lambda line: None, trial=False)

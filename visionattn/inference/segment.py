@@ -1,4 +1,4 @@
-"""Masks of many images, as one PNG each or one array: ``visionattn predict`` with a segmentation
+"""Masks, probabilities and outlines of many images: ``visionattn predict`` with a segmentation
 model.
 
 This module owns the files, and resizes masks to their images. Every file is written completely or
@@ -9,6 +9,7 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +19,24 @@ import torch
 from PIL import Image
 
 from visionattn.cli.files import check_folder, check_free, write_whole
+from visionattn.cli.untrusted import brief
+from visionattn.data.formats.reader import Reader, require
 from visionattn.data.geometry import Geometry
-from visionattn.inference.image_batches import Outcome, masks
+from visionattn.inference.image_batches import Outcome, masks, probabilities
 from visionattn.inference.image_listing import find_images
 from visionattn.inference.image_run import ImageRun, read_as_asked
 from visionattn.inference.inference_options import PredictOptions
 from visionattn.inference.model_opening import Opened, description, of_no_model, open_model
+from visionattn.inference.polygons import CocoFile, class_polygons, write_geojson
 from visionattn.inference.predict import FIELDS
 from visionattn.inference.result_files import write_array, write_table
-from visionattn.models.patches import call
 from visionattn.models.pixel_classes import class_names, palette
-from visionattn.models.segmentation import IGNORED
+from visionattn.models.segmentation import IGNORED, classes_of, probabilities_of
 from visionattn.models.weights import described
 
 TABLE = "masks.csv"
 """The table of the masks in a folder, a row per image."""
+COCO = "coco.json"
 ARRAY = ".npy"
 """Suffix of an output that holds the mask of one image as an array."""
 
@@ -41,13 +45,17 @@ def gives_masks(options: PredictOptions) -> bool:
     """Return, from the header of its file, whether the options name a segmentation model.
 
     Raises:
-        FileNotFoundError, ValueError: there is no such file, it is malformed, or its model is not
-            stated; one line.
+        FileNotFoundError, ValueError: there is no such file, it is malformed, its model is not
+            stated, or an option is only for segmentation models; one line.
     """
     metadata = description(options.checkpoint) if options.checkpoint else None
     if options.checkpoint and not (metadata or options.model):
         raise of_no_model(options.checkpoint)
-    return bool(metadata) and described(metadata, options.checkpoint)[2].task == "segmentation"
+    if metadata and described(metadata, options.checkpoint)[2].task == "segmentation":
+        return True
+    if options.save is not None:
+        raise ValueError("save is for segmentation models, and this model has none of its files")
+    return False
 
 
 class MaskPredictor:
@@ -74,37 +82,69 @@ class MaskPredictor:
         self.output = Path(options.output)
         listing = self.listing = find_images(options.images or [], options.labels)
         paths = [listing.name(index) for index in range(len(listing))]
-        self.as_array = self.output.suffix == ARRAY
+        self.saved, self.as_array = options.saved, self.output.suffix == ARRAY
         if self.as_array and len(paths) > 1:
             raise ValueError(
                 f"{self.output} holds one mask, and there are {len(paths)} images; name a folder"
             )
-        self.files = [self.output] if self.as_array else mask_files(self.output, paths)
+        self.files = self._files_of(paths)
+        self.coco_names = [path.as_posix() for path in below_common(paths)]
         self._check_output(paths)
         self.opened: Opened = open_model(options, classifies=True)
         self.names = class_names(self.opened.spec)
-        images = read_as_asked(options, self.opened, listing)
-        how = dict(masks=call, output=self.output)
-        self.image_run = ImageRun(options, self.opened, images, masks, **how)
-        there = [path for path in (*self.files, self.output / TABLE) if path.exists()]
+        self.outlined = self._outlined()
+        self.coco = CocoFile(self.names, self.outlined)
+        self.images = images = read_as_asked(options, self.opened, listing)
+        probable = "probabilities" in self.saved
+        compute, convert = (probabilities, probabilities_of) if probable else (masks, classes_of)
+        self.dtype = torch.float16 if probable else torch.uint8
+        how = dict(convert=convert, output=self.output)
+        self.image_run = ImageRun(options, self.opened, images, compute, **how)
+        known = [path for files in self.files for path in files.values()]
+        known += [self.output / COCO] if "coco" in self.saved else []
+        there = [path for path in (*known, self.output / TABLE) if path.exists()]
         # A resumed command replaces the files of the stopped one.
         begun = self.image_run.banding.work.folder.exists()
         if there and not options.overwrite and not begun:
             raise ValueError(f"{there[0]} exists; --overwrite replaces it")
         images.check_asked()
 
+    def _files_of(self, paths: list[str]) -> list[dict[str, Path]]:
+        """Return the files of each image by their kind, one of ``Saved``."""
+        if self.as_array:
+            return [{"masks": self.output}]
+        map_format = self.options.map_format or "npy"
+        suffixes = {"masks": ".png", "probabilities": f".{map_format}", "geojson": ".geojson"}
+        if "geojson" in self.saved or map_format == "tif":
+            require("raster", "rasterio", what="writing GeoJSON and GeoTIFF")
+        if map_format == "zarr":
+            require("arrays", "zarr", what="a zarr array")
+        return [
+            {kind: file.with_suffix(suffixes[kind]) for kind in suffixes if kind in self.saved}
+            for file in mask_files(self.output, paths)
+        ]
+
+    def _outlined(self) -> list[int]:
+        """Return the classes that are outlined; raise ValueError for an unknown name."""
+        wanted = self.names if self.options.outline is None else self.options.outline
+        for name in wanted:
+            if name not in self.names:
+                known = ", ".join(self.names)
+                raise ValueError(f"outline: there is no class {brief(name)}; classes are {known}")
+        return [number for number, name in enumerate(self.names) if name in wanted]
+
     def _check_output(self, paths: list[str]) -> None:
         images = {os.path.realpath(path): path for path in paths}
-        for file in self.files:
+        for file in (path for files in self.files for path in files.values()):
             if (image := images.get(os.path.realpath(file))) is not None:
-                raise ValueError(f"a mask would replace the image {image}; choose another output")
-            if file.is_dir():
+                raise ValueError(f"a result would replace the image {image}; choose another output")
+            if file.is_dir() and file.suffix != ".zarr":
                 raise ValueError(
-                    f"{file} is a folder, where a mask would go; choose another output"
+                    f"{file} is a folder, where a file would go; choose another output"
                 )
         if self.as_array:
             check_free(self.output, True)
-        elif self.output.suffix.lower() in (".csv", ".json", ".png"):
+        elif self.output.suffix.lower() in (".csv", ".json", ".geojson", ".png"):
             raise ValueError(
                 f"--output {self.output}: this model gives masks; name a folder for them, or for "
                 f"one image a file that ends in {ARRAY}"
@@ -121,55 +161,81 @@ class MaskPredictor:
             DoesNotFit: a batch clearly needs more than the available memory; nothing is written.
             Failed: a process that reads images ended.
         """
-        run, files, rows = self.image_run, iter(self.files), list[dict[str, Any]]()
+        run, numbers, rows = self.image_run, iter(range(len(self.files))), list[dict[str, Any]]()
         for note in (*self.opened.notes, *run.lines):
             say(note)
         batch_size, failed = run.announce(say), list[Outcome]()
         run.banding.say = say
         with run.banding.at_work():
-            for batch in run.outcomes(batch_size, torch.uint8):
-                for found, file in zip(batch, files, strict=False):
+            for batch in run.outcomes(batch_size, self.dtype):
+                for found, number in zip(batch, numbers, strict=False):
                     outcome = judged(found, self.opened.geometry)
-                    rows.append(self._written(outcome, file))
+                    rows.append(self._written(outcome, number))
                     failed += [outcome] if outcome.value is None else []
             if len(failed) == len(rows):
                 raise failed[0].error(f"none of the {len(rows)} images has a mask; the first: ")
             if not self.as_array:
-                columns = [
-                    *FIELDS,
-                    *self.listing.columns,
-                    "mask",
-                    *(f"share_{name}" for name in self.names),
-                ]
+                self.output.mkdir(parents=True, exist_ok=True)
+                columns = [*FIELDS, *self.listing.columns, *self._columns()]
                 write_table(self.output / TABLE, columns, rows)
+            if "coco" in self.saved:
+                self.coco.write(self.output / COCO)
         say(f"{len(rows) - len(failed)} of {len(rows)} images have masks: {self.output}")
 
-    def _written(self, outcome: Outcome, path: Path) -> dict[str, Any]:
-        """Write the mask of an image, if there is one; return its row of the table.
-
-        A row has ``FIELDS``, cells of ``--labels``, ``mask``, and ``share_`` of each class, its
-        share of the pixels.
+    def _columns(self) -> list[str]:
+        """Return the last columns of the table: the file of each kind, and ``share_`` of each
+        class, its share of the pixels.
         """
-        row = {name: getattr(outcome, name) for name in FIELDS}
+        kinds = ("mask" if kind == "masks" else kind for kind in self.files[0])
+        return [*kinds, *(f"share_{name}" for name in self.names)]
+
+    def _written(self, outcome: Outcome, number: int) -> dict[str, Any]:
+        """Write the files of an image, if it has a mask; return its row of the table."""
+        row, columns = {name: getattr(outcome, name) for name in FIELDS}, self._columns()
         row |= self.listing.cells.get(outcome.path, {})
         if outcome.value is None:
-            return row | dict.fromkeys(("mask", *(f"share_{name}" for name in self.names)))
-        mask = outcome.value.numpy()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if self.as_array:
-            write_array(path, mask)
-        else:
-            picture = Image.fromarray(mask)
-            picture.putpalette(palette(self.opened.spec))
-            write_whole(path, lambda place: picture.save(place, format="PNG"))
+            return row | dict.fromkeys(columns)
+        probable = outcome.value.ndim == 3
+        mask = (classes_of(outcome.value)[0] if probable else outcome.value).numpy()
+        for kind, path in self.files[number].items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if self.as_array:
+                write_array(path, mask)
+            elif kind == "masks":
+                picture = Image.fromarray(mask)
+                picture.putpalette(palette(self.opened.spec))
+                write_whole(path, partial(picture.save, format="PNG"))
+            else:
+                with self.images.opened(number) as reader:
+                    self._write_placed(kind, path, reader, mask, outcome.value.numpy())
+        if "coco" in self.saved:
+            self.coco.add(self.coco_names[number], mask)
         shares = np.bincount(mask.ravel(), minlength=IGNORED + 1) / mask.size
-        named = zip(self.names, shares.tolist(), strict=False)
-        return row | {"mask": str(path)} | {f"share_{name}": round(x, 6) for name, x in named}
+        values = [*map(str, self.files[number].values())]
+        values += [round(share, 6) for share in shares[: len(self.names)].tolist()]
+        return row | dict(zip(columns, values, strict=True))
+
+    def _write_placed(
+        self, kind: str, path: Path, reader: Reader, mask: np.ndarray, maps: np.ndarray
+    ) -> None:
+        """Write polygons or probabilities ``maps`` with the georeference of an open image."""
+        if kind == "geojson":
+            colours = np.reshape(palette(self.opened.spec), (-1, 3)).tolist()
+            place = reader.georeference
+            found = class_polygons(mask, self.outlined, self.names, colours, place)
+            return write_geojson(path, found, place)
+        from visionattn.data.large import open_sink
+
+        with open_sink(path, source=reader, overwrite=True) as sink:
+            sink.begin(maps.shape, maps.dtype)
+            sink.write(0, maps)
+            sink.finish()
 
 
 def judged(outcome: Outcome, geometry: Geometry) -> Outcome:
     """Return the outcome of an image with its mask at the size of the file, uint8
-    ``[height, width]``.
+    ``[height, width]``, or its probabilities ``[classes, height, width]``, which are NaN where the
+    model has not seen the image.
 
     The mask is removed if the logits of any pixel are not finite.
     """
@@ -177,15 +243,31 @@ def judged(outcome: Outcome, geometry: Geometry) -> Outcome:
         return outcome
     view = geometry.view(outcome.height, outcome.width)
     rows, columns = view.content
-    part = outcome.value[:rows, :columns].numpy()
-    if (part == IGNORED).any():
+    part = outcome.value[..., :rows, :columns].numpy()
+    if part.dtype == np.uint8 and (part == IGNORED).any():
         return replace(outcome, status="nan", reason="outputs are not finite", value=None)
     top, left, height, width = view.box
-    if part.shape != (height, width):
-        part = cv2.resize(part, (width, height), interpolation=cv2.INTER_NEAREST_EXACT)
-    whole = np.full((outcome.height, outcome.width), IGNORED, np.uint8)
-    whole[top : top + height, left : left + width] = part
+    size = outcome.height, outcome.width
+    if (*view.box, *part.shape[-2:]) == (0, 0, *size, *size):
+        return replace(outcome, value=torch.from_numpy(part))
+    down, across = nearest(part.shape[-2], height), nearest(part.shape[-1], width)
+    unseen = np.nan if part.ndim == 3 else IGNORED
+    whole = np.full((*part.shape[:-2], *size), unseen, part.dtype)
+    whole[..., top : top + height, left : left + width] = part[..., down[:, None], across]
     return replace(outcome, value=torch.from_numpy(whole))
+
+
+def nearest(have: int, wanted: int) -> np.ndarray:
+    """Return for each of ``wanted`` places the index of the nearest of ``have`` places."""
+    places = np.arange(have, dtype=np.int32)[:, None]
+    return cv2.resize(places, (1, wanted), interpolation=cv2.INTER_NEAREST_EXACT)[:, 0]
+
+
+def below_common(paths: list[str]) -> list[Path]:
+    """Return the path of each image below the folder that all images share."""
+    absolute = [os.path.abspath(path) for path in paths]
+    shared = os.path.commonpath([os.path.dirname(path) for path in absolute])
+    return [Path(os.path.relpath(path, shared)) for path in absolute]
 
 
 def mask_files(folder: Path, paths: list[str]) -> list[Path]:
@@ -200,8 +282,7 @@ def mask_files(folder: Path, paths: list[str]) -> list[Path]:
     if len(set(absolute)) < len(absolute):
         twice = next(path for path in paths if absolute.count(os.path.abspath(path)) > 1)
         raise ValueError(f"{twice} is named twice; each image has one mask")
-    shared = os.path.commonpath([os.path.dirname(path) for path in absolute])
-    below = [Path(os.path.relpath(path, shared)) for path in absolute]
+    below = below_common(paths)
     names = [path.with_suffix(".png") for path in below]
     # The mask of a.jpg.png could be the mask of a.jpg: extend equal names until all differ.
     while len(counts := Counter(names)) < len(names):

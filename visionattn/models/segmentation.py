@@ -5,7 +5,7 @@ timm's, built by name as for classification.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -171,7 +171,6 @@ class Segmenter(nn.Module):
             return logits[:, :, : x.shape[2], : x.shape[3]].clone()
         return logits
 
-    @torch.inference_mode()
     def masks(self, x: Tensor, sizes: Tensor | None = None, *, strip: int = 64) -> Tensor:
         """Return the class of each pixel, uint8 ``[B, H_px, W_px]``; ``IGNORED`` for logits that
         are not finite.
@@ -182,6 +181,18 @@ class Segmenter(nn.Module):
             x, sizes: as for ``forward``.
             strip: rows of cells per strip.
         """
+        return self._in_strips(classes_of, x, sizes, strip)[:, 0]
+
+    def probabilities(self, x: Tensor, sizes: Tensor | None = None, *, strip: int = 64) -> Tensor:
+        """Return ``probabilities_of`` each pixel, float16 ``[B, classes, H_px, W_px]``; arguments
+        as for ``masks``.
+        """
+        return self._in_strips(probabilities_of, x, sizes, strip)
+
+    @torch.inference_mode()
+    def _in_strips(
+        self, convert: Callable[[Tensor], Tensor], x: Tensor, sizes: Tensor | None, strip: int
+    ) -> Tensor:
         logits = self.forward_cells(x, sizes).float()
         found = []
         for first in range(0, logits.shape[2], strip):
@@ -189,10 +200,30 @@ class Segmenter(nn.Module):
             above, last = max(0, first - 1), min(logits.shape[2], first + strip)
             part = enlarged(logits[:, :, above : last + 1], self.stride)
             begin = (first - above) * self.stride
-            part = part[:, :, begin : begin + (last - first) * self.stride]
-            values = part.argmax(1).to(torch.uint8)
-            found.append(values.masked_fill_(~part.isfinite().all(1), IGNORED))
-        return torch.cat(found, 1)[:, : x.shape[2], : x.shape[3]]
+            found.append(convert(part[:, :, begin : begin + (last - first) * self.stride]))
+        return torch.cat(found, 2)[:, :, : x.shape[2], : x.shape[3]]
+
+
+def classes_of(logits: Tensor) -> Tensor:
+    """Return the class of each pixel of ``[..., C, H, W]``, uint8 ``[..., 1, H, W]``; ``IGNORED``
+    for logits that are not finite.
+    """
+    found = logits.argmax(-3, keepdim=True).to(torch.uint8)
+    return found.masked_fill_(~logits.isfinite().all(-3, keepdim=True), IGNORED)
+
+
+def probabilities_of(logits: Tensor) -> Tensor:
+    """Return the softmax probabilities of each pixel of ``[..., C, H, W]``, float16 of this shape;
+    NaN for logits that are not finite.
+
+    ``classes_of`` gives the same classes for logits and probabilities.
+    """
+    best = logits.argmax(-3, keepdim=True)
+    found = logits.softmax(-3).to(torch.float16)
+    # Where rounding makes an earlier class equal to the best, the best gets the next larger number.
+    tied = found.argmax(-3, keepdim=True) != best
+    found.view(torch.int16).scatter_add_(-3, best, tied.to(torch.int16))
+    return found.masked_fill_(~logits.isfinite().all(-3, keepdim=True), float("nan"))
 
 
 def enlarged(logits: Tensor, times: int) -> Tensor:

@@ -16,7 +16,7 @@ from visionattn.models.large.attention_of_strips import softmax_of, softmax_part
 from visionattn.models.large.source_sink import MapWriter, Sink
 from visionattn.models.large.token_store import TokenStore
 from visionattn.models.rowwise import weight_like
-from visionattn.models.segmentation import IGNORED, Segmenter, enlarged
+from visionattn.models.segmentation import Segmenter, classes_of, enlarged, probabilities_of
 
 Pieces = Callable[[], Iterable[tuple[int, Tensor]]]
 """Yields all tokens after the last block once more: first row and tokens ``[1, n, D]``."""
@@ -181,7 +181,7 @@ class Dense(Output):
 
 
 class Masked(Output):
-    """The class of each pixel.
+    """The class of each pixel, or the probabilities of its classes.
 
     Args:
         model: the segmentation model.
@@ -190,6 +190,7 @@ class Masked(Output):
         sink: see ``forward_tiled``.
         cells: with several ``head_blocks``, two stores for the logits of cells: each block reads
             the sum of earlier blocks from one and writes its own sum to the other.
+        probable: return probabilities.
     """
 
     def __init__(
@@ -199,9 +200,13 @@ class Masked(Output):
         size: tuple[int, int],
         sink: Sink | None,
         cells: list[TokenStore] | None,
+        *,
+        probable: bool,
     ):
         self.model, self.grid, self.cells, self.taps = model, grid, cells, set(model.taken)
-        self.writer = MapWriter((1, *size), torch.uint8, sink)
+        self.convert = probabilities_of if probable else classes_of
+        channels, dtype = (model.num_classes, torch.float16) if probable else (1, torch.uint8)
+        self.writer = MapWriter((channels, *size), dtype, sink)
         self.waiting: Tensor | None = None
         """Logits of rows of cells not yet completely written, with one row before them."""
         self.next = 0
@@ -249,7 +254,7 @@ class Masked(Output):
             part = part[0, :, skip : skip + (end - begin) * stride]
             height, columns = self.writer.shape[1:]
             part = part[:, : max(0, height - begin * stride), :columns]
-            self.writer.take(begin * stride, classes_of(part))
+            self.writer.take(begin * stride, self.convert(part))
         self.waiting = self.waiting[:, max(0, until - 1) - first :].clone()
         self.next = max(self.next, until)
 
@@ -260,13 +265,7 @@ class Masked(Output):
         self.writer.flush()
 
     def result(self, again: Pieces) -> Tensor | None:
-        """Return the classes, uint8 ``[1, H_px, W_px]``, or None if they were written to a sink."""
+        """Return the classes, uint8 ``[1, H_px, W_px]``, or the probabilities, float16
+        ``[C, H_px, W_px]``; None if they were written to a sink.
+        """
         return self.writer.finish()
-
-
-def classes_of(logits: Tensor) -> Tensor:
-    """Return the class of each pixel of ``[C, h, W]``, uint8 ``[1, h, W]``; ``IGNORED`` for logits
-    that are not finite.
-    """
-    found = logits.argmax(0).to(torch.uint8)
-    return found.masked_fill_(~logits.isfinite().all(0), IGNORED)[None]

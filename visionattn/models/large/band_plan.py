@@ -20,6 +20,8 @@ VECTORS = 20
 """Memory of a token while its band is processed, in vectors as wide as the model; measured."""
 CLASS_COPIES = 6
 """Number of copies in memory of the keys per class while they are laid out for a band."""
+PIXEL_COPIES = 3
+"""Number of copies in memory of the probabilities of a band while they are written."""
 WORKING_BYTES = 3 << 23
 """Maximum memory of operations in addition to their operands, for any band: pieces that stay in
 cache. It comes on top of a limit.
@@ -88,7 +90,9 @@ def plan(
     held = _held_bytes(body, grid, want, model)
     least = min(_least_rows(body), grid.height)
     usual = max(least, min(grid.height, -(-BAND_TOKENS // grid.width)))
-    takes = {each: _band_bytes(body, grid, each) for each in range(least, usual + 1)}
+    row = grid.width * prod(body.patch_embed.patch_size) * PIXEL_COPIES * 2  # float16
+    row *= model.num_classes if want == "probabilities" else 0
+    takes = {each: _band_bytes(body, grid, each) + each * row for each in range(least, usual + 1)}
     fewest = min(takes, key=takes.__getitem__)
     wanted = takes[fewest] if rows is None else takes.get(rows, 0)
     mapped = memory is not None and held + wanted > memory
@@ -115,7 +119,7 @@ def _held_bytes(body: VisionAttnTransformer, grid: Grid, want: str, model: nn.Mo
     logits of cells.
     """
     wide = body.embed_dim
-    if want == "masks" and isinstance(model, Segmenter) and len(model.taken) > 1:
+    if want in ("masks", "probabilities") and isinstance(model, Segmenter) and len(model.taken) > 1:
         wide += model.cell_logits
     return 2 * grid.num_patches * wide * weight_like(body).element_size()
 

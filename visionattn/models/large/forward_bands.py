@@ -53,7 +53,9 @@ from visionattn.ops.position.kinds import Flat
 from visionattn.ops.strips import Strip, seen_span
 from visionattn.ops.sums import accumulation_dtype
 
-Want = Literal["logits", "pooled", "dense", "masks", "evidence"]
+Want = Literal["logits", "pooled", "dense", "masks", "probabilities", "evidence"]
+OF_PIXELS = ("masks", "probabilities")
+"""Outputs of a ``Segmenter``."""
 CUT = "; cut the image into tiles"
 """End of the error for a model that cannot be computed in bands."""
 PIECE_TOKENS = 8192
@@ -87,9 +89,9 @@ def forward_tiled(
         sink: receives a map; None: the map is returned.
         want: "logits" ``[1, num_classes]``; "pooled", the features before the classifier
             ``[1, D]``; "dense", the last feature map after the final norm ``[1, D, H, W]``;
-            "masks", for a ``Segmenter``, the class of each pixel, uint8 ``[1, H_px, W_px]``;
-            "evidence", the attribution of a class (``models/attribution.py``), without the
-            gradient.
+            "masks", for a ``Segmenter``, the class of each pixel, uint8 ``[1, H_px, W_px]``, and
+            "probabilities", float16 ``[num_classes, H_px, W_px]``; "evidence", the attribution of
+            a class (``models/attribution.py``), without the gradient.
         target: for "evidence", the index of the class; None: the most probable.
         memory: memory limit in bytes, in addition to the model and about 24 MiB that operations
             always need (``band_plan.WORKING_BYTES``); tokens that do not fit go to files in the
@@ -136,14 +138,14 @@ def check_tiled(model: nn.Module, want: Want = "logits") -> VisionAttnTransforme
         raise ValueError(
             f"wanted a VisionAttnTransformer, or a Segmenter of one, got {type(body).__name__}{CUT}"
         )
-    if isinstance(model, Segmenter) != (want == "masks") and want != "dense":
+    if isinstance(model, Segmenter) != (want in OF_PIXELS) and want != "dense":
         given = "classes of pixels" if isinstance(model, Segmenter) else "no classes of pixels"
         raise ValueError(f"want {want!r}: the model gives {given}")
     try:
         check_rowwise(model)
     except ValueError as error:
         raise ValueError(f"{error}{CUT}") from error
-    if want == "masks" and len(model.taken) > 1 and (why := changed(model.head, nn.Conv2d)):
+    if want in OF_PIXELS and len(model.taken) > 1 and (why := changed(model.head, nn.Conv2d)):
         raise ValueError(
             f"head {why}, which would not run: its weights are applied block by block, of "
             f"{len(model.taken)} head_blocks{CUT}"
@@ -185,12 +187,13 @@ class _Pass:
 
         self.tokens = stores("tokens", self.layout, body.embed_dim)
         self.output: Output
-        if isinstance(model, Segmenter) and want == "masks":
+        if isinstance(model, Segmenter) and want in OF_PIXELS:
             cells = None
             if len(model.taken) > 1:
                 cells = stores("cells", TokenLayout(0, image.grid), model.cell_logits)
             size = image.source.height, image.source.width
-            self.output = Masked(model, image.grid, size, sink, cells)
+            probable = want == "probabilities"
+            self.output = Masked(model, image.grid, size, sink, cells, probable=probable)
         elif want == "dense":
             self.output = Dense(body, image.grid, sink)
         elif want == "evidence":

@@ -17,14 +17,13 @@ import torch
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 
-from visionattn.models.large.band_outputs import classes_of
 from visionattn.models.large.patched_image import filled
 from visionattn.models.large.source_sink import MapWriter, Prepare, Sink, Source, as_fractions
 from visionattn.models.patches import call, in_eval, last_map, pooled
-from visionattn.models.segmentation import IGNORED, Segmenter
+from visionattn.models.segmentation import IGNORED, Segmenter, classes_of, probabilities_of
 from visionattn.ops.chunking import chunks
 
-Want = Literal["logits", "pooled", "dense", "masks"]
+Want = Literal["logits", "pooled", "dense", "masks", "probabilities"]
 Combine = Literal["mean", "max"]
 Compute = Callable[[nn.Module, Tensor, Tensor | None], Tensor]
 """``compute(model, inputs [B, C, H, W], sizes [B, 2]) -> [B, ...]``; ``patches.py`` has some."""
@@ -33,7 +32,10 @@ COMPUTES: dict[str, Compute] = {
     "pooled": pooled,
     "dense": last_map,
     "masks": call,
+    "probabilities": call,
 }
+CONVERTS = {"masks": classes_of, "probabilities": probabilities_of}
+"""Conversions of logits of pixels."""
 
 
 class Axis(NamedTuple):
@@ -178,7 +180,7 @@ def forward_tiles(
         overlap: minimum number of pixels that neighbours share, a whole number of patches; None: an
             eighth of ``tile``, rounded up to whole patches.
         want: ``logits``, ``pooled`` features, the last feature map (``dense``), or the class of
-            each pixel (``masks``).
+            each pixel (``masks``) or its ``probabilities``.
         combine: ``mean`` or ``max`` over tiles, only for vectors.
         batch_size: tiles per call.
         prepare: only for a ``Source``: turns pixels ``[h, w, C]`` into ``[1, C, h, w]`` as the
@@ -189,7 +191,8 @@ def forward_tiles(
 
     Returns:
         The model's output for an image of that size, on the device of ``image`` (a source: the
-        CPU), in float32 or wider; masks uint8 ``[B, H, W]``, 255 for logits that are not finite.
+        CPU), in float32 or wider; masks uint8 ``[B, H, W]``, 255 for logits that are not finite;
+        probabilities float16 ``[B, C, H, W]``, NaN for such logits.
         None with a ``sink``, which gets ``[C, H, W]``, or masks as ``[1, H, W]``.
 
     Raises:
@@ -210,7 +213,7 @@ def forward_tiles(
         raise ValueError(f"{type(model).__name__} gives no {want} features: it has no {method}")
     patch_px = cell_of(model, want)
     overlap = usual_overlap(tile, patch_px) if overlap is None else overlap
-    run = Tiles(COMPUTES[want], tile, overlap, patch_px, combine, batch_size, want == "masks")
+    run = Tiles(COMPUTES[want], tile, overlap, patch_px, combine, batch_size, CONVERTS.get(want))
     reads = _reads(image, prepare, model)
     home = image.device if isinstance(image, Tensor) else torch.device("cpu")
     if sink is not None and len(reads) > 1:
@@ -231,7 +234,7 @@ def over_tiles(
     patch_px: tuple[int, int],
     combine: Combine = "mean",
     batch_size: int = 1,
-    masks: bool = False,
+    convert: Callable[[Tensor], Tensor] | None = None,
 ) -> Compute:
     """Return a computation over tiles, image by image, that replaces a computation over images.
 
@@ -239,13 +242,13 @@ def over_tiles(
         compute: turns images into vectors or maps; maps are blended.
         tile, overlap, combine, batch_size: as for ``forward_tiles``.
         patch_px: height and width of a patch.
-        masks: ``compute`` returns logits of pixels, and the result is the class of each: uint8
-            ``[B, H, W]``.
+        convert: ``classes_of`` or ``probabilities_of``, applied to logits of pixels; classes
+            are uint8 ``[B, H, W]``.
 
     Returns:
         The computation. It raises ValueError as ``forward_tiles`` does, and for ``sizes``.
     """
-    run = Tiles(compute, tile, overlap, patch_px, combine, batch_size, masks)
+    run = Tiles(compute, tile, overlap, patch_px, combine, batch_size, convert)
 
     def run_tiles(model: nn.Module, inputs: Tensor, sizes: Tensor | None) -> Tensor:
         if sizes is not None:
@@ -253,7 +256,7 @@ def over_tiles(
         size = inputs.shape[2], inputs.shape[3]
         reads = (_of_tensor(image, image.device) for image in inputs.split(1))
         result = torch.stack([run.of_image(model, read, size) for read in reads])
-        return result[:, 0] if masks else result
+        return result[:, 0] if convert is classes_of else result
 
     return run_tiles
 
@@ -267,7 +270,7 @@ class Tiles(NamedTuple):
     patch_px: tuple[int, int]
     combine: Combine
     batch_size: int
-    masks: bool
+    convert: Callable[[Tensor], Tensor] | None
 
     def of_image(
         self,
@@ -297,11 +300,11 @@ class Tiles(NamedTuple):
             if self.combine != "mean":
                 raise ValueError(f"combine {self.combine} is for vectors; maps are blended")
             return self._blended(outputs, first, tiles, size, sink)
-        if first.ndim != 1 or self.masks:
+        if first.ndim != 1 or self.convert:
             what = "of an image" if first.ndim == 1 else f"of shape {list(first.shape)}"
             raise ValueError(
                 f"{type(model).__name__} gives outputs {what}, wanted "
-                + ("logits of its pixels" if self.masks else "a vector or a map")
+                + ("logits of its pixels" if self.convert else "a vector or a map")
             )
         if sink is not None:
             raise ValueError("a sink takes maps, and this is a vector of the image: leave it out")
@@ -339,10 +342,10 @@ class Tiles(NamedTuple):
         cell = _cell(tiles, first)
         down, across = tiles.down.in_cells(cell[0]), tiles.across.in_cells(cell[1])
         rows, columns = (-(-px // side) for px, side in zip(size, cell, strict=True))
-        if self.masks and len(first) > IGNORED:
+        if self.convert and len(first) > IGNORED:
             raise ValueError(f"masks have at most {IGNORED} classes, and there are {len(first)}")
-        dtype = torch.uint8 if self.masks else first.dtype
-        writer = MapWriter((1 if self.masks else len(first), rows, columns), dtype, sink)
+        like = self.convert(first[:, :1, :1]) if self.convert else first
+        writer = MapWriter((len(like), rows, columns), like.dtype, sink)
         along = [share.to(first) for share in across.shares()]
         beside = [share.to(first)[:, None] for share in down.shares()]
         open_rows = first.new_empty(len(first), 0, across.length)
@@ -361,7 +364,7 @@ class Tiles(NamedTuple):
             last = number + 1 == len(down.starts)
             done = down.tile if last else down.starts[number + 1] - top
             ready = band[:, : min(done, rows - top), :columns]
-            writer.take(top, classes_of(ready) if self.masks else ready)
+            writer.take(top, self.convert(ready) if self.convert else ready)
             writer.flush()
             open_rows = band[:, done:].clone()
         found = writer.finish()
