@@ -52,7 +52,11 @@ def charts_of(rows: list[dict]) -> list[Chart]:
                 series.append(Series(label, Look(number), *zip(*points, strict=True)))
         title = f"Sequences of {length}, width {width}"
         mark = [Mark("0.1 nats", y=0.1)]
-        charts.append(Chart(title, "step", "nats per value that counts", series, mark, log_y=10))
+        charts.append(
+            Chart(
+                title, "step", "loss in nats per value of the second word", series, mark, log_y=10
+            )
+        )
     return charts
 
 
@@ -64,5 +68,5 @@ with open(FOLDER / "copy.csv", newline="") as file:  # also without runs: draws 
     text = list(csv.DictReader(file))
 numbers = {"length": int, "width": int, "seed": int, "step": int, "nats": float}
 rows = [row | {key: kind(row[key]) for key, kind in numbers.items()} for row in text]
-title = "Copying a word of 10 symbols: 4 layers, 8 heads, batch 64, RAdam"
+title = "The copy task: training loss (4 layers, 8 heads, batch 64, RAdam)"
 draw(FOLDER / "copy.png", title, charts_of(rows), rows[0])

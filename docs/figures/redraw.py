@@ -28,7 +28,7 @@ def quality_of(rows: list[Record]) -> list[Chart]:
                  scaled("accuracy", 100), model, Look.of(number), spread=True)
             for number, (model,) in enumerate(distinct(rows, "model"))
         ]  # fmt: skip
-        names = "side of the test images in px", "test accuracy in %"
+        names = "size of the test images in px", "test accuracy in %"
         charts.append(Chart(CONTROLS[control], *names, series, **axis))
     return charts
 
@@ -40,7 +40,7 @@ DRAWN["heads-digits"] = (
     lambda rows: heads_of(rows, "32"),
 )
 DRAWN["quality"] = (
-    "canvas: small models trained at 48 to 80 px, 4 epochs; shades are deviations of seeds",
+    "canvas: models trained at 48 to 80 px, 4 epochs; bands: standard deviation over seeds",
     quality_of,
 )
 DRAWN["memory"] = (

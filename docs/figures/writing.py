@@ -148,8 +148,8 @@ def charts(rows: list[dict]) -> list[Chart]:
         )
         for i, (way, row) in enumerate(zip(WAYS, last, strict=True))
     ]
-    title = f"A step of {values:,}, batch 16, relative position"
-    found.append(Chart(title, "position", "milliseconds", lines, log_y=10))
+    title = f"Time of one step, {values:,} values, batch 16"
+    found.append(Chart(title, "position of the value", "milliseconds", lines, log_y=10))
     return found
 
 

@@ -273,7 +273,7 @@ def heads_charts(rows: Sequence[Record]) -> list[Chart]:
 
 FIGURES = {
     "crossover": Figure(
-        "TaylorShift, 4 heads: from where the efficient form is the cheaper one",
+        "TaylorShift, 4 heads: from which length is the efficient form cheaper?",
         crossover_cases,
         crossover_charts,
         crossings,
