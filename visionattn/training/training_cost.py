@@ -75,7 +75,6 @@ class TrainingMemory(Memory):
     ):
         self.config, self.splits, self.processes = config, splits, processes
         self.objective = objective or objective_of(splits.spec, config.optim, config.loss)
-        self.native = splits.spec.fit == "native" and config.data.crop is None
         self.kind = choose_kind(replace(config, batch_size="auto"), processes.size)
         patch_px = patch_size(model)
         passes = Passes(
@@ -150,6 +149,11 @@ class TrainingMemory(Memory):
         images, height, width = share_of(shape, self.processes.data_size)
         rows = -(-height // self.patch_px[0])
         return images, -(-rows // self.processes.per_image) * self.patch_px[0], width
+
+    @property
+    def native(self) -> bool:
+        """Tell whether training images have their own sizes."""
+        return self.splits.spec.fit == "native" and self.config.data.crop is None
 
     def batch_that_fits(self, images: int, shape: Shape) -> str:
         """Return the options for batches of ``images`` images with the same images per step."""
