@@ -316,7 +316,8 @@ def _check_together(config: TrainConfig) -> None:
         _check_writing(config)
     _check_loss(config)
     for name in config.log or ():
-        if find_spec(name) is None:
+        found = find_spec(name)
+        if found is None or found.origin is None:  # a folder of offline runs is no package
             raise ValueError(f"log {name} needs the package {name}; pip install {name}")
     if config.parallel == "sequence" or isinstance(config.parallel, int):
         _check_sequence(config)

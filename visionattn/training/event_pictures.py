@@ -3,11 +3,13 @@ precision-recall curves.
 """
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from visionattn.model_config import VECTOR_TASKS
 from visionattn.models.pixel_classes import class_names, striped
 from visionattn.models.weights import DataSpec
 from visionattn.training.evaluate import MOST_CURVES, Example, Tally
@@ -45,13 +47,19 @@ def add_predictions(
     if spec.num_classes > MOST_CURVES:
         return
     names, confusion = class_names(spec), tally.confusion
-    if len(probabilities):
-        labels, said = rows[:, :2].astype(np.int64).T
-        confusion = np.zeros((spec.num_classes, spec.num_classes), np.int64)
-        np.add.at(confusion, (labels, said), 1)
-        for number, name in enumerate(names):
-            found = probabilities[:, number]
-            events.add_pr_curve(f"precision_recall_{split}/{name}", labels == number, found, step)
+    classes = np.arange(spec.num_classes)
+    if spec.task in VECTOR_TASKS:
+        labels, probabilities, _ = np.split(rows, [len(classes), 2 * len(classes)], 1)
+    elif len(probabilities):
+        known, said = rows[:, :2].astype(np.int64).T
+        confusion = np.zeros((len(classes), len(classes)), np.int64)
+        np.add.at(confusion, (known, said), 1)
+        labels = known[:, None] == classes
+    if len(probabilities) and spec.task != "regression":
+        for name, known, found in zip(names, labels.T, probabilities.T, strict=True):
+            counted = np.isfinite(known)
+            tag = f"precision_recall_{split}/{name}"
+            events.add_pr_curve(tag, known[counted], found[counted], step)
     if confusion is not None:
         add_picture(events, f"{split}/confusion", draw_confusion(confusion, names), step)
 
@@ -68,21 +76,25 @@ def draw_examples(examples: Sequence[Example], split: str, spec: DataSpec) -> Im
         pictures = [each for example in examples for each in with_masks(example, spec)]
         columns = 6
     else:
-        pictures = [with_classes(example, spec) for example in examples]
+        pictures = [with_outputs(example, spec) for example in examples]
         columns = 4
     part = Part(split, f"{len(examples)} images", pictures)
     return draw_sheet([part], most_px=MOST_PX, columns=columns)
 
 
-def with_classes(example: Example, spec: DataSpec) -> Picture:
-    """Return an image with its true class, and the predicted class with its probability."""
-    names, probabilities = class_names(spec), example.output.softmax(0)
-    said = int(probabilities.argmax())
-    lines = (
-        f"true: {names[int(example.label)]}",
-        f"predicted: {names[said]}, {probabilities[said]:.0%}",
-    )
-    return Picture(visible(example.image), tuple(example.image.shape[1:]), lines)
+def with_outputs(example: Example, spec: DataSpec) -> Picture:
+    """Return an image with its label, and below it the prediction."""
+    label, output, names = example.label, example.output, class_names(spec)
+    if spec.task == "regression":
+        lines = [", ".join(f"{value:.4g}" for value in each.tolist()) for each in (label, output)]
+    elif spec.task == "multilabel":
+        chosen = (label > 0).tolist(), spec.holds(output.tolist())
+        lines = [", ".join(compress(names, each)) or "none" for each in chosen]
+    else:
+        said = int(output.argmax())
+        lines = [names[int(label)], f"{names[said]}, {output.softmax(0)[said]:.0%}"]
+    captions = f"true: {lines[0]}", f"predicted: {lines[1]}"
+    return Picture(visible(example.image), tuple(example.image.shape[1:]), captions)
 
 
 def with_masks(example: Example, spec: DataSpec) -> list[Picture]:

@@ -67,7 +67,7 @@ class Wandb:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Send metrics of a step."""
-        self.run.log(metrics, step=step)
+        self.run.log(metrics, step=step, commit=True)
 
     def close(self, *, failed: bool) -> None:
         """End the run."""
@@ -84,4 +84,6 @@ def refusal(name: str, kind: type[Exception]) -> Iterator[None]:
     try:
         yield
     except kind as error:
-        raise ValueError(f"{name}: {first_line(error)}; --log null trains without") from error
+        raise ValueError(
+            f"{name}: {first_line(error).rstrip('.')}; --log null trains without"
+        ) from error
