@@ -5,9 +5,11 @@ determines it. Entries are written atomically and never change. So several proce
 a folder without locks, and it may be deleted at any time.
 """
 
+import errno
 import hashlib
 import io
 import os
+import shutil
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +21,8 @@ import numpy as np
 import torch
 
 import visionattn
-from visionattn.cli.files import check_room, first_line, write_whole
+from visionattn.cli.files import write_whole
+from visionattn.cli.tables import sized
 from visionattn.data.formats import Source
 from visionattn.data.formats.reader import Keep, not_kept
 from visionattn.data.sources import KNOWN_BYTES, PartOfFile, ends_of
@@ -59,7 +62,7 @@ class PixelCache:
         try:
             # Copy-on-write: pixels are read from the disk as they are used.
             return np.asarray(np.load(path, mmap_mode="c"))
-        except (OSError, ValueError):  # missing or damaged
+        except (OSError, ValueError, EOFError):  # missing or damaged
             made = make()
         if not self._full:
             self._write(path, made)
@@ -69,15 +72,16 @@ class PixelCache:
         """Write an entry; after a failure, warn and write no more."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            check_room(path, pixels.nbytes + SPARE_BYTES)
+            if shutil.disk_usage(path.parent).free < pixels.nbytes + SPARE_BYTES:
+                raise OSError(errno.ENOSPC, f"less than {sized(SPARE_BYTES)} free on its disk")
             write_whole(path, partial(_save, pixels))
         except FileNotFoundError:  # the folder was deleted a moment ago
             return
-        except (OSError, ValueError) as error:
+        except OSError as error:
             self._full.fill_(True)
             warnings.warn(
-                f"data.cache {self.folder} takes no more images, which are decoded in each epoch: "
-                f"{first_line(error)}",
+                f"data.cache {self.folder} takes no more images, and missing ones are decoded in "
+                f"each epoch: {error.strerror}",
                 stacklevel=2,
             )
 
