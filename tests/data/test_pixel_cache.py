@@ -25,7 +25,13 @@ from visionattn.data.images import ImageDataset
 from visionattn.data.mask_files import MaskFiles
 from visionattn.data.pixel_cache import PixelCache
 from visionattn.data.sources import TableRows
-from visionattn.data.splits import SampleKey, build_splits, eval_batches, train_batches
+from visionattn.data.splits import (
+    SampleKey,
+    build_splits,
+    eval_batches,
+    geometry_choices,
+    train_batches,
+)
 from visionattn.training import engine
 
 SIZES = [(300, 420), (310, 290), (420, 300), (296, 408)]
@@ -84,11 +90,12 @@ def write_root(root, write=write_png, *, masked=False):
 def items(config):
     """All samples of two epochs, with their masks or classes."""
     splits = build_splits(config, 3)
-    geometry = geometry_of(splits.spec, (8, 8))
+    whole = geometry_of(splits.spec, (8, 8))
+    (geometry,) = geometry_choices(splits.spec, config, (8, 8))
     found = []
     for epoch in (0, 1):
-        for part in (splits.train, splits.validation):
-            found += [part[SampleKey(index, epoch, geometry)] for index in range(len(part))]
+        for part, how in ((splits.train, geometry), (splits.validation, whole)):
+            found += [part[SampleKey(index, epoch, how)] for index in range(len(part))]
     return found
 
 
@@ -129,6 +136,7 @@ CASES = [
     # Random crops: whole pictures, JPEG also at the decoder's smaller sizes.
     (write_jpeg, dict(fit="crop", img_size=32, augment="three"), False, None),
     (write_png, dict(fit="native", img_size=96, augment="three"), True, 12),
+    (write_upright, dict(fit="native", img_size=96, crop=40, crop_around=0.5), True, None),
 ]
 
 
@@ -329,7 +337,7 @@ def test_workers_and_runs_share_a_folder(tmp_path):
 def test_a_run_with_a_cache_ends_as_one_without_also_after_a_kill(tmp_path, monkeypatch):
     root = write_root(tmp_path / "root")
     data = dict(name="folder", root=str(root), fit="crop", augment="three", workers=0)
-    options = dict(batch_size=1, save_every=3, data=data, monitor="loss")
+    options = dict(epochs=2, batch_size=1, save_every=3, data=data, monitor="loss")
     with on_small_data():
         monkeypatch.setattr(engine, "build_splits", build_splits)
         run(resumed_runs.config_of(tmp_path / "whole", **options))
