@@ -17,6 +17,8 @@ THREE = [[0, 0, 0], [200, 30, 30], [0, 90, 255]]
 CASES = [
     # Options that are for other data.
     (dict(bands=[1]), "data.bands is only for folder; leave it out for digits"),
+    (dict(cache="x"), "data.cache is only for images in files that are not streamed; leave it out"),
+    (FOLDER | dict(root="wds/x", cache="x"), "data.cache is only for images in files that are not"),
     (FOLDER | dict(args={"num_classes": 3}), "data.args.num_classes is only for wds/... (other d"),
     (dict(root="x"), "data.root is only for images in files (--data.name folder); leave it out"),
     (dict(name="cifar10", args={"download": 3}), "data.args.download must be true or false, got"),

@@ -126,6 +126,7 @@ def _check_acts(config: DataConfig) -> None:
     table = folder and (config.root or "").startswith("hfds/")
     rules = [
         (("bands", "value_range", "page", "max_pixels", "mean", "std"), folder, "folder"),
+        (("cache",), folder and not stream, "images in files that are not streamed"),
         (("masks",), masked, "folder with data.task segmentation"),
         (("labels", "columns", "group_from"), folder and not (stream or table), "folders and tars"),
         (("fold",), folder and not stream, "images in folders, tars and hfds/..."),

@@ -143,6 +143,12 @@ class DataConfig:
     """Only for ``folder``: maximum number of pixels of a file that are decoded at once; a
     file that needs more counts as unreadable. None: 2^30, about 1.07 billion.
     """
+    cache: str | None = None
+    """Only for ``folder``: directory in which decoded images and masks are kept for later epochs
+    and runs, at the size of the model's input, or at full size if training crops them. Results do
+    not change. It may be shared and deleted at any time; its disk keeps 2 GiB free. None: each
+    epoch decodes the files.
+    """
     mean: list[float] | None = None
     """Only for ``folder``: mean per channel of values in [0, 1]; ``visionattn stats`` measures it.
     None: ImageNet's.

@@ -7,6 +7,7 @@ import os
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 import cv2
@@ -27,9 +28,10 @@ from visionattn.data.formats import (
     read_size,
     resize,
 )
-from visionattn.data.formats.reader import one_line
+from visionattn.data.formats.reader import Keep, Reader, not_kept, one_line
 from visionattn.data.geometry import Box, Geometry, Size, TooSmall, View
-from visionattn.data.sources import known_part
+from visionattn.data.pixel_cache import PixelCache
+from visionattn.data.sources import KNOWN_BYTES, known_part
 from visionattn.models.segmentation import IGNORED
 
 if TYPE_CHECKING:
@@ -42,10 +44,8 @@ _CROP_STREAM = 3
 """Follows the key of a sample; ``augment.py`` has 1 and 2."""
 SIZE_THREADS = 8
 """Number of threads that read image sizes; they mostly wait for the disk."""
-WELL_KNOWN, KNOWN_BYTES = 20_000, 8192
-"""Fingerprints of images: for up to the first number of images, they use the second number of bytes
-at either end.
-"""
+WELL_KNOWN = 20_000
+"""Up to this number of images, their fingerprints use ``KNOWN_BYTES`` at either end."""
 
 
 def fill(image: np.ndarray, view: View) -> np.ndarray:
@@ -81,7 +81,7 @@ def fill_mask(mask: np.ndarray, view: View) -> np.ndarray:
 def see(
     size: Size,
     read: Callable[[View], np.ndarray],
-    label: int | np.ndarray,
+    label: int | np.ndarray | Callable[[View], np.ndarray],
     key: SampleKey,
     seed: int,
     augment: "Augment | None",
@@ -91,8 +91,9 @@ def see(
     Args:
         size: height and width of the image in pixels.
         read: reads the part of a view, at the size of its content.
-        label: the class or labels of the image, or the class of each of its pixels, uint8
-            ``[height, width]``.
+        label: the class or labels of the image; the class of each of its pixels, uint8
+            ``[height, width]``; or a function that reads the classes of a view's pixels, at the
+            size of its content.
         key: identifies the image, and holds its geometry.
         seed: seed of the augmentation.
         augment: augmentation; None: none.
@@ -118,8 +119,8 @@ def see(
         part = part._replace(top=whole.top + part.top, left=whole.left + part.left)
         view = view._replace(box=part, content=view.present)
     image = read(view)
-    if isinstance(label, np.ndarray) and label.ndim == 2:
-        mask = cut_mask(label, view)
+    if callable(label) or (isinstance(label, np.ndarray) and label.ndim == 2):
+        mask = label(view) if callable(label) else cut_mask(label, view)
         if augment is not None:
             image, mask = augment.both(image, mask, entropy)
         return Item(fill(image, view), fill_mask(mask, view), view.present)
@@ -184,6 +185,7 @@ class ImageDataset(Dataset):
         levels: bool = False,
         held_out: bool = False,
         weights: np.ndarray | None = None,
+        cache: PixelCache | None = None,
     ):
         """Store the settings of the dataset.
 
@@ -198,10 +200,11 @@ class ImageDataset(Dataset):
             levels: images of more than 8 bits are ``Unreadable``.
             held_out: whether the images were randomly split off the training images.
             weights: their weights in the training loss, ``[n]``, with mean 1; None: equal.
+            cache: keeps decoded images and masks; None: each epoch decodes the files.
         """
         self.weights = weights
         self.options, self.masks = options, masks
-        self.levels, self.held_out = levels, held_out
+        self.levels, self.held_out, self.cache = levels, held_out, cache
         self.source, self.indices = source, indices
         self.labels, self.seed = labels, seed
         self.augment = augment
@@ -273,8 +276,37 @@ class ImageDataset(Dataset):
         except DAMAGED_IMAGE:
             return (0, 0)
 
+    def _item(self, reader: Reader, index: int, key: SampleKey, keep: Keep) -> Item:
+        """Return an image as the model sees it, with its class or its mask."""
+        size, masks, cache = (reader.height, reader.width), self.masks, self.cache
+        # If each view occurs only once, whole pictures are kept.
+        cropped = key.geometry.crop is not None or (self.augment is not None and self.augment.crops)
+        whole = cache is None or cropped
+        if whole:
+            reader.keep, keep = keep, not_kept
+
+        def read(view: View) -> np.ndarray:
+            return keep((view.box, view.content), partial(read_image, reader, view, self.options))
+
+        label = self.labels[key.index]
+        if masks is None:
+            label = int(label) if label.ndim == 0 else label
+            return see(size, read, label, key, self.seed, self.augment)
+        keep_mask, classes = not_kept, partial(masks.read, index, size)
+        if cache is not None:
+            keep_mask = cache.keep(masks.files, index, masks.classes, masks.max_pixels, size)
+
+        def read_mask(view: View) -> np.ndarray:
+            return keep_mask((view.box, view.content), lambda: cut_mask(classes(), view))
+
+        mask = keep_mask("whole", classes) if whole else read_mask
+        return see(size, read, mask, key, self.seed, self.augment)
+
     def __getitem__(self, key: SampleKey) -> Item | Unreadable:
         index = int(self.indices[key.index])
+        keep = not_kept
+        if self.cache is not None:  # before the file is opened, as it may be replaced
+            keep = self.cache.keep(self.source, index, self.options)
         try:
             with open_image(self.source.open(index), self.options) as reader:
                 size = (reader.height, reader.width)
@@ -284,16 +316,7 @@ class ImageDataset(Dataset):
                         if self._sizes[key.index].any()
                         else "it could not be read when the run began, and now it can"
                     )
-                label = self.labels[key.index]
-                if label.ndim == 0:
-                    label = int(label)
-                if self.masks is not None:
-                    label = self.masks.read(index, size)
-
-                def read(view: View) -> np.ndarray:
-                    return read_image(reader, view, self.options)
-
-                item = see(size, read, label, key, self.seed, self.augment)
+                item = self._item(reader, index, key, keep if reader.single_file else not_kept)
         except DAMAGED_IMAGE as error:
             return unreadable(self.source.name(index), error)
         if self.levels and item.pixels.dtype != np.uint8:

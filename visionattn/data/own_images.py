@@ -21,6 +21,7 @@ from visionattn.data.images import ImageDataset
 from visionattn.data.label_table import LabelTable
 from visionattn.data.mask_files import MaskFiles, settle_classes
 from visionattn.data.mask_values import MaskClasses
+from visionattn.data.pixel_cache import PixelCache
 from visionattn.data.sources import Files, TableRows
 from visionattn.data.tree import (
     LAYOUT,
@@ -222,6 +223,7 @@ class Found:
         options: ReadOptions,
         *,
         levels: bool = False,
+        cache: PixelCache | None = None,
     ) -> Datasets:
         """Return the datasets of the splits; only training images are augmented.
 
@@ -232,6 +234,7 @@ class Found:
             options: how the files are read. An unknown value range is measured on a few files, with
                 a warning.
             levels: whether images must have 8 bits, because their values are to be generated.
+            cache: keeps decoded images; None: they are not kept.
         """
         first = parts.get("all") or parts["train"]
         options, lines = settle(self.source, first.indices, options)
@@ -249,6 +252,7 @@ class Found:
                 levels=levels,
                 held_out=part.held_out,
                 weights=self._weights(part) if split == "train" else None,
+                cache=cache,
             )
             for split, part in parts.items()
         }

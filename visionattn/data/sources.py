@@ -12,6 +12,9 @@ from PIL.ContainerIO import ContainerIO
 
 from visionattn.data.formats import Openable, Source, check_file, is_folder_format
 
+KNOWN_BYTES = 8192
+"""Number of bytes at either end of a file that identify its content."""
+
 
 class Files:
     """Images that are files."""

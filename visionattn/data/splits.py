@@ -39,6 +39,7 @@ from visionattn.data.images import ArrayDataset, ImageDataset
 from visionattn.data.label_table import read_labels
 from visionattn.data.mask_values import MaskClasses, said_of_masks
 from visionattn.data.own_images import check_there, find_images, find_in_table, find_masked
+from visionattn.data.pixel_cache import PixelCache
 from visionattn.data.ranges import fold_of
 from visionattn.data.streams import Shards, StreamEvalBatches, StreamTrainBatches, open_shards
 from visionattn.data.tree import LAYOUT, MASKED_LAYOUT
@@ -403,7 +404,8 @@ def _open_root(
             parts = found.to_train(*how)
         else:
             parts = found.to_judge(() if found.masks else known, *how)
-        opened = found.datasets(parts, seed, augment, options, levels=generate)
+        cache = None if config.cache is None else PixelCache(config.cache)
+        opened = found.datasets(parts, seed, augment, options, levels=generate, cache=cache)
         datasets, options = opened, next(iter(opened.values())).options
     values = config.task != "generate"
     return dict(datasets), DataSpec(

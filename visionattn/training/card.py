@@ -32,7 +32,7 @@ from visionattn.training.run_folder import BEST, CONFIG, STATUS, Ended
 
 MOST_CLASSES = 40
 """The most classes that a card lists; ``config.json`` lists all."""
-UNTOLD = ("output", "resume", "overwrite", "show_batch", "parallel", "dist_timeout")
+UNTOLD = ("output", "resume", "overwrite", "show_batch", "parallel", "dist_timeout", "data.cache")
 """Options that a card omits: they do not affect the weights, or are for several processes."""
 TOLD = ("model.name", "data.name")
 """Options that a card shows even at their defaults."""

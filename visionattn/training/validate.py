@@ -181,7 +181,9 @@ CROPS = ("crop", "crop_around", "crops")
 
 def of_any_data(data: DataConfig) -> dict[str, Any]:
     """Return the data options of a run that mean the same for another data set."""
-    return {key: getattr(data, key) for key in ("root", "val_fraction", "on_error", "workers")}
+    return {
+        key: getattr(data, key) for key in ("root", "val_fraction", "on_error", "cache", "workers")
+    }
 
 
 class Validation:

@@ -37,6 +37,8 @@ def open_reader(source: str | BinaryIO, page: int | None) -> Reader:
 class Raster(Reader):
     """A raster that GDAL opens, with all its bands."""
 
+    single_file = False  # GDAL reads masks, overviews and sources of a .vrt from other files
+
     def __init__(self, source: str | BinaryIO, page: int | None):
         check_page(page, 1)
         self._content = None

@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import BinaryIO, NamedTuple
 
 import cv2
@@ -124,7 +125,8 @@ class PillowImage(Reader):
     def _read(self, box: Box, height: int, width: int, bands: Sequence[int] | None) -> np.ndarray:
         scale = self._largest_scale(min(box.height // height, box.width // width))
         if self._pixels is None or self._scale > scale:
-            self._pixels, self._scale = self._decode(scale), scale
+            decode, self._scale = partial(self._decode, scale), scale
+            self._pixels = decode() if self.keep is None else self.keep(f"scale {scale}", decode)
         rows, columns = smaller_part(box, (self._scale, self._scale), self._pixels.shape)
         return pick(self._pixels[rows, columns], bands)
 

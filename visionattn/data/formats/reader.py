@@ -8,7 +8,7 @@ import importlib.util
 import struct
 import zlib
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -85,6 +85,15 @@ def damage(what: str, *kinds: type[Exception]) -> Iterator[None]:
         raise
     except (*kinds, *BROKEN) as error:
         raise ValueError(f"{what} that cannot be read: {one_line(error)[:200]}") from error
+
+
+Keep = Callable[[object, Callable[[], np.ndarray]], np.ndarray]
+"""Returns pixels by a key: from an earlier opening of the file, or from the given function."""
+
+
+def not_kept(_: object, make: Callable[[], np.ndarray]) -> np.ndarray:
+    """Decode at each opening: the ``Keep`` without a cache."""
+    return make()
 
 
 @dataclass(frozen=True)
@@ -190,6 +199,10 @@ class Reader(Closing):
     """Maximum number of pixels that are decoded at once."""
     georeference: "Georeference | None" = None
     """Place of the picture on the earth; None if the file does not state it."""
+    single_file: bool = True
+    """Whether the pixels depend on no other file."""
+    keep: Keep | None = None
+    """Keeps whole decoded pictures, in readers that decode no parts; None: they are not kept."""
 
     def interpret(self, meaning: Meaning) -> None:
         """Set the meaning of the stored values; ``dtype`` must be their type."""

@@ -34,8 +34,7 @@ from visionattn.data.formats.meaning import join
 from visionattn.data.formats.pillow import PillowImage
 from visionattn.data.formats.reader import Closing, one_line, pick
 from visionattn.data.geometry import Box
-from visionattn.data.images import KNOWN_BYTES
-from visionattn.data.sources import ends_of
+from visionattn.data.sources import KNOWN_BYTES, ends_of
 from visionattn.models.weights import DataSpec
 
 MUCH = 2**30

@@ -1,0 +1,351 @@
+"""``data.cache``: the same pixels as from the files, without decoding them again."""
+
+import io
+import multiprocessing
+import os
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tifffile
+from PIL import Image
+
+from tests.helpers import resumed_runs
+from tests.helpers.geometry import square
+from tests.helpers.image_files import config_of, encoded, write_tar
+from tests.helpers.resumed_runs import assert_same_end, interrupt, on_small_data, run, stop_after
+from visionattn.cli.ends import Stopped
+from visionattn.data import pixel_cache
+from visionattn.data.batches import Unreadable
+from visionattn.data.formats.pillow import PillowImage
+from visionattn.data.formats.tiff import TiffImage
+from visionattn.data.geometry import geometry_of
+from visionattn.data.images import ImageDataset
+from visionattn.data.mask_files import MaskFiles
+from visionattn.data.pixel_cache import PixelCache
+from visionattn.data.sources import TableRows
+from visionattn.data.splits import (
+    SampleKey,
+    build_splits,
+    eval_batches,
+    geometry_choices,
+    train_batches,
+)
+from visionattn.training import engine
+
+SIZES = [(300, 420), (310, 290), (420, 300), (296, 408)]
+
+
+def smooth(number, size, bands=3):
+    """A picture with structure at all scales, so that a decoder's reduced sizes differ."""
+    rng = np.random.default_rng(number)
+    coarse = rng.integers(0, 256, (size[0] // 8 + 1, size[1] // 8 + 1, bands), dtype=np.uint8)
+    fine = rng.integers(0, 40, (*size, bands), dtype=np.uint8)
+    return coarse.repeat(8, 0).repeat(8, 1)[: size[0], : size[1]] // 2 + fine
+
+
+def write_jpeg(path, picture, number):
+    image = Image.fromarray(picture)
+    exif = image.getexif()
+    exif[274] = 1 + number * 5 % 8
+    image.save(path.with_suffix(".jpg"), exif=exif)
+
+
+def write_upright(path, picture, number):
+    Image.fromarray(picture).save(path.with_suffix(".jpg"))
+
+
+def write_png(path, picture, number):
+    Image.fromarray(picture).save(path.with_suffix(".png"))
+
+
+def write_wide(path, picture, number):
+    Image.fromarray(picture[..., 0].astype(np.uint16) * 200).save(path.with_suffix(".png"))
+
+
+def write_bands(path, picture, number):
+    bands = np.concatenate([picture, picture // 2], 2)
+    how = dict(photometric="minisblack", planarconfig="contig")
+    tifffile.imwrite(path.with_suffix(".tif"), bands, **how)
+
+
+def write_root(root, write=write_png, *, masked=False):
+    """Four pictures to train on and two to validate on, in two classes or with masks."""
+    for split, count in (("train", 4), ("val", 2)):
+        for number in range(count):
+            kind = "images" if masked else f"class {number % 2}"
+            folder = root / split / kind
+            folder.mkdir(parents=True, exist_ok=True)
+            picture = smooth(number + 7 * count, SIZES[number])
+            write(folder / f"{number}", picture, number)
+            if masked:
+                (root / split / "masks").mkdir(exist_ok=True)
+                Image.fromarray(picture[..., 0] // 100).save(
+                    root / split / "masks" / f"{number}.png"
+                )
+    return root
+
+
+def items(config):
+    """All samples of two epochs, with their masks or classes."""
+    splits = build_splits(config, 3)
+    whole = geometry_of(splits.spec, (8, 8))
+    (geometry,) = geometry_choices(splits.spec, config, (8, 8))
+    found = []
+    for epoch in (0, 1):
+        for part, how in ((splits.train, geometry), (splits.validation, whole)):
+            found += [part[SampleKey(index, epoch, how)] for index in range(len(part))]
+    return found
+
+
+def assert_same(first, second):
+    assert len(first) == len(second)
+    for one, other in zip(first, second, strict=True):
+        assert one.pixels.dtype == other.pixels.dtype and one.present == other.present
+        np.testing.assert_array_equal(one.pixels, other.pixels)
+        np.testing.assert_array_equal(one.label, other.label)
+
+
+def entries(folder):
+    return sorted(path for path in Path(folder).rglob("*") if path.is_file())
+
+
+@pytest.fixture
+def undecodable(monkeypatch):
+    """Forbid decoding from now on."""
+
+    def forbid():
+        def fail(*_):
+            raise AssertionError("decoded again")
+
+        for owner, name in ((PillowImage, "_decode"), (TiffImage, "_read"), (MaskFiles, "read")):
+            monkeypatch.setattr(owner, name, fail)
+
+    return forbid
+
+
+CASES = [
+    # writer, options, masks, entries after two epochs
+    (write_jpeg, dict(fit="native", img_size=96), False, 6),
+    (write_jpeg, dict(fit="native", img_size=None), False, 6),
+    (write_jpeg, dict(fit="pad", img_size=64, augment="light"), False, 6),
+    (write_wide, dict(fit="stretch", img_size=[40, 72], value_range=[100, 50_000]), False, 6),
+    (write_bands, dict(fit="crop", img_size=56, bands=[6, 1, 2, 4, 5]), False, 6),
+    (write_upright, dict(fit="native", img_size=96), True, 12),
+    # Random crops: whole pictures, JPEG also at the decoder's smaller sizes.
+    (write_jpeg, dict(fit="crop", img_size=32, augment="three"), False, None),
+    (write_png, dict(fit="native", img_size=96, augment="three"), True, 12),
+    (write_upright, dict(fit="native", img_size=96, crop=40, crop_around=0.5), True, None),
+]
+
+
+@pytest.mark.parametrize(("write", "options", "masked", "count"), CASES)
+def test_pixels_are_those_of_the_files_and_nothing_is_decoded_twice(
+    tmp_path, undecodable, write, options, masked, count
+):
+    root = write_root(tmp_path / "root", write, masked=masked)
+    if masked:
+        options = options | dict(task="segmentation", masks={"classes": ["a", "b", "c"]})
+    config = config_of(root, **options)
+    plain = items(config)
+    config.cache = str(tmp_path / "new" / "cache")
+    assert_same(items(config), plain)
+    kept = entries(config.cache)
+    assert len(kept) == count if count else len(kept) > 6
+    undecodable()
+    assert_same(items(config), plain)
+    assert entries(config.cache) == kept
+
+
+def test_members_of_a_tar_are_kept(tmp_path, undecodable):
+    root = write_root(tmp_path / "root")
+    files = [(str(path.relative_to(root)), path) for path in sorted(root.rglob("*.png"))]
+    write_tar(tmp_path / "root.tar", [(name, path.read_bytes()) for name, path in files])
+    config = config_of(tmp_path / "root.tar", fit="native", img_size=96)
+    plain = items(config)
+    config.cache = str(tmp_path / "cache")
+    assert_same(items(config), plain)
+    assert len(entries(config.cache)) == 6
+    undecodable()
+    assert_same(items(config), plain)
+
+
+class Rows:
+    """A stand-in for timm's reader of a Hugging Face table."""
+
+    def __init__(self, *contents):
+        self.contents = contents
+
+    def __len__(self):
+        return len(self.contents)
+
+    def __getitem__(self, row):
+        return io.BytesIO(self.contents[row]), 0
+
+    def filename(self, row):
+        return "same name"
+
+
+def test_rows_of_a_table_are_kept_by_their_content(tmp_path):
+    cache = PixelCache(str(tmp_path / "cache"))
+    for levels in ((40, 90), (90, 40), (40, 91)):
+        source = TableRows({"train": Rows(*map(encoded, levels))}, "hfds/x")
+        dataset = ImageDataset(source, np.arange(2), np.zeros(2, int), 3, cache=cache)
+        found = [dataset[SampleKey(i, 0, square(16))].pixels[0, 0, 0] for i in range(2)]
+        assert tuple(found) == levels
+    assert len(entries(tmp_path / "cache")) == 3
+
+
+def change_middle(path):
+    """Another pixel, in a file of the same size, written later."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 255
+    path.write_bytes(content)
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+
+
+def change_end(path):
+    """Another pixel, with the time of the former file."""
+    before = path.stat()
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 255
+    path.write_bytes(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize("change", [change_middle, change_end])
+@pytest.mark.parametrize("augment", ["none", "three"])
+def test_a_changed_file_is_decoded_anew(tmp_path, change, augment):
+    def write(path, picture, number):
+        Image.fromarray(picture).save(path.with_suffix(".bmp"))
+
+    root = write_root(tmp_path / "root", write)
+    config = config_of(root, fit="crop", img_size=64, augment=augment)
+    changed = config_of(root, fit="crop", img_size=64, augment=augment, cache=str(tmp_path / "c"))
+    items(changed)
+    for path in root.rglob("*.bmp"):
+        change(path)
+    assert_same(items(changed), items(config))
+
+
+def test_other_options_have_other_entries(tmp_path):
+    root, cache = write_root(tmp_path / "root", masked=True), str(tmp_path / "cache")
+    first = dict(fit="native", img_size=32, bands=[1, 2])
+    first |= dict(task="segmentation", masks={"colours": [[0, 0, 0], [1, 1, 1]]})
+    for change in (
+        {},
+        dict(bands=[2, 1]),
+        dict(img_size=40),
+        dict(fit="crop"),
+        dict(masks={"colours": [[1, 1, 1], [0, 0, 0]]}),
+        dict(augment="three"),
+    ):
+        plain = items(config_of(root, **(first | change)))
+        assert_same(items(config_of(root, cache=cache, **(first | change))), plain)
+
+
+def test_a_damaged_entry_is_replaced_and_a_deleted_folder_returns(tmp_path):
+    config = config_of(write_root(tmp_path / "root"), fit="native", img_size=64)
+    plain = items(config)
+    config.cache = str(tmp_path / "cache")
+    items(config)
+    first, second, third, *_ = kept = entries(config.cache)
+    good = first.read_bytes()
+    for path, content in ((first, b""), (second, good[:-5]), (third, b"no array")):
+        path.write_bytes(content)
+    assert_same(items(config), plain)
+    assert first.read_bytes() == good and entries(config.cache) == kept
+    splits = build_splits(config, 3)
+    key = SampleKey(0, 0, geometry_of(splits.spec, (8, 8)))
+    for path in kept:
+        path.unlink()
+    for path in Path(config.cache).iterdir():
+        path.rmdir()
+    Path(config.cache).rmdir()
+    assert_same([splits.train[key]], plain[:1])
+    assert len(entries(config.cache)) == 1
+
+
+def no_room(folder, monkeypatch):
+    monkeypatch.setattr(pixel_cache, "SPARE_BYTES", 2**62)
+    return "less than .* free on its disk"
+
+
+def a_file(folder, monkeypatch):
+    folder.write_text("")
+    return "Not a directory|File exists"
+
+
+@pytest.mark.parametrize("spoil", [no_room, a_file])
+def test_without_room_one_line_says_so_in_whichever_process_and_images_are_decoded(
+    tmp_path, monkeypatch, spoil
+):
+    config = config_of(write_root(tmp_path / "root"), fit="native", img_size=64)
+    plain = items(config)
+    config.cache = str(tmp_path / "cache")
+    message = spoil(tmp_path / "cache", monkeypatch)
+    with pytest.warns(UserWarning, match=f"^data.cache {config.cache} takes no more.*({message})"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = items(config)
+        for each in caught:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+    assert len(caught) == 1
+    assert_same(found, plain)
+    splits = build_splits(config, 3)
+    key = SampleKey(0, 0, geometry_of(splits.spec, (8, 8)))
+
+    def work():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            splits.train[key]
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join()
+    splits.train[key]  # any warning would be an error
+    assert not entries(config.cache) or spoil is a_file
+
+
+def test_unreadable_images_are_not_kept(tmp_path):
+    root = write_root(tmp_path / "root")
+    broken = root / "train" / "class 0" / "0.png"
+    broken.write_bytes(encoded(120, (200, 200))[:-60])
+    config = config_of(root, fit="native", on_error="skip", cache=str(tmp_path / "cache"))
+    found = items(config)
+    assert [isinstance(each, Unreadable) for each in found].count(True) == 2
+    assert len(entries(config.cache)) == 5
+
+
+def test_workers_and_runs_share_a_folder(tmp_path):
+    root = write_root(tmp_path / "root")
+    found = []
+    for cache, workers in ((None, 0), (str(tmp_path / "cache"), 2), (str(tmp_path / "cache"), 2)):
+        config = config_of(root, fit="native", img_size=64, workers=workers, cache=cache)
+        splits = build_splits(config, 3)
+        train = train_batches(splits, config, batch_size=3, seed=3)
+        judged = eval_batches(
+            splits.validation, config, batch_size=2, geometry=geometry_of(splits.spec, (8, 8))
+        )
+        found.append([batch.images for each in (train.epoch(0), judged) for batch in each])
+    for images in found[1:]:
+        for one, other in zip(images, found[0], strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_a_run_with_a_cache_ends_as_one_without_also_after_a_kill(tmp_path, monkeypatch):
+    root = write_root(tmp_path / "root")
+    data = dict(name="folder", root=str(root), fit="crop", augment="three", workers=0)
+    options = dict(epochs=2, batch_size=1, save_every=3, data=data, monitor="loss")
+    with on_small_data():
+        monkeypatch.setattr(engine, "build_splits", build_splits)
+        run(resumed_runs.config_of(tmp_path / "whole", **options))
+        data["cache"] = str(tmp_path / "cache")
+        with monkeypatch.context() as patch:
+            stop_after(patch, 4, interrupt)
+            with pytest.raises(Stopped):
+                run(resumed_runs.config_of(tmp_path / "parts", **options))
+        run(resumed_runs.config_of(tmp_path / "parts", resume=True, **options))
+    assert_same_end(tmp_path / "whole" / "small", tmp_path / "parts" / "small")
+    assert entries(data["cache"])
