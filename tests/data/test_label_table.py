@@ -136,10 +136,17 @@ def test_labels_that_do_not_fit_the_task_are_one_line(root, table, task, columns
             {"fold": "0/5"},
             "data.fold must be k/n with k from 1 to n and n at least 2, e.g. 1/5, got",
         ),
-        ({"fold": "1/60"}, "22 images, and 11 images of the most frequent class, are too few for "),
+        (
+            {"fold": "1/60"},
+            "22 images, and 11 images of the most frequent class, are too few for 6",
+        ),
         ({"group_from": "("}, "data.group_from ( is no regular expression: "),
         ({"group_from": "cat"}, "data.group_from cat has no match in 18 of 22 paths; the first: b"),
-        ({"group_from": "png"}, "1 groups, and 11 images of the most frequent class, are too few "),
+        ({"group_from": "png"}, "too few images in "),
+        (
+            {"group_from": "png", "fold": "1/2"},
+            "1 groups, and 11 images of the most frequent class",
+        ),
         ({"group_from": "^[^/]*"}, "classes of "),
     ],
 )

@@ -172,6 +172,12 @@ def test_the_last_line_of_a_fold_sums_up_the_folds_that_are_done(images, tmp_pat
     )
     shown = capsys.readouterr().out.splitlines()[-1].split()
     assert float(shown[2]) == pytest.approx(100 * scores[0][0], abs=0.01)
+    # Another folder is not divided.
+    write_classes(tmp_path / "other", {"cat": 2, "dog 2": 1})
+    more = ["--data.root", str(tmp_path / "other"), "--data.labels", "null", "--data.workers", "0"]
+    with pytest.warns(UserWarning, match="has no images of the classes bird"):
+        assert run("validate", ["--checkpoint", str(folder / "best.safetensors"), *more]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split()[1] == "3"
     # A run with another seed has other folds, and one without the fold in its name no summary.
     config = small_config(tmp_path, data=data_of(images, fold="2/3"), run=names[1], seed=1)
     assert lines_of(config)[-1] == f"summary of 1 of 3 folds: {table}; missing: 1/3, 3/3"

@@ -16,7 +16,8 @@ def hold_out(
     seed: int,
     fold: tuple[int, int] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of the training and of the validation images, sorted.
+    """Return the indices of the training and of the validation images, sorted; no validation images
+    if there are too few.
 
     Classes have about the same share in both. All images of a group are in one of them.
 
@@ -30,19 +31,20 @@ def hold_out(
             ``val_fraction``; None: no folds.
 
     Raises:
-        ValueError: there are too few images or groups; one line.
+        ValueError: there are too few images or groups for the folds; one line.
     """
     classes = labels if labels.ndim == 1 else np.zeros(len(labels), np.int64)
     if groups is None and fold is None:
         return stratified_split(classes, val_fraction, seed)
     units = len(labels) if groups is None else len(np.unique(groups))
     most = int(np.unique(classes, return_counts=True)[1].max())
-    number, count = fold or (1, max(2, min(round(1 / val_fraction), units, most)))
+    number, count = fold or (1, min(max(2, round(1 / val_fraction)), units, most))
+    if count == 1:
+        return np.arange(len(labels)), np.arange(0)
     if count > min(units, most):
         raise ValueError(
             f"{units} {'images' if groups is None else 'groups'}, and {most} images of the most "
-            f"frequent class, are too few for {count} parts; add some, or take fewer folds or "
-            "other groups"
+            f"frequent class, are too few for {count} folds; add some, or take fewer folds"
         )
     # Importing scikit-learn takes a second.
     from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold

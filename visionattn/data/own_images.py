@@ -141,7 +141,7 @@ class Found:
         if "validation" not in parts:
             raise ValueError(
                 f"too few images in {self.root} to hold some out for validation; wanted two of "
-                "some class"
+                f"some class{'' if self.groups is None else ' and two groups'}"
             )
         return parts
 

@@ -128,6 +128,10 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
             # Whole images may be much larger than the crops of a training batch.
             batch_size = run.batch_size if run.data.crop is None else "auto"
             defaults |= {"seed": run.seed, "batch_size": batch_size}
+            root = given.get("data.root", run.data.root) or ""
+            if os.path.realpath(root) != os.path.realpath(run.data.root or ""):
+                # Groups and folds divide the training images.
+                defaults |= {"data.group_from": None, "data.fold": None}
             trained_on = run.data
         elif "data.name" not in given:
             raise ValueError(
