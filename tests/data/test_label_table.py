@@ -155,6 +155,13 @@ def test_options_that_do_not_fit_are_one_line(root, options, line):
     assert refused((ValueError, FileNotFoundError), config).startswith(line)
 
 
+def test_a_missing_package_names_the_extra(root, table, monkeypatch):
+    given = table(label=LABELS)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "pandas" else name)
+    line = f"{given['labels']} needs pandas: pip install 'visionattn[tables]'"
+    assert refused(ValueError, config_of(root, **given)) == line
+
+
 def test_a_cell_with_the_separator_is_refused(root, table):
     given = table(label=LABELS)
     with open(given["labels"], "a") as file:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from tests.helpers.image_files import config_of, write_classes
 from tests.helpers.resumed_runs import assert_same_end, interrupt, stop_after
+from tests.helpers.several_processes import run_processes
 from tests.helpers.small_runs import (
     SPEC,
     batch,
@@ -20,10 +21,12 @@ from tests.helpers.small_runs import (
     small_trainer,
 )
 from tests.helpers.tools import read_csv
-from visionattn.cli.ends import Stopped
+from visionattn.cli.ends import Stopped, run_tool
 from visionattn.command import run
 from visionattn.data.splits import build_splits, train_batches
 from visionattn.training.config import LossConfig, OptimConfig
+from visionattn.training.distributed import joined
+from visionattn.training.engine import train
 from visionattn.training.losses import class_losses, dice_losses, pixel_losses
 from visionattn.training.objectives import Objective, PixelClasses
 from visionattn.training.options import parse_train
@@ -139,6 +142,25 @@ def test_a_run_with_weights_groups_and_folds_resumes_bit_for_bit(images, tmp_pat
         lines_of(other)
     lines_of(config("resumed", resume=True))
     assert_same_end(tmp_path / "whole" / "small", tmp_path / "resumed" / "small")
+
+
+@pytest.mark.slow
+def test_two_processes_weigh_images_like_one(images, tmp_path):
+    for size in (1, 2):
+        config = small_config(tmp_path / str(size), data=data_of(images), batch_size=5)
+
+        def tool(config=config):
+            with joined() as processes:
+                train(config, processes=processes)
+
+        run_processes(
+            size, lambda rank, tool=tool: run_tool(tool, several=True), tmp_path / f"s{size}"
+        )
+    one, two = (rows(tmp_path / str(size) / "small") for size in (1, 2))
+    for key in ("train_loss", "val_loss"):
+        assert [float(row[key]) for row in two] == pytest.approx(
+            [float(row[key]) for row in one], rel=1e-5
+        )
 
 
 def test_the_last_line_of_a_fold_sums_up_the_folds_that_are_done(images, tmp_path, capsys):

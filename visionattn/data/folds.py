@@ -27,7 +27,7 @@ def hold_out(
         val_fraction: share of the validation images; with groups rounded to a half, a third, a
             quarter and so on.
         seed: seed of the division.
-        fold: number, from 1, and count of the folds, one of which is the validation in place of
+        fold: number of the validation fold, from 1, and count of the folds, in place of
             ``val_fraction``; None: no folds.
 
     Raises:
