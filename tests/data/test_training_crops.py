@@ -3,11 +3,13 @@
 from collections import Counter
 from dataclasses import replace
 
+import albumentations as A
 import numpy as np
 import pytest
 from PIL import Image
 
 from tests.helpers.image_files import config_of, write_classes
+from visionattn.data.augment import Augment
 from visionattn.data.batches import SampleKey
 from visionattn.data.geometry import Geometry
 from visionattn.data.images import see_array
@@ -75,6 +77,21 @@ def test_a_crop_has_the_scale_of_evaluation(fit):
         )
         nearest = np.abs(windows[:, :, 0] - crop).mean((2, 3, 4)).min()
         assert nearest < 12  # resampling moves by less than a pixel
+
+
+def test_random_crops_of_augmentation_are_taken_inside_the_crop(tmp_path):
+    path = str(tmp_path / "crop.yaml")
+    smallest = A.RandomResizedCrop((8, 8), scale=(0.2, 0.2), ratio=(1, 1))
+    A.save(A.Compose([smallest]), path, "yaml")
+    augment, image = Augment(path), positions(93, 71)
+    for draw in range(20):
+        key = SampleKey(3, 0, CROP, draw)
+        top, left = see_array(image, 0, key, 7).pixels[0, 0, :2].tolist()
+        inside = see_array(image, 0, key, 7, augment).pixels[..., :2].reshape(-1, 2)
+        assert (inside.min(0) >= (top, left)).all() and (
+            inside.max(0) < (top + 24, left + 16)
+        ).all()
+        assert np.ptp(inside, 0).max() < 12
 
 
 def test_a_pixel_is_drawn_by_class_first():

@@ -12,7 +12,8 @@ from tests.helpers.resumed_runs import assert_same_end, interrupt, state_of, sto
 from tests.helpers.small_runs import lines_of, small_config
 from visionattn.cli.ends import Stopped
 from visionattn.data.data_config import DataConfig
-from visionattn.data.splits import build_splits, train_batches
+from visionattn.data.geometry import geometry_of
+from visionattn.data.splits import build_splits, eval_batches, train_batches
 from visionattn.training import checkpoint
 from visionattn.training.config import OptimConfig, TrainConfig, check
 from visionattn.training.validate import parse_validate
@@ -88,6 +89,24 @@ def test_batches_do_not_depend_on_the_number_of_workers(masked, augment):
     for one, other in zip(batches(0), batches(2), strict=True):
         assert torch.equal(one.images, other.images) and torch.equal(one.labels, other.labels)
         assert one.images.shape[2:] == (16, 20) == one.labels.shape[1:]
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        # 16 crops have 320 patches of 4 x 4 px, an image of 40 x 52 px has 130.
+        ({}, [(1, 36, 92), (1, 36, 92), (1, 40, 52), (2, 16, 72), (2, 40, 52)]),
+        ({"batch_patches": 144}, [(1, 36, 92)] * 2 + [(1, 40, 52)] * 3 + [(2, 16, 72)]),
+        ({"fit": "pad", "img_size": 32}, [(2, 32, 32), (5, 32, 32)]),
+        ({"fit": "pad", "img_size": 64}, [(1, 64, 64)] * 7),
+    ],
+)
+def test_whole_images_are_evaluated_in_batches_of_as_many_pixels(masked, changes, wanted):
+    config = DataConfig(**data_of(masked, **changes))
+    splits = build_splits(config, 0)
+    geometry = geometry_of(splits.spec, (4, 4))
+    batches = eval_batches(splits.train, config, batch_size=16, geometry=geometry)
+    assert sorted(map(tuple, batches.shapes().tolist())) == wanted
 
 
 def test_a_state_from_before_crops_goes_on():
