@@ -198,19 +198,17 @@ def test_rows_of_a_table_are_kept_by_their_content(tmp_path):
 
 
 def change_middle(path):
-    """Another pixel, in a file of the same size, written later."""
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 255
-    path.write_bytes(content)
+    """Other pixels in the middle of a file of the same size, written later."""
+    content = path.read_bytes()
+    half = len(content) // 2
+    path.write_bytes(content[:half] + bytes(3000) + content[half + 3000 :])
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
 
 
 def change_end(path):
-    """Another pixel, with the time of the former file."""
-    before = path.stat()
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 255
-    path.write_bytes(content)
+    """Other pixels in the first rows, with the time of the former file."""
+    before, content = path.stat(), path.read_bytes()
+    path.write_bytes(content[:-3000] + bytes(3000))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
