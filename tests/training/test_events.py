@@ -1,0 +1,321 @@
+"""What TensorBoard and trackers get of a run, read with TensorBoard's reader and with stand-ins of
+the trackers: predictions, curves, the configuration with the result, each step once.
+"""
+
+import sys
+from dataclasses import replace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
+
+from tests.helpers import vector_labels
+from tests.helpers.event_files import Events, decoded
+from tests.helpers.geometry import square
+from tests.helpers.resumed_runs import config_of, run, status_of, stop_after
+from tests.helpers.small_runs import SPEC, lines, lines_of, quadrants, small_config
+from visionattn.data.batches import SampleKey
+from visionattn.data.data_config import DataConfig
+from visionattn.models.segmentation import IGNORED
+from visionattn.models.weights import DataSpec, load_model
+from visionattn.training import engine, event_pictures
+from visionattn.training.config import TrainConfig, check
+from visionattn.training.evaluate import EXAMPLES, Example, Tally, evaluate
+from visionattn.training.event_pictures import draw_examples, with_masks, with_outputs
+from visionattn.training.objectives import Judged
+from visionattn.training.picture_sheet import BLUE, CELL_PX, HEAD_PX, draw_confusion
+from visionattn.training.run_folder import clear
+from visionattn.training.trainer import Trainer
+
+THRESHOLDS = np.arange(127) / 126
+
+
+def outputs_of(folder, dataset, spec):
+    """Labels and outputs of the best weights."""
+    items = [dataset[SampleKey(i, 0, square(16))] for i in range(len(dataset))]
+    images = torch.stack([torch.from_numpy(item.pixels).permute(2, 0, 1) for item in items])
+    with torch.no_grad():
+        found = load_model(folder / "best.safetensors").eval()(spec.prepare(images))
+    return np.array([item.label for item in items]), found
+
+
+def assert_curve(curve, known, found):
+    """Precision and recall at each threshold are scikit-learn's."""
+    for number in range(0, 127, 21):
+        said = found >= THRESHOLDS[number] - 1e-9
+        wanted = precision_recall_fscore_support(known, said, average="binary", zero_division=0)
+        np.testing.assert_allclose(curve[4:, number], wanted[:2], atol=1e-6)
+
+
+def test_a_run_has_curves_of_each_class_and_its_configuration_with_the_result(whole):
+    events, status, spec = Events(whole), status_of(whole), SPEC
+    last = max(step for step, _ in events.scalars["train/loss"])
+    figures = {f"result/{k}": v for k, v in status["result"].items() if v is not None}
+    assert {tag: events.scalars[tag] for tag in figures} == {
+        tag: [(last + 1, pytest.approx(value))] for tag, value in figures.items()
+    }
+    labels, logits = outputs_of(whole, quadrants().test, spec)
+    for number, name in enumerate(spec.class_names):
+        ((step, curve),) = events.curves[f"precision_recall_test/{name}"]
+        assert step == last + 1
+        assert_curve(curve, labels == number, logits.softmax(1)[:, number].numpy())
+    better = {line["step"] for line in lines(whole) if line["kind"] == "epoch"}
+    for tag in ("validation/examples", "validation/confusion"):
+        steps = [step for step, _ in events.pictures[tag]]
+        assert steps and set(steps) <= better
+    assert decoded(events.pictures["test/examples"][0][1]).shape[2] == 3
+    options, metrics = events.hparams()
+    assert options["model.args.embed_dim"] == 16 and options["optim.mixup"] == 0.4
+    assert options["data.augment"] == "none" and set(metrics) == set(figures)
+
+
+@pytest.mark.parametrize("task", ["multilabel", "regression"])
+def test_several_classes_have_curves_of_known_labels_and_numbers_have_examples(
+    tmp_path, monkeypatch, task
+):
+    monkeypatch.setattr(engine, "build_splits", vector_labels.quarters_for)
+    lines_of(small_config(tmp_path, data={"task": task}, epochs=1))
+    events = Events(tmp_path / "small")
+    assert set(events.pictures) == {"validation/examples", "test/examples"}
+    assert len(events.curves) == (6 if task == "multilabel" else 0)
+    spec = replace(vector_labels.SPEC, task=task)
+    test = vector_labels.quarters_for(DataConfig(task=task), 0).test
+    labels, logits = outputs_of(tmp_path / "small", test, spec)
+    for tag, ((_, curve),) in events.curves.items():
+        if "_test/" in tag:
+            number = spec.class_names.index(tag.rpartition("/")[2])
+            counted = np.isfinite(labels[:, number])
+            assert not counted.all()
+            found = logits.sigmoid()[counted, number].numpy()
+            assert_curve(curve, labels[counted, number] > 0, found)
+
+
+@pytest.mark.usefixtures("small_data")
+@pytest.mark.parametrize("at", ["after the events of an epoch", "amid an epoch"])
+def test_a_resumed_run_has_each_step_once(tmp_path, monkeypatch, whole, at):
+    def fail():
+        raise RuntimeError("dead")
+
+    def save(self, record):
+        if self.position.epoch == 2:
+            fail()
+        real(self, record)
+
+    real = Trainer.save
+    with monkeypatch.context() as patch:
+        if at == "amid an epoch":
+            stop_after(patch, 8, fail)
+        else:
+            patch.setattr(Trainer, "save", save)
+        with pytest.raises(RuntimeError, match="dead"):
+            run(config_of(tmp_path, save_every=None))
+    run(config_of(tmp_path, save_every=None, resume=True))
+    events = Events(tmp_path / "small")
+    assert events.steps == Events(whole).steps
+    run(config_of(tmp_path, save_every=None, resume=True))  # which only tests again
+    assert Events(tmp_path / "small").steps == events.steps
+
+
+def test_examples_are_cut_to_their_images_and_are_of_all_classes():
+    tally, images = Tally(), torch.arange(2 * 12 * 9 * 8).view(12, 2, 9, 8)
+    labels, outputs = torch.tensor([0] * 7 + [2, 1, 1, 1, 0]), torch.eye(12, 3)
+    sizes = torch.tensor([[9, 8]] * 7 + [[5, 4]] * 5)
+    for part in (slice(0, 6), slice(6, 12)):
+        tally.show(images[part], labels[part], sizes[part], outputs[part])
+    kept = [0, 1, 2, 7, 8, 9, 10]
+    assert [int(each.label) for each in tally.examples] == [0, 0, 0, 2, 1, 1, 1]
+    for i, each in zip(kept, tally.examples, strict=True):
+        height, width = sizes[i].tolist()
+        assert torch.equal(each.image, images[i, :, :height, :width])
+        assert torch.equal(each.output, outputs[i])
+    masks, tally = torch.randint(0, 3, (12, 9, 8)), Tally()
+    tally.show(images, masks, sizes, masks)
+    assert len(tally.examples) == EXAMPLES
+    assert torch.equal(tally.examples[7].output, masks[7, :5, :4])
+
+
+def test_the_confusion_of_pixels_is_scikit_learns():
+    class Masks:
+        def judge(self, model, inputs, sizes, labels):
+            found = inputs[:, 0].long()
+            counts = confusion_matrix(labels[labels != IGNORED], found[labels != IGNORED])
+            return Judged(torch.tensor(0.0), None, torch.from_numpy(counts), masks=found)
+
+    rng = np.random.default_rng(0)
+    masks = torch.from_numpy(rng.integers(0, 3, (5, 7, 6)).astype(np.uint8))
+    masks[0, 0] = IGNORED
+    images = torch.from_numpy(rng.integers(0, 3, (5, 1, 7, 6)).astype(np.uint8))
+    spec, tally = DataSpec(1, 3, (), (0,), (1 / 255,), None, 7, task="segmentation"), Tally()
+    batches = [(images[:2], masks[:2], None), (images[2:], masks[2:], None)]
+    model, device = torch.nn.Identity(), torch.device("cpu")
+    evaluate(model, batches, spec, device=device, objective=Masks(), tally=tally)
+    counted = masks != IGNORED
+    wanted = confusion_matrix(masks[counted], images[:, 0][counted])
+    np.testing.assert_array_equal(tally.confusion, wanted)
+
+
+def test_the_confusion_of_images_is_scikit_learns(monkeypatch):
+    rng, drawn = np.random.default_rng(1), []
+    rows = np.column_stack([*rng.integers(0, 4, (2, 83)), *rng.normal(size=(3, 83))])
+    monkeypatch.setattr(event_pictures, "draw_confusion", lambda found, _: drawn.append(found))
+    found = Tally(), rows, np.full((83, 4), 0.25)
+    event_pictures.add_predictions(mock.Mock(), "test", 7, SPEC, *found)
+    np.testing.assert_array_equal(drawn[0], confusion_matrix(rows[:, 0], rows[:, 1]))
+
+
+IMAGE = torch.full((3, 6, 5), 0.5)
+CAPTIONS = [
+    ({}, torch.tensor(2), [0.0, 2.0, 0.0, 0.0], ("true: se", "predicted: nw, 71%")),
+    (
+        {"task": "multilabel", "thresholds": (0.9, 0.1, 0.5, 0.5)},
+        torch.tensor([1, np.nan, 0, 1]),
+        [0.8, 0.2, 0.6, 0.4],
+        ("true: ne, sw", "predicted: nw, se"),
+    ),
+    (
+        {"task": "multilabel"},
+        torch.zeros(4),
+        [0.1] * 4,
+        ("true: none", "predicted: none"),
+    ),
+    (
+        {"task": "regression", "num_classes": 2, "class_names": ("a", "b")},
+        torch.tensor([12.3456, 7.0]),
+        [11.0, -0.5],
+        ("true: 12.35, 7", "predicted: 11, -0.5"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "label", "outputs", "captions"), CAPTIONS)
+def test_examples_name_label_and_prediction(options, label, outputs, captions):
+    picture = with_outputs(Example(IMAGE, label, torch.tensor(outputs)), replace(SPEC, **options))
+    assert picture.captions == captions
+    assert picture.pixels.shape == (6, 5, 3) and (picture.pixels == 128).all()
+
+
+def test_masks_and_confusions_are_drawn_in_the_colours_of_their_values():
+    colours = ((10, 20, 30), (200, 100, 0), (0, 0, 255))
+    spec = replace(SPEC, task="segmentation", num_classes=3, class_names=(), colours=colours)
+    masks = torch.randint(0, 3, (2, 600, 9))
+    pictures = with_masks(Example(IMAGE, *masks), spec)
+    assert [each.captions[0] for each in pictures] == ["image", "mask", "prediction"]
+    for picture, mask in zip(pictures[1:], masks, strict=True):
+        assert picture.pixels.tolist() == np.array(colours)[mask[::3, ::3]].tolist()
+    plain = Example(IMAGE, torch.zeros(60, 90, dtype=int), torch.ones(60, 90, dtype=int))
+    sheet = np.asarray(draw_examples([plain] * 9, "test", spec))
+    assert sheet.shape[1] < 900 and (sheet == (200, 100, 0)).all(2).any()
+    drawn = np.asarray(draw_confusion(np.array([[9, 3, 0], [0, 0, 0], [0, 20_000, 0]]), "abc"))
+    edge = drawn.shape[0] - HEAD_PX - 3 * CELL_PX
+    corner = drawn[HEAD_PX + 3 :: CELL_PX, edge + 3 :: CELL_PX][:3, :3]
+    shares = np.array([[0.75, 0.25, 0], [0, 0, 0], [0, 1, 0]])[..., None]
+    np.testing.assert_allclose(corner, 255 + shares * (np.array(BLUE) - 255), atol=0.51)
+
+
+MLFLOW = """
+from types import SimpleNamespace
+calls = []
+class MlflowException(Exception): pass
+exceptions = SimpleNamespace(MlflowException=MlflowException)
+def start_run(run_id, run_name, nested):
+    calls.append(("start", run_id, run_name))
+    return SimpleNamespace(info=SimpleNamespace(run_id="r1"))
+def log_params(options):
+    calls.append(("options", dict(options)))
+def log_metrics(metrics, step):
+    if metrics.get("epoch") == 9:
+        raise MlflowException("the server is gone.\\nreally")
+    calls.append(("log", step, dict(metrics)))
+def end_run(status):
+    calls.append(("end", status))
+"""
+WANDB = """
+import mlflow
+class Error(Exception): pass
+class Run:
+    id = "w1"
+    calls = []
+    config = property(lambda self: self)
+    def update(self, options, allow_val_change):
+        self.calls.append(("options", dict(options)))
+    def log(self, metrics, step, commit):
+        self.calls.append(("log", step, dict(metrics)))
+    def finish(self, exit_code):
+        self.calls.append(("end", ["FINISHED", "FAILED"][exit_code]))
+calls = Run.calls
+def init(id, resume, name):
+    calls.append(("start", id, name))
+    return Run()
+"""
+
+
+@pytest.fixture
+def trackers(tmp_path, monkeypatch):
+    """The calls of stand-ins for both packages."""
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    (tmp_path / "packages").mkdir()
+    calls = {}
+    for name, text in {"mlflow": MLFLOW, "wandb": WANDB}.items():
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        (tmp_path / "packages" / f"{name}.py").write_text(text)
+        calls[name] = __import__(name).calls
+    yield calls
+    for name in calls:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("small_data")
+def test_trackers_get_options_metrics_and_result_and_a_resumed_run_goes_on_there(
+    tmp_path, trackers, monkeypatch
+):
+    both, folder = {"log": ["mlflow", "wandb"]}, tmp_path / "small"
+    run(small_config(tmp_path, **both))
+    first = {name: list(calls) for name, calls in trackers.items()}
+    run(small_config(tmp_path, **both, epochs=3, resume=True))
+    metrics = [line for line in lines(folder) if line["kind"] == "epoch"]
+    for name, calls in trackers.items():
+        start, (_, options), *logged, result, end = first[name]
+        assert start == ("start", None, "small") and end == ("end", "FINISHED")
+        assert options["optim.lr"] == 3e-3 and options["model.args.embed_dim"] == 16
+        assert options["epochs"] == 2 and options["log"] == "['mlflow', 'wandb']"
+        seen = [("log", each["step"], without_none(each)) for each in metrics]
+        assert logged == seen[:2]
+        assert result[1] == metrics[1]["step"] + 1 and "result/test_accuracy" in result[2]
+        again = [each for each in calls[len(first[name]) :] if each[0] != "options"]
+        assert again[0] == ("start", {"mlflow": "r1", "wandb": "w1"}[name], "small")
+        assert again[1:-2] == seen[2:] and again[-1] == end
+    assert [each[1]["epochs"] for each in trackers["wandb"] if each[0] == "options"] == [2, 3]
+    with pytest.raises(ValueError) as error:
+        run(small_config(tmp_path, **both, epochs=9, resume=True))
+    assert str(error.value).startswith("mlflow: the server is gone; --log null trains without; ")
+    assert trackers["mlflow"][-1] == trackers["wandb"][-1] == ("end", "FAILED")
+    clear(folder)
+    assert not list(folder.glob("*.id"))
+
+
+def without_none(values):
+    return {key: x for key, x in values.items() if x is not None and key != "kind"}
+
+
+def test_a_missing_tracker_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    (tmp_path / "wandb" / "run-1").mkdir(parents=True)  # of an earlier run, and no package
+    with pytest.raises(ValueError) as error:
+        check(TrainConfig(log=["wandb"]))
+    assert str(error.value) == "log wandb needs the package wandb; pip install wandb"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_data")
+def test_mlflow_itself_has_the_metrics(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    run(small_config(tmp_path, log=["mlflow"]))
+    kept = (tmp_path / "small" / "mlflow.id").read_text()
+    found = mlflow.MlflowClient().get_metric_history(kept, "val_loss")
+    metrics = [line for line in lines(tmp_path / "small") if line["kind"] == "epoch"]
+    assert [(x.step, x.value) for x in found] == [(x["step"], x["val_loss"]) for x in metrics]
