@@ -4,6 +4,7 @@ import csv
 import io
 import json
 from dataclasses import replace
+from itertools import compress
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +12,13 @@ import pytest
 import torch
 from PIL import Image
 
+import visionattn
 from tests.helpers.resumed_runs import assert_same_end, interrupt, stop_after
 from tests.helpers.several_processes import run_processes
 from tests.helpers.small_runs import small_config
 from visionattn.cli.ends import Stopped, run_tool
-from visionattn.models.weights import DataSpec, load_model
-from visionattn.training import engine
+from visionattn.models.weights import DataSpec, load_model, read_spec
+from visionattn.training import batch_pictures, engine
 from visionattn.training.config import TrainConfig, check
 from visionattn.training.distributed import joined
 from visionattn.training.losses import label_losses, number_losses
@@ -280,3 +282,93 @@ def test_labels_without_information_are_refused(images, tmp_path, task, cell, li
     with pytest.raises(ValueError, match=line):
         engine.train(config)
     assert not (tmp_path / "out").exists()
+
+
+def said(capsys, *words: str) -> list[str]:
+    """Run a command, and return the lines that it printed."""
+    assert main(list(words)) == 0, capsys.readouterr().err
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_validate_predict_look_and_report_name_every_output(
+    runs, images, tmp_path, capsys, monkeypatch, task
+):
+    monkeypatch.chdir(images)
+    best = str(runs[task] / "best.safetensors")
+    names, paths = columns(task), [row["path"] for row in rows_of(images) if row["split"] == "test"]
+    values, spec = predictions(runs[task], images, "test")[1:]
+    tested = read_by_output(runs[task] / "test.json").columns
+    # validate: the means, and a line for each output
+    lines = said(capsys, "validate", "--checkpoint", best, "--split", "test")
+    key = "AP" if task == "multilabel" else "R2"
+    for name, value in zip(names, tested[key], strict=True):
+        [line] = [line for line in lines if line.startswith(f"{name} ")]
+        assert (f"{100 * value:.2f} %" if task == "multilabel" else f"{value:.4g}") in line
+    # predict: CSV, JSON, a table, and Python
+    options = ("predict", "--checkpoint", best, "--workers", "0", "--images", *paths)
+    for suffix in ("csv", "json"):
+        said(capsys, *options, "--output", str(tmp_path / f"{task}.{suffix}"))
+    found = list(csv.DictReader((tmp_path / f"{task}.csv").read_text().splitlines()))
+    prefix = "probability_" if task == "multilabel" else "value_"
+    table = [[float(row[prefix + name]) for name in names] for row in found]
+    np.testing.assert_allclose(table, values, atol=1e-4)
+    held = [";".join(compress(names, own >= spec.thresholds)) if task == "multilabel" else None
+            for own in values]  # fmt: skip
+    assert [row.get("label") for row in found] == held
+    told = json.loads((tmp_path / f"{task}.json").read_text())["rows"]
+    entries = {"multilabel": "probabilities", "regression": "values"}[task]
+    assert [list(row[entries].values()) for row in told] == table
+    shown = said(capsys, *options)
+    cell = held[0].split(";")[0] or "none" if held[0] is not None else f"{values[0, 0]:.5g}"
+    assert f"| {paths[0]} | {cell}" in "\n".join(shown)
+    classes, numbers, _ = visionattn.predict(best, paths)
+    np.testing.assert_allclose(numbers, values, atol=1e-4)
+    assert [";".join(each) for each in classes] == (held if held[0] is not None else
+                                                    [";".join(names)] * len(paths))  # fmt: skip
+    assert main([*options, "--top_k", "2"]) == 2
+    assert_one_error(capsys, "top_k is for one class per image")
+    # look: one output of several, on its own
+    folder = tmp_path / f"look {task}"
+    target = ("--target", names[1], "--show", "gradient")
+    lines = said(capsys, "look", best, paths[0], *target, "--output", str(folder))
+    [look] = json.loads((folder / "look.json").read_text())["images"]
+    assert look["probability"] == pytest.approx(values[0, 1], rel=1e-4)
+    assert look["margin"] == pytest.approx(look["logits"][1])
+    assert f"{paths[0]}: {names[1]}, " in "\n".join(lines)
+    # report
+    page = tmp_path / f"{task}.html"
+    said(capsys, "report", str(runs[task]), "--images", "2", "--output", str(page))
+    text = page.read_text()
+    assert all(f">{name}" in text for name in (*names, *tested)) and "no images, since" not in text
+    assert text.count('aria-label="light') == (3 if task == "regression" else 0)
+    assert main(["share", best, "--to", str(tmp_path / "shared")]) == 2
+    assert_one_error(capsys, "gives several classes" if task == "multilabel" else "gives numbers")
+
+
+def test_show_batch_names_the_labels(images, tmp_path, monkeypatch):
+    captions = []
+    monkeypatch.setattr(batch_pictures, "draw_sheet", lambda parts: captions.extend(parts))
+    for task, wanted in (("multilabel", "nw; se"), ("regression", "10")):
+        config = config_of(images, tmp_path, task)
+        for part in batch_pictures.first_batches(config):
+            names = [picture.captions[0] for picture in part.pictures]
+            assert any(wanted in name for name in names), names
+
+
+@pytest.mark.parametrize(
+    ("task", "fields", "key"),
+    [
+        ("multilabel", {"thresholds": (0.1, 0.2)}, "thresholds"),
+        ("multilabel", {"thresholds": (0.1, 0.2, 1.5)}, "thresholds"),
+        ("classification", {"thresholds": (0.1, 0.2, 0.5)}, "thresholds"),
+        ("regression", {}, "target_mean"),
+        ("regression", {"target_mean": (0, 0, 0), "target_std": (1, 0, 1)}, "target_std"),
+        ("multilabel", {"target_mean": (0, 0, 0), "target_std": (1, 1, 1)}, "target_mean"),
+    ],
+)
+def test_a_damaged_specification_is_refused_and_others_lack_the_new_fields(task, fields, key):
+    assert not {"thresholds", "target_mean", "target_std"} & SPEC.stored().keys()
+    assert read_spec(json.dumps(SPEC.stored())) == SPEC
+    with pytest.raises(ValueError, match=f"data.{key} is "):
+        read_spec(json.dumps(replace(SPEC, task=task, **fields).stored()))

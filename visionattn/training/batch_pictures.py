@@ -173,7 +173,7 @@ def named(spec: DataSpec, shares: Tensor) -> str:
         return "no class"
     names = spec.class_names or tuple(map(str, range(spec.num_classes)))
     if spec.task in VECTOR_TASKS:
-        return in_words(spec, shares)
+        return in_words(spec, shares.numpy())
     parts, classes = shares.float().topk(min(2, len(shares)))
     # Label smoothing gives every class a share; mixing gives two classes more.
     if len(parts) < 2 or parts[1] <= shares.float().min() + 1e-3:

@@ -8,7 +8,6 @@ from itertools import compress
 from pathlib import Path
 
 import numpy as np
-from torch import Tensor
 
 from visionattn.cli.files import write_text
 from visionattn.cli.untrusted import read_json
@@ -120,7 +119,14 @@ def told(value: float | None, name: str) -> str:
     return f"{100 * value:.2f} %" if name in SHARES else f"{value:.4g}"
 
 
-def in_words(spec: DataSpec, labels: np.ndarray | Tensor) -> str:
+def decided(spec: DataSpec, values: np.ndarray) -> np.ndarray:
+    """Return the predicted labels of an image from its ``DataSpec.values_of``, ``[K]``: 0 or 1 for
+    ``multilabel``, the values themselves for ``regression``.
+    """
+    return values if spec.task == "regression" else np.array(spec.holds(values.tolist()), float)
+
+
+def in_words(spec: DataSpec, labels: np.ndarray) -> str:
     """Return the classes (1 in ``labels``) or the values of an image ``[K]`` as text."""
     if spec.task == "regression":
         pairs = zip(class_names(spec), labels.tolist(), strict=True)

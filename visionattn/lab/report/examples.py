@@ -25,7 +25,7 @@ from visionattn.models.segmentation import IGNORED
 from visionattn.models.weights import DataSpec
 from visionattn.training.mistakes import SMALL_PX, address
 from visionattn.training.objectives import confusion_of
-from visionattn.training.output_scores import in_words
+from visionattn.training.output_scores import decided, in_words
 from visionattn.training.validate import Validation, parse_validate
 
 LARGEST_PX, MASK_PX = 224, 448
@@ -184,12 +184,10 @@ def judged(validation: Validation, item: Item, run: str) -> Said:
     if spec.task != "segmentation":
         outputs = call(model, spec.prepare(pixels), sizes).float()[0]
         if spec.task in VECTOR_TASKS:
-            values, known = spec.values_of(outputs).numpy(), np.asarray(item.label)
-            if spec.task == "regression":
-                return Said(run, labelled(spec, values), None, None)
-            held = np.array(spec.holds(values.tolist()))
-            right = (held == (known > 0))[~np.isnan(known)].all()
-            return Said(run, labelled(spec, held), None, bool(right))
+            said, known = decided(spec, spec.values_of(outputs).numpy()), np.asarray(item.label)
+            right = bool(((said == known) | np.isnan(known)).all())
+            kept = right if spec.task == "multilabel" else None
+            return Said(run, in_words(spec, said), None, kept)
         chance, best = outputs.softmax(0).max(0)
         names = class_names(spec)
         return Said(run, names[int(best)], chance.item(), int(best) == int(item.label))
