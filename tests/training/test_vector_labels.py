@@ -16,7 +16,9 @@ import visionattn
 from tests.helpers.resumed_runs import assert_same_end, interrupt, stop_after
 from tests.helpers.several_processes import run_processes
 from tests.helpers.small_runs import small_config
+from tests.helpers.tools import assert_one_error
 from visionattn.cli.ends import Stopped, run_tool
+from visionattn.command import main
 from visionattn.models.weights import DataSpec, load_model, read_spec
 from visionattn.training import batch_pictures, engine
 from visionattn.training.config import TrainConfig, check
@@ -203,7 +205,7 @@ def lines_of_kind(folder: Path, kind: str) -> list[dict]:
     return [line for line in lines if line["kind"] == kind]
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", ["regression", pytest.param("multilabel", marks=pytest.mark.slow)])
 def test_a_run_that_is_stopped_amid_an_epoch_and_resumed_ends_in_the_same_bits(
     images, runs, tmp_path, task
 ):
