@@ -23,7 +23,6 @@ from visionattn.inference.inference_options import PredictOptions
 from visionattn.inference.model_opening import Opened, open_model
 from visionattn.model_config import VECTOR_TASKS
 from visionattn.models.patches import call
-from visionattn.models.pixel_classes import class_names
 from visionattn.models.weights import DataSpec
 
 FIELDS = ("path", "status", "reason", "height", "width", "input_height", "input_width")
@@ -124,15 +123,15 @@ class Predictor:
         if spec.task == "multilabel":
             return ["label"]
         numbers = [str(i + 1) for i in range(self.top_k)]
-        return list(class_names(spec)) if spec.task == "regression" else numbers
+        return list(spec.output_names) if spec.task == "regression" else numbers
 
     def _columns(self) -> list[str]:
         """Return the columns of CSV after ``FIELDS``."""
         spec = self.opened.spec
         if spec.task == "multilabel":
-            return ["label", *(f"probability_{name}" for name in class_names(spec))]
+            return ["label", *(f"probability_{name}" for name in spec.output_names)]
         if spec.task == "regression":
-            return [f"value_{name}" for name in class_names(spec)]
+            return [f"value_{name}" for name in spec.output_names]
         numbers = range(1, self.top_k + 1)
         return [f"{what}_{i}" for i in numbers for what in ("class", "probability")]
 
@@ -187,7 +186,7 @@ def outputs_of(spec: DataSpec, outputs: Tensor) -> dict[str, Any]:
     ``a;b`` and the ``probabilities`` of all classes, for ``regression`` the ``values`` of targets.
     """
     held, values = all_outputs(spec, outputs)
-    named = dict(zip(class_names(spec), values.tolist(), strict=True))
+    named = dict(zip(spec.output_names, values.tolist(), strict=True))
     if spec.task == "regression":
         return {"values": {name: float(f"{value:.8g}") for name, value in named.items()}}
     probabilities = {name: round(value, DIGITS) for name, value in named.items()}
@@ -198,7 +197,7 @@ def all_outputs(spec: DataSpec, outputs: Tensor) -> tuple[tuple[str, ...], Tenso
     """Return the classes of one image that reach their thresholds (``regression``: all targets),
     and the result of ``DataSpec.values_of`` for its outputs ``[num_classes]``.
     """
-    names, values = class_names(spec), spec.values_of(outputs)
+    names, values = spec.output_names, spec.values_of(outputs)
     if spec.task == "multilabel":
         names = tuple(compress(names, spec.holds(values.tolist())))
     return names, values

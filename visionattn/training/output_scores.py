@@ -11,7 +11,6 @@ import numpy as np
 
 from visionattn.cli.files import write_text
 from visionattn.cli.untrusted import read_json
-from visionattn.models.pixel_classes import class_names
 from visionattn.models.weights import DataSpec
 
 VERSION = 1
@@ -129,9 +128,9 @@ def decided(spec: DataSpec, values: np.ndarray) -> np.ndarray:
 def in_words(spec: DataSpec, labels: np.ndarray) -> str:
     """Return the classes (1 in ``labels``) or the values of an image ``[K]`` as text."""
     if spec.task == "regression":
-        pairs = zip(class_names(spec), labels.tolist(), strict=True)
+        pairs = zip(spec.output_names, labels.tolist(), strict=True)
         return ", ".join(f"{name} {value:.4g}" for name, value in pairs)
-    return "; ".join(compress(class_names(spec), labels == 1)) or "none"
+    return "; ".join(compress(spec.output_names, labels == 1)) or "none"
 
 
 @dataclass(frozen=True)
@@ -174,7 +173,7 @@ def by_output(rows: np.ndarray, spec: DataSpec, *, split: str, epoch: int, seen:
         points = [list(zip(*pair, strict=True)) for pair in pairs]
     columns = scores_of(spec, labels, values).columns
     return ByOutput(
-        VERSION, split, epoch, len(rows), seen, list(class_names(spec)), columns, points
+        VERSION, split, epoch, len(rows), seen, list(spec.output_names), columns, points
     )
 
 
