@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from itertools import compress
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +22,8 @@ from visionattn.cli.ends import Stopped, run_tool
 from visionattn.command import main
 from visionattn.models.weights import DataSpec, load_model, read_spec
 from visionattn.training import batch_pictures, engine
-from visionattn.training.config import TrainConfig, check
+from visionattn.training.class_weights import with_class_weights
+from visionattn.training.config import LossConfig, TrainConfig, check
 from visionattn.training.distributed import joined
 from visionattn.training.losses import label_losses, number_losses
 from visionattn.training.output_scores import read_by_output, scores_of
@@ -66,7 +68,8 @@ def columns(task: str) -> list[str]:
 def config_of(images: Path, output: Path, task: str, **options) -> TrainConfig:
     data = {"name": "folder", "root": str(images), "labels": str(images / "labels.csv")}
     data |= {"task": task, "columns": columns(task), "fit": "crop"}
-    return small_config(output, data=data, model={"global_pool": "avg"}, **{"epochs": 4} | options)
+    fixed = {"epochs": 4, "monitor": {"regression": "mae"}.get(task)}
+    return small_config(output, data=data, model={"global_pool": "avg"}, **fixed | options)
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +113,15 @@ def test_the_loss_of_labels_is_the_mean_over_labels_that_count(weights, smoothin
     np.testing.assert_allclose(found.detach(), wanted, rtol=1e-6)
     [gradient] = torch.autograd.grad(found.sum(), given)
     assert (gradient.numpy()[np.isnan(targets)] == 0).all() and gradient.isfinite().all()
+
+
+def test_balanced_weights_of_labels_are_negatives_over_positives():
+    labels = np.array([[1, 0], [0, 1], [0, np.nan], [np.nan, 1], [0, 1.0]])
+    splits = SimpleNamespace(
+        train=SimpleNamespace(labels=labels), spec=replace(SPEC, task="multilabel")
+    )
+    found = with_class_weights(LossConfig("focal", "balanced"), splits)
+    assert found == LossConfig("focal", [3.0, 1 / 3])
 
 
 def test_the_loss_of_numbers():
@@ -198,6 +210,10 @@ def test_a_run_predicts_numbers_in_the_units_of_the_table(runs, images):
     np.testing.assert_allclose(tested.points[1], np.stack([labels, values], 2)[:, 1], rtol=1e-5)
     config = (folder / "config.yaml").read_text()
     assert "name: mse" in config  # the loss of a run that names none
+    lowest = min(lines_of_kind(folder, "epoch"), key=lambda line: line["val_mae"])
+    status = json.loads((folder / "status.json").read_text())["result"]
+    assert status["best_epoch"] == lowest["epoch"] == tested.epoch
+    assert status["validation_mae"] == lowest["val_mae"] and status["test_mae"] == test["mae"]
 
 
 def lines_of_kind(folder: Path, kind: str) -> list[dict]:
