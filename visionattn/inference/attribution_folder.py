@@ -139,10 +139,10 @@ class Looking:
 def said(look: Look) -> list[str]:
     """Describe the attribution in an image in sentences."""
     evidence, box, own, seen = look.evidence, look.box(*look.top), look.view.box, look.view.content
-    lines = [
-        f"{look.class_name}, {100 * look.probability:.1f} %, {evidence.margin:.3g} above the mean "
-        "of all classes"
-    ]
+    value = f"{100 * look.probability:.1f} %"
+    if look.task == "regression":
+        value = f"{look.probability:.5g}"
+    lines = [f"{look.class_name}, {value}, {evidence.margin:.3g} {look.above}"]
     if look.in_bands:
         lines.append(
             "It was computed band by band: gradients, rows of attention and features need all "

@@ -18,6 +18,7 @@ from visionattn.inference.image_reading import ReadImages, Sample
 from visionattn.inference.look_options import CLASS, TOP, LookOptions, parse_queries
 from visionattn.inference.model_opening import Opened
 from visionattn.layout import Grid
+from visionattn.model_config import VECTOR_TASKS, Task
 from visionattn.models.attribution import (
     Attribution,
     block_number,
@@ -68,7 +69,7 @@ class Look:
     class_name: str
     """Name of the class; its index if the classes have no names."""
     probability: float
-    """Probability of the class, in [0, 1]."""
+    """Probability of the class, in [0, 1]; for ``regression`` the value of the target."""
     evidence: Attribution
     grid: Grid
     """Rows and columns of patches."""
@@ -84,8 +85,22 @@ class Look:
     """
     shares: Tensor | None = None
     """The share of the variance of each component."""
+    task: Task = "classification"
+    """The task of the model."""
     in_bands: bool = False
     """Whether it was computed band by band, without gradient, rows and features."""
+
+    @property
+    def output(self) -> str:
+        """Return the attributed value in words."""
+        less = "" if self.task in VECTOR_TASKS else " minus the mean of all classes"
+        return f"the output of {self.class_name!r}{less}"
+
+    @property
+    def above(self) -> str:
+        """Return the reference point of the margin in words."""
+        of_task = {"multilabel": "above 0", "regression": "standard deviations above the mean"}
+        return of_task.get(self.task, "above the mean of all classes")
 
     @property
     def top(self) -> Place:
@@ -216,15 +231,19 @@ class ImageAttribution:
 
     def _look(self, sample: Sample, path: str, evidence: Attribution, **more: object) -> Look:
         view = self.images.geometry.view(sample.height, sample.width)
-        names, patch_px = self.opened.spec.class_names, tuple(self.model.patch_embed.patch_size)
+        spec, patch_px = self.opened.spec, tuple(self.model.patch_embed.patch_size)
+        names, values = spec.class_names, evidence.logits.softmax(0)
+        if spec.task in VECTOR_TASKS:
+            values = spec.values_of(evidence.logits)
         return Look(
             path,
             names[evidence.target] if names else str(evidence.target),
-            float(evidence.logits.softmax(0)[evidence.target]),
+            float(values[evidence.target]),
             evidence,
             Grid(view.canvas[0] // patch_px[0], view.canvas[1] // patch_px[1]),
             patch_px,
             view,
+            task=spec.task,
             **more,
         )
 

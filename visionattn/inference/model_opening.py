@@ -296,6 +296,7 @@ def _free_size(
         except TypeError:  # it has no such option
             continue
         free.load_state_dict(model.state_dict())
+        free.data_spec = spec
         return free
     raise ValueError(f"{name} takes only images of {fixed[0]} x {fixed[1]} pixels{reason}")
 

@@ -192,7 +192,7 @@ def winners(canvas: Canvas) -> Picture:
         canvas.mark(picture, place, FOR)
     rest = f"{'-' if evidence.rest < 0 else '+'} {abs(evidence.rest):.3g}"
     lines = [
-        f"Contributions to the output of {look.class_name!r} minus the mean of all classes: "
+        f"Contributions to {look.output}: "
         f"{evidence.margin:.3g} = {float(added.sum()):.3g} of patches {rest} of biases "
         "and pooled prefix tokens.",
         f"{evidence.how[0].upper()}{evidence.how[1:]}. The {len(best)} highest are boxed and "
@@ -217,9 +217,8 @@ def gradient(canvas: Canvas) -> Picture:
     most = float(sizes[-beyond]) or 1.0
     picture = canvas.paint(np.clip(values / most, -1, 1), (1, 1))
     lines = [
-        f"The input times the gradient of the output of {look.class_name!r} minus the mean of all "
-        f"classes, pixel by pixel; the {beyond:,} largest, up to {float(sizes[-1]):.2g}, have "
-        "the colours of the ends of the scale."
+        f"The input times the gradient of {look.output}, pixel by pixel; the {beyond:,} largest, "
+        f"up to {float(sizes[-1]):.2g}, have the colours of the ends of the scale."
     ]
     title = "Gradient times input"
     return canvas.picture("gradient", title, lines, picture, _signed(most), look.top)

@@ -86,7 +86,8 @@ class Predictor:
             else:
                 run.banding.say = say
                 write_whole(self.output, lambda place: self._write(place, rows))
-                say(f"{self.done} of {len(run.images)} images have classes: {self.output}")
+                what = "values" if self.opened.spec.task == "regression" else "classes"
+                say(f"{self.done} of {len(run.images)} images have {what}: {self.output}")
         # The file is written anyway: its rows say what happened to each image.
         if not self.done:
             text = f"none of the {len(run.images)} images has a result; the first: "
@@ -122,15 +123,15 @@ class Predictor:
         if spec.task == "multilabel":
             return ["label"]
         numbers = [str(i + 1) for i in range(self.top_k)]
-        return list(output_names(spec)) if spec.task == "regression" else numbers
+        return list(spec.output_names) if spec.task == "regression" else numbers
 
     def _columns(self) -> list[str]:
         """Return the columns of CSV after ``FIELDS``."""
         spec = self.opened.spec
         if spec.task == "multilabel":
-            return ["label", *(f"probability_{name}" for name in output_names(spec))]
+            return ["label", *(f"probability_{name}" for name in spec.output_names)]
         if spec.task == "regression":
-            return [f"value_{name}" for name in output_names(spec)]
+            return [f"value_{name}" for name in spec.output_names]
         numbers = range(1, self.top_k + 1)
         return [f"{what}_{i}" for i in numbers for what in ("class", "probability")]
 
@@ -180,17 +181,12 @@ def cells(row: dict[str, Any]) -> list[str]:
     return [printable(each) for each in (row["path"], *told)]
 
 
-def output_names(spec: DataSpec) -> tuple[str, ...]:
-    """Return the name of each output; numbers if outputs have no names."""
-    return spec.class_names or tuple(map(str, range(spec.num_classes)))
-
-
 def outputs_of(spec: DataSpec, outputs: Tensor) -> dict[str, Any]:
     """Return the entries of a JSON row of ``VECTOR_TASKS``: for ``multilabel`` the ``label`` as
     ``a;b`` and the ``probabilities`` of all classes, for ``regression`` the ``values`` of targets.
     """
     held, values = all_outputs(spec, outputs)
-    named = dict(zip(output_names(spec), values.tolist(), strict=True))
+    named = dict(zip(spec.output_names, values.tolist(), strict=True))
     if spec.task == "regression":
         return {"values": {name: float(f"{value:.8g}") for name, value in named.items()}}
     probabilities = {name: round(value, DIGITS) for name, value in named.items()}
@@ -201,7 +197,7 @@ def all_outputs(spec: DataSpec, outputs: Tensor) -> tuple[tuple[str, ...], Tenso
     """Return the classes of one image that reach their thresholds (``regression``: all targets),
     and the result of ``DataSpec.values_of`` for its outputs ``[num_classes]``.
     """
-    names, values = output_names(spec), spec.values_of(outputs)
+    names, values = spec.output_names, spec.values_of(outputs)
     if spec.task == "multilabel":
         names = tuple(compress(names, spec.holds(values.tolist())))
     return names, values

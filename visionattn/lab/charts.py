@@ -73,6 +73,8 @@ class Series:
     """Half the height of the band at each point."""
     failed: Mapping[float, str] = field(default_factory=dict)
     """Reason of a missing value, by x position: "out of memory"."""
+    dots: bool = False
+    """Draw points without a line."""
 
 
 @dataclass(frozen=True)
@@ -246,6 +248,9 @@ def _draw(ax, chart: Chart, colours: Mapping[str, str], *, legend: bool) -> None
                 textcoords="offset points", color=colours["muted"])  # fmt: skip
     for series in chart.series:
         colour, shape = colours[f"series-{series.look.colour}"], series.look.shape
+        if series.dots:
+            ax.plot(series.x, series.y, "o", color=colour, markersize=2.5, label=series.name)
+            continue
         x, y, low, high = thinned(series.x, chart.heights(series), series.spread)
         marker = MARKERS[shape] if len(x) <= MOST_MARKED else ""
         style = {"color": colour, "linewidth": 1.7, "marker": marker, "markersize": 4.2}

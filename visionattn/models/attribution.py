@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from visionattn.layers import Attention
 from visionattn.layout import Grid
+from visionattn.model_config import VECTOR_TASKS
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.mixed_blocks import places_of_blocks
 from visionattn.models.segmentation import Segmenter
@@ -40,7 +41,7 @@ class Attribution:
     """The attribution of a class in one image.
 
     The margin of a class is its output minus the mean output of all classes; with a single class,
-    its output.
+    and for ``VECTOR_TASKS``, its output.
     """
 
     logits: Tensor
@@ -133,7 +134,7 @@ def find_attribution(
             target = int(logits.argmax())
         if not 0 <= target < len(logits):
             raise ValueError(f"there is no class {target}; the classes are 0 to {len(logits) - 1}")
-        margin = logits @ contrast(logits, target)
+        margin = logits @ contrast(model, logits, target)
         if gradient:
             margin.backward()
             found = (inputs.grad * inputs.detach()).sum(1)[0].cpu()
@@ -270,10 +271,11 @@ def offset_weights(attention: Attention) -> Tensor | None:
     return weights[:, None] if tables.kind == "flat" else weights
 
 
-def contrast(logits: Tensor, target: int) -> Tensor:
+def contrast(model: nn.Module, logits: Tensor, target: int) -> Tensor:
     """Return the weights of the outputs whose sum is the margin of a class."""
     weights = torch.zeros_like(logits)
-    if len(logits) > 1:
+    spec = getattr(model, "data_spec", None)
+    if len(logits) > 1 and not (spec and spec.task in VECTOR_TASKS):
         weights -= 1 / len(logits)
     weights[target] += 1
     return weights
@@ -361,7 +363,7 @@ def shares_of(
     pool = model.global_pool
     pooled = {"max": largest, "avg": mean, "avgmax": 0.5 * (largest + mean)}[pool]
     scale, centre = _affine(model.fc_norm, pooled)
-    weights = contrast(logits, target).double() @ model.head.weight.detach().double() * scale
+    weights = contrast(model, logits, target).double() @ model.head.weight.detach().double() * scale
     of_largest, of_mean = {"max": (1.0, 0.0), "avg": (0.0, 1.0), "avgmax": (0.5, 0.5)}[pool]
     return Shares(of_largest * weights * (largest - centre), of_mean * weights, centre)
 

@@ -8,7 +8,7 @@ from visionattn.models.weights import DataSpec
 
 def class_names(spec: DataSpec) -> tuple[str, ...]:
     """Return the names of the classes; numbers if they have none."""
-    return spec.class_names or tuple(map(str, range(spec.num_classes)))
+    return spec.output_names
 
 
 def palette(spec: DataSpec) -> list[int]:

@@ -132,6 +132,11 @@ class DataSpec:
     target_std: tuple[float, ...] | None = None
     """For ``regression``, the standard deviation of each target over the training images."""
 
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """Return the name of each output; numbers if there are no names."""
+        return self.class_names or tuple(map(str, range(self.num_classes)))
+
     def stored(self) -> dict[str, Any]:
         """Return the fields as JSON types, without ``OPTIONAL`` fields that are None."""
         fields = asdict(self)

@@ -15,12 +15,14 @@ from visionattn.data.batches import Batch, seed_batch
 from visionattn.data.drawn_images import seen_as
 from visionattn.data.geometry import Geometry
 from visionattn.data.splits import check_root, training_geometry
+from visionattn.model_config import VECTOR_TASKS
 from visionattn.models.pixel_classes import class_names, striped
 from visionattn.models.segmentation import IGNORED
 from visionattn.models.weights import DataSpec
 from visionattn.training import engine
 from visionattn.training.config import TrainConfig, check
 from visionattn.training.distributed import Processes
+from visionattn.training.output_scores import in_words
 from visionattn.training.picture_sheet import Part, Picture, draw_sheet, visible
 from visionattn.training.trainer import Trainer
 
@@ -82,10 +84,10 @@ def first_batches(config: TrainConfig) -> list[Part]:
 
 
 def known(spec: DataSpec, batch: Batch) -> Tensor:
-    """Return the ground truth of a batch: shares of classes ``[B, classes]``, or masks, uint8
-    ``[B, H, W]``.
+    """Return the ground truth of a batch: shares of classes ``[B, classes]``, labels of
+    ``VECTOR_TASKS`` ``[B, K]``, or masks, uint8 ``[B, H, W]``.
     """
-    if spec.task == "segmentation":
+    if spec.task == "segmentation" or spec.task in VECTOR_TASKS:
         return batch.labels
     if not spec.num_classes:
         return batch.images.new_zeros(len(batch.images), 0)
@@ -164,10 +166,14 @@ def part(
 
 
 def named(spec: DataSpec, shares: Tensor) -> str:
-    """Return the name of a class, or names and shares of the two largest classes of a mixture."""
+    """Return the name of a class, the names of several classes, numbers, or names and shares of the
+    two largest classes of a mixture.
+    """
     if not len(shares):
         return "no class"
     names = spec.class_names or tuple(map(str, range(spec.num_classes)))
+    if spec.task in VECTOR_TASKS:
+        return in_words(spec, shares.numpy())
     parts, classes = shares.float().topk(min(2, len(shares)))
     # Label smoothing gives every class a share; mixing gives two classes more.
     if len(parts) < 2 or parts[1] <= shares.float().min() + 1e-3:

@@ -4,6 +4,7 @@ and their file in a run's folder.
 
 import json
 from dataclasses import asdict, dataclass
+from itertools import compress
 from pathlib import Path
 
 import numpy as np
@@ -117,6 +118,21 @@ def told(value: float | None, name: str) -> str:
     return f"{100 * value:.2f} %" if name in SHARES else f"{value:.4g}"
 
 
+def decided(spec: DataSpec, values: np.ndarray) -> np.ndarray:
+    """Return the predicted labels of an image from its ``DataSpec.values_of``, ``[K]``: 0 or 1 for
+    ``multilabel``, the values themselves for ``regression``.
+    """
+    return values if spec.task == "regression" else np.array(spec.holds(values.tolist()), float)
+
+
+def in_words(spec: DataSpec, labels: np.ndarray) -> str:
+    """Return the classes (1 in ``labels``) or the values of an image ``[K]`` as text."""
+    if spec.task == "regression":
+        pairs = zip(spec.output_names, labels.tolist(), strict=True)
+        return ", ".join(f"{name} {value:.4g}" for name, value in pairs)
+    return "; ".join(compress(spec.output_names, labels == 1)) or "none"
+
+
 @dataclass(frozen=True)
 class ByOutput:
     """The metrics of each output on a split, in ``validation.json`` and ``test.json``."""
@@ -150,14 +166,15 @@ def by_output(rows: np.ndarray, spec: DataSpec, *, split: str, epoch: int, seen:
         seen: the preprocessing in words.
     """
     labels, values, _ = np.split(rows, [spec.num_classes, 2 * spec.num_classes], 1)
-    names = list(spec.class_names) or [str(i) for i in range(spec.num_classes)]
     points = []
     if spec.task == "regression":
         chosen = np.linspace(0, len(rows) - 1, min(len(rows), MOST_POINTS)).astype(int)
         pairs = zip(labels[chosen].T.tolist(), values[chosen].T.tolist(), strict=True)
         points = [list(zip(*pair, strict=True)) for pair in pairs]
     columns = scores_of(spec, labels, values).columns
-    return ByOutput(VERSION, split, epoch, len(rows), seen, names, columns, points)
+    return ByOutput(
+        VERSION, split, epoch, len(rows), seen, list(spec.output_names), columns, points
+    )
 
 
 def write_by_output(path: Path, found: ByOutput) -> None:

@@ -82,6 +82,7 @@ def share(config: ShareConfig) -> list[str]:
     path, to = Path(config.checkpoint), Path(config.to)
     model = load_model(path)
     kinds = {"segmentation": "gives classes of pixels", "generate": "writes images value by value"}
+    kinds |= {"multilabel": "gives several classes per image", "regression": "gives numbers"}
     if what := kinds.get(model.data_spec.task):
         raise ValueError(
             f"{path} {what}, which timm and transformers have no models for; "

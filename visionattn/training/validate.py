@@ -93,7 +93,7 @@ class Row:
         if not isinstance(self.result, OutputEvaluation):
             return []
         columns = self.result.outputs.columns
-        names = spec.class_names or tuple(map(str, range(spec.num_classes)))
+        names = class_names(spec)
         width = max(map(len, names))
         rows = [f"{'':{width}} {align(list(columns))}"]
         for name, *values in zip(names, *columns.values(), strict=True):

@@ -18,12 +18,14 @@ from visionattn.cli.ends import is_out_of_memory
 from visionattn.data.batches import Item, SampleKey, Unreadable
 from visionattn.data.streams import Shards
 from visionattn.lab.report.runs import Run
+from visionattn.model_config import VECTOR_TASKS
 from visionattn.models.patches import call, takes_sizes
 from visionattn.models.pixel_classes import class_names, ious_of, painted, palette
 from visionattn.models.segmentation import IGNORED
 from visionattn.models.weights import DataSpec
 from visionattn.training.mistakes import SMALL_PX, address
 from visionattn.training.objectives import confusion_of
+from visionattn.training.output_scores import decided, in_words
 from visionattn.training.validate import Validation, parse_validate
 
 LARGEST_PX, MASK_PX = 224, 448
@@ -36,10 +38,13 @@ class Said:
 
     run: str
     text: str
-    """The most probable class; empty for masks."""
-    share: float
-    """The probability of the class, or the mean IoU over the classes of the ground-truth mask."""
-    right: bool
+    """The most probable class, all predicted classes, or values; empty for masks."""
+    share: float | None
+    """The probability of the class, or the mean IoU over the classes of the ground-truth mask; None
+    for several classes and for values.
+    """
+    right: bool | None
+    """None for values."""
     mask: str | None = None
     """The predicted mask in colours, as a data URL."""
 
@@ -51,7 +56,7 @@ class Example:
     source: str
     """Its data URL."""
     label: str
-    """The name of its class; empty for masks."""
+    """Its class, classes or values; empty for masks."""
     mask: str | None = None
     """The ground-truth mask in colours, as a data URL."""
     said: list[Said] = field(default_factory=list)
@@ -79,7 +84,7 @@ class Gallery:
     def wrong(self, run: str) -> int:
         """Return how many of the shown images a run misclassifies."""
         said = [said for example in self.examples for said in example.said if said.run == run]
-        return sum(not each.right for each in said)
+        return sum(each.right is False for each in said)
 
 
 def galleries(runs: Sequence[Run], count: int) -> tuple[list[Gallery], dict[str, str]]:
@@ -122,7 +127,7 @@ def add(found: dict[tuple, Gallery], run: Run, count: int) -> None:
         px = MASK_PX if masked else LARGEST_PX
         examples = [
             Example(address(item.pixels, (px, px)),
-                    "" if masked else names[int(label)][1],
+                    "" if masked else labelled(spec, label),
                     mask_address(label, spec) if masked else None)
             for item, label in zip(items, labels, strict=True)
         ]  # fmt: skip
@@ -178,6 +183,11 @@ def judged(validation: Validation, item: Item, run: str) -> Said:
     sizes = torch.tensor([item.present]) if partly else None
     if spec.task != "segmentation":
         outputs = call(model, spec.prepare(pixels), sizes).float()[0]
+        if spec.task in VECTOR_TASKS:
+            said, known = decided(spec, spec.values_of(outputs).numpy()), np.asarray(item.label)
+            right = bool(((said == known) | np.isnan(known)).all())
+            kept = right if spec.task == "multilabel" else None
+            return Said(run, in_words(spec, said), None, kept)
         chance, best = outputs.softmax(0).max(0)
         names = class_names(spec)
         return Said(run, names[int(best)], chance.item(), int(best) == int(item.label))
@@ -190,6 +200,13 @@ def judged(validation: Validation, item: Item, run: str) -> Said:
     ious = ious_of(table.numpy())
     mean = float(np.mean(ious[np.isfinite(ious)])) if np.isfinite(ious).any() else float("nan")
     return Said(run, "", mean, True, mask_address(found, spec))
+
+
+def labelled(spec: DataSpec, label: np.ndarray) -> str:
+    """Return the class, the classes or the values of an image as text."""
+    if spec.task in VECTOR_TASKS:
+        return in_words(spec, label)
+    return class_names(spec)[int(label)]
 
 
 def mask_address(mask: np.ndarray, spec: DataSpec) -> str:

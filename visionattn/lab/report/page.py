@@ -153,6 +153,7 @@ def page(
         classes=classes,
         class_tables=tables.class_tables(classes),
         ious=tables.iou_table(runs),
+        outputs=tables.outputs_of_runs(runs),
         galleries=shown,
         skipped=skipped,
         settings=tables.settings(runs) if runs else None,

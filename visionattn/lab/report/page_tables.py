@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from visionattn.cli.tables import lasting
-from visionattn.lab.charts import Look
+from visionattn.lab.charts import Chart, Look, Series
 from visionattn.lab.figures import (
     MIB,
     Row,
@@ -29,10 +29,12 @@ from visionattn.models.pixel_classes import class_names
 from visionattn.models.weights import described, read_metadata
 from visionattn.training.config import TrainConfig
 from visionattn.training.mistakes import SMALL_PX, ByClass, Mistake
+from visionattn.training.output_scores import ByOutput, told
 
 PLACE = ("run", "output", "resume", "overwrite")
 """Settings of the storage of a run, not of the run itself."""
 SCORES = {"accuracy": "accuracy", "mean_iou": "mean IoU", "loss": "bits/dim"}
+SCORES |= {"map": "mAP", "r2": "R2"}
 """Metrics of the results, with their names."""
 RESULTS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "test_images": ("test images", "{:,.0f}".format),
@@ -41,7 +43,7 @@ RESULTS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "images_per_second": ("images/s", "{:,.0f}".format),
 }
 """Other results, with their names and formats."""
-COUNTS = {"segmentation": "mean_iou", "generate": "loss"}
+COUNTS = {"segmentation": "mean_iou", "generate": "loss", "multilabel": "map", "regression": "r2"}
 """The main metric by task; for other tasks the accuracy."""
 NEEDED = {
     "sweep": {"attention", "heads", "form", "img_size", "seed", "status", "parameters"},
@@ -121,6 +123,8 @@ MOST_PAIRS, MOST_LISTED = 20, 1000
 """The most rows of the tables of mistakes and of classes; with more classes, the classes with the
 lowest recall are listed.
 """
+MOST_CHARTS = 12
+"""The most scatter plots of a run."""
 MOST_MISTAKES, MOST_PICTURES = 12, 24
 """The most mistakes to show for a run, and for all runs of a page; at least one for each run."""
 
@@ -197,7 +201,7 @@ def scores(runs: Sequence[Run], split: str, key: str) -> list[Cell]:
     for value, own in zip(values, data, strict=True):
         others = [x for x, of in zip(values, data, strict=True) if x is not None and of == own]
         best = others and (min if key == "loss" else max)(others)
-        cell = numeric(value, "{:.4f}".format if key == "loss" else percent)
+        cell = numeric(value, "{:.4f}".format if key in ("loss", "r2") else percent)
         strong = own is not None and len(others) > 1 and value == best
         cells.append(replace(cell, strong=strong))
     return cells
@@ -396,6 +400,44 @@ def class_tables(shown: Sequence[RunClasses]) -> list[Table]:
 def share(count: int, total: int) -> Cell:
     """Return the cell of a share in %; empty for a total of 0."""
     return numeric(count / total if total else None, percent)
+
+
+@dataclass(frozen=True)
+class RunOutputs:
+    """The metrics of a run's outputs."""
+
+    run: str
+    found: ByOutput
+    table: Table
+    charts: Sequence[Chart]
+    """For ``regression``, a scatter plot for each of the first ``MOST_CHARTS`` targets."""
+
+
+def outputs_of_runs(runs: Sequence[Run]) -> list[RunOutputs]:
+    """Return the metrics of the outputs of each run that has them."""
+    shown = []
+    for run in (run for run in runs if run.by_output is not None):
+        found = run.by_output
+        table = Table(["output", *found.columns])
+        for name, *values in zip(found.names, *found.columns.values(), strict=True):
+            cells = [
+                Cell(told(value, key), True)
+                for key, value in zip(found.columns, values, strict=True)
+            ]
+            table.rows.append([Cell(name), *cells])
+        pairs = zip(found.names[:MOST_CHARTS], found.points, strict=False)
+        shown.append(RunOutputs(run.name, found, table, [scatter(*pair) for pair in pairs]))
+    return shown
+
+
+def scatter(name: str, points: Sequence[tuple[float, float]]) -> Chart:
+    """Return the true and the predicted values of a target as a chart, with the diagonal."""
+    known, said = zip(*points, strict=True)
+    ends = [min(known), max(known)]
+    dots = Series("predicted", Look.of(0), known, said, dots=True)
+    return Chart(
+        name, "true value", "predicted value", [dots, Series("equal", Look.of(4), ends, ends)]
+    )
 
 
 def iou_table(runs: Sequence[Run]) -> Table | None:

@@ -20,7 +20,9 @@ from visionattn.cli import untrusted
 from visionattn.data.data_config import DataConfig
 from visionattn.lab.charts import Chart, Look, Series
 from visionattn.lab.figures import number
+from visionattn.model_config import VECTOR_TASKS
 from visionattn.training.mistakes import ByClass, read_by_class
+from visionattn.training.output_scores import ByOutput, read_by_output
 from visionattn.training.run_folder import BEST, BY_CLASS, CONFIG, METRICS, STATUS
 
 Values = dict[str, Any]
@@ -48,6 +50,8 @@ CURVES: tuple[tuple, ...] = (
     ("Validation accuracy", "%", 100, "val_accuracy"),
     ("Validation mean IoU", "%", 100, "val_mean_iou"),
     ("Validation F1", "%", 100, "val_f1"),
+    ("Validation mAP", "%", 100, "val_map"),
+    ("Validation R2", "", 1, "val_r2"),
     ("Learning rate", "per step", 1, "lr"),
     ("Speed of training", "images per second", 1, "images_per_second"),
     ("Waiting for data", "% of the time", 100, "wait_share"),
@@ -93,6 +97,8 @@ class Run:
     """Predictions of the best weights by class: for the test images or, if these were not
     evaluated, for the validation images.
     """
+    by_output: ByOutput | None = None
+    """For ``VECTOR_TASKS``, the metrics of each output, likewise."""
     problems: list[str] = field(default_factory=list)
     """Files that could not be read, one line each."""
 
@@ -103,7 +109,7 @@ class Run:
 
     @property
     def task(self) -> str | None:
-        """The task of its model: ``classification``, ``segmentation``, ``generate``."""
+        """The task of its model, one of ``Task``."""
         return self.setting("data", "task")
 
     def setting(self, *keys: str) -> Any:
@@ -161,10 +167,12 @@ def read_run(folder: Path, name: str) -> Run:
         run.parameters = run.read(BEST, count_parameters)
     for split in ("validation", "test"):
         there = (folder / BY_CLASS[split]).exists()
-        found = run.read(BY_CLASS[split], read_by_class) if there else None
+        several = run.task in VECTOR_TASKS
+        reader = read_by_output if several else read_by_class
+        found = run.read(BY_CLASS[split], reader) if there else None
         # After a resume the file may be from earlier weights, until the run tests again.
         if found and run.result.get("best_epoch") in (None, found.epoch):
-            run.by_class = found
+            setattr(run, "by_output" if several else "by_class", found)
     return run
 
 
@@ -195,8 +203,9 @@ def result_of(epochs: list[Values], tests: list[Values], monitor: str | None = N
         """
         if monitor is not None:
             value = number(line.get(f"val_{monitor}")) or 0.0
-            return (-value if monitor == "loss" else value,)
-        score = number(line.get("val_mean_iou")) or number(line.get("val_accuracy"))
+            return (-value if monitor in ("loss", "mae", "rmse") else value,)
+        keys = ("val_mean_iou", "val_accuracy", "val_map", "val_r2")
+        score = next(filter(None, (number(line.get(key)) for key in keys)), None)
         return score or 0.0, -line["val_loss"]
 
     if known:
@@ -247,8 +256,9 @@ def curves_of(runs: Sequence[Run]) -> list[Chart]:
     """
     by_epoch = all(run.epochs or not run.steps for run in runs)
     tasks = {run.task for run in runs}
-    units = ["nats per image"] * (tasks != {"generate"})
+    units = ["nats per image"] * bool(tasks - {"generate", "regression"})
     units += ["bits per dimension"] * ("generate" in tasks)
+    units += ["standardized targets"] * ("regression" in tasks)
     charts = []
     for title, unit, factor, *keys in CURVES:
         series = [

@@ -131,7 +131,8 @@ class Evidenced(Pooled):
         target = int(logits.argmax()) if self.target is None else self.target
         if not 0 <= target < len(logits):
             raise ValueError(f"there is no class {target}; the classes are 0 to {len(logits) - 1}")
-        margin = float((logits.double() @ contrast(logits, target).double()).detach())
+        weights = contrast(self.model, logits, target).double()
+        margin = float((logits.double() @ weights).detach())
         patches, channels, rest = None, None, None
         if divides(self.model):
             patches, channels = self._divided(logits, target, again)
