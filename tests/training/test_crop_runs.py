@@ -1,5 +1,6 @@
 """Runs on training crops: resume, validation on whole images, and refused options."""
 
+import math
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -10,12 +11,14 @@ from PIL import Image
 from tests.helpers.image_files import refused
 from tests.helpers.resumed_runs import assert_same_end, interrupt, state_of, stop_after
 from tests.helpers.small_runs import lines_of, small_config
-from visionattn.cli.ends import Stopped
+from visionattn.cli.ends import DoesNotFit, Stopped
 from visionattn.data.data_config import DataConfig
 from visionattn.data.geometry import geometry_of
 from visionattn.data.splits import build_splits, eval_batches, train_batches
+from visionattn.models import cost
 from visionattn.training import checkpoint
 from visionattn.training.config import OptimConfig, TrainConfig, check
+from visionattn.training.training_cost import TrainingMemory
 from visionattn.training.validate import parse_validate
 
 SIZES = [(40, 52), (33, 90), (14, 70)]
@@ -107,6 +110,27 @@ def test_whole_images_are_evaluated_in_batches_of_as_many_pixels(masked, changes
     geometry = geometry_of(splits.spec, (4, 4))
     batches = eval_batches(splits.train, config, batch_size=16, geometry=geometry)
     assert sorted(map(tuple, batches.shapes().tolist())) == wanted
+
+
+@pytest.mark.parametrize(
+    ("crop", "there", "line"),
+    [
+        (16, 10_000, "an evaluation of 1 image of 128 x 128 pixels .*would fit: --data.img_size 6"),
+        (112, 50_000, "a step on 1 image of 112 x 112 pixels .*would fit: --data.crop 6"),
+    ],
+)
+def test_too_large_images_and_crops_are_refused_with_their_options(
+    tmp_path, monkeypatch, crop, there, line
+):
+    """A step takes 10 bytes of a pixel, an evaluation 1, and loading another one."""
+    monkeypatch.setattr(cost, "memory_there_is", lambda *how: there)
+    monkeypatch.setattr(cost, "taken_bytes", lambda *how: 0)
+    monkeypatch.setattr(TrainingMemory, "step_bytes", lambda self, shape: 10 * math.prod(shape))
+    monkeypatch.setattr(TrainingMemory, "forward_bytes", lambda self, shape: math.prod(shape))
+    args = {"train_images": 4, "eval_images": 2}
+    data = {"name": "canvas", "img_size": 128, "crop": crop, "args": args}
+    with pytest.raises(DoesNotFit, match=line):
+        lines_of(config_of(tmp_path, None, data=data, batch_size=1))
 
 
 def test_a_state_from_before_crops_goes_on():

@@ -63,6 +63,10 @@ class TrainingMemory(Memory):
     """
 
     doing = "a step on "
+    evaluates = False
+    """Whether the evaluation of whole images needs more than a step on crops; ``bytes_of`` and the
+    ways out are then about an evaluation.
+    """
 
     def __init__(
         self,
@@ -96,13 +100,13 @@ class TrainingMemory(Memory):
         """Return the bytes of one process and its loader processes at the largest training and
         evaluation batch; None if unknown.
         """
-        step = self.extended(self.step_bytes, self.own_part(shape))
+        count = self.forward_bytes if self.evaluates else self.step_bytes
+        step = self.extended(count, self.own_part(shape))
         if step is None:
             return None
         # An evaluation, with the optimiser's state in memory, if its batches are larger.
         if evaluation is not None and math.prod(evaluation) > math.prod(shape):
-            forward = self.extended(self.passes.forward_bytes, self.own_part(evaluation)) or 0
-            step = max(step, forward + self.kept_bytes())
+            step = max(step, self.extended(self.forward_bytes, self.own_part(evaluation)) or 0)
         if self.passes.device.type == "cuda":
             return self.base_bytes + step
         part = share_of(shape, self.processes.data_size)
@@ -134,6 +138,11 @@ class TrainingMemory(Memory):
         took = passes.peak(work, scattered, "step", shape)
         return None if took is None else whole_bytes(took + self.kept_bytes())
 
+    def forward_bytes(self, shape: Shape) -> int | None:
+        """Return the bytes of an evaluation of one process, as ``step_bytes`` for a step."""
+        took = self.passes.forward_bytes(shape)
+        return None if took is None else whole_bytes(took + self.kept_bytes())
+
     def kept_bytes(self) -> float:
         """Return the bytes of the optimiser state and of communication buffers: ``ddp`` sums
         gradients in buffers of their size, and ``fsdp`` shards the optimiser state.
@@ -151,9 +160,14 @@ class TrainingMemory(Memory):
         return images, -(-rows // self.processes.per_image) * self.patch_px[0], width
 
     @property
+    def crops(self) -> bool:
+        """Tell whether the images are crops."""
+        return self.config.data.crop is not None and not self.evaluates
+
+    @property
     def native(self) -> bool:
-        """Tell whether training images have their own sizes."""
-        return self.splits.spec.fit == "native" and self.config.data.crop is None
+        """Tell whether the images have their own sizes."""
+        return self.splits.spec.fit == "native" and not self.crops
 
     def batch_that_fits(self, images: int, shape: Shape) -> str:
         """Return the options for batches of ``images`` images with the same images per step."""
@@ -176,7 +190,7 @@ class TrainingMemory(Memory):
                 f"with --data.img_size null, or --data.img_size {max(size)}"
             )
         size_px = str(rows) if rows == columns else f"{rows} {columns}"
-        option = "img_size" if self.config.data.crop is None else "crop"
+        option = "crop" if self.crops else "img_size"
         return f"one image of {rows} x {columns} pixels would fit: --data.{option} {size_px}"
 
 
@@ -223,7 +237,10 @@ def check_memory(trainer: Trainer, memory: TrainingMemory) -> Expected:
     if not len(training):
         return Expected(None, memory.there_bytes)
     shape = largest_shape(training)
-    needed = memory.bytes_of(shape, largest_shape(evaluated) if len(evaluated) else None)
+    whole = largest_shape(evaluated) if len(evaluated) else None
+    needed = memory.bytes_of(shape, whole)
+    if trainer.config.data.crop is not None and whole and memory.bytes_of(shape) != needed:
+        memory.evaluates, memory.doing, shape = True, "an evaluation of ", whole
     # The first process decides, because estimates of the others may differ slightly.
     needed, memory.there_bytes = trainer.processes.on_first(lambda: (needed, memory.there_bytes))
     return memory.check(shape, needed)
