@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import timm
 import torch
@@ -129,6 +129,14 @@ def segment(model: Model, images: Images, **options: Any) -> list[Tensor]:
     return found
 
 
+@overload
+def extract_features(
+    model: Model, images: Images, *, dense: Literal[False] = False, **options: Any
+) -> Tensor: ...
+@overload
+def extract_features(
+    model: Model, images: Images, *, dense: bool, **options: Any
+) -> Tensor | list[Tensor]: ...
 def extract_features(model: Model, images: Images, **options: Any) -> Tensor | list[Tensor]:
     """Compute features of images, as ``visionattn features`` does, in the order of the images.
 

@@ -17,7 +17,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import timm
 import torch
@@ -235,13 +235,21 @@ def in_order(content: bytes) -> bytes:
     return len(text).to_bytes(8, "little") + text + content[end:]
 
 
+if TYPE_CHECKING:
+
+    class LoadedModel(nn.Module):
+        """A model of ``load_model``, for type checkers."""
+
+        data_spec: DataSpec
+
+
 def load_model(
     path: str | Path,
     *,
     device: str | torch.device = "cpu",
     pyramid: bool = False,
     features_only: bool = False,
-) -> nn.Module:
+) -> "LoadedModel":
     """Rebuild a model from a file of ``save_model``, in eval mode, with its ``DataSpec`` as
     ``model.data_spec``.
 
