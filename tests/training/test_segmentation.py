@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import yaml
 from PIL import Image
 from sklearn.metrics import jaccard_score
 
@@ -247,15 +246,14 @@ def test_what_is_for_classes_of_images_refuses_masks(run, tmp_path, capsys):
     assert read_metadata(best)["model"] == "scaleformer_vit_t" and not list(tmp_path.iterdir())
 
 
-def test_the_configuration_for_own_masks_trains_and_predicts(tmp_path):
-    root = write_folder(tmp_path / "data", images=2, px=40)
-    classes = yaml.safe_dump({"classes": list(CLASSES)})
-    (root / "classes.yaml").write_text(classes)
+def test_the_configuration_for_own_masks_trains_on_crops_and_predicts(tmp_path):
+    root, masks = write_folder(tmp_path / "data", images=2, px=40), tmp_path / "masks"
+    (root / "classes.yaml").write_text("classes: [dark, light, red]\n")
     flags = words("--config finetune_segmentation --data.root {} --output {}", root, tmp_path)
-    small = words("--epochs 1 --data.crops 2 --data.crop 32 --data.workers 0 --model.args.depth 1")
-    assert train_tool([*flags, *small]) == 0
+    small = "--epochs 1 --data.crops 2 --data.crop 32 --data.workers 0 --model.args.depth 1"
+    assert train_tool([*flags, *words(small)]) == 0
     checkpoint = tmp_path / "finetune_segmentation" / "best.safetensors"
-    flags = words("--checkpoint {} --images {} --output {}", checkpoint, root / "test", tmp_path / "m")
+    flags = words("--checkpoint {} --images {} --output {}", checkpoint, root / "test", masks)
     assert predict_tool(flags) == 0
-    with Image.open(tmp_path / "m" / "images" / "0.png") as mask:
-        assert mask.size == (40, 40)
+    with Image.open(masks / "images" / "0.png") as mask:
+        assert mask.size == (40, 40) and mask.getextrema()[1] < len(CLASSES)
