@@ -11,7 +11,7 @@ from PIL import Image
 from sklearn.metrics import jaccard_score
 
 from tests.helpers.small_runs import MODEL, lines, lines_of, rows, small_config
-from tests.helpers.tools import assert_one_error, load_tool
+from tests.helpers.tools import assert_one_error, load_tool, words
 from visionattn.data.batches import Batch
 from visionattn.data.splits import build_splits
 from visionattn.model_config import ModelConfig
@@ -23,7 +23,7 @@ from visionattn.training.config import OptimConfig
 from visionattn.training.evaluate import evaluate
 from visionattn.training.objectives import PixelClasses
 
-train_tool, validate_tool = load_tool("train"), load_tool("validate")
+train_tool, validate_tool, predict_tool = map(load_tool, ("train", "validate", "predict"))
 CLASSES = ("dark", "light", "red")
 CPU = torch.device("cpu")
 TINY = {"patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "horizon": 1}
@@ -244,3 +244,16 @@ def test_what_is_for_classes_of_images_refuses_masks(run, tmp_path, capsys):
     assert convert([best, "--output", str(tmp_path / "c.safetensors")]) == 2
     assert_one_error(capsys, "gives classes of pixels")
     assert read_metadata(best)["model"] == "scaleformer_vit_t" and not list(tmp_path.iterdir())
+
+
+def test_the_configuration_for_own_masks_trains_on_crops_and_predicts(tmp_path):
+    root, masks = write_folder(tmp_path / "data", images=2, px=40), tmp_path / "masks"
+    (root / "classes.yaml").write_text("classes: [dark, light, red]\n")
+    flags = words("--config finetune_segmentation --data.root {} --output {}", root, tmp_path)
+    small = "--epochs 1 --data.crops 2 --data.crop 32 --data.workers 0 --model.args.depth 1"
+    assert train_tool([*flags, *words(small)]) == 0
+    checkpoint = tmp_path / "finetune_segmentation" / "best.safetensors"
+    flags = words("--checkpoint {} --images {} --output {}", checkpoint, root / "test", masks)
+    assert predict_tool(flags) == 0
+    with Image.open(masks / "images" / "0.png") as mask:
+        assert mask.size == (40, 40) and mask.getextrema()[1] < len(CLASSES)
