@@ -22,7 +22,7 @@ from visionattn.models.segmentation import IGNORED
 from visionattn.models.weights import DataSpec, load_model
 from visionattn.training import engine, event_pictures
 from visionattn.training.config import TrainConfig, check
-from visionattn.training.evaluate import EXAMPLES, Example, Tally, evaluate
+from visionattn.training.evaluate import MASKED_EXAMPLES, Example, Tally, evaluate
 from visionattn.training.event_pictures import draw_examples, with_masks, with_outputs
 from visionattn.training.objectives import Judged
 from visionattn.training.picture_sheet import BLUE, CELL_PX, HEAD_PX, draw_confusion
@@ -132,8 +132,8 @@ def test_examples_are_cut_to_their_images_and_are_of_all_classes():
         assert torch.equal(each.output, outputs[i])
     masks, tally = torch.randint(0, 3, (12, 9, 8)), Tally()
     tally.show(images, masks, sizes, masks)
-    assert len(tally.examples) == EXAMPLES
-    assert torch.equal(tally.examples[7].output, masks[7, :5, :4])
+    assert len(tally.examples) == MASKED_EXAMPLES
+    assert torch.equal(tally.examples[3].output, masks[3])
 
 
 def test_the_confusion_of_pixels_is_scikit_learns():
@@ -205,7 +205,7 @@ def test_masks_and_confusions_are_drawn_in_the_colours_of_their_values():
     for picture, mask in zip(pictures[1:], masks, strict=True):
         assert picture.pixels.tolist() == np.array(colours)[mask[::3, ::3]].tolist()
     plain = Example(IMAGE, torch.zeros(60, 90, dtype=int), torch.ones(60, 90, dtype=int))
-    sheet = np.asarray(draw_examples([plain] * 9, "test", spec))
+    sheet = np.asarray(draw_examples([plain] * 4, "test", spec))
     assert sheet.shape[1] < 900 and (sheet == (200, 100, 0)).all(2).any()
     drawn = np.asarray(draw_confusion(np.array([[9, 3, 0], [0, 0, 0], [0, 20_000, 0]]), "abc"))
     edge = drawn.shape[0] - HEAD_PX - 3 * CELL_PX
@@ -288,10 +288,9 @@ def test_trackers_get_options_metrics_and_result_and_a_resumed_run_goes_on_there
         assert again[1:-2] == seen[2:] and again[-1] == end
         epochs = [each[1]["epochs"] for each in calls if each[0] == "options"]
         assert epochs == {"mlflow": [2], "wandb": [2, 3]}[name]  # MLflow lets none be changed
-    with pytest.raises(ValueError) as error:
+    with pytest.warns(UserWarning, match="^mlflow lacks step [0-9]+: the server is gone"):
         run(small_config(tmp_path, **both, epochs=9, resume=True))
-    assert str(error.value).startswith("mlflow: the server is gone; --log null trains without; ")
-    assert trackers["mlflow"][-1] == trackers["wandb"][-1] == ("end", "FAILED")
+    assert [trackers["mlflow"][-3][1], trackers["wandb"][-3][1]] == [8 * 2, 9 * 2]
     clear(folder)
     assert not list(folder.glob("*.id"))
 

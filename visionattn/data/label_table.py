@@ -95,6 +95,11 @@ class LabelTable:
             known: the names of the outputs of weights to evaluate; empty: unknown.
         """
         usual = ["label"]
+        if known and columns and tuple(columns) != tuple(known):
+            raise ValueError(
+                f"data.columns {listed(columns)} are not the outputs of the weights, "
+                f"{listed(known)}, in this order; leave data.columns out"
+            )
         if task == "multilabel" and columns is None:
             if "label" in self.rows:
                 return self._listed_classes(known)
@@ -162,7 +167,7 @@ def read_labels(file: str, root: str) -> LabelTable:
         FileNotFoundError, ValueError: the file is missing or malformed, pandas is not installed, or
             paths are missing or occur twice; one line.
     """
-    table = LabelTable(file, _read(file).map(str).map(str.strip).map(composed))
+    table = LabelTable(file, _read(file).map(_text))
     paths = [
         os.path.normpath(os.path.relpath(path, root) if os.path.isabs(path) else path)
         for path in table.texts("path")
@@ -170,6 +175,13 @@ def read_labels(file: str, root: str) -> LabelTable:
     table.rows["path"] = paths
     table.refuse(table.rows["path"].duplicated(), "repeat the path of an earlier row", "path")
     return table
+
+
+def _text(cell: Any) -> str:
+    """Return the text of a cell: ``a;b`` for a list of classes, 0 or 1 for a truth value."""
+    if isinstance(cell, (list, np.ndarray)):
+        cell = ";".join(map(str, cell))
+    return composed(str(int(cell) if isinstance(cell, (bool, np.bool_)) else cell).strip())
 
 
 def _read(file: str) -> "DataFrame":

@@ -405,7 +405,7 @@ def folder_of(
 
 
 UNUSED = ("batch_size", "workers", "shard_images", "shard_mib", "shard", "engine", "probe", "data")
-UNUSED += ("tiles", "overlap", "combine", "top_k")
+UNUSED += ("tiles", "overlap", "combine", "top_k", "labels")
 """Options without effect for the map of one image."""
 
 

@@ -55,7 +55,7 @@ from visionattn.training.run_progress import Position
 
 STATE_FORMAT, STATE_VERSION = "visionattn.state", 4
 QUIET = frozenset({"resume", "overwrite", "output", "run", "show_batch", "log", "save_every"})
-QUIET |= {"init_from", "parallel", "dist_timeout"}
+QUIET |= {"init_from", "parallel", "dist_timeout", "data.cache"}
 """Options that may change on resume without a message."""
 BINDING = ("seed", "optim.name", "optim.layer_decay")
 BINDING += ("data.name", "data.task", "data.val_fraction", "data.args", "data.fit")
@@ -327,7 +327,7 @@ def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> l
     for key in new:
         if isinstance(new[key], dict) and isinstance(old.get(key, {}), dict):
             lines += differences(old.get(key, {}), new[key], f"{prefix}{key}.")
-        elif key not in QUIET and old.get(key) != new[key]:
+        elif f"{prefix}{key}" not in QUIET and old.get(key) != new[key]:
             lines.append(f"  {prefix}{key} is now {new[key]}, was {old.get(key)}")
     return lines
 

@@ -33,7 +33,8 @@ def with_class_weights(loss: LossConfig, splits: Splits) -> LossConfig:
     if spec.task == "multilabel":
         labels = splits.train.labels  # type: ignore[attr-defined]
         negatives, positives = ((labels == value).sum(0) for value in (0, 1))
-        return replace(loss, class_weights=(negatives / positives).tolist())
+        weights = np.maximum(negatives, 1) / positives  # 0 would ignore the class
+        return replace(loss, class_weights=weights.tolist())
     counts = class_counts(splits.train, spec.num_classes)
     what = "image" if spec.task == "classification" else "pixel"
     if not counts.all():

@@ -81,8 +81,8 @@ class OutputEvaluation(Evaluation):
         return self.outputs.means[measure]
 
 
-EXAMPLES = 8
-"""The most images that a ``Tally`` keeps."""
+EXAMPLES, MASKED_EXAMPLES = 8, 4
+"""The most images that a ``Tally`` keeps, and the most images with masks."""
 MOST_CURVES = 20
 """A ``Tally`` keeps all probabilities of at most this many classes."""
 
@@ -148,9 +148,10 @@ class Tally:
             sizes: as in ``Batch``.
             outputs: outputs ``[B, classes]``, or the predicted classes of pixels ``[B, H, W]``.
         """
+        most = EXAMPLES if outputs.ndim == 2 else MASKED_EXAMPLES
         most_of_class = math.ceil(EXAMPLES / outputs.shape[1])
         for i in range(len(images)):
-            if len(self.examples) == EXAMPLES:
+            if len(self.examples) == most:
                 return
             same = [x for x in self.examples if labels.ndim == 1 and x.label == labels[i]]
             if len(same) == most_of_class:

@@ -17,8 +17,8 @@ from visionattn.training.picture_sheet import Part, Picture, draw_confusion, dra
 
 MOST_PX = 640
 """The largest width of a sheet in pixels, if captions allow."""
-MASK_PX, MOST_MASKS = 256, 4
-"""The longest side of a drawn mask in pixels, and the most images with masks."""
+MASK_PX = 256
+"""The longest side of a drawn mask in pixels."""
 
 
 def add_predictions(
@@ -72,7 +72,6 @@ def add_picture(events: Any, tag: str, picture: Image.Image, step: int) -> None:
 def draw_examples(examples: Sequence[Example], split: str, spec: DataSpec) -> Image.Image:
     """Draw images with their true and their predicted class, or with both masks."""
     if spec.task == "segmentation":
-        examples = examples[:MOST_MASKS]
         pictures = [each for example in examples for each in with_masks(example, spec)]
         columns = 6
     else:

@@ -38,7 +38,7 @@ def summarise_folds(folder: Path, config: TrainConfig, measure: str) -> list[str
     for name, how in (("mean", mean), ("standard deviation", stdev)) if rows[1:] else ():
         empty = dict.fromkeys(rows[0]) | {"fold": name}
         rows.append(empty | {key: how(column) for key, column in values.items()})
-    path = folder.with_name(folder.name.replace(own, "_folds.csv"))
+    path = folder.with_name(folder.name.replace(own, "_folds") + ".csv")
     write_text(path, csv_text(rows, {}))
     absent = f"; missing: {', '.join(missing)}" if missing else ""
     return [markdown(rows), f"summary of {count - len(missing)} of {count} folds: {path}{absent}"]

@@ -164,7 +164,7 @@ class PixelClasses(Objective):
     ) -> Judged:
         """Evaluate a model in eval mode on a batch with ``labels`` uint8 ``[B, H, W]``."""
         logits = call(model, inputs, sizes).float()
-        loss, masks = pixel_losses(logits, labels).sum(), logits.argmax(1)
+        loss, masks = pixel_losses(logits, labels).sum(), logits.argmax(1).to(torch.uint8)
         return Judged(loss, None, confusion_of(labels, masks, logits.shape[1]), masks=masks)
 
 

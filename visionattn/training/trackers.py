@@ -2,6 +2,7 @@
 server, project and offline mode.
 """
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,8 +46,10 @@ class Mlflow:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Send metrics of a step."""
-        with refusal("mlflow", self.error):
+        try:
             self.mlflow.log_metrics(metrics, step=step)
+        except self.error as error:  # must not end hours of training
+            warnings.warn(f"mlflow lacks step {step}: {first_line(error)}", stacklevel=2)
 
     def close(self, *, failed: bool) -> None:
         """End the run."""

@@ -40,7 +40,7 @@ WORDS = {
 """The words of each status on a page."""
 OF_TRAINING = {
     *("augment", "img_size_choices", "batch_patches", "args.train_images"),
-    *("mean", "std", "workers", "download", "sampler", "crop", "crop_around", "crops"),
+    *("mean", "std", "workers", "download", "sampler", "crop", "crop_around", "crops", "cache"),
 }
 """Data options that change neither the evaluated images nor their size."""
 
