@@ -407,8 +407,9 @@ def outputs_of_runs(runs: Sequence[Run]) -> list[tuple[str, ByOutput, Table, lis
     for ``regression``, a scatter plot of each of the first ``MOST_CHARTS`` targets.
     """
     shown = []
-    for run in (run for run in runs if run.by_output is not None):
-        found = run.by_output
+    for run, found in ((run, run.by_output) for run in runs):
+        if found is None:
+            continue
         table = Table(["output", *found.columns])
         for name, *values in zip(found.names, *found.columns.values(), strict=True):
             cells = [
