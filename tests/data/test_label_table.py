@@ -26,10 +26,12 @@ def root(tmp_path):
 
 @pytest.fixture
 def table(root):
-    """Write a table of all images, with the given columns; return options that name it."""
+    """Write a table of all images, with the given columns, from the last image to the first; return
+    options that name it.
+    """
 
     def write(suffix=".csv", paths=PATHS, **columns):
-        frame = pd.DataFrame({"path": paths} | columns)
+        frame = pd.DataFrame({"path": paths} | columns)[::-1]
         file = root.parent / f"labels{suffix}"
         if suffix == ".parquet":
             frame.to_parquet(file)
@@ -79,7 +81,7 @@ def test_images_without_a_row_are_left_out_with_a_warning(root, table):
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"label": [""] * 22}, "22 of 22 rows have no label; the first: bird/0.png, label ''"),
+        ({"label": [""] * 22}, "22 of 22 rows have no label; the first: dog 2/10.png, label '"),
         ({"labels": LABELS}, "needs the column label; it has path, labels"),
         ({"paths": ["a.png", *PATHS[1:]], "label": LABELS}, "1 of 22 rows name no image in "),
         ({"paths": [PATHS[1], *PATHS[1:]], "label": LABELS}, "1 of 22 rows repeat the path of "),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -185,3 +186,16 @@ def test_a_wheel_has_every_file_that_the_package_has_here(wheel):
         for name in listed.stdout.splitlines()
     }
     assert wanted <= packed | {"visionattn/configs/__init__.py"}
+
+
+@pytest.mark.slow
+def test_a_type_checker_accepts_the_page_about_python_with_the_installed_wheel(wheel, tmp_path):
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(tmp_path / "installed")
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)))
+    env = os.environ | {"PYTHONPATH": str(tmp_path / "installed")}
+    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", script]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.stdout == "Success: no issues found in 1 source file\n", done.stdout + done.stderr

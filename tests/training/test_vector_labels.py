@@ -335,8 +335,7 @@ def test_validate_predict_look_and_report_name_every_output(
             for own in values]  # fmt: skip
     assert [row.get("label") for row in found] == held
     told = json.loads((tmp_path / f"{task}.json").read_text())["rows"]
-    entries = {"multilabel": "probabilities", "regression": "values"}[task]
-    assert [list(row[entries].values()) for row in told] == table
+    assert [[row[prefix + name] for name in names] for row in told] == table
     shown = said(capsys, *options)
     cell = held[0].split(";")[0] or "none" if held[0] is not None else f"{values[0, 0]:.5g}"
     assert f"| {paths[0]} | {cell}" in "\n".join(shown)

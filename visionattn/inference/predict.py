@@ -29,8 +29,6 @@ FIELDS = ("path", "status", "reason", "height", "width", "input_height", "input_
 SUFFIXES = (".csv", ".json")
 DIGITS = 6
 """Decimals of a probability."""
-PREFIXES = {"probabilities": "probability_", "values": "value_"}
-"""Entries of JSON rows of ``VECTOR_TASKS``, and the prefix of their columns in CSV."""
 USUAL, SHOWN = 5, 3
 """Default number of classes per image: in files, and in the table on standard output."""
 
@@ -98,7 +96,7 @@ class Predictor:
         with and without a result.
 
         ``classes`` is a list of class and probability, the most probable first, empty without a
-        result. ``VECTOR_TASKS`` have the entries of ``outputs_of`` instead.
+        result. ``VECTOR_TASKS`` have the columns of ``outputs_of`` instead.
         """
         row = {name: getattr(outcome, name) for name in FIELDS}
         row |= self.listing.cells.get(outcome.path, {})
@@ -120,18 +118,15 @@ class Predictor:
     def _shown(self) -> list[str]:
         """Return the headings of the table on standard output, after the image."""
         spec = self.opened.spec
-        if spec.task == "multilabel":
-            return ["label"]
-        numbers = [str(i + 1) for i in range(self.top_k)]
-        return list(spec.output_names) if spec.task == "regression" else numbers
+        usual = [str(i + 1) for i in range(self.top_k)]
+        of_task = {"multilabel": ["label"], "regression": list(spec.output_names)}
+        return of_task.get(spec.task, usual)
 
     def _columns(self) -> list[str]:
         """Return the columns of CSV after ``FIELDS``."""
         spec = self.opened.spec
-        if spec.task == "multilabel":
-            return ["label", *(f"probability_{name}" for name in spec.output_names)]
-        if spec.task == "regression":
-            return [f"value_{name}" for name in spec.output_names]
+        if spec.task in VECTOR_TASKS:
+            return list(outputs_of(spec, torch.zeros(spec.num_classes)))
         numbers = range(1, self.top_k + 1)
         return [f"{what}_{i}" for i in numbers for what in ("class", "probability")]
 
@@ -156,12 +151,9 @@ def flat(row: dict[str, Any], top_k: int) -> dict[str, Any]:
     """Return a CSV row: ``FIELDS`` and cells of ``--labels``, then ``class_1``, ``probability_1``
     and so on, None for missing values.
     """
+    if "classes" not in row:  # of VECTOR_TASKS
+        return row
     found = {name: row[name] for name in row if name in FIELDS or name.startswith("table_")}
-    if "classes" not in row:
-        found |= {"label": row["label"]} if "label" in row else {}
-        for kind, prefix in PREFIXES.items():
-            found |= {f"{prefix}{name}": value for name, value in row.get(kind, {}).items()}
-        return found
     for i, pair in enumerate(row["classes"] or [{"class": None, "probability": None}] * top_k, 1):
         found |= {f"{what}_{i}": pair[what] for what in pair}
     return found
@@ -173,24 +165,24 @@ def cells(row: dict[str, Any]) -> list[str]:
         f"{each['class']} {100 * each['probability']:.1f} %" for each in row.get("classes", [])
     ]
     if "label" in row:
-        named = row["label"].split(";") if row["label"] else []
-        told = [f"{name} {100 * row['probabilities'][name]:.1f} %" for name in named]
+        named = filter(None, row["label"].split(";"))
+        told = [f"{name} {100 * row[f'probability_{name}']:.1f} %" for name in named]
         pairs = ["; ".join(told) or "none"]
-    pairs += [f"{value:.5g}" for value in row.get("values", {}).values()]
+    pairs += [f"{value:.5g}" for name, value in row.items() if name.startswith("value_")]
     told = pairs or [f"{row['status']}: {row['reason']}"]
     return [printable(each) for each in (row["path"], *told)]
 
 
 def outputs_of(spec: DataSpec, outputs: Tensor) -> dict[str, Any]:
-    """Return the entries of a JSON row of ``VECTOR_TASKS``: for ``multilabel`` the ``label`` as
-    ``a;b`` and the ``probabilities`` of all classes, for ``regression`` the ``values`` of targets.
+    """Return the columns of a row of ``VECTOR_TASKS``: for ``multilabel`` the ``label`` as ``a;b``
+    and ``probability_<class>``, for ``regression`` ``value_<target>``.
     """
     held, values = all_outputs(spec, outputs)
-    named = dict(zip(spec.output_names, values.tolist(), strict=True))
+    named = zip(spec.output_names, values.tolist(), strict=True)
     if spec.task == "regression":
-        return {"values": {name: float(f"{value:.8g}") for name, value in named.items()}}
-    probabilities = {name: round(value, DIGITS) for name, value in named.items()}
-    return {"label": ";".join(held), "probabilities": probabilities}
+        return {f"value_{name}": float(f"{value:.8g}") for name, value in named}
+    row = {"label": ";".join(held)}
+    return row | {f"probability_{name}": round(value, DIGITS) for name, value in named}
 
 
 def all_outputs(spec: DataSpec, outputs: Tensor) -> tuple[tuple[str, ...], Tensor]:

@@ -71,11 +71,6 @@ class OutputEvaluation(Evaluation):
     outputs: OutputScores = field(kw_only=True)
     """The metrics of all outputs."""
 
-    @property
-    def score(self) -> float | None:
-        """Return the mean average precision or the mean R2."""
-        return next(iter(self.outputs.means.values()))
-
     def value(self, measure: str) -> float | None:
         """Return a metric by its name in ``OutputScores.means``."""
         return self.outputs.means[measure]

@@ -402,22 +402,14 @@ def share(count: int, total: int) -> Cell:
     return numeric(count / total if total else None, percent)
 
 
-@dataclass(frozen=True)
-class RunOutputs:
-    """The metrics of a run's outputs."""
-
-    run: str
-    found: ByOutput
-    table: Table
-    charts: Sequence[Chart]
-    """For ``regression``, a scatter plot for each of the first ``MOST_CHARTS`` targets."""
-
-
-def outputs_of_runs(runs: Sequence[Run]) -> list[RunOutputs]:
-    """Return the metrics of the outputs of each run that has them."""
+def outputs_of_runs(runs: Sequence[Run]) -> list[tuple[str, ByOutput, Table, list[Chart]]]:
+    """Return, for each run that has metrics of outputs: its name, these metrics, their table and,
+    for ``regression``, a scatter plot of each of the first ``MOST_CHARTS`` targets.
+    """
     shown = []
-    for run in (run for run in runs if run.by_output is not None):
-        found = run.by_output
+    for run, found in ((run, run.by_output) for run in runs):
+        if found is None:
+            continue
         table = Table(["output", *found.columns])
         for name, *values in zip(found.names, *found.columns.values(), strict=True):
             cells = [
@@ -426,7 +418,7 @@ def outputs_of_runs(runs: Sequence[Run]) -> list[RunOutputs]:
             ]
             table.rows.append([Cell(name), *cells])
         pairs = zip(found.names[:MOST_CHARTS], found.points, strict=False)
-        shown.append(RunOutputs(run.name, found, table, [scatter(*pair) for pair in pairs]))
+        shown.append((run.name, found, table, [scatter(*pair) for pair in pairs]))
     return shown
 
 
