@@ -290,7 +290,7 @@ def test_trackers_get_options_metrics_and_result_and_a_resumed_run_goes_on_there
         assert epochs == {"mlflow": [2], "wandb": [2, 3]}[name]  # MLflow lets none be changed
     with pytest.warns(UserWarning, match="^mlflow lacks step [0-9]+: the server is gone"):
         run(small_config(tmp_path, **both, epochs=9, resume=True))
-    assert [trackers["mlflow"][-3][1], trackers["wandb"][-3][1]] == [8 * 2, 9 * 2]
+    assert [trackers["mlflow"][-3][1], trackers["wandb"][-3][1]] == [8 * 8, 9 * 8]
     clear(folder)
     assert not list(folder.glob("*.id"))
 

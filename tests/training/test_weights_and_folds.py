@@ -116,7 +116,7 @@ def test_batches_have_the_weights_of_their_images_on_any_number_of_processes(ima
 
 def test_mixing_is_refused_with_weights(images, tmp_path):
     config = small_config(tmp_path, data=data_of(images), optim={"mixup": 0.2})
-    with pytest.raises(ValueError, match="^the column weight of .*labels.csv weighs single images"):
+    with pytest.raises(ValueError, match="^the column weight of .*labels.csv is for single images"):
         lines_of(config)
 
 

@@ -225,5 +225,5 @@ def test_what_reads_images_refuses_a_model_that_writes_them(run, tmp_path):
     for call in calls:
         with pytest.raises(ValueError, match=said):
             call()
-    with pytest.raises(ValueError, match="writes images value by value, which timm and"):
+    with pytest.raises(ValueError, match="generates images, which timm and"):
         share(ShareConfig(checkpoint=str(best), to=str(tmp_path / "shared")))

@@ -105,9 +105,10 @@ def check_data(config: DataConfig) -> None:
             f"{config.name} has no masks; data.task segmentation is for "
             f"{', '.join(sorted(DRAWN))} and folder"
         )
-    if config.task in VECTOR_TASKS and config.name != "folder":
+    if config.task in VECTOR_TASKS and (config.name != "folder" or config.labels is None):
         raise ValueError(
-            f"{config.name} has one class per image; data.task {config.task} is for folder"
+            f"data.task {config.task} takes its labels from a table: --data.name folder with "
+            "--data.labels"
         )
     if config.task == "generate":
         check_writing(config)
@@ -151,8 +152,6 @@ def _check_acts(config: DataConfig) -> None:
         for key in keys:
             if not acts and getattr(config, key) != getattr(usual, key):
                 raise ValueError(f"data.{key} is only for {whose}; leave it out for {config.name}")
-    if config.task in ("multilabel", "regression") and config.labels is None:
-        raise ValueError(f"data.task {config.task} takes its labels from a table: --data.labels")
     if folder and not stream and args_of(config).num_classes is not None:
         raise ValueError(
             "data.args.num_classes is only for wds/... (other data state it themselves); leave it "

@@ -54,7 +54,7 @@ def gives_masks(options: PredictOptions) -> bool:
     if metadata and described(metadata, options.checkpoint)[2].task == "segmentation":
         return True
     if options.save is not None:
-        raise ValueError("save is for segmentation models, and this model has none of its files")
+        raise ValueError("--save is for segmentation models; leave it out")
     return False
 
 

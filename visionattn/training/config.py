@@ -292,8 +292,8 @@ def _check_together(config: TrainConfig) -> None:
         )
     if data.crop is not None and (optim.mixup or optim.cutmix):
         raise ValueError(
-            "optim.mixup and optim.cutmix blend images that fill the same size, which data.crop "
-            "does not give if an image is smaller; leave them out"
+            "optim.mixup and optim.cutmix need images without padding, and crops of small images "
+            "are padded; leave them out"
         )
     if data.task in VECTOR_TASKS and (optim.mixup or optim.cutmix):
         raise ValueError(

@@ -44,8 +44,12 @@ def one_class(only: int | None, spec: DataSpec) -> str | None:
     if only is None:
         return None
     name = spec.class_names[only] if spec.class_names else only
-    what = "pixel" if spec.task == "segmentation" else "image"
+    if spec.task == "segmentation":
+        return (
+            f"every validation pixel is predicted as {name}; if this stays, try --data.crop with "
+            "--data.crop_around, --loss.name cross_entropy_dice, or another --optim.lr"
+        )
     return (
-        f"every validation {what} is predicted as {name}; if this stays, try --loss.class_weights "
+        f"every validation image is predicted as {name}; if this stays, try --loss.class_weights "
         "balanced, another --optim.lr, pretrained weights (--init-from) or a larger --data.img_size"
     )

@@ -34,7 +34,8 @@ def summarise_folds(folder: Path, config: TrainConfig, measure: str) -> list[str
             rows.append({"fold": fold, "best_epoch": found.epoch} | score | {"loss": found.loss})
         else:
             missing.append(fold)
-    values = {key: [row[key] for row in rows] for key in (measure, "loss") if key in rows[0]}
+    shared = [key for key in (measure, "loss") if all(key in row for row in rows)]
+    values = {key: [row[key] for row in rows] for key in shared}
     for name, how in (("mean", mean), ("standard deviation", stdev)) if rows[1:] else ():
         empty = dict.fromkeys(rows[0]) | {"fold": name}
         rows.append(empty | {key: how(column) for key, column in values.items()})

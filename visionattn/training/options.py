@@ -13,8 +13,8 @@ EXAMPLE = "--config digits --epochs 1 --optim.warmup_epochs 0.5 --run try --over
 def parse_train(argv: Sequence[str]) -> TrainConfig:
     """Read the flags of ``visionattn train``.
 
-    Without ``run``, the run is named after its first configuration file, or after data and model,
-    and after its fold.
+    Without ``run``, the run is named after its first configuration file, or after data and model.
+    The name of a run on a fold ends in the fold.
 
     Raises:
         ValueError, FileNotFoundError: wrong flag or file; one line.
@@ -24,5 +24,6 @@ def parse_train(argv: Sequence[str]) -> TrainConfig:
     )
     files = config_files(argv)
     usual = Path(files[0]).stem if files else f"{config.data.name}_{config.model.name}"
-    config.run = config.run or usual + fold_name(config.data.fold)
+    config.run, fold = config.run or usual, fold_name(config.data.fold)
+    config.run += "" if fold in config.run else fold
     return config

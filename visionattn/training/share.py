@@ -81,7 +81,7 @@ def share(config: ShareConfig) -> list[str]:
     """
     path, to = Path(config.checkpoint), Path(config.to)
     model = load_model(path)
-    kinds = {"segmentation": "gives classes of pixels", "generate": "writes images value by value"}
+    kinds = {"segmentation": "gives classes of pixels", "generate": "generates images"}
     kinds |= {"multilabel": "gives several classes per image", "regression": "gives numbers"}
     if what := kinds.get(model.data_spec.task):
         raise ValueError(

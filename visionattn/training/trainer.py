@@ -130,8 +130,8 @@ class Trainer:
         )
         if self.mix and getattr(self.batches, "weights", None) is not None:
             raise ValueError(
-                f"the column weight of {config.data.labels} weighs single images, which "
-                "optim.mixup and optim.cutmix mix; leave them or the column out"
+                f"the column weight of {config.data.labels} is for single images, and optim.mixup "
+                "and optim.cutmix mix two; leave them or the column out"
             )
         parts = self.processes.data_rank, self.processes.data_size
         if isinstance(self.batches, StreamTrainBatches):  # only one process knows the order
@@ -547,7 +547,8 @@ class Trainer:
         """
         gathered = self.processes.gather((tally.rows(batches.numbers), tally.probabilities()))
         rows = np.concatenate([each for each, _ in gathered])
-        probabilities = np.concatenate([each for _, each in gathered if len(each)] or [rows])
+        found = [each for _, each in gathered if len(each)]
+        probabilities = np.concatenate(found) if found else np.zeros((0, spec.num_classes))
         path, epoch = record.folder / BY_CLASS[split], self.position.best_epoch
 
         def keep() -> None:

@@ -128,8 +128,11 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
             # Whole images may be much larger than the crops of a training batch.
             batch_size = run.batch_size if run.data.crop is None else "auto"
             defaults |= {"seed": run.seed, "batch_size": batch_size}
-            root = given.get("data.root", run.data.root) or ""
-            if os.path.realpath(root) != os.path.realpath(run.data.root or ""):
+            files = [
+                [os.path.realpath(data.get(f"data.{key}") or "") for key in ("root", "labels")]
+                for data in (defaults, defaults | given)
+            ]
+            if files[0] != files[1]:
                 # Groups and folds divide the training images.
                 defaults |= {"data.group_from": None, "data.fold": None}
             trained_on = run.data
