@@ -42,7 +42,11 @@ def summarise_folds(folder: Path, config: TrainConfig, measure: str) -> list[str
     path = folder.with_name(folder.name.replace(own, "_folds") + ".csv")
     write_text(path, csv_text(rows, {}))
     absent = f"; missing: {', '.join(missing)}" if missing else ""
-    return [markdown(rows), f"summary of {count - len(missing)} of {count} folds: {path}{absent}"]
+    shown = [
+        {key: round(cell, 4) if isinstance(cell, float) else cell for key, cell in row.items()}
+        for row in rows
+    ]
+    return [markdown(shown), f"summary of {count - len(missing)} of {count} folds: {path}{absent}"]
 
 
 def _finished(run: Path, seed: int) -> BestFigures | None:
