@@ -30,13 +30,13 @@ from visionattn.data.formats import (
 )
 from visionattn.data.formats.reader import Keep, Reader, not_kept, one_line
 from visionattn.data.geometry import Box, Geometry, Size, TooSmall, View
-from visionattn.data.pixel_cache import PixelCache
 from visionattn.data.sources import KNOWN_BYTES, known_part
 from visionattn.models.segmentation import IGNORED
 
 if TYPE_CHECKING:
     from visionattn.data.augment import Augment
     from visionattn.data.mask_files import MaskFiles
+    from visionattn.data.pixel_cache import PixelCache
 
 REFUSED = (NotAsAsked, TooSmall)
 """Exceptions for an intact file that does not match the options and the model."""
@@ -185,7 +185,7 @@ class ImageDataset(Dataset):
         levels: bool = False,
         held_out: bool = False,
         weights: np.ndarray | None = None,
-        cache: PixelCache | None = None,
+        cache: "PixelCache | None" = None,
     ):
         """Store the settings of the dataset.
 
