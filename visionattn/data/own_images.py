@@ -21,7 +21,6 @@ from visionattn.data.images import ImageDataset
 from visionattn.data.label_table import LabelTable
 from visionattn.data.mask_files import MaskFiles, settle_classes
 from visionattn.data.mask_values import MaskClasses
-from visionattn.data.pixel_cache import PixelCache
 from visionattn.data.sources import Files, TableRows
 from visionattn.data.tree import (
     LAYOUT,
@@ -45,6 +44,7 @@ from visionattn.model_config import Task
 
 if TYPE_CHECKING:
     from visionattn.data.augment import Augment
+    from visionattn.data.pixel_cache import PixelCache
 
 Datasets = dict[str, ImageDataset]
 """By split: ``train``, ``validation`` and, if there is one, ``test``. Images for evaluating weights
@@ -223,7 +223,7 @@ class Found:
         options: ReadOptions,
         *,
         levels: bool = False,
-        cache: PixelCache | None = None,
+        cache: "PixelCache | None" = None,
     ) -> Datasets:
         """Return the datasets of the splits; only training images are augmented.
 

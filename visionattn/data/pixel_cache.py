@@ -70,11 +70,16 @@ class PixelCache:
 
     def _write(self, path: Path, pixels: np.ndarray) -> None:
         """Write an entry; after a failure, warn and write no more."""
+
+        def write(place: Path) -> None:
+            with open(place, "wb") as file:  # np.save would add a suffix to a path
+                np.save(file, pixels)
+
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if shutil.disk_usage(path.parent).free < pixels.nbytes + SPARE_BYTES:
                 raise OSError(errno.ENOSPC, f"less than {sized(SPARE_BYTES)} free on its disk")
-            write_whole(path, partial(_save, pixels))
+            write_whole(path, write)
         except FileNotFoundError:  # the folder was deleted a moment ago
             return
         except OSError as error:
@@ -84,11 +89,6 @@ class PixelCache:
                 f"each epoch: {error.strerror}",
                 stacklevel=2,
             )
-
-
-def _save(pixels: np.ndarray, path: Path) -> None:
-    with open(path, "wb") as file:
-        np.save(file, pixels)
 
 
 def identity(source: Source, index: int) -> str | None:
