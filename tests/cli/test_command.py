@@ -106,10 +106,14 @@ def test_the_page_about_python_runs_as_it_stands(tmp_path, started_quickly):
     done = fresh("\n".join(["import torch; torch.set_num_threads(1)", *blocks]), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^0\.\d{3} of the test images", done.stdout, re.MULTILINE)
-    sizes = ["[3, 192]", "[3, 192, 14, 14]", *["[192, 4, 5]"] * 3]
-    *before, evidence, patches, place, top = done.stdout.splitlines()
     assert "torch.Size([6, 1, 8, 8]) ['image 0', 'image 0', 'image 1'," in done.stdout
-    assert before[-5:] == [f"torch.Size({size})" for size in sizes]
+    printed = done.stdout.splitlines()
+    start = printed.index("torch.Size([3, 192])")
+    *maps, evidence, patches, place, top = printed[start + 1 : start + 9]
+    assert maps == ["3 torch.Size([192, 14, 14])", *["torch.Size([192, 4, 5])"] * 3]
     assert float(evidence.split()[1]) > 0 and patches.startswith("torch.Size([8, 8]) (")
     assert place == "row 2, column 7 torch.Size([8, 8]) torch.Size([8, 8])"
     assert top.startswith("row ")
+    sizes = ["[2, 10])", "[1, 10]) 32", "[2, 21, 48])", "[2, 6, 21, 16])"]
+    assert printed[start + 9 : start + 13] == [f"torch.Size({size}" for size in sizes]
+    assert printed[-1] == "['flowers/0.png']"
