@@ -335,7 +335,7 @@ def test_workers_and_runs_share_a_folder(tmp_path):
 def test_a_run_with_a_cache_ends_as_one_without_also_after_a_kill(tmp_path, monkeypatch):
     root = write_root(tmp_path / "root")
     data = dict(name="folder", root=str(root), fit="crop", augment="three", workers=0)
-    options = dict(epochs=2, batch_size=1, save_every=3, data=data, monitor="loss")
+    options = dict(batch_size=1, save_every=3, data=data, monitor="loss")
     with on_small_data():
         monkeypatch.setattr(engine, "build_splits", build_splits)
         run(resumed_runs.config_of(tmp_path / "whole", **options))
