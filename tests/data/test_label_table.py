@@ -132,7 +132,8 @@ def test_labels_that_do_not_fit_the_task_are_one_line(root, table, task, columns
         ({"columns": ["a"]}, "data.columns is only for data.labels"),
         (
             {"task": "regression"},
-            "data.task regression takes its labels from a table: --data.name folder with --data.labels",
+            "data.task regression takes its labels from a table: --data.name folder with "
+            "--data.labels",
         ),
         (
             {"fold": "0/5"},

@@ -304,8 +304,9 @@ def load_model(
     elif features_only:
         maps = len(STRIDES) if hasattr(model, "pyramid") else min(3, len(model.blocks))
         model = FeatureMaps(model, out_indices=maps)
-    model.data_spec = spec
-    return model.to(device).eval()
+    loaded: Any = model.to(device).eval()
+    loaded.data_spec = spec
+    return loaded
 
 
 class Kept(TypedDict, total=False):
