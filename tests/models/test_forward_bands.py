@@ -177,7 +177,7 @@ REFUSALS = [
     (dict(global_pool=""), {}, "makes no features of an image"),
     (dict(global_pool="prr"), {}, "cannot be computed in bands"),
     (dict(dynamic_img_size=False, img_size=32), {}, "dynamic_img_size=False fixes"),
-    ({}, dict(want="rows"), "wanted one of logits, pooled, dense, masks, evidence"),
+    ({}, dict(want="rows"), "wanted one of logits, pooled, dense, masks, probabilities, evidence"),
     ({}, dict(want="masks"), "gives no classes of pixels"),
     ({}, dict(want="evidence", target=9), "there is no class 9"),
     ({}, dict(memory=1000), "below one band"),
