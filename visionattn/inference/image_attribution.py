@@ -99,7 +99,7 @@ class Look:
     @property
     def above(self) -> str:
         """Return the reference point of the margin in words."""
-        of_task = {"multilabel": "above 0", "regression": "standard deviations above the mean"}
+        of_task = {"multilabel": "(logit)", "regression": "standard deviations from the mean"}
         return of_task.get(self.task, "above the mean of all classes")
 
     @property
@@ -167,7 +167,8 @@ def class_number(word: str, spec: DataSpec) -> int:
         return int(word)
     known = ", ".join(names[:8]) + (" ..." if len(names) > 8 else "")
     known = known or f"0 to {spec.num_classes - 1}"
-    raise ValueError(f"there is no class {brief(word)}; the classes are {known}")
+    kind = ("target", "targets") if spec.task == "regression" else ("class", "classes")
+    raise ValueError(f"there is no {kind[0]} {brief(word)}; the {kind[1]} are {known}")
 
 
 class ImageAttribution:
