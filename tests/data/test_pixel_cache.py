@@ -29,7 +29,6 @@ from visionattn.data.splits import (
     build_splits,
     geometry_choices,
 )
-from visionattn.training import engine
 
 SIZES = [(300, 420), (310, 290), (420, 300), (296, 408)]
 
@@ -277,8 +276,7 @@ def test_a_run_with_a_cache_ends_as_one_without_also_after_a_kill(tmp_path, monk
     root = write_root(tmp_path / "root")
     data = dict(name="folder", root=str(root), fit="crop", augment="three", workers=0)
     options = dict(batch_size=1, save_every=3, data=data, monitor="loss")
-    with on_small_data():
-        monkeypatch.setattr(engine, "build_splits", build_splits)
+    with on_small_data(build_splits):
         run(resumed_runs.config_of(tmp_path / "whole", **options))
         data["cache"] = str(tmp_path / "cache")
         with monkeypatch.context() as patch:

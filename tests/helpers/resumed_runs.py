@@ -39,14 +39,15 @@ def scaler_with(**options):
 
 
 @contextlib.contextmanager
-def on_small_data():
+def on_small_data(build_splits=quadrants_for):
     """Small images for every run, one thread, a lively factor of scaled gradients, no trial of what
-    a step takes, which faults at some pass would count, and no call of git.
+    a step takes, which faults at some pass would count, no estimate of memory and no call of git.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "build_splits", quadrants_for)
+        patch.setattr(engine, "build_splits", build_splits)
+        patch.setattr(engine, "check_memory", lambda trainer, memory: None)
         patch.setattr(engine, "forecast", lambda trainer, memory: None)
         patch.setattr(engine, "provenance", lambda device, threads: {"device": str(device)})
         # For fp16: the first steps overflow, and the factor rises again within a run.

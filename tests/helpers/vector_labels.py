@@ -1,42 +1,50 @@
-"""Runs on images with several numbers each: the brightness of their four quadrants."""
+"""A table on disk of images with several labels and numbers each, and runs on it."""
 
-from dataclasses import replace
+import csv
+from pathlib import Path
 
 import numpy as np
-from torch.utils.data import Dataset
+from PIL import Image
 
-from visionattn.data.batches import Item
-from visionattn.data.data_config import DataConfig
-from visionattn.data.splits import SampleKey, Splits
-from visionattn.models.weights import DataSpec
+from tests.helpers.small_runs import small_config
+from visionattn.training.config import TrainConfig
 
-SPEC = DataSpec(1, 3, ("ne", "nw", "se"), (0.3,), (0.2,), None, 16)
+NAMES = ("ne", "nw", "se")
 
 
-class Quarters(Dataset):
-    """Square images whose quadrants are bright or dark. The labels say which of the first three
-    are, with some unknown; or how bright they are, in units of 7 from 100 on.
+def write_table(folder: Path) -> Path:
+    """Write 90 images of four grey quadrants, and a table: 0, 1 or nothing for dark and bright
+    quadrants in the columns of ``NAMES``, and their brightness in units of 7 from 100 on.
     """
+    rng = np.random.default_rng(0)
+    light, known = rng.random((90, 4)), rng.random((90, 3)) > 0.1
+    rows = []
+    for number, own in enumerate(light):
+        path = f"{number:02}.png"
+        values = (255 * own).astype(np.uint8).reshape(2, 2).repeat(8, 0).repeat(8, 1)
+        Image.fromarray(values).save(folder / path)
+        split = ("train", "train", "train", "val", "test")[number % 5]
+        row = {"path": path, "split": split}
+        for name, x, there in zip(NAMES, own[:3], known[number], strict=True):
+            row |= {name: int(x > 0.5) if there else "", f"light {name}": 100 + 7 * x}
+        rows.append(row)
+    with open(folder / "labels.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    return folder
 
-    def __init__(self, length: int, seed: int, task: str):
-        rng = np.random.default_rng(seed)
-        self.light = rng.random((length, 4))
-        self.labels = (100 + 7 * self.light[:, :3]).astype(np.float32)
-        if task == "multilabel":
-            self.labels = (self.light[:, :3] > (0.4, 0.5, 0.6)).astype(np.float32)
-            self.labels[rng.random((length, 3)) < 0.1] = np.nan
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, key: SampleKey) -> Item:
-        px = key.geometry.img_size[0]
-        image = (255 * self.light[key.index].reshape(2, 2)).astype(np.uint8)
-        image = image.repeat(px // 2, 0).repeat(px // 2, 1)[..., None]
-        return Item(image, self.labels[key.index], (px, px))
+def rows_of(images: Path) -> list[dict]:
+    return list(csv.DictReader((images / "labels.csv").read_text().splitlines()))
 
 
-def quarters_for(config: DataConfig, seed: int) -> Splits:
-    """61, 23 and 29 images of the task, in place of ``build_splits``."""
-    parts = [Quarters(length, seed, config.task) for seed, length in enumerate((61, 23, 29))]
-    return Splits(*parts, replace(SPEC, task=config.task, img_size=config.img_size or 16))
+def columns(task: str) -> list[str]:
+    return [name if task == "multilabel" else f"light {name}" for name in NAMES]
+
+
+def config_of(images: Path, output: Path, task: str, **options) -> TrainConfig:
+    data = {"name": "folder", "root": str(images), "labels": str(images / "labels.csv")}
+    data |= {"task": task, "columns": columns(task), "fit": "crop"}
+    fixed = {"epochs": 4, "monitor": {"regression": "mae"}.get(task)}
+    return small_config(output, data=data, model={"global_pool": "avg"}, **fixed | options)

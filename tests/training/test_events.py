@@ -11,16 +11,17 @@ import pytest
 import torch
 from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
-from tests.helpers import vector_labels
 from tests.helpers.event_files import Events, decoded
 from tests.helpers.geometry import square
-from tests.helpers.resumed_runs import config_of, run, status_of, stop_after
-from tests.helpers.small_runs import SPEC, lines, lines_of, quadrants, small_config
+from tests.helpers.resumed_runs import config_of, on_small_data, run, status_of, stop_after
+from tests.helpers.small_runs import SPEC, lines, quadrants, small_config
+from tests.helpers.vector_labels import NAMES, write_table
+from tests.helpers.vector_labels import config_of as config_of_labels
 from visionattn.data.batches import SampleKey
-from visionattn.data.data_config import DataConfig
+from visionattn.data.splits import build_splits
 from visionattn.models.segmentation import IGNORED
 from visionattn.models.weights import DataSpec, load_model
-from visionattn.training import engine, event_pictures
+from visionattn.training import event_pictures
 from visionattn.training.config import TrainConfig, check
 from visionattn.training.evaluate import MASKED_EXAMPLES, Example, Tally, evaluate
 from visionattn.training.event_pictures import draw_examples, with_masks, with_outputs
@@ -71,25 +72,20 @@ def test_a_run_has_curves_of_each_class_and_its_configuration_with_the_result(wh
     assert options["data.augment"] == "none" and set(metrics) == set(figures)
 
 
-@pytest.mark.parametrize("task", ["multilabel", "regression"])
-def test_several_classes_have_curves_of_known_labels_and_numbers_have_examples(
-    tmp_path, monkeypatch, task
-):
-    monkeypatch.setattr(engine, "build_splits", vector_labels.quarters_for)
-    lines_of(small_config(tmp_path, data={"task": task}, epochs=1))
-    events = Events(tmp_path / "small")
+def test_several_classes_have_curves_of_known_labels(tmp_path):
+    config = config_of_labels(write_table(tmp_path), tmp_path, "multilabel", epochs=1)
+    with on_small_data(build_splits):
+        run(config)
+    events, splits = Events(tmp_path / "small"), build_splits(config.data, 0)
     assert set(events.pictures) == {"validation/examples", "test/examples"}
-    assert len(events.curves) == (6 if task == "multilabel" else 0)
-    spec = replace(vector_labels.SPEC, task=task)
-    test = vector_labels.quarters_for(DataConfig(task=task), 0).test
-    labels, logits = outputs_of(tmp_path / "small", test, spec)
-    for tag, ((_, curve),) in events.curves.items():
-        if "_test/" in tag:
-            number = spec.class_names.index(tag.rpartition("/")[2])
-            counted = np.isfinite(labels[:, number])
-            assert not counted.all()
-            found = logits.sigmoid()[counted, number].numpy()
-            assert_curve(curve, labels[counted, number] > 0, found)
+    assert len(events.curves) == 6
+    labels, logits = outputs_of(tmp_path / "small", splits.test, splits.spec)
+    for number, name in enumerate(NAMES):
+        ((_, curve),) = events.curves[f"precision_recall_test/{name}"]
+        counted = np.isfinite(labels[:, number])
+        assert not counted.all()
+        found = logits.sigmoid()[counted, number].numpy()
+        assert_curve(curve, labels[counted, number] > 0, found)
 
 
 @pytest.mark.usefixtures("small_data")
@@ -225,7 +221,7 @@ def start_run(run_id, run_name, nested):
 def log_params(options):
     calls.append(("options", dict(options)))
 def log_metrics(metrics, step):
-    if metrics.get("epoch") == 9:
+    if metrics.get("epoch") == 5:
         raise MlflowException("the server is gone.\\nreally")
     calls.append(("log", step, dict(metrics)))
 def end_run(status):
@@ -289,8 +285,8 @@ def test_trackers_get_options_metrics_and_result_and_a_resumed_run_goes_on_there
         epochs = [each[1]["epochs"] for each in calls if each[0] == "options"]
         assert epochs == {"mlflow": [2], "wandb": [2, 3]}[name]  # MLflow lets none be changed
     with pytest.warns(UserWarning, match="^mlflow lacks step [0-9]+: the server is gone"):
-        run(small_config(tmp_path, **both, epochs=9, resume=True))
-    assert [trackers["mlflow"][-3][1], trackers["wandb"][-3][1]] == [8 * 8, 9 * 8]
+        run(small_config(tmp_path, **both, epochs=5, resume=True))
+    assert [trackers["mlflow"][-3][1], trackers["wandb"][-3][1]] == [4 * 8, 5 * 8]
     clear(folder)
     assert not list(folder.glob("*.id"))
 
@@ -306,16 +302,3 @@ def test_a_missing_tracker_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(ValueError) as error:
         check(TrainConfig(log=["wandb"]))
     assert str(error.value) == "log wandb needs the package wandb; pip install wandb"
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("small_data")
-def test_mlflow_itself_has_the_metrics(tmp_path, monkeypatch):
-    mlflow = pytest.importorskip("mlflow")
-    pytest.importorskip("sqlalchemy")
-    mlflow.set_tracking_uri(f"sqlite:///{tmp_path / 'mlflow.db'}")
-    run(small_config(tmp_path, log=["mlflow"]))
-    kept = (tmp_path / "small" / "mlflow.id").read_text()
-    found = mlflow.MlflowClient().get_metric_history(kept, "val_loss")
-    metrics = [line for line in lines(tmp_path / "small") if line["kind"] == "epoch"]
-    assert [(x.step, x.value) for x in found] == [(x["step"], x["val_loss"]) for x in metrics]

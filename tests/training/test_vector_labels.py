@@ -14,62 +14,31 @@ import torch
 from PIL import Image
 
 import visionattn
-from tests.helpers.resumed_runs import assert_same_end, interrupt, stop_after
+from tests.helpers.event_files import Events
+from tests.helpers.resumed_runs import assert_same_end, interrupt, on_small_data, stop_after
 from tests.helpers.several_processes import run_processes
-from tests.helpers.small_runs import small_config
 from tests.helpers.tools import assert_one_error
+from tests.helpers.vector_labels import NAMES, columns, config_of, rows_of, write_table
 from visionattn.cli.ends import Stopped, run_tool
 from visionattn.command import main
+from visionattn.data.splits import build_splits
 from visionattn.models.weights import DataSpec, load_model, read_spec
 from visionattn.training import batch_pictures, engine
 from visionattn.training.class_weights import with_class_weights
 from visionattn.training.config import LossConfig, TrainConfig, check
 from visionattn.training.distributed import joined
-from visionattn.training.losses import label_losses, number_losses
+from visionattn.training.losses import label_losses
 from visionattn.training.output_scores import read_by_output, scores_of
 
-NAMES = ("ne", "nw", "se")
 TASKS = ("multilabel", "regression")
 OPTIM = {"lr": 1e-2, "ema_decay": 0.9}
 SPEC = DataSpec(1, 3, NAMES, (0.3,), (0.2,), None, 16)
 
 
-def write_table(folder: Path) -> Path:
-    """Write 90 images of four grey quadrants, and a table: 0, 1 or nothing for dark and bright
-    quadrants in the columns of ``NAMES``, and their brightness in units of 7 from 100 on.
-    """
-    rng = np.random.default_rng(0)
-    light, known = rng.random((90, 4)), rng.random((90, 3)) > 0.1
-    rows = []
-    for number, own in enumerate(light):
-        path = f"{number:02}.png"
-        values = (255 * own).astype(np.uint8).reshape(2, 2).repeat(8, 0).repeat(8, 1)
-        Image.fromarray(values).save(folder / path)
-        split = ("train", "train", "train", "val", "test")[number % 5]
-        row = {"path": path, "split": split}
-        for name, x, there in zip(NAMES, own[:3], known[number], strict=True):
-            row |= {name: int(x > 0.5) if there else "", f"light {name}": 100 + 7 * x}
-        rows.append(row)
-    with open(folder / "labels.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-    return folder
-
-
-def rows_of(images: Path) -> list[dict]:
-    return list(csv.DictReader((images / "labels.csv").read_text().splitlines()))
-
-
-def columns(task: str) -> list[str]:
-    return [name if task == "multilabel" else f"light {name}" for name in NAMES]
-
-
-def config_of(images: Path, output: Path, task: str, **options) -> TrainConfig:
-    data = {"name": "folder", "root": str(images), "labels": str(images / "labels.csv")}
-    data |= {"task": task, "columns": columns(task), "fit": "crop"}
-    fixed = {"epochs": 4, "monitor": {"regression": "mae"}.get(task)}
-    return small_config(output, data=data, model={"global_pool": "avg"}, **fixed | options)
+@pytest.fixture(scope="module", autouse=True)
+def small_runs():
+    with on_small_data(build_splits):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +58,6 @@ def runs(images, tmp_path_factory):
 
 
 def by_hand(logits, targets, weights, smoothing, focal):
-    losses = np.zeros_like(logits)
     p = 1 / (1 + np.exp(-logits))
     y = targets * (1 - smoothing) + smoothing / 2
     losses = -weights * y * np.log(p) - (1 - y) * np.log(1 - p)
@@ -122,13 +90,6 @@ def test_balanced_weights_of_labels_are_negatives_over_positives():
     )
     found = with_class_weights(LossConfig("focal", "balanced"), splits)
     assert found == LossConfig("focal", [3.0, 1 / 3])
-
-
-def test_the_loss_of_numbers():
-    outputs, targets = torch.tensor([[0.0, 3.0], [1.0, 1.0]]), torch.tensor([[0.5, 1.0], [1, 1.2]])
-    wanted = {"l1": (1.25, 0.1), "mse": (2.125, 0.02), "smooth_l1": (0.8125, 0.01)}
-    for name, losses in wanted.items():
-        torch.testing.assert_close(number_losses(outputs, targets, name), torch.tensor(losses))
 
 
 def precision_at_positives(known, found):
@@ -181,12 +142,10 @@ def test_a_run_keeps_thresholds_of_the_validation_images_and_tests_with_them(run
     assert kept.columns["AP"] == pytest.approx(wanted.columns["AP"])
     labels, values, _ = predictions(folder, images, "test")
     tested, test = read_by_output(folder / "test.json"), lines_of_kind(folder, "test")[0]
-    for i in range(3):
-        known, found = labels[:, i], values[:, i] >= spec.thresholds[i]
-        found, known = found[~np.isnan(known)], known[~np.isnan(known)]
-        f1 = 2 * (known * found).sum() / (known.sum() + found.sum())
-        assert tested.columns["F1"][i] == pytest.approx(f1)
-    assert test["map"] == pytest.approx(np.mean(tested.columns["AP"])) and test["map"] > 0.6
+    wanted = scores_of(spec, labels, values)  # with the thresholds of the validation images
+    assert tested.columns["F1"] == pytest.approx(wanted.columns["F1"])
+    assert [test["map"], test["f1"]] == pytest.approx(list(wanted.means.values()))
+    assert test["map"] > 0.6
     entropy = by_hand(np.log(values / (1 - values)), labels, 1.0, 0, False).mean()
     assert test["loss"] == pytest.approx(entropy, rel=1e-4)
 
@@ -208,8 +167,8 @@ def test_a_run_predicts_numbers_in_the_units_of_the_table(runs, images):
     assert test["loss"] == pytest.approx(((errors / spec.target_std) ** 2).mean(), rel=1e-4)
     assert test["r2"] > 0 and len(tested.points) == 3
     np.testing.assert_allclose(tested.points[1], np.stack([labels, values], 2)[:, 1], rtol=1e-5)
-    config = (folder / "config.yaml").read_text()
-    assert "name: mse" in config  # the loss of a run that names none
+    assert "name: mse" in (folder / "config.yaml").read_text()  # the default loss
+    assert not Events(folder).curves
     lowest = min(lines_of_kind(folder, "epoch"), key=lambda line: line["val_mae"])
     status = json.loads((folder / "status.json").read_text())["result"]
     assert status["best_epoch"] == lowest["epoch"] == tested.epoch
@@ -302,6 +261,10 @@ def test_labels_without_information_are_refused(images, tmp_path, task, cell, li
     assert not (tmp_path / "out").exists()
 
 
+def paths_of(images: Path) -> list[str]:
+    return [row["path"] for row in rows_of(images) if row["split"] == "test"]
+
+
 def said(capsys, *words: str) -> list[str]:
     """Run a command, and return the lines that it printed."""
     assert main(list(words)) == 0, capsys.readouterr().err
@@ -309,12 +272,10 @@ def said(capsys, *words: str) -> list[str]:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_validate_predict_look_and_report_name_every_output(
-    runs, images, tmp_path, capsys, monkeypatch, task
-):
+def test_validate_and_predict_name_every_output(runs, images, tmp_path, capsys, monkeypatch, task):
     monkeypatch.chdir(images)
     best = str(runs[task] / "best.safetensors")
-    names, paths = columns(task), [row["path"] for row in rows_of(images) if row["split"] == "test"]
+    names, paths = columns(task), paths_of(images)
     values, spec = predictions(runs[task], images, "test")[1:]
     tested = read_by_output(runs[task] / "test.json").columns
     # validate: the means, and a line for each output
@@ -345,22 +306,29 @@ def test_validate_predict_look_and_report_name_every_output(
                                                     [";".join(names)] * len(paths))  # fmt: skip
     assert main([*options, "--top_k", "2"]) == 2
     assert_one_error(capsys, "top_k is for one class per image")
-    # look: one output of several, on its own
-    folder = tmp_path / f"look {task}"
-    target = ("--target", names[1], "--show", "gradient")
-    lines = said(capsys, "look", best, paths[0], *target, "--output", str(folder))
-    [look] = json.loads((folder / "look.json").read_text())["images"]
-    assert look["probability"] == pytest.approx(values[0, 1], rel=1e-4)
-    assert look["margin"] == pytest.approx(look["logits"][1])
-    assert f"{paths[0]}: {names[1]}, " in "\n".join(lines)
-    # report
-    page = tmp_path / f"{task}.html"
-    said(capsys, "report", str(runs[task]), "--images", "2", "--output", str(page))
-    text = page.read_text()
-    assert all(f">{name}" in text for name in (*names, *tested)) and "no images, since" not in text
-    assert text.count('aria-label="light') == (3 if task == "regression" else 0)
     assert main(["share", best, "--to", str(tmp_path / "shared")]) == 2
     assert_one_error(capsys, "gives several classes" if task == "multilabel" else "gives numbers")
+
+
+def test_look_explains_one_class_of_several(runs, images, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(images)
+    best, path = str(runs["multilabel"] / "best.safetensors"), paths_of(images)[0]
+    values = predictions(runs["multilabel"], images, "test")[1]
+    target = ("--target", NAMES[1], "--show", "gradient")
+    lines = said(capsys, "look", best, path, *target, "--output", str(tmp_path / "look"))
+    [look] = json.loads((tmp_path / "look" / "look.json").read_text())["images"]
+    assert look["probability"] == pytest.approx(values[0, 1], rel=1e-4)
+    assert look["margin"] == pytest.approx(look["logits"][1])
+    assert f"{path}: {NAMES[1]}, " in "\n".join(lines)
+
+
+@pytest.mark.parametrize(("task", "plots"), [("multilabel", 0), ("regression", 3)])
+def test_the_report_names_every_output(runs, tmp_path, capsys, task, plots):
+    page, tested = tmp_path / "page.html", read_by_output(runs[task] / "test.json")
+    said(capsys, "report", str(runs[task]), "--images", "2", "--output", str(page))
+    text = page.read_text()
+    assert all(f">{name}" in text for name in (*columns(task), *tested.columns))
+    assert "no images, since" not in text and text.count('aria-label="light') == plots
 
 
 def test_show_batch_names_the_labels(images, tmp_path, monkeypatch):
@@ -376,12 +344,10 @@ def test_show_batch_names_the_labels(images, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("task", "fields", "key"),
     [
-        ("multilabel", {"thresholds": (0.1, 0.2)}, "thresholds"),
         ("multilabel", {"thresholds": (0.1, 0.2, 1.5)}, "thresholds"),
         ("classification", {"thresholds": (0.1, 0.2, 0.5)}, "thresholds"),
         ("regression", {}, "target_mean"),
         ("regression", {"target_mean": (0, 0, 0), "target_std": (1, 0, 1)}, "target_std"),
-        ("multilabel", {"target_mean": (0, 0, 0), "target_std": (1, 1, 1)}, "target_mean"),
     ],
 )
 def test_a_damaged_specification_is_refused_and_others_lack_the_new_fields(task, fields, key):
