@@ -75,6 +75,19 @@ CASES = [
     (FOLDER | dict(page=0), "data.page must be at least 1, got 0"),
     (FOLDER | dict(value_range=[0, math.inf]), "data.value_range must be two finite numbers, the "),
     (FOLDER | dict(root="wds/x", bands=[1]), "timm's reader of wds/x gives the colours of the fir"),
+    # Tables of labels.
+    (FOLDER | dict(labels="a.csv", task="generate"), "data.labels is only for tasks with"),
+    (FOLDER | dict(labels="a.csv", root="hfds/x"), "data.labels is only for folders and tars"),
+    (FOLDER | dict(columns=["a"]), "data.columns is only for data.labels"),
+    (
+        FOLDER | dict(task="regression"),
+        "data.task regression takes its labels from a table: --data",
+    ),
+    (
+        FOLDER | dict(fold="0/5"),
+        "data.fold must be k/n with k from 1 to n and n at least 2, e.g. 1",
+    ),
+    (FOLDER | dict(group_from="("), "data.group_from ( is no regular expression: "),
     # Masks.
     (MASKED | dict(root=__file__), f"data root {__file__} is no folder, wanted images/*"),
 ]

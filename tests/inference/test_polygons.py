@@ -27,9 +27,6 @@ from tests.helpers.inference_files import (
 )
 from tests.helpers.tools import read_csv
 from visionattn.command import run
-from visionattn.data.geometry import Geometry
-from visionattn.inference.image_batches import Outcome
-from visionattn.inference.segment import judged
 from visionattn.models.segmentation import IGNORED, classes_of, probabilities_of
 from visionattn.models.weights import load_model, save_model
 
@@ -92,21 +89,21 @@ def test_probabilities_are_the_softmax_and_name_the_same_classes_as_logits():
     assert torch.equal(classes_of(found), classes_of(logits))
 
 
-@pytest.mark.parametrize("suffix", ["npy", "zarr", "tif"])
-def test_maps_sum_to_one_and_give_the_same_masks(scenes, suffix):
+def test_maps_sum_to_one_and_give_the_same_masks(scenes):
     assert run("predict", flags(output="plain")) == 0
-    assert predict("probabilities", "masks", "--map_format", suffix) == 0
-    rows = read_csv(scenes / "out" / "masks.csv")
-    assert [row["probabilities"] for row in rows] == [f"out/{name}.{suffix}" for name in FILES]
-    for name in FILES:
-        maps, mask = map_of(f"out/{name}.{suffix}"), mask_of(name)
-        assert maps.shape == (3, *mask.shape) and len(np.unique(mask)) == 3
-        assert np.abs(maps.astype(float).sum(0) - 1).max() < 2**-9
-        assert np.array_equal(maps.argmax(0), mask)
-        assert np.array_equal(mask_of(name, "out"), mask)
-    if suffix == "tif":
-        with rasterio.open("out/deep/land.tif") as file:
-            assert (file.crs, file.transform) == ("EPSG:32616", PLACE)
+    for suffix in ("npy", "zarr", "tif"):
+        assert predict("probabilities", "masks", "--map_format", suffix, output=suffix) == 0
+        rows = read_csv(scenes / suffix / "masks.csv")
+        files = [f"{suffix}/{name}.{suffix}" for name in FILES]
+        assert [row["probabilities"] for row in rows] == files
+        for name, file in zip(FILES, files, strict=True):
+            maps, mask = map_of(file), mask_of(name)
+            assert maps.shape == (3, *mask.shape) and len(np.unique(mask)) == 3
+            assert np.abs(maps.astype(float).sum(0) - 1).max() < 2**-9
+            assert np.array_equal(maps.argmax(0), mask)
+            assert np.array_equal(mask_of(name, suffix), mask)
+    with rasterio.open("tif/deep/land.tif") as file:
+        assert (file.crs, file.transform) == ("EPSG:32616", PLACE)
 
 
 def test_polygons_cover_exactly_the_pixels_of_their_classes(scenes):
@@ -160,18 +157,7 @@ def test_objects_of_coco_cover_exactly_the_pixels_of_the_named_classes(scenes):
         assert np.array_equal(drawn, mask)
 
 
-def test_each_pixel_of_the_file_gets_the_nearest_pixel_of_the_model():
-    seen = np.arange(2 * 5 * 7).reshape(2, 5, 7)
-    rows, columns = (np.arange(13) + 0.5) * 5 // 13, (np.arange(10) + 0.5) * 7 // 10
-    wanted = seen[:, rows.astype(int)[:, None], columns.astype(int)]
-    for value in (seen[1].astype(np.uint8), seen.astype(np.float16)):
-        outcome = Outcome("a.png", "ok", None, 13, 10, 5, 7, torch.from_numpy(value))
-        found = judged(outcome, Geometry("stretch", (5, 7))).value.numpy()
-        assert found.dtype == value.dtype
-        assert np.array_equal(found, wanted[1] if value.ndim == 2 else wanted)
-
-
-@pytest.mark.parametrize("fit", ["pad", "crop"])
+@pytest.mark.parametrize("fit", ["pad", "crop", "stretch"])
 def test_maps_come_back_to_the_size_of_the_file(scenes, fit):
     size = ("--fit", fit, "--img-size", "32")
     assert run("predict", flags(*size, output="plain")) == 0

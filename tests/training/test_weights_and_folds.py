@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.helpers.image_files import config_of, write_classes
-from tests.helpers.resumed_runs import assert_same_end, interrupt, stop_after
+from tests.helpers.resumed_runs import assert_same_end, interrupt, on_small_data, stop_after
 from tests.helpers.several_processes import run_processes
 from tests.helpers.small_runs import (
     SPEC,
@@ -27,9 +27,10 @@ from visionattn.data.splits import build_splits, train_batches
 from visionattn.training.config import LossConfig, OptimConfig
 from visionattn.training.distributed import joined
 from visionattn.training.engine import train
-from visionattn.training.losses import class_losses, dice_losses, pixel_losses
-from visionattn.training.objectives import Objective, PixelClasses
+from visionattn.training.losses import dice_losses, pixel_losses
+from visionattn.training.objectives import PixelClasses
 from visionattn.training.options import parse_train
+from visionattn.training.validate import parse_validate
 
 COUNTS = {"bird": 9, "cat": 6, "dog 2": 12}
 
@@ -39,7 +40,8 @@ def images(tmp_path):
     """Images of a table, with a group for every three and the weight 1, 2 or 3."""
     write_classes(tmp_path / "data", COUNTS)
     write_table(tmp_path)
-    return tmp_path / "data"
+    with on_small_data(build_splits):
+        yield tmp_path / "data"
 
 
 def write_table(folder, first_label="bird"):
@@ -58,22 +60,13 @@ def data_of(images, **options):
     return asdict(config_of(images, labels=str(images.parent / "labels.csv"), **options))
 
 
-@pytest.mark.parametrize(
-    ("objective", "name", "each"),
-    [
-        (Objective, "cross_entropy", lambda x, y: F.cross_entropy(x, y, reduction="none")),
-        (Objective, "focal", lambda x, y: class_losses(x, y, focal=True)),
-        (PixelClasses, "cross_entropy_dice", lambda x, y: pixel_losses(x, y) + dice_losses(x, y)),
-    ],
-)
-def test_weights_multiply_the_loss_of_each_image(objective, name, each):
+def test_weights_multiply_the_loss_of_each_mask():
     generator = torch.Generator().manual_seed(0)
-    shape = () if objective is Objective else (6, 7)
-    logits = torch.randn(3, 4, *shape, generator=generator, dtype=torch.float64)
-    targets = torch.randint(0, 4, (3, *shape), generator=generator)
-    targets = targets if objective is Objective else targets.to(torch.uint8)
-    weights, losses = torch.tensor([0.0, 2.5, 0.5]), each(logits, targets)
-    found = objective(OptimConfig(), LossConfig(name)).loss(logits, targets, weights)
+    logits = torch.randn(3, 4, 6, 7, generator=generator, dtype=torch.float64)
+    masks = torch.randint(0, 4, (3, 6, 7), generator=generator).to(torch.uint8)
+    losses = pixel_losses(logits, masks) + dice_losses(logits, masks)
+    objective = PixelClasses(OptimConfig(), LossConfig("cross_entropy_dice"))
+    found = objective.loss(logits, masks, torch.tensor([0.0, 2.5, 0.5]))
     torch.testing.assert_close(found, (2.5 * losses[1] + 0.5 * losses[2]) / 3)
 
 
@@ -195,11 +188,9 @@ def test_the_last_line_of_a_fold_sums_up_the_folds_that_are_done(images, tmp_pat
     shown = capsys.readouterr().out.splitlines()[-1].split()
     assert float(shown[2]) == pytest.approx(100 * scores[0][0], abs=0.01)
     # Another folder is not divided.
-    write_classes(tmp_path / "other", {"cat": 2, "dog 2": 1})
-    more = ["--data.root", str(tmp_path / "other"), "--data.labels", "null", "--data.workers", "0"]
-    with pytest.warns(UserWarning, match="has no images of the classes bird"):
-        assert run("validate", ["--checkpoint", str(folder / "best.safetensors"), *more]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].split()[1] == "3"
+    best = ["--checkpoint", str(folder / "best.safetensors")]
+    other = parse_validate([*best, "--data.root", str(tmp_path), "--data.labels", "null"])
+    assert other.data.fold is None and parse_validate(best).data.fold == "1/3"
     # A run with another seed has other folds, and one without the fold in its name no summary.
     config = small_config(tmp_path, data=data_of(images, fold="2/3"), run=names[1], seed=1)
     assert lines_of(config)[-1] == f"summary of 1 of 3 folds: {table}; missing: 1/3, 3/3"
