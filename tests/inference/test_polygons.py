@@ -27,6 +27,7 @@ from tests.helpers.inference_files import (
 )
 from tests.helpers.tools import read_csv
 from visionattn.command import run
+from visionattn.inference.segment import nearest
 from visionattn.models.segmentation import IGNORED, classes_of, probabilities_of
 from visionattn.models.weights import load_model, save_model
 
@@ -155,6 +156,12 @@ def test_objects_of_coco_cover_exactly_the_pixels_of_the_named_classes(scenes):
             assert label(inside)[1] == 1
             drawn[inside] = each["category_id"] - 1
         assert np.array_equal(drawn, mask)
+
+
+@pytest.mark.parametrize(("have", "wanted"), [(5, 13), (10, 7)])
+def test_each_pixel_of_the_file_gets_the_nearest_pixel_of_the_model(have, wanted):
+    places = (np.arange(wanted) + 0.5) * have // wanted
+    assert nearest(have, wanted).tolist() == places.tolist()
 
 
 @pytest.mark.parametrize("fit", ["pad", "crop", "stretch"])
