@@ -80,8 +80,6 @@ class PixelCache:
             if shutil.disk_usage(path.parent).free < pixels.nbytes + SPARE_BYTES:
                 raise OSError(errno.ENOSPC, f"less than {sized(SPARE_BYTES)} free on its disk")
             write_whole(path, write)
-        except FileNotFoundError:  # the folder was deleted a moment ago
-            return
         except OSError as error:
             self._full.fill_(True)
             warnings.warn(
