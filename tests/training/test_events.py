@@ -168,7 +168,7 @@ CAPTIONS = [
         {"task": "multilabel", "thresholds": (0.9, 0.1, 0.5, 0.5)},
         torch.tensor([1, np.nan, 0, 1]),
         [0.8, 0.2, 0.6, 0.4],
-        ("true: ne, sw", "predicted: nw, se"),
+        ("true: ne; sw", "predicted: nw; se"),
     ),
     (
         {"task": "multilabel"},
@@ -180,7 +180,7 @@ CAPTIONS = [
         {"task": "regression", "num_classes": 2, "class_names": ("a", "b")},
         torch.tensor([12.3456, 7.0]),
         [11.0, -0.5],
-        ("true: 12.35, 7", "predicted: 11, -0.5"),
+        ("true: a 12.35, b 7", "predicted: a 11, b -0.5"),
     ),
 ]
 

@@ -22,6 +22,7 @@ from tests.helpers.small_runs import (
     small_config,
     small_trainer,
 )
+from visionattn.cli.files import write_json
 from visionattn.data.batches import EvalBatches, SampleKey, Unreadable
 from visionattn.data.data_config import DataConfig
 from visionattn.models.weights import load_model
@@ -35,7 +36,6 @@ from visionattn.training.mistakes import (
     address,
     by_class,
     read_by_class,
-    write_by_class,
 )
 
 
@@ -176,7 +176,7 @@ def test_of_many_pairs_the_most_frequent_are_kept_and_the_file_stays_small(tmp_p
     assert len(found.confusions) == MOST_PAIRS and not found.complete
     assert {often for *_, often in found.confusions} == {2}
     assert found.images == len(rows) and found.name(17) == "17"
-    write_by_class(tmp_path / "test.json", found)
+    write_json(tmp_path / "test.json", found)
     assert (tmp_path / "test.json").stat().st_size < 100_000
     assert read_by_class(tmp_path / "test.json") == found
 
@@ -201,7 +201,7 @@ def test_a_file_that_no_page_can_show_is_refused(tmp_path):
     spec = replace(SPEC, num_classes=2, class_names=("a", "b"))
     found = kept_of(np.column_stack([rows, np.zeros((5, 2)), np.full(5, -1)]), spec=spec)
     path = tmp_path / "test.json"
-    write_by_class(path, found)
+    write_json(path, found)
     assert read_by_class(path) == found
     good = json.loads(path.read_text())
     one = WRONG["mistakes"][0] | {"said": 1}

@@ -16,6 +16,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
@@ -336,6 +337,15 @@ def write_text(path: str | Path, text: str) -> None:
     """
     content = printable(text).encode()
     write_whole(path, lambda temporary: temporary.write_bytes(content))
+
+
+def write_json(path: str | Path, found: Any) -> None:
+    """Write a dataclass to a JSON file in one line.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    write_text(path, json.dumps(asdict(found)) + "\n")
 
 
 def add_line(path: str | Path, record: dict[str, Any]) -> None:

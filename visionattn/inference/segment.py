@@ -30,7 +30,7 @@ from visionattn.inference.model_opening import Opened, description, of_no_model,
 from visionattn.inference.polygons import CocoFile, class_polygons, write_geojson
 from visionattn.inference.predict import FIELDS
 from visionattn.inference.result_files import write_array, write_table
-from visionattn.models.pixel_classes import class_names, palette
+from visionattn.models.pixel_classes import palette
 from visionattn.models.segmentation import IGNORED, classes_of, probabilities_of
 from visionattn.models.weights import described
 
@@ -91,7 +91,7 @@ class MaskPredictor:
         self.coco_names = [path.as_posix() for path in below_common(paths)]
         self._check_output(paths)
         self.opened: Opened = open_model(options, classifies=True)
-        self.names = class_names(self.opened.spec)
+        self.names = self.opened.spec.output_names
         self.outlined = self._outlined()
         self.coco = CocoFile(self.names, self.outlined)
         self.images = images = read_as_asked(options, self.opened, listing)

@@ -1,14 +1,9 @@
-"""Classes of pixels: names, colours, and agreement of masks."""
+"""Classes of pixels: colours, and agreement of masks."""
 
 import numpy as np
 
 from visionattn.models.segmentation import IGNORED
 from visionattn.models.weights import DataSpec
-
-
-def class_names(spec: DataSpec) -> tuple[str, ...]:
-    """Return the names of the classes; numbers if they have none."""
-    return spec.output_names
 
 
 def palette(spec: DataSpec) -> list[int]:

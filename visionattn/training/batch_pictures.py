@@ -16,7 +16,7 @@ from visionattn.data.drawn_images import seen_as
 from visionattn.data.geometry import Geometry
 from visionattn.data.splits import check_root, training_geometry
 from visionattn.model_config import VECTOR_TASKS
-from visionattn.models.pixel_classes import class_names, striped
+from visionattn.models.pixel_classes import striped
 from visionattn.models.segmentation import IGNORED
 from visionattn.models.weights import DataSpec
 from visionattn.training import engine
@@ -171,15 +171,14 @@ def named(spec: DataSpec, shares: Tensor) -> str:
     """
     if not len(shares):
         return "no class"
-    names = spec.class_names or tuple(map(str, range(spec.num_classes)))
     if spec.task in VECTOR_TASKS:
         return in_words(spec, shares.numpy())
     parts, classes = shares.float().topk(min(2, len(shares)))
     # Label smoothing gives every class a share; mixing gives two classes more.
     if len(parts) < 2 or parts[1] <= shares.float().min() + 1e-3:
-        return names[classes[0]]
+        return spec.output_names[classes[0]]
     pairs = zip(parts.tolist(), classes.tolist(), strict=True)
-    return " + ".join(f"{100 * share:.0f} % {names[each]}" for share, each in pairs)
+    return " + ".join(f"{100 * share:.0f} % {spec.output_names[each]}" for share, each in pairs)
 
 
 def sizes(model: torch.nn.Module, present: tuple[int, ...], full: tuple[int, ...]) -> list[str]:
@@ -199,7 +198,7 @@ def in_mask(spec: DataSpec, mask: Tensor) -> list[str]:
     because the first is often background.
     """
     found = [value for value in mask.unique().tolist()[::-1] if value != IGNORED]
-    named = ", ".join(class_names(spec)[value] for value in found) or "nothing that counts"
+    named = ", ".join(spec.output_names[value] for value in found) or "nothing that counts"
     ignored = (mask == IGNORED).float().mean().item()
     return [named, *([f"striped: {ignored:.0%} ignored"] if ignored else [])]
 

@@ -3,16 +3,16 @@ precision-recall curves.
 """
 
 from collections.abc import Sequence
-from itertools import compress
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from visionattn.model_config import VECTOR_TASKS
-from visionattn.models.pixel_classes import class_names, striped
+from visionattn.models.pixel_classes import striped
 from visionattn.models.weights import DataSpec
 from visionattn.training.evaluate import MOST_CURVES, Example, Tally
+from visionattn.training.output_scores import decided, in_words
 from visionattn.training.picture_sheet import Part, Picture, draw_confusion, draw_sheet, visible
 
 MOST_PX = 640
@@ -46,7 +46,7 @@ def add_predictions(
         add_picture(events, f"{split}/examples", draw_examples(tally.examples, split, spec), step)
     if spec.num_classes > MOST_CURVES:
         return
-    names, confusion = class_names(spec), tally.confusion
+    names, confusion = spec.output_names, tally.confusion
     classes = np.arange(spec.num_classes)
     if spec.task in VECTOR_TASKS:
         labels, probabilities, _ = np.split(rows, [len(classes), 2 * len(classes)], 1)
@@ -83,12 +83,10 @@ def draw_examples(examples: Sequence[Example], split: str, spec: DataSpec) -> Im
 
 def with_outputs(example: Example, spec: DataSpec) -> Picture:
     """Return an image with its label, and below it the prediction."""
-    label, output, names = example.label, example.output, class_names(spec)
-    if spec.task == "regression":
-        lines = [", ".join(f"{value:.4g}" for value in each.tolist()) for each in (label, output)]
-    elif spec.task == "multilabel":
-        chosen = (label > 0).tolist(), spec.holds(output.tolist())
-        lines = [", ".join(compress(names, each)) or "none" for each in chosen]
+    label, output, names = example.label, example.output, spec.output_names
+    if spec.task in VECTOR_TASKS:
+        labels = label.numpy(), decided(spec, output.numpy())
+        lines = [in_words(spec, each) for each in labels]
     else:
         said = int(output.argmax())
         lines = [names[int(label)], f"{names[said]}, {output.softmax(0)[said]:.0%}"]

@@ -6,9 +6,8 @@ The report page uses these files and needs no images.
 
 import base64
 import io
-import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +15,6 @@ import numpy as np
 from PIL import Image
 from torch.utils.data import Dataset
 
-from visionattn.cli.files import write_text
 from visionattn.cli.untrusted import read_json
 from visionattn.data.batches import SampleKey, Unreadable
 from visionattn.data.geometry import Geometry
@@ -192,15 +190,6 @@ def _encoded(picture: Image.Image, kind: str, **options) -> str:
     stream = io.BytesIO()
     picture.save(stream, format=kind, **options)
     return f"data:image/{kind};base64,{base64.b64encode(stream.getvalue()).decode()}"
-
-
-def write_by_class(path: Path, found: ByClass) -> None:
-    """Write the results by class to a JSON file.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    write_text(path, json.dumps(asdict(found)) + "\n")
 
 
 def read_by_class(path: Path) -> ByClass:

@@ -2,14 +2,12 @@
 and their file in a run's folder.
 """
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
 
 import numpy as np
 
-from visionattn.cli.files import write_text
 from visionattn.cli.untrusted import read_json
 from visionattn.models.weights import DataSpec
 
@@ -175,15 +173,6 @@ def by_output(rows: np.ndarray, spec: DataSpec, *, split: str, epoch: int, seen:
     return ByOutput(
         VERSION, split, epoch, len(rows), seen, list(spec.output_names), columns, points
     )
-
-
-def write_by_output(path: Path, found: ByOutput) -> None:
-    """Write the metrics of each output to a JSON file.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    write_text(path, json.dumps(asdict(found)) + "\n")
 
 
 def read_by_output(path: Path) -> ByOutput:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from visionattn.cli.ends import NonFinite
+from visionattn.cli.files import write_json
 from visionattn.cli.interruption import Interruption
 from visionattn.cli.progress import Progress
 from visionattn.data.batches import Batch, EvalBatches, seed_batch
@@ -49,7 +50,7 @@ from visionattn.training.epoch_advice import one_class, overfitting
 from visionattn.training.evaluate import Evaluation, OutputEvaluation, Tally, evaluate
 from visionattn.training.finite import name_fault
 from visionattn.training.freezing import begin_training
-from visionattn.training.mistakes import SplitName, by_class, write_by_class
+from visionattn.training.mistakes import SplitName, by_class
 from visionattn.training.objectives import Objective, objective_of
 from visionattn.training.optimize import (
     OptimizerStep,
@@ -58,7 +59,7 @@ from visionattn.training.optimize import (
     mix_batch,
     restore_optimizer,
 )
-from visionattn.training.output_scores import by_output, write_by_output
+from visionattn.training.output_scores import by_output
 from visionattn.training.run_folder import BEST, BY_CLASS, Record
 from visionattn.training.run_progress import (
     NO_SCORE,
@@ -555,13 +556,12 @@ class Trainer:
             if len(rows) and spec.task in VECTOR_TASKS:
                 ordered = rows[np.argsort(rows[:, -1], kind="stable")]  # for all process counts
                 seen = self.geometry.describe()
-                kept = by_output(ordered, spec, split=split, epoch=epoch, seen=seen)
-                write_by_output(path, kept)
+                write_json(path, by_output(ordered, spec, split=split, epoch=epoch, seen=seen))
             elif len(rows):
                 about = {"epoch": epoch, "root": self.config.data.root}
                 images = getattr(self.splits, split)
                 found = by_class(rows, images, spec, self.geometry, split=split, **about)
-                write_by_class(path, found)
+                write_json(path, found)
             # The step after the last one: a run that is resumed later drops the test.
             step = self.position.step + (split == "test")
             record.predictions(split, step, spec, tally, rows, probabilities)
@@ -648,7 +648,7 @@ class Trainer:
         if self.splits.test is not None:
             model = self.processes.on_first(lambda: load_model(checkpoint)).to(self.device)
             images, tally = self.batches_of(self.splits.test), Tally.of(self.spec)
-            spec = replace(self.spec, thresholds=model.data_spec.thresholds)
+            spec = model.data_spec
             test = self.evaluate(model, images, interruption, record, "test images", tally, spec)
             self.keep_classes("test", tally, images, record, spec)
             figures = {"accuracy": test.accuracy, "top5": test.top5, "loss": test.loss}

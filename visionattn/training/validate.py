@@ -41,7 +41,6 @@ from visionattn.models.cost import (
 )
 from visionattn.models.machine import pick_device, precision_taken
 from visionattn.models.patches import takes_sizes
-from visionattn.models.pixel_classes import class_names
 from visionattn.models.weights import DataSpec, existing, load_model
 from visionattn.training.config import ValidateConfig
 from visionattn.training.evaluate import Evaluation, OutputEvaluation, evaluate
@@ -93,7 +92,7 @@ class Row:
         if not isinstance(self.result, OutputEvaluation):
             return []
         columns = self.result.outputs.columns
-        names = class_names(spec)
+        names = spec.output_names
         width = max(map(len, names))
         rows = [f"{'':{width}} {align(list(columns))}"]
         for name, *values in zip(names, *columns.values(), strict=True):
@@ -388,7 +387,7 @@ class Validation:
         """Return ``data.masks``, with missing values from the weights."""
         said, colours = said_of_masks(data), self.spec.colours
         if not (said.classes or said.colours):
-            said = replace(said, classes=list(class_names(self.spec)))
+            said = replace(said, classes=list(self.spec.output_names))
         if colours and said.colours is None and len(said.classes or colours) == len(colours):
             said = replace(said, colours=list(map(list, colours)))
             if isinstance(said.ignored, int):  # a grey level, although masks have colours
@@ -431,7 +430,7 @@ class Validation:
         """Warn about classes that no mask contains."""
         ious = result.ious if result and result.ious else ()
         names = [
-            name for name, iou in zip(class_names(self.spec), ious, strict=False) if iou is None
+            name for name, iou in zip(self.spec.output_names, ious, strict=False) if iou is None
         ]
         if names:
             warnings.warn(f"no mask has a pixel of the classes {listed(names)}", stacklevel=2)

@@ -20,7 +20,7 @@ from visionattn.data.streams import Shards
 from visionattn.lab.report.runs import Run
 from visionattn.model_config import VECTOR_TASKS
 from visionattn.models.patches import call, takes_sizes
-from visionattn.models.pixel_classes import class_names, ious_of, painted, palette
+from visionattn.models.pixel_classes import ious_of, painted, palette
 from visionattn.models.segmentation import IGNORED
 from visionattn.models.weights import DataSpec
 from visionattn.training.mistakes import SMALL_PX, address
@@ -117,7 +117,7 @@ def add(found: dict[tuple, Gallery], run: Run, count: int) -> None:
     key = (validation.split, spec.class_names, *images, *(label.tobytes() for label in labels))
     if key not in found:
         values = np.unique(np.concatenate([label.ravel() for label in labels]))
-        names = [*enumerate(class_names(spec)), (IGNORED, "does not count")]
+        names = [*enumerate(spec.output_names), (IGNORED, "does not count")]
         masked = spec.task == "segmentation"
         legend = [
             ("#{:02x}{:02x}{:02x}".format(*painted(np.array([[value]]), spec)[0, 0]), name)
@@ -189,7 +189,7 @@ def judged(validation: Validation, item: Item, run: str) -> Said:
             kept = right if spec.task == "multilabel" else None
             return Said(run, in_words(spec, said), None, kept)
         chance, best = outputs.softmax(0).max(0)
-        names = class_names(spec)
+        names = spec.output_names
         return Said(run, names[int(best)], chance.item(), int(best) == int(item.label))
     found, known = model.masks(spec.prepare(pixels), sizes)[0].numpy(), np.asarray(item.label)
     rows, columns = item.present
@@ -206,7 +206,7 @@ def labelled(spec: DataSpec, label: np.ndarray) -> str:
     """Return the class, the classes or the values of an image as text."""
     if spec.task in VECTOR_TASKS:
         return in_words(spec, label)
-    return class_names(spec)[int(label)]
+    return spec.output_names[int(label)]
 
 
 def mask_address(mask: np.ndarray, spec: DataSpec) -> str:

@@ -25,7 +25,6 @@ from visionattn.lab.figures import (
     value_of,
 )
 from visionattn.lab.report.runs import WORDS, Run, flatten, same_data
-from visionattn.models.pixel_classes import class_names
 from visionattn.models.weights import described, read_metadata
 from visionattn.training.config import TrainConfig
 from visionattn.training.mistakes import SMALL_PX, ByClass, Mistake
@@ -450,6 +449,6 @@ def iou_table(runs: Sequence[Run]) -> Table | None:
 def names_of(run: Run) -> Sequence[str]:
     """Return the names of a run's classes stored with its weights; empty without such names."""
     try:
-        return class_names(described(read_metadata(run.weights), run.weights)[2])
+        return described(read_metadata(run.weights), run.weights)[2].output_names
     except (ValueError, OSError):
         return ()
