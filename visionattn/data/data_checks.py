@@ -151,7 +151,10 @@ def _check_acts(config: DataConfig) -> None:
     for keys, acts, whose in rules:
         for key in keys:
             if not acts and getattr(config, key) != getattr(usual, key):
-                raise ValueError(f"data.{key} is only for {whose}; leave it out for {config.name}")
+                task = "" if config.task == DataConfig.task else f", data.task {config.task}"
+                raise ValueError(
+                    f"data.{key} is only for {whose}; leave it out for {config.name}{task}"
+                )
     if folder and not stream and args_of(config).num_classes is not None:
         raise ValueError(
             "data.args.num_classes is only for wds/... (other data state it themselves); leave it "

@@ -141,8 +141,9 @@ class LabelTable:
     def _need(self, *columns: str) -> None:
         """Raise ValueError unless the table has these columns."""
         if missing := [name for name in columns if name not in self.rows]:
+            hint = "; separate columns by commas" if len(self.rows.columns) == 1 else ""
             raise ValueError(
-                f"{self.file} needs the column {listed(missing)}; it has {listed(self.rows)}"
+                f"{self.file} needs the column {listed(missing)}; it has {listed(self.rows)}{hint}"
             )
 
     def refuse(self, wrong: "Series | np.ndarray", reason: str, column: str) -> None:
