@@ -221,6 +221,7 @@ REFUSED = {
     "windows": (["--search_softmax_blocks", "1", "--attention", "window"], "name softmax_blocks"),
     "values": (["--data.mean", "0.5"], "data.mean is set by the teacher"),
     "learning rate": (["--b.lr", "0"], "stage b: optim.lr must be above 0"),
+    "idle stage": (["--stages", "a", "--c.epochs", "-1"], "c.epochs must be above 0, got -1"),
 }
 
 

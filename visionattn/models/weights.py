@@ -415,6 +415,7 @@ def check_spec(spec: DataSpec) -> None:
         and (len(spec.bands) != (0 if one_hot else spec.in_chans) or min(spec.bands) < 1),
         "value_range": spec.value_range is not None
         and not -math.inf < spec.value_range[0] < spec.value_range[1] < math.inf,
+        "range_found": not isinstance(spec.range_found, bool),
         "page": spec.page is not None and spec.page < 1,
         "colours": spec.colours is not None
         and (

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from visionattn.cli.parsing import config_files, parse
 from visionattn.data.data_config import DataConfig
+from visionattn.data.ranges import check_signs
 from visionattn.model_config import ModelConfig
 from visionattn.models.conversion import NAME, OF_ATTENTION, RATES, StudentOptions
 from visionattn.models.weights import DataSpec
@@ -187,6 +188,9 @@ def check_distil(config: DistilConfig) -> None:
             check(stage_run(config, letter, config.data, {}))
         except ValueError as error:
             raise ValueError(f"stage {letter}: {error}") from error
+    # Also of stages that do not run.
+    stages = {letter: getattr(config, letter) for letter in "abc"}
+    check_signs({f"{letter}.epochs": stage.epochs for letter, stage in stages.items()}, {})
 
 
 def _check_search(config: DistilConfig) -> None:
