@@ -185,7 +185,7 @@ def test_pages_are_read_by_their_numbers_from_1():
     np.testing.assert_array_equal(seen(io.BytesIO(content)), pages[0])
     np.testing.assert_array_equal(seen(io.BytesIO(content), page=2), pages[1])
     assert read_size(io.BytesIO(content), ReadOptions(page=2)) == (20, WIDTH)
-    with pytest.raises(ValueError, match="wanted page 3, the image has 2 pages"):
+    with pytest.raises(ValueError, match="expected page 3, the image has 2 pages"):
         open_image(io.BytesIO(content), ReadOptions(page=3))
     first, second = (Image.new("L", (4, 3), level) for level in (10, 200))
     gif = saved(first, "gif", save_all=True, append_images=[second])
@@ -289,7 +289,7 @@ def test_bands_are_picked_in_the_order_given_or_are_one_line():
         got = seen(tiff(pixels), bands=bands)
         np.testing.assert_array_equal(got, pixels[..., [band - 1 for band in bands]])
     for bands, wanted, line in (
-        (1, (1, 2), "wanted band 2, the image has 1 band"),
+        (1, (1, 2), "expected band 2, the image has 1 band"),
         (2, None, "the image has 2 bands; name the bands to read, in order, as in --data.bands"),
     ):
         with pytest.raises(NotAsAsked, match=f"^{line}[^\n]*$"):

@@ -265,14 +265,14 @@ def test_names_shapes_and_types_that_no_map_has_are_one_line(tmp_path):
     for name, options, said in (
         ("map.png", {}, "map.png ends in none of .zarr, .npy, .tif, .tiff, so nothing says"),
         ("gone/map.npy", {}, "no folder"),
-        ("map.npy", {"dtype": "uint8"}, "map.npy: wanted a type of floats, got uint8"),
+        ("map.npy", {"dtype": "uint8"}, "map.npy: expected a type of floats, got uint8"),
         ("there.zarr", {"overwrite": True}, "there.zarr exists; name a folder that does not"),
         ("there.npy", {"overwrite": True}, "there.npy cannot be written: it is a folder"),
     ):
         with pytest.raises(ValueError, match=f"^[^\\n]*{said}[^\\n]*$"):
             open_sink(tmp_path / name, **options)
     for name, dtype, said in (
-        ("map.npy", np.complex64, "wanted a map of numbers"),
+        ("map.npy", np.complex64, "expected a map of numbers"),
         ("map.tif", np.int64, "a TIFF is not written of int64"),
     ):
         with open_sink(tmp_path / name) as sink, pytest.raises(ValueError, match=said):

@@ -32,7 +32,10 @@ CASES = [
     (dict(name="documents", max_patches=9), "data.max_patches is only for images that are read"),
     (dict(name="digits", augment="three"), "augment three is not made for digits; choose none, l"),
     # Missing roots.
-    (dict(name="folder"), "data folder needs a root; wanted train/<class>/* and val/<class>/*, or"),
+    (
+        dict(name="folder"),
+        "data folder needs a root; expected train/<class>/* and val/<class>/*, or",
+    ),
     (dict(name="cifar10"), "cifar10 needs a root: the folder that holds, or is to hold, cifar-10-"),
     # Numbers.
     (dict(workers=-1), "data.workers must be at least 0, got -1"),
@@ -48,11 +51,17 @@ CASES = [
     (FOLDER | dict(max_patches=9, img_size=9), "data.img_size and data.max_patches both limit the"),
     (FOLDER | dict(max_patches=9, img_size_choices=[9]), "data.img_size_choices are sizes in pixe"),
     (FOLDER | dict(fit="pad"), "data.fit pad needs data.img_size, the size to bring images to"),
-    (dict(name="canvas", img_size=40), "canvas of 40 pixels is too small for its digits; wanted 4"),
+    (
+        dict(name="canvas", img_size=40),
+        "canvas of 40 pixels is too small for its digits; expected 4",
+    ),
     (dict(name="documents", img_size=32), "documents of 32 pixels are too small for their marks; "),
     # Sequences and other values that are written one after the other.
-    (dict(name="copy"), "copy has no classes, only values to write; wanted data.task generate"),
-    (COPY | dict(img_size=[1, 3]), "copy has sequences of one row and 4 values at least; wanted a"),
+    (dict(name="copy"), "copy has no classes, only values to write; expected data.task generate"),
+    (
+        COPY | dict(img_size=[1, 3]),
+        "copy has sequences of one row and 4 values at least; expected a",
+    ),
     (dict(name="digits_pixel", task="generate"), "the grey levels of digits_pixel are one-hot, fo"),
     (dict(name="documents", task="generate", img_size=300), "pieces of documents of 300 pixels ar"),
     (dict(name="documents", task="generate", fit="pad"), "data.task generate takes pieces of docu"),
@@ -89,7 +98,7 @@ CASES = [
     ),
     (FOLDER | dict(group_from="("), "data.group_from ( is no regular expression: "),
     # Masks.
-    (MASKED | dict(root=__file__), f"data root {__file__} is no folder, wanted images/*"),
+    (MASKED | dict(root=__file__), f"data root {__file__} is no folder, expected images/*"),
 ]
 MEANINGS = [
     (dict(classes=["a"]), ".classes must name 2 to 255 classes, got 1"),

@@ -81,10 +81,10 @@ def test_folders_and_tars_say_splits_and_classes(tmp_path, text):
 REFUSED = {
     "train/a:3 Training/a:3 val/a:1": "data root {} has two train splits, train and Training; wan",
     "train/a:3 val/b:2 val/c:1": "classes of {} that are in validation but not in train: b, c",
-    "val/a:3": "data root {} has validation images but none to train on; wanted train/<class>/*",
-    "a:1 b:1": "too few images in {} to hold some out for validation; wanted two of some class",
-    "train:3 val:2": "{} has images outside of class folders; wanted train/<class>/*",
-    "notes.txt a.heic": "no images in {}; it holds 1 .heic; wanted train/<class>/*",
+    "val/a:3": "data root {} has validation images but none to train on; expected train/<class>/*",
+    "a:1 b:1": "too few images in {} to hold some out for validation; expected two of some class",
+    "train:3 val:2": "{} has images outside of class folders; expected train/<class>/*",
+    "notes.txt a.heic": "no images in {}; it holds 1 .heic; expected train/<class>/*",
     "images:2 masks:2": "data folder {} has the folders images and masks: --data.task segmentation",
 }
 
@@ -106,7 +106,7 @@ def test_roots_that_are_no_folder_of_images_are_one_line(tmp_path):
     (tmp_path / "a.TAR").write_bytes(gzip.compress(plain))
     for name, error, said in (
         ("a", ValueError, "class folder {}/empty holds no images; add some or delete the folder"),
-        ("gone", FileNotFoundError, "data root {} does not exist; wanted train/<class>/*"),
+        ("gone", FileNotFoundError, "data root {} does not exist; expected train/<class>/*"),
         ("a.zip", ValueError, "data root {} is neither a folder nor a .tar file; decompress a "),
         ("a.TAR", ValueError, "cannot read {} as a tar"),
     ):

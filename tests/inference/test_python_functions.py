@@ -284,9 +284,9 @@ def test_what_cannot_be_done_is_one_line(given, tmp_path):
         (model, folder, {"img_size": "own"}, "img_size must be a whole number or a list"),
         (model, [], {}, "there are no images"),
         (model, [str(folder), pixels[0]], {}, "got both in one list"),
-        (model, pixels[0].astype(str), {}, r"image 0: wanted numbers, \[H, W\]"),
+        (model, pixels[0].astype(str), {}, r"image 0: expected numbers, \[H, W\]"),
         (model, torch.zeros(2, 5, 16, 16).byte(), {}, "image 0: the image has 5 bands"),
-        (model, [pixels[0], 7], {}, "image 1: wanted a path, a picture of Pillow"),
+        (model, [pixels[0], 7], {}, "image 1: expected a path, a picture of Pillow"),
     ):
         with pytest.raises(ValueError, match=part):
             visionattn.predict(asked, images, **options)

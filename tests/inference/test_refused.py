@@ -90,7 +90,7 @@ REFUSED = [
     ("shard", "1/2 --parts 3", "parts is only for --engine ray"),
     ("shard", "1/2 --engine ray --address local", "engine ray divides the images itself; leave"),
     ("map", "--memory_gib 1e-6", "memory 0 MiB is below one band"),
-    ("map", "--level 1", "wanted level 1, the image has 1, counted from 0: 133 x 104 pixels"),
+    ("map", "--level 1", "expected level 1, the image has 1, counted from 0: 133 x 104 pixels"),
     ("map", "--batch_size 2", "batch_size does nothing for the map of one image"),
     ("map", "--checkpoint softmax.safetensors", "is written band by band: "),
     ("predict", "--overlap 8", "overlap is only for --tiles"),
@@ -113,8 +113,8 @@ REFUSED = [
     ("native", "--fit whole", "fit must be one of native, pad, stretch, crop"),
     ("map", "--img_size 64", "slide.tif of 133 x 104 px would be preprocessed (center crop to 64"),
     # What no image has.
-    ("native", "--bands 4 5 6", " wanted band 6, the image has 3 bands"),
-    ("native", "--page 3", " wanted page 3, the image has 1 page"),
+    ("native", "--bands 4 5 6", " expected band 6, the image has 3 bands"),
+    ("native", "--page 3", " expected page 3, the image has 1 page"),
     ("native", "--value_range 5 5", "value_range must be two finite numbers, the lower one first"),
     ("native", "--images float.npy", "without a known value range; give --val"),
     (
@@ -134,7 +134,7 @@ REFUSED = [
     ("drawn", "--data documents --data_args.distractors 3", "data_args has an unknown key"),
     ("drawn", "--probe false --dense false --data digits --data_args.eval_images 3", "data_args"),
     ("drawn", "--data_args.distractors -1", "data_args.distractors must be at least 0, got -1"),
-    ("drawn", "--img_size 40", "canvas of 40 pixels is too small for its digits; wanted 48 or"),
+    ("drawn", "--img_size 40", "canvas of 40 pixels is too small for its digits; expected 48 or"),
     ("drawn", "--img_size native", "canvas is drawn at a size in pixels; name it: --img-size"),
     # Attribution.
     ("look at", "max.safetensors torn.png", "torn.png: "),

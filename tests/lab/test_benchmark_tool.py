@@ -73,10 +73,10 @@ def test_figures_are_drawn_and_their_rows_written(main, tmp_path, capsys, monkey
 
 
 BAD_FLAGS = {
-    "": "wanted one of operations, models, targets, papers, loader, gpu, got ''",
+    "": "expected one of operations, models, targets, papers, loader, gpu, got ''",
     "figures": "got 'figures'",
     "operations": "name what to measure",
-    "operations sdqa": "operation 'sdqa': wanted one of sdpa, eager",
+    "operations sdqa": "operation 'sdqa': expected one of sdpa, eager",
     "operations sdpa+joint": "sdpa has no option 'joint'; it has causal",
     "operations kernelized+joint+axial": "one relative position at a time",
     "models scaleformer_vit_q": "timm knows no model 'scaleformer_vit_q'",
@@ -85,7 +85,7 @@ BAD_FLAGS = {
     "models scaleformer_vit_t+heads=none": "options of models are identity, eager and heads=NUMBER",
     "models scaleformer_vit_t+heads=5": "num_heads 5 does not divide the width 192",
     "models scaleformer_vit_t --img-size 65": "is not a whole number of 16-pixel patches",
-    "operations sdpa --baseline eager": "baseline eager: wanted one of the cases: sdpa",
+    "operations sdpa --baseline eager": "baseline eager: expected one of the cases: sdpa",
     "operations sdpa --tokens 0": "tokens must be at least 1, got 0",
     "operations sdpa --tokens 99999999999999": "its inputs take ",
     "operations relative --horizon -1": "horizon must be at least 0, got -1",

@@ -145,7 +145,7 @@ BAD_FLAGS = {
     "folder+root=nowhere": "nowhere",
     "digits+augment=three": "augment three is not made for digits",
     "digits+workers=3": "digits+workers=3: workers is given by --workers",
-    "digits+light": "wanted options like augment=none, of task, root, labels",
+    "digits+light": "expected options like augment=none, of task, root, labels",
     "canvas --img-size 64 40": "canvas of 40 pixels is too small",
     "digits --workers -1": "workers must be at least 0, got -1",
     "digits --read-all": "digits has no images in files that --read-all would decode",

@@ -297,7 +297,7 @@ BAD = {
     EXAMPLE.replace("--heads 2 4", "--heads 5"): "num_heads 5 does not divide the width 16",
     "--heads 2": "--base is missing",
     "--base {base}": "--heads is missing",
-    "--base {base} --heads 2 3": "num_heads 3 does not divide the width 16; wanted one of 1, 2, 4",
+    "--base {base} --heads 2 3": "num_heads 3 does not divide the width 16; expected one of 1, 2",
     "--base {base} --heads 2 --set model.name=resnet18 model.args={{}}": "unexpected keyword "
     "argument 'num_heads'",
     "--base {base} --heads 0": "heads must be above 0, got 0",

@@ -314,8 +314,8 @@ def test_softmax_over_many_tokens_warns(monkeypatch):
 
 
 REFUSED = {
-    "wanted a name, or 2, one for each block, got 3": dict(attention=["window"] * 3),
-    "attention 'linear': wanted one of": dict(attention=["window", "linear"]),
+    "expected a name, or 2, one for each block, got 3": dict(attention=["window"] * 3),
+    "attention 'linear': expected one of": dict(attention=["window", "linear"]),
     "a list of names, one for each block, got 5": dict(attention=5),
     "temperature_init=2.0 would do nothing: attention='window' has no temperature; "
     "attention='kernelized' has no temperature": dict(
@@ -327,24 +327,24 @@ REFUSED = {
     ),
     "horizon=2 would do nothing": dict(relative="none", horizon=2),
     "form='direct' would do nothing": dict(attention=["window", "softmax"], form="direct"),
-    "form 'linear': wanted one of auto, direct, efficient": dict(form="linear"),
+    "form 'linear': expected one of auto, direct, efficient": dict(form="linear"),
     "normalization='mean' would do nothing": dict(attention="softmax", normalization="mean"),
     "normalization='sum' would do nothing": dict(relative="none", normalization="sum"),
     "relative='flat': attention='window' is on a grid": dict(
         attention=["window", "kernelized"], relative="flat"
     ),
-    "window_size: wanted a whole number of patches from 1, got 0": dict(
+    "window_size: expected a whole number of patches from 1, got 0": dict(
         attention="window", window_size=0
     ),
-    "value_conv: wanted an odd side of 1 patch or more, got 4": dict(value_conv=4),
+    "value_conv: expected an odd side of 1 patch or more, got 4": dict(value_conv=4),
     "centre_keys=True would do nothing": dict(attention="softmax", centre_keys=True),
-    "feature_map 'elu': wanted one of elu1, relu, softmax, random": dict(feature_map="elu"),
+    "feature_map 'elu': expected one of elu1, relu, softmax, random": dict(feature_map="elu"),
     "'relu' would do nothing: .*no feature": dict(attention="taylorshift", feature_map="relu"),
     'random_features=5 would do nothing: .*feature_map="random"': dict(random_features=5),
     "num_features of 1 or more, got 8 and 0": dict(feature_map="random", random_features=0),
-    "relative '2d': wanted one of joint, axial, flat, none": dict(relative="2d"),
-    "normalization 'l2': wanted mean or sum": dict(normalization="l2"),
-    "horizon: wanted 0 or more patches, got -1": dict(horizon=-1),
+    "relative '2d': expected one of joint, axial, flat, none": dict(relative="2d"),
+    "normalization 'l2': expected mean or sum": dict(normalization="l2"),
+    "horizon: expected 0 or more patches, got -1": dict(horizon=-1),
 }
 
 

@@ -80,7 +80,7 @@ REFUSED = {
     "no checkpoint at nowhere.pth": ["nowhere.pth", *BODY],
     "vit.pth does not name the model of its weights; name the body with --model": ["vit.pth"],
     "vit.pth does not fit vit_tiny_patch16_224: ": ["vit.pth", "--model", "vit_tiny_patch16_224"],
-    "attention 'linear': wanted one of": [*STATE, "--attention", "linear"],
+    "attention 'linear': expected one of": [*STATE, "--attention", "linear"],
     "ours.safetensors says what its model is": ["ours.safetensors", *BODY],
     "vit_tiny_patch16_224 names its own body": ["vit_tiny_patch16_224", "--model", "test_vit"],
     "timm cannot build vit_tiny_patch16_224 with depth='x': ": [

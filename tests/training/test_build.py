@@ -98,5 +98,5 @@ def test_a_training_takes_the_map_among_the_arguments_of_its_model():
     model, kept = build_model(ModelConfig("scaleformer_vit_t", args), SPEC)
     assert model.blocks[0].attn.feature_map.projection.shape == (5, 8)
     assert kept == args | {"img_size": 16}
-    with pytest.raises(ValueError, match="feature_map 'favor': wanted one of elu1"):
+    with pytest.raises(ValueError, match="feature_map 'favor': expected one of elu1"):
         build_model(ModelConfig("scaleformer_vit_t", MODEL | {"feature_map": "favor"}), SPEC)

@@ -103,9 +103,9 @@ def test_a_specification_makes_the_input_of_the_model():
     assert torch.equal(one_hot.argmax(1), images[:, 0].long())
     assert torch.equal(one_hot.sum(1), torch.ones(2, 5, 7))
     for wrong in (images[:, :1], images.double(), images[0]):
-        with pytest.raises(ValueError, match=r"wanted images of uint8, .*\[B, 3, H, W\], got "):
+        with pytest.raises(ValueError, match=r"expected images of uint8, .*\[B, 3, H, W\], got "):
             spec.prepare(wrong)
-    with pytest.raises(ValueError, match=r"wanted uint8 images \[B, 1, H, W\], got "):
+    with pytest.raises(ValueError, match=r"expected uint8 images \[B, 1, H, W\], got "):
         DataSpec(256, 10, (), (), (), "grey_one_hot", 5).prepare(images[:, :1] / 255)
 
 

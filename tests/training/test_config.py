@@ -241,7 +241,7 @@ def test_the_ends_of_the_ranges_are_allowed():
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [
-        (ValueError("wanted 3,\n  got 4"), 2, "error: wanted 3, got 4\n"),
+        (ValueError("expected 3,\n  got 4"), 2, "error: expected 3, got 4\n"),
         (FileNotFoundError("no x"), 2, "error: no x\n"),
         (
             PermissionError(13, "Permission denied", "a/b.yaml"),

@@ -214,7 +214,7 @@ REFUSED = {
         "stage c: img_size 40",
     ),
     "no patches": (["--stages", "a", "--a.img_size", "30"], "stage a: image of 30 x 30 pixels"),
-    "no stage": (["--stages", "b", "a"], "wanted some of a, b and c"),
+    "no stage": (["--stages", "b", "a"], "expected some of a, b and c"),
     "tokens": (["--options.patch_size", "8"], "options.patch_size is no option of a student"),
     "none": (["--search_softmax_blocks", "0"], "must be at least 1, got 0"),
     "both": (["--search_softmax_blocks", "1", "--softmax_blocks", "1"], "do not name any"),

@@ -119,8 +119,8 @@ def test_processes_agree_on_sums_values_and_errors(tmp_path):
             None,
             [
                 "ValueError",
-                f"process 2 on {HOST} has other images (1) than the first process (2); wanted the "
-                "same data on every machine",
+                f"process 2 on {HOST} has other images (1) than the first process (2); expected "
+                "the same data on every machine",
             ],
         ]
         assert (each.code, json.loads(each.out)) == (2, values + errors), rank

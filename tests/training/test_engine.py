@@ -282,7 +282,7 @@ def test_a_folder_in_use_is_refused_and_overwriting_deletes_only_what_a_run_wrot
         ({"device": "abacus"}, "device 'abacus' cannot be used here"),
         ({"init_from": "nowhere.pt"}, "no checkpoint at nowhere.pt"),
         ({"model": {"num_headz": 4}}, "has no argument num_headz; the nearest is num_heads$"),
-        ({"model": {"embed_dim": 0}}, "^embed_dim: wanted a whole number from 1 on, got 0$"),
+        ({"model": {"embed_dim": 0}}, "^embed_dim: expected a whole number from 1 on, got 0$"),
         (
             {"model": {"norm_layer": "foo"}},
             r"^model scaleformer_vit_t does not .* \(KeyError: 'foo'\)$",

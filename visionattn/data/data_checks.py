@@ -113,7 +113,7 @@ def check_data(config: DataConfig) -> None:
     if config.task == "generate":
         check_writing(config)
     elif config.name == "copy":
-        raise ValueError("copy has no classes, only values to write; wanted data.task generate")
+        raise ValueError("copy has no classes, only values to write; expected data.task generate")
     check_crops(config)
     check_reading(config.bands, config.value_range, config.page, config.max_pixels)
     _check_acts(config)
@@ -193,25 +193,25 @@ def check_size(config: DataConfig, both: Size) -> None:
     size = min(both)
     if config.name == "copy" and (both[0] != 1 or both[1] < SHORTEST):
         raise ValueError(
-            f"copy has sequences of one row and {SHORTEST} values at least; wanted an img_size "
+            f"copy has sequences of one row and {SHORTEST} values at least; expected an img_size "
             f"such as 1 128, got {both[0]} {both[1]}"
         )
     if config.task == "generate" and config.name == "documents":
         if size > LARGEST_PIECE_PX:
             raise ValueError(
-                f"pieces of documents of {size} pixels are too large to be written; wanted "
+                f"pieces of documents of {size} pixels are too large to be written; expected "
                 f"{LARGEST_PIECE_PX} at most"
             )
         return
     if config.name == "documents" and size < SMALLEST_SIZE_PX:
         raise ValueError(
-            f"documents of {size} pixels are too small for their marks; wanted {SMALLEST_SIZE_PX} "
-            "or more"
+            f"documents of {size} pixels are too small for their marks; expected "
+            f"{SMALLEST_SIZE_PX} or more"
         )
     args = args_of(config)
     if isinstance(args, CanvasArgs) and size < args.smallest_px:
         raise ValueError(
-            f"canvas of {size} pixels is too small for its digits; wanted {args.smallest_px} or "
+            f"canvas of {size} pixels is too small for its digits; expected {args.smallest_px} or "
             "more"
         )
 

@@ -62,7 +62,7 @@ class CanvasArgs(DrawnArgs):
         if self.whole_digits == 2 and largest < math.ceil(LARGER * smallest):
             raise ValueError(
                 f"data.args.digit_px {smallest} {largest}: of two whole digits the larger is "
-                f"{LARGER} times as large or more; wanted a wider range"
+                f"{LARGER} times as large or more; expected a wider range"
             )
 
     @property

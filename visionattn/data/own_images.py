@@ -140,7 +140,7 @@ class Found:
                 )
         if "validation" not in parts:
             raise ValueError(
-                f"too few images in {self.root} to hold some out for validation; wanted two of "
+                f"too few images in {self.root} to hold some out for validation; expected two of "
                 f"some class{'' if self.groups is None else ' and two groups'}"
             )
         return parts

@@ -108,7 +108,8 @@ def open_shards(
         and not (Path(place) / "_info.json").is_file()
     ):
         raise FileNotFoundError(
-            f"no _info.json in {place}; wanted one with the shards of each split, as timm writes it"
+            f"no _info.json in {place}; expected one with the shards of each split, as timm writes "
+            "it"
         )
     # timm has no public way to list the splits.
     from timm.data.readers.reader_wds import _load_info
@@ -209,7 +210,7 @@ class _StreamBatches:
             if labels.max() >= self.shards.num_classes or labels.min() < 0:
                 raise ValueError(
                     f"an image of {self.shards.root} has label {labels.max().item()}; with "
-                    f"num_classes {self.shards.num_classes} wanted 0 to "
+                    f"num_classes {self.shards.num_classes} expected 0 to "
                     f"{self.shards.num_classes - 1}"
                 )
             yield batch

@@ -27,9 +27,9 @@ from visionattn.data.walk import (
     suffix_of,
 )
 
-LAYOUT = "wanted train/<class>/* and val/<class>/*, or <class>/*"
+LAYOUT = "expected train/<class>/* and val/<class>/*, or <class>/*"
 MASKED_LAYOUT = (
-    "wanted images/* and masks/*, or train/images/*, train/masks/*, val/images/* and val/masks/*"
+    "expected images/* and masks/*, or train/images/*, train/masks/*, val/images/* and val/masks/*"
 )
 IMAGES, MASKS = "images", "masks"
 """Names of the folders of images and masks, in any case."""
@@ -127,7 +127,7 @@ def open_masked_tree(root: str) -> tuple[Placed, list[str]]:
         swapped = [MASKS if name.lower() == IMAGES else name for name in _parts(missing[0], root)]
         raise FileNotFoundError(
             f"{len(missing)} of {len(images)} images of {root} have no mask; the first: "
-            f"{missing[0]}, wanted {Path(root, *swapped).with_suffix(MASK_SUFFIXES[0])}"
+            f"{missing[0]}, expected {Path(root, *swapped).with_suffix(MASK_SUFFIXES[0])}"
         )
     unnamed: list[Place | None] = [place and (place[0], "") for place in places]
     return Placed(Files(list(images)), unnamed, left_out), found

@@ -159,8 +159,8 @@ def by_split(names: Iterable[str], root: object) -> dict[str, str]:
             continue
         if split in found:
             raise ValueError(
-                f"data root {root} has two {split} splits, {found[split]} and {name}; wanted one: "
-                "join them, or rename one"
+                f"data root {root} has two {split} splits, {found[split]} and {name}; expected "
+                "one: join them, or rename one"
             )
         found[split] = name
     return {split: found[split] for split in SPLIT_NAMES if split in found}

@@ -27,6 +27,9 @@ CONFIG = "config.yaml"
 class ExtractOptions(DenseOptions):
     """Features of images."""
 
+    MOST_USED = ("images", "checkpoint", "model", "output", "img_size", "batch_size", "dense")
+    """Options at the top of the help."""
+
     labels: str | None = None
     """Table of images as for training (``--data.labels``), with paths relative to the only folder
     in ``images``: its rows are the images, the index gets its columns as ``table_...``, and

@@ -125,6 +125,9 @@ class InferenceOptions(OpenOptions):
 class PredictOptions(InferenceOptions):
     """Classes of images."""
 
+    MOST_USED = ("images", "checkpoint", "output", "img_size", "batch_size", "top_k", "save")
+    """Options at the top of the help."""
+
     labels: str | None = None
     """Table of images as for training (``--data.labels``), with paths relative to the only folder
     in ``images``: its rows are the images, and the results get its columns as ``table_...``.

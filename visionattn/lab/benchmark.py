@@ -55,7 +55,7 @@ def benchmark(argv: Sequence[str], show: Print) -> None:
         return
     if name not in COMMANDS:
         wanted = ", ".join([*COMMANDS, "gpu"])
-        raise ValueError(f"wanted one of {wanted}, got {name[:80]!r}; --help says what they do")
+        raise ValueError(f"expected one of {wanted}, got {name[:80]!r}; --help says what they do")
     command, before = COMMANDS[name], torch.get_num_threads()
     options = parse(
         command,
@@ -192,7 +192,7 @@ class CaseOptions(BenchmarkOptions):
         labels = [case.label for case in cases]
         baseline = self.baseline or ("sdpa" if "sdpa" in labels else labels[0])
         if baseline not in labels:
-            raise ValueError(f"baseline {baseline}: wanted one of the cases: {', '.join(labels)}")
+            raise ValueError(f"baseline {baseline}: expected one of the cases: {', '.join(labels)}")
         return baseline
 
     def prepare(self) -> list[list[Case]]:

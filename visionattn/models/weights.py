@@ -180,7 +180,7 @@ class DataSpec:
         if images.dtype not in types or images.ndim != 4 or images.shape[1] != channels:
             wanted = "uint8 images" if len(types) == 1 else "images of uint8, or float32 in [0, 1],"
             raise ValueError(
-                f"wanted {wanted} [B, {channels}, H, W], got {images.dtype} {list(images.shape)}"
+                f"expected {wanted} [B, {channels}, H, W], got {images.dtype} {list(images.shape)}"
             )
         if self.encoding == "grey_one_hot":
             levels = torch.arange(256, dtype=torch.uint8, device=images.device).view(1, 256, 1, 1)

@@ -75,7 +75,13 @@ class LossConfig:
 
 @dataclass
 class TrainConfig:
-    """A training run. The most used options come first."""
+    """A training run."""
+
+    MOST_USED = (
+        *("data.name", "data.root", "data.task", "data.img_size", "model.name", "init_from"),
+        *("epochs", "batch_size", "optim.lr"),
+    )
+    """Options at the top of the help."""
 
     epochs: int = 10
     """Number of passes over the training images."""
@@ -158,6 +164,9 @@ class TrainConfig:
 @dataclass
 class ValidateConfig:
     """An evaluation of a checkpoint at several image sizes."""
+
+    MOST_USED = ("checkpoint", "img_size", "fit", "data.root", "split", "batch_size", "json")
+    """Options at the top of the help."""
 
     checkpoint: str | None = None
     """The ``best.safetensors`` of a run, or another file that ``visionattn.load_model`` reads."""

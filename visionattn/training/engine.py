@@ -100,7 +100,7 @@ def prepare_classes(
     if splits.spec.num_classes == 1 and splits.spec.task not in VECTOR_TASKS:
         raise ValueError(
             f"the only class of {config.data.root or config.data.name} is "
-            f"{''.join(splits.spec.class_names) or 0}; wanted two or more to tell apart"
+            f"{''.join(splits.spec.class_names) or 0}; expected two or more to tell apart"
         )
     check_trained(splits)
     started = replace(config, init_from=None) if resumed else config

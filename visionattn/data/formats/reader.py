@@ -242,7 +242,7 @@ class Reader(Closing):
             turned = [size[::-1] if self.turn.transpose else size for size in sizes]
             held = ", ".join(f"{height:,} x {width:,}" for height, width in turned)
             raise NotAsAsked(
-                f"wanted level {level}, the image has {len(sizes)}, counted from 0: {held} pixels"
+                f"expected level {level}, the image has {len(sizes)}, counted from 0: {held} pixels"
             )
         if level:
             self.stored = sizes[level]
@@ -319,7 +319,7 @@ def check_page(page: int | None, pages: int) -> int:
     wanted = page or 1
     if wanted > pages:
         held = "1 page" if pages == 1 else f"{pages} pages"
-        raise NotAsAsked(f"wanted page {wanted}, the image has {held}")
+        raise NotAsAsked(f"expected page {wanted}, the image has {held}")
     return wanted - 1
 
 

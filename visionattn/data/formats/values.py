@@ -102,7 +102,7 @@ def bands_of(reader: Reader, options: ReadOptions) -> list[int] | None:
     held = "1 band" if reader.bands == 1 else f"{reader.bands} bands"
     if options.bands is not None:
         if max(options.bands) > reader.bands:
-            raise NotAsAsked(f"wanted band {max(options.bands)}, the image has {held}")
+            raise NotAsAsked(f"expected band {max(options.bands)}, the image has {held}")
         return list(options.bands)
     if reader.bands > 4 or (reader.bands == 2 and not reader.alpha):
         raise NotAsAsked(

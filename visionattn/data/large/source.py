@@ -110,7 +110,7 @@ class ImageSource(Closing):
         for part, most, what in ((rows, self.height, "rows"), (columns, self.width, "columns")):
             if part.step not in (None, 1) or not 0 <= part.start < part.stop <= most:
                 raise ValueError(
-                    f"wanted {what} {part.start} to {part.stop} of {self.name}, which has {most}"
+                    f"expected {what} {part.start} to {part.stop} of {self.name}, which has {most}"
                 )
         try:
             return self._read(rows, columns)
@@ -289,7 +289,7 @@ def _open(image: Any, options: ReadOptions) -> Reader:
         reader.most_px = options.max_pixels
         return reader
     if not isinstance(image, (str, os.PathLike)) and not hasattr(image, "read"):
-        raise ValueError(f"wanted a path, an array or a tensor, got {type(image).__name__}")
+        raise ValueError(f"expected a path, an array or a tensor, got {type(image).__name__}")
     return open_image(image, options)
 
 

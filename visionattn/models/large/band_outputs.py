@@ -55,7 +55,7 @@ class Pooled(Output):
         pool = model.attn_pool
         if pool is None and model.global_pool not in STREAMED:
             raise ValueError(
-                f"global_pool {model.global_pool!r} makes no features of an image; wanted "
+                f"global_pool {model.global_pool!r} makes no features of an image; expected "
                 f"{', '.join(STREAMED)} or map"
             )
         if pool is not None and (

@@ -115,7 +115,7 @@ def forward_tiled(
         Exceptions of the source, the sink and ``prepare``.
     """
     if want not in get_args(Want):
-        raise ValueError(f"want {want!r}: wanted one of {', '.join(get_args(Want))}")
+        raise ValueError(f"want {want!r}: expected one of {', '.join(get_args(Want))}")
     body = check_tiled(model, want)
     with ExitStack() as stack:
         stack.enter_context(in_eval(model))
@@ -136,7 +136,8 @@ def check_tiled(model: nn.Module, want: Want = "logits") -> VisionAttnTransforme
     body = model.backbone if isinstance(model, Segmenter) else model
     if not isinstance(body, VisionAttnTransformer):
         raise ValueError(
-            f"wanted a VisionAttnTransformer, or a Segmenter of one, got {type(body).__name__}{CUT}"
+            "expected a VisionAttnTransformer or a Segmenter of one, got "
+            f"{type(body).__name__}{CUT}"
         )
     if isinstance(model, Segmenter) != (want in OF_PIXELS) and want != "dense":
         given = "classes of pixels" if isinstance(model, Segmenter) else "no classes of pixels"
