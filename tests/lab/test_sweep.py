@@ -222,10 +222,10 @@ def test_ctrl_c_stops_the_cells_gently_and_the_next_call_goes_on(tmp_path, start
     while len(list(tmp_path.glob("waits_*"))) < 2 and time.monotonic() < deadline:
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.1)
-    with pytest.raises(ValueError, match="another sweep, or a training of it, is at work"):
+    with pytest.raises(ValueError, match="another sweep, or a training of it, is running"):
         fakes("2 4 8")
     os.killpg(process.pid, signal.SIGINT)
-    said = "stopped; the same command goes on with the trainings that are left\n"
+    said = "stopped; the same command resumes with the remaining trainings\n"
     assert process.communicate(timeout=600)[1] == said and process.returncode == 130
     lines = (fakes.output / "endings.jsonl").read_text().splitlines()
     ended = {line["name"]: line["columns"] for line in map(json.loads, lines)}
@@ -272,7 +272,7 @@ def test_a_damaged_line_is_one_error_and_a_damaged_status_is_none(tmp_path):
 def test_a_dry_run_says_what_is_left_with_memory_and_time_and_writes_nothing(tmp_path):
     fakes = Fakes(tmp_path)
     printed = fakes("2 8 --seeds 0 3 --dry_run true").splitlines()
-    assert printed[1].endswith("computing takes 24 s in all")
+    assert printed[1].endswith("estimated time: 24 s in total")
     assert printed[2:] == [cell(2), cell(8), cell(2, 3), cell(8, 3)]
     assert fakes.calls() == [] and not fakes.output.exists()
 
@@ -288,7 +288,7 @@ def test_more_trainings_at_a_time_than_fit_are_refused_and_one_that_does_not_fit
     plan, lines = Plan(TrainConfig(device="cpu"), None, None, (), (), None), []
     network_costs.tell_expected(plan, cells, 3, lines.append)
     memory = "memory: up to 4.0 GiB for each of 3 at a time, 10.0 GiB there"
-    assert lines == [f"6 trainings: {memory}; computing takes 6.0 s in all"]
+    assert lines == [f"6 trainings: {memory}; estimated time: 6.0 s in total"]
     with pytest.raises(DoesNotFit, match="4 trainings at a time would take .*; --jobs 2 would fit"):
         network_costs.tell_expected(plan, cells, 4, lines.append)
 

@@ -279,15 +279,15 @@ def test_a_fault_of_the_program_is_not_taken_for_bad_input():
     [
         (
             "--data.aug.turn",
-            "unknown option --data.aug.turn; it is gone: --data.augment takes a preset",
+            "unknown option --data.aug.turn; it was removed: --data.augment takes a preset",
         ),
         (
             "--data.mask-classes",
-            "unknown option --data.mask-classes; it is gone: classes of --data.masks",
+            "unknown option --data.mask-classes; it was removed: classes of --data.masks",
         ),
         (
             "--init-model",
-            "unknown option --init-model; it is gone: `visionattn convert` makes a file",
+            "unknown option --init-model; it was removed: `visionattn convert` makes a file",
         ),
         ("--data", "unknown option --data; the nearest is --data.name; a file of options is for"),
     ],
@@ -307,7 +307,7 @@ def test_a_configuration_of_a_former_version_names_what_is_gone(tmp_path):
     assert parse_train(["--config", str(path)]).epochs == 10
     path.write_text("data: {aug: {turn: 5}}\n")
     with pytest.raises(
-        ValueError, match="config.yaml: unknown key data.aug; it is gone: --data.augment"
+        ValueError, match="config.yaml: unknown key data.aug; it was removed: --data.augment"
     ):
         parse_train(["--config", str(path)])
 

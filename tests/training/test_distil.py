@@ -136,7 +136,7 @@ def test_what_was_killed_before_it_was_noted_begins_anew(teacher, tmp_path):
 
 
 def test_what_is_there_is_kept(whole, teacher, tmp_path):
-    with pytest.raises(ValueError, match="small is not empty; --resume goes on with it"):
+    with pytest.raises(ValueError, match="small is not empty; --resume continues it"):
         run(config_of(whole.parent, teacher))
     with pytest.raises(ValueError, match="nothing to resume"):
         run(config_of(tmp_path, teacher, resume=True))

@@ -180,7 +180,7 @@ def test_a_stopped_and_resumed_run_ends_in_the_very_state_of_one_that_was_not_st
         with pytest.raises(Stopped, match=f"stopped after step {stopped_at} "):
             run(small_config(tmp_path / "parts", **options))
     _, printed = run(small_config(tmp_path / "parts", resume=True, **options))
-    assert f"goes on after epoch {(stopped_at - 1) // 4}, step {stopped_at}" in printed
+    assert f"resumes after epoch {(stopped_at - 1) // 4}, step {stopped_at}" in printed
     states = [
         torch.load(tmp_path / part / "small" / "last.pt", weights_only=True)
         for part in ("whole", "parts")
@@ -232,7 +232,7 @@ def test_options_of_training_are_refused_where_no_epoch_is_left(tmp_path):
     assert (tmp_path / "small" / "config.yaml").read_bytes() == kept
     run(small_config(tmp_path, resume=True))
     _, printed = run(small_config(tmp_path, resume=True, epochs=3, optim={"lr": 2e-3}))
-    assert "goes on after epoch 2, step 16" in printed and "epochs is now 3, was 2" in printed
+    assert "resumes after epoch 2, step 16" in printed and "epochs is now 3, was 2" in printed
     assert "optim.lr is now 0.002, was 0.003" in printed and "epoch 2/3" not in printed
     assert [row["epoch"] for row in rows(tmp_path / "small")] == ["1", "2", "3"]
     assert [line["kind"] for line in lines(tmp_path / "small")].count("test") == 1
@@ -257,7 +257,7 @@ def test_a_folder_in_use_is_refused_and_overwriting_deletes_only_what_a_run_wrot
         run(small_config(tmp_path))
     assert files(folder) == set(own)
     run(small_config(tmp_path, overwrite=True))
-    with pytest.raises(ValueError, match="--resume goes on with it"):
+    with pytest.raises(ValueError, match="--resume continues it"):
         run(small_config(tmp_path))
     with pytest.raises(ValueError, match="epochs 1: the run has finished 2 epochs; resume with 2"):
         run(small_config(tmp_path, epochs=1, resume=True))
@@ -375,7 +375,7 @@ def test_an_unreadable_image_ends_the_run_with_its_path_and_loses_no_step(
         unreadable_in(where, patch)
         with pytest.raises(
             ValueError,
-            match=r"x/broken.png.*; the state of step \d is kept, --resume goes on from it",
+            match=r"x/broken.png.*; the state of step \d is kept, --resume continues from it",
         ):
             run(small_config(tmp_path, save_every=None))
     state = torch.load(tmp_path / "small" / "last.pt", weights_only=True)

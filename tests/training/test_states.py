@@ -83,8 +83,8 @@ def test_without_its_last_state_a_run_goes_on_from_the_one_before(stopped, whole
     printed = run(config_of(stopped.parent, resume=True))
     line = next(line for line in printed.splitlines() if reason in line)
     assert line.startswith(f"{last} ")
-    assert line.endswith(f"; goes on from {stopped / 'previous.pt'}, step 6")
-    assert "goes on after epoch 1, step 6" in printed
+    assert line.endswith(f"; resumes from {stopped / 'previous.pt'}, step 6")
+    assert "resumes after epoch 1, step 6" in printed
     assert previous != (stopped / "previous.pt").read_bytes()
     assert_same_end(whole, stopped)
 
@@ -138,7 +138,7 @@ def test_a_full_disk_ends_a_run_with_one_line_and_the_run_goes_on_when_there_is_
         fail_to_flush(patch, victim, write)
         code = run_tool(lambda: run(config_of(tmp_path)))
     rest = (
-        f"the state of step {kept} is kept, --resume goes on from it"
+        f"the state of step {kept} is kept, --resume continues from it"
         if kept is not None
         else "no state was saved yet"
     )
@@ -273,10 +273,10 @@ def test_two_runs_are_never_at_work_in_one_folder(tmp_path, whole):
     for options in ({}, {"resume": True}, {"overwrite": True}):
         with pytest.raises(
             ValueError,
-            match=f"^another run is at work in {folder}; wait for it or end it, or --run NAME",
+            match=f"^another run is running in {folder}; wait for it or end it, or --run NAME",
         ):
             run(config_of(tmp_path, **options))
-    with pytest.raises(ValueError, match="another run is at work"), Status(folder, {}):
+    with pytest.raises(ValueError, match="another run is running"), Status(folder, {}):
         pass  # as of a run that found no folder yet when it began
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     go_on.set()

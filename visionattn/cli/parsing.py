@@ -43,9 +43,9 @@ GONE = {
     "data.num_classes": "--data.args.num_classes",
     "data.download": "--data.args.download",
     "data.range_found": "leave it out",
-    "optim.warmup_lr": "the warm-up begins at 1e-6; leave it out",
-    "eval_batch_size": "evaluation takes batch_size; leave it out",
-    "log_every": "metrics.jsonl has a line every 50 steps, or 200 lines; leave it out",
+    "optim.warmup_lr": "warm-up starts at 1e-6; omit it",
+    "eval_batch_size": "evaluation uses batch_size; omit it",
+    "log_every": "metrics.jsonl has a line every 50 steps, or 200 lines; omit it",
     "sequence_ranks": "--parallel NUMBER",
     "init_model": "`visionattn convert` makes a file for --init_from",
 }
@@ -99,7 +99,7 @@ def parse(
         if isinstance(value, int) and abs(value) > most:
             raise ValueError(f"{name} must be at most {most:,}, got {brief(value)}")
         if value == "" or (isinstance(value, list) and "" in value):
-            raise ValueError(f"{name} is empty; give a value, or leave it out")
+            raise ValueError(f"{name} is empty; pass a value or omit it")
     if "print_config" in given:
         print(yaml_text(asdict(config)), end="")
         raise SystemExit(0)
@@ -202,7 +202,7 @@ def with_first(argv: Sequence[str], flag: str) -> list[str]:
         return list(argv)
     words = [f"--{flag}", *argv]
     if [name for name, _ in split_options(words)].count(flag) > 1:
-        raise ValueError(f"the first word is --{flag}, which is given too; leave one out")
+        raise ValueError(f"the first word and --{flag} give the same option; omit one")
     return words
 
 
@@ -257,7 +257,7 @@ def way_out(name: str, names: Iterable[str], dashes: str = "") -> str:
     if f"{name}.name" in names:
         return f"the nearest is {dashes}{name}.name; a file of options is for --config"
     if place := _replacement(name, names):
-        return f"it is gone: {place}"
+        return f"it was removed: {place}"
     leaf = name.rpartition(".")[2]
     initials = "".join(part[:1] for part in leaf.split("_"))
 
@@ -297,7 +297,7 @@ def _values_of_file(path: str | os.PathLike[str], names: Mapping[str, Any]) -> d
     def walk(content: Any, name: str) -> None:
         if not isinstance(content, dict):
             what = f": {name}" if name else ""
-            raise ValueError(f"{path}{what} must hold names and values, got {brief(content)}")
+            raise ValueError(f"{path}{what} expected names and values, got {brief(content)}")
         for key, value in content.items():
             inner = f"{name}.{key}" if name else str(key)
             if inner in groups:

@@ -189,7 +189,7 @@ class LeftOut:
             self.suffixes and f"files of other kinds: {counted(self.suffixes)}",
         ]
         if any(words):
-            warnings.warn(f"left out of {root}: {'; '.join(filter(None, words))}", stacklevel=2)
+            warnings.warn(f"ignored in {root}: {'; '.join(filter(None, words))}", stacklevel=2)
 
 
 def listed(names: Iterable[str], most: int = MOST_NAMES) -> str:

@@ -175,7 +175,7 @@ def listing_of(images: Images) -> ListedFiles | HeldImages:
     if not given or 0 < len(paths) < len(given):
         raise ValueError(
             "images are either paths or pictures in memory: "
-            + ("got both in one list" if given else "there are no images")
+            + ("got both" if given else "there are no images")
         )
     return find_images([os.fspath(path) for path in paths]) if paths else HeldImages(given)
 
@@ -211,7 +211,7 @@ def find_images(given: Sequence[str], labels: str | None = None) -> ListedFiles:
             paths += _in_list(path)
         elif suffix_of(path) in TEXTS:
             raise ValueError(
-                f"{path} is no image; a list of images is a .txt file with a path per line, "
+                f"{path} is not an image; a list of images is a .txt file with a path per line, "
                 "relative to the current folder"
             )
         else:
@@ -251,7 +251,7 @@ def _in_list(path: str) -> list[str]:
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text file in UTF-8 with a path per line") from error
+        raise ValueError(f"{path} is not a UTF-8 text file with a path per line") from error
     paths = [line.strip() for line in lines if line.strip()]
     if not paths:
         raise ValueError(f"{path} names no images; expected a path per line")

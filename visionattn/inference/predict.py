@@ -46,9 +46,7 @@ class Predictor:
     def __init__(self, options: PredictOptions):
         self.options, self.output = options, Path(options.output) if options.output else None
         if self.output is None and options.overwrite:
-            raise ValueError(
-                "overwrite replaces the file of --output, which is missing: leave it out"
-            )
+            raise ValueError("overwrite needs --output")
         if self.output is not None and self.output.suffix not in SUFFIXES:
             raise ValueError(f"--output {self.output} must end in {' or '.join(SUFFIXES)}")
         self.listing = find_images(options.images or [], options.labels)
@@ -210,7 +208,7 @@ def count_of_classes(opened: Opened, top_k: int | None, usual: int = USUAL) -> i
         if top_k is not None:
             raise ValueError(
                 f"top_k is for one class per image, and {opened.name} is for data.task "
-                f"{opened.spec.task}, which gives all outputs; leave it out"
+                f"{opened.spec.task}, which gives all outputs; omit it"
             )
         return classes
     if top_k is not None and not 1 <= top_k <= classes:

@@ -126,7 +126,7 @@ class Attention(nn.Module):
         )
         for name, reason in idle_options(kind, relative, feature_map).items():
             if given[name] is not None:
-                raise ValueError(f"{name}={given[name]!r} would do nothing: {reason}")
+                raise ValueError(f"{name}={given[name]!r} has no effect: {reason}")
         if kind.windows and relative == "flat":
             raise ValueError(
                 f"relative='flat': attention={attention!r} is on a grid; expected joint, axial or "
@@ -232,8 +232,7 @@ class Attention(nn.Module):
         """
         if not self.fused_attn:
             raise ValueError(
-                "fused_attn=False asks for the weights of all pairs of tokens, which this "
-                "attention never forms"
+                "fused_attn=False needs the attention matrix, which this attention never computes"
             )
         q, k, v, layout, key_mask, options = self._operands(x, layout, attn_mask, is_causal)
         options["value_drop"] = self.attn_drop.p if self.training else 0.0

@@ -157,7 +157,7 @@ class RasterAttention(Attention):
                 "those that follow; take elu1, relu or random"
             )
         if normalization is not None and (self.kind.signed or relative == "none"):
-            raise ValueError(f"normalization={normalization!r} would do nothing here; leave it out")
+            raise ValueError(f"normalization={normalization!r} has no effect; omit it")
         if relative == "flat":
             self.relative = RasterTables(
                 num_heads,

@@ -56,12 +56,12 @@ def options_of_blocks(
     if 0 < depth == len(exact) and useless:
         option = useless[0]
         raise ValueError(
-            f"{option}={given[option]!r} would do nothing: all blocks are in softmax_blocks"
+            f"{option}={given[option]!r} has no effect: all blocks are in softmax_blocks"
         )
     for option, value in given.items():
         if kinds and all(option in of for of in idle.values()):
             reasons = "; ".join(dict.fromkeys(of[option] for of in idle.values()))
-            raise ValueError(f"{option}={value!r} would do nothing: {reasons}")
+            raise ValueError(f"{option}={value!r} has no effect: {reasons}")
     blocks: list[dict[str, Any]] = []
     windows = 0
     for i, name in enumerate(names):

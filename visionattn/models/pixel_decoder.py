@@ -122,7 +122,7 @@ class PixelDecoder(nn.Module):
         super().__init__()
         _check(in_chans, num_classes, embed_dim, depth, levels, output, mixtures, conditioned)
         if relative == "none" and not (rows is None and reach is None):
-            raise ValueError("rows and reach would do nothing: there is no relative position")
+            raise ValueError("rows and reach have no effect: there is no relative position")
         self.in_chans, self.num_classes, self.levels = in_chans, num_classes, levels
         self.embed_dim, self.attention, self.output = embed_dim, attention, output
         self.conditioned = conditioned
@@ -456,7 +456,7 @@ def _check(
     if output not in OUTPUTS:
         raise ValueError(f"output {output!r}: expected {' or '.join(OUTPUTS)}")
     if mixtures is not None and output != "mixture":
-        raise ValueError("mixtures would do nothing: output='mixture' has them")
+        raise ValueError("mixtures have no effect without output='mixture'")
     if not isinstance(conditioned, bool):
         raise ValueError(f"conditioned: expected true or false, got {conditioned!r}")
     if conditioned and not num_classes:

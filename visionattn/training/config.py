@@ -275,8 +275,8 @@ def _check_together(config: TrainConfig) -> None:
         raise ValueError(f"optim.min_lr {optim.min_lr} is above optim.lr {optim.lr}, the peak")
     if optim.warmup_epochs >= config.epochs:
         raise ValueError(
-            f"optim.warmup_epochs {optim.warmup_epochs} leaves nothing of epochs {config.epochs} "
-            f"for the cosine; --optim.warmup_epochs {config.epochs / 2:g} does"
+            f"expected optim.warmup_epochs below epochs {config.epochs}, got "
+            f"{optim.warmup_epochs}; pass --optim.warmup_epochs {config.epochs / 2:g}"
         )
     if optim.drop_epochs is not None:
         _check_drop(config, optim.drop_epochs)
@@ -331,7 +331,7 @@ def _check_together(config: TrainConfig) -> None:
     if config.parallel == "sequence" or isinstance(config.parallel, int):
         _check_sequence(config)
     if config.resume and config.overwrite:
-        raise ValueError("resume goes on with a run and overwrite deletes it: give one of them")
+        raise ValueError("resume continues a run and overwrite deletes it; pass only one")
 
 
 def _check_drop(config: TrainConfig, drop_epochs: float) -> None:

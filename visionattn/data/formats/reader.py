@@ -80,11 +80,11 @@ def damage(what: str, *kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except UnidentifiedImageError as error:  # Pillow's text names a Python object
-        raise ValueError("cannot identify image file: it is of no known format") from error
+        raise ValueError("unknown image format") from error
     except DAMAGED_IMAGE:
         raise
     except (*kinds, *BROKEN) as error:
-        raise ValueError(f"{what} that cannot be read: {one_line(error)[:200]}") from error
+        raise ValueError(f"unreadable {what}: {one_line(error)[:200]}") from error
 
 
 Keep = Callable[[object, Callable[[], np.ndarray]], np.ndarray]
@@ -305,8 +305,8 @@ class Reader(Closing):
         """
         if rows * columns > self.most_px:
             raise ValueError(
-                f"{rows:,} x {columns:,} pixels are too many to be read at once: more than "
-                f"data.max_pixels {self.most_px:,}; raise it if this size is intended"
+                f"{rows:,} x {columns:,} pixels exceed data.max_pixels {self.most_px:,}; raise it "
+                "to read the image"
             )
 
 

@@ -106,7 +106,7 @@ def bands_of(reader: Reader, options: ReadOptions) -> list[int] | None:
         return list(options.bands)
     if reader.bands > 4 or (reader.bands == 2 and not reader.alpha):
         raise NotAsAsked(
-            f"the image has {held}; name the bands to read, in order, as in --data.bands "
+            f"the image has {held}; choose bands, e.g. --data.bands "
             f"{' '.join(map(str, range(1, min(reader.bands, 3) + 1)))}"
         )
     kept = {2: 1, 4: 3}.get(reader.bands, reader.bands)
@@ -175,8 +175,8 @@ def no_range(reader: Reader, ends: tuple[float, float]) -> str:
     """Return the message about an image whose value range is unknown."""
     units = "values in physical units" if reader.meaning.scale else f"{reader.dtype} values"
     return (
-        f"{units} from {ends[0]:,.6g} to {ends[1]:,.6g} without a known value range; "
-        "give --data.value_range LOW HIGH"
+        f"{units} from {ends[0]:,.6g} to {ends[1]:,.6g} without a known value range; pass "
+        "--data.value_range LOW HIGH"
     )
 
 
@@ -186,7 +186,7 @@ def _check_within(pixels: np.ndarray, low: float, high: float) -> None:
     if smallest >= low:
         wrong = f"up to {largest:,.6g}, while other images end at {high:,.6g}"
     if smallest < low or largest > high:
-        raise NotAsAsked(f"values {wrong}; give --data.value_range LOW HIGH")
+        raise NotAsAsked(f"values {wrong}; pass --data.value_range LOW HIGH")
 
 
 def extremes(pixels: np.ndarray) -> tuple[float, float]:
@@ -291,8 +291,8 @@ def _of_pages(seen: Sequence[_Seen]) -> list[str]:
     if many is None or many.pages == 1:
         return []
     return [
-        f"images have several pages ({many.pages} in {many.name}): the first of each is read, "
-        "the others are left out; --data.page N takes another"
+        f"images have several pages ({many.pages} in {many.name}): page 1 of each is read; "
+        "--data.page N reads another"
     ]
 
 
@@ -329,12 +329,12 @@ def _settled(
         options = replace(options, value_range=(0.0, float(2**held - 1)), found=True)
         lines.append(
             f"{max(file.dtype.itemsize * 8 for file in whole)}-bit images hold values up to "
-            f"{largest:,}: read as {held} bits; --data.value_range LOW HIGH says otherwise"
+            f"{largest:,}: read as {held} bits; override with --data.value_range LOW HIGH"
         )
     if ranged and seen and all(file.dtype == np.uint8 for file in seen):
         lines.append(
-            f"data.value_range does not change files of 8 bits; files looked at: {len(seen)}, all "
-            "of 8 bits"
+            f"data.value_range has no effect on 8-bit files; all {len(seen)} inspected files have "
+            "8 bits"
         )
     if scaled := [file.name for file in seen if file.scaled]:
         lines.append(

@@ -211,7 +211,7 @@ class _Pass:
         step, number = self.begun
         of = "the reading" if step == 0 else f"block {step - 1}"
         goes_on = self.folder is not None and self.folder.place is not None
-        say(f"going on with band {number + 1} of {of}" if goes_on else self.plan.line)
+        say(f"resuming with band {number + 1} of {of}" if goes_on else self.plan.line)
         done = sum(len(bands) for bands in self.bands[:step]) + number
         begun = time.perf_counter()
         with ExitStack() as stack:
@@ -224,8 +224,8 @@ class _Pass:
                 if self.folder is not None:
                     self.folder.record(place, self.plan.rows)
                     if interruption.requested and progress.done < total:
-                        kept = f"{self.folder.folder} keeps the work so far"
-                        raise Stopped(f"stopped; {kept}, the same command goes on")
+                        kept = f"{self.folder.folder} keeps the finished bands"
+                        raise Stopped(f"stopped; {kept}; the same command resumes")
         seconds, waited = time.perf_counter() - begun, self.image.waited_s
         if waited:
             share = f"{waited:.1f} s ({100 * waited / seconds:.1f} %)"
