@@ -108,7 +108,7 @@ def test_what_shards_lack_is_said_in_one_line(shard_root, tmp_path_factory):
     pytest.importorskip("webdataset")
     root = f"wds/{shard_root}"
     assert refused(ValueError, config_of(root, on_error="skip")) == (
-        f"data root {root} does not say how many classes there are; give num_classes"
+        f"data root {root} does not state the number of classes; pass --data.args.num_"
     )
     assert refused(ValueError, config_of(root, num_classes=3)) == (
         f"timm's reader of {root} leaves unreadable images out; pass --data.on_error skip"
@@ -119,7 +119,7 @@ def test_what_shards_lack_is_said_in_one_line(shard_root, tmp_path_factory):
     info = json.loads((shard_root / "_info.json").read_text())
     info["splits"]["extra"] = info["splits"].pop("validation")
     (shard_root / "_info.json").write_text(json.dumps(info))
-    with pytest.warns(UserWarning, match=f"left out of {root}: extra"):
+    with pytest.warns(UserWarning, match=f"ignored in {root}: extra"):
         assert refused(ValueError, config_of(root, num_classes=3, on_error="skip")) == (
             f"_info.json of {shard_root} has no validation split; it has train, extra"
         )

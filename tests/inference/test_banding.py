@@ -157,7 +157,7 @@ def test_a_model_that_cannot_be_computed_so_says_why(folder, capsys):
     write_weights(folder / "best.safetensors", args=args | {"relative": "none"})
     before = written(folder)
     assert run("predict", native(*BOUND, output="out.csv")) == 3
-    assert "it is not computed band by band: " in capsys.readouterr().err
+    assert "it cannot run band by band: " in capsys.readouterr().err
     assert written(folder) == before
     with pytest.raises(OutOfMemory, match="1 image of 136 x 64 pixels would take about "):
         visionattn.predict("best.safetensors", "images", img_size="native", memory_gib=0.0005)
@@ -191,7 +191,10 @@ def test_another_bound_of_memory_goes_on_and_other_options_say_which_they_are(
     kept = written(folder)
     capsys.readouterr()
     assert run("features", native("--dense", *BOUND, "--dtype", "float16")) == 2
-    assert "other unfinished work for out: dtype float32 there, float16" in capsys.readouterr().err
+    assert (
+        "unfinished work of another call for out: dtype float32 there, float16"
+        in capsys.readouterr().err
+    )
     assert written(folder) == kept
     assert run("features", native("--dense", "--memory_gib", "0.0007")) == 0
     assert "resuming with band" in capsys.readouterr().out
@@ -261,7 +264,7 @@ def test_look_draws_the_winners_of_one_pass_over_a_smaller_picture(
         assert other["added"] == pytest.approx(one["added"], rel=1e-3)
     assert bands["rows"] == [] and "band by band" in (folder / "bands" / "index.html").read_text()
     assert run("look", [*flags, "--show", "rows", "--output", "rows"]) == 2
-    assert "band by bbut only winners" in capsys.readouterr().err
+    assert "band by band there are only winners" in capsys.readouterr().err
 
 
 def opened(path: str) -> np.ndarray:

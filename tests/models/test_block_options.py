@@ -317,12 +317,12 @@ REFUSED = {
     "expected a name, or 2, one for each block, got 3": dict(attention=["window"] * 3),
     "attention 'linear': expected one of": dict(attention=["window", "linear"]),
     "a list of names, one for each block, got 5": dict(attention=5),
-    "temperature_init=2.0 would do nothing: attention='window' has no temperature; "
+    "temperature_init=2.0 has no effect: attention='window' has no temperature; "
     "attention='kernelized' has no temperature": dict(
         attention=["window", "kernelized"], temperature_init=2.0
     ),
-    "window_size=5 would do nothing: attention='kernelized' has no windows": dict(window_size=5),
-    "horizon=2 would do nothing: attention='window' has an entry for each offset": dict(
+    "window_size=5 has no effect: attention='kernelized' has no windows": dict(window_size=5),
+    "horizon=2 has no effect: attention='window' has an entry for each offset": dict(
         attention="window", horizon=2
     ),
     "horizon=2 would do nothing": dict(relative="none", horizon=2),
@@ -339,8 +339,8 @@ REFUSED = {
     "value_conv: expected an odd side of 1 patch or more, got 4": dict(value_conv=4),
     "centre_keys=True would do nothing": dict(attention="softmax", centre_keys=True),
     "feature_map 'elu': expected one of elu1, relu, softmax, random": dict(feature_map="elu"),
-    "'relu' would do nothing: .*no feature": dict(attention="taylorshift", feature_map="relu"),
-    'random_features=5 would do nothing: .*feature_map="random"': dict(random_features=5),
+    "'relu' has no effect: .*no feature": dict(attention="taylorshift", feature_map="relu"),
+    'random_features=5 has no effect: .*feature_map="random"': dict(random_features=5),
     "num_features of 1 or more, got 8 and 0": dict(feature_map="random", random_features=0),
     "relative '2d': expected one of joint, axial, flat, none": dict(relative="2d"),
     "normalization 'l2': expected mean or sum": dict(normalization="l2"),
@@ -371,5 +371,5 @@ def test_calls_that_a_layer_cannot_answer_say_why():
         with pytest.raises(ValueError, match=message):
             of(x, layout, is_causal=True)
     layer.fused_attn = False
-    with pytest.raises(ValueError, match="weights of all pairs"):
+    with pytest.raises(ValueError, match="needs the attention matrix"):
         layer(x, layout)

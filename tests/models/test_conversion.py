@@ -260,7 +260,7 @@ WRONG = {
     "expected a name, or 3, one for each block, got 2": dict(attention=["window", "softmax"]),
     "got embed_dim; the rest is the teacher's, 24": dict(embed_dim=48),
     "expected options among relative, horizon, .*, got layers": dict(layers=2),
-    "horizon=2 would do nothing: all blocks": dict(horizon=2, softmax_blocks=range(3)),
+    "horizon=2 has no effect: all blocks": dict(horizon=2, softmax_blocks=range(3)),
     "num_heads 5 does not divide the width 24": dict(num_heads=5),
     "cannot be converted with these options: value_conv='wide'": dict(value_conv="wide"),
 }

@@ -87,10 +87,8 @@ REFUSED = {
         *("vit_tiny_patch16_224", "--args.depth", "x")
     ],
     "pretrained is for names of timm, and vit.pth is a file": [*STATE, "--pretrained"],
-    "nan.pth cannot be used as weights: its blocks.1.mlp.fc1.weight has NaN or": ["nan.pth", *BODY],
-    "garbled.pth is no whole file of weights (cut off or garbled), neither of safetensors nor": [
-        *("garbled.pth", *BODY)
-    ],
+    "nan.pth has NaN or infinity in blocks.1.mlp.fc1.weight": ["nan.pth", *BODY],
+    "garbled.pth is truncated or neither a safetensors file nor": [*("garbled.pth", *BODY)],
 }
 
 

@@ -140,10 +140,10 @@ def test_every_parameter_learns_and_checkpointing_changes_nothing(kind):
 WRONG = [
     ({"attention": "taylorshift"}, "has no causal form .its linear form"),
     ({"output": "gauss"}, "output 'gauss': expected categorical or mixture"),
-    ({"mixtures": 3}, "mixtures would do nothing"),
+    ({"mixtures": 3}, "mixtures have no effect"),
     ({"levels": 1}, "levels: expected a whole number from 2 on, got 1"),
     ({"conditioned": True}, "there are no classes"),
-    ({"relative": "none", "rows": 2}, "rows and reach would do nothing"),
+    ({"relative": "none", "rows": 2}, "rows and reach have no effect"),
     ({"conditioned": "x", "num_classes": 2}, "conditioned: expected true or false, got 'x'"),
     ({"depth": 0}, "depth: expected a whole number from 1 on, got 0"),
 ]

@@ -22,7 +22,7 @@ def test_a_model_that_cannot_checkpoint_says_so(monkeypatch):
     monkeypatch.setattr(VisionAttnTransformer, "set_grad_checkpointing", refuse)
     with pytest.raises(
         ValueError,
-        match="scaleformer_vit_t has no gradient checkpointing; leave model.grad_checkpointing out",
+        match="scaleformer_vit_t has no gradient checkpointing; omit model.grad_checkpointing",
     ):
         build_model(ModelConfig("scaleformer_vit_t", MODEL, True), SPEC)
 
@@ -89,7 +89,7 @@ def test_too_little_memory_on_a_resumption_replaces_the_old_status_and_keeps_the
 
 
 def test_an_argument_that_timm_would_drop_is_refused():
-    with pytest.raises(ValueError, match="model.args.init_values null would do nothing"):
+    with pytest.raises(ValueError, match="model.args.init_values null has no effect"):
         build_model(ModelConfig("scaleformer_vit_pixel", {"init_values": None}), SPEC)
 
 

@@ -136,9 +136,9 @@ def test_a_value_of_a_wrong_type_is_one_line(argv, line):
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("epochs: [", "is no YAML file"),
-        ("- epochs\n", "must hold names and values, got a list"),
-        ("optim: 3\n", "optim must hold names and values, got 3"),
+        ("epochs: [", "is not a YAML file"),
+        ("- epochs\n", ": expected names and values, got a list"),
+        ("optim: 3\n", "optim: expected names and values, got 3"),
         ("epochs: ten\n", "epochs must be a whole number, got ten"),
     ],
 )
@@ -209,16 +209,15 @@ def test_every_configuration_of_the_repository_is_valid_and_has_a_header(path):
         ),
         (
             ["--optim.drop_epochs", "3", "--optim.min_lr", "1e-3"],
-            "optim.drop_epochs would do nothing: optim.min_lr is optim.lr, 0.001",
+            "optim.drop_epochs has no effect: optim.min_lr is optim.lr, 0.001",
         ),
         (
             ["--optim.warmup_epochs", "10"],
-            "optim.warmup_epochs 10.0 leaves nothing of epochs 10 for the cosine; "
-            "--optim.warmup_epochs 5 does",
+            "expected optim.warmup_epochs below epochs 10, got 10.0; pass --optim.warmup_epochs 5",
         ),
         (
             ["--resume", "--overwrite"],
-            "resume goes on with a run and overwrite deletes it: give one of them",
+            "resume continues a run and overwrite deletes it; pass only one",
         ),
     ],
 )

@@ -226,7 +226,7 @@ def test_options_of_training_are_refused_where_no_epoch_is_left(tmp_path):
     kept = (tmp_path / "small" / "config.yaml").read_bytes()
     with pytest.raises(
         ValueError,
-        match="all 2 epochs are done, so that another optim.lr would change nothing; --epochs 3",
+        match="all 2 epochs are done; another optim.lr has no effect; --epochs 3",
     ):
         run(small_config(tmp_path, resume=True, optim={"lr": 2e-3}))
     assert (tmp_path / "small" / "config.yaml").read_bytes() == kept
@@ -279,7 +279,7 @@ def test_a_folder_in_use_is_refused_and_overwriting_deletes_only_what_a_run_wrot
         ({"run": "../elsewhere"}, "run must be the name of a folder within .*, got '../elsewhere'"),
         ({"run": ".."}, "run must be the name of a folder"),
         ({"epochs": 0}, "epochs must be above 0"),
-        ({"device": "abacus"}, "device 'abacus' cannot be used here"),
+        ({"device": "abacus"}, "device 'abacus' is not available"),
         ({"init_from": "nowhere.pt"}, "no checkpoint at nowhere.pt"),
         ({"model": {"num_headz": 4}}, "has no argument num_headz; the nearest is num_heads$"),
         ({"model": {"embed_dim": 0}}, "^embed_dim: expected a whole number from 1 on, got 0$"),
@@ -392,7 +392,7 @@ def test_an_unreadable_image_ends_the_run_with_its_path_and_loses_no_step(
 @pytest.mark.parametrize("where", ["train", "validation"])
 def test_an_unreadable_image_is_left_out_where_that_is_asked_for(tmp_path, monkeypatch, where):
     unreadable_in(where, monkeypatch)
-    with pytest.warns(UserWarning, match="left out unreadable image x/broken.png"):
+    with pytest.warns(UserWarning, match="skipped unreadable image x/broken.png"):
         run(small_config(tmp_path, data={"on_error": "skip"}, epochs=1))
     assert rows(tmp_path / "small")[0]["left_out"] == "1"
 

@@ -82,7 +82,7 @@ def test_a_line_says_sizes_patches_memory_and_seconds_before_the_table(evaluate)
         map(str.strip, validate.COLUMNS["classification"])
     )
     pattern = (
-        r"7 images of 16 x 16 to 56 x 56 px, 4 to 49 patches; memory: \d+ MiB expected, "
+        r"7 images of 16 x 16 to 56 x 56 px, 4 to 49 patches; peak memory: \d+ MiB estimated, "
         r"[\d.]+ [MG]iB available; estimated time: [\d.]+ s per image, [\d.]+ s in total"
     )
     assert re.fullmatch(pattern, lines[1]), lines[1]
@@ -122,7 +122,8 @@ def test_what_does_not_fit_is_refused_with_what_would_and_writes_nothing(
     assert code == 3 and lines == [] and not list(tmp_path.iterdir())
     assert re.fullmatch(
         r"error: 7 images of 64 x 64 pixels would take about \d+ MiB of memory, but \d+ "
-        r"MiB; --batch-size (2|4) would fit; --batch-size auto takes the largest batch that fits\n",
+        r"MiB are available; --batch-size (2|4) would fit; --batch-size auto takes the "
+        r"largest batch that fits\n",
         error,
     )
     fit = re.search(r"--batch-size \d", error)[0].split()
@@ -195,8 +196,8 @@ def test_of_another_folder_all_images_are_judged_by_the_classes_of_the_weights(w
     with pytest.raises(ValueError) as caught:
         judged(weights, f"--data.root={strange}")
     assert str(caught.value) == (
-        f"{strange} has classes that the weights do not know: dog 10; its classes: cat, dog 10; "
-        "the classes of the weights: bird, cat, dog 2"
+        f"{strange} has classes unknown to the model: dog 10; its classes: cat, dog 10; "
+        "the model's classes: bird, cat, dog 2"
     )
 
 

@@ -297,7 +297,7 @@ def _values_of_file(path: str | os.PathLike[str], names: Mapping[str, Any]) -> d
     def walk(content: Any, name: str) -> None:
         if not isinstance(content, dict):
             what = f": {name}" if name else ""
-            raise ValueError(f"{path}{what} expected names and values, got {brief(content)}")
+            raise ValueError(f"{path}{what}: expected names and values, got {brief(content)}")
         for key, value in content.items():
             inner = f"{name}.{key}" if name else str(key)
             if inner in groups:

@@ -56,7 +56,7 @@ class CanvasArgs(DrawnArgs):
             raise ValueError(f"data.args.whole_digits must be 1 or 2, got {self.whole_digits}")
         if not 8 <= smallest <= largest:
             raise ValueError(
-                "data.args.digit_px expected the smallest and largest side of digits, at least 8 "
+                "data.args.digit_px: expected the smallest and largest side of digits, at least 8 "
                 f"pixels, got {[smallest, largest]}"
             )
         if self.whole_digits == 2 and largest < math.ceil(LARGER * smallest):

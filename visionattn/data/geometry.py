@@ -254,7 +254,7 @@ def check_sides(size: int | Sequence[int], key: str) -> None:
     """Raise ValueError for a size that is not one number of pixels in range, or two."""
     if not isinstance(size, int) and len(size) != 2:
         raise ValueError(
-            f"{key} expected one number of pixels, or height and width, got {list(size)}"
+            f"{key}: expected one number of pixels, or height and width, got {list(size)}"
         )
     if max(sides(size)) > LARGEST_SIDE_PX:
         raise ValueError(f"{key} must be at most {LARGEST_SIDE_PX:,}, got {max(sides(size)):,}")

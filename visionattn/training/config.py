@@ -343,9 +343,7 @@ def _check_drop(config: TrainConfig, drop_epochs: float) -> None:
             f"epochs {config.epochs}, got {drop_epochs}"
         )
     if optim.min_lr == optim.lr:
-        raise ValueError(
-            f"optim.drop_epochs would do nothing: optim.min_lr is optim.lr, {optim.lr}"
-        )
+        raise ValueError(f"optim.drop_epochs has no effect: optim.min_lr is optim.lr, {optim.lr}")
 
 
 def _check_writing(config: TrainConfig) -> None:
