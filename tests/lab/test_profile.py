@@ -356,7 +356,7 @@ BAD = {
     "--img-size 0": "img_size must be above 0, got 0",
     "--passes forward": "passes[0] must be one of inference, forward+backward, training_step, got "
     "forward",
-    "--models vit_tiny_patch16_224 --form direct": "form does nothing here: "
+    "--models vit_tiny_patch16_224 --form direct": "form has no effect: "
     "vit_tiny_patch16_224 have no forms",
     "--checkpointing with": "checkpointing has no effect in inference",
     "--snapshot new.pickle": "snapshot holds one cell, and these are 2",

@@ -325,11 +325,11 @@ REFUSED = {
     "horizon=2 has no effect: attention='window' has an entry for each offset": dict(
         attention="window", horizon=2
     ),
-    "horizon=2 would do nothing": dict(relative="none", horizon=2),
-    "form='direct' would do nothing": dict(attention=["window", "softmax"], form="direct"),
+    "horizon=2 has no effect": dict(relative="none", horizon=2),
+    "form='direct' has no effect": dict(attention=["window", "softmax"], form="direct"),
     "form 'linear': expected one of auto, direct, efficient": dict(form="linear"),
-    "normalization='mean' would do nothing": dict(attention="softmax", normalization="mean"),
-    "normalization='sum' would do nothing": dict(relative="none", normalization="sum"),
+    "normalization='mean' has no effect": dict(attention="softmax", normalization="mean"),
+    "normalization='sum' has no effect": dict(relative="none", normalization="sum"),
     "relative='flat': attention='window' is on a grid": dict(
         attention=["window", "kernelized"], relative="flat"
     ),
@@ -337,7 +337,7 @@ REFUSED = {
         attention="window", window_size=0
     ),
     "value_conv: expected an odd side of 1 patch or more, got 4": dict(value_conv=4),
-    "centre_keys=True would do nothing": dict(attention="softmax", centre_keys=True),
+    "centre_keys=True has no effect": dict(attention="softmax", centre_keys=True),
     "feature_map 'elu': expected one of elu1, relu, softmax, random": dict(feature_map="elu"),
     "'relu' has no effect: .*no feature": dict(attention="taylorshift", feature_map="relu"),
     'random_features=5 has no effect: .*feature_map="random"': dict(random_features=5),

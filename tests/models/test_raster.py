@@ -54,7 +54,7 @@ WRONG = [
     (dict(attention="window"), "attention='window' has no causal form .tokens of a"),
     (dict(feature_map="softmax"), "feature_map='softmax' has no causal form: its keys"),
     (dict(relative="joint"), "relative 'joint': expected flat, along the raster, or none"),
-    (dict(attention="softmax", normalization="sum"), "normalization='sum' would do nothing"),
+    (dict(attention="softmax", normalization="sum"), "normalization='sum' has no effect"),
     (dict(rows=-1, reach=2), "rows -1, reach 2: expected whole numbers from 0 on"),
 ]
 
