@@ -330,6 +330,14 @@ def test_the_range_of_16_bits_is_found_once_by_the_largest_value_of_a_few_files(
     np.testing.assert_allclose(got, pixels[0] / (2**bits - 1), atol=1e-6)
 
 
+def test_one_deep_file_among_files_of_8_bits_is_found_before_the_first_step():
+    files = [tiff(pattern(1, np.uint8, 200))] * 40
+    files[3] = tiff(pattern(1, np.uint16, 900))
+    options, lines = settle(Listed(*files), range(40), ReadOptions(1))
+    assert options.value_range == (0, 1023) and "16-bit images hold values up to 900" in lines[0]
+    assert settle(Listed(*files[4:]), range(36), ReadOptions(1)) == (ReadOptions(1), [])
+
+
 def test_values_outside_the_range_that_was_found_are_an_error():
     options = settle(Listed(tiff(pattern(1, np.uint16, 4000))), [0], ReadOptions(1))[0]
     assert options.value_range == (0, 4095)

@@ -150,6 +150,14 @@ def test_a_missing_package_names_the_extra(root, table, monkeypatch):
     assert refused(ValueError, config_of(root, **given)) == line
 
 
+def test_a_table_in_latin_1_is_refused_with_advice(root, table):
+    given = table(label=LABELS)
+    Path(given["labels"]).write_bytes("path,label\ncat/9.png,Bär\n".encode("latin-1"))
+    assert refused(ValueError, config_of(root, **given)) == (
+        f"{given['labels']} is not UTF-8 text; save the table as UTF-8"
+    )
+
+
 def test_a_cell_with_the_separator_is_refused(root, table):
     given = table(label=LABELS)
     with open(given["labels"], "a") as file:

@@ -275,7 +275,7 @@ def test_a_folder_in_use_is_refused_and_overwriting_deletes_only_what_a_run_wrot
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"resume": True}, "nothing to resume: .*last.pt does not exist; leave out --resume"),
+        ({"resume": True}, "nothing to resume: .*last.pt does not exist; check --run"),
         ({"run": "../elsewhere"}, "run must be the name of a folder within .*, got '../elsewhere'"),
         ({"run": ".."}, "run must be the name of a folder"),
         ({"epochs": 0}, "epochs must be above 0"),

@@ -200,6 +200,8 @@ def _read(file: str) -> "DataFrame":
         with warnings.catch_warnings():
             warnings.simplefilter("error", pd.errors.ParserWarning)  # a row has surplus cells
             rows = getattr(pd, function)(file, **options)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 text; save the table as UTF-8") from error
     except (ValueError, pd.errors.ParserWarning) as error:
         raise ValueError(f"cannot read {file} as {suffix[1:]}: {one_line(error)}") from error
     if not len(rows):

@@ -112,7 +112,10 @@ def run_folder(config: TrainConfig) -> Path:
     # A run that was refused, e.g. because it did not fit into memory, leaves only its status.
     filled = folder.is_dir() and any(each.name not in (STATUS, LOCK) for each in folder.iterdir())
     if config.resume and not can_go_on(folder):
-        raise ValueError(f"nothing to resume: {folder / LAST} does not exist; leave out --resume")
+        raise ValueError(
+            f"nothing to resume: {folder / LAST} does not exist; check --run and --output, or omit "
+            "--resume to start the run"
+        )
     if filled and not (config.resume or config.overwrite):
         way_on = "--resume continues it, " if can_go_on(folder) else ""
         raise ValueError(

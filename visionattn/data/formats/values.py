@@ -27,6 +27,10 @@ BITS = (8, 10, 12, 14, 16)
 """Possible numbers of bits in 16-bit integers, if the file does not state it."""
 FEW_FILES, PAGED_FILES = 8, 256
 """Number of files that determine the value range, and number of files checked for pages."""
+MOST_HEADERS = 2048
+"""Number of files checked for more than 8 bits if the inspected files have 8."""
+EIGHT_BITS = (".jpg", ".jpeg", ".gif", ".webp", ".bmp")
+"""Suffixes of formats that hold 8 bits only."""
 PAGED = (".tif", ".tiff", ".btf", ".tf8", ".gif", ".webp")
 """Suffixes of formats with pages."""
 
@@ -256,6 +260,8 @@ def settle(
             continue  # reported when it is read
     if strict and refused and not seen:
         raise ValueError(refused[0])
+    if seen and all(file.dtype == np.uint8 for file in seen):
+        seen += _first_deep(source, indices, options)
     options, lines = _settled(seen, options, strict)
     return options, lines + _of_pages([*seen, *_first_of_pages(source, indices, options)])
 
@@ -282,6 +288,18 @@ def _first_of_pages(
         with suppress(*DAMAGED_IMAGE), open_image(source.open(index), options) as reader:
             if reader.pages > 1:
                 yield _Seen(source.name(index), reader.pages, reader.dtype, False)
+                return
+
+
+def _first_deep(source: Source, indices: Sequence[int], options: ReadOptions) -> Iterator[_Seen]:
+    """Yield the first file without a known value range among up to ``MOST_HEADERS`` evenly spaced
+    files; of the other files only headers are read.
+    """
+    named = [int(i) for i in indices if not source.name(int(i)).lower().endswith(EIGHT_BITS)]
+    for index in named[:: -(-len(named) // MOST_HEADERS) or 1]:
+        with suppress(*DAMAGED_IMAGE), open_image(source.open(index), options) as reader:
+            if reader.dtype != np.uint8 and range_of(reader, options) is None:
+                yield _look(reader, source.name(index), options)
                 return
 
 
