@@ -382,8 +382,8 @@ def named(path: str | Path) -> Iterator[None]:
     except OSError as error:
         if error.errno is None:  # raised by a library that does not know the file
             raise OSError(f"{path} cannot be written: {error}") from error
-        beside = any(mark in str(error.filename) for mark in (UNFINISHED, CONTINUED))
-        if error.filename is None or beside:
+        unfinished = any(mark in str(error.filename) for mark in (UNFINISHED, CONTINUED))
+        if error.filename is None or unfinished:
             error.filename = str(path)
         raise
     except Exception as error:

@@ -73,7 +73,7 @@ def open_tree(root: str, labelled: bool, known: Sequence[str] | None) -> Placed:
 
 def list_images(root: str) -> tuple[Source, list[Folders], list[Folders], LeftOut]:
     """List the images of a folder or a tar in order, at any depth, with the parts of their paths
-    below ``root``; then all folders (none for a tar), and what is left out.
+    below ``root``; then all folders (none for a tar), and the ignored files.
 
     Raises:
         ValueError: there are no images; one line.

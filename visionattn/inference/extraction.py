@@ -123,11 +123,11 @@ class Extraction:
         check(options)
         self.options, output = options, Path(options.output or "")
         self.part = Part.parse(options.shard) if options.shard else None
-        self.folder, beside = output, output
+        self.folder, place = output, output
         if self.part is not None:
             self.part.check_division(output)
             self.folder = self.part.folder(output)
-            beside = Path(f"{output}.{self.part.number}-of-{self.part.of}")
+            place = Path(f"{output}.{self.part.number}-of-{self.part.of}")
         self.collection = collection or collect(options)
         self._check_folder()
         self.opened, images = self.collection.opened, self.collection.images
@@ -136,7 +136,7 @@ class Extraction:
             self.numbers = self.part.images(len(images))
             images = images.part(self.numbers)
         compute, held_bytes = (last_map, options.shard_mib * MIB) if options.dense else (pooled, 0)
-        how = dict(output=beside, held_bytes=held_bytes)
+        how = dict(output=place, held_bytes=held_bytes)
         self.image_run = ImageRun(options, self.opened, images, compute, **how)
         self.kept = self._whole_shards()
         if not self.kept:

@@ -122,10 +122,10 @@ def of_run(options: ExtractOptions) -> dict[str, Any]:
     Raises:
         ValueError: its ``config.yaml`` is not a configuration; one line.
     """
-    beside = Path(options.checkpoint or CONFIG).with_name(CONFIG)
-    if not options.drawn or not options.checkpoint or not beside.is_file():
+    file = Path(options.checkpoint or CONFIG).with_name(CONFIG)
+    if not options.drawn or not options.checkpoint or not file.is_file():
         return {}
-    run = read_yaml(beside)
+    run = read_yaml(file)
     try:
         data = run["data"]
         if data["name"] != options.data:
@@ -135,7 +135,7 @@ def of_run(options: ExtractOptions) -> dict[str, Any]:
         held = {"val_fraction"} & set(data) if options.data == "canvas" else set()
         return known | {"seed": run.get("seed", 0)} | {key: data[key] for key in held}
     except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{beside} is no configuration of a run: {first_line(error)}") from error
+        raise ValueError(f"{file} is not a run configuration: {first_line(error)}") from error
 
 
 def check(options: ExtractOptions) -> None:

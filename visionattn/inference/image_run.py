@@ -37,7 +37,7 @@ class ImageRun:
     """A model and its images; nothing is written.
 
     Args:
-        options: how images come to the model.
+        options: how images are read and preprocessed.
         opened: the model.
         images: the images.
         compute: computes the wanted outputs.

@@ -148,7 +148,7 @@ class PredictOptions(InferenceOptions):
 
     @property
     def saved(self) -> list[Saved]:
-        """Return what a segmentation model writes."""
+        """Return the outputs that a segmentation model writes."""
         return self.save or ["masks"]
 
 

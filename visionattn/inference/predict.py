@@ -84,7 +84,7 @@ class Predictor:
                 write_whole(self.output, lambda place: self._write(place, rows))
                 what = "values" if self.opened.spec.task == "regression" else "classes"
                 say(f"{self.done} of {len(run.images)} images have {what}: {self.output}")
-        # The file is written anyway: its rows say what happened to each image.
+        # The file is written anyway: its rows have the status of each image.
         if not self.done:
             text = f"none of the {len(run.images)} images has a result; the first: "
             raise self.failed[0].error(text)

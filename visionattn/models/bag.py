@@ -135,8 +135,8 @@ class BagEncoder(nn.Module):
             ValueError: wrong shapes or dtypes, an empty bag, two tiles at one place, or tiles too
                 far apart for their number.
         """
-        alone = features.ndim == 2
-        if alone:
+        single = features.ndim == 2
+        if single:
             features, places = features[None], places[None]
             present = None if present is None else present[None]
         self._check(features, places, present)
@@ -145,7 +145,7 @@ class BagEncoder(nn.Module):
             tokens, present, self.global_pool, self.num_prefix_tokens, with_prefix=False
         )
         out = self.head(self.head_drop(pooled))
-        return out[0] if alone else out
+        return out[0] if single else out
 
     def _check(self, features: Tensor, places: Tensor, present: Tensor | None) -> None:
         batch, tiles = features.shape[:2] if features.ndim == 3 else (-1, -1)

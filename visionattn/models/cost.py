@@ -513,8 +513,8 @@ class ForwardMemory(Memory):
 
     Args:
         passes, patch_px, cell_px, bound_bytes: as for ``Memory``.
-        beside: returns further bytes on a CPU for batches of a shape: of data loading processes,
-            and of results that wait to be written.
+        extra_bytes: returns further bytes on a CPU for batches of a shape: of data loading
+            processes, and of results that wait to be written.
         native: images keep their sizes.
         batches: the flag for smaller batches, with ``images`` or ``patches`` to fill in.
     """
@@ -524,14 +524,14 @@ class ForwardMemory(Memory):
         passes: Passes,
         patch_px: Size,
         cell_px: int,
-        beside: Callable[[Shape], int],
+        extra_bytes: Callable[[Shape], int],
         *,
         native: bool,
         batches: str = "--batch-size {images}",
         bound_bytes: int | None = None,
     ):
         super().__init__(passes, patch_px, cell_px, bound_bytes=bound_bytes)
-        self.beside, self.native, self.batches = beside, native, batches
+        self.extra_bytes, self.native, self.batches = extra_bytes, native, batches
         self.fixed = fixed_size(passes.model) is not None
 
     def bytes_of(self, shape: Shape) -> int | None:
@@ -539,8 +539,8 @@ class ForwardMemory(Memory):
         forward = self.extended(self.passes.forward_bytes, shape)
         if forward is None:
             return None
-        alone = self.bounded or self.passes.device.type == "cuda"
-        return self.base_bytes + forward + (0 if alone else self.beside(shape))
+        model_only = self.bounded or self.passes.device.type == "cuda"
+        return self.base_bytes + forward + (0 if model_only else self.extra_bytes(shape))
 
     def batch_that_fits(self, images: int, shape: Shape) -> str:
         """Return the flag of ``batches``, filled in."""

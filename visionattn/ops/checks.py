@@ -1,5 +1,5 @@
-"""Argument checks of every attention. Each failure is one ValueError: what was wanted and what was
-given.
+"""Argument checks of every attention. Each failure is one ValueError with the expected and
+the given value.
 """
 
 import torch

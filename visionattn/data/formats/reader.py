@@ -37,7 +37,7 @@ has values without a known range.
 
 class NotAsAsked(ValueError):
     """An intact file lacks the requested page, bands or value range, or is of another kind; the
-    message says what was wanted.
+    message names the request.
     """
 
 

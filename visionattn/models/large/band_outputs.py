@@ -38,7 +38,7 @@ class Output:
         raise NotImplementedError
 
     def end_band(self) -> None:
-        """Called when the tokens so far form whole bands; the next ones may take long."""
+        """Handle the end of a band: the tokens so far form whole bands."""
 
     def result(self, again: Pieces) -> Any:
         """Return the output; ``again`` yields the last tokens once more."""
