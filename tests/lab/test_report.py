@@ -103,7 +103,7 @@ def test_what_is_damaged_or_absurd_is_named_and_the_rest_is_shown(tmp_path):
     absurd += ['"step": 12, "epoch": -1e308, "val_accuracy": 1' + "0" * 400]
     with open(odd / "metrics.jsonl", "a") as file:
         file.write("".join(f'{{"kind": "epoch", {each}}}\n' for each in absurd) + '{"kind": "ep')
-    with pytest.raises(ValueError, match="early is no run"):
+    with pytest.raises(ValueError, match="early is not a run"):
         page_of(early, output=tmp_path / "page.html")
     (early / "config.yaml").write_text("epochs: 9\n")
     page = page_of(*runs, early, odd, output=tmp_path / "page.html", images=1)
