@@ -58,9 +58,11 @@ def size_charts(rows: Sequence[Record]) -> list[Chart]:
     def fast(case: str) -> str:
         times = last.get(f"{case} / timm's speed")
         times = None if case == next(iter(MODELS)) else times
-        return MODELS[case] + (
-            f",\n{float(times):.2g} times as fast at {last['px']:,} px" if times else ""
-        )
+        if not times:
+            return MODELS[case]
+        # No-break spaces keep the second part in one line of the legend.
+        faster = f"{float(times):.2g} × timm at {last['px']:,} px"
+        return f"{MODELS[case]}, " + faster.replace(" ", "\N{NO-BREAK SPACE}")
 
     unit = "peak MiB above weights and image"
     return [
