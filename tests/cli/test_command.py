@@ -102,7 +102,7 @@ def test_an_installed_package_has_its_configurations_within(tmp_path, monkeypatc
 
 @pytest.mark.slow
 def test_the_page_about_python_runs_as_it_stands(tmp_path, started_quickly):
-    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "usage.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     done = fresh("\n".join(["import torch; torch.set_num_threads(1)", *blocks]), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
