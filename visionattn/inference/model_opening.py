@@ -81,7 +81,8 @@ class Opened:
         """Raise ValueError if there are no features of a whole image."""
         if self.body_alone:
             raise ValueError(
-                f"segmentation model {self.name} has feature maps and no image vector; use dense"
+                f"the {self.name} of a segmentation has feature maps and no vector of an image; "
+                "use dense"
             )
 
     def identity(self) -> dict[str, Any]:
