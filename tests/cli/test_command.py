@@ -86,7 +86,8 @@ def test_shipped_configurations_are_found_by_name_and_files_go_first(tmp_path, m
     (tmp_path / "digits.yaml").write_text("epochs: 2\n")
     assert configs.find_config("digits.yaml") == Path("digits.yaml")
     near = "the nearest shipped one is digits"
-    for name, rest in {"digitz": near, "xyz": f"shipped are {', '.join(files)}"}.items():
+    listed = f"shipped are {', '.join(files)}"
+    for name, rest in {"digitz": near, "xyz": listed, "a/digitz.yaml": "check the path"}.items():
         with pytest.raises(FileNotFoundError) as error:
             configs.find_config(name)
         assert str(error.value) == f"no configuration file at {name}; {rest}"
