@@ -41,7 +41,7 @@ NOT_RUN = {
 }
 """Commands that do not run here, as regular expressions, and why."""
 
-TRAIN = ["--epochs=1", "--optim.warmup_epochs=0.5", "--data.workers=0", "--batch_size=8"]
+TRAIN = ["--epochs=1", "--optim.warmup_epochs=0.5", "--data.workers=0", "--threads=1"]
 FEW = ["--data.args.train_images=16", "--data.args.eval_images=8"]
 MASKS = ["--data.crop=64", "--data.crops=1"]
 
@@ -53,11 +53,12 @@ def short_flags(name: str, words: list[str]) -> list[str]:
     masks = "segmentation" in text
     if name == "train":
         few = ["--data.img_size=64"] if "documents" in text else []
+        batch = ["--batch_size=64" if "digits" in text else "--batch_size=8"]
         slow = "imagenet_s" in text or "pixel_decoder" in text
         small = ["--model.args.depth=1"] if slow else []
         # Commands of a page that train in the same folder are alternatives.
         small += [] if "--resume" in words else ["--overwrite"]
-        return TRAIN + (FEW + few if drawn else []) + (MASKS if masks else []) + small
+        return TRAIN + batch + (FEW + few if drawn else []) + (MASKS if masks else []) + small
     if name == "validate":
         sizes = ["--img_size=64"] if "documents" in text else []
         return ["--batch_size=4", *(FEW[1:] if drawn else []), *sizes]
