@@ -5,6 +5,7 @@ use, flags that make the commands short, and the commands that do not run here, 
 import csv
 import re
 import shutil
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,7 +41,7 @@ NOT_RUN = {
 }
 """Commands that do not run here, as regular expressions, and why."""
 
-TRAIN = ["--epochs=1", "--optim.warmup_epochs=0.5", "--data.workers=0", "--batch_size=8"]
+TRAIN = ["--epochs=1", "--optim.warmup_epochs=0.5", "--data.workers=0", "--threads=1"]
 FEW = ["--data.args.train_images=16", "--data.args.eval_images=8"]
 MASKS = ["--data.crop=64", "--data.crops=1"]
 
@@ -52,9 +53,12 @@ def short_flags(name: str, words: list[str]) -> list[str]:
     masks = "segmentation" in text
     if name == "train":
         few = ["--data.img_size=64"] if "documents" in text else []
+        batch = ["--batch_size=64" if "digits" in text else "--batch_size=8"]
         slow = "imagenet_s" in text or "pixel_decoder" in text
         small = ["--model.args.depth=1"] if slow else []
-        return TRAIN + (FEW + few if drawn else []) + (MASKS if masks else []) + small
+        # Commands of a page that train in the same folder are alternatives.
+        small += [] if "--resume" in words else ["--overwrite"]
+        return TRAIN + batch + (FEW + few if drawn else []) + (MASKS if masks else []) + small
     if name == "validate":
         sizes = ["--img_size=64"] if "documents" in text else []
         return ["--batch_size=4", *(FEW[1:] if drawn else []), *sizes]
@@ -134,58 +138,44 @@ class Inputs:
 
     def provide(self, name: str, words: list[str]) -> list[str]:
         """Make the inputs in the present folder, and return the words with placeholders filled."""
-        words = [word for word in words if word != "IMAGE..."]
-        first = len(words) > 0 and not words[0].startswith("-")
-        if name == "look" and first:
-            words.insert(1, "page.png") if "page.png" not in words else None
+        words = ["page.png" if word == "IMAGE..." else word for word in words]
         words = [re.sub(r"<run>|\bRUN\b", "finetune", word) for word in words]
-        flags = {
-            flag.replace("-", "_"): values
-            for flag, values in split_options(words if not first else ["--first", *words])
-        }
-        of_files = [
-            *flags.get("first", []),
-            *flags.get("checkpoint", []),
-            *flags.get("runs", []),
-            *flags.get("config", []),
-            *flags.get("init_from", []),
-        ]
-        for word in of_files:
-            self.checkpoint(word)
         text = " ".join(words)
-        for root in map(Path, flags.get("data.root", [])):
-            if not root.exists():
-                bands = 4 if "--data.bands" in words or "fields.yaml" in text else 3
-                write_masks(root) if "segmentation" in text else write_classes(root, bands)
-            for table in flags.get("data.labels", []):
-                write_table(Path(table), root, flags.get("data.columns", []))
-        images = [*flags.get("images", []), *flags.get("complete", [])]
-        for path in map(Path, [*images, *flags.get("first", [])[1:]]):
+        flags = defaultdict(list)
+        for flag, values in split_options(["--first", *words]):
+            flags[flag.replace("-", "_")] = values
+        for flag in ("first", "checkpoint", "config", "init_from", "runs"):
+            for word in flags[flag]:
+                self.provide_run(word)
+        for root in map(Path, flags["data.root"]):
+            if not root.exists() and "segmentation" in text:
+                write_masks(root)
+            elif not root.exists():
+                write_classes(root, 4 if "--data.bands" in words else 3)
+            for table in flags["data.labels"]:
+                write_table(Path(table), root, flags["data.columns"])
+        for path in map(Path, flags["images"] + flags["complete"] + flags["first"][1:]):
             if path.suffix in (".tif", ".svs", ".png") and not path.exists():
                 write_image(path)
-            elif not path.exists() and not path.suffix:
+            elif not path.suffix and not path.exists() and name != "benchmark":
                 for number in range(2):
                     write_image(path / f"{number}.png")
-        for file in flags.get("data.augment", []):
+        for file in flags["data.augment"]:
             if file.endswith(".yaml"):
                 A.save(A.Compose([A.HorizontalFlip()]), file, "yaml")
         return words
 
-    def checkpoint(self, word: str) -> None:
-        """Make the checkpoint or run folder of this name by training, once for all pages."""
+    def provide_run(self, word: str) -> None:
+        """Make the checkpoint, or the folder of a run, of this name; other words are ignored."""
         path = Path(word)
-        found = re.match(r"(checkpoints/(\w+))(/|$)", word)
-        usual = {"segmentation": "finetune_segmentation"}.get(path.stem, "finetune")
-        if path.exists() or (
-            found is None and path.suffix != ".safetensors" and word != "CHECKPOINT"
-        ):
+        if path.exists():
             return
-        name = re.sub(r"_fold\dof\d$", "", found[2]) if found else usual
-        trained = self.trained(name)
-        if found:
-            shutil.copytree(trained, found[1], dirs_exist_ok=True)
-        else:
-            shutil.copyfile(trained / "best.safetensors", path)
+        if path.parts[:1] == ("checkpoints",):
+            name = re.sub(r"_fold\dof\d$", "", path.parts[1])
+            shutil.copytree(self.trained(name), Path(*path.parts[:2]))
+        elif path.suffix == ".safetensors" or word == "CHECKPOINT":
+            usual = "finetune_segmentation" if "segmentation" in word else "finetune"
+            shutil.copyfile(self.trained(usual) / "best.safetensors", path)
 
     def trained(self, name: str) -> Path:
         """Return the folder of a short training of a configuration of the package."""
