@@ -179,9 +179,7 @@ class PatchClassifier(PatchModel):
         ValueError: as ``PatchModel``.
     """
 
-    def __init__(
-        self, backbone: nn.Module, num_classes: int, *, head_top: int = 5, **head: Any
-    ):
+    def __init__(self, backbone: nn.Module, num_classes: int, *, head_top: int = 5, **head: Any):
         super().__init__(backbone, **head)
         if type(head_top) is not int or head_top < 0:
             raise ValueError(f"head_top must be a number of patches, or 0 for all, got {head_top}")
