@@ -130,3 +130,23 @@ def test_a_segmentation_becomes_the_classifier_of_its_largest_patches(tmp_path):
         convert(argv, lambda line: None)
     with pytest.raises(ValueError, match="is for a segmentation model"):
         convert([str(output), "--top-patches", "3", "--output", f"{output}2"], lambda line: None)
+
+
+def test_the_attribution_of_a_class_is_its_largest_patches():
+    from visionattn.models.attribution import find_attribution
+
+    head = dict(head_blocks=[1], head_top=3)
+    model = built("vit_tiny_patch16_224", "classification", TIMM | head)
+    x = torch.randn(1, 3, 40, 24, dtype=torch.float64)
+    found = find_attribution(model, x, target=2)
+    maps = model.maps(x)[0]
+    scores = torch.einsum("dhw,cd->chw", maps, model.head.weight[:, :, 0, 0]).detach()
+    scores = scores + model.head.bias.detach()[:, None, None]
+    wanted = torch.zeros(5, 3, dtype=torch.float64)
+    for number, own in enumerate(scores):
+        share = ((number == 2) - 1 / 5) / 3
+        for place in own.flatten().argsort(descending=True)[:3].tolist():
+            wanted[divmod(place, 3)] += share * own.flatten()[place]
+    torch.testing.assert_close(found.patches, wanted)
+    logits = model(x)[0].detach()
+    assert found.margin == pytest.approx(float(logits[2] - logits.mean()), abs=1e-12)
