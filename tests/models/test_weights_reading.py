@@ -84,9 +84,7 @@ def test_a_safetensors_file_that_is_cut_off_is_not_called_a_pickle(tmp_path):
     for kept in (len(content) - 1, 8 + LIKE_A_ZIP, 100, 20, 2, 1):
         path.write_bytes(content[:kept])
         for read in (read_safetensors, load_model, best_figures):
-            with pytest.raises(
-                ValueError, match=r"is truncated or not a safetensors file \(truncated\)"
-            ):
+            with pytest.raises(ValueError, match=r"is truncated or not a safetensors file"):
                 read(path)
         with pytest.raises(
             ValueError, match=r"is truncated or neither a safetensors file"
