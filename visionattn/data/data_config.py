@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from visionattn.model_config import Fit, Task
 
-PRESETS = ("none", "light", "three", "rand", "documents", "aerial")
+PRESETS = ("none", "light", "crop_flip", "three", "rand", "documents", "aerial")
 """Names of augmentations."""
 
 
@@ -93,10 +93,10 @@ class DataConfig:
     ``crop`` it limits the batches of evaluation, None: as many as ``batch_size`` crops have.
     """
     augment: str = "none"
-    """``none``, or a preset: ``light`` (shift, scale, rotation), ``three`` (crop, flip, greyscale,
-    solarise or blur, and colour), ``rand`` (crop, flip and random colour), ``documents`` (small
-    moves, light, noise), ``aerial`` (quarter turns, flips, colour); or a YAML file of
-    ``albumentations.save``.
+    """``none``, or a preset: ``light`` (shift, scale, rotation), ``crop_flip``, ``three`` (crop,
+    flip, greyscale, solarise or blur, and colour), ``rand`` (crop, flip and random colour),
+    ``documents`` (small moves, light, noise), ``aerial`` (quarter turns, flips, colour); or a YAML
+    file of ``albumentations.save``.
     """
     sampler: Literal["balanced"] | None = None
     """``balanced``: draw each class equally often per epoch, which keeps its number of images;
