@@ -46,8 +46,8 @@ def test_presets_take_images_of_other_bands_or_say_that_they_do_not():
         image = picture(bands=bands)
         assert all(each.shape == image.shape for each in several(Augment(name, bands=bands), image))
     for name, bands, line in (
-        ("three", 1, "augment three makes images grey, and images of one band are already grey"),
-        ("rand", 4, "augment rand changes the colours of images of 1 or 3 bands, these have 4"),
+        ("three", 1, "augment three converts to greyscale, but the images have one band"),
+        ("rand", 4, "augment rand needs images of 1 or 3 bands, got 4"),
     ):
         with pytest.raises(ValueError, match=f"^{line}$"):
             Augment(name, bands=bands)
@@ -132,9 +132,9 @@ def test_a_file_moves_masks_along_and_depends_on_nothing_but_the_key(tmp_path):
 
 
 WRONG = {
-    "[1, 2": "is no YAML file",
-    "a: 1": "holds no pipeline of albumentations for images of 3 bands",
-    "transform: {__class_fullname__: os.system, p: 1.0}": "holds no pipeline of albumentations",
+    "[1, 2": "is not a YAML file",
+    "a: 1": "is not an albumentations pipeline for images of 3 bands",
+    "transform: {__class_fullname__: os.system, p: 1.0}": "is not an albumentations pipeline",
 }
 
 
@@ -161,5 +161,7 @@ def test_a_file_augments_only_training_images(tmp_path):
     path = saved(tmp_path, A.InvertImg(p=1))
     splits = build_splits(DataConfig(name="digits", img_size=16, augment=path), 3)
     assert splits.train.augment is not None and splits.validation.augment is None
-    with pytest.raises(FileNotFoundError, match="^data.augment other.yaml is no file, nor one of"):
+    with pytest.raises(
+        FileNotFoundError, match="^data.augment other.yaml is neither a file nor one of"
+    ):
         build_splits(DataConfig(name="digits", augment="other.yaml"), 3)

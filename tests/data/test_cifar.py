@@ -94,13 +94,13 @@ def test_pixel_images_are_grey_and_become_one_hot(root):
 def test_missing_or_damaged_files_say_how_to_fetch_them(root, damage):
     file = root / "cifar-10-batches-py" / "data_batch_3"
     file.unlink() if damage == "missing" else file.write_bytes(b"else")
-    said = f"^no CIFAR-10, or a damaged one, in {root}; fetch it with --data.args.download true$"
+    said = f"^no complete CIFAR-10 in {root}; download it with --data.args.download true$"
     with pytest.raises(FileNotFoundError, match=said):
         build_splits(config_of(root), 3)
 
 
 def test_a_fetch_that_fails_is_said_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(CIFAR10, "url", f"file://{tmp_path}/nowhere/cifar.tar.gz")
-    said = f"^cannot fetch CIFAR-10 into {tmp_path / 'data'}: [^\n]*$"
+    said = f"^cannot download CIFAR-10 to {tmp_path / 'data'}: [^\n]*$"
     with pytest.raises(FileNotFoundError, match=said):
         build_splits(config_of(tmp_path / "data", args={"download": True}), 3)

@@ -98,7 +98,7 @@ def test_json_has_the_same_rows_and_images_that_cannot_be_read_say_why(case, cap
         assert "4 of 6 images have classes" in capsys.readouterr().out
     rows = read_csv("out.csv")
     assert [row["status"] for row in rows] == ["ok", "ok", "unreadable", "ok", "ok", "unreadable"]
-    assert "cannot identify" in rows[2]["reason"] and "No such file" in rows[5]["reason"]
+    assert "unknown image format" in rows[2]["reason"] and "No such file" in rows[5]["reason"]
     assert rows[2]["class_1"] == rows[2]["probability_1"] == ""
     assert rows[3]["path"] == "images/3\udcff.png"
     content = json.loads((folder / "out.json").read_text())
@@ -122,7 +122,7 @@ def test_without_an_output_a_table_is_printed_and_nothing_written(case, capsys):
         f"{name} {100 * p:.1f} %" for name, p in by_hand(folder / "best.safetensors", pixels[1])[:3]
     ]
     assert lines[4] == f"| images/1.png | {' | '.join(cells)} |"
-    assert lines[5].startswith("| images/2.png | unreadable: cannot identify")
+    assert lines[5].startswith("| images/2.png | unreadable: unknown image")
     assert written(folder) == before
 
 
@@ -130,7 +130,7 @@ def test_when_no_image_can_be_read_the_rows_stay_and_the_exit_code_says_so(case,
     for image in (case[0] / "images").iterdir():
         image.write_bytes(b"no image")
     assert predict() == 2
-    said = "none of the 4 images has a result; the first: images/0.png: cannot identify"
+    said = "none of the 4 images has a result; the first: images/0.png: unknown image"
     assert said in capsys.readouterr().err
     assert [row["status"] for row in read_csv("out.csv")] == ["unreadable"] * 4
 
@@ -244,13 +244,13 @@ def test_a_call_gives_what_the_command_writes(masks):
 
 def test_the_body_gives_feature_maps_and_no_vectors(masks, capsys):
     assert run("features", [*FLAGS, "--output", "f"]) == 2
-    assert_one_error(capsys, "has feature maps and no vector of an image")
+    assert_one_error(capsys, "has feature maps and no image vector")
     maps = visionattn.extract_features("best.safetensors", "images", dense=True)
     assert [tuple(each.shape) for each in maps[:2]] == [(16, 2, 3), (16, 3, 5)]
     model = load_model("best.safetensors")
     of_module = visionattn.extract_features(model, "images", dense=True)
     assert all(torch.equal(*pair) for pair in zip(of_module, maps, strict=True))
-    with pytest.raises(ValueError, match="no vector of an image"):
+    with pytest.raises(ValueError, match="no image vector"):
         visionattn.extract_features(model, "images")
 
 

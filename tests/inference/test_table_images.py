@@ -52,7 +52,7 @@ def test_a_probe_takes_classes_and_splits_of_the_table(capsys):
     ("flags", "line"),
     [
         (["--images", "images", "images/1.png"], "--labels needs one folder as --images, to which"),
-        (["--labels", "other.csv"], "no table of labels at other.csv"),
+        (["--labels", "other.csv"], "no label table at other.csv"),
     ],
 )
 def test_a_table_needs_a_file_and_one_folder(flags, line, capsys):

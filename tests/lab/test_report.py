@@ -329,15 +329,15 @@ def test_the_rows_of_a_memory_profile_have_their_conditions_above(tmp_path):
 
 
 BAD_INPUT = {
-    "": "name what to show: folders of runs or sweeps",
-    "nowhere": "no run and no sweep at nowhere",
-    ".": "name the runs within it, e.g. run",
-    "run/metrics.jsonl": "no CSV file of a sweep or a memory profile; name other folders",
+    "": "--runs is missing: folders of runs or sweeps",
+    "nowhere": "no run or sweep at nowhere",
+    ".": "pass the runs in it, e.g. run",
+    "run/metrics.jsonl": "CSV file of a sweep or memory profile; pass other folders",
     "run": "report.html exists; --overwrite replaces it",
     "run --output nowhere/a.html": "nowhere for a.html",
-    "run --output page.pdf": "output page.pdf: a page is HTML; end its name in .html",
+    "run --output page.pdf": "output page.pdf: the file name must end in .html",
     "run --images -1": "images must be from 0 to 100, got -1",
-    "run --runs run": "the first word is --runs, which is given too",
+    "run --runs run": "the first word and --runs give the same option",
 }
 
 

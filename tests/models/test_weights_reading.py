@@ -85,11 +85,11 @@ def test_a_safetensors_file_that_is_cut_off_is_not_called_a_pickle(tmp_path):
         path.write_bytes(content[:kept])
         for read in (read_safetensors, load_model, best_figures):
             with pytest.raises(
-                ValueError, match=r"is no whole safetensors file \(cut off or garbled\)"
+                ValueError, match=r"is truncated or not a safetensors file \(truncated\)"
             ):
                 read(path)
         with pytest.raises(
-            ValueError, match=r"is no whole file of weights \(cut off or garbled\)"
+            ValueError, match=r"is truncated or neither a safetensors file"
         ) as error:
             read_state_dict(path)
         assert "\n" not in str(error.value)
@@ -105,7 +105,7 @@ def test_a_pickle_is_read_whatever_its_name_and_explained_where_it_is_no_use(
     for read in (read_safetensors, load_model, best_figures):
         with pytest.raises(ValueError, match=r"is a pickle of torch.save, not a safetensors file"):
             read(path)
-    with pytest.raises(ValueError, match="does not name the model of its weights; give its name"):
+    with pytest.raises(ValueError, match="does not state its model; pass --model"):
         open_model(InferenceOptions(checkpoint=str(path)), classifies=False)
 
 
@@ -125,11 +125,11 @@ def test_what_is_neither_is_one_line_that_names_both(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(
         ValueError,
-        match=r"is no whole file of weights .*, neither of safetensors nor of torch's tensors$",
+        match=r"is truncated or neither a safetensors file nor a torch.save file of tensors$",
     ) as error:
         read_state_dict(path)
     assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match="is no whole safetensors file"):
+    with pytest.raises(ValueError, match="is truncated or not a safetensors file"):
         open_model(InferenceOptions(checkpoint=str(path)), classifies=False)
 
 

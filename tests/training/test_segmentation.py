@@ -250,7 +250,7 @@ def test_a_body_starts_from_a_classification_and_the_head_is_new(tmp_path):
 WRONG = {
     "--optim.mixup 0.2": "mix the classes of images",
     "--model.args.head_blocks [7]": "head_blocks: there is no block 7; the 2 blocks are 0 to 1",
-    "--data.root nowhere": "does not exist; wanted images/* and masks/*",
+    "--data.root nowhere": "does not exist; expected images/* and masks/*",
     "--data.masks {classes:[dark,light,red,blue]}": "no pixel of the 10 training masks has the "
     "class blue: add masks",
 }

@@ -95,8 +95,8 @@ class Augment:
             pipeline(image=np.zeros((_TRIAL_PX, _TRIAL_PX, bands), np.uint8))
         except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(
-                f"data.augment {path} holds no pipeline of albumentations for images of {bands} "
-                f"bands, as albumentations.save(transform, path, 'yaml') writes it: "
+                f"data.augment {path} is not an albumentations pipeline for images of {bands} "
+                "bands, as albumentations.save(transform, path, 'yaml') writes it: "
                 f"{first_line(error)}"
             ) from error
         return pipeline
@@ -175,11 +175,9 @@ class Augment:
 def _check_bands(name: str, bands: int) -> None:
     """Raise ValueError for a preset whose changes of colour need another number of bands."""
     if name == "three" and bands == 1:
-        raise ValueError("augment three makes images grey, and images of one band are already grey")
+        raise ValueError("augment three converts to greyscale, but the images have one band")
     if name == "rand" and bands not in (1, 3):
-        raise ValueError(
-            f"augment rand changes the colours of images of 1 or 3 bands, these have {bands}"
-        )
+        raise ValueError(f"augment rand needs images of 1 or 3 bands, got {bands}")
 
 
 def _preset(name: str, bands: int, border: int) -> list[A.BasicTransform]:

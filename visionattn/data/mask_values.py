@@ -178,7 +178,7 @@ class MaskClasses:
             )
             known = f"with {count} classes " if self.names else ""
             raise NotAsAsked(
-                f"it has the value {value}; {known}wanted 0 to {count - 1}{not_counted}"
+                f"it has the value {value}; {known}expected 0 to {count - 1}{not_counted}"
             )
         return value
 
@@ -282,7 +282,9 @@ def _values(mask: Image.Image, *, coloured: bool) -> tuple[np.ndarray, dict[int,
         }
     if mask.mode not in GREY and not coloured:
         kind = "float" if mask.mode == "F" else mask.mode
-        raise NotAsAsked(f"it has pixels of the kind {kind}; wanted the number of a class for each")
+        raise NotAsAsked(
+            f"it has pixels of the kind {kind}; expected the number of a class for each"
+        )
     red, green, blue = (np.asarray(band) for band in mask.convert("RGB").split())
     if np.array_equal(red, green) and np.array_equal(red, blue):
         return red, {value: _grey(value) for value in used_values(red)}

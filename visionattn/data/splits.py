@@ -327,7 +327,8 @@ def _read_cifar10(config: DataConfig, *, train: bool) -> "CIFAR10":
 
     if config.root is None:
         raise ValueError(
-            f"{config.name} needs a root: the folder that holds, or is to hold, cifar-10-batches-py"
+            f"{config.name} needs a root: the folder of cifar-10-batches-py, or where to download "
+            "it"
         )
     download = args_of(config).download
     try:
@@ -335,11 +336,10 @@ def _read_cifar10(config: DataConfig, *, train: bool) -> "CIFAR10":
     except (RuntimeError, OSError) as error:  # torchvision's missing or damaged files; network
         if download:
             raise FileNotFoundError(
-                f"cannot fetch CIFAR-10 into {config.root}: {' '.join(str(error).split())}"
+                f"cannot download CIFAR-10 to {config.root}: {' '.join(str(error).split())}"
             ) from error
         raise FileNotFoundError(
-            f"no CIFAR-10, or a damaged one, in {config.root}; fetch it with "
-            "--data.args.download true"
+            f"no complete CIFAR-10 in {config.root}; download it with --data.args.download true"
         ) from error
 
 
@@ -370,8 +370,8 @@ def _open_root(
     if config.root.startswith("wds/") and config.task != "segmentation":
         if options != COLOURED:
             raise ValueError(
-                f"timm's reader of {config.root} gives the colours of the first page; leave "
-                "bands, value_range, page and max_pixels out, or unpack it to a folder"
+                f"timm's reader of {config.root} decodes RGB of the first page; omit bands, "
+                "value_range, page and max_pixels, or unpack it to a folder"
             )
         names, num_classes = (), args_of(config).num_classes
         datasets = open_shards(

@@ -161,8 +161,8 @@ def by_split(names: Iterable[str], root: object) -> dict[str, str]:
             continue
         if split in found:
             raise ValueError(
-                f"data root {root} has two {split} splits, {found[split]} and {name}; wanted one: "
-                "join them, or rename one"
+                f"data root {root} has two {split} splits, {found[split]} and {name}; expected "
+                "one: join them, or rename one"
             )
         found[split] = name
     return {split: found[split] for split in SPLIT_NAMES if split in found}
@@ -191,7 +191,7 @@ class LeftOut:
             self.suffixes and f"files of other kinds: {counted(self.suffixes)}",
         ]
         if any(words):
-            warnings.warn(f"left out of {root}: {'; '.join(filter(None, words))}", stacklevel=2)
+            warnings.warn(f"ignored in {root}: {'; '.join(filter(None, words))}", stacklevel=2)
 
 
 def listed(names: Iterable[str], most: int = MOST_NAMES) -> str:

@@ -43,7 +43,7 @@ class SimplePyramid(nn.Module):
                 f"patch of a power of two px up to {LARGEST_PATCH}"
             )
         if not isinstance(channels, int) or isinstance(channels, bool) or channels < 1:
-            raise ValueError(f"pyramid_channels: wanted a whole number from 1, got {channels!r}")
+            raise ValueError(f"pyramid_channels: expected a whole number from 1, got {channels!r}")
         dd = {"device": device, "dtype": dtype}
         self.levels = nn.ModuleList(
             _level(dim, patch_px, stride, channels, dd) for stride in STRIDES
@@ -181,7 +181,7 @@ class PyramidTransformer(VisionAttnTransformer):
         if output_fmt == "NLC":
             maps = [y.flatten(2).transpose(1, 2) for y in maps]
         elif output_fmt != "NCHW":
-            raise ValueError(f"output_fmt {output_fmt!r}: wanted NCHW or NLC")
+            raise ValueError(f"output_fmt {output_fmt!r}: expected NCHW or NLC")
         prefixes = prefix * len(maps) if prefix is not None and return_prefix_tokens else None
         features = None if intermediates_only else said["image_features"]
         return packed(maps, prefixes, features, output_dict)

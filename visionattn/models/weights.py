@@ -180,7 +180,7 @@ class DataSpec:
         if images.dtype not in types or images.ndim != 4 or images.shape[1] != channels:
             wanted = "uint8 images" if len(types) == 1 else "images of uint8, or float32 in [0, 1],"
             raise ValueError(
-                f"wanted {wanted} [B, {channels}, H, W], got {images.dtype} {list(images.shape)}"
+                f"expected {wanted} [B, {channels}, H, W], got {images.dtype} {list(images.shape)}"
             )
         if self.encoding == "grey_one_hot":
             levels = torch.arange(256, dtype=torch.uint8, device=images.device).view(1, 256, 1, 1)
@@ -270,8 +270,7 @@ def load_model(
     metadata, tensors = read_safetensors(path)
     if metadata.get("format") != FORMAT:
         raise ValueError(
-            f"{path} has no description of its model; weights of other projects go through "
-            "--init-from"
+            f"{path} does not describe its model; load weights of other projects with --init-from"
         )
     if metadata.get("version") not in READABLE_VERSIONS:
         raise ValueError(
@@ -327,7 +326,7 @@ def _tell_timm(model: nn.Module, text: str, path: str | Path) -> None:
     try:
         kept = from_json(Kept, text, "pretrained_cfg")
     except ValueError as error:
-        raise ValueError(f"{path} has a garbled description of its model: {error}") from error
+        raise ValueError(f"{path} has a damaged description of its model: {error}") from error
     spec, size = model.data_spec, model.patch_embed.img_size
     model.pretrained_cfg |= {key: value for key, value in kept.items() if key in KEPT} | dict(
         mean=spec.mean,
@@ -357,7 +356,7 @@ def described(metadata: dict[str, str], path: str | Path) -> tuple[str, dict[str
         spec = replace(spec, class_names=names)
     except (KeyError, TypeError, ValueError) as error:
         said = first_line(error)
-        raise ValueError(f"{path} has a garbled description of its model: {said}") from error
+        raise ValueError(f"{path} has a damaged description of its model: {said}") from error
     if not timm.is_model(name):
         raise ValueError(
             f"{path} holds a model {name[:SHOWN]!r}, which timm does not know; import the package "
@@ -365,9 +364,7 @@ def described(metadata: dict[str, str], path: str | Path) -> tuple[str, dict[str
         )
     # Arguments that load other weights could fetch any file: a checkpoint does not need them.
     if loading := LOADING_ARGS.intersection(args):
-        raise ValueError(
-            f"{path} asks for other weights to be loaded ({', '.join(sorted(loading))}): refused"
-        )
+        raise ValueError(f"{path} refers to other weights ({', '.join(sorted(loading))}); refused")
     stated = metadata.get("version") not in ("1", "2")
     return name, complete(name, args, {} if stated else FORMER), spec
 
@@ -486,7 +483,7 @@ def check_finite(tensors: dict[str, Tensor], path: str | Path) -> None:
     """
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise ValueError(f"{path} cannot be used as weights: its {name} has NaN or infinity")
+            raise ValueError(f"{path} has NaN or infinity in {name}")
 
 
 def read_safetensors(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -550,9 +547,7 @@ def explain_safetensors(path: Path, error: SafetensorError) -> ValueError:
             f"{path} is a pickle of torch.save, not a safetensors file; give the best.safetensors "
             "of a run"
         )
-    return ValueError(
-        f"{path} is no whole safetensors file (cut off or garbled): {first_line(error)}"
-    )
+    return ValueError(f"{path} is truncated or not a safetensors file: {first_line(error)}")
 
 
 def is_pickle(path: Path) -> bool:
@@ -591,10 +586,11 @@ def read_pickle(path: str | Path) -> Any:
             ) from error
         if "Unsupported operand" in str(error):
             raise ValueError(
-                f"{path} is no file of torch.save and might run code when unpickled: refused"
+                f"{path} is not a torch.save file of tensors and might run code when unpickled; "
+                "refused"
             ) from error
         raise ValueError(
-            f"{path} is no whole checkpoint (cut off or garbled): {first_line(error)}"
+            f"{path} is a truncated or damaged checkpoint: {first_line(error)}"
         ) from error
 
 
@@ -623,7 +619,7 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
     except SafetensorError:
         tensors = _tensors_in(_read_other(path))
     if not tensors:
-        raise ValueError(f"{path} holds no tensors by name")
+        raise ValueError(f"{path} has no named tensors")
     for wrapper in ("module.", "_orig_mod.", "module."):
         # A wrapper prefixes all tensors of its model; a model with a part of that name has others
         # too.
@@ -640,8 +636,7 @@ def _read_other(path: Path) -> Any:
         if is_pickle(path):
             raise
         raise ValueError(
-            f"{path} is no whole file of weights (cut off or garbled), neither of safetensors nor "
-            "of torch's tensors"
+            f"{path} is truncated or neither a safetensors file nor a torch.save file of tensors"
         ) from second
 
 

@@ -765,11 +765,11 @@ class Trainer:
         if found := changes(state["listing"], self.listing, self.splits):
             raise ValueError(
                 f"the images are not those that the run began with: {found}; resume with the same, "
-                "or --overwrite begins anew"
+                "or --overwrite starts over"
             )
         if (state["data"]["colours"] or ()) != (self.spec.colours or ()):
             raise ValueError(
-                "the run took the values of its masks for other classes; --overwrite begins anew"
+                "the run took the values of its masks for other classes; --overwrite starts over"
             )
         load_whole(self.model, state["model"])
         if self.ema:
@@ -785,7 +785,7 @@ class Trainer:
         self.scheduler.step_update(self.position.step)
         restore_random_state(state["random"])  # the loaders have their own generators
         return [
-            f"goes on after epoch {self.position.epoch}, step {self.position.step}",
+            f"resumes after epoch {self.position.epoch}, step {self.position.step}",
             *changed,
         ]
 
