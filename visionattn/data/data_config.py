@@ -128,8 +128,10 @@ class DataConfig:
     masks: dict[str, Any] = field(default_factory=dict)
     """Only for ``folder`` with masks: ``classes``, their names in the order of their values;
     ``colours``, red, green and blue of each class, if masks have colours; ``ignored``, the value or
-    colour of ignored pixels (255). Default: ``classes.yaml`` or ``classes.json`` in ``root``;
-    without such a file, classes are numbers up to the largest value.
+    colour of ignored pixels (255). Or, for one file per class, only ``layers``: path below ``root``
+    of each class from 1 on, such as ``masks/roof/{folder}/{name}.png``, where later classes cover
+    earlier ones, and ``images``, the folder of the images (images). Default: ``classes.yaml`` or
+    ``classes.json`` in ``root``; without such a file, classes are numbers up to the largest value.
     """
     on_error: Literal["fail", "skip"] = "fail"
     """Reaction to an unreadable image: ``fail`` stops the run with its path, ``skip`` leaves it out

@@ -39,7 +39,7 @@ from visionattn.data.formats import COLOURED, LARGEST_IMAGE_PX, ReadOptions
 from visionattn.data.geometry import Geometry, Size, geometry_of, sides
 from visionattn.data.images import ArrayDataset, ImageDataset
 from visionattn.data.label_table import read_labels
-from visionattn.data.mask_values import MaskClasses, said_of_masks
+from visionattn.data.mask_values import said_of_masks
 from visionattn.data.own_images import check_there, find_images, find_in_table, find_masked
 from visionattn.data.pixel_cache import PixelCache
 from visionattn.data.ranges import fold_of
@@ -417,9 +417,7 @@ def _open_root(
         generate = config.task == "generate"
         table = None if config.labels is None else read_labels(config.labels, config.root)
         if config.task == "segmentation":
-            found = find_masked(
-                config.root, MaskClasses.of(said_of_masks(config)), options.max_pixels, table
-            )
+            found = find_masked(config.root, said_of_masks(config), options.max_pixels, table)
             names, colours = found.masks.classes.names, found.masks.classes.colours
         else:
             if table is not None:

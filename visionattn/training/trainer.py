@@ -804,7 +804,8 @@ def pixel_figures(result: Evaluation) -> dict[str, Any]:
     """Return the metrics that only segmentation has."""
     if result.mean_iou is None:
         return {}
-    return {"mean_iou": result.mean_iou, "ious": result.ious}
+    keys = ("mean_iou", "ious", "average_precisions")
+    return {key: getattr(result, key) for key in keys}
 
 
 def mean_figures(result: Evaluation) -> dict[str, float | None]:
