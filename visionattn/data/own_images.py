@@ -20,7 +20,8 @@ from visionattn.data.formats.reader import require
 from visionattn.data.images import ImageDataset
 from visionattn.data.label_table import LabelTable
 from visionattn.data.mask_files import MaskFiles, settle_classes
-from visionattn.data.mask_values import MaskClasses
+from visionattn.data.mask_layers import MaskLayers, open_layers
+from visionattn.data.mask_values import MaskClasses, MasksSaid
 from visionattn.data.sources import Files, TableRows
 from visionattn.data.tree import (
     LAYOUT,
@@ -295,13 +296,13 @@ def find_images(root: str, *, labelled: bool = True, known: Sequence[str] | None
 
 
 def find_masked(
-    root: str, classes: MaskClasses, max_pixels: int, table: LabelTable | None = None
+    root: str, said: MasksSaid, max_pixels: int, table: LabelTable | None = None
 ) -> Found:
     """Find images with their masks under ``root``, a folder.
 
     Args:
         root: the folder.
-        classes: the meaning of mask values, as far as options define it.
+        said: what the options say of masks.
         max_pixels: maximum number of pixels of a mask.
         table: splits, groups and weights of the images; None: splits of the folder.
 
@@ -311,9 +312,14 @@ def find_masked(
     if root.startswith(("hfds/", "wds/")) or (Path(root).exists() and not Path(root).is_dir()):
         raise ValueError(f"data root {root} is no folder, {MASKED_LAYOUT}")
     check_there(root, MASKED_LAYOUT)
-    found, masks = open_masked_tree(root)
-    found.left_out.warn(root)
-    files = settle_classes(MaskFiles(Files(masks), classes, max_pixels), root)
+    if said.layers is not None:
+        found, layers = open_layers(root, said)
+        files: MaskFiles = MaskLayers(layers, MaskClasses.of(said), max_pixels)
+        found.left_out.warn(root)
+    else:
+        found, paths = open_masked_tree(root)
+        found.left_out.warn(root)
+        files = settle_classes(MaskFiles(Files(paths), MaskClasses.of(said), max_pixels), root)
     if table is not None:
         return _joined(root, found, table, "segmentation", masks=files)
     return Found.placed(root, found, files)

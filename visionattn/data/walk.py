@@ -142,8 +142,10 @@ def in_order(path: str) -> tuple[list, str]:
 
 
 def split_of(name: str) -> str | None:
-    """Return the split with this name, in any case; None for other names."""
-    return _SPLITS.get(name.lower())
+    """Return the split with this name, in any case, also as ``a. Training Set``; None for other
+    names.
+    """
+    return _SPLITS.get(re.sub(r"^\w\. | set$", "", name.lower()))
 
 
 def by_split(names: Iterable[str], root: object) -> dict[str, str]:
