@@ -205,7 +205,10 @@ def test_another_bound_of_memory_goes_on_and_other_options_say_which_they_are(
         stop_at(patch, {19})
         assert run("predict", painted) == 130
     assert run("predict", [*painted, *MAPS]) == 2
-    assert "work for painted: save null there, probabilities" in capsys.readouterr().err
+    assert (
+        "work of another call for painted: save null there, probabilities"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

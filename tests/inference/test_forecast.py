@@ -76,7 +76,7 @@ def test_a_line_says_sizes_patches_memory_and_the_seconds_of_all_that_is_left(
         assert line.endswith(f" {left / count:.1f} s per image, {left:.1f} s in total")
         assert tried.pop() == (count, 48, 64)
     monkeypatch.setattr(Passes, "forward_seconds", lambda *given: None)
-    assert told(opened, images).lines[0].endswith(" there")
+    assert told(opened, images).lines[0].endswith(" available")
     monkeypatch.setattr(forecast, "FEW_PIXELS", 10_000)  # short runs have no line
     assert told(opened, images).lines == ()
 
@@ -101,7 +101,7 @@ def test_auto_takes_the_most_of_the_largest_images_that_fit(tmp_path, alone, the
     there(1 << 50)
     assert told(opened, images, batch_size="auto").batch_size == 8  # of 12 images
     there(None)
-    with pytest.raises(ValueError, match="give a number"):
+    with pytest.raises(ValueError, match="pass a number"):
         told(opened, images, batch_size="auto")
 
 
