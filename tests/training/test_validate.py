@@ -108,7 +108,7 @@ def test_seconds_are_those_of_computing_all_sizes(evaluate, monkeypatch):
     own = sum(rows * columns for rows, columns in SHAPES) / 1000
     assert evaluate()[1][1].endswith(f" {own / 7:.1f} s per image, {own:.0f} s in total")
     monkeypatch.setattr(cost.Passes, "forward_seconds", lambda *given: None)
-    assert evaluate()[1][1].endswith(" there")
+    assert evaluate()[1][1].endswith(" available")
 
 
 def test_what_does_not_fit_is_refused_with_what_would_and_writes_nothing(

@@ -80,7 +80,7 @@ class PatchModel(nn.Module):
             [-1] if head_blocks is None else head_blocks, len(backbone.blocks), "head_blocks"
         )
         if not self.taken:
-            raise ValueError("head_blocks: wanted a block or more, got none")
+            raise ValueError("head_blocks: expected a block or more, got none")
         # timm's own method drops the parts that no chosen block needs; the final norm stays.
         backbone.prune_intermediate_layers(self.taken, prune_norm=False, prune_head=True)
         self.backbone = backbone
