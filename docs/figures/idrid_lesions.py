@@ -35,7 +35,12 @@ torch.set_num_threads(1)
 model = load_model(flags.checkpoint).eval()
 spec = model.data_spec
 data = yaml.safe_load(CONFIG.read_text())["data"]
-more = {"root": flags.root, "cache": flags.cache, "img_size": list(spec.img_size), "augment": "none"}
+more = {
+    "root": flags.root,
+    "cache": flags.cache,
+    "img_size": list(spec.img_size),
+    "augment": "none",
+}
 pictures = build_splits(DataConfig(**data | more), 0).test
 seen = geometry_of(spec, (8, 8))
 compared = Geometry("stretch", tuple(flags.truth or spec.img_size))
@@ -54,5 +59,7 @@ for number in range(len(pictures)):
         logits = F.interpolate(logits, truth.shape[1:], mode="bilinear")
         counts = counts + score_counts(truth, logits)
 curves = average_precisions_of(counts.numpy())
-print(*(f"{name} {value:.4f}" for name, value in zip(spec.class_names, curves, strict=True)), sep=", ")
+print(
+    *(f"{name} {value:.4f}" for name, value in zip(spec.class_names, curves, strict=True)), sep=", "
+)
 print(f"{len(pictures)} pictures, {seconds / len(pictures):.1f} s each")
