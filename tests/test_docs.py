@@ -81,7 +81,8 @@ def test_scripts_that_measure_a_figure_import_what_exists():
     assert gone == [] and len(scripts) > 3
 
 
-def test_readme_is_short():
+def test_readme_and_pages_are_short():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 160
     assert len(text.split()) <= 900
+    assert sum(len(page.read_text().split()) for page in ROOT.glob("docs/*.md")) < 22_000

@@ -87,7 +87,7 @@ def test_other_values_are_one_line_with_the_key_the_expected_type_and_the_given_
     [
         ("{", "it is not JSON: Expecting property name"),
         ('{"a": NaN}', "it is not JSON: NaN is not a number"),
-        ("[" * 100_000, "it is no JSON"),
+        ("[" * 100_000, "it is not JSON"),
         ("[]", "it must be names and values, got an empty list"),
     ],
 )

@@ -33,8 +33,8 @@ def test_every_preset_acts_keeps_size_and_range_and_depends_on_nothing_but_the_k
     made = several(Augment(name), image)
     assert all((each.shape, each.dtype) == (image.shape, image.dtype) for each in made)
     assert all(each.min() >= 0 and each.max() <= 1 for each in made)
-    # Four symmetries of a rectangle are few; everything else is drawn of many values.
-    assert len({each.tobytes() for each in made}) > 3
+    # A rectangle has four symmetries, and crop_flip two; everything else is drawn of many values.
+    assert len({each.tobytes() for each in made}) > (1 if name == "crop_flip" else 3)
     again = Augment(name)
     for index in (5, 2, 7):
         np.testing.assert_array_equal(again(image, (3, 12, 1, index)), made[index])
@@ -51,6 +51,16 @@ def test_presets_take_images_of_other_bands_or_say_that_they_do_not():
     ):
         with pytest.raises(ValueError, match=f"^{line}$"):
             Augment(name, bands=bands)
+
+
+def test_crop_flip_crops_and_mirrors_half_of_the_images_and_changes_no_color():
+    augment, image = Augment("crop_flip", smallest_crop=0.4), picture()
+    made = several(augment, image, 400)
+    mirrored = [np.array_equal(each, image[:, ::-1]) for each in made]
+    kept = [np.array_equal(each, image) for each in made]
+    assert sum(mirrored) + sum(kept) == 400 and 160 < sum(mirrored) < 240
+    shares = np.prod(boxes(augment, 500, 500, (32, 32))[:, 2:], axis=1) / 500**2
+    assert 0.39 < shares.min() < 0.41 and 0.95 < shares.max() <= 1
 
 
 def test_none_changes_nothing():

@@ -72,7 +72,7 @@ def test_numbers_as_text_are_classes_in_natural_order(root, table):
 
 
 def test_images_without_a_row_are_left_out_with_a_warning(root, table):
-    with pytest.warns(UserWarning, match="^left out 2 of 22 images in .* the first: dog 2/9.png$"):
+    with pytest.warns(UserWarning, match="^skipped 2 of 22 images in .* the first: dog 2/9.png$"):
         found = build_splits(config_of(root, **table(paths=PATHS[:-2], label=LABELS[:-2])), 0)
     assert len(found.train) + len(found.validation) == 20
 

@@ -99,7 +99,7 @@ def test_evaluation_on_shards_says_how_many_images_were_left_out(shard_root):
     config = config_of(f"wds/{shard_root}", num_classes=3, on_error="skip")
     held_out = build_splits(config, 3).validation
     validation = eval_batches(held_out, config, batch_size=2, geometry=square(16))
-    with pytest.warns(UserWarning, match="left out 1 unreadable images of"):
+    with pytest.warns(UserWarning, match="skipped 1 unreadable images of"):
         assert [labels.tolist() for _, labels, *_ in validation] == [[0, 2]]
     assert validation.left_out == 1
 

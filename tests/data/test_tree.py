@@ -79,7 +79,7 @@ def test_folders_and_tars_say_splits_and_classes(tmp_path, text):
 
 
 REFUSED = {
-    "train/a:3 Training/a:3 val/a:1": "data root {} has two train splits, train and Training; wan",
+    "train/a:3 Training/a:3 val/a:1": "data root {} has two train splits, train and Training; exp",
     "train/a:3 val/b:2 val/c:1": "classes of {} that are in validation but not in train: b, c",
     "val/a:3": "data root {} has validation images but none to train on; expected train/<class>/*",
     "a:1 b:1": "too few images in {} to hold some out for validation; expected two of some class",

@@ -96,7 +96,7 @@ def test_auto_takes_the_most_of_the_largest_images_that_fit(tmp_path, alone, the
     there(int(bytes_of(opened, 7, (64, 96)) / SHARE) + 1)
     found = told(opened, images, batch_size="auto")
     assert found.batch_size == 4  # of 7, a power of two
-    assert found.lines[0] == "batch_size auto: 4 images fit, of 64 x 96 pixels"
+    assert found.lines[0] == "batch_size auto: 4 images fit (64 x 96 pixels)"
     assert told(opened, images, "auto", trial=False).batch_size == 4
     there(1 << 50)
     assert told(opened, images, batch_size="auto").batch_size == 8  # of 12 images

@@ -306,7 +306,7 @@ REFUSED = [
     (["scaleformer_vit_t", "--output", "no/a.onnx"], "no folder"),
     (
         ["vit_tiny_patch16_224", "--output", "a.onnx"],
-        "vit_tiny_patch16_224 is no model of visionattn",
+        "vit_tiny_patch16_224 is not a visionattn model",
     ),
     (["garbled.safetensors", "--output", "a.onnx"], "garbled.safetensors is truncated or not a"),
     (

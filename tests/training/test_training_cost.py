@@ -134,7 +134,7 @@ def test_on_a_gpu_what_does_not_fit_is_refused_and_auto_takes_the_most_that_does
     with monkeypatch.context() as patch, OnProcessor():
         patch.setattr(engine, "TrainingMemory", OfGpu)
         lines = lines_of(replace(config, batch_size="auto", overwrite=True))
-    assert "batch_size auto: 8 images fit, of 16 x 16 pixels" in lines
+    assert "batch_size auto: 8 images fit (16 x 16 pixels)" in lines
     assert any(
         re.search("; peak memory: 0 MiB estimated, 0 MiB available; ", line) for line in lines
     )
@@ -204,7 +204,7 @@ def test_auto_takes_the_most_that_fits_and_a_resumed_run_the_same(
     there = int(memory.bytes_of((20, 32, 32)) / SHARE)
     monkeypatch.setattr(cost, "memory_there_is", lambda *how: there)
     assert any(
-        line == "batch_size auto: 16 images fit, of 32 x 32 pixels" for line in lines_of(config)
+        line == "batch_size auto: 16 images fit (32 x 32 pixels)" for line in lines_of(config)
     )
     kept = yaml.safe_load((tmp_path / "small" / CONFIG).read_text())
     assert kept["batch_size"] == 16

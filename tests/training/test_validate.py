@@ -138,7 +138,7 @@ def test_auto_chooses_patches_for_images_of_their_own_sizes(evaluate, there, tmp
     path = tmp_path / "rows.json"
     there(1 << 50)
     code, lines, _ = evaluate("--batch-size=auto", f"--json={path}")
-    assert code == 0 and lines[1] == "batch_size auto: 4 images fit, of 56 x 56 pixels"
+    assert code == 0 and lines[1] == "batch_size auto: 4 images fit (56 x 56 pixels)"
     config = json.loads(path.read_text())["config"]
     assert (config["batch_size"], config["data"]["batch_patches"]) == (4, 4 * 49)
     assert lines[-1].split()[1] == "7"

@@ -342,7 +342,7 @@ def _print_help(config_class: type, command: str, description: str, example: str
     groups = {"options": top}
     for title, name, settings in options:
         if name not in first and title not in groups:
-            groups[title] = parser.add_argument_group(title)
+            groups[title] = parser.add_argument_group(textwrap.fill(title, width - 1))
         (top if name in first else groups[title]).add_argument(f"--{name}", **settings)
     last = groups.get("other options", top)
     last.add_argument("--print_config", action="store_true", help="print the options and exit")

@@ -30,7 +30,7 @@ _BORDERS = {
     "edge": cv2.BORDER_REPLICATE,
 }
 _CROP_TRIALS = 10
-_CROPPED = ("three", "rand")
+_CROPPED = ("crop_flip", "three", "rand")
 """The presets that crop."""
 _SMALLEST_CROP, _CROP_RATIO = 0.08, (3 / 4, 4 / 3)
 _TRIAL_PX = 64
@@ -188,7 +188,7 @@ def _preset(name: str, bands: int, border: int) -> list[A.BasicTransform]:
     than 4.5 % of the longer side. ``aerial`` draws each of the eight symmetries of a square equally
     often.
     """
-    flip_horizontal = 0.5 if name in ("three", "rand", "aerial") else 0.0
+    flip_horizontal = 0.5 if name in (*_CROPPED, "aerial") else 0.0
     # Flips that never act stay: they draw numbers, on which the later steps depend.
     steps = [
         A.HorizontalFlip(p=flip_horizontal),

@@ -7,6 +7,7 @@ The command ``gpu`` is in ``gpu/gpu_table.py``, which needs no library that read
 import argparse
 import contextlib
 import math
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import cleandoc
@@ -77,13 +78,17 @@ def benchmark(argv: Sequence[str], show: Print) -> None:
 def show_commands() -> NoReturn:
     """Print the list of commands and exit."""
     about = {name: command.__doc__ or "" for name, command in COMMANDS.items()}
-    about["gpu"] = "On an NVIDIA GPU: kernels and models against floors measured there; minutes."
-    lines = [f"  {name:12}{' '.join(text.split())}" for name, text in about.items()]
+    about["gpu"] = "On an NVIDIA GPU: kernels and models against limits measured there; minutes."
+    lines = [
+        textwrap.fill(" ".join(text.split()), 100, initial_indent=f"  {name:12}",
+                      subsequent_indent=" " * 14)
+        for name, text in about.items()
+    ]  # fmt: skip
     argparse.ArgumentParser(
         prog=program("benchmark"),
         usage=f"{program('benchmark')} COMMAND ...",
         description="\n".join(["COMMAND --help lists the options of a command.", "", *lines]),
-        epilog=f"try:\n  {typed('benchmark', 'operations', *OperationOptions.example.split())}",
+        epilog=f"example:\n  {typed('benchmark', 'operations', *OperationOptions.example.split())}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     ).parse_args(["--help"])
     raise AssertionError("the parser leaves")

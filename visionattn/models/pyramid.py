@@ -76,9 +76,9 @@ class PyramidTransformer(VisionAttnTransformer):
     """A ``VisionAttnTransformer`` whose intermediates are four maps of its last block, at strides
     of 4, 8, 16 and 32 px.
 
-    timm's ``features_only`` passes them to decoders and detectors. ``forward`` classifies like the
-    model without a pyramid, and the weights of that model load here; the pyramid's layers have no
-    part in it.
+    timm's ``features_only`` passes them to decoders and detectors. A forward pass classifies like
+    the model without a pyramid, and the weights of that model load here; the pyramid's layers have
+    no part in it.
 
     Args:
         pyramid_channels: channels of each map.
@@ -159,7 +159,7 @@ class PyramidTransformer(VisionAttnTransformer):
         sizes: Tensor | None = None,
     ):
         """Return maps at chosen strides; arguments and results as in timm, ``sizes`` as in
-        ``forward``.
+        the forward pass.
 
         Map i is ``[B, pyramid_channels, ceil(H_px / s), ceil(W_px / s)]`` with stride
         ``s = 4, 8, 16, 32``. All maps, and the prefix tokens returned with each, come from the last

@@ -5,6 +5,7 @@ This module owns the format of our weight files and ``DataSpec``, the contract b
 its images. It is independent of training.
 """
 
+import hashlib
 import json
 import math
 import pickle
@@ -80,6 +81,8 @@ UNBUILDABLE = (
 """Exceptions of timm models for arguments that they do not take, in addition to ``ValueError``."""
 OPTIONAL = ("thresholds", "target_mean", "target_std")
 """Fields of ``DataSpec`` that files lack unless they are set."""
+HASH_IN_NAME = re.compile(r"-([0-9a-f]{8,64})\.[^.]*$")
+"""First digits of the SHA-256 of a file in its name."""
 LONGEST_ARGS = 200
 """Maximum number of characters of a model's arguments in an error."""
 
@@ -164,8 +167,9 @@ class DataSpec:
         """Turn the values of image files into the model's input, on their device.
 
         Args:
-            images: ``[B, C, H, W]``, uint8, or float32 in [0, 1] for files of more than 8 bits; C
-                is ``in_chans``, or 1 for ``grey_one_hot``, which takes only uint8.
+            images: ``[B, C, H, W]``, uint8, float32 in [0, 1] for files of more than 8 bits, or
+                float16 feature maps; C is ``in_chans``, or 1 for ``grey_one_hot``, which takes only
+                uint8.
 
         Returns:
             float32 ``[B, in_chans, H, W]``: ``(x - mean) / std`` for x in [0, 1], or one-hot grey
@@ -176,7 +180,7 @@ class DataSpec:
         """
         channels = 1 if self.encoding == "grey_one_hot" else self.in_chans
         levels_alone = self.encoding == "grey_one_hot" or self.task == "generate"
-        types = [torch.uint8] if levels_alone else [torch.uint8, torch.float32]
+        types = [torch.uint8] if levels_alone else [torch.uint8, torch.float32, torch.float16]
         if images.dtype not in types or images.ndim != 4 or images.shape[1] != channels:
             wanted = "uint8 images" if len(types) == 1 else "images of uint8, or float32 in [0, 1],"
             raise ValueError(
@@ -189,7 +193,8 @@ class DataSpec:
             return images
         mean = torch.tensor(self.mean, device=images.device).view(1, -1, 1, 1)
         std = torch.tensor(self.std, device=images.device).view(1, -1, 1, 1)
-        values = images.to(torch.float32).div_(255) if images.dtype == torch.uint8 else images
+        values = images.to(torch.float32)
+        values = values.div_(255) if images.dtype == torch.uint8 else values
         return (values - mean).div_(std)
 
 
@@ -491,9 +496,10 @@ def read_safetensors(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is not a safetensors file, or is truncated.
+        ValueError: it is not a safetensors file, is truncated, or fails ``check_hash``.
     """
     path = existing(path)
+    check_hash(path)
     try:
         return open_safetensors(path)
     except SafetensorError as error:
@@ -531,6 +537,27 @@ def existing(path: str | Path) -> Path:
         raise FileNotFoundError(f"no checkpoint at {path}")
     with open(path, "rb"):  # safetensors reports a file without permission as missing
         return path
+
+
+def check_hash(path: Path) -> None:
+    """Check the SHA-256 of a file if its name has the first digits: ``NAME-abcdef12.safetensors``.
+
+    The names follow ``torch.hub``, with 8 or more hexadecimal digits and at least one letter, which
+    dates lack. Other names are not checked.
+
+    Raises:
+        ValueError: the file has another SHA-256.
+    """
+    named = HASH_IN_NAME.search(path.name)
+    if named is None or named[1].isdigit():
+        return
+    with open(path, "rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if not found.startswith(named[1]):
+        raise ValueError(
+            f"{path} is damaged: expected SHA-256 {named[1]}... by its name, got "
+            f"{found[: len(named[1])]}...; get it again, or rename a file that you changed"
+        )
 
 
 def open_safetensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -611,9 +638,11 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it cannot be read, would run code, or holds no named tensors.
+        ValueError: it cannot be read, would run code, holds no named tensors, or fails
+            ``check_hash``.
     """
     path = existing(path)
+    check_hash(path)
     try:
         tensors = open_safetensors(path)[1]
     except SafetensorError:
