@@ -1,9 +1,9 @@
 """Average precision of the lesions of IDRiD's 27 test pictures: the table of ``docs/lesions.md``.
 
-    python docs/figures/idrid_lesions.py best.safetensors "A. Segmentation" [--tiles 256] [--truth 1424 2144]
+    python docs/figures/idrid_lesions.py best.safetensors "A. Segmentation" --tiles 128
 
-``--tiles`` runs the model over overlapping tiles in place of whole pictures; ``--truth`` is the size at which
-predictions and ground truth are compared, by default the model's.
+``--tiles`` runs the model over overlapping tiles in place of whole pictures. ``--truth 1424 2144``
+is the size at which predictions and ground truth are compared, by default the model's.
 """
 
 import argparse
@@ -35,24 +35,27 @@ torch.set_num_threads(1)
 model = load_model(flags.checkpoint).eval()
 spec = model.data_spec
 data = yaml.safe_load(CONFIG.read_text())["data"]
-more = {"root": flags.root, "cache": flags.cache, "img_size": list(spec.img_size), "augment": "none"}
+more = {
+    "root": flags.root,
+    "cache": flags.cache,
+    "img_size": list(spec.img_size),
+    "augment": "none",
+}
 pictures = build_splits(DataConfig(**data | more), 0).test
 seen = geometry_of(spec, (8, 8))
 compared = Geometry("stretch", tuple(flags.truth or spec.img_size))
-counts, start, seconds = 0, time.perf_counter(), 0.0
+counts, seconds, tile = 0, 0.0, flags.tiles
 for number in range(len(pictures)):
     pixels = pictures[SampleKey(number, 0, seen)].pixels
     truth = torch.from_numpy(pictures[SampleKey(number, 0, compared)].label)[None]
     inputs = spec.prepare(torch.from_numpy(pixels).permute(2, 0, 1)[None])
     began = time.perf_counter()
     with torch.inference_mode():
-        if flags.tiles:
-            logits = forward_tiles(model, inputs, tile=flags.tiles)
-        else:
-            logits = model(inputs)
+        logits = forward_tiles(model, inputs, tile=tile) if tile else model(inputs)
         seconds += time.perf_counter() - began
         logits = F.interpolate(logits, truth.shape[1:], mode="bilinear")
         counts = counts + score_counts(truth, logits)
 curves = average_precisions_of(counts.numpy())
-print(*(f"{name} {value:.4f}" for name, value in zip(spec.class_names, curves, strict=True)), sep=", ")
+for name, value in zip(spec.class_names, curves, strict=True):
+    print(f"{name} {value:.4f}")
 print(f"{len(pictures)} pictures, {seconds / len(pictures):.1f} s each")
