@@ -114,6 +114,8 @@ def check_data(config: DataConfig) -> None:
         check_writing(config)
     elif config.name == "copy":
         raise ValueError("copy has no classes, only values to write; wanted data.task generate")
+    if config.features is not None:
+        raise ValueError("data.features is for visionattn train; leave it out")
     check_crops(config)
     check_reading(config.bands, config.value_range, config.page, config.max_pixels)
     _check_acts(config)

@@ -47,6 +47,12 @@ class DataConfig:
     Parquet), with the columns ``path`` (relative to ``root``), ``label``, and optionally ``split``
     (train, val, test), ``group`` and ``weight`` (of the image in the training loss).
     """
+    features: str | None = None
+    """Only for ``visionattn train`` and ``folder``: the output of ``visionattn features --dense
+    --blocks`` for the images. Only a head is trained on these feature maps (``model.args.head_...``),
+    without augmentation; the folder names the model and the preprocessing. The run's checkpoint
+    has model and head, and takes images. None: the model sees images.
+    """
     columns: list[str] | None = None
     """Only for ``labels``: columns with the targets of ``multilabel`` (0, 1 or empty) and
     ``regression``. None: ``label``, which for ``multilabel`` lists classes like ``a;b``; without

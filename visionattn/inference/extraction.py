@@ -7,7 +7,7 @@ collection is such a run in its own folder.
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from visionattn.inference.image_reading import ReadImages
 from visionattn.inference.image_run import ImageRun, read_as_asked
 from visionattn.inference.model_opening import Opened, open_model
 from visionattn.inference.probes import divide_folder, fit_probes, probe_folder
+from visionattn.data.kept_features import BACKBONE
 from visionattn.inference.shards import (
     INDEX,
     LOCK,
@@ -37,7 +38,10 @@ from visionattn.inference.shards import (
     shard_paths,
     whole_shards,
 )
+from visionattn.models.patch_heads import PatchModel
 from visionattn.models.patches import last_map, pooled
+from visionattn.models.registration import split_args, with_head
+from visionattn.models.weights import save_model
 
 AT_WORK = "another extraction of features is at work"
 MIB = 2**20
@@ -73,6 +77,8 @@ def collect(options: ExtractOptions) -> Collection:
         listing = find_images(options.images, options.labels) if options.images else None
         listing = listing or Digits(options.val_fraction, options.seed)
     opened = open_model(options, classifies=False)
+    if options.blocks is not None:
+        opened = with_blocks(opened, options.blocks)
     if not options.dense:
         opened.check_pooled()
     elif not hasattr(opened.model, "forward_intermediates"):
@@ -86,6 +92,21 @@ def collect(options: ExtractOptions) -> Collection:
     identity |= {"level": options.level} if options.level else {}  # as earlier versions wrote it
     identity |= {"list_of_images": listing.digest()}
     return Collection(read_as_asked(options, opened, listing), opened, division, identity)
+
+
+def with_blocks(opened: Opened, blocks: list[int]) -> Opened:
+    """Return an opened model whose map has the features of some blocks side by side.
+
+    Raises:
+        ValueError: it is no vision transformer, has no such block, or has a head with own blocks.
+    """
+    if isinstance(opened.model, PatchModel):
+        raise ValueError(f"{opened.name} has a head on certain blocks; leave blocks out")
+    model = with_head(opened.model, "classification", 0, {"head_blocks": blocks})
+    args = split_args(opened.args)[1] | {"head_blocks": model.taken}
+    if getattr(opened.model, "dynamic_img_size", False):
+        args["dynamic_img_size"] = True
+    return replace(opened, model=model.to(opened.device).eval(), args=args)
 
 
 def _divide(options: ExtractOptions, listing: Listing) -> Division:
@@ -180,10 +201,22 @@ class Extraction:
                 for path in unfinished(self.folder):  # from a run that was killed while writing
                     path.unlink()
                 self.kept = self._whole_shards()  # another run may have written since the check
+                if self.options.blocks is not None:
+                    self._keep_model()
                 self._run(say)
         finally:
             with suppress(OSError):  # not empty
                 self.folder.rmdir()
+
+    def _keep_model(self) -> None:
+        """Write the model of the maps, with its images as it sees them here, next to the index or
+        to the parts.
+        """
+        opened, seen = self.opened, self.opened.geometry
+        of_images = dict(img_size=seen.img_size, fit=seen.fit, max_patches=seen.max_patches)
+        spec = replace(opened.spec, num_classes=0, class_names=(), **of_images)
+        path = Path(self.options.output or "") / BACKBONE
+        save_model(path, opened.model, opened.name, opened.args, spec)
 
     def _run(self, say: Callable[[str], None]) -> None:
         """Do the work of ``run`` in the locked folder."""

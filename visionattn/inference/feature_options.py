@@ -42,6 +42,11 @@ class ExtractOptions(DenseOptions):
     """Only for ``canvas`` and ``documents``: settings as in ``data.args`` of training, such as
     ``eval_images`` (here 500) or ``distractors``.
     """
+    blocks: list[int] | None = None
+    """Only for ``dense``: keep the feature maps of these blocks side by side, from 0 or negative
+    from the end, each after the final norm, and the model in ``backbone.safetensors``: what
+    ``visionattn train --data.features`` takes. None: the last block, without the model.
+    """
     dtype: Literal["float32", "float16"] = "float32"
     """Data type of the features in the files."""
     shard_images: int = 4096
@@ -178,6 +183,7 @@ def check(options: ExtractOptions) -> None:
     holds_out = options.data == "canvas" or (options.probe and not options.drawn)
     for key, acts, whose in (
         ("labels", options.images is not None, "--images"),
+        ("blocks", options.dense and options.tiles is None, "--dense of whole images"),
         ("neighbours", options.probe and not options.dense, "--probe without --dense"),
         ("val_fraction", holds_out, "--probe of files and digits, and for --data canvas"),
         ("data_args", options.drawn, "--data canvas and documents"),

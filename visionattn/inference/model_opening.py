@@ -33,8 +33,8 @@ from visionattn.models.building import (
 )
 from visionattn.models.machine import pick_device, precision_taken
 from visionattn.models.patches import takes_sizes
-from visionattn.models.registration import check_reads, create
-from visionattn.models.segmentation import HEAD_ARGS, Segmenter
+from visionattn.models.patch_heads import PatchClassifier, PatchModel
+from visionattn.models.registration import check_reads, create, split_args
 from visionattn.models.weights import (
     FORMAT,
     UNBUILDABLE,
@@ -73,15 +73,15 @@ class Opened:
     notes: tuple[str, ...]
     """Source of its weights, as lines for people."""
     body_alone: bool = False
-    """Whether it is the body of a segmentation model, which has feature maps but no vector per
-    image.
+    """Whether it is the body of a model with a head on patches, which has feature maps but no
+    vector per image.
     """
 
     def check_pooled(self) -> None:
         """Raise ValueError if there are no features of a whole image."""
         if self.body_alone:
             raise ValueError(
-                f"the {self.name} of a segmentation has feature maps and no vector of an image; "
+                f"the {self.name} of a head on patches has feature maps and no vector of an image; "
                 "use dense"
             )
 
@@ -149,7 +149,8 @@ def open_model(options: OpenOptions, *, classifies: bool) -> Opened:
         name, said = options.model, args
     model, spec, body_alone = _body_of(model, spec, classifies)
     if body_alone:
-        args = {key: value for key, value in args.items() if key not in HEAD_ARGS}
+        args = split_args(args)[1]
+        args |= {"head_blocks": model.taken} if isinstance(model, PatchClassifier) else {}
     spec = _with_files(spec, options)
     geometry = _geometry(options, spec, patch_size(model))
     model = _free_size(model, name, args, spec, None if in_tiles(options) else geometry.canvas)
@@ -213,12 +214,16 @@ def _opened(options: OpenOptions, model: nn.Module, *found: Any) -> Opened:
 def _body_of(
     model: nn.Module, spec: DataSpec, classifies: bool
 ) -> tuple[nn.Module, DataSpec, bool]:
-    """Return the body of a segmentation model whose outputs are not used, its specification, and
-    whether it is one.
+    """Return the body of a model with a head on patches whose outputs are not used, its
+    specification, and whether it is one. The body of a classifier gives the maps of its blocks.
     """
-    if classifies or not isinstance(model, Segmenter):
+    if classifies or not isinstance(model, PatchModel):
         return model, spec, False
-    return model.backbone, replace(spec, task="classification", num_classes=0), True
+    body = model.backbone
+    if isinstance(model, PatchClassifier):
+        body = PatchClassifier(body, 0, head_blocks=model.taken)
+        body.norms = model.norms
+    return body, replace(spec, task="classification", num_classes=0), True
 
 
 def _with_files(spec: DataSpec, options: OpenOptions) -> DataSpec:

@@ -22,6 +22,7 @@ from torch import Tensor
 from visionattn.cli.files import check_folder, is_unfinished, printable, write_whole
 from visionattn.cli.tables import read_rows
 from visionattn.cli.untrusted import brief, from_json
+from visionattn.data.kept_features import BACKBONE, INDEX
 from visionattn.inference.image_batches import Outcome
 from visionattn.inference.result_files import difference, write_table
 
@@ -29,7 +30,7 @@ FORMAT = "visionattn.features"
 FORMAT_VERSION = 1
 NAMED_FAILURES = 5
 """Maximum number of images without features named in the report; the index names all."""
-INDEX, LOCK = "index.csv", "features.lock"
+LOCK = "features.lock"
 PARTS = "parts"
 """Folder of the parts of a collection, within the feature folder."""
 MOST_PARTS = 99_999
@@ -198,7 +199,7 @@ def whole_shards(
 def check_ours(folder: Path, *known: str) -> None:
     """Raise ValueError if a folder holds other files than features and these names."""
     names = [] if not folder.is_dir() else [path.name for path in folder.iterdir()]
-    strange = [name for name in names if name not in (LOCK, *known) and not is_unfinished(name)]
+    strange = [name for name in names if name not in (LOCK, BACKBONE, *known) and not is_unfinished(name)]
     if strange and not shard_paths(folder):
         raise ValueError(
             f"{folder} holds other things ({strange[0]}); choose another --output, or add to it "

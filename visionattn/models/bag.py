@@ -140,7 +140,10 @@ class BagEncoder(nn.Module):
             features, places = features[None], places[None]
             present = None if present is None else present[None]
         self._check(features, places, present)
-        tokens, layout = self._tokens(features, places, present)
+        layout = layout_of(places, present, self.num_prefix_tokens, self.horizon)
+        if present is not None:  # absent features may be NaN, and are multiplied by weights
+            features = features.masked_fill(~present.unsqueeze(2), 0)
+        tokens = self.encode(features, layout)
         pooled = pool_present(
             tokens, present, self.global_pool, self.num_prefix_tokens, with_prefix=False
         )
@@ -166,14 +169,11 @@ class BagEncoder(nn.Module):
         if not present.any(1).all():
             raise ValueError("present: a bag has no tile")
 
-    def _tokens(
-        self, features: Tensor, places: Tensor, present: Tensor | None
-    ) -> tuple[Tensor, TokenLayout]:
-        """Return the normalised tokens ``[B, P + n, D]`` after the blocks, and their layout."""
-        if present is not None:  # absent features may be NaN, and are multiplied by weights
-            features = features.masked_fill(~present.unsqueeze(2), 0)
+    def encode(self, features: Tensor, layout: TokenLayout) -> Tensor:
+        """Return the normalised tokens ``[B, P + n, D]`` after the blocks, for the finite features
+        ``[B, n, in_features]`` of tiles, or of patches, with any layout.
+        """
         x = self.embed(features)
-        layout = layout_of(places, present, self.num_prefix_tokens, self.horizon)
         tables = first_counted(self.blocks)
         if tables is not None:
             layout = layout._replace(counts=class_counts_like(layout, tables.horizon, x))
@@ -181,7 +181,7 @@ class BagEncoder(nn.Module):
             x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1)
         for block in self.blocks:
             x = block(x, layout)
-        return self.norm(x), layout
+        return self.norm(x)
 
 
 def layout_of(places: Tensor, present: Tensor | None, num_prefix: int, horizon: int) -> TokenLayout:

@@ -30,7 +30,7 @@ from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.entry_points import model_cfg, register
 from visionattn.models.mixed_blocks import places_of_blocks
 from visionattn.models.registration import is_ours
-from visionattn.models.segmentation import Segmenter
+from visionattn.models.patch_heads import PatchModel
 from visionattn.models.state_dicts import checkpoint_filter_fn, fit_position, shape, shorten
 from visionattn.models.weights import (
     FORMAT,
@@ -505,8 +505,8 @@ def _from_file(path: Path, body: str | None, args: dict[str, Any]) -> tuple[nn.M
         if body is not None or args:
             raise ValueError(f"{path} says what its model is; leave the body and its args out")
         model = load_model(path)
-        if isinstance(model, Segmenter):
-            raise ValueError(f"{path} gives classes of pixels; a teacher gives classes of images")
+        if isinstance(model, PatchModel):
+            raise ValueError(f"{path} has a head on patches; a teacher gives classes of images")
         return model, [f"{path}"]
     state = read_state_dict(path)
     if body is None:

@@ -34,7 +34,7 @@ from visionattn.cli.memory import (
 from visionattn.cli.tables import lasting, sized
 from visionattn.models.building import fixed_size
 from visionattn.models.machine import autocast, random_state, restore_random_state
-from visionattn.models.patches import call
+from visionattn.models.patches import call, input_size
 from visionattn.models.weights import DataSpec
 from visionattn.ops.chunking import only_few
 from visionattn.ops.operator import function_of
@@ -224,7 +224,8 @@ class Passes:
         """Return images and, if the model takes them, their filled sizes."""
         images, *size = shape
         channels = 1 if self.spec.encoding else self.spec.in_chans
-        made = torch.zeros(images, channels, *size, dtype=torch.uint8, device=self.device)
+        of_input = input_size(self.model, tuple(size))
+        made = torch.zeros(images, channels, *of_input, dtype=torch.uint8, device=self.device)
         return made, torch.tensor([size] * images) if self.leaves_out else None
 
     def peak(

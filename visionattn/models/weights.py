@@ -164,8 +164,9 @@ class DataSpec:
         """Turn the values of image files into the model's input, on their device.
 
         Args:
-            images: ``[B, C, H, W]``, uint8, or float32 in [0, 1] for files of more than 8 bits; C
-                is ``in_chans``, or 1 for ``grey_one_hot``, which takes only uint8.
+            images: ``[B, C, H, W]``, uint8, float32 in [0, 1] for files of more than 8 bits, or
+                float16 feature maps; C is ``in_chans``, or 1 for ``grey_one_hot``, which takes only
+                uint8.
 
         Returns:
             float32 ``[B, in_chans, H, W]``: ``(x - mean) / std`` for x in [0, 1], or one-hot grey
@@ -176,7 +177,7 @@ class DataSpec:
         """
         channels = 1 if self.encoding == "grey_one_hot" else self.in_chans
         levels_alone = self.encoding == "grey_one_hot" or self.task == "generate"
-        types = [torch.uint8] if levels_alone else [torch.uint8, torch.float32]
+        types = [torch.uint8] if levels_alone else [torch.uint8, torch.float32, torch.float16]
         if images.dtype not in types or images.ndim != 4 or images.shape[1] != channels:
             wanted = "uint8 images" if len(types) == 1 else "images of uint8, or float32 in [0, 1],"
             raise ValueError(
@@ -189,7 +190,8 @@ class DataSpec:
             return images
         mean = torch.tensor(self.mean, device=images.device).view(1, -1, 1, 1)
         std = torch.tensor(self.std, device=images.device).view(1, -1, 1, 1)
-        values = images.to(torch.float32).div_(255) if images.dtype == torch.uint8 else images
+        values = images.to(torch.float32)
+        values = values.div_(255) if images.dtype == torch.uint8 else values
         return (values - mean).div_(std)
 
 

@@ -37,8 +37,7 @@ from visionattn.models.conversion import (
 )
 from visionattn.models.mixed_blocks import places_of_blocks
 from visionattn.models.placement import place_weights
-from visionattn.models.registration import DEFAULTS, complete, is_ours
-from visionattn.models.segmentation import HEAD_ARGS, Segmenter
+from visionattn.models.registration import DEFAULTS, complete, is_ours, split_args, with_head
 from visionattn.models.weights import (
     FORMAT,
     UNREADABLE,
@@ -438,7 +437,8 @@ def started_model(
         ValueError, FileNotFoundError: wrong model or weights; one line.
     """
     source = config.init_from
-    if spec.task == "segmentation" and not _is_segmenter(source):
+    wants_head = spec.task == "segmentation" or split_args(model.args)[0]
+    if wants_head and not _has_head(source):
         return _on_started_body(config, model, spec, first)
     if source is None:
         if model.name == NAME and "embed_dim" not in model.args:
@@ -469,22 +469,24 @@ def started_model(
     return made, model, args, place_weights(made, model.name, source).lines() if first else []
 
 
-def _is_segmenter(source: str | None) -> bool:
-    """Tell whether a file holds the weights of a segmentation model, head included."""
+def _has_head(source: str | None) -> bool:
+    """Tell whether a file holds a model with a head on patch features."""
     metadata = _metadata(source) if source else {}
-    return bool(metadata) and described(metadata, source)[2].task == "segmentation"
+    if not metadata:
+        return False
+    _, args, spec = described(metadata, source)
+    return spec.task == "segmentation" or bool(split_args(args)[0])
 
 
 def _on_started_body(
     config: TrainConfig, model: ModelConfig, spec: DataSpec, first: bool
 ) -> tuple[nn.Module, ModelConfig, dict[str, Any], list[str]]:
-    """Put a new segmentation head on a body that is initialized like a classifier's."""
-    head = {key: value for key, value in model.args.items() if key in HEAD_ARGS}
-    rest = {key: value for key, value in model.args.items() if key not in HEAD_ARGS}
+    """Put a new head on the patch features of a body that is initialized like a classifier's."""
+    head, rest = split_args(model.args)
     body_model = replace(model, args=rest)
     body_spec = replace(spec, task="classification", num_classes=0, class_names=())
     body, chosen, args, lines = started_model(config, body_model, body_spec, first=first)
-    made = Segmenter(body, spec.num_classes, **head)
+    made = with_head(body, spec.task, spec.num_classes, head)
     return made, replace(chosen, args=chosen.args | head), args | head, lines
 
 

@@ -260,6 +260,8 @@ def check(config: TrainConfig) -> None:
 def _check_together(config: TrainConfig) -> None:
     """Raise ValueError for options that contradict each other."""
     data, optim = config.data, config.optim
+    if data.features is not None:
+        _check_features(config)
     if config.show_batch is not None and config.resume:
         raise ValueError("show_batch draws the first batch of the first epoch; leave resume out")
     if optim.min_lr > optim.lr:
@@ -323,6 +325,24 @@ def _check_together(config: TrainConfig) -> None:
         _check_sequence(config)
     if config.resume and config.overwrite:
         raise ValueError("resume goes on with a run and overwrite deletes it: give one of them")
+
+
+def _check_features(config: TrainConfig) -> None:
+    """Raise ValueError for options that act on images or on the model of kept features."""
+    idle = {
+        f"data.name {config.data.name}": config.data.name != "folder",
+        f"data.task {config.data.task}": config.data.task == "generate",
+        "init_from": config.init_from is not None,
+        "freeze": config.freeze is not None,
+        "show_batch": config.show_batch is not None,
+        "model.grad_checkpointing": config.model.grad_checkpointing,
+    }
+    for key, given in idle.items():
+        if given:
+            raise ValueError(
+                "data.features trains a head on features of a folder of images, with the model "
+                f"that made them; not with {key}"
+            )
 
 
 def _check_drop(config: TrainConfig, drop_epochs: float) -> None:

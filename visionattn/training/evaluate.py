@@ -143,6 +143,8 @@ class Tally:
             sizes: as in ``Batch``.
             outputs: outputs ``[B, classes]``, or the predicted classes of pixels ``[B, H, W]``.
         """
+        if images.dtype == torch.float16:  # feature maps
+            return
         most = EXAMPLES if outputs.ndim == 2 else MASKED_EXAMPLES
         most_of_class = math.ceil(EXAMPLES / outputs.shape[1])
         for i in range(len(images)):

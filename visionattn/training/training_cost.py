@@ -206,7 +206,8 @@ def loading_bytes(config: DataConfig, dataset: Dataset, spec: DataSpec, shape: S
     """
     images, height, width = shape
     channels = 1 if spec.encoding else spec.in_chans
-    batch = images * channels * height * width
+    # Maps have many channels for each patch.
+    batch = int(images * getattr(dataset, "bytes_per_pixel", channels) * height * width)
     if not config.workers:
         return batch
     found = getattr(dataset, "known_sizes", None)

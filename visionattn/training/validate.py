@@ -181,7 +181,7 @@ SEEN = {
 """Data options of a training that have their own flags here."""
 
 
-CROPS = ("crop", "crop_around", "crops")
+CROPS = ("crop", "crop_around", "crops", "features")
 """Data options of a training that evaluation ignores."""
 
 

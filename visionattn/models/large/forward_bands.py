@@ -145,6 +145,8 @@ def check_tiled(model: nn.Module, want: Want = "logits") -> VisionAttnTransforme
         check_rowwise(model)
     except ValueError as error:
         raise ValueError(f"{error}{CUT}") from error
+    if want in OF_PIXELS and model.neck is not None:
+        raise ValueError(f"the head has a hidden layer, and only linear heads run in bands{CUT}")
     if want in OF_PIXELS and len(model.taken) > 1 and (why := changed(model.head, nn.Conv2d)):
         raise ValueError(
             f"head {why}, which would not run: its weights are applied block by block, of "
