@@ -5,8 +5,9 @@
     for package in *.deb; do dpkg -x $package debian; done
     python docs/figures/pasted_objects.py debian/usr/share pasted      # one minute
 
-``pasted/classes/train/coin/007.jpg`` has the mask ``pasted/objects/masks/train/007.png``. The
-three sets show different photographs and the same 24 objects.
+``pasted/classes/train/coin/007.jpg`` is a link to ``pasted/objects/images/train/007.jpg``, whose
+mask is ``pasted/objects/masks/train/007.png``. The three sets show different photographs and the
+same 24 objects.
 """
 
 import argparse
@@ -101,8 +102,8 @@ def main() -> None:
             ground_truth = options.output / f"objects/masks/{name}/{number:03}.png"
             for file in (labelled, image, ground_truth):
                 file.parent.mkdir(parents=True, exist_ok=True)
-            picture.save(labelled, quality=92)
-            os.link(labelled, image)
+            picture.save(image, quality=92)
+            labelled.symlink_to(os.path.relpath(image, labelled.parent))
             mask.save(ground_truth)
             number += 1
         print(name, count, "pictures of", *sorted(start for start, _ in parts))
