@@ -49,9 +49,9 @@ class DataConfig:
     """
     features: str | None = None
     """Only for ``visionattn train`` and ``folder``: the output of ``visionattn features --dense
-    --blocks`` for the images. Only a head is trained on these feature maps (``model.args.head_...``),
-    without augmentation; the folder names the model and the preprocessing. The run's checkpoint
-    has model and head, and takes images. None: the model sees images.
+    --blocks`` for the images. Only a head (``model.args.head_...``) is trained on these maps; the
+    folder gives model and preprocessing. The checkpoint has both, and takes images. None: the model
+    sees images.
     """
     columns: list[str] | None = None
     """Only for ``labels``: columns with the targets of ``multilabel`` (0, 1 or empty) and

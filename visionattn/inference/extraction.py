@@ -15,6 +15,7 @@ import torch
 
 from visionattn.cli.ends import Stopped
 from visionattn.cli.files import check_folder, locked, unfinished
+from visionattn.data.kept_features import BACKBONE
 from visionattn.inference.drawn import Digits, Division, Drawn
 from visionattn.inference.feature_options import ExtractOptions, check
 from visionattn.inference.image_listing import Listing, find_images
@@ -22,7 +23,6 @@ from visionattn.inference.image_reading import ReadImages
 from visionattn.inference.image_run import ImageRun, read_as_asked
 from visionattn.inference.model_opening import Opened, open_model
 from visionattn.inference.probes import divide_folder, fit_probes, probe_folder
-from visionattn.data.kept_features import BACKBONE
 from visionattn.inference.shards import (
     INDEX,
     LOCK,

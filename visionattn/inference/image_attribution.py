@@ -15,7 +15,7 @@ from visionattn.cli.untrusted import brief
 from visionattn.data.geometry import Box, Size, View, pixels
 from visionattn.inference.banding import Banding
 from visionattn.inference.image_reading import ReadImages, Sample
-from visionattn.inference.look_options import CLASS, TOP, LookOptions, parse_queries
+from visionattn.inference.look_options import CLASS, SHOWN, TOP, LookOptions, parse_queries
 from visionattn.inference.model_opening import Opened
 from visionattn.layout import Grid
 from visionattn.model_config import VECTOR_TASKS, Task
@@ -28,6 +28,7 @@ from visionattn.models.attribution import (
     principal,
     watch,
 )
+from visionattn.models.patch_heads import PatchClassifier
 from visionattn.models.patches import call
 from visionattn.models.weights import DataSpec
 
@@ -190,6 +191,12 @@ class ImageAttribution:
             raise ValueError(f"{opened.name} has no classes, so there is nothing to attribute")
         self.model = model = check_model(opened.model)
         self.target = None if options.target is None else class_number(options.target, spec)
+        self.banding = Banding(opened, images, call)
+        if isinstance(model, PatchClassifier):
+            if options.show != list(SHOWN) and not {"winners", "boxes"}.issuperset(options.show):
+                raise ValueError("a head on patches has only --show winners and boxes")
+            self.options = replace(options, show=["winners"])
+            return
         self.blocks = [block_number(model, index) for index in options.blocks]
         self.features_block = block_number(model, options.features_block)
         heads = min(block.attn.num_heads for block in model.blocks)
@@ -203,7 +210,6 @@ class ImageAttribution:
         if CLASS in queries and not model.has_class_token:
             raise ValueError(f"{opened.name} has no class token to query; name places, or top")
         self.queries = queries
-        self.banding = Banding(opened, images, call)
 
     def look(self, index: int) -> tuple[Look, Sample]:
         """Return the attribution in an image by its index, and the image as it was read.

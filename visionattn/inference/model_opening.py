@@ -32,8 +32,8 @@ from visionattn.models.building import (
     patch_size,
 )
 from visionattn.models.machine import pick_device, precision_taken
-from visionattn.models.patches import takes_sizes
 from visionattn.models.patch_heads import PatchClassifier, PatchModel
+from visionattn.models.patches import takes_sizes
 from visionattn.models.registration import check_reads, create, split_args
 from visionattn.models.weights import (
     FORMAT,

@@ -199,7 +199,8 @@ def whole_shards(
 def check_ours(folder: Path, *known: str) -> None:
     """Raise ValueError if a folder holds other files than features and these names."""
     names = [] if not folder.is_dir() else [path.name for path in folder.iterdir()]
-    strange = [name for name in names if name not in (LOCK, BACKBONE, *known) and not is_unfinished(name)]
+    known = (LOCK, BACKBONE, *known)
+    strange = [name for name in names if name not in known and not is_unfinished(name)]
     if strange and not shard_paths(folder):
         raise ValueError(
             f"{folder} holds other things ({strange[0]}); choose another --output, or add to it "

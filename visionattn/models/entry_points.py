@@ -27,9 +27,9 @@ from timm.models import (
 from torch import nn
 
 from visionattn.models.mixed_blocks import places_of_blocks
+from visionattn.models.patch_heads import HEAD_ARGS
 from visionattn.models.pyramid import STRIDES
 from visionattn.models.registration import DEFAULTS, FORMER, PYRAMID, class_of, is_ours
-from visionattn.models.patch_heads import HEAD_ARGS
 from visionattn.models.state_dicts import FeatureMaps, filter_pretrained
 from visionattn.models.weights import FORMAT, DataSpec, described, read_metadata, read_spec
 

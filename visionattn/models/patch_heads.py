@@ -150,6 +150,12 @@ class PatchModel(nn.Module):
         in_patches = isinstance(self.backbone, KeptMaps)
         return filled_grids(x, sizes, (1, 1) if in_patches else self.patch_px)
 
+    def present_patches(self, x: Tensor, sizes: Tensor | None) -> Tensor | None:
+        """Return True for the patches that images fill, bool ``[B, H*W]``; None: all."""
+        down, across = (1, 1) if isinstance(self.backbone, KeptMaps) else self.patch_px
+        grid = Grid(-(-x.shape[2] // down), -(-x.shape[3] // across))
+        return present_places(self.filled(x, sizes), grid)
+
     def forward_patches(self, x: Tensor, sizes: Tensor | None = None) -> Tensor:
         """Return the input of the last layer, ``[B, features, H, W]``."""
         maps = self.maps(x, sizes)
@@ -158,7 +164,7 @@ class PatchModel(nn.Module):
         if self.encoder is None:
             return maps
         grid = Grid(*maps.shape[2:])
-        layout = TokenLayout(0, grid, present=present_places(self.filled(x, sizes), grid))
+        layout = TokenLayout(0, grid, present=self.present_patches(x, sizes))
         tokens = self.encoder.encode(maps.flatten(2).mT, layout)
         return tokens.mT.unflatten(2, tuple(grid))
 
@@ -179,9 +185,9 @@ class PatchClassifier(PatchModel):
         ValueError: as ``PatchModel``.
     """
 
-    def __init__(
-        self, backbone: nn.Module, num_classes: int, *, head_top: int = 5, **head: Any
-    ):
+    num_prefix_tokens = 0
+
+    def __init__(self, backbone: nn.Module, num_classes: int, *, head_top: int = 5, **head: Any):
         super().__init__(backbone, **head)
         if type(head_top) is not int or head_top < 0:
             raise ValueError(f"head_top must be a number of patches, or 0 for all, got {head_top}")
@@ -203,10 +209,9 @@ class PatchClassifier(PatchModel):
             sizes: int64 ``[B, 2]``, filled height and width of each image in pixels, for bodies
                 that leave out the rest.
         """
-        scores = self.head(self.forward_patches(x, sizes))
-        present = present_places(self.filled(x, sizes), Grid(*scores.shape[2:]))
+        scores = self.head(self.forward_patches(x, sizes)).flatten(2).mT
         how = f"top{self.top}" if self.top else "avg"
-        return pool_present(scores.flatten(2).mT, present, how, 0, with_prefix=False)
+        return pool_present(scores, self.present_patches(x, sizes), how, 0, with_prefix=False)
 
 
 class KeptMaps(nn.Module):

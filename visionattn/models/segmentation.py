@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from visionattn.models.patch_heads import PatchModel
+from visionattn.models.patch_heads import PatchClassifier, PatchModel
 
 IGNORED = 255
 """Class of ignored pixels, so there are at most 255 others."""
@@ -131,6 +131,31 @@ class Segmenter(PatchModel):
             begin = (first - above) * self.stride
             found.append(convert(part[:, :, begin : begin + (last - first) * self.stride]))
         return torch.cat(found, 2)[:, :, : x.shape[2], : x.shape[3]]
+
+
+@torch.no_grad()
+def classifier_of(model: Segmenter, top: int) -> PatchClassifier:
+    """Return the classifier of images whose output for each class but the first, the background, is
+    the mean over its ``top`` largest patches of the difference of both logits. It shares body and
+    hidden layers with the model.
+
+    Raises:
+        ValueError: a patch has several cells, there are fewer than three classes, or as
+            ``PatchClassifier``.
+    """
+    if model.cells != (1, 1) or model.num_classes < 3:
+        raise ValueError(
+            f"expected a logit per patch and two classes beside the background, got {model.cells} "
+            f"cells and {model.num_classes} classes"
+        )
+    made = PatchClassifier(
+        model.backbone, model.num_classes - 1, head_blocks=model.taken, head_top=top
+    )
+    made.norms, made.neck, made.encoder = model.norms, model.neck, model.encoder
+    made.head = nn.Conv2d(model.features, made.num_classes, 1)
+    made.head.weight.copy_(model.head.weight[1:] - model.head.weight[:1])
+    made.head.bias.copy_(model.head.bias[1:] - model.head.bias[:1])
+    return made
 
 
 def classes_of(logits: Tensor) -> Tensor:

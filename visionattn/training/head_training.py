@@ -20,7 +20,6 @@ from visionattn.models import patch_heads
 from visionattn.models.patches import takes_sizes
 from visionattn.models.registration import split_args, with_head
 from visionattn.models.weights import DataSpec, described, load_model, read_metadata, save_model
-from visionattn.training.config import TrainConfig
 
 IMAGE_OPTIONS = ("fit", "img_size", "img_size_choices", "max_patches", "crop", "augment", "bands")
 IMAGE_OPTIONS += ("value_range", "page", "mean", "std")
@@ -133,8 +132,8 @@ def prepare_maps(
         asked = chosen.name if not rest else f"model.args.{next(iter(rest))}"
         asked = "model.args.head_blocks" if "head_blocks" in head else asked
         raise ValueError(
-            f"data.features {folder} has features of {name}, blocks {body.taken}, and {asked} would "
-            "be for another model; leave it out"
+            f"data.features {folder} has features of {name}, blocks {body.taken}; {asked} would be "
+            "for another model, leave it out"
         )
     if not isinstance(splits.train, ImageDataset):
         raise ValueError(f"data.features {folder} is for a folder of images; leave it out")

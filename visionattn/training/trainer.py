@@ -212,6 +212,7 @@ class Trainer:
         frozen = sum(x.numel() for x in self.model.parameters() if not x.requires_grad)
         kept = "" if self.config.freeze is None else f" ({frozen:,} frozen)"
         geometry = training_geometry(self.spec, self.config.data)
+        geometry = getattr(self.splits.train, "geometry", geometry)
         seen = f"preprocessing: {seen_as(self.splits.train, geometry)}"
         if self.geometry.fit == "pad" and not self.leaves_out:
             seen += f"; {self.config.model.name} sees padding as black"
