@@ -43,7 +43,7 @@ from visionattn.models.patches import last_map, pooled
 from visionattn.models.registration import split_args, with_head
 from visionattn.models.weights import save_model
 
-AT_WORK = "another extraction of features is at work"
+AT_WORK = "another extraction of features is running"
 MIB = 2**20
 DECIDING = ("dtype", "amp", "shard_images", "shard_mib", "tiles", "overlap", "combine")
 """Options that determine the contents of the files, in addition to the model and the images."""
@@ -82,7 +82,7 @@ def collect(options: ExtractOptions) -> Collection:
     if not options.dense:
         opened.check_pooled()
     elif not hasattr(opened.model, "forward_intermediates"):
-        raise ValueError(f"{opened.name} gives no feature maps; leave --dense out")
+        raise ValueError(f"{opened.name} has no feature maps; omit --dense")
     if options.drawn:  # at the size that the model needs
         listing = Drawn(options.drawing(), options.seed, opened.geometry)
     division = _divide(options, listing) if options.probe and not options.dense else None
@@ -144,11 +144,11 @@ class Extraction:
         check(options)
         self.options, output = options, Path(options.output or "")
         self.part = Part.parse(options.shard) if options.shard else None
-        self.folder, beside = output, output
+        self.folder, place = output, output
         if self.part is not None:
             self.part.check_division(output)
             self.folder = self.part.folder(output)
-            beside = Path(f"{output}.{self.part.number}-of-{self.part.of}")
+            place = Path(f"{output}.{self.part.number}-of-{self.part.of}")
         self.collection = collection or collect(options)
         self._check_folder()
         self.opened, images = self.collection.opened, self.collection.images
@@ -157,7 +157,7 @@ class Extraction:
             self.numbers = self.part.images(len(images))
             images = images.part(self.numbers)
         compute, held_bytes = (last_map, options.shard_mib * MIB) if options.dense else (pooled, 0)
-        how = dict(output=beside, held_bytes=held_bytes)
+        how = dict(output=place, held_bytes=held_bytes)
         self.image_run = ImageRun(options, self.opened, images, compute, **how)
         self.kept = self._whole_shards()
         if not self.kept:
@@ -229,7 +229,7 @@ class Extraction:
             first, whole = self.numbers.start + 1, len(self.collection.listing)
             say(f"part {self.part}: images {first} to {self.numbers.stop} of {whole}")
         if done:
-            say(f"{done} of {total} images are done: going on after {_files(len(self.kept))}")
+            say(f"{done} of {total} images are done; resuming after {_files(len(self.kept))}")
         start = time.perf_counter()
         if done < total:
             batch_size = self.image_run.announce(say, done)
@@ -243,7 +243,7 @@ class Extraction:
         except KeyboardInterrupt as error:
             again = f"the same command{' without --overwrite' * self.options.overwrite}"
             raise Stopped(
-                f"stopped; the files that are written stay in {self.folder}, {again} goes on"
+                f"stopped; finished files stay in {self.folder}; {again} resumes"
             ) from error
         index = Index(self.folder)
         cells = getattr(self.collection.listing, "cells", {})

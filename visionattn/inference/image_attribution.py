@@ -55,7 +55,7 @@ class Row(NamedTuple):
         """Return the weights for ``both``, or the shares of ``content`` or ``place``."""
         if name == "place" and self.relative is None:
             raise ValueError(
-                f"block {self.block} has no share of place next to content; leave --term out"
+                f"block {self.block} has no separate weights for content and place; omit --term"
             )
         if self.relative is None or name == "content":
             return self.content
@@ -208,7 +208,7 @@ class ImageAttribution:
         if queries is None:
             queries = [CLASS if model.has_class_token and model.global_pool == "token" else TOP]
         if CLASS in queries and not model.has_class_token:
-            raise ValueError(f"{opened.name} has no class token to query; name places, or top")
+            raise ValueError(f"{opened.name} has no class token; pass places, or top")
         self.queries = queries
 
     def look(self, index: int) -> tuple[Look, Sample]:
@@ -233,7 +233,7 @@ class ImageAttribution:
                 raise
             size = pixels(sample.pixels.shape[1:])
             raise OutOfMemory(
-                f"{path}: out of memory with an image of {size}; --show winners rows takes less"
+                f"{path}: out of memory with an image of {size}; try --show winners rows"
             ) from error
 
     def _look(self, sample: Sample, path: str, evidence: Attribution, **more: object) -> Look:
@@ -259,7 +259,7 @@ class ImageAttribution:
         if "winners" not in self.options.show or not divides(self.model):
             raise ValueError(
                 "the image does not fit into memory in one pass, and band by band there are only "
-                "winners, of models that pool by the maximum or the mean; name a smaller --img-size"
+                "winners, of models that pool by the maximum or the mean; pass a smaller --img-size"
             )
         evidence = self.banding.evidence(index, self.target)
         return self._look(sample, path, evidence, present=None, in_bands=True)

@@ -508,7 +508,8 @@ def _from_file(path: Path, body: str | None, args: dict[str, Any]) -> tuple[nn.M
             raise ValueError(f"{path} says what its model is; leave the body and its args out")
         model = load_model(path)
         if isinstance(model, PatchModel):
-            raise ValueError(f"{path} has a head on patches; a teacher gives classes of images")
+            given = "classes of pixels" if isinstance(model, Segmenter) else "outputs of patches"
+            raise ValueError(f"{path} gives {given}; a teacher gives classes of images")
         return model, [f"{path}"]
     state = read_state_dict(path)
     if body is None:

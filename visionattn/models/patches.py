@@ -94,7 +94,7 @@ def check_sizes(images: Tensor, sizes: Tensor) -> None:
     batch, _, height, width = images.shape
     if not isinstance(sizes, Tensor) or sizes.dtype != torch.int64 or sizes.shape != (batch, 2):
         raise ValueError(
-            f"sizes: wanted int64 [{batch}, 2], height and width of each image in pixels, got "
+            f"sizes: expected int64 [{batch}, 2], height and width of each image in pixels, got "
             f"{described(sizes)}"
         )
     check_device("sizes", sizes, images.device, "images")
@@ -103,7 +103,7 @@ def check_sizes(images: Tensor, sizes: Tensor) -> None:
     for i, (rows, columns) in enumerate(sizes.tolist()):
         if not (1 <= rows <= height and 1 <= columns <= width):
             raise ValueError(
-                f"sizes: wanted 1 to {height} x 1 to {width} pixels, as the images have, got "
+                f"sizes: expected 1 to {height} x 1 to {width} pixels, as the images have, got "
                 f"{rows} x {columns} for image {i}"
             )
 
@@ -249,8 +249,8 @@ def _present_of_pooled(tokens: Tensor, present: Tensor, num_prefix: int, with_pr
     wanted = (tokens.shape[0], tokens.shape[1] - num_prefix)
     if not isinstance(present, Tensor) or present.dtype != torch.bool or present.shape != wanted:
         raise ValueError(
-            f"present: wanted bool {list(wanted)}, the patches of the sequence that are there, got "
-            f"{described(present)}"
+            f"present: expected bool {list(wanted)}, the patches of the sequence that are there, "
+            f"got {described(present)}"
         )
     return F.pad(present, (num_prefix, 0), value=True) if with_prefix else present
 

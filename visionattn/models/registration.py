@@ -110,7 +110,7 @@ def create(
     """
     depth = args.get("depth")
     if isinstance(depth, int) and depth > MOST_BLOCKS:  # building them would take hours
-        raise ValueError(f"depth must be at most {MOST_BLOCKS:,}, got {depth:,}; name fewer blocks")
+        raise ValueError(f"depth must be at most {MOST_BLOCKS:,}, got {depth:,}; use fewer blocks")
     if (task == "generate") != (name in WRITERS):
         wrong = "gives classes and writes no images"
         if name in WRITERS:

@@ -116,10 +116,10 @@ def check_sums(path: Path) -> None:
         raise
     except (*UNREADABLE, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(
-            f"{path} is no whole checkpoint (cut off or garbled): {first_line(error)}"
+            f"{path} is a truncated or damaged checkpoint: {first_line(error)}"
         ) from error
     if bad:
-        raise ValueError(f"{path} is no whole checkpoint (cut off or garbled): wrong sum of {bad}")
+        raise ValueError(f"{path} is a truncated or damaged checkpoint: wrong sum of {bad}")
 
 
 def read_state(path: str | Path) -> dict[str, Any]:
@@ -185,7 +185,7 @@ class States:
             )
         self.step = state["position"]["step"]
         previous = self.folder / PREVIOUS
-        return state, [f"{reason}; goes on from {previous}, step {self.step}"] if reason else []
+        return state, [f"{reason}; resumes from {previous}, step {self.step}"] if reason else []
 
     def _read(self) -> tuple[dict[str, Any] | None, str]:
         """Return the newest readable state, and why a newer one cannot be read."""
@@ -257,7 +257,7 @@ class States:
         """Name the state on the disk, for the end of an error."""
         if self.step is None:
             return "no state was saved yet"
-        return f"the state of step {self.step} is kept, --resume goes on from it"
+        return f"the state of step {self.step} is kept, --resume continues from it"
 
     def explain(self, error: OSError) -> OSError:
         """Return the error with ``kept`` at its end."""
@@ -295,8 +295,8 @@ def check_options(
     idle = [line.split()[0] for line in changed if line.split()[0].startswith(TRAINED)]
     if done and idle:
         raise ValueError(
-            f"all {new['epochs']} epochs are done, so that another {idle[0]} would change nothing; "
-            f"--epochs {new['epochs'] + 1} trains on, or leave it out"
+            f"all {new['epochs']} epochs are done; another {idle[0]} has no effect; --epochs "
+            f"{new['epochs'] + 1} trains on, or leave it out"
         )
     fit = new["data"]["fit"]
     native = fit == "native" or (fit is None and new["data"]["name"] in WHOLE)
@@ -309,8 +309,8 @@ def check_options(
             raise ValueError(f"the run has {key} {was}, not {is_now}; resume with the same{until}")
     if new["init_from"] not in (None, old["init_from"]):
         raise ValueError(
-            f"init_from {new['init_from']} is for a run at its start, and this one goes on with "
-            "its own weights; leave it out"
+            f"init_from {new['init_from']} applies only at the start of a run, and a resumed run "
+            "keeps its own weights; leave it out"
         )
     if bool(old["optim"]["ema_decay"]) != bool(new["optim"]["ema_decay"]):
         raise ValueError(

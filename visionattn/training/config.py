@@ -75,7 +75,13 @@ class LossConfig:
 
 @dataclass
 class TrainConfig:
-    """A training run. The most used options come first."""
+    """A training run."""
+
+    MOST_USED = (
+        *("data.name", "data.root", "data.task", "data.img_size", "model.name", "init_from"),
+        *("epochs", "batch_size", "optim.lr"),
+    )
+    """Options at the top of the help."""
 
     epochs: int = 10
     """Number of passes over the training images."""
@@ -158,6 +164,9 @@ class TrainConfig:
 @dataclass
 class ValidateConfig:
     """An evaluation of a checkpoint at several image sizes."""
+
+    MOST_USED = ("checkpoint", "img_size", "fit", "data.root", "split", "batch_size", "json")
+    """Options at the top of the help."""
 
     checkpoint: str | None = None
     """The ``best.safetensors`` of a run, or another file that ``visionattn.load_model`` reads."""
@@ -268,8 +277,8 @@ def _check_together(config: TrainConfig) -> None:
         raise ValueError(f"optim.min_lr {optim.min_lr} is above optim.lr {optim.lr}, the peak")
     if optim.warmup_epochs >= config.epochs:
         raise ValueError(
-            f"optim.warmup_epochs {optim.warmup_epochs} leaves nothing of epochs {config.epochs} "
-            f"for the cosine; --optim.warmup_epochs {config.epochs / 2:g} does"
+            f"expected optim.warmup_epochs below epochs {config.epochs}, got "
+            f"{optim.warmup_epochs}; pass --optim.warmup_epochs {config.epochs / 2:g}"
         )
     if optim.drop_epochs is not None:
         _check_drop(config, optim.drop_epochs)
@@ -324,7 +333,7 @@ def _check_together(config: TrainConfig) -> None:
     if config.parallel == "sequence" or isinstance(config.parallel, int):
         _check_sequence(config)
     if config.resume and config.overwrite:
-        raise ValueError("resume goes on with a run and overwrite deletes it: give one of them")
+        raise ValueError("resume continues a run and overwrite deletes it; pass only one")
 
 
 def _check_features(config: TrainConfig) -> None:
@@ -354,9 +363,7 @@ def _check_drop(config: TrainConfig, drop_epochs: float) -> None:
             f"epochs {config.epochs}, got {drop_epochs}"
         )
     if optim.min_lr == optim.lr:
-        raise ValueError(
-            f"optim.drop_epochs would do nothing: optim.min_lr is optim.lr, {optim.lr}"
-        )
+        raise ValueError(f"optim.drop_epochs has no effect: optim.min_lr is optim.lr, {optim.lr}")
 
 
 def _check_writing(config: TrainConfig) -> None:

@@ -104,7 +104,7 @@ def prepare_classes(
     if splits.spec.num_classes == 1 and splits.spec.task not in VECTOR_TASKS:
         raise ValueError(
             f"the only class of {config.data.root or config.data.name} is "
-            f"{''.join(splits.spec.class_names) or 0}; wanted two or more to tell apart"
+            f"{''.join(splits.spec.class_names) or 0}; expected two or more to tell apart"
         )
     check_trained(splits)
     if of_maps:
@@ -180,7 +180,7 @@ def train(
         if resumed:
             lines = go_on(trainer, states)
         elif config.resume:
-            lines.insert(0, "no state was saved yet: begins anew")
+            lines.insert(0, "no state was saved yet; starting from the beginning")
     if processes.first and not (fresh or resumed):
         clear(folder)
     try:
@@ -280,7 +280,7 @@ def build(
         config = replace(config, data=replace(config.data, workers=0))
     if processes.first and stream:  # now, because reading sizes and counting memory may take long
         counts = f"{len(splits.train)} training and {len(splits.validation)} validation images"
-        print(f"{config.run}: {counts}, looking at their sizes", file=stream, flush=True)
+        print(f"{config.run}: {counts}; reading image sizes", file=stream, flush=True)
     memory = TrainingMemory(config, model, splits, device, processes, made.objective)
     if resumed and config.batch_size == "auto":
         config = replace(config, **processes.on_first(lambda: states.batches(config)))

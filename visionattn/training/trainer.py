@@ -775,11 +775,11 @@ class Trainer:
         if found := changes(state["listing"], self.listing, self.splits):
             raise ValueError(
                 f"the images are not those that the run began with: {found}; resume with the same, "
-                "or --overwrite begins anew"
+                "or --overwrite starts over"
             )
         if (state["data"]["colours"] or ()) != (self.spec.colours or ()):
             raise ValueError(
-                "the run took the values of its masks for other classes; --overwrite begins anew"
+                "the run took the values of its masks for other classes; --overwrite starts over"
             )
         load_whole(self.model, state["model"])
         if self.ema:
@@ -795,7 +795,7 @@ class Trainer:
         self.scheduler.step_update(self.position.step)
         restore_random_state(state["random"])  # the loaders have their own generators
         return [
-            f"goes on after epoch {self.position.epoch}, step {self.position.step}",
+            f"resumes after epoch {self.position.epoch}, step {self.position.step}",
             *changed,
         ]
 
@@ -804,7 +804,8 @@ def pixel_figures(result: Evaluation) -> dict[str, Any]:
     """Return the metrics that only segmentation has."""
     if result.mean_iou is None:
         return {}
-    return {"mean_iou": result.mean_iou, "ious": result.ious}
+    keys = ("mean_iou", "ious", "average_precisions")
+    return {key: getattr(result, key) for key in keys}
 
 
 def mean_figures(result: Evaluation) -> dict[str, float | None]:
