@@ -1,9 +1,12 @@
 """Draw what decides the class of a large picture: ``docs/figures/few-images.jpg``.
 
-    python docs/figures/few_images.py classes.safetensors pasted/classes/val/fruit/150.jpg
+    python docs/figures/few_images.py classes.safetensors pasted/classes/val/vehicle/129.jpg
 
 Left the picture with its four highest patches, in the middle their surroundings at full size, right
 the score of each class: the mean of its highest patches, against background.
+
+Sources: photograph "picosdeeuropa" by Aitzol Berasategi, CC BY 4.0; cut-out from tuxpaint-stamps,
+GPL-2, pasted and shrunk.
 """
 
 import argparse
