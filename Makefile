@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-all lint gpu gpu-rehearsal clean
+.PHONY: demo test test-all lint docs gpu gpu-rehearsal clean
 
 demo: $(INSTALLED)
 	$(RUN) tools/train.py --config configs/digits.yaml --overwrite
@@ -18,6 +18,10 @@ lint: $(INSTALLED)
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy visionattn
+
+# The API reference, from docstrings: build/api/index.html.
+docs: $(INSTALLED)
+	$(RUN) docs/api_reference.py build/api
 
 # On a machine with an NVIDIA GPU: checks the kernels, then measures them, in less than ten minutes, with what is installed there
 # (torch, triton, timm, einops, pytest). Everything is written to the folder OUT as it comes; the last lines are the summary.

@@ -283,7 +283,7 @@ def again(kind: Kind, folder: Path) -> None:
     until = time.monotonic() + SECONDS
     while (code := Command(kind, folder).end()) != 0:
         said = (folder / "log").read_text()
-        assert code == 2 and "at work in" in said.splitlines()[-1], f"exit code {code}: {said}"
+        assert code == 2 and "running in" in said.splitlines()[-1], f"exit code {code}: {said}"
         assert time.monotonic() < until, "it waits for ever"
         time.sleep(0.2)
 

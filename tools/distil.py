@@ -2,7 +2,7 @@
 
 Every key of the YAML file is a flag, ``--help`` lists them, ``--print_config`` shows what would
 run. What it writes is in ``checkpoints/<run>/``, a run folder for each stage. Exit codes are those
-of ``tools/train.py``; ``--resume`` goes on.
+of ``tools/train.py``; ``--resume`` continues it.
 """
 
 from functools import partial

@@ -3,7 +3,7 @@ FOLDER --output FOLDER``.
 
 One vector per image, or with ``--dense`` one map, as safetensors with an index of paths;
 ``--probe`` fits a linear probe and kNN on a labelled folder, and with ``--dense`` a linear probe of
-patches against the masks of drawn images. A run that was killed goes on where it is called again.
+patches against the masks of drawn images. The same command resumes a killed run.
 Exit codes: 0; 2 for bad input; 3 where no image fits into memory; 4 where a process that reads
 images ended; 130 for Ctrl-C.
 """

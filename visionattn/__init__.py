@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 if not is_command():
     import visionattn.models  # noqa: F401  registers them with timm
 
-__version__ = "0.1.0"
+__version__ = "0.3.0"
 __all__ = [
     "DataSpec",
     "Generated",

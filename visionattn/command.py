@@ -41,7 +41,7 @@ def train(argv: Words, say: Say) -> None:
         try:
             result = train(config, processes=processes)
         except Stopped as stop:
-            raise Stopped(f"{stop}; to go on: {how_to_resume(config)}") from stop
+            raise Stopped(f"{stop}; to resume: {how_to_resume(config)}") from stop
         if processes.first:
             say("\n".join(report(config, result)))
 

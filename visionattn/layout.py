@@ -59,7 +59,7 @@ class TokenLayout(NamedTuple):
         """Raise ValueError for a negative number of rows, columns or prefix tokens."""
         if self.num_prefix < 0 or self.grid.height < 0 or self.grid.width < 0:
             raise ValueError(
-                f"layout: wanted no negative number, got {self.num_prefix} prefix tokens and "
+                f"layout: expected no negative number, got {self.num_prefix} prefix tokens and "
                 f"{self.grid.height} x {self.grid.width} patches"
             )
 

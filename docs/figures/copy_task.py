@@ -54,7 +54,12 @@ def charts_of(rows: list[dict]) -> list[Chart]:
         mark = [Mark("0.1 nats", y=0.1)]
         charts.append(
             Chart(
-                title, "step", "loss in nats per value of the second word", series, mark, log_y=10
+                title,
+                "training step",
+                "nats per value of the second word; chance is 2.3",
+                series,
+                mark,
+                log_y=10,
             )
         )
     return charts
@@ -68,5 +73,5 @@ with open(FOLDER / "copy.csv", newline="") as file:  # also without runs: draws 
     text = list(csv.DictReader(file))
 numbers = {"length": int, "width": int, "seed": int, "step": int, "nats": float}
 rows = [row | {key: kind(row[key]) for key, kind in numbers.items()} for row in text]
-title = "The copy task: training loss (4 layers, 8 heads, batch 64, RAdam)"
+title = "Copy task: training loss (4 layers, 8 heads, batch 64; one line per seed)"
 draw(FOLDER / "copy.png", title, charts_of(rows), rows[0])

@@ -8,11 +8,10 @@ from visionattn.cli.tables import Record, read_rows
 from visionattn.lab.charts import Chart, Look
 from visionattn.lab.figures import chosen, distinct, heads_of, memory_of, over, scaled
 from visionattn.lab.papers import FIGURES, draw
-from visionattn.lab.profile.memory_profile import Shape, n1_of
 
 CONTROLS = {
-    "area": "Fragments by area, 4 per 128 x 128 px",
-    "four": "4 fragments on every canvas",
+    "area": "4 distractors per 128 x 128 px",
+    "four": "4 distractors per image",
 }
 """Titles of the controls of ``canvas``, as the column ``control`` of ``quality.csv`` has them."""
 
@@ -28,24 +27,32 @@ def quality_of(rows: list[Record]) -> list[Chart]:
                  scaled("accuracy", 100), model, Look.of(number), spread=True)
             for number, (model,) in enumerate(distinct(rows, "model"))
         ]  # fmt: skip
-        names = "size of the test images in px", "test accuracy in %"
+        names = "side of the test images in px", "test accuracy in %"
         charts.append(Chart(CONTROLS[control], *names, series, **axis))
     return charts
 
 
+NAMES = {
+    "vit_small_patch16_224": "timm ViT-S, fused attention",
+    "vit_small_patch16_224+eager": "timm ViT-S, attention matrix stored",
+}
+"""Models of ``memory.csv`` in words."""
+
 DRAWN = {name: (figure.title, figure.charts) for name, figure in FIGURES.items()}
 DRAWN["image-size"] = FIGURE.title, FIGURE.charts
 DRAWN["heads-digits"] = (
-    "Head counts of a pixel model on digits, images of 32 px",
+    "Accuracy, speed and memory over the number of heads (digits, 1,024 pixels as tokens)",
     lambda rows: heads_of(rows, "32"),
 )
 DRAWN["quality"] = (
-    "canvas: models trained at 48 to 80 px, 4 epochs; bands: standard deviation over seeds",
+    "Accuracy on canvases larger than in training (48 to 80 px); bands: standard deviation",
     quality_of,
 )
 DRAWN["memory"] = (
-    "Memory of one block of small models, one image, float32",
-    lambda rows: memory_of(rows, n1=n1_of([Shape((16, 16), 1, 64)])),
+    "Memory over image size: one block, one image, float32",
+    lambda rows: memory_of(
+        [row | {"model": NAMES.get(row["model"], row["model"])} for row in rows]
+    ),
 )
 
 for name, (title, charts) in DRAWN.items():

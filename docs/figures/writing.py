@@ -131,14 +131,15 @@ def charts(rows: list[dict]) -> list[Chart]:
 
     axis = {"log_x": 4, "log_y": 10, "x_ticks": sorted({int(row["values"]) for row in rows})}
     named = {"flat": "relative position", "none": "no relative position"}
+    size = "values per image (pixels x channels)"
     found = [
-        Chart(f"Batch {batch}, {named[relative]}", "values of an image", "images per second",
+        Chart(f"Batch {batch}, {named[relative]}", size, "images per second",
               over(relative, batch, "images_per_second"), **axis)
         for relative in RELATIVE for batch in ("1", "16")
     ]  # fmt: skip
     memory = over("flat", "16", "peak_bytes", 2**20)
-    title = "Memory, batch 16, relative position"
-    found.append(Chart(title, "values of an image", "peak memory, MiB", memory, **axis))
+    title = "Peak memory, batch 16, relative position"
+    found.append(Chart(title, size, "MiB", memory, **axis))
     last = [row for row in rows if (row["relative"], row["batch"]) == ("flat", "16")][-3:]
     values = int(last[0]["values"])
     places = [(i + 0.5) * values / SEGMENTS for i in range(SEGMENTS)]
@@ -148,8 +149,8 @@ def charts(rows: list[dict]) -> list[Chart]:
         )
         for i, (way, row) in enumerate(zip(WAYS, last, strict=True))
     ]
-    title = f"Time of one step, {values:,} values, batch 16"
-    found.append(Chart(title, "position of the value", "milliseconds", lines, log_y=10))
+    title = f"Time of one value, {values:,} values, batch 16"
+    found.append(Chart(title, "index of the value in the image", "milliseconds", lines, log_y=10))
     return found
 
 
@@ -169,5 +170,8 @@ if __name__ == "__main__":
     with open(FOLDER / "writing.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     draw(
-        FOLDER / "writing.png", "Autoregressive generation: speed and memory", charts(rows), rows[0]
+        FOLDER / "writing.png",
+        "Generation, value by value: recurrence of kernelized attention and softmax",
+        charts(rows),
+        rows[0],
     )

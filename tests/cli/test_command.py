@@ -86,7 +86,8 @@ def test_shipped_configurations_are_found_by_name_and_files_go_first(tmp_path, m
     (tmp_path / "digits.yaml").write_text("epochs: 2\n")
     assert configs.find_config("digits.yaml") == Path("digits.yaml")
     near = "the nearest shipped one is digits"
-    for name, rest in {"digitz": near, "xyz": f"shipped are {', '.join(files)}"}.items():
+    listed = f"shipped are {', '.join(files)}"
+    for name, rest in {"digitz": near, "xyz": listed, "a/digitz.yaml": "check the path"}.items():
         with pytest.raises(FileNotFoundError) as error:
             configs.find_config(name)
         assert str(error.value) == f"no configuration file at {name}; {rest}"
@@ -101,7 +102,7 @@ def test_an_installed_package_has_its_configurations_within(tmp_path, monkeypatc
 
 @pytest.mark.slow
 def test_the_page_about_python_runs_as_it_stands(tmp_path, started_quickly):
-    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "usage.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     done = fresh("\n".join(["import torch; torch.set_num_threads(1)", *blocks]), cwd=tmp_path)
     assert done.returncode == 0, done.stderr

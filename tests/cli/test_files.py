@@ -41,8 +41,8 @@ def test_a_lock_keeps_others_out_until_all_that_have_its_file_close_it(tmp_path)
     wait = [sys.executable, "-c", "import sys; sys.stdin.read()"]
     child = subprocess.Popen(wait, stdin=subprocess.PIPE, pass_fds=[file.fileno()])
     file.close()
-    with pytest.raises(ValueError, match="^somebody is at work$"):
-        lock(path, "somebody is at work")
+    with pytest.raises(ValueError, match="^somebody is running$"):
+        lock(path, "somebody is running")
     child.communicate(b"")
     lock(path, "taken").close()
 
@@ -50,8 +50,8 @@ def test_a_lock_keeps_others_out_until_all_that_have_its_file_close_it(tmp_path)
 def test_a_locked_place_is_free_at_the_end_also_of_forks_that_outlive_it(tmp_path):
     path = tmp_path / "lock"
     with locked(path, "taken"):
-        with pytest.raises(ValueError, match="^somebody is at work$"):
-            lock(path, "somebody is at work")
+        with pytest.raises(ValueError, match="^somebody is running$"):
+            lock(path, "somebody is running")
         fork = FORK.Process(target=time.sleep, args=(30,))
         fork.start()
     with locked(path, "taken"):

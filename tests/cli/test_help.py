@@ -90,6 +90,16 @@ def test_the_help_of_a_tool_has_its_file_for_a_name_and_is_else_that_of_its_comm
     of_command = capsys.readouterr().out
     options = [text.partition("options:")[2] for text in (of_tool, of_command)]
     assert options[0] == options[1] != ""
+    assert max(map(len, of_command.splitlines()[:-1])) <= 100
+
+
+def test_the_help_of_train_begins_with_the_ten_most_used_options(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    parts = capsys.readouterr().out.split("\n\n")
+    assert parts[2].startswith("most used options:\n  --config FILE")
+    assert parts[2].count("\n  --") == 10 and "\n  --epochs INT" in parts[2]
+    assert "\n  --epochs" not in "".join(parts[3:]) and "None: " not in parts[4]
 
 
 def test_every_command_has_a_tool():

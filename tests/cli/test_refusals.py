@@ -46,7 +46,7 @@ def test_a_device_that_computes_nothing_is_refused_by_every_tool(folder, capsys)
         lines[tool] = [tool, *inferring("--device", "meta", output=f"out.{tool}.csv")]
     for tool, words in lines.items():
         assert main(words) == 2, tool
-        assert_one_error(capsys, "device 'meta' computes nothing: it knows only shapes")
+        assert_one_error(capsys, "device 'meta' cannot compute")
         assert sorted(os.listdir(folder)) == before, tool
 
 
@@ -75,7 +75,7 @@ def test_of_a_folder_in_place_of_weights_those_in_it_are_named(folder, capsys):
 
 
 EMPTY = {
-    "train --init-from=": "init_from is empty; give a value, or leave it out",
+    "train --init-from=": "init_from is empty; pass a value or omit it",
     "train --data.root=": "data.root is empty",
     "validate --checkpoint best.safetensors --data.name digits --json=": "json is empty",
     "features --model scaleformer_vit_t --checkpoint= --images images --output out": "checkpoint",

@@ -103,8 +103,8 @@ BAD_FLAGS = {
     "or 32",
     "--init-from nowhere.pt": "no checkpoint at nowhere.pt",
     "--resume": "nothing to resume",
-    "--resume --overwrite": "give one of them",
-    "--device cuda:99": "device 'cuda:99' cannot be used here",
+    "--resume --overwrite": "pass only one",
+    "--device cuda:99": "device 'cuda:99' is not available",
 }
 
 
@@ -131,7 +131,7 @@ def test_bad_input_ends_validation_with_one_line_and_code_2(finished, tmp_path, 
         (["--checkpoint", "nowhere.safetensors"], "no checkpoint at nowhere.safetensors"),
         (["--checkpoint", str(folder / "last.pt")], "give the best.safetensors of a run"),
         (["--checkpoint", str(alone)], "name it, e.g. --data.name folder"),
-        (["--checkpoint", str(cut), "--data.name=digits"], "cut off or garbled"),
+        (["--checkpoint", str(cut), "--data.name=digits"], "truncated"),
         (
             ["--checkpoint", best, "--img-size", "20"],
             "image of 20 x 20 pixels is not a whole number of 8-pixel patches; the nearest "
@@ -226,14 +226,16 @@ def test_ctrl_c_saves_the_state_says_how_to_go_on_and_that_works(tmp_path):
     try:
         said = list(takewhile(lambda line: line[:5] != "epoch", iter(process.stdout.readline, "")))
         assert "epochs of 11 steps" in said[1] and "preprocessing: center crop" in said[2]
-        assert re.search(r"memory: [\d.]+ [MG]iB expected", said[3]) and " per step" in said[3]
+        assert (
+            re.search(r"peak memory: [\d.]+ [MG]iB estimated", said[3]) and " per step" in said[3]
+        )
         time.sleep(0.2)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the loader's processes too
         _, errors = process.communicate(timeout=600)
     finally:
         process.kill()
     assert process.returncode == 130
-    place, _, command = errors.rstrip("\n").partition("; to go on: ")
+    place, _, command = errors.rstrip("\n").partition("; to resume: ")
     assert re.fullmatch(
         rf"stopped after step \d+ \(epoch \d+ of 500\); the state is in {tmp_path}/two/last.pt",
         place,

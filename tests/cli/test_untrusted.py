@@ -85,9 +85,9 @@ def test_other_values_are_one_line_with_the_key_the_expected_type_and_the_given_
 @pytest.mark.parametrize(
     "text, part",
     [
-        ("{", "it is no JSON: Expecting property name"),
-        ('{"a": NaN}', "it is no JSON: NaN is no number"),
-        ("[" * 100_000, "it is no JSON"),
+        ("{", "it is not JSON: Expecting property name"),
+        ('{"a": NaN}', "it is not JSON: NaN is not a number"),
+        ("[" * 100_000, "it is not JSON"),
         ("[]", "it must be names and values, got an empty list"),
     ],
 )
@@ -127,7 +127,7 @@ def test_a_file_is_named_and_the_error_ends_with_the_way_out(tmp_path):
         read_json(Point, path, "delete it")
     path.write_bytes(b"\xff")
     for read in (read_csv, read_yaml):
-        with pytest.raises(ValueError, match="a.json is no .*text in UTF-8"):
+        with pytest.raises(ValueError, match="a.json is not .*UTF-8"):
             read(path)
 
 
@@ -137,7 +137,7 @@ def test_rows_of_csv_have_every_column_and_texts_as_they_were_before_escaping(tm
     rows = [{"a": "=1+1", "b": "''a"}, {"a": "1", "b": ""}, {"a": "1", "b": "2"}]
     assert read_csv(path) == (["a", "b"], rows)
     path.write_text('a,b\n"1,2\n')
-    with pytest.raises(ValueError, match="a.csv is no CSV file: unexpected end of data"):
+    with pytest.raises(ValueError, match="a.csv is not a CSV file: unexpected end of data"):
         read_csv(path)
 
 

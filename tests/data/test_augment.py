@@ -33,8 +33,8 @@ def test_every_preset_acts_keeps_size_and_range_and_depends_on_nothing_but_the_k
     made = several(Augment(name), image)
     assert all((each.shape, each.dtype) == (image.shape, image.dtype) for each in made)
     assert all(each.min() >= 0 and each.max() <= 1 for each in made)
-    # Four symmetries of a rectangle are few; everything else is drawn of many values.
-    assert len({each.tobytes() for each in made}) > 3
+    # A rectangle has four symmetries, and crop_flip two; everything else is drawn of many values.
+    assert len({each.tobytes() for each in made}) > (1 if name == "crop_flip" else 3)
     again = Augment(name)
     for index in (5, 2, 7):
         np.testing.assert_array_equal(again(image, (3, 12, 1, index)), made[index])
@@ -46,11 +46,21 @@ def test_presets_take_images_of_other_bands_or_say_that_they_do_not():
         image = picture(bands=bands)
         assert all(each.shape == image.shape for each in several(Augment(name, bands=bands), image))
     for name, bands, line in (
-        ("three", 1, "augment three makes images grey, and images of one band are already grey"),
-        ("rand", 4, "augment rand changes the colours of images of 1 or 3 bands, these have 4"),
+        ("three", 1, "augment three converts to greyscale, but the images have one band"),
+        ("rand", 4, "augment rand needs images of 1 or 3 bands, got 4"),
     ):
         with pytest.raises(ValueError, match=f"^{line}$"):
             Augment(name, bands=bands)
+
+
+def test_crop_flip_crops_and_mirrors_half_of_the_images_and_changes_no_color():
+    augment, image = Augment("crop_flip", smallest_crop=0.4), picture()
+    made = several(augment, image, 400)
+    mirrored = [np.array_equal(each, image[:, ::-1]) for each in made]
+    kept = [np.array_equal(each, image) for each in made]
+    assert sum(mirrored) + sum(kept) == 400 and 160 < sum(mirrored) < 240
+    shares = np.prod(boxes(augment, 500, 500, (32, 32))[:, 2:], axis=1) / 500**2
+    assert 0.39 < shares.min() < 0.41 and 0.95 < shares.max() <= 1
 
 
 def test_none_changes_nothing():
@@ -132,9 +142,9 @@ def test_a_file_moves_masks_along_and_depends_on_nothing_but_the_key(tmp_path):
 
 
 WRONG = {
-    "[1, 2": "is no YAML file",
-    "a: 1": "holds no pipeline of albumentations for images of 3 bands",
-    "transform: {__class_fullname__: os.system, p: 1.0}": "holds no pipeline of albumentations",
+    "[1, 2": "is not a YAML file",
+    "a: 1": "is not an albumentations pipeline for images of 3 bands",
+    "transform: {__class_fullname__: os.system, p: 1.0}": "is not an albumentations pipeline",
 }
 
 
@@ -161,5 +171,7 @@ def test_a_file_augments_only_training_images(tmp_path):
     path = saved(tmp_path, A.InvertImg(p=1))
     splits = build_splits(DataConfig(name="digits", img_size=16, augment=path), 3)
     assert splits.train.augment is not None and splits.validation.augment is None
-    with pytest.raises(FileNotFoundError, match="^data.augment other.yaml is no file, nor one of"):
+    with pytest.raises(
+        FileNotFoundError, match="^data.augment other.yaml is neither a file nor one of"
+    ):
         build_splits(DataConfig(name="digits", augment="other.yaml"), 3)

@@ -2,10 +2,12 @@
 
 import hashlib
 import pickle
+import shutil
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torchvision.datasets import CIFAR10
 
 from tests.helpers.geometry import square
@@ -90,17 +92,61 @@ def test_pixel_images_are_grey_and_become_one_hot(root):
     torch.testing.assert_close(prepared.sum(1), torch.ones(6, 32, 32))
 
 
+@pytest.fixture
+def class_folders(root, tmp_path):
+    """The same images as PNG files in ``train/<class>`` and ``test/<class>``."""
+    folder = tmp_path / "files"
+    for split in ("train", "test"):
+        part = CIFAR10(root, train=split == "train")
+        for number, (image, label) in enumerate(zip(part.data, part.targets, strict=True)):
+            place = folder / split / CLASSES[label]
+            place.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(place / f"{number:02}.png")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar10_pixel"])
+def test_files_in_class_folders_give_the_same_images(root, class_folders, name):
+    """Only their order differs, and the numbers of classes, which follow the names."""
+    wanted, found = (build_splits(config_of(each, name), 3) for each in (root, class_folders))
+    assert found.spec.class_names == ("car", "cat", "fowl", "plane")
+
+    def content(splits, parts):
+        names = splits.spec.class_names
+        return sorted(
+            (image.numpy().tobytes(), names[label])
+            for part in parts
+            for image, label in zip(*all_of(part, config_of(root, name)), strict=True)
+        )
+
+    assert content(found, [found.test]) == content(wanted, [wanted.test])
+    learned = [[each.train, each.validation] for each in (found, wanted)]
+    assert content(found, learned[0]) == content(wanted, learned[1])
+    assert [len(part) for part in learned[0]] == [28, 12]
+
+
+def test_class_folders_without_a_split_or_with_a_damaged_file_are_one_line(class_folders):
+    damaged = class_folders / "test" / "car" / "01.png"
+    damaged.write_bytes(b"else")
+    with pytest.raises(ValueError, match=f"^cannot read image {damaged}: [^\n]*$"):
+        build_splits(config_of(class_folders), 3)
+    shutil.rmtree(class_folders / "test")
+    said = f"^{class_folders} has no images in test/<class>/\\*; cifar10 needs them$"
+    with pytest.raises(ValueError, match=said):
+        build_splits(config_of(class_folders), 3)
+
+
 @pytest.mark.parametrize("damage", ["missing", "changed"])
 def test_missing_or_damaged_files_say_how_to_fetch_them(root, damage):
     file = root / "cifar-10-batches-py" / "data_batch_3"
     file.unlink() if damage == "missing" else file.write_bytes(b"else")
-    said = f"^no CIFAR-10, or a damaged one, in {root}; fetch it with --data.args.download true$"
+    said = f"^no complete CIFAR-10 in {root}; download it with --data.args.download true$"
     with pytest.raises(FileNotFoundError, match=said):
         build_splits(config_of(root), 3)
 
 
 def test_a_fetch_that_fails_is_said_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(CIFAR10, "url", f"file://{tmp_path}/nowhere/cifar.tar.gz")
-    said = f"^cannot fetch CIFAR-10 into {tmp_path / 'data'}: [^\n]*$"
+    said = f"^cannot download CIFAR-10 to {tmp_path / 'data'}: [^\n]*$"
     with pytest.raises(FileNotFoundError, match=said):
         build_splits(config_of(tmp_path / "data", args={"download": True}), 3)

@@ -132,7 +132,7 @@ def test_more_pixels_than_are_allowed_are_not_decoded_and_the_size_is_read_all_t
         assert read_size(io.BytesIO(content), small) == (HEIGHT, WIDTH)
         with (
             open_image(io.BytesIO(content), small) as reader,
-            pytest.raises(ValueError, match=f"^.*more than data.max_pixels {most - 1:,}; raise it"),
+            pytest.raises(ValueError, match=f"^.*exceed data.max_pixels {most - 1:,}; raise it"),
         ):
             read_image(reader, view, small)
 
@@ -185,7 +185,7 @@ def test_pages_are_read_by_their_numbers_from_1():
     np.testing.assert_array_equal(seen(io.BytesIO(content)), pages[0])
     np.testing.assert_array_equal(seen(io.BytesIO(content), page=2), pages[1])
     assert read_size(io.BytesIO(content), ReadOptions(page=2)) == (20, WIDTH)
-    with pytest.raises(ValueError, match="wanted page 3, the image has 2 pages"):
+    with pytest.raises(ValueError, match="expected page 3, the image has 2 pages"):
         open_image(io.BytesIO(content), ReadOptions(page=3))
     first, second = (Image.new("L", (4, 3), level) for level in (10, 200))
     gif = saved(first, "gif", save_all=True, append_images=[second])
@@ -278,7 +278,7 @@ def test_values_become_fractions_of_the_range_and_are_clipped_to_it():
     got = seen(tiff(pixels), channels=1, value_range=(-1, 3))
     np.testing.assert_allclose(got[..., 0], [[0, 0.25, 0.75], [1, 0, 1]])
     for dtype in ("float32", "uint16"):
-        said = f"^{dtype} values from 0 to 900 without a known value range; give --data.value_range"
+        said = f"^{dtype} values from 0 to 900 without a known value range; pass --data.value_range"
         with pytest.raises(NotAsAsked, match=said):
             seen(tiff(pattern(1, np.uint16, 900).astype(dtype)))
 
@@ -289,8 +289,8 @@ def test_bands_are_picked_in_the_order_given_or_are_one_line():
         got = seen(tiff(pixels), bands=bands)
         np.testing.assert_array_equal(got, pixels[..., [band - 1 for band in bands]])
     for bands, wanted, line in (
-        (1, (1, 2), "wanted band 2, the image has 1 band"),
-        (2, None, "the image has 2 bands; name the bands to read, in order, as in --data.bands"),
+        (1, (1, 2), "expected band 2, the image has 1 band"),
+        (2, None, "the image has 2 bands; choose bands, e.g. --data.bands"),
     ):
         with pytest.raises(NotAsAsked, match=f"^{line}[^\n]*$"):
             seen(tiff(pattern(bands)), bands=wanted)
@@ -323,11 +323,19 @@ def test_the_range_of_16_bits_is_found_once_by_the_largest_value_of_a_few_files(
     assert options.value_range == (0, 2**bits - 1)
     assert lines == [
         f"16-bit images hold values up to {largest:,}: read as {bits} bits; "
-        "--data.value_range LOW HIGH says otherwise"
+        "override with --data.value_range LOW HIGH"
     ]
     with open_image(source.open(0)) as reader:
         got = read_image(reader, VIEW, options)
     np.testing.assert_allclose(got, pixels[0] / (2**bits - 1), atol=1e-6)
+
+
+def test_one_deep_file_among_files_of_8_bits_is_found_before_the_first_step():
+    files = [tiff(pattern(1, np.uint8, 200))] * 40
+    files[3] = tiff(pattern(1, np.uint16, 900))
+    options, lines = settle(Listed(*files), range(40), ReadOptions(1))
+    assert options.value_range == (0, 1023) and "16-bit images hold values up to 900" in lines[0]
+    assert settle(Listed(*files[4:]), range(36), ReadOptions(1)) == (ReadOptions(1), [])
 
 
 def test_values_outside_the_range_that_was_found_are_an_error():

@@ -3,6 +3,7 @@
 import warnings
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -71,7 +72,7 @@ def test_numbers_as_text_are_classes_in_natural_order(root, table):
 
 
 def test_images_without_a_row_are_left_out_with_a_warning(root, table):
-    with pytest.warns(UserWarning, match="^left out 2 of 22 images in .* the first: dog 2/9.png$"):
+    with pytest.warns(UserWarning, match="^skipped 2 of 22 images in .* the first: dog 2/9.png$"):
         found = build_splits(config_of(root, **table(paths=PATHS[:-2], label=LABELS[:-2])), 0)
     assert len(found.train) + len(found.validation) == 20
 
@@ -120,8 +121,11 @@ def test_labels_that_do_not_fit_the_task_are_one_line(root, table, task, columns
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"labels": "missing.csv"}, "no table of labels at missing.csv"),
-        ({"labels": "labels.xls"}, "a table of labels ends in .csv, .tsv, .jsonl, .parquet, got l"),
+        ({"labels": "missing.csv"}, "no label table at missing.csv"),
+        (
+            {"labels": "labels.xls"},
+            "expected a label table that ends in .csv, .tsv, .jsonl, .parquet, got l",
+        ),
         (
             {"fold": "1/60"},
             "22 images, and 11 images of the most frequent class, are too few for 6",
@@ -145,6 +149,14 @@ def test_a_missing_package_names_the_extra(root, table, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "pandas" else name)
     line = f"{given['labels']} needs pandas: pip install 'visionattn[tables]'"
     assert refused(ValueError, config_of(root, **given)) == line
+
+
+def test_a_table_in_latin_1_is_refused_with_advice(root, table):
+    given = table(label=LABELS)
+    Path(given["labels"]).write_bytes("path,label\ncat/9.png,Bär\n".encode("latin-1"))
+    assert refused(ValueError, config_of(root, **given)) == (
+        f"{given['labels']} is not UTF-8 text; save the table as UTF-8"
+    )
 
 
 def test_a_cell_with_the_separator_is_refused(root, table):
@@ -188,7 +200,7 @@ def test_several_labels_are_listed_or_in_columns_with_gaps(root, table):
         assert spec.class_names == ("d", "c", "b", "a")
         assert found["all"].labels[0, [0, 3]].tolist() == [0, 1]
     config = config_of(root, task="multilabel", **table(label=listed[:22]))
-    with pytest.raises(ValueError, match="classes that the weights do not know: c; the classes"):
+    with pytest.raises(ValueError, match="classes unknown to the model: c; the model"):
         images_to_judge(config, 0, ["a", "b"])
 
 
@@ -288,7 +300,7 @@ def test_groups_are_held_out_whole_by_about_the_share(root, table, share, held):
 def test_a_fold_needs_images_without_a_validation_split(root, table):
     options = table(label=["a", "b"] * 11, split=["train"] * 16 + ["val"] * 4 + ["test"] * 2)
     error = refused(ValueError, config_of(root, fold="1/2", **options))
-    assert error.startswith("data.fold takes the validation images from the training images, and")
+    assert error.startswith("data.fold splits the training images, but")
     options = table(label=["a", "b"] * 11, split=["train"] * 18 + ["test"] * 4)
     splits = build_splits(config_of(root, fold="1/2", **options), 0)
     assert [len(part) for part in (splits.train, splits.validation, splits.test)] == [9, 9, 4]

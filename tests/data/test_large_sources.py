@@ -88,7 +88,7 @@ def test_bands_of_rows_are_what_an_image_holds_and_become_the_usual_input(tmp_pa
         source = open_source(image)
     told = [str(each.message) for each in caught]
     assert len(told) == (kind == "png")
-    assert all("all of it is decoded and kept, 14,691 bytes" in each for each in told)
+    assert all("it is decoded completely and kept, 14,691 bytes" in each for each in told)
     with source:
         assert (source.height, source.width, source.channels) == (HEIGHT, WIDTH, 3)
         assert source.dtype == np.uint8 and source.georeference is None
@@ -202,8 +202,8 @@ def test_a_level_of_a_pyramid_is_the_image_at_the_size_that_the_file_has(tmp_pat
     with pytest.raises(NotAsAsked) as raised:
         open_source(path, level=3)
     assert str(raised.value) == (
-        f"{path}: wanted level 3, the image has 3, counted from 0: 419 x 277, 210 x 139, 105 x 70 "
-        "pixels"
+        f"{path}: expected level 3, the image has 3, counted from 0: 419 x 277, 210 x 139, 105 x "
+        "70 pixels"
     )
 
 
@@ -277,20 +277,20 @@ def test_sources_that_a_model_does_not_take_are_one_line(tmp_path):
     (tmp_path / "a.tif").write_bytes(tiff(pixels_of(5), tile=(16, 16)).getvalue())
     path = str(tmp_path / "a.tif")
     for image, options, said in (
-        ([1, 2], None, "the image: wanted a path, an array or a tensor, got list"),
-        (np.zeros((2, 3, 4, 5)), None, "the array: wanted an array of numbers"),
+        ([1, 2], None, "the image: expected a path, an array or a tensor, got list"),
+        (np.zeros((2, 3, 4, 5)), None, "the array: expected an array of numbers"),
         (torch.zeros(3, 4, 5, dtype=torch.bfloat16), None, "a tensor of torch.bfloat16; make it"),
-        (path, COLOURED, f"{path}: the image has 5 bands; name the bands to read"),
-        (path, ReadOptions(bands=(6,)), f"{path}: wanted band 6, the image has 5 bands"),
-        (path, ReadOptions(page=2), f"{path}: wanted page 2, the image has 1 page"),
-        (io.BytesIO(b"nothing"), None, "cannot identify image file: it is of no known format"),
+        (path, COLOURED, f"{path}: the image has 5 bands; choose bands"),
+        (path, ReadOptions(bands=(6,)), f"{path}: expected band 6, the image has 5 bands"),
+        (path, ReadOptions(page=2), f"{path}: expected page 2, the image has 1 page"),
+        (io.BytesIO(b"nothing"), None, "unknown image format"),
     ):
         with pytest.raises(ValueError) as raised:
             open_source(image, options=options)
         assert said in str(raised.value) and "\n" not in str(raised.value)
     two = ReadOptions(bands=(3, 2))
     for options, said in (
-        (None, "has 5 bands; name the bands to read"),
+        (None, "has 5 bands; choose bands"),
         (two, "3 channels, and 2 "),
     ):
         with open_source(path, options=options) as source, pytest.raises(NotAsAsked, match=said):
@@ -317,5 +317,5 @@ def test_passes_open_what_can_be_opened(tmp_path):
     for given in (pixels, planes, planes[None] / 255, tmp_path / "image.npy", image):
         assert torch.equal(visionattn.forward_tiled(model, given), whole)
     assert torch.equal(visionattn.forward_tiles(model, image, tile=32), tiled)
-    with pytest.raises(ValueError, match="wanted a path, an array or a tensor, got int"):
+    with pytest.raises(ValueError, match="expected a path, an array or a tensor, got int"):
         visionattn.forward_tiled(model, 3)

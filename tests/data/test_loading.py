@@ -187,7 +187,7 @@ def test_an_unreadable_image_stops_with_its_path_in_one_line(split_root, workers
     path.unlink()
     if kind != "gone":
         path.write_bytes(BROKEN[kind])
-    advice = "; repair or delete it, or use --data.on_error skip to leave it out$"
+    advice = "; repair or delete it, or pass --data.on_error skip$"
     with pytest.raises(ValueError, match=f"^cannot read image {path}: [^\n]*{advice}"):
         list(batches.epoch(0))
 
@@ -203,11 +203,11 @@ def test_an_unreadable_image_is_left_out_with_one_warning_and_evaluation_counts_
     config = config_of(split_root, workers=workers, on_error="skip")
     splits = build_splits(config, 3)
     batches = train_batches(splits, config, batch_size=4, seed=3)
-    with pytest.warns(UserWarning, match="left out unreadable image") as caught:
+    with pytest.warns(UserWarning, match="skipped unreadable image") as caught:
         counts = [sum(len(labels) for _, labels, *_ in batches.epoch(epoch)) for epoch in (0, 1)]
     assert counts == [sum(COUNTS.values()) - 1] * 2
     told = [str(warning.message) for warning in caught if warning.category is UserWarning]
-    assert len(told) == 1 and told[0].startswith(f"left out unreadable image {path}: ")
+    assert len(told) == 1 and told[0].startswith(f"skipped unreadable image {path}: ")
     assert batches.left_out == 1
 
     validation = eval_batches(splits.validation, config, batch_size=3, geometry=square(16))

@@ -186,12 +186,12 @@ def test_masks_are_read_until_their_meaning_is_known(tmp_path, monkeypatch):
 def test_splits_of_masks_are_known_by_their_names_in_any_case(tmp_path, layout):
     write(tmp_path, NUMBERS, layout=layout, splits=("Training", "VALID"))
     (tmp_path / "sketches").mkdir()
-    with pytest.warns(UserWarning, match=f"^left out of {tmp_path}: sketches$"):
+    with pytest.warns(UserWarning, match=f"^ignored in {tmp_path}: sketches$"):
         splits = opened(tmp_path)
     assert (len(splits.train), len(splits.validation)) == (4, 4)
     write(tmp_path, NUMBERS, layout=layout)
     with pytest.raises(
-        ValueError, match="has two .* splits, .*; wanted one|are masks of one image"
+        ValueError, match="has two .* splits, .*; expected one|are masks of the same image"
     ):
         opened(tmp_path)
 
@@ -268,9 +268,9 @@ def grey(level, dtype=np.uint8):
 
 SPOILED = {
     "it has 33 x 18 pixels, its image 33 x 17": np.zeros((33, 18), np.uint8),
-    "it has the value 3; with 3 classes wanted 0 to 2 or 255, which does": grey(3),
+    "it has the value 3; with 3 classes expected 0 to 2 or 255, which does": grey(3),
     "the colour of each class with data.masks.colours": np.stack([grey(9), grey(0), grey(9)], 2),
-    "it has pixels of the kind float; wanted the number of a class": grey(0.5, np.float32),
+    "it has pixels of the kind float; expected the number of a class": grey(0.5, np.float32),
     "cannot be read": None,
 }
 
@@ -292,10 +292,10 @@ def test_a_wrong_mask_is_the_image_that_cannot_be_read(tmp_path):
 
 def test_a_folder_without_whole_pairs_is_refused(tmp_path):
     masks = write(tmp_path, NUMBERS) / "train" / "masks"
-    with pytest.raises(ValueError, match="has no images in a folder images; wanted images"):
+    with pytest.raises(ValueError, match="has no folder images with images; expected images"):
         opened(masks)
     NUMBERS(np.zeros(SIZES[1], np.uint8), masks / "deep" / "1.bmp")
-    with pytest.raises(ValueError, match="are masks of one image; keep one of them"):
+    with pytest.raises(ValueError, match="are masks of the same image; keep one"):
         opened(tmp_path)
     masks.rename(tmp_path / "train" / "annotations")
     with pytest.raises(FileNotFoundError, match="^4 of 8 images of [^\n]*$"):
@@ -327,7 +327,7 @@ def test_a_folder_without_whole_pairs_is_refused(tmp_path):
             {},
             "127 of 129 classes have no pixel; if values are colours, give the one",
         ),
-        ((0, 255), {"masks": {"ignored": 0}}, "it has the value 255; wanted 0 to 254 or 0"),
+        ((0, 255), {"masks": {"ignored": 0}}, "it has the value 255; expected 0 to 254 or 0"),
     ],
 )
 def test_masks_that_teach_nothing_are_refused(tmp_path, levels, more, words):

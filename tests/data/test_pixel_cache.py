@@ -258,7 +258,7 @@ def test_without_room_one_line_says_so_and_images_are_decoded(tmp_path, monkeypa
     with pytest.warns(UserWarning) as caught:
         assert_same(items(config), plain)
     [line] = map(str, (each.message for each in caught))
-    assert re.match(f"data.cache {config.cache} takes no more.*({message})", line)
+    assert re.match(f"data.cache {config.cache} is full.*({message})", line)
     assert spoil == "a file" or not entries(config.cache)
 
 

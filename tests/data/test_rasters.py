@@ -429,5 +429,5 @@ def test_a_kind_that_no_library_reads_is_named_in_one_line(tmp_path):
     with pytest.raises(NotAsAsked, match="has 1; its 3 channels are bands, as in --data.bands 2$"):
         seen(str(path), page=2)
     pixels = pattern(1, np.uint16).astype(np.complex64)
-    with pytest.raises(NotAsAsked, match="wanted whole or real numbers, got complex64"):
+    with pytest.raises(NotAsAsked, match="expected whole or real numbers, got complex64"):
         open_image(str(write(tmp_path / "a.img", pixels, driver="HFA")))

@@ -16,11 +16,11 @@ THREE = [[0, 0, 0], [200, 30, 30], [0, 90, 255]]
 
 CASES = [
     # Options that are for other data.
-    (dict(bands=[1]), "data.bands is only for folder; leave it out for digits"),
-    (dict(cache="x"), "data.cache is only for images in files that are not streamed; leave it out"),
+    (dict(bands=[1]), "data.bands is only for folder; omit it for digits"),
+    (dict(cache="x"), "data.cache is only for images in files that are not streamed; omit it"),
     (FOLDER | dict(root="wds/x", cache="x"), "data.cache is only for images in files that are not"),
     (FOLDER | dict(args={"num_classes": 3}), "data.args.num_classes is only for wds/... (other d"),
-    (dict(root="x"), "data.root is only for images in files (--data.name folder); leave it out"),
+    (dict(root="x"), "data.root is only for images in files (--data.name folder); omit it"),
     (dict(name="cifar10", args={"download": 3}), "data.args.download must be true or false, got"),
     (
         dict(masks={"classes": ["a", "b"]}),
@@ -28,34 +28,55 @@ CASES = [
     ),
     (dict(task="segmentation"), "digits has no masks; data.task segmentation is for canvas, doc"),
     (dict(args={"train_images": 7}), "data.args is only for canvas, documents, copy, cifar10"),
-    (dict(name="canvas", augment="a.yaml"), "augment a.yaml is not made for canvas; choose none,"),
+    (
+        dict(name="canvas", augment="a.yaml"),
+        "augment a.yaml is not available for canvas; use none,",
+    ),
     (dict(name="documents", max_patches=9), "data.max_patches is only for images that are read"),
-    (dict(name="digits", augment="three"), "augment three is not made for digits; choose none, l"),
+    (
+        dict(name="digits", augment="three"),
+        "augment three is not available for digits; use none, l",
+    ),
     # Missing roots.
-    (dict(name="folder"), "data folder needs a root; wanted train/<class>/* and val/<class>/*, or"),
-    (dict(name="cifar10"), "cifar10 needs a root: the folder that holds, or is to hold, cifar-10-"),
+    (
+        dict(name="folder"),
+        "data folder needs a root; expected train/<class>/* and val/<class>/*, or",
+    ),
+    (dict(name="cifar10"), "cifar10 needs a root: the folder of cifar-10-"),
     # Numbers.
     (dict(workers=-1), "data.workers must be at least 0, got -1"),
     (dict(workers=10**6), "data.workers must be at most "),
     (dict(val_fraction=0.0), "data.val_fraction must be in (0, 1), got 0.0"),
     (dict(img_size_choices=[8, 0]), "data.img_size_choices[1] must be above 0, got 0"),
     # Sizes.
-    (dict(img_size=[64]), "data.img_size must be one number of pixels, or height and width, got ["),
+    (
+        dict(img_size=[64]),
+        "data.img_size: expected one number of pixels, or height and width, got [",
+    ),
     (dict(img_size=2**21), "data.img_size must be at most 1,048,576, got 2,097,152"),
-    (dict(batch_patches=4), "data.batch_patches is for fit native; with fit crop images have one"),
-    (dict(max_patches=4), "data.max_patches is for fit native, under which images differ in size"),
+    (dict(batch_patches=4), "data.batch_patches is only for fit native; with fit crop use"),
+    (dict(max_patches=4), "data.max_patches is only for fit native; with fit"),
     (FOLDER | dict(max_patches=0), "data.max_patches must be above 0, got 0"),
     (FOLDER | dict(max_patches=9, img_size=9), "data.img_size and data.max_patches both limit the"),
-    (FOLDER | dict(max_patches=9, img_size_choices=[9]), "data.img_size_choices are sizes in pixe"),
-    (FOLDER | dict(fit="pad"), "data.fit pad needs data.img_size, the size to bring images to"),
-    (dict(name="canvas", img_size=40), "canvas of 40 pixels is too small for its digits; wanted 4"),
+    (FOLDER | dict(max_patches=9, img_size_choices=[9]), "pass either data.img_size_choices or "),
+    (FOLDER | dict(fit="pad"), "data.fit pad needs data.img_size"),
+    (
+        dict(name="canvas", img_size=40),
+        "canvas of 40 pixels is too small for its digits; expected 4",
+    ),
     (dict(name="documents", img_size=32), "documents of 32 pixels are too small for their marks; "),
     # Sequences and other values that are written one after the other.
     (dict(name="copy"), "copy has no classes, only values to write; wanted data.task generate"),
-    (COPY | dict(img_size=[1, 3]), "copy has sequences of one row and 4 values at least; wanted a"),
-    (dict(name="digits_pixel", task="generate"), "the grey levels of digits_pixel are one-hot, fo"),
+    (
+        COPY | dict(img_size=[1, 3]),
+        "copy has sequences of one row and 4 values at least; expected a",
+    ),
+    (
+        dict(name="digits_pixel", task="generate"),
+        "digits_pixel has one-hot grey levels for classifica",
+    ),
     (dict(name="documents", task="generate", img_size=300), "pieces of documents of 300 pixels ar"),
-    (dict(name="documents", task="generate", fit="pad"), "data.task generate takes pieces of docu"),
+    (dict(name="documents", task="generate", fit="pad"), "data.task generate uses crops of docu"),
     (
         FOLDER | dict(task="generate", mean=[0.5] * 3),
         "data.mean is only for other tasks than generate;",
@@ -63,7 +84,10 @@ CASES = [
     # Drawn data.
     (dict(name="canvas", args={"distractors": -1}), "data.args.distractors must be at least 0, go"),
     (dict(name="canvas", args={"whole_digits": 3}), "data.args.whole_digits must be 1 or 2, got 3"),
-    (dict(name="canvas", args={"digit_px": [4, 12]}), "data.args.digit_px wants the smallest and "),
+    (
+        dict(name="canvas", args={"digit_px": [4, 12]}),
+        "data.args.digit_px: expected the smallest and",
+    ),
     (dict(name="canvas", args={"digit_px": [16, 200]}), "canvas of 128 pixels is too small for it"),
     (dict(name="canvas", args={"fragments": 4}), "data.args has an unknown key fragments"),
     (
@@ -74,14 +98,14 @@ CASES = [
     (FOLDER | dict(bands=[0, 2]), "data.bands must be numbers from 1, got [0, 2]"),
     (FOLDER | dict(page=0), "data.page must be at least 1, got 0"),
     (FOLDER | dict(value_range=[0, math.inf]), "data.value_range must be two finite numbers, the "),
-    (FOLDER | dict(root="wds/x", bands=[1]), "timm's reader of wds/x gives the colours of the fir"),
+    (FOLDER | dict(root="wds/x", bands=[1]), "timm's reader of wds/x decodes RGB of the fir"),
     # Tables of labels.
     (FOLDER | dict(labels="a.csv", task="generate"), "data.labels is only for tasks with"),
     (FOLDER | dict(labels="a.csv", root="hfds/x"), "data.labels is only for folders and tars"),
     (FOLDER | dict(columns=["a"]), "data.columns is only for data.labels"),
     (
         FOLDER | dict(task="regression"),
-        "data.task regression takes its labels from a table: --data",
+        "data.task regression reads labels from a table: --data",
     ),
     (
         FOLDER | dict(fold="0/5"),
@@ -89,7 +113,7 @@ CASES = [
     ),
     (FOLDER | dict(group_from="("), "data.group_from ( is no regular expression: "),
     # Masks.
-    (MASKED | dict(root=__file__), f"data root {__file__} is no folder, wanted images/*"),
+    (MASKED | dict(root=__file__), f"data root {__file__} is no folder, expected images/*"),
 ]
 MEANINGS = [
     (dict(classes=["a"]), ".classes must name 2 to 255 classes, got 1"),

@@ -99,7 +99,7 @@ def test_evaluation_on_shards_says_how_many_images_were_left_out(shard_root):
     config = config_of(f"wds/{shard_root}", num_classes=3, on_error="skip")
     held_out = build_splits(config, 3).validation
     validation = eval_batches(held_out, config, batch_size=2, geometry=square(16))
-    with pytest.warns(UserWarning, match="left out 1 unreadable images of"):
+    with pytest.warns(UserWarning, match="skipped 1 unreadable images of"):
         assert [labels.tolist() for _, labels, *_ in validation] == [[0, 2]]
     assert validation.left_out == 1
 
@@ -108,18 +108,18 @@ def test_what_shards_lack_is_said_in_one_line(shard_root, tmp_path_factory):
     pytest.importorskip("webdataset")
     root = f"wds/{shard_root}"
     assert refused(ValueError, config_of(root, on_error="skip")) == (
-        f"data root {root} does not say how many classes there are; give num_classes"
+        f"data root {root} does not state the number of classes; pass --data.args.num_"
     )
     assert refused(ValueError, config_of(root, num_classes=3)) == (
         f"timm's reader of {root} leaves unreadable images out; pass --data.on_error skip"
     )
     empty = tmp_path_factory.mktemp("empty")
     line = refused(FileNotFoundError, config_of(f"wds/{empty}", num_classes=3, on_error="skip"))
-    assert line.startswith(f"no _info.json in {empty}; wanted one")
+    assert line.startswith(f"no _info.json in {empty}; expected one")
     info = json.loads((shard_root / "_info.json").read_text())
     info["splits"]["extra"] = info["splits"].pop("validation")
     (shard_root / "_info.json").write_text(json.dumps(info))
-    with pytest.warns(UserWarning, match=f"left out of {root}: extra"):
+    with pytest.warns(UserWarning, match=f"ignored in {root}: extra"):
         assert refused(ValueError, config_of(root, num_classes=3, on_error="skip")) == (
             f"_info.json of {shard_root} has no validation split; it has train, extra"
         )
@@ -130,7 +130,7 @@ def test_a_label_beyond_the_number_of_classes_is_refused_in_one_line(shard_root)
     pytest.importorskip("webdataset")
     config = config_of(f"wds/{shard_root}", num_classes=2, on_error="skip")
     batches = train_batches(build_splits(config, 3), config, batch_size=8, seed=3)
-    said = "an image of .* has label 2; with num_classes 2 wanted 0 to 1"
+    said = "an image of .* has label 2; with num_classes 2 expected 0 to 1"
     with pytest.raises(ValueError, match=said):
         list(batches.epoch(0))
 

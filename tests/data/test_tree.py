@@ -50,9 +50,9 @@ LAYOUTS = {
     "train/a:4 val/a:1 0:1 .git/a:2 __MACOSX/a:3 film.MOV a.heic README.md": (
         "a",
         (4, 1, 0),
-        "left out of {}: 0; files of other kinds: 1 .heic, 1 .mov",
+        "ignored in {}: 0; files of other kinds: 1 .heic, 1 .mov",
     ),
-    "train:2 train/a:4 val/a:1": ("a", (4, 1, 0), "left out of {}: images in no class or split"),
+    "train:2 train/a:4 val/a:1": ("a", (4, 1, 0), "ignored in {}: images in no class or split"),
     " ".join(f"{name}:4" for name in TIES[::-1]): (" ".join(TIES), (24, 8, 0), ""),
     f"train/{ACCENT[0]}:2 train/a:2 val/{ACCENT[1]}:1": (f"a {ACCENT[0]}", (4, 1, 0), ""),
 }
@@ -79,13 +79,13 @@ def test_folders_and_tars_say_splits_and_classes(tmp_path, text):
 
 
 REFUSED = {
-    "train/a:3 Training/a:3 val/a:1": "data root {} has two train splits, train and Training; wan",
+    "train/a:3 Training/a:3 val/a:1": "data root {} has two train splits, train and Training; exp",
     "train/a:3 val/b:2 val/c:1": "classes of {} that are in validation but not in train: b, c",
-    "val/a:3": "data root {} has validation images but none to train on; wanted train/<class>/*",
-    "a:1 b:1": "too few images in {} to hold some out for validation; wanted two of some class",
-    "train:3 val:2": "{} has images outside of class folders; wanted train/<class>/*",
-    "notes.txt a.heic": "no images in {}; it holds 1 .heic; wanted train/<class>/*",
-    "images:2 masks:2": "data folder {} has the folders images and masks: --data.task segmentation",
+    "val/a:3": "data root {} has validation images but none to train on; expected train/<class>/*",
+    "a:1 b:1": "too few images in {} to hold some out for validation; expected two of some class",
+    "train:3 val:2": "{} has images outside of class folders; expected train/<class>/*",
+    "notes.txt a.heic": "no images in {}; it holds 1 .heic; expected train/<class>/*",
+    "images:2 masks:2": "data folder {} has the folders images and masks; pass --data.task seg",
 }
 
 
@@ -105,8 +105,8 @@ def test_roots_that_are_no_folder_of_images_are_one_line(tmp_path):
     (tmp_path / "a.zip").write_bytes(plain)
     (tmp_path / "a.TAR").write_bytes(gzip.compress(plain))
     for name, error, said in (
-        ("a", ValueError, "class folder {}/empty holds no images; add some or delete the folder"),
-        ("gone", FileNotFoundError, "data root {} does not exist; wanted train/<class>/*"),
+        ("a", ValueError, "class folder {}/empty has no images; add some or delete the folder"),
+        ("gone", FileNotFoundError, "data root {} does not exist; expected train/<class>/*"),
         ("a.zip", ValueError, "data root {} is neither a folder nor a .tar file; decompress a "),
         ("a.TAR", ValueError, "cannot read {} as a tar"),
     ):
@@ -140,7 +140,7 @@ def test_weights_are_judged_on_the_classes_that_they_know(tmp_path):
         "train": [1] * 3 + [2] * 3,
         "validation": [1, 2],
     }
-    with pytest.raises(ValueError, match="has classes that the weights do not know: train; its cl"):
+    with pytest.raises(ValueError, match="has classes unknown to the model: train; its cl"):
         images_to_judge(config_of(root), 3, ["a", "b"])
 
 
@@ -229,7 +229,7 @@ def test_a_class_and_a_split_may_be_links_and_take_no_images_of_others(tmp_path)
 
 def test_a_pipe_is_no_image_and_a_zarr_folder_is_one(pictures):
     os.mkfifo(pictures / "pipe.png")
-    with pytest.raises(ValueError, match="is a pipe, a socket or a device and no image"):
+    with pytest.raises(ValueError, match="is a pipe, a socket or a device, not an image"):
         list_images([str(pictures / "pipe.png")])
     zarr = pictures / "b" / "x.zarr"
     write(zarr, "0/1.png", "folder")

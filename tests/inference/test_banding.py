@@ -157,7 +157,7 @@ def test_a_model_that_cannot_be_computed_so_says_why(folder, capsys):
     write_weights(folder / "best.safetensors", args=args | {"relative": "none"})
     before = written(folder)
     assert run("predict", native(*BOUND, output="out.csv")) == 3
-    assert "it is not computed band by band: " in capsys.readouterr().err
+    assert "it cannot run band by band: " in capsys.readouterr().err
     assert written(folder) == before
     with pytest.raises(OutOfMemory, match="1 image of 136 x 64 pixels would take about "):
         visionattn.predict("best.safetensors", "images", img_size="native", memory_gib=0.0005)
@@ -191,10 +191,13 @@ def test_another_bound_of_memory_goes_on_and_other_options_say_which_they_are(
     kept = written(folder)
     capsys.readouterr()
     assert run("features", native("--dense", *BOUND, "--dtype", "float16")) == 2
-    assert "other unfinished work for out: dtype float32 there, float16" in capsys.readouterr().err
+    assert (
+        "unfinished work of another call for out: dtype float32 there, float16"
+        in capsys.readouterr().err
+    )
     assert written(folder) == kept
     assert run("features", native("--dense", "--memory_gib", "0.0007")) == 0
-    assert "going on with band" in capsys.readouterr().out
+    assert "resuming with band" in capsys.readouterr().out
     assert [row["status"] for row in read_index(folder / "out")] == ["ok"] * 4
     assert not hidden(folder)
     painted = native("--checkpoint", "painter.safetensors", *BOUND, output="painted")
@@ -231,10 +234,10 @@ def test_what_was_stopped_goes_on_to_the_same_bytes(folder, capsys, monkeypatch,
         stop_at(patch, {19})
         patch.setattr(forward_bands, "forward_tiled", tiled)
         assert run(name, words) == 130
-        assert capsys.readouterr().err.endswith("the same command goes on\n")
+        assert capsys.readouterr().err.endswith("the same command resumes\n")
         first = begun[:]
         assert run(name, words) == 0
-    assert "going on with band" in capsys.readouterr().out
+    assert "resuming with band" in capsys.readouterr().out
     assert begun[len(first)] == first[-1] and len(begun) == 5
     assert {path: path.read_bytes() for path in folder.glob(made)} == wanted != {}
     assert not hidden(folder)

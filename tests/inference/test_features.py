@@ -114,14 +114,14 @@ def test_no_features_at_all_are_an_exit_code_with_the_first_reason(folder, capsy
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(features, "pooled", scarce)
-    said = "none of the 7 images gives features; the first: images/0.png: "
+    said = "none of the 7 images has features; the first: images/0.png: "
     assert extract() == 3
     assert f"{said}out of memory" in capsys.readouterr().err
     assert {row["status"] for row in read_index(folder / "out")} == {"oom"}
     for image in (folder / "images").iterdir():
         image.write_bytes(b"no image")
     assert extract(output="none") == 2
-    assert f"{said}cannot identify" in capsys.readouterr().err
+    assert f"{said}unknown image format" in capsys.readouterr().err
 
 
 def test_no_more_than_the_features_of_a_file_and_batches_are_in_memory(folder, monkeypatch):
@@ -153,7 +153,7 @@ def test_a_second_extraction_into_a_folder_is_one_line_until_the_first_has_ended
     with FileLock("out/features.lock"):
         unfinished = folder / "out" / ".index.csv.0123456789abcdef.visionattn.tmp"
         unfinished.write_text("of the first")
-        refused(capsys, "another extraction of features is at work in out; wait", "--overwrite")
+        refused(capsys, "another extraction of features is running in out; wait", "--overwrite")
         assert sorted(written(folder / "out")) == [unfinished.name, "features.lock"]
     assert extract() == 0
     assert sorted(written(folder / "out")) == ["features-00000.safetensors", "index.csv"]
@@ -173,10 +173,10 @@ def test_ctrl_c_says_that_the_same_command_goes_on_and_it_does(folder, capsys, m
     with monkeypatch.context() as patch:
         patch.setattr(ImageRun, "batches", interrupted)
         assert extract("--shard_images", "2") == 130
-        said = "stopped; the files that are written stay in out, the same command goes on\n"
+        said = "stopped; finished files stay in out; the same command resumes\n"
         assert capsys.readouterr().err == said and len(written(folder / "out")) == 2
         assert extract(*more, "--overwrite") == 130
-        assert "the same command without --overwrite goes on" in capsys.readouterr().err
+        assert "the same command without --overwrite resumes" in capsys.readouterr().err
     assert len(written(folder / "out")) == 1
     assert extract(*more) == extract(*more, output="all") == 0
     assert_same_files(folder / "out", folder / "all")
@@ -208,7 +208,7 @@ def test_other_features_are_not_mixed_nor_overwritten_unless_that_is_said(folder
         ("--amp bf16", "amp none there, bf16 here"),
         ("--images images/0.png images/1.png", "images 7 there, 2 here"),
     ):
-        refused(capsys, f"out holds other features: {part}", *more.split())
+        refused(capsys, f"out holds features of another call: {part}", *more.split())
     assert written(folder / "out") == before
     assert extract("--img_size", "24", "--overwrite", "--shard_images", "2") == 0
     assert extract("--overwrite") == 0 and len(written(folder / "out")) == 2
@@ -302,6 +302,6 @@ def test_parts_that_do_not_make_a_whole_are_one_line_each_and_stay(folder, capsy
     run_parts(1, 2, 3, more=("--overwrite", "--shard_images", "1", "--batch_size", "1"))
     (folder / "out" / "parts" / "00002-of-00003" / "features-00001.safetensors").unlink()
     unmerged("features-00001.safetensors is missing; call --shard of this part again")
-    refused(capsys, "merge takes everything from the parts in --output; leave images", "--merge")
+    refused(capsys, "merge reads all settings from the parts in --output; omit images", "--merge")
     assert extract(output="whole") == 0
     refused(capsys, "whole holds features of all images", "--shard", "1/2", output="whole")

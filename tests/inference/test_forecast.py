@@ -58,8 +58,9 @@ def test_a_line_says_sizes_patches_memory_and_the_seconds_of_all_that_is_left(
     sizes = [(32, 32), (48, 64), (16, 32), (16, 16)]
     opened, images = given(tmp_path, sizes, img_size="native")
     pattern = (
-        r"4 images of 16 x 16 to 48 x 64 px, 1 to 12 patches; memory: [\d.]+ [MG]iB expected, "
-        r"[\d.]+ [MG]iB there; computing takes [\d.]+ m?s per image, [\d.]+ m?s in all"
+        r"4 images of 16 x 16 to 48 x 64 px, 1 to 12 patches; peak memory: [\d.]+ "
+        r"[MG]iB estimated, [\d.]+ [MG]iB available; "
+        r"estimated time: [\d.]+ m?s per image, [\d.]+ m?s in total"
     )
     assert re.fullmatch(pattern, told(opened, images).lines[0])
     tried = []
@@ -72,7 +73,7 @@ def test_a_line_says_sizes_patches_memory_and_the_seconds_of_all_that_is_left(
     for start in (0, 1):
         left, count = sum(map(math.prod, sizes[start:])) / 1000, 4 - start
         line = told(opened, images, start=start).lines[0]
-        assert line.endswith(f" {left / count:.1f} s per image, {left:.1f} s in all")
+        assert line.endswith(f" {left / count:.1f} s per image, {left:.1f} s in total")
         assert tried.pop() == (count, 48, 64)
     monkeypatch.setattr(Passes, "forward_seconds", lambda *given: None)
     assert told(opened, images).lines[0].endswith(" there")
@@ -95,7 +96,7 @@ def test_auto_takes_the_most_of_the_largest_images_that_fit(tmp_path, alone, the
     there(int(bytes_of(opened, 7, (64, 96)) / SHARE) + 1)
     found = told(opened, images, batch_size="auto")
     assert found.batch_size == 4  # of 7, a power of two
-    assert found.lines[0] == "batch_size auto: 4 images fit, of 64 x 96 pixels"
+    assert found.lines[0] == "batch_size auto: 4 images fit (64 x 96 pixels)"
     assert told(opened, images, "auto", trial=False).batch_size == 4
     there(1 << 50)
     assert told(opened, images, batch_size="auto").batch_size == 8  # of 12 images

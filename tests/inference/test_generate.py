@@ -163,7 +163,7 @@ def test_the_same_command_goes_on_where_it_was_stopped(output, after, folder, mo
     # Other work is not mistaken for it.
     capsys.readouterr()
     assert generate([*words, "--seed", "1"]) == 2
-    assert_one_error(capsys, "keeps other unfinished work for")
+    assert_one_error(capsys, "has unfinished work of another call for")
     with monkeypatch.context() as patched:
         count = stopped(patched, -1)
         assert generate(words) == 0
@@ -318,15 +318,15 @@ WRONG = [
     ({"temperature": -1.0}, "temperature must be 0 or above, and finite, got -1.0"),
     ({"seed": -1}, "seed must be at least 0"),
     ({"img_size": 0}, "img_size must be above 0"),
-    ({"keep": 0.5}, "keep is a share of the images of --complete, which is missing"),
-    ({"classes": ["ash"]}, "classes do nothing"),
+    ({"keep": 0.5}, "keep needs --complete"),
+    ({"classes": ["ash"]}, "classes have no effect"),
     ({"img_size": (2**12, 2**13)}, "got 64 of 4096 x 8192 px; lower count or img_size"),
     ({"count": 2**24 + 1}, "expected at most 16,777,216 images"),
     ({"complete": PICTURE, "keep": 1.0}, "keep must be above 0 and below 1, got 1.0"),
     ({"complete": PICTURE.astype(np.float32)}, "image 0: float32 values from 0 to 0 without a"),
     ({"complete": np.full(SIZE, 300, np.uint16)}, "image 0 has another bit depth: it has no bytes"),
     ({"amp": "fp16"}, "amp must be one of none, bf16"),
-    ({"device": "cpu"}, "a module stays where it is"),
+    ({"device": "cpu"}, "a module keeps its device"),
 ]
 
 
@@ -362,9 +362,9 @@ def test_models_that_generate_no_images_say_why():
     wrong.head.bias.data[3] = math.nan
     del silent.data_spec
     for model, said in (
-        (vit, "is no pixel decoder and generates no images"),
+        (vit, "is not a pixel decoder"),
         (make(levels=300), "has values of 300 levels, and images at most 256"),
-        (silent, "PixelDecoder does not say what its images are"),
+        (silent, "PixelDecoder does not state its preprocessing"),
         (wrong, "the outputs of the model are not finite by value 1"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -56,9 +56,9 @@ def test_what_holds_no_images_is_refused_in_one_line(tmp_path):
     (tmp_path / "phone" / "a.HEIC").write_bytes(b"")
     for name, error, part in (
         ("empty.txt", ValueError, "names no images"),
-        ("latin.txt", ValueError, "no text file in UTF-8"),
+        ("latin.txt", ValueError, "not a UTF-8 text file"),
         ("table.CSV", ValueError, "a list of images is a .txt file with a path"),
-        ("phone", ValueError, "phone; it holds 1 .heic; wanted files that end"),
+        ("phone", ValueError, "phone; it holds 1 .heic; expected files that end"),
         ("x.png", FileNotFoundError, "no image, folder or list at "),
     ):
         with pytest.raises(error, match=part):

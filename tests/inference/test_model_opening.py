@@ -39,7 +39,7 @@ def test_weights_of_ours_bring_model_classes_and_size(tmp_path):
 def test_a_name_without_a_checkpoint_gives_random_weights_of_the_seed_and_says_so():
     state = torch.get_rng_state()
     first, again, other = (opened(model=MODEL, args=ARGS, seed=seed) for seed in (7, 7, 8))
-    said = f"{MODEL} with random weights (seed 7): no --checkpoint is given; preprocessing: "
+    said = f"{MODEL} with random weights (seed 7), as --checkpoint is missing; preprocessing: "
     assert first.notes[0].startswith(f"{said}center crop to 224 x 224 px")
     assert first.identity() == again.identity() != other.identity()
     assert first.identity() != opened(model=MODEL, args=ARGS, seed=7, img_size=32).identity()
@@ -54,7 +54,7 @@ def test_a_seed_is_for_weights_that_a_file_does_not_give(tmp_path):
     body = {name: value for name, value in state.items() if not name.startswith("head")}
     torch.save(body, tmp_path / "part.pt")
     of_timm = {"model": SOFTMAX, "args": SOFTMAX_ARGS}
-    with pytest.raises(ValueError, match="seed 3 does nothing: .* gives all weights; leave it"):
+    with pytest.raises(ValueError, match="seed 3 has no effect: .* has all weights; omit it"):
         opened(seed=3, checkpoint=str(tmp_path / "whole.pt"), **of_timm)
     part = of_timm | {"checkpoint": str(tmp_path / "part.pt")}
     heads = [opened(seed=seed, **part).model.head.weight for seed in (3, 4)]
@@ -92,21 +92,21 @@ def test_a_model_built_for_one_size_takes_others(tmp_path):
 
 OURS = {"checkpoint": "best.safetensors"}
 BAD = [
-    ({}, "name what to run: --checkpoint"),
+    ({}, "--checkpoint (the best.safetensors of a run) or"),
     ({"model": "scaleformer_vit_q"}, "the nearest is"),
     ({"model": MODEL, "args": {"num_hats": 2}}, "num_hats"),
     ({"model": MODEL, "pretrained": True}, "there are no pretrained weights"),
-    ({"model": MODEL, "pretrained": True, "checkpoint": "x"}, "give one of them"),
+    ({"model": MODEL, "pretrained": True, "checkpoint": "x"}, "pass either pretrained"),
     ({"checkpoint": "nowhere.safetensors"}, "no checkpoint at nowhere.safetensors"),
-    ({"checkpoint": "cut.safetensors"}, "cut off or garbled"),
-    ({"checkpoint": "plain.safetensors"}, "give its name with --model"),
+    ({"checkpoint": "cut.safetensors"}, "truncated"),
+    ({"checkpoint": "plain.safetensors"}, "pass --model"),
     ({"checkpoint": "plain.safetensors", "model": MODEL}, "nothing of plain.safetensors fits"),
     ({"checkpoint": "garbled.pt", "model": MODEL}, "garbled.pt"),
-    (OURS | {"model": MODEL}, f"knows its model, {MODEL}: leave --model out"),
-    (OURS | {"args": {"depth": 1}}, "args belong to model, which is missing"),
+    (OURS | {"model": MODEL}, f"stores its model, {MODEL}; omit --model"),
+    (OURS | {"args": {"depth": 1}}, "args need --model"),
     (OURS | {"batch_size": "most"}, "batch_size must be at least 1"),
     (OURS | {"workers": 10**6}, "workers must be at most "),
-    (OURS | {"device": "cuda:99"}, "cannot be used here"),
+    (OURS | {"device": "cuda:99"}, "is not available"),
     (
         {"model": "cait_xxs24_224", "args": {"depth": 1}, "img_size": "native"},
         "takes only images of 224 x 224 pixels",

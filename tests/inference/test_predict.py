@@ -98,7 +98,7 @@ def test_json_has_the_same_rows_and_images_that_cannot_be_read_say_why(case, cap
         assert "4 of 6 images have classes" in capsys.readouterr().out
     rows = read_csv("out.csv")
     assert [row["status"] for row in rows] == ["ok", "ok", "unreadable", "ok", "ok", "unreadable"]
-    assert "cannot identify" in rows[2]["reason"] and "No such file" in rows[5]["reason"]
+    assert "unknown image format" in rows[2]["reason"] and "No such file" in rows[5]["reason"]
     assert rows[2]["class_1"] == rows[2]["probability_1"] == ""
     assert rows[3]["path"] == "images/3\udcff.png"
     content = json.loads((folder / "out.json").read_text())
@@ -122,7 +122,7 @@ def test_without_an_output_a_table_is_printed_and_nothing_written(case, capsys):
         f"{name} {100 * p:.1f} %" for name, p in by_hand(folder / "best.safetensors", pixels[1])[:3]
     ]
     assert lines[4] == f"| images/1.png | {' | '.join(cells)} |"
-    assert lines[5].startswith("| images/2.png | unreadable: cannot identify")
+    assert lines[5].startswith("| images/2.png | unreadable: unknown image")
     assert written(folder) == before
 
 
@@ -130,7 +130,7 @@ def test_when_no_image_can_be_read_the_rows_stay_and_the_exit_code_says_so(case,
     for image in (case[0] / "images").iterdir():
         image.write_bytes(b"no image")
     assert predict() == 2
-    said = "none of the 4 images has a result; the first: images/0.png: cannot identify"
+    said = "none of the 4 images has a result; the first: images/0.png: unknown image"
     assert said in capsys.readouterr().err
     assert [row["status"] for row in read_csv("out.csv")] == ["unreadable"] * 4
 

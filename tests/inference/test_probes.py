@@ -114,11 +114,11 @@ def test_features_that_are_there_are_not_computed_again_for_a_probe(folder, caps
     (folder / "images" / "moss" / "3.png").write_bytes(b"no image")
     assert run("features", inference_files.flags("--batch_size", "40")) == 0
     capsys.readouterr()
-    with pytest.warns(UserWarning, match="left out of images: images in no class or split fol"):
+    with pytest.warns(UserWarning, match="ignored in images: images in no class or split fol"):
         assert probe("--val_fraction", "0.3") == 0
     printed = capsys.readouterr().out.splitlines()
     assert "31 of 31 images are done" in printed[1]
-    assert printed[-1] == "labelled images without features, left out: 1"
+    assert printed[-1] == "skipped labelled images without features: 1"
     found = figures(printed[-2])
     assert int(found[3]) + int(found[5]) == 29
 
@@ -221,7 +221,7 @@ def test_canvases_follow_the_configuration_of_the_weights_unless_flags_say_other
         .endswith("distractors 2, digit_px (12, 20), whole_digits 2, val_fraction 0.3, seed 4")
     )
     assert probe_canvases("--dense", "--data_args.distractors", "null") == 2
-    assert "out holds other features: list_of_images" in capsys.readouterr().err
+    assert "out holds features of another call: list_of_images" in capsys.readouterr().err
 
 
 def test_pooled_features_of_canvases_are_probed_for_their_classes(folder, capsys):

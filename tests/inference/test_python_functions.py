@@ -280,20 +280,20 @@ def test_what_cannot_be_done_is_one_line(given, tmp_path):
         (tmp_path / "plain.pt", folder, {}, "does not name the model of its weights; build the"),
         (linear, folder, {}, "set its data_spec to a visionattn.DataSpec"),
         (no_classes, folder, {}, "has no classes to predict"),
-        (model, folder, {"device": "cpu"}, "leave device out"),
+        (model, folder, {"device": "cpu"}, "omit device"),
         (model, folder, {"img_size": "own"}, "img_size must be a whole number or a list"),
         (model, [], {}, "there are no images"),
-        (model, [str(folder), pixels[0]], {}, "got both in one list"),
-        (model, pixels[0].astype(str), {}, r"image 0: wanted numbers, \[H, W\]"),
+        (model, [str(folder), pixels[0]], {}, "got both"),
+        (model, pixels[0].astype(str), {}, r"image 0: expected numbers, \[H, W\]"),
         (model, torch.zeros(2, 5, 16, 16).byte(), {}, "image 0: the image has 5 bands"),
-        (model, [pixels[0], 7], {}, "image 1: wanted a path, a picture of Pillow"),
+        (model, [pixels[0], 7], {}, "image 1: expected a path, a picture of Pillow"),
     ):
         with pytest.raises(ValueError, match=part):
             visionattn.predict(asked, images, **options)
     with pytest.raises(TypeError, match="there is no option 'output'; the options are img"):
         visionattn.predict(model, folder, output="p.csv")
     linear.data_spec = COLOUR
-    with pytest.raises(ValueError, match="gives no features of this kind"):
+    with pytest.raises(ValueError, match="has no such features"):
         visionattn.extract_features(linear, folder)
 
 

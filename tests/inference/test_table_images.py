@@ -22,7 +22,7 @@ def folder(tmp_path, monkeypatch):
     Path("labels.csv").write_text("\n".join(ROWS))
 
 
-@pytest.mark.filterwarnings("ignore:left out 1 of 6 images in images without a row")
+@pytest.mark.filterwarnings("ignore:skipped 1 of 6 images in images without a row")
 def test_the_rows_of_a_table_are_the_images_and_the_results_have_its_columns():
     wanted = [(f"images/{i}.png", "ab"[i % 2], f"s{i}") for i in (4, 0, 3, 2, 1)]
     columns = ("path", "table_label", "table_status")
@@ -40,7 +40,7 @@ def test_the_rows_of_a_table_are_the_images_and_the_results_have_its_columns():
         assert [tuple(row[name] for name in columns) for row in found] == wanted
 
 
-@pytest.mark.filterwarnings("ignore:left out 1 of 6 images in images without a row")
+@pytest.mark.filterwarnings("ignore:skipped 1 of 6 images in images without a row")
 def test_a_probe_takes_classes_and_splits_of_the_table(capsys):
     Path("labels.csv").write_text("\n".join([*ROWS[:4], "2.png,a,x,test", "1.png,b,x,val"]))
     flags = [*FLAGS, "--output", "probed", "--probe", "--neighbours", "1"]
@@ -52,7 +52,7 @@ def test_a_probe_takes_classes_and_splits_of_the_table(capsys):
     ("flags", "line"),
     [
         (["--images", "images", "images/1.png"], "--labels needs one folder as --images, to which"),
-        (["--labels", "other.csv"], "no table of labels at other.csv"),
+        (["--labels", "other.csv"], "no label table at other.csv"),
     ],
 )
 def test_a_table_needs_a_file_and_one_folder(flags, line, capsys):

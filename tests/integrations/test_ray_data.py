@@ -52,7 +52,7 @@ def test_both_stages_or_the_second_alone_give_the_features_of_the_command(folder
         assert not {SAMPLE, "content"} & set(found)
         assert found["slide"].tolist() == [0, 10, 20, 30, 40, 50]
         assert found["status"].tolist() == ["ok"] * 3 + ["unreadable"] + ["ok"] * 2
-        assert found["reason"][3].startswith("cannot identify image file")
+        assert found["reason"][3].startswith("unknown image format")
         assert "".join(found["reason"][good]) == ""
         assert (found["height"][good] == [SHAPES[i][0] for i in good]).all()
         assert (found["width"][3], found["input_width"][3]) == (0, 0)
@@ -132,4 +132,4 @@ def test_a_pipeline_that_loses_a_node_gives_every_row_once(folder):
         if path in wanted:
             assert status == "ok" and np.abs(np.array(values) - wanted[path]).max() < 1e-5
         else:
-            assert status == "unreadable" and reason.startswith("cannot identify image file")
+            assert status == "unreadable" and reason.startswith("unknown image format")

@@ -92,7 +92,7 @@ def test_a_node_that_is_killed_amid_its_parts_loses_nothing_and_nothing_is_there
             said, errors = process.communicate(timeout=SECONDS)
         assert process.returncode == 0, errors
         assert "36 images in 6 parts: out/index.csv" in said
-        assert "1 without features:\n  images/7.png: cannot identify" in said
+        assert "1 without features:\n  images/7.png: unknown image" in said
         assert besides_progress(errors) == ""
         assert features_in(folder / "out") == features_in(folder / "whole")
         assert extract(command) == 0  # all is done, for which no cluster is needed
@@ -112,7 +112,7 @@ def test_ctrl_c_ends_a_cluster_of_this_machine_and_the_same_command_goes_on(fold
         _, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == 130
     assert besides_progress(errors) == (
-        "stopped; the parts that are written stay in out, the same command goes on\n"
+        "stopped; finished parts stay in out; the same command resumes\n"
     )
     with start(folder, command) as process:
         said, errors = process.communicate(timeout=SECONDS)
@@ -139,9 +139,9 @@ def test_an_address_without_a_cluster_is_one_line_within_seconds(folder, capsys,
 BAD = {
     "--engine ray": "engine ray needs --address: local, auto, or host:port of a cluster",
     "--engine ray --address here": "address must be local, auto or host:port, got here",
-    "--engine ray --address local --overwrite": "engine ray overwrites nothing",
+    "--engine ray --address local --overwrite": "engine ray does not overwrite",
     "--engine ray --address local --dense --output a.zarr": "folder of features, and a.zarr is a",
-    "--address local": "address is only for --engine ray; leave it out",
+    "--address local": "address is only for --engine ray; omit it",
     "--engine ray --address local": "engine ray needs ray: pip install 'visionattn[ray]'",
 }
 
@@ -184,7 +184,7 @@ def test_a_worker_writes_the_part_that_it_is_told_once_another_has_left_it(folde
 def test_a_worker_that_sees_other_files_says_so(folder):
     options, here, identity = given()
     code, reason = extract_part((options, str(folder / "nowhere"), identity), "1/2")
-    assert code == 2 and reason.startswith(f"{folder}/nowhere is not there; images, weights")
+    assert code == 2 and reason.startswith(f"{folder}/nowhere does not exist; images, weights")
     code, reason = extract_part((options, here, identity | {"weights": "others"}), "1/2")
     assert code == 2 and ": weights " in reason and " there, others here (on " in reason
     assert not (folder / "out").exists()

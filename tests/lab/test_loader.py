@@ -135,7 +135,7 @@ def test_an_unreadable_image_ends_with_its_path_or_is_left_out(main, tmp_path, c
     assert main(["loader", data, *flags, *QUICK]) == 2
     printed = capsys.readouterr().err
     assert "cannot read image" in printed and "3.png" in printed and printed.count("\n") == 1
-    with pytest.warns(UserWarning, match="left out unreadable image"):
+    with pytest.warns(UserWarning, match="skipped unreadable image"):
         assert main(["loader", f"{data}+on_error=skip", *flags, *QUICK]) == 0
 
 
@@ -143,9 +143,9 @@ BAD_FLAGS = {
     "digitz": "data.name must be one of digits, digits_pixel, canvas",
     "nowhere.yaml": "no configuration file at nowhere.yaml",
     "folder+root=nowhere": "nowhere",
-    "digits+augment=three": "augment three is not made for digits",
+    "digits+augment=three": "augment three is not available for digits",
     "digits+workers=3": "digits+workers=3: workers is given by --workers",
-    "digits+light": "wanted options like augment=none, of task, root, labels",
+    "digits+light": "expected options like augment=none, of task, root, labels",
     "canvas --img-size 64 40": "canvas of 40 pixels is too small",
     "digits --workers -1": "workers must be at least 0, got -1",
     "digits --read-all": "digits has no images in files that --read-all would decode",

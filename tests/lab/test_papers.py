@@ -50,8 +50,11 @@ def test_crossings_stand_beside_the_published_ones_and_are_marked():
         "N1 measured (memory)": "none up to 512",
     }
     time, memory = FIGURES["crossover"].charts(rows)
-    assert [mark.text for mark in time.marks] == ["N0 published 73", "N0 measured 100"]
-    assert [mark.text for mark in memory.marks] == ["N1 published 47"]
+    assert [mark.text for mark in time.marks] == [
+        "equal at 73, published",
+        "equal at 100, measured",
+    ]
+    assert [mark.text for mark in memory.marks] == ["equal at 47, published"]
 
 
 def test_head_counts_stand_beside_the_published_ones():

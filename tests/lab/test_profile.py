@@ -356,19 +356,19 @@ BAD = {
     "--img-size 0": "img_size must be above 0, got 0",
     "--passes forward": "passes[0] must be one of inference, forward+backward, training_step, got "
     "forward",
-    "--models vit_tiny_patch16_224 --form direct": "form does nothing here: "
+    "--models vit_tiny_patch16_224 --form direct": "form has no effect: "
     "vit_tiny_patch16_224 have no forms",
-    "--checkpointing with": "checkpointing does nothing in inference",
+    "--checkpointing with": "checkpointing has no effect in inference",
     "--snapshot new.pickle": "snapshot holds one cell, and these are 2",
     "--snapshot new.pickle --largest": "snapshot holds one cell, and these are many",
-    "--largest --img-size 64": "largest searches for the image size: leave out img_size",
+    "--largest --img-size 64": "largest searches for the image size; omit img_size",
     "--budget-gib -1": "budget_gib must be above 0, got -1",
     "--depth 99": "depth 99: taylorshift_vit_t has 12 blocks",
     "--models": "--models needs a value",
     "--output kept": "memory.csv exists; --overwrite replaces it",
     "--output kept/memory.csv": "memory.csv is a file",
     "--models taylorshift_vit_t --snapshot nowhere/new.pickle": "no folder",
-    "--device abacus": "device 'abacus' cannot be used here",
+    "--device abacus": "device 'abacus' is not available",
 }
 
 

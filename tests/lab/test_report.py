@@ -103,7 +103,7 @@ def test_what_is_damaged_or_absurd_is_named_and_the_rest_is_shown(tmp_path):
     absurd += ['"step": 12, "epoch": -1e308, "val_accuracy": 1' + "0" * 400]
     with open(odd / "metrics.jsonl", "a") as file:
         file.write("".join(f'{{"kind": "epoch", {each}}}\n' for each in absurd) + '{"kind": "ep')
-    with pytest.raises(ValueError, match="early is no run"):
+    with pytest.raises(ValueError, match="early is not a run"):
         page_of(early, output=tmp_path / "page.html")
     (early / "config.yaml").write_text("epochs: 9\n")
     page = page_of(*runs, early, odd, output=tmp_path / "page.html", images=1)
@@ -195,11 +195,11 @@ def test_each_class_has_its_row_in_a_matrix_its_accuracy_and_its_mistakes(tmp_pa
     text = (tmp_path / "page.html").read_text()
     matrix = [["ape", "5", "2", "", "7"], ["bear", "", "3", "", "3"], [NAMES[2], "1", "", "1", "2"]]
     assert all(row in page.rows for row in matrix)
-    assert "9 of 12 test images are right, with the weights of epoch 2" in page.text
+    assert "9 of 12 test images are correct, with the weights of epoch 2" in page.text
     roots = [("hit", 5 / 7), ("miss", 2 / 7), ("hit", 1), ("miss", 1 / 2), ("hit", 1 / 2)]
     depths = re.findall(r'class="(hit|miss)" style="--depth:(\d+)%"', text)
     assert depths == [(kind, str(round(100 * share**0.5))) for kind, share in roots]
-    head = ["class", "test images", "mine", "precision", "most often taken for"]
+    head = ["class", "test images", "mine", "precision", "most frequent mistake"]
     assert page.rows[page.rows.index(head) + 1 :][:2] == [
         ["ape", "7", "71.43 %", "83.33 %", "bear (2)"],
         ["bear", "3", "100.00 %", "60.00 %", ""],
@@ -217,7 +217,7 @@ def test_many_classes_have_their_most_frequent_mistakes_in_place_of_a_matrix(tmp
     assert classes_of([read_run(run, "mine")], 0)[0].matrix
     write_classes(run, counts.tolist())
     page = page_of(run, output=tmp_path / "page.html")
-    place = page.rows.index(["class", "taken for", "times", "of its images"]) + 1
+    place = page.rows.index(["true class", "predicted class", "images", "share of class"]) + 1
     assert page.rows[place : place + 2] == [
         ["2", "3", "50", "33.33 %"],
         ["0", "1", "25", "20.00 %"],
@@ -329,15 +329,15 @@ def test_the_rows_of_a_memory_profile_have_their_conditions_above(tmp_path):
 
 
 BAD_INPUT = {
-    "": "name what to show: folders of runs or sweeps",
-    "nowhere": "no run and no sweep at nowhere",
-    ".": "name the runs within it, e.g. run",
-    "run/metrics.jsonl": "no CSV file of a sweep or a memory profile; name other folders",
+    "": "--runs is missing: folders of runs or sweeps",
+    "nowhere": "no run or sweep at nowhere",
+    ".": "pass the runs in it, e.g. run",
+    "run/metrics.jsonl": "CSV file of a sweep or memory profile; pass other folders",
     "run": "report.html exists; --overwrite replaces it",
     "run --output nowhere/a.html": "nowhere for a.html",
-    "run --output page.pdf": "output page.pdf: a page is HTML; end its name in .html",
+    "run --output page.pdf": "output page.pdf: the file name must end in .html",
     "run --images -1": "images must be from 0 to 100, got -1",
-    "run --runs run": "the first word is --runs, which is given too",
+    "run --runs run": "the first word and --runs give the same option",
 }
 
 

@@ -141,7 +141,7 @@ def markdown_tables(text):
 def test_finished_cells_are_skipped_and_accuracies_are_means_over_seeds(tmp_path):
     fakes = Fakes(tmp_path)
     printed = fakes("2 8 --seeds 0 3 --jobs 3")
-    assert "4 trainings: memory: up to 1.0 GiB for each of 3 at a time" in printed
+    assert "4 trainings: peak memory: up to 1.0 GiB for each of 3 parallel trainings" in printed
     assert fakes.calls() == sorted([cell(h, s)] for h in (2, 8) for s in (0, 3))
     (table,) = markdown_tables(printed)
     found = [(row["heads"], row["head width"], row["test accuracy in %"]) for row in table]
@@ -196,7 +196,7 @@ def test_a_training_that_the_system_ends_for_want_of_memory_is_out_of_memory(tmp
     kills = iter([5, 6])
     for module in ("lab.sweep.cell_trainings", "cli.fresh_process"):
         monkeypatch.setattr(f"visionattn.{module}.memory_kills", lambda: next(kills))
-    with pytest.raises(ValueError, match="oom: the system ended the process for want of mem"):
+    with pytest.raises(ValueError, match="oom: the system killed the process (out of memory"):
         Fakes(tmp_path, **{cell(2): ["kill"]})("2")
 
 
@@ -222,10 +222,10 @@ def test_ctrl_c_stops_the_cells_gently_and_the_next_call_goes_on(tmp_path, start
     while len(list(tmp_path.glob("waits_*"))) < 2 and time.monotonic() < deadline:
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.1)
-    with pytest.raises(ValueError, match="another sweep, or a training of it, is at work"):
+    with pytest.raises(ValueError, match="another sweep, or a training of it, is running"):
         fakes("2 4 8")
     os.killpg(process.pid, signal.SIGINT)
-    said = "stopped; the same command goes on with the trainings that are left\n"
+    said = "stopped; the same command resumes with the remaining trainings\n"
     assert process.communicate(timeout=600)[1] == said and process.returncode == 130
     lines = (fakes.output / "endings.jsonl").read_text().splitlines()
     ended = {line["name"]: line["columns"] for line in map(json.loads, lines)}
@@ -251,7 +251,7 @@ def test_a_folder_of_another_training_or_with_other_things_is_refused_and_kept(t
     fakes.output = tmp_path / "other"
     fakes.output.mkdir()
     (fakes.output / "thesis.txt").write_text("all of it")
-    with pytest.raises(ValueError, match="is not empty and holds no sweep"):
+    with pytest.raises(ValueError, match="is not empty and is not a sweep"):
         fakes("2 --overwrite")
     assert [path.name for path in fakes.output.iterdir()] == ["thesis.txt"]
 
@@ -272,7 +272,7 @@ def test_a_damaged_line_is_one_error_and_a_damaged_status_is_none(tmp_path):
 def test_a_dry_run_says_what_is_left_with_memory_and_time_and_writes_nothing(tmp_path):
     fakes = Fakes(tmp_path)
     printed = fakes("2 8 --seeds 0 3 --dry_run true").splitlines()
-    assert printed[1].endswith("computing takes 24 s in all")
+    assert printed[1].endswith("estimated time: 24 s in total")
     assert printed[2:] == [cell(2), cell(8), cell(2, 3), cell(8, 3)]
     assert fakes.calls() == [] and not fakes.output.exists()
 
@@ -287,9 +287,9 @@ def test_more_trainings_at_a_time_than_fit_are_refused_and_one_that_does_not_fit
     cells = [Cell(Network("softmax", h, None, 32), seed) for h in needed for seed in range(3)]
     plan, lines = Plan(TrainConfig(device="cpu"), None, None, (), (), None), []
     network_costs.tell_expected(plan, cells, 3, lines.append)
-    memory = "memory: up to 4.0 GiB for each of 3 at a time, 10.0 GiB there"
-    assert lines == [f"6 trainings: {memory}; computing takes 6.0 s in all"]
-    with pytest.raises(DoesNotFit, match="4 trainings at a time would take .*; --jobs 2 would fit"):
+    memory = "peak memory: up to 4.0 GiB for each of 3 parallel trainings, 10.0 GiB available"
+    assert lines == [f"6 trainings: {memory}; estimated time: 6.0 s in total"]
+    with pytest.raises(DoesNotFit, match="4 parallel trainings would take .*; --jobs 2 would fit"):
         network_costs.tell_expected(plan, cells, 4, lines.append)
 
 
@@ -297,16 +297,16 @@ BAD = {
     EXAMPLE.replace("--heads 2 4", "--heads 5"): "num_heads 5 does not divide the width 16",
     "--heads 2": "--base is missing",
     "--base {base}": "--heads is missing",
-    "--base {base} --heads 2 3": "num_heads 3 does not divide the width 16; wanted one of 1, 2, 4",
+    "--base {base} --heads 2 3": "num_heads 3 does not divide the width 16; expected one of 1, 2",
     "--base {base} --heads 2 --set model.name=resnet18 model.args={{}}": "unexpected keyword "
     "argument 'num_heads'",
     "--base {base} --heads 0": "heads must be above 0, got 0",
     "--base {base} --heads 2 --attention linear": "attention[0] must be one of taylorshift, kern",
     "--base {base} --heads 2 --attention softmax --form "
-    "direct": "--form and --train_form do nothing here: softmax attention",
+    "direct": "--form and --train_form have no effect: softmax attention",
     "--base {base} --heads 2 --form direct --train_form "
     "efficient": "train_form efficient is not among form direct",
-    "--base {base} --heads 2 --measure false --measure_batch 3": "do nothing with measure false",
+    "--base {base} --heads 2 --measure false --measure_batch 3": "no effect with measure",
     "--base {base} --heads 2 --set optim.lr": "set: expected KEY=VALUE",
     "--base {base} --heads 2 --epochs 1": "--set epochs=VALUE changes it",
     "--base {base} --heads 2 --seed 3": "of the training in --base; use --seeds",
@@ -319,7 +319,7 @@ BAD = {
     "--base {base} --heads 2 --set model.name=vit_tiny_patch16_224 model.args={{}} --form "
     "direct": "are for visionattn's models",
     "--base {base} --heads 2 --set data.name=canvas "
-    "data.task=segmentation": "has data.task segmentation, and a sweep compares accuracies",
+    "data.task=segmentation": "has data.task segmentation, but a sweep compares classification",
 }
 
 

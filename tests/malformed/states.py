@@ -32,7 +32,7 @@ def cases() -> Iterator[Case]:
     for name, change in STATES.items():
         yield Case(f"state {name}", RESUME, change_state(change))
         if not name.startswith(FOUND_LATER):
-            goes_on = dict(tolerated="goes on from run/previous.pt", writes=("run",))
+            goes_on = dict(tolerated="resumes from run/previous.pt", writes=("run",))
             yield Case(f"state before {name}", RESUME, change_state(change, alone=False), **goes_on)
 
 

@@ -278,13 +278,13 @@ def test_fx_traces_a_model_that_takes_sizes():
 
 # Errors
 
-SIZES_WANTED = "sizes: wanted int64 [5, 2], height and width of each image in pixels"
+SIZES_WANTED = "sizes: expected int64 [5, 2], height and width of each image in pixels"
 WRONG_SIZES = [
     (torch.ones(5, 2), SIZES_WANTED),
     (torch.ones(4, 2, dtype=torch.int64), "got torch.int64 (4, 2)"),
     ([(80, 112)] * 5, "got list [(80, 112), (80, 112), (80, 112), (80, 112), (80, 112)]"),
     (torch.tensor([(80, 112)] * 4 + [(0, 9)]), "got 0 x 9 for image 4"),
-    (torch.tensor([(80, 113)] * 5), "wanted 1 to 80 x 1 to 112 pixels, as the images have"),
+    (torch.tensor([(80, 113)] * 5), "expected 1 to 80 x 1 to 112 pixels, as the images have"),
     (torch.ones(5, 2, dtype=torch.int64, device="meta"), "images is on cpu, sizes on meta"),
 ]
 WRONG_MASKS = torch.ones(2, 15), torch.ones(2, 16, dtype=torch.bool), [[True] * 15] * 2
@@ -299,5 +299,5 @@ def test_wrong_sizes_and_masks_of_pooling_are_named_in_one_line():
         assert message in str(error.value) and "\n" not in str(error.value)
     features = torch.zeros(2, 16, 24, dtype=torch.float64)
     for pooling, wrong in itertools.product(("max", "token", "map", "prr"), WRONG_MASKS):
-        with pytest.raises(ValueError, match=r"^present: wanted bool \[2, 15\][^\n]*$"):
+        with pytest.raises(ValueError, match=r"^present: expected bool \[2, 15\][^\n]*$"):
             small(global_pool=pooling).forward_head(features, present=wrong)

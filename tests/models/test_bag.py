@@ -93,11 +93,11 @@ def test_gradients_reach_every_parameter():
 
 
 BAD = {
-    "features: wanted [n, 11] or [B, n, 11] with a tile or more": lambda f, p: (f[:, :9], p),
+    "features: expected [n, 11] or [B, n, 11] with a tile or more": lambda f, p: (f[:, :9], p),
     "with a tile or more, got": lambda f, p: (f[:0], p[:0]),
-    "places: wanted int64 [1, 29, 2]": lambda f, p: (f, p.float()),
+    "places: expected int64 [1, 29, 2]": lambda f, p: (f, p.float()),
     "[1, 29, 2], row and column of each tile": lambda f, p: (f, p[:5]),
-    "present: wanted bool [1, 29]": lambda f, p: (f, p, torch.ones(29)),
+    "present: expected bool [1, 29]": lambda f, p: (f, p, torch.ones(29)),
     "present: a bag has no tile": lambda f, p: (f, p, torch.zeros(29, dtype=torch.bool)),
     "two tiles at row 77, column 78; leave one out": lambda f, p: (
         f,
@@ -116,5 +116,5 @@ def test_bags_and_options_that_are_none_are_one_line():
             encoder()(*change(*bag()))
         assert said in str(error.value) and "\n" not in str(error.value)
     for options in ({"attention": "window"}, {"relative": "flat"}, {"global_pool": "map"}):
-        with pytest.raises(ValueError, match="wanted one of"):
+        with pytest.raises(ValueError, match="expected one of"):
             BagEncoder(IN, D, 1, HEADS, **options)

@@ -314,37 +314,37 @@ def test_softmax_over_many_tokens_warns(monkeypatch):
 
 
 REFUSED = {
-    "wanted a name, or 2, one for each block, got 3": dict(attention=["window"] * 3),
-    "attention 'linear': wanted one of": dict(attention=["window", "linear"]),
+    "expected a name, or 2, one for each block, got 3": dict(attention=["window"] * 3),
+    "attention 'linear': expected one of": dict(attention=["window", "linear"]),
     "a list of names, one for each block, got 5": dict(attention=5),
-    "temperature_init=2.0 would do nothing: attention='window' has no temperature; "
+    "temperature_init=2.0 has no effect: attention='window' has no temperature; "
     "attention='kernelized' has no temperature": dict(
         attention=["window", "kernelized"], temperature_init=2.0
     ),
-    "window_size=5 would do nothing: attention='kernelized' has no windows": dict(window_size=5),
-    "horizon=2 would do nothing: attention='window' has an entry for each offset": dict(
+    "window_size=5 has no effect: attention='kernelized' has no windows": dict(window_size=5),
+    "horizon=2 has no effect: attention='window' has an entry for each offset": dict(
         attention="window", horizon=2
     ),
-    "horizon=2 would do nothing": dict(relative="none", horizon=2),
-    "form='direct' would do nothing": dict(attention=["window", "softmax"], form="direct"),
-    "form 'linear': wanted one of auto, direct, efficient": dict(form="linear"),
-    "normalization='mean' would do nothing": dict(attention="softmax", normalization="mean"),
-    "normalization='sum' would do nothing": dict(relative="none", normalization="sum"),
+    "horizon=2 has no effect": dict(relative="none", horizon=2),
+    "form='direct' has no effect": dict(attention=["window", "softmax"], form="direct"),
+    "form 'linear': expected one of auto, direct, efficient": dict(form="linear"),
+    "normalization='mean' has no effect": dict(attention="softmax", normalization="mean"),
+    "normalization='sum' has no effect": dict(relative="none", normalization="sum"),
     "relative='flat': attention='window' is on a grid": dict(
         attention=["window", "kernelized"], relative="flat"
     ),
-    "window_size: wanted a whole number of patches from 1, got 0": dict(
+    "window_size: expected a whole number of patches from 1, got 0": dict(
         attention="window", window_size=0
     ),
-    "value_conv: wanted an odd side of 1 patch or more, got 4": dict(value_conv=4),
-    "centre_keys=True would do nothing": dict(attention="softmax", centre_keys=True),
-    "feature_map 'elu': wanted one of elu1, relu, softmax, random": dict(feature_map="elu"),
-    "'relu' would do nothing: .*no feature": dict(attention="taylorshift", feature_map="relu"),
-    'random_features=5 would do nothing: .*feature_map="random"': dict(random_features=5),
+    "value_conv: expected an odd side of 1 patch or more, got 4": dict(value_conv=4),
+    "centre_keys=True has no effect": dict(attention="softmax", centre_keys=True),
+    "feature_map 'elu': expected one of elu1, relu, softmax, random": dict(feature_map="elu"),
+    "'relu' has no effect: .*no feature": dict(attention="taylorshift", feature_map="relu"),
+    'random_features=5 has no effect: .*feature_map="random"': dict(random_features=5),
     "num_features of 1 or more, got 8 and 0": dict(feature_map="random", random_features=0),
-    "relative '2d': wanted one of joint, axial, flat, none": dict(relative="2d"),
-    "normalization 'l2': wanted mean or sum": dict(normalization="l2"),
-    "horizon: wanted 0 or more patches, got -1": dict(horizon=-1),
+    "relative '2d': expected one of joint, axial, flat, none": dict(relative="2d"),
+    "normalization 'l2': expected mean or sum": dict(normalization="l2"),
+    "horizon: expected 0 or more patches, got -1": dict(horizon=-1),
 }
 
 
@@ -371,5 +371,5 @@ def test_calls_that_a_layer_cannot_answer_say_why():
         with pytest.raises(ValueError, match=message):
             of(x, layout, is_causal=True)
     layer.fused_attn = False
-    with pytest.raises(ValueError, match="weights of all pairs"):
+    with pytest.raises(ValueError, match="needs the attention matrix"):
         layer(x, layout)

@@ -80,17 +80,15 @@ REFUSED = {
     "no checkpoint at nowhere.pth": ["nowhere.pth", *BODY],
     "vit.pth does not name the model of its weights; name the body with --model": ["vit.pth"],
     "vit.pth does not fit vit_tiny_patch16_224: ": ["vit.pth", "--model", "vit_tiny_patch16_224"],
-    "attention 'linear': wanted one of": [*STATE, "--attention", "linear"],
+    "attention 'linear': expected one of": [*STATE, "--attention", "linear"],
     "ours.safetensors says what its model is": ["ours.safetensors", *BODY],
     "vit_tiny_patch16_224 names its own body": ["vit_tiny_patch16_224", "--model", "test_vit"],
     "timm cannot build vit_tiny_patch16_224 with depth='x': ": [
         *("vit_tiny_patch16_224", "--args.depth", "x")
     ],
     "pretrained is for names of timm, and vit.pth is a file": [*STATE, "--pretrained"],
-    "nan.pth cannot be used as weights: its blocks.1.mlp.fc1.weight has NaN or": ["nan.pth", *BODY],
-    "garbled.pth is no whole file of weights (cut off or garbled), neither of safetensors nor": [
-        *("garbled.pth", *BODY)
-    ],
+    "nan.pth has NaN or infinity in blocks.1.mlp.fc1.weight": ["nan.pth", *BODY],
+    "garbled.pth is truncated or neither a safetensors file nor": [*("garbled.pth", *BODY)],
 }
 
 

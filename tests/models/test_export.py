@@ -306,17 +306,20 @@ REFUSED = [
     (["scaleformer_vit_t", "--output", "no/a.onnx"], "no folder"),
     (
         ["vit_tiny_patch16_224", "--output", "a.onnx"],
-        "vit_tiny_patch16_224 is no model of visionattn",
+        "vit_tiny_patch16_224 is not a visionattn model",
     ),
-    (["garbled.safetensors", "--output", "a.onnx"], "garbled.safetensors is no whole safetensors"),
+    (["garbled.safetensors", "--output", "a.onnx"], "garbled.safetensors is truncated or not a"),
     (
         ["best.safetensors", "--pretrained", "true", "--output", "a.onnx"],
-        "pretrained and args are",
+        "pretrained and args need",
     ),
-    (["best.safetensors", *WORDS, "--output", "a.onnx"], "args are for names of models"),
+    (["best.safetensors", *WORDS, "--output", "a.onnx"], "args need a model name"),
     (["best.safetensors", "--output", "there.onnx"], "there.onnx exists; --overwrite replaces it"),
     (["scaleformer_vit_t", "--pretrained", "true", "--output", "a.onnx"], "no pretrained weights"),
-    (["scaleformer_vit_t", "--prepare", "true", *WORDS, "--output", "a.onnx"], "does not say how"),
+    (
+        ["scaleformer_vit_t", "--prepare", "true", *WORDS, "--output", "a.onnx"],
+        "does not state its",
+    ),
     (
         ["scaleformer_vit_t", "--args", "{dynamic_img_size: false}", "--output", "a.onnx"],
         "takes images of 224 x 224 px only",

@@ -178,11 +178,15 @@ REFUSALS = [
     (dict(global_pool=""), {}, "makes no features of an image"),
     (dict(global_pool="prr"), {}, "cannot be computed in bands"),
     (dict(dynamic_img_size=False, img_size=32), {}, "dynamic_img_size=False fixes"),
-    ({}, dict(want="rows"), "wanted one of logits, pooled, dense, masks, probabilities, evidence"),
+    (
+        {},
+        dict(want="rows"),
+        "expected one of logits, pooled, dense, masks, probabilities, evidence",
+    ),
     ({}, dict(want="masks"), "gives no classes of pixels"),
     ({}, dict(want="evidence", target=9), "there is no class 9"),
     ({}, dict(memory=1000), "below one band"),
-    ({}, dict(source=3), "wanted a source, got int: visionattn.forward_tiled opens paths"),
+    ({}, dict(source=3), "expected a source, got int: visionattn.forward_tiled opens paths"),
     ({}, dict(source=Array(draw_image(40, 40)[..., :1])), "has 1 channels, and the model tak"),
     ({}, dict(source=Array(draw_image(3, 40))), "3 x 40 pixels is smaller than a patch"),
 ]

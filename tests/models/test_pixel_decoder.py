@@ -139,13 +139,13 @@ def test_every_parameter_learns_and_checkpointing_changes_nothing(kind):
 
 WRONG = [
     ({"attention": "taylorshift"}, "has no causal form .its linear form"),
-    ({"output": "gauss"}, "output 'gauss': wanted categorical or mixture"),
-    ({"mixtures": 3}, "mixtures would do nothing"),
-    ({"levels": 1}, "levels: wanted a whole number from 2 on, got 1"),
+    ({"output": "gauss"}, "output 'gauss': expected categorical or mixture"),
+    ({"mixtures": 3}, "mixtures have no effect"),
+    ({"levels": 1}, "levels: expected a whole number from 2 on, got 1"),
     ({"conditioned": True}, "there are no classes"),
-    ({"relative": "none", "rows": 2}, "rows and reach would do nothing"),
-    ({"conditioned": "x", "num_classes": 2}, "conditioned: wanted true or false, got 'x'"),
-    ({"depth": 0}, "depth: wanted a whole number from 1 on, got 0"),
+    ({"relative": "none", "rows": 2}, "rows and reach have no effect"),
+    ({"conditioned": "x", "num_classes": 2}, "conditioned: expected true or false, got 'x'"),
+    ({"depth": 0}, "depth: expected a whole number from 1 on, got 0"),
 ]
 
 
@@ -162,9 +162,9 @@ def test_options_and_calls_that_do_not_fit_are_refused():
         (model, (images.float(),), "got torch.float32"),
         (model, (images, zero.expand(3)), "labels: the model is not conditioned"),
         (named, (images.expand(-1, 2, -1, -1),), r"conditioned and wants \[3\], got none"),
-        (model.predict, (in_order(images), (5, 7)), "wanted fewer than the 35 values of the ima"),
+        (model.predict, (in_order(images), (5, 7)), "expected fewer than the 35 values of the ima"),
         (model.begin, (1, (0, 7)), "images of 0 x 7 pixels have no pixels"),
-        (model.step, (zero, state), "values: wanted none before the first one"),
+        (model.step, (zero, state), "values: expected none before the first one"),
         (model.step, (zero, ended), "the images have all their 1 values"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -97,7 +97,7 @@ def test_maps_are_of_the_last_block_and_those_asked_for():
     said = model.forward_intermediates(x, return_prefix_tokens=True, output_dict=True)
     assert all(map(torch.equal, said["image_intermediates"], maps))
     assert shapes(said["image_intermediates_prefix"]) == [(2, 1, 24)] * 4
-    with pytest.raises(ValueError, match="output_fmt 'NHWC': wanted NCHW or NLC"):
+    with pytest.raises(ValueError, match="output_fmt 'NHWC': expected NCHW or NLC"):
         model.forward_intermediates(x, output_fmt="NHWC")
 
 
@@ -168,7 +168,7 @@ def test_what_has_no_pyramid_or_contradicts_a_file_is_one_line(finetuned):
     for name, given, message in (
         (scaleformer, dict(patch_size=14), "patch_size 14: maps at strides 4, 8, 16, 32 need a pa"),
         (scaleformer, dict(patch_size=(8, 16)), "patch_size 8 x 16: a pyramid needs square patch"),
-        (scaleformer, dict(pyramid_channels=0), "pyramid_channels: wanted a whole number from 1"),
+        (scaleformer, dict(pyramid_channels=0), "pyramid_channels: expected a whole number from 1"),
         (taylorshift, dict(depth=3) | file, "expected depth 4 as in .*, got 3"),
         ("scaleformer_vit_t", file, "holds a taylorshift_vit_t, of attention taylorshift"),
     ):

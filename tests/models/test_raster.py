@@ -53,9 +53,9 @@ WRONG = [
     (dict(attention="taylorshift"), "attention='taylorshift' has no causal form .its linear"),
     (dict(attention="window"), "attention='window' has no causal form .tokens of a"),
     (dict(feature_map="softmax"), "feature_map='softmax' has no causal form: its keys"),
-    (dict(relative="joint"), "relative 'joint': wanted flat, along the raster, or none"),
-    (dict(attention="softmax", normalization="sum"), "normalization='sum' would do nothing"),
-    (dict(rows=-1, reach=2), "rows -1, reach 2: wanted whole numbers from 0 on"),
+    (dict(relative="joint"), "relative 'joint': expected flat, along the raster, or none"),
+    (dict(attention="softmax", normalization="sum"), "normalization='sum' has no effect"),
+    (dict(rows=-1, reach=2), "rows -1, reach 2: expected whole numbers from 0 on"),
 ]
 
 

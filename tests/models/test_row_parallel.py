@@ -292,12 +292,12 @@ def test_what_does_not_fit_is_refused_in_one_line(found):
     starts = [
         "an image of 1 row of patches is too low for 3 processes",
         "image of 28 x 21 pixels is not a whole number of 4-pixel patches",
-        "rank 1 has rows 8 to 19 of 32, wanted 12 rows of pixels, got 28",
+        "rank 1 has rows 8 to 19 of 32, expected 12 rows of pixels, got 28",
         "one image on several processes must fill its canvas",
-        "rows of pixels of the processes, 11, 11, 10: wanted whole patches of 4 rows for each",
-        "images: wanted them divided by rows, Shard(2), among the 3 processes, got [Shard(dim=0)]",
+        "rows of pixels of the processes, 11, 11, 10: expected whole patches of 4 rows for each",
+        "images: expected them divided by rows, Shard(2), among the 3 processes, got [Shard",
         "image of 32 x 20 pixels, but dynamic_img_size=False",
-        "mesh: wanted one dimension",
+        "mesh: expected one dimension",
     ]
     assert len(said) == len(starts)
     assert all(a.startswith(b) for a, b in zip(said, starts, strict=True)), said
@@ -309,7 +309,7 @@ NEED_ALL = {
     "block 0 has feature_map=.softmax., whose keys": {"feature_map": "softmax"},
     "form=.direct. computes all pairs": {"form": "direct"},
     "patch_drop_rate leaves no whole rows": {"patch_drop_rate": 0.5},
-    "global_pool='map' sees all tokens; wanted max, avg, avgmax or": {"global_pool": "map"},
+    "global_pool='map' sees all tokens; expected max, avg, avgmax or": {"global_pool": "map"},
 }
 
 
@@ -317,7 +317,9 @@ def test_models_that_need_all_tokens_other_models_and_dropout_are_refused():
     for message, options in NEED_ALL.items():
         with pytest.raises(ValueError, match=f"^one image on several processes: .*{message}"):
             check_model(VisionAttnTransformer(**(BASE | options)))
-    with pytest.raises(ValueError, match="wanted a classification model of this package, got Lin"):
+    with pytest.raises(
+        ValueError, match="expected a classification model of this package, got Lin"
+    ):
         check_model(torch.nn.Linear(1, 1))
     check_dropout(VisionAttnTransformer(**(BASE | dict(drop_rate=0.1, attn_drop_rate=0.1))))
     with pytest.raises(ValueError, match=r"blocks\.0\.attn\.proj_drop drops single entries"):

@@ -192,7 +192,7 @@ def test_a_wheel_has_every_file_that_the_package_has_here(wheel):
 def test_a_type_checker_accepts_the_page_about_python_with_the_installed_wheel(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as file:
         file.extractall(tmp_path / "installed")
-    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "usage.md").read_text(encoding="utf-8")
     script = tmp_path / "page.py"
     script.write_text("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)))
     env = os.environ | {"PYTHONPATH": str(tmp_path / "installed")}

@@ -1,9 +1,13 @@
 """Files of weights are read by what they hold, whatever their first bytes and their names."""
 
+import hashlib
+import re
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 from safetensors.torch import save, save_file
 
@@ -11,6 +15,8 @@ from tests.helpers.small_runs import MODEL, SPEC
 from tests.training.test_checkpoint import small_model
 from visionattn.inference.inference_options import InferenceOptions
 from visionattn.inference.model_opening import open_model
+from visionattn.model_config import ModelConfig
+from visionattn.models.conversion import from_softmax
 from visionattn.models.placement import place_weights
 from visionattn.models.weights import (
     load_model,
@@ -19,7 +25,13 @@ from visionattn.models.weights import (
     read_state_dict,
     save_model,
 )
-from visionattn.training.checkpoint import BestFigures, best_figures, read_state
+from visionattn.training.checkpoint import (
+    BestFigures,
+    best_figures,
+    read_state,
+    started_model,
+)
+from visionattn.training.config import TrainConfig
 
 TENSORS = {"a.weight": torch.arange(6.0).reshape(2, 3), "b": torch.ones(5)}
 LIKE_A_PICKLE = 0x80
@@ -84,12 +96,10 @@ def test_a_safetensors_file_that_is_cut_off_is_not_called_a_pickle(tmp_path):
     for kept in (len(content) - 1, 8 + LIKE_A_ZIP, 100, 20, 2, 1):
         path.write_bytes(content[:kept])
         for read in (read_safetensors, load_model, best_figures):
-            with pytest.raises(
-                ValueError, match=r"is no whole safetensors file \(cut off or garbled\)"
-            ):
+            with pytest.raises(ValueError, match=r"is truncated or not a safetensors file"):
                 read(path)
         with pytest.raises(
-            ValueError, match=r"is no whole file of weights \(cut off or garbled\)"
+            ValueError, match=r"is truncated or neither a safetensors file"
         ) as error:
             read_state_dict(path)
         assert "\n" not in str(error.value)
@@ -105,7 +115,7 @@ def test_a_pickle_is_read_whatever_its_name_and_explained_where_it_is_no_use(
     for read in (read_safetensors, load_model, best_figures):
         with pytest.raises(ValueError, match=r"is a pickle of torch.save, not a safetensors file"):
             read(path)
-    with pytest.raises(ValueError, match="does not name the model of its weights; give its name"):
+    with pytest.raises(ValueError, match="does not state its model; pass --model"):
         open_model(InferenceOptions(checkpoint=str(path)), classifies=False)
 
 
@@ -125,11 +135,11 @@ def test_what_is_neither_is_one_line_that_names_both(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(
         ValueError,
-        match=r"is no whole file of weights .*, neither of safetensors nor of torch's tensors$",
+        match=r"is truncated or neither a safetensors file nor a torch.save file of tensors$",
     ) as error:
         read_state_dict(path)
     assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match="is no whole safetensors file"):
+    with pytest.raises(ValueError, match="is truncated or not a safetensors file"):
         open_model(InferenceOptions(checkpoint=str(path)), classifies=False)
 
 
@@ -147,6 +157,41 @@ def test_what_wraps_a_model_is_taken_off_every_name(tmp_path):
 def test_a_nested_entry_without_tensors_hides_no_weights(tmp_path):
     torch.save({"ema": {"decay": 0.9}, "model": {"state_dict": TENSORS}}, tmp_path / "a")
     assert same(read_state_dict(tmp_path / "a"), TENSORS)
+
+
+OPENERS = {
+    "timm": lambda path: timm.create_model(
+        "converted_vit", pretrained=True, pretrained_cfg_overlay=dict(file=str(path))
+    ),
+    "load_model": load_model,
+    "init_from": lambda path: started_model(
+        TrainConfig(init_from=str(path)), ModelConfig("converted_vit"), replace(SPEC, in_chans=3)
+    )[0],
+}
+
+
+@pytest.mark.parametrize("opener", OPENERS)
+def test_a_float16_file_is_loaded_if_it_has_the_hash_in_its_name(tmp_path, opener):
+    vit = timm.create_model("test_vit", num_classes=4)
+    from_softmax(vit).save(tmp_path / "best.safetensors")
+    metadata, whole = read_safetensors(tmp_path / "best.safetensors")
+    wanted = {name: value.half() for name, value in whole.items()}
+    path = tmp_path / "student.safetensors"
+    save_file(wanted, path, metadata=metadata)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    path = path.rename(tmp_path / f"student-{digest[:10]}.safetensors")
+    found = OPENERS[opener](path).state_dict()
+    assert {value.dtype for value in found.values()} == {torch.float32}
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], value.float()) for name, value in wanted.items())
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    other = hashlib.sha256(content).hexdigest()
+    said = f"expected SHA-256 {digest[:10]}... by its name, got {other[:10]}...; get it again"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        OPENERS[opener](path)
+    load_model(path.rename(tmp_path / "student-20261129.safetensors"))  # a date is no hash
 
 
 def test_best_weights_say_how_good_they_are(tmp_path):

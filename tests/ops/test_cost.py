@@ -96,7 +96,9 @@ def test_more_heads_make_the_efficient_form_cheaper_and_must_divide_the_width():
     for count in (published.ops_efficient_heads, published.entries_efficient_heads):
         costs = [count(1024, 256, heads) for heads in (4, 8, 16, 32, 64, 128, 256)]
         assert costs == sorted(costs, reverse=True) and len(set(costs)) == 7
-    with pytest.raises(ValueError, match="^width 50: wanted a multiple of the number of heads, 3$"):
+    with pytest.raises(
+        ValueError, match="^width 50: expected a multiple of the number of heads, 3$"
+    ):
         published.ops_efficient_heads(77, 50, 3)
 
 
@@ -149,12 +151,14 @@ def test_sizes_that_are_none_are_refused_in_one_line():
     ]
     for name, sizes in functions:
         for which, size in itertools.product(sizes, (0, -3, 2.0, True, "7")):
-            wanted = re.escape(f"{size!r}: wanted a whole number from 1") + "$"
+            wanted = re.escape(f"{size!r}: expected a whole number from 1") + "$"
             with pytest.raises(ValueError, match=wanted):
                 getattr(published, name)(**sizes | {which: size})
     for bad in ({"d": 0}, {"n": -3}, {"m": 2.5}, {"heads": "7"}, {"batch": True}):
         sizes = {"n": 5, "m": 7, "d": 3, "e": 4} | bad
-        with pytest.raises(ValueError, match=f"^{next(iter(bad))}=.*: wanted a whole number from"):
+        with pytest.raises(
+            ValueError, match=f"^{next(iter(bad))}=.*: expected a whole number from"
+        ):
             choice.choose_form(operation="taylorshift", **sizes)
 
 
@@ -169,7 +173,7 @@ def test_the_form_of_less_work_is_taken():
     assert choice.form_of_shapes("taylorshift", (1, 3, 500, 16), (1, 3, 500, 16)) == "efficient"
     beside = choice.form_of_shapes("taylorshift", (1, 3, 500, 16), (1, 3, 500, 16), class_rows=7)
     assert beside == "direct"
-    with pytest.raises(ValueError, match="^operation 'softmax': wanted one of taylorshift, kern"):
+    with pytest.raises(ValueError, match="^operation 'softmax': expected one of taylorshift, kern"):
         choice.choose_form("softmax", 5, 7, 3, 4)
 
 
@@ -268,7 +272,7 @@ def test_calculator_prints_the_published_crossovers_beside_ours(capsys):
 @pytest.mark.parametrize(
     "args, message",
     [
-        (["--dim", "-3"], "wanted whole numbers from 1"),
+        (["--dim", "-3"], "expected whole numbers from 1"),
         (["--dim", "many"], "argument --dim: invalid int value: 'many'"),
         ([], "the following arguments are required: --dim"),
         (["--dim", "32", "--colour"], "unrecognized arguments: --colour"),

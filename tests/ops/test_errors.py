@@ -160,12 +160,12 @@ LISTED = SimpleNamespace(query=torch.relu, key=lambda x: [x])
 KERNELIZED = [
     ("feature_map 'exp' elu1 relu softmax", {"feature_map": "exp"}),
     *(
-        (f"feature_map {type(x).__name__}: wanted one of query and .key", {"feature_map": x})
+        (f"feature_map {type(x).__name__}: expected one of query and .key", {"feature_map": x})
         for x in (None, 3, torch.relu, SimpleNamespace(query=torch.relu))
     ),
-    ("feature_map.key: wanted 5 features got 10", {"feature_map": WIDER}),
-    ("feature_map.query: wanted [2, 3, 17, f], got (2, 3, 85)", {"feature_map": FLATTENED}),
-    ("feature_map.key: wanted [2, 3, 17, f], got list", {"feature_map": LISTED}),
+    ("feature_map.key: expected 5 features got 10", {"feature_map": WIDER}),
+    ("feature_map.query: expected [2, 3, 17, f], got (2, 3, 85)", {"feature_map": FLATTENED}),
+    ("feature_map.key: expected [2, 3, 17, f], got list", {"feature_map": LISTED}),
     ("width 6", {"feature_map": RandomFeatures(6, 3)}),
     ("causal softmax", {"causal": True, "feature_map": "softmax"}),
     ("causal softmax", {"causal": True, "feature_map": PositionSoftmax()}),
@@ -174,11 +174,11 @@ KERNELIZED = [
     ("causal kept", {"causal": True, "relative": Flat(LINE, KEPT_ALL)}),
 ]
 WINDOWS = [
-    ("wanted layout, or relative, which has its own, got neither", {"layout": None}),
-    ("wanted layout, or relative, which has its own, got both", joint()),
-    ("wanted Joint or Axial, got Flat", {"layout": None, "relative": Flat(LINE, LAYOUT)}),
+    ("expected layout, or relative, which has its own, got neither", {"layout": None}),
+    ("expected layout, or relative, which has its own, got both", joint()),
+    ("expected Joint or Axial, got Flat", {"layout": None, "relative": Flat(LINE, LAYOUT)}),
     ("mean", {"layout": None, "relative": Axial(LINE, LINE, LAYOUT, normalization="mean")}),
-    ("window_size: wanted a whole number of patches from 1, got 0", {"window_size": 0}),
+    ("window_size: expected a whole number of patches from 1, got 0", {"window_size": 0}),
     ("window_size got 2.5", {"window_size": 2.5}),
     ("layout has 18 tokens, got 17 queries", {"layout": LAYOUT._replace(num_prefix=3)}),
     ("value_drop 1.5", {"value_drop": 1.5}),
@@ -203,14 +203,14 @@ def test_arguments_of_an_attention_that_do_not_fit_are_one_line(name):
 
 
 CONVOLUTION = [
-    ("weight: wanted [12, 1, K, K] of an odd K, got", {"weight": torch.ones(5, 1, 3, 3)}),
+    ("weight: expected [12, 1, K, K] of an odd K, got", {"weight": torch.ones(5, 1, 3, 3)}),
     ("of an odd K", {"weight": torch.ones(12, 1, 2, 2)}),
     ("of an odd K", {"weight": torch.ones(12, 1, 3, 5)}),
-    ("v: wanted [B, h, tokens, width]", {"v": torch.ones(2, 17, 4)}),
+    ("v: expected [B, h, tokens, width]", {"v": torch.ones(2, 17, 4)}),
     ("layout has 15 tokens, got 17", {"layout": LAYOUT._replace(num_prefix=0)}),
-    ("layout: wanted TokenLayout", {"layout": None}),
-    ("key_mask: wanted bool [2, 17]", {"key_mask": MASK[:, 1:]}),
-    ("key_mask: wanted bool [2, 17]", {"key_mask": torch.ones(2, 17)}),
+    ("layout: expected TokenLayout", {"layout": None}),
+    ("key_mask: expected bool [2, 17]", {"key_mask": MASK[:, 1:]}),
+    ("key_mask: expected bool [2, 17]", {"key_mask": torch.ones(2, 17)}),
 ]
 
 
@@ -221,10 +221,10 @@ def test_arguments_of_the_convolution_that_do_not_fit_are_one_line():
 
 
 NUMBERS = [
-    ("wanted numbers of queries from 0 to 16, got 0 to 17", {"rows": torch.tensor([0, 17])}),
+    ("expected numbers of queries from 0 to 16, got 0 to 17", {"rows": torch.tensor([0, 17])}),
     ("from 0 to 16, got -1 to -1", {"rows": torch.tensor([-1])}),
-    ("wanted int64 [Q], numbers of queries, got torch.float32", {"rows": torch.tensor([1.0])}),
-    ("wanted int64 [Q]", {"rows": torch.tensor(1)}),
+    ("expected int64 [Q], numbers of queries, got torch.float32", {"rows": torch.tensor([1.0])}),
+    ("expected int64 [Q]", {"rows": torch.tensor(1)}),
 ]
 ROW_OPTIONS = {
     "taylorshift": TAYLORSHIFT,
@@ -248,15 +248,15 @@ ON_META = {name: x.to("meta") for name, x in QKV.items()}
 SUMMARIES = [
     ("softmax no state", {"feature_map": "softmax"}),
     ("softmax depend", {"feature_map": PositionSoftmax()}),
-    ("feature_map SimpleNamespace: wanted one of", {"feature_map": SimpleNamespace()}),
+    ("feature_map SimpleNamespace: expected one of", {"feature_map": SimpleNamespace()}),
     ("kind 'linear'", {"kind": "linear"}),
     ("feature_map belongs", {"kind": "taylorshift", "feature_map": "elu1"}),
     ("temperature and coefficients belong", {"temperature": torch.ones(3)}),
     *((words, {"kind": "taylorshift"} | change) for words, change in TAYLORSHIFT[:3]),
     ("a > 0", {"kind": "taylorshift", "coefficients": (0.5, 1.0, 0.5)}),
     ("key_mask", {"key_mask": MASK[:, :3]}),
-    ("v: wanted", {"v": ONE["v"]}),
-    ("k: wanted width >= 1", {"k": QKV["k"][..., :0]}),
+    ("v: expected", {"v": ONE["v"]}),
+    ("k: expected width >= 1", {"k": QKV["k"][..., :0]}),
     ("k is on cpu, v on meta", {"v": ON_META["v"]}),
     ("k is on cpu, key_mask on meta", {"key_mask": MASK.to("meta")}),
     ("k is on cpu temperature meta", {"kind": "taylorshift", "temperature": torch.ones(3, **META)}),
@@ -270,15 +270,15 @@ UNLIKE = [
     ("cpu meta", lambda k, v: (k.to("meta"), v.to("meta"))),
 ]
 QUERIES = [
-    ("q: wanted [2, 3, N", {"q": QKV["q"][:1]}),
-    ("q: wanted [2, 3, N", {"q": QKV["q"][:, :2]}),
-    ("q: wanted floating int64", {"q": QKV["q"].long()}),
+    ("q: expected [2, 3, N", {"q": QKV["q"][:1]}),
+    ("q: expected [2, 3, N", {"q": QKV["q"][:, :2]}),
+    ("q: expected floating int64", {"q": QKV["q"].long()}),
     (
-        "q: wanted torch.float32 got torch.float64",
+        "q: expected torch.float32 got torch.float64",
         {"state": summarize(QKV["k"].float(), QKV["v"].float())},
     ),
     ("q is on meta, the state on cpu", {"q": ON_META["q"]}),
-    ("state: wanted a KernelState got tuple", {"state": (QKV["k"], QKV["v"])}),
+    ("state: expected a KernelState got tuple", {"state": (QKV["k"], QKV["v"])}),
 ]
 
 
@@ -311,9 +311,9 @@ def test_options_of_states_that_do_not_fit_are_one_line():
     ):
         with wrong(words):
             one + two
-    with wrong("wanted 5 features"):
+    with wrong("expected 5 features"):
         attend(QKV["q"][..., :4], kernel)
-    with wrong("feature_map.query: wanted 10 features got 5"):
+    with wrong("feature_map.query: expected 10 features got 5"):
         attend(QKV["q"], summarize(k, v, feature_map=WIDER))
     with wrong("q is on cpu, k on meta"):
         step(ONE["q"], ONE["k"].to("meta"), ONE["v"])
@@ -321,7 +321,7 @@ def test_options_of_states_that_do_not_fit_are_one_line():
         step(**QKV)
     with wrong("its own options; leave feature_map out"):
         step(**ONE, state=kernel, feature_map="relu")
-    with wrong("state: wanted a KernelState got tuple"):
+    with wrong("state: expected a KernelState got tuple"):
         step(**ONE, state=(k, v))
 
 
@@ -331,15 +331,15 @@ WIDE = Joint(draw_table(3, 5, 5, 5, seed=5), TokenLayout(0, GRID), "mean")
 STRIPS = [
     ("no rows of the layout", {"strip": Strip(GRID, 2, 5)}),
     ("no rows of the layout", {"strip": Strip(Grid(4, 4), 1, 3)}),
-    ("wanted a strip and SeenRows", {"strip": None}),
-    ("wanted a strip and SeenRows", {"seen": None}),
-    ("wanted 3 patches", {"strip": Strip(GRID, 1, 2)}),
+    ("expected a strip and SeenRows", {"strip": None}),
+    ("expected a strip and SeenRows", {"seen": None}),
+    ("expected 3 patches", {"strip": Strip(GRID, 1, 2)}),
     (
         "all present",
         {"relative": Joint(WIDE.table, TokenLayout(0, GRID, kept=draw_kept(1, 12, 12)), "mean")},
     ),
     (
-        "wanted values of 4 x 3 patches",
+        "expected values of 4 x 3 patches",
         {"seen": SeenRows(ROWS_OF_VALUES[:, :, 1:3], None, None)},
     ),
 ]
@@ -355,9 +355,9 @@ SIZES = [(0, 3), (3, 0), (2.5, 3), (3, 2.5), ("3", 3), (-1, 3)]
 
 
 def test_names_and_sizes_that_are_none_are_one_line():
-    with wrong("attention 'linear': wanted one of taylorshift,"):
+    with wrong("attention 'linear': expected one of taylorshift,"):
         get_attention("linear")
-    with wrong("form 'linear': wanted one of auto, direct, efficient"):
+    with wrong("form 'linear': expected one of auto, direct, efficient"):
         check_form("linear")
     for width, number in SIZES:
         with wrong(f"1 or more, got {width} and {number}"):

@@ -240,5 +240,5 @@ def test_a_map_over_positions_has_no_steps_and_a_layout_no_table():
     inputs, state = draw_qkv(queries=1, d=6, e=5), RecurrentState.begin(SHAPE, 0)
     with pytest.raises(ValueError, match="has no steps: its keys depend on each other"):
         recurrent(inputs, state, "softmax")
-    with pytest.raises(ValueError, match="wanted Flat without a layout"):
+    with pytest.raises(ValueError, match="expected Flat without a layout"):
         PastTable(Flat(draw(1, 3, 6, seed=1), TokenLayout(0, Grid(2, 2))), 4)

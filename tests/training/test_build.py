@@ -22,7 +22,7 @@ def test_a_model_that_cannot_checkpoint_says_so(monkeypatch):
     monkeypatch.setattr(VisionAttnTransformer, "set_grad_checkpointing", refuse)
     with pytest.raises(
         ValueError,
-        match="scaleformer_vit_t has no gradient checkpointing; leave model.grad_checkpointing out",
+        match="scaleformer_vit_t has no gradient checkpointing; omit model.grad_checkpointing",
     ):
         build_model(ModelConfig("scaleformer_vit_t", MODEL, True), SPEC)
 
@@ -89,7 +89,7 @@ def test_too_little_memory_on_a_resumption_replaces_the_old_status_and_keeps_the
 
 
 def test_an_argument_that_timm_would_drop_is_refused():
-    with pytest.raises(ValueError, match="model.args.init_values null would do nothing"):
+    with pytest.raises(ValueError, match="model.args.init_values null has no effect"):
         build_model(ModelConfig("scaleformer_vit_pixel", {"init_values": None}), SPEC)
 
 
@@ -98,5 +98,5 @@ def test_a_training_takes_the_map_among_the_arguments_of_its_model():
     model, kept = build_model(ModelConfig("scaleformer_vit_t", args), SPEC)
     assert model.blocks[0].attn.feature_map.projection.shape == (5, 8)
     assert kept == args | {"img_size": 16}
-    with pytest.raises(ValueError, match="feature_map 'favor': wanted one of elu1"):
+    with pytest.raises(ValueError, match="feature_map 'favor': expected one of elu1"):
         build_model(ModelConfig("scaleformer_vit_t", MODEL | {"feature_map": "favor"}), SPEC)

@@ -103,9 +103,9 @@ def test_a_specification_makes_the_input_of_the_model():
     assert torch.equal(one_hot.argmax(1), images[:, 0].long())
     assert torch.equal(one_hot.sum(1), torch.ones(2, 5, 7))
     for wrong in (images[:, :1], images.double(), images[0]):
-        with pytest.raises(ValueError, match=r"wanted images of uint8, .*\[B, 3, H, W\], got "):
+        with pytest.raises(ValueError, match=r"expected images of uint8, .*\[B, 3, H, W\], got "):
             spec.prepare(wrong)
-    with pytest.raises(ValueError, match=r"wanted uint8 images \[B, 1, H, W\], got "):
+    with pytest.raises(ValueError, match=r"expected uint8 images \[B, 1, H, W\], got "):
         DataSpec(256, 10, (), (), (), "grey_one_hot", 5).prepare(images[:, :1] / 255)
 
 
@@ -123,16 +123,16 @@ def test_files_that_are_no_models_are_one_line_each(tmp_path):
     save_model(path, model, "scaleformer_vit_t", MODEL, SPEC)
     half = path.read_bytes()[: path.stat().st_size // 2]
     for content, reason in (
-        (half, "is no whole safetensors file (cut off or garbled)"),
-        (b"", "is no whole safetensors file"),
+        (half, "is truncated or not a safetensors file"),
+        (b"", "is truncated or not a safetensors file"),
         (pickle.dumps({"a": Harm(tmp_path / "harm")}), "is a pickle of torch.save, not a safeten"),
     ):
         path.write_bytes(content)
         assert reason in line() and not (tmp_path / "harm").exists()
     about = {"format": "visionattn", "version": "1", "model": "scaleformer_vit_t"}
     for metadata, reason in (
-        (None, "has no description of its model; weights of other projects go through"),
-        (about, "has a garbled description of its model"),
+        (None, "does not describe its model; load weights of other projects with"),
+        (about, "has a damaged description of its model"),
         (about | {"version": "4"}, "has format 4, this visionattn reads formats 1, 2, 3"),
     ):
         save_file(model.state_dict(), path, metadata=metadata)
@@ -141,7 +141,7 @@ def test_files_that_are_no_models_are_one_line_each(tmp_path):
         ("resnet_of_mars", {}, "holds a model 'resnet_of_mars', which timm does not know"),
         ("scaleformer_vit_t", {"embed_dim": 24}, "of another shape"),
         ("scaleformer_vit_t", {"depth": 3}, "missing (first: blocks.2."),
-        ("scaleformer_vit_t", {"checkpoint_path": "evil.pt"}, "asks for other weights to be load"),
+        ("scaleformer_vit_t", {"checkpoint_path": "evil.pt"}, "refers to other weights"),
         ("scaleformer_vit_t", {"horizn": 3}, "that cannot be built with these args: patch_size=4"),
         ("scaleformer_vit_t", {"norm_layer": "foo"}, "(KeyError: 'foo')"),
     ):

@@ -136,9 +136,9 @@ def test_a_value_of_a_wrong_type_is_one_line(argv, line):
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("epochs: [", "is no YAML file"),
-        ("- epochs\n", "must hold names and values, got a list"),
-        ("optim: 3\n", "optim must hold names and values, got 3"),
+        ("epochs: [", "is not a YAML file"),
+        ("- epochs\n", ": expected names and values, got a list"),
+        ("optim: 3\n", "optim: expected names and values, got 3"),
         ("epochs: ten\n", "epochs must be a whole number, got ten"),
     ],
 )
@@ -209,16 +209,15 @@ def test_every_configuration_of_the_repository_is_valid_and_has_a_header(path):
         ),
         (
             ["--optim.drop_epochs", "3", "--optim.min_lr", "1e-3"],
-            "optim.drop_epochs would do nothing: optim.min_lr is optim.lr, 0.001",
+            "optim.drop_epochs has no effect: optim.min_lr is optim.lr, 0.001",
         ),
         (
             ["--optim.warmup_epochs", "10"],
-            "optim.warmup_epochs 10.0 leaves nothing of epochs 10 for the cosine; "
-            "--optim.warmup_epochs 5 does",
+            "expected optim.warmup_epochs below epochs 10, got 10.0; pass --optim.warmup_epochs 5",
         ),
         (
             ["--resume", "--overwrite"],
-            "resume goes on with a run and overwrite deletes it: give one of them",
+            "resume continues a run and overwrite deletes it; pass only one",
         ),
     ],
 )
@@ -241,7 +240,7 @@ def test_the_ends_of_the_ranges_are_allowed():
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [
-        (ValueError("wanted 3,\n  got 4"), 2, "error: wanted 3, got 4\n"),
+        (ValueError("expected 3,\n  got 4"), 2, "error: expected 3, got 4\n"),
         (FileNotFoundError("no x"), 2, "error: no x\n"),
         (
             PermissionError(13, "Permission denied", "a/b.yaml"),
@@ -279,15 +278,15 @@ def test_a_fault_of_the_program_is_not_taken_for_bad_input():
     [
         (
             "--data.aug.turn",
-            "unknown option --data.aug.turn; it is gone: --data.augment takes a preset",
+            "unknown option --data.aug.turn; it was removed: --data.augment takes a preset",
         ),
         (
             "--data.mask-classes",
-            "unknown option --data.mask-classes; it is gone: classes of --data.masks",
+            "unknown option --data.mask-classes; it was removed: classes of --data.masks",
         ),
         (
             "--init-model",
-            "unknown option --init-model; it is gone: `visionattn convert` makes a file",
+            "unknown option --init-model; it was removed: `visionattn convert` makes a file",
         ),
         ("--data", "unknown option --data; the nearest is --data.name; a file of options is for"),
     ],
@@ -307,7 +306,7 @@ def test_a_configuration_of_a_former_version_names_what_is_gone(tmp_path):
     assert parse_train(["--config", str(path)]).epochs == 10
     path.write_text("data: {aug: {turn: 5}}\n")
     with pytest.raises(
-        ValueError, match="config.yaml: unknown key data.aug; it is gone: --data.augment"
+        ValueError, match="config.yaml: unknown key data.aug; it was removed: --data.augment"
     ):
         parse_train(["--config", str(path)])
 

@@ -122,13 +122,16 @@ def test_too_large_images_and_crops_are_refused_with_their_options(
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        (dict(crops=2), "data.crop_around and data.crops are for training crops; give their"),
-        (dict(crop_around=0.5), "data.crop_around and data.crops are for training crops; give"),
+        (dict(crops=2), "data.crop_around and data.crops need --data.crop"),
+        (dict(crop_around=0.5), "data.crop_around and data.crops need --data.crop"),
         (dict(crop=16, crops=0), "data.crops must be above 0, got 0"),
         (dict(crop=16, crop_around=1.5), "data.crop_around must be in [0, 1], got 1.5"),
-        (dict(crop=[16]), "data.crop must be one number of pixels, or height and width, got [16]"),
+        (
+            dict(crop=[16]),
+            "data.crop: expected one number of pixels, or height and width, got [16]",
+        ),
         (dict(crop=0), "data.crop must be above 0, got 0"),
-        (dict(crop=32), "data.crop 32 x 32 px cuts nothing off images of at most 32 x 32 px"),
+        (dict(crop=32), "data.crop 32 x 32 px is not smaller than data.img_size, 32 x 32 px"),
         (dict(crop=16, crop_around=0.5), "data.crop_around needs masks (data.task segmentation"),
         (dict(crop=16, task="generate"), "data.crop is only for images that are neither stream"),
         (

@@ -136,7 +136,7 @@ def test_what_was_killed_before_it_was_noted_begins_anew(teacher, tmp_path):
 
 
 def test_what_is_there_is_kept(whole, teacher, tmp_path):
-    with pytest.raises(ValueError, match="small is not empty; --resume goes on with it"):
+    with pytest.raises(ValueError, match="small is not empty; --resume continues it"):
         run(config_of(whole.parent, teacher))
     with pytest.raises(ValueError, match="nothing to resume"):
         run(config_of(tmp_path, teacher, resume=True))
@@ -226,7 +226,7 @@ REFUSED = {
         "stage c: img_size 40",
     ),
     "no patches": (["--stages", "a", "--a.img_size", "30"], "stage a: image of 30 x 30 pixels"),
-    "no stage": (["--stages", "b", "a"], "wanted some of a, b and c"),
+    "no stage": (["--stages", "b", "a"], "expected some of a, b and c"),
     "tokens": (["--options.patch_size", "8"], "options.patch_size is no option of a student"),
     "none": (["--search_softmax_blocks", "0"], "must be at least 1, got 0"),
     "both": (["--search_softmax_blocks", "1", "--softmax_blocks", "1"], "do not name any"),

@@ -119,8 +119,8 @@ def test_processes_agree_on_sums_values_and_errors(tmp_path):
             None,
             [
                 "ValueError",
-                f"process 2 on {HOST} has other images (1) than the first process (2); wanted the "
-                "same data on every machine",
+                f"process 2 on {HOST} has other images (1) than the first process (2); expected "
+                "the same data on every machine",
             ],
         ]
         assert (each.code, json.loads(each.out)) == (2, values + errors), rank
@@ -312,5 +312,5 @@ def test_a_killed_process_ends_the_run_and_a_single_one_goes_on_with_it(tmp_path
     else:
         assert found["status"] == "running" and "exitcode: -9" in errors.replace(" :", ":")
         assert main(["train", *flags(tmp_path, "--resume", "--epochs", "2")]) == 0
-        assert "goes on after epoch" in capsys.readouterr().out
+        assert "resumes after epoch" in capsys.readouterr().out
         assert status(tmp_path)["status"] == "finished"

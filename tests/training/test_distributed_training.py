@@ -264,11 +264,11 @@ def test_an_image_that_one_process_cannot_read_is_left_out_by_all(tmp_path, monk
     ("size", "options", "line"),
     [
         (3, {"batch_size": 2}, "batch_size 2 counts all 3 processes together and leaves some"),
-        (3, {"batch_size": 5, "optim": {"mixup": 0.2}}, "wanted at least 6, or fewer processes"),
+        (3, {"batch_size": 5, "optim": {"mixup": 0.2}}, "expected at least 6, or fewer processes"),
         (
             4,
             {"batch_size": 1, "parallel": 2},
-            "wanted at least 2, or fewer processes",
+            "expected at least 2, or fewer processes",
         ),
         (3, {"parallel": 2}, "does not divide the 3 processes that"),
     ],

@@ -180,7 +180,7 @@ def test_a_stopped_and_resumed_run_ends_in_the_very_state_of_one_that_was_not_st
         with pytest.raises(Stopped, match=f"stopped after step {stopped_at} "):
             run(small_config(tmp_path / "parts", **options))
     _, printed = run(small_config(tmp_path / "parts", resume=True, **options))
-    assert f"goes on after epoch {(stopped_at - 1) // 4}, step {stopped_at}" in printed
+    assert f"resumes after epoch {(stopped_at - 1) // 4}, step {stopped_at}" in printed
     states = [
         torch.load(tmp_path / part / "small" / "last.pt", weights_only=True)
         for part in ("whole", "parts")
@@ -226,13 +226,13 @@ def test_options_of_training_are_refused_where_no_epoch_is_left(tmp_path):
     kept = (tmp_path / "small" / "config.yaml").read_bytes()
     with pytest.raises(
         ValueError,
-        match="all 2 epochs are done, so that another optim.lr would change nothing; --epochs 3",
+        match="all 2 epochs are done; another optim.lr has no effect; --epochs 3",
     ):
         run(small_config(tmp_path, resume=True, optim={"lr": 2e-3}))
     assert (tmp_path / "small" / "config.yaml").read_bytes() == kept
     run(small_config(tmp_path, resume=True))
     _, printed = run(small_config(tmp_path, resume=True, epochs=3, optim={"lr": 2e-3}))
-    assert "goes on after epoch 2, step 16" in printed and "epochs is now 3, was 2" in printed
+    assert "resumes after epoch 2, step 16" in printed and "epochs is now 3, was 2" in printed
     assert "optim.lr is now 0.002, was 0.003" in printed and "epoch 2/3" not in printed
     assert [row["epoch"] for row in rows(tmp_path / "small")] == ["1", "2", "3"]
     assert [line["kind"] for line in lines(tmp_path / "small")].count("test") == 1
@@ -257,7 +257,7 @@ def test_a_folder_in_use_is_refused_and_overwriting_deletes_only_what_a_run_wrot
         run(small_config(tmp_path))
     assert files(folder) == set(own)
     run(small_config(tmp_path, overwrite=True))
-    with pytest.raises(ValueError, match="--resume goes on with it"):
+    with pytest.raises(ValueError, match="--resume continues it"):
         run(small_config(tmp_path))
     with pytest.raises(ValueError, match="epochs 1: the run has finished 2 epochs; resume with 2"):
         run(small_config(tmp_path, epochs=1, resume=True))
@@ -275,14 +275,14 @@ def test_a_folder_in_use_is_refused_and_overwriting_deletes_only_what_a_run_wrot
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"resume": True}, "nothing to resume: .*last.pt does not exist; leave out --resume"),
+        ({"resume": True}, "nothing to resume: .*last.pt does not exist; check --run"),
         ({"run": "../elsewhere"}, "run must be the name of a folder within .*, got '../elsewhere'"),
         ({"run": ".."}, "run must be the name of a folder"),
         ({"epochs": 0}, "epochs must be above 0"),
-        ({"device": "abacus"}, "device 'abacus' cannot be used here"),
+        ({"device": "abacus"}, "device 'abacus' is not available"),
         ({"init_from": "nowhere.pt"}, "no checkpoint at nowhere.pt"),
         ({"model": {"num_headz": 4}}, "has no argument num_headz; the nearest is num_heads$"),
-        ({"model": {"embed_dim": 0}}, "^embed_dim: wanted a whole number from 1 on, got 0$"),
+        ({"model": {"embed_dim": 0}}, "^embed_dim: expected a whole number from 1 on, got 0$"),
         (
             {"model": {"norm_layer": "foo"}},
             r"^model scaleformer_vit_t does not .* \(KeyError: 'foo'\)$",
@@ -375,7 +375,7 @@ def test_an_unreadable_image_ends_the_run_with_its_path_and_loses_no_step(
         unreadable_in(where, patch)
         with pytest.raises(
             ValueError,
-            match=r"x/broken.png.*; the state of step \d is kept, --resume goes on from it",
+            match=r"x/broken.png.*; the state of step \d is kept, --resume continues from it",
         ):
             run(small_config(tmp_path, save_every=None))
     state = torch.load(tmp_path / "small" / "last.pt", weights_only=True)
@@ -392,7 +392,7 @@ def test_an_unreadable_image_ends_the_run_with_its_path_and_loses_no_step(
 @pytest.mark.parametrize("where", ["train", "validation"])
 def test_an_unreadable_image_is_left_out_where_that_is_asked_for(tmp_path, monkeypatch, where):
     unreadable_in(where, monkeypatch)
-    with pytest.warns(UserWarning, match="left out unreadable image x/broken.png"):
+    with pytest.warns(UserWarning, match="skipped unreadable image x/broken.png"):
         run(small_config(tmp_path, data={"on_error": "skip"}, epochs=1))
     assert rows(tmp_path / "small")[0]["left_out"] == "1"
 

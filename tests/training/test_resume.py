@@ -105,7 +105,7 @@ def test_a_run_killed_with_its_first_best_weights_on_the_disk_goes_on(tmp_path, 
     assert end(start(config_of(tmp_path, save_every=None), prepare)) == -signal.SIGKILL
     folder = tmp_path / "small"
     assert (folder / "best.safetensors").exists() and not (folder / "summary.csv").exists()
-    assert "goes on after epoch 0, step 0" in run(config_of(tmp_path, save_every=None, resume=True))
+    assert "resumes after epoch 0, step 0" in run(config_of(tmp_path, save_every=None, resume=True))
     assert_same_end(rare, folder)
 
 
@@ -117,7 +117,7 @@ def test_a_run_killed_before_its_first_state_begins_anew(tmp_path, rare, left):
     folder.mkdir()
     for name in left:
         (folder / name).write_text("")
-    assert "no state was saved yet: begins anew" in run(
+    assert "no state was saved yet; starting from" in run(
         config_of(tmp_path, save_every=None, resume=True)
     )
     assert_same_end(rare, folder)
@@ -150,7 +150,7 @@ def test_the_batches_before_the_one_to_go_on_with_are_not_read():
         same(rest, all_of_them[first:])
 
 
-@pytest.mark.filterwarnings("ignore:left out unreadable image")
+@pytest.mark.filterwarnings("ignore:skipped unreadable image")
 def test_batches_without_a_readable_image_keep_their_place_when_a_run_is_resumed(
     tmp_path, monkeypatch
 ):

@@ -63,7 +63,7 @@ def test_a_checkpoint_keeps_how_its_images_were_seen_and_validation_says_it(caps
 CONTRADICTIONS = {
     "--data.fit=pad": "data.fit is for training; name the resizing with --fit",
     "--fit=stretch": "fit stretch needs img_size",
-    "--max-patches=9 --img-size=32": "both limit the size of an image",
+    "--max-patches=9 --img-size=32": "both limit the image size",
     "--max-patches=0": "max_patches must be above 0, got 0",
     "--data.augment=light": "data.augment is for training; images to evaluate on stay as",
     "--fit=crop --img-size=30": "is not a whole number of 8-pixel patches",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from sklearn.metrics import jaccard_score
+from sklearn.metrics import average_precision_score, jaccard_score
 
 from tests.helpers.small_runs import MODEL, lines, lines_of, rows, small_config
 from tests.helpers.tools import assert_one_error, load_tool, words
@@ -16,12 +16,13 @@ from visionattn.data.batches import Batch
 from visionattn.data.splits import build_splits
 from visionattn.model_config import ModelConfig
 from visionattn.models.building import build_model
+from visionattn.models.pixel_classes import average_precisions_of
 from visionattn.models.segmentation import IGNORED, Segmenter
 from visionattn.models.weights import DataSpec, load_model, read_metadata, save_model
 from visionattn.training.checkpoint import best_figures, started_model
 from visionattn.training.config import OptimConfig
 from visionattn.training.evaluate import evaluate
-from visionattn.training.objectives import PixelClasses
+from visionattn.training.objectives import PixelClasses, score_counts
 
 train_tool, validate_tool, predict_tool = map(load_tool, ("train", "validate", "predict"))
 CLASSES = ("dark", "light", "red")
@@ -92,7 +93,7 @@ class Bright(torch.nn.Module):
         return torch.cat([-x, x, torch.full_like(x, -9.0)], 1)
 
 
-@pytest.mark.parametrize("parts", [[6], [1, 5]])
+@pytest.mark.parametrize("parts", [[6], [1, 2, 3]])
 def test_an_evaluation_does_not_depend_on_its_batches(parts):
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (6, 1, 8, 8), generator=generator, dtype=torch.uint8)
@@ -108,9 +109,34 @@ def test_an_evaluation_does_not_depend_on_its_batches(parts):
     assert result.accuracy == pytest.approx(right.sum() / counted.sum())
     assert result.ious[2] is None and result.ious[:2] == pytest.approx(wanted)
     assert result.score == result.mean_iou == pytest.approx(wanted.mean())
+    # The scores are the brightness, in which grey levels are at least two bins apart.
+    known, levels = masks.numpy()[counted], images[:, 0].numpy()[counted].astype(float)
+    curves = [average_precision_score(known == i, sign * levels) for i, sign in ((0, -1), (1, 1))]
+    assert result.average_precisions[2] is None
+    assert result.average_precisions[:2] == pytest.approx(curves, rel=1e-12)
     logits = Bright()(spec.prepare(images)).numpy()
     losses = [by_pixels(*pair) for pair in zip(logits, masks.numpy(), strict=True)]
     assert result.loss == pytest.approx(np.mean(losses), rel=1e-5)
+
+
+def test_average_precision_keeps_the_order_of_rare_scores_and_takes_any_logits():
+    generator = torch.Generator().manual_seed(0)
+    masks = (torch.rand(2, 30, 40, generator=generator) < 0.02).to(torch.uint8) * 2
+    logits = torch.randn(2, 3, 30, 40, generator=generator)
+    logits[:, 2] += masks.float() * 1.5 - 10  # probabilities of 1e-6 to 1e-2
+    wanted = average_precision_score(
+        masks.flatten() == 2, logits.softmax(1)[:, 2].flatten().double()
+    )
+    found = average_precisions_of(score_counts(masks, logits).numpy())
+    assert found[2] == pytest.approx(wanted, abs=2e-3) and 0.3 < wanted < 0.9
+    assert math.isnan(found[1])
+    # All scores are equal: precision is the share of the class.
+    for same in (torch.zeros_like(logits), torch.full_like(logits, math.nan), logits * math.inf):
+        counts = score_counts(masks, same)
+        assert counts.sum((1, 2)).tolist() == [masks.numel()] * 3
+    counts = score_counts(masks, torch.full_like(logits, math.nan))
+    assert counts[:, :, 0].sum() == counts.sum()  # the lowest score
+    assert average_precisions_of(counts.numpy())[2] == pytest.approx((masks == 2).double().mean())
 
 
 def test_a_run_learns_masks_and_says_how_well(run):
@@ -144,19 +170,22 @@ def test_weights_are_judged_at_several_sizes(run, tmp_path, capsys):
         + ["stretch"]
     )
     printed = capsys.readouterr().out.splitlines()
-    assert code == 0 and printed[-3].split() == [
-        "size",
-        "images",
-        "mean",
-        "IoU",
-        "pixels",
-        "images/s",
-    ]
+    headings = [line.split() for line in printed]
+    assert (
+        code == 0 and headings.count(["size", "images", "mean", "IoU", "pixels", "images/s"]) == 1
+    )
     found = json.loads(kept.read_text())["rows"]
     assert [row["img_size"] for row in found] == [16, 32]
-    for row, line in zip(found, printed[-2:], strict=True):
+    for row, line, *classes in zip(
+        found, *(printed[i - 10 :: 5][:2] for i in range(5)), strict=True
+    ):
         assert f"{100 * row['mean_iou']:.2f} %" in line
         assert f"{100 * row['accuracy']:.2f} %" in line
+        assert classes[0].split() == ["IoU", "AP"]
+        for name, cells, *pair in zip(
+            CLASSES, classes[1:], row["ious"], row["average_precisions"], strict=True
+        ):
+            assert cells.split() == [name, *f"{100 * pair[0]:.2f} % {100 * pair[1]:.2f} %".split()]
         assert row["mean_iou"] == pytest.approx(np.mean(row["ious"]))
 
 
@@ -221,7 +250,7 @@ def test_a_body_starts_from_a_classification_and_the_head_is_new(tmp_path):
 WRONG = {
     "--optim.mixup 0.2": "mix the classes of images",
     "--model.args.head_blocks [7]": "head_blocks: there is no block 7; the 2 blocks are 0 to 1",
-    "--data.root nowhere": "does not exist; wanted images/* and masks/*",
+    "--data.root nowhere": "does not exist; expected images/* and masks/*",
     "--data.masks {classes:[dark,light,red,blue]}": "no pixel of the 10 training masks has the "
     "class blue: add masks",
 }

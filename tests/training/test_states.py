@@ -67,9 +67,9 @@ def flipped(content: bytes) -> bytes:
     [
         (
             lambda content: content[: len(content) // 2],
-            "is no whole checkpoint (cut off or garbled)",
+            "is a truncated or damaged checkpoint",
         ),
-        (flipped, "is no whole checkpoint (cut off or garbled): wrong sum of "),
+        (flipped, "is a truncated or damaged checkpoint: wrong sum of "),
         (None, "is missing"),
     ],
     ids=["truncated", "a bit flipped", "missing"],
@@ -83,8 +83,8 @@ def test_without_its_last_state_a_run_goes_on_from_the_one_before(stopped, whole
     printed = run(config_of(stopped.parent, resume=True))
     line = next(line for line in printed.splitlines() if reason in line)
     assert line.startswith(f"{last} ")
-    assert line.endswith(f"; goes on from {stopped / 'previous.pt'}, step 6")
-    assert "goes on after epoch 1, step 6" in printed
+    assert line.endswith(f"; resumes from {stopped / 'previous.pt'}, step 6")
+    assert "resumes after epoch 1, step 6" in printed
     assert previous != (stopped / "previous.pt").read_bytes()
     assert_same_end(whole, stopped)
 
@@ -97,7 +97,7 @@ def test_without_any_readable_state_a_run_ends_with_one_line_and_nothing_is_touc
     before = {path.name: path.read_bytes() for path in stopped.iterdir()}
     assert run_tool(lambda: run(config_of(stopped.parent, resume=True))) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and error.count("cut off or garbled") == 2
+    assert error.count("\n") == 1 and error.count("truncated") == 2
     assert "--overwrite starts the run anew" in error
     assert str(stopped / "last.pt") in error and str(stopped / "previous.pt") in error
     assert {path.name: path.read_bytes() for path in stopped.iterdir()} == before
@@ -138,7 +138,7 @@ def test_a_full_disk_ends_a_run_with_one_line_and_the_run_goes_on_when_there_is_
         fail_to_flush(patch, victim, write)
         code = run_tool(lambda: run(config_of(tmp_path)))
     rest = (
-        f"the state of step {kept} is kept, --resume goes on from it"
+        f"the state of step {kept} is kept, --resume continues from it"
         if kept is not None
         else "no state was saved yet"
     )
@@ -221,8 +221,8 @@ DATA, OPTIMISATION = asdict(NATIVE.data), asdict(OptimConfig())
         ),
         (
             {"init_from": "a.pt"},
-            "init_from a.pt is for a run at its start, and this one goes on with its own weights; "
-            "leave it out",
+            "init_from a.pt applies only at the start of a run, and a resumed run keeps its own "
+            "weights; leave it out",
         ),
     ],
 )
@@ -273,10 +273,10 @@ def test_two_runs_are_never_at_work_in_one_folder(tmp_path, whole):
     for options in ({}, {"resume": True}, {"overwrite": True}):
         with pytest.raises(
             ValueError,
-            match=f"^another run is at work in {folder}; wait for it or end it, or --run NAME",
+            match=f"^another process is running in {folder}; wait for it or end it, or --run NAME",
         ):
             run(config_of(tmp_path, **options))
-    with pytest.raises(ValueError, match="another run is at work"), Status(folder, {}):
+    with pytest.raises(ValueError, match="another process is running"), Status(folder, {}):
         pass  # as of a run that found no folder yet when it began
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     go_on.set()
@@ -289,6 +289,6 @@ def test_best_weights_that_are_garbled_give_way_to_those_of_the_next_epoch(stopp
     best = stopped / "best.safetensors"
     best.write_bytes(best.read_bytes()[:2000])
     printed = run(config_of(stopped.parent, resume=True))
-    assert f"{best} is no whole safetensors file" in printed
+    assert f"{best} is truncated or not a safetensors file" in printed
     assert "; the weights of a further epoch take its place" in printed
     assert status_of(stopped)["result"]["best_epoch"] > 1 and best_of(stopped)

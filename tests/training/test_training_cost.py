@@ -126,16 +126,18 @@ def test_on_a_gpu_what_does_not_fit_is_refused_and_auto_takes_the_most_that_does
         assert run_tool(lambda: lines_of(config)) == 3
     error, status = capsys.readouterr().err, tmp_path / "small" / STATUS
     assert error.startswith(
-        "error: a step on 61 images of 16 x 16 pixels would take more than the 0 MiB of memory "
-        "that there are; --batch-size 8 would fit, with --optim.accumulate 8 for as many images in "
-        "a step; --batch-size auto takes the most that fits, and model.grad_checkpointing saves"
+        "error: a step on 61 images of 16 x 16 pixels would take more than the available "
+        "memory (0 MiB); --batch-size 8 would fit, with --optim.accumulate 8 for as many images in "
+        "a step; --batch-size auto takes the largest batch that fits, and model.grad_check"
     )
     assert error.count("\n") == 1 and json.loads(status.read_text())["status"] == "oom"
     with monkeypatch.context() as patch, OnProcessor():
         patch.setattr(engine, "TrainingMemory", OfGpu)
         lines = lines_of(replace(config, batch_size="auto", overwrite=True))
-    assert "batch_size auto: 8 images fit, of 16 x 16 pixels" in lines
-    assert any(re.search("; memory: 0 MiB expected, 0 MiB there; ", line) for line in lines)
+    assert "batch_size auto: 8 images fit (16 x 16 pixels)" in lines
+    assert any(
+        re.search("; peak memory: 0 MiB estimated, 0 MiB available; ", line) for line in lines
+    )
 
 
 @pytest.mark.parametrize(
@@ -162,7 +164,7 @@ def test_on_a_gpu_what_does_not_fit_is_refused_and_auto_takes_the_most_that_does
             1,
             (1, 48, 48),
             {"model": {"grad_checkpointing": True}},
-            "not even an image of one patch would fit: a smaller model takes less",
+            "not even an image of one patch would fit; use a smaller model",
         ),
         (
             "crop",
@@ -170,7 +172,8 @@ def test_on_a_gpu_what_does_not_fit_is_refused_and_auto_takes_the_most_that_does
             (31, 16, 16),
             {"optim": {"accumulate": 2}},
             "--batch-size 4 would fit, with --optim.accumulate 16 for as many images in a step; "
-            "--batch-size auto takes the most that fits, and model.grad_checkpointing saves memory",
+            "--batch-size auto takes the largest batch that fits, and model.grad_"
+            "checkpointing saves memory",
         ),
         (
             "native",
@@ -201,7 +204,7 @@ def test_auto_takes_the_most_that_fits_and_a_resumed_run_the_same(
     there = int(memory.bytes_of((20, 32, 32)) / SHARE)
     monkeypatch.setattr(cost, "memory_there_is", lambda *how: there)
     assert any(
-        line == "batch_size auto: 16 images fit, of 32 x 32 pixels" for line in lines_of(config)
+        line == "batch_size auto: 16 images fit (32 x 32 pixels)" for line in lines_of(config)
     )
     kept = yaml.safe_load((tmp_path / "small" / CONFIG).read_text())
     assert kept["batch_size"] == 16
@@ -262,7 +265,7 @@ def test_a_model_that_looks_at_values_has_no_expected_memory(tmp_path):
     config = small_config(tmp_path)
     memory = TrainingMemory(config, Looks(256, 4), quadrants(), CPU, Processes())
     assert memory.step_bytes((2, 16, 16)) is None
-    assert str(Expected(None, 5)) == "memory: not known beforehand for this model"
+    assert str(Expected(None, 5)) == "peak memory: unknown for this model"
 
 
 def test_counting_memory_leaves_model_and_generators(tmp_path):
@@ -326,8 +329,8 @@ def test_an_epoch_computes_its_steps_and_its_evaluation(tmp_path, timed, checkpo
     step, epoch = forwards * 2 * 8 * 0.256, forwards * 64 * 0.256 + 23 * 0.256
     assert timed == [(8, 16, 16)] and told.seconds == pytest.approx(3 * epoch)
     assert told.line == (
-        "64 images of 16 x 16 px, 16 patches; memory: 1 MiB expected; computing takes about "
-        f"{lasting(step)} per step, {lasting(epoch)} per epoch, {lasting(3 * epoch)} in all"
+        "64 images of 16 x 16 px, 16 patches; peak memory: 1 MiB estimated; estimated time: "
+        f"{lasting(step)} per step, {lasting(epoch)} per epoch, {lasting(3 * epoch)} in total"
     )
     steps = trainer.steps_left()
     assert steps == pytest.approx(3 * (4 + 4 * 23 / 64 / forwards))
@@ -341,7 +344,8 @@ def test_the_median_of_batches_is_timed_unless_the_model_is_cut(tmp_path, monkey
     trainer.spread.kind = "fsdp"
     told = forecast(trainer, Expected(2 << 20, 1 << 20)).line
     assert len(timed) == 1 and told.endswith(
-        "memory: 2 MiB expected, 1 MiB there, which may not do; the first steps will tell the time"
+        "peak memory: 2 MiB estimated, 1 MiB available, which may not be enough; estimated "
+        "time: known after the first steps"
     )
     shapes = np.zeros((3, 3), np.int64)
     assert forecast(trainer, Expected(1, 2)) is None

@@ -82,8 +82,8 @@ def test_a_line_says_sizes_patches_memory_and_seconds_before_the_table(evaluate)
         map(str.strip, validate.COLUMNS["classification"])
     )
     pattern = (
-        r"7 images of 16 x 16 to 56 x 56 px, 4 to 49 patches; memory: \d+ MiB expected, "
-        r"[\d.]+ [MG]iB there; computing takes [\d.]+ s per image, [\d.]+ s in all"
+        r"7 images of 16 x 16 to 56 x 56 px, 4 to 49 patches; peak memory: \d+ MiB estimated, "
+        r"[\d.]+ [MG]iB available; estimated time: [\d.]+ s per image, [\d.]+ s in total"
     )
     assert re.fullmatch(pattern, lines[1]), lines[1]
     lines = evaluate("--fit=stretch", "--img-size", "32", "48")[1]
@@ -103,10 +103,10 @@ def test_seconds_are_those_of_computing_all_sizes(evaluate, monkeypatch):
     seconds = 7 * (32 * 32 + 48 * 64) / 1000
     sizes = "[[32,32],[48,64]]"
     line = evaluate("--fit=stretch", f"--img-size={sizes}", "--batch-size=5")[1][1]
-    assert line.endswith(f" {seconds / 14:.1f} s per image, {seconds:.0f} s in all")
+    assert line.endswith(f" {seconds / 14:.1f} s per image, {seconds:.0f} s in total")
     assert tried == [((32, 32), 5, (8, 8)), ((48, 64), 5, (8, 8))]
     own = sum(rows * columns for rows, columns in SHAPES) / 1000
-    assert evaluate()[1][1].endswith(f" {own / 7:.1f} s per image, {own:.0f} s in all")
+    assert evaluate()[1][1].endswith(f" {own / 7:.1f} s per image, {own:.0f} s in total")
     monkeypatch.setattr(cost.Passes, "forward_seconds", lambda *given: None)
     assert evaluate()[1][1].endswith(" there")
 
@@ -121,8 +121,9 @@ def test_what_does_not_fit_is_refused_with_what_would_and_writes_nothing(
     code, lines, error = evaluate(*flags, f"--json={tmp_path / 'rows.json'}")
     assert code == 3 and lines == [] and not list(tmp_path.iterdir())
     assert re.fullmatch(
-        r"error: 7 images of 64 x 64 pixels would take about \d+ MiB of memory, and there are \d+ "
-        r"MiB; --batch-size (2|4) would fit; --batch-size auto takes the most that fits\n",
+        r"error: 7 images of 64 x 64 pixels would take about \d+ MiB of memory, but \d+ "
+        r"MiB are available; --batch-size (2|4) would fit; --batch-size auto takes the "
+        r"largest batch that fits\n",
         error,
     )
     fit = re.search(r"--batch-size \d", error)[0].split()
@@ -137,7 +138,7 @@ def test_auto_chooses_patches_for_images_of_their_own_sizes(evaluate, there, tmp
     path = tmp_path / "rows.json"
     there(1 << 50)
     code, lines, _ = evaluate("--batch-size=auto", f"--json={path}")
-    assert code == 0 and lines[1] == "batch_size auto: 4 images fit, of 56 x 56 pixels"
+    assert code == 0 and lines[1] == "batch_size auto: 4 images fit (56 x 56 pixels)"
     config = json.loads(path.read_text())["config"]
     assert (config["batch_size"], config["data"]["batch_patches"]) == (4, 4 * 49)
     assert lines[-1].split()[1] == "7"
@@ -195,8 +196,8 @@ def test_of_another_folder_all_images_are_judged_by_the_classes_of_the_weights(w
     with pytest.raises(ValueError) as caught:
         judged(weights, f"--data.root={strange}")
     assert str(caught.value) == (
-        f"{strange} has classes that the weights do not know: dog 10; its classes: cat, dog 10; "
-        "the classes of the weights: bird, cat, dog 2"
+        f"{strange} has classes unknown to the model: dog 10; its classes: cat, dog 10; "
+        "the model's classes: bird, cat, dog 2"
     )
 
 

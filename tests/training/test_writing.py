@@ -168,7 +168,7 @@ def test_an_image_of_more_than_8_bits_is_named_or_left_out(tmp_path):
     deep = np.random.default_rng(0).integers(0, 2**12, (9, 12)).astype(np.uint16)
     tifffile.imwrite(tmp_path / "pictures" / "deep.tif", deep)
     config = config_of(tmp_path, data=data | {"bands": [1]}, batch_size=4)
-    said = "cannot read image .*deep.tif: it has more than 8 bits, and data.task generate writes"
+    said = "cannot read image .*deep.tif: it has more than 8 bits; convert it to 8 bits"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # which range the values have
         with pytest.raises(ValueError, match=said):

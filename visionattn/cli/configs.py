@@ -30,6 +30,8 @@ def find_config(given: str | Path) -> Path:
     known = shipped()
     if path.parent == Path() and path.name.removesuffix(".yaml") in known:
         return known[path.name.removesuffix(".yaml")]
+    if path.parent != Path():
+        raise FileNotFoundError(f"no configuration file at {given}; check the path")
     near = get_close_matches(path.stem, known, n=1)
     raise FileNotFoundError(
         f"no configuration file at {given}; "

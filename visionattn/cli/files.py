@@ -45,7 +45,9 @@ def target_of(path: str | Path) -> Path:
     if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if os.path.exists(path) and not os.path.isfile(path):
-        raise OSError(errno.EINVAL, "is a device, a pipe or a socket; name a file", str(path))
+        raise OSError(
+            errno.EINVAL, ("is a device, a pipe or a socket; pass a regular file"), str(path)
+        )
     return Path(os.path.realpath(path)) if os.path.islink(path) else Path(path)
 
 
@@ -147,7 +149,7 @@ def check_new(path: Path, *, replaces: str | None = None) -> None:
     """
     known = replaces is not None and path.is_dir() and not path.is_symlink()
     if os.path.lexists(path) and not (known and (path / str(replaces)).is_file()):
-        raise ValueError(f"{path} exists; name a folder that does not")
+        raise ValueError(f"{path} exists; pass a new folder")
     parent = path.absolute().parent
     if not parent.is_dir():
         raise ValueError(f"no folder {parent} for {path.name}")
@@ -290,7 +292,7 @@ def check_room(path: Path, wanted: int) -> None:
     free = shutil.disk_usage(path.absolute().parent).free
     if wanted > free:
         raise ValueError(
-            f"{path} needs up to {sized(wanted)} on its disk, and {sized(free)} are free"
+            f"{path} needs up to {sized(wanted)} of disk space, but {sized(free)} are free"
         )
 
 
@@ -380,8 +382,8 @@ def named(path: str | Path) -> Iterator[None]:
     except OSError as error:
         if error.errno is None:  # raised by a library that does not know the file
             raise OSError(f"{path} cannot be written: {error}") from error
-        beside = any(mark in str(error.filename) for mark in (UNFINISHED, CONTINUED))
-        if error.filename is None or beside:
+        unfinished = any(mark in str(error.filename) for mark in (UNFINISHED, CONTINUED))
+        if error.filename is None or unfinished:
             error.filename = str(path)
         raise
     except Exception as error:
@@ -415,7 +417,7 @@ def check_free(path: Path, overwrite: bool) -> None:
     ``target_of`` refuses it.
     """
     if path.is_dir():
-        raise ValueError(f"{path} cannot be written: it is a folder; name a file")
+        raise ValueError(f"{path} cannot be written: it is a folder; pass a file")
     target = target_of(path)
     folder = target.absolute().parent
     if not folder.is_dir():

@@ -136,7 +136,7 @@ def clearly_above(expected: float | None, there: int | None, *, bounded: bool = 
 
 def room_of(there: int, *, bounded: bool) -> str:
     """Describe the available memory or, if ``bounded``, the option that limits it."""
-    return f"memory_gib is {there / 2**30:.3g}" if bounded else f"there are {sized(there)}"
+    return f"memory_gib is {there / 2**30:.3g}" if bounded else f"{sized(there)} are available"
 
 
 def check_fits(
@@ -163,8 +163,8 @@ def check_fits(
         assert expected is not None and there is not None
         room = sized(there)
         much = (
-            f"about {sized(expected)} of memory, and {room_of(there, bounded=bounded)}"
+            f"about {sized(expected)} of memory, but {room_of(there, bounded=bounded)}"
             if expected < math.inf  # infinite: it was tried on a GPU and did not fit
-            else f"more than the {room} of memory that there are"
+            else f"more than the available memory ({room})"
         )
         raise DoesNotFit(f"{what} would take {much}; {way_out()}")

@@ -10,11 +10,13 @@ import ast
 import inspect
 import os
 import re
+import shutil
+import textwrap
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from difflib import SequenceMatcher
-from functools import reduce
+from functools import partial, reduce
 from itertools import pairwise
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -29,6 +31,8 @@ MOST = {"threads": 1024, "jobs": 1024}
 """Upper limits of options by name: starting more threads crashes a process."""
 OWN_OPTIONS = ("help", "config", "print_config")
 """Options that are not fields of a configuration."""
+HELP_WIDTH = 100
+"""Columns of the help, at most."""
 ALIKE = 0.6
 """Similarity, from 0 to 1, from which a known name is proposed in place of a wrong one."""
 GONE = {
@@ -39,9 +43,9 @@ GONE = {
     "data.num_classes": "--data.args.num_classes",
     "data.download": "--data.args.download",
     "data.range_found": "leave it out",
-    "optim.warmup_lr": "the warm-up begins at 1e-6; leave it out",
-    "eval_batch_size": "evaluation takes batch_size; leave it out",
-    "log_every": "metrics.jsonl has a line every 50 steps, or 200 lines; leave it out",
+    "optim.warmup_lr": "warm-up starts at 1e-6; omit it",
+    "eval_batch_size": "evaluation uses batch_size; omit it",
+    "log_every": "metrics.jsonl has a line every 50 steps, or 200 lines; omit it",
     "sequence_ranks": "--parallel NUMBER",
     "init_model": "`visionattn convert` makes a file for --init_from",
 }
@@ -95,7 +99,7 @@ def parse(
         if isinstance(value, int) and abs(value) > most:
             raise ValueError(f"{name} must be at most {most:,}, got {brief(value)}")
         if value == "" or (isinstance(value, list) and "" in value):
-            raise ValueError(f"{name} is empty; give a value, or leave it out")
+            raise ValueError(f"{name} is empty; pass a value or omit it")
     if "print_config" in given:
         print(yaml_text(asdict(config)), end="")
         raise SystemExit(0)
@@ -198,7 +202,7 @@ def with_first(argv: Sequence[str], flag: str) -> list[str]:
         return list(argv)
     words = [f"--{flag}", *argv]
     if [name for name, _ in split_options(words)].count(flag) > 1:
-        raise ValueError(f"the first word is --{flag}, which is given too; leave one out")
+        raise ValueError(f"the first word and --{flag} give the same option; omit one")
     return words
 
 
@@ -253,7 +257,7 @@ def way_out(name: str, names: Iterable[str], dashes: str = "") -> str:
     if f"{name}.name" in names:
         return f"the nearest is {dashes}{name}.name; a file of options is for --config"
     if place := _replacement(name, names):
-        return f"it is gone: {place}"
+        return f"it was removed: {place}"
     leaf = name.rpartition(".")[2]
     initials = "".join(part[:1] for part in leaf.split("_"))
 
@@ -293,7 +297,7 @@ def _values_of_file(path: str | os.PathLike[str], names: Mapping[str, Any]) -> d
     def walk(content: Any, name: str) -> None:
         if not isinstance(content, dict):
             what = f": {name}" if name else ""
-            raise ValueError(f"{path}{what} must hold names and values, got {brief(content)}")
+            raise ValueError(f"{path}{what}: expected names and values, got {brief(content)}")
         for key, value in content.items():
             inner = f"{name}.{key}" if name else str(key)
             if inner in groups:
@@ -315,34 +319,59 @@ def _is_former_default(value: Any) -> bool:
 
 
 def _print_help(config_class: type, command: str, description: str, example: str | None) -> None:
-    """Print the options of a command with the docstrings of their fields; raise SystemExit."""
+    """Print the options of a command with the docstrings of their fields; raise SystemExit.
+
+    The options that ``MOST_USED`` of the dataclass names come first, in its order.
+    """
+    first = getattr(config_class, "MOST_USED", ())
+    width = min(HELP_WIDTH, shutil.get_terminal_size((HELP_WIDTH, 1)).columns)
     parser = argparse.ArgumentParser(
         prog=program(command),
         usage=f"{program(command)} [--OPTION VALUE ...]",
-        description=description,
-        epilog=example and f"try:\n  {typed(*command.split())} {example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=textwrap.fill(description, width),
+        epilog=example and f"example:\n  {typed(*command.split())} {example}",
+        formatter_class=partial(
+            argparse.RawDescriptionHelpFormatter, width=width, max_help_position=30
+        ),
+        add_help=False,
     )
-    parser.add_argument("--config", metavar="FILE", help="YAML file with any of the options below")
-    parser.add_argument("--print_config", action="store_true", help="print the options and exit")
-    _describe_fields(parser, parser, config_class(), "")
+    top = parser.add_argument_group("most used options" if first else "options")
+    top.add_argument("--config", metavar="FILE", help="YAML file with any of the options below")
+    options = list(_described_options(config_class(), "", "other options" if first else "options"))
+    options.sort(key=lambda option: first.index(option[1]) if option[1] in first else len(first))
+    groups = {"options": top}
+    for title, name, settings in options:
+        if name not in first and title not in groups:
+            groups[title] = parser.add_argument_group(textwrap.fill(title, width - 1))
+        (top if name in first else groups[title]).add_argument(f"--{name}", **settings)
+    last = groups.get("other options", top)
+    last.add_argument("--print_config", action="store_true", help="print the options and exit")
+    last.add_argument("-h", "--help", action="help", help="print this help and exit")
     parser.print_help()
     raise SystemExit(0)
 
 
-def _describe_fields(parser: Any, group: Any, config: Any, prefix: str) -> None:
-    """Add the fields of a configuration to the help; a nested dataclass becomes a group."""
+def _described_options(config: Any, prefix: str, group: str) -> Iterator[tuple[str, str, dict]]:
+    """Yield the group, the dotted name and the arguments of ``add_argument`` of each field; each
+    nested dataclass is a group.
+    """
     texts, hints = field_docstrings(type(config)), get_type_hints(type(config))
     for field in fields(config):
-        name, value = f"--{prefix}{field.name}", getattr(config, field.name)
+        value = getattr(config, field.name)
+        text = " ".join(texts.get(field.name, "").split())
         if is_dataclass(value):
-            inner = parser.add_argument_group(texts.get(field.name, "").rstrip("."))
-            _describe_fields(parser, inner, value, f"{prefix}{field.name}.")
+            yield from _described_options(value, f"{prefix}{field.name}.", text.rstrip("."))
             continue
-        words = " ".join(map(str, value)) if isinstance(value, list) else brief(value)
-        usual = f" (default: {words})" if value not in (None, [], {}) else ""
-        text = f"{texts.get(field.name, '')}{usual}".replace("%", "%%")
-        group.add_argument(name, metavar=kind_words(hints[field.name]), help=text)
+        settings = {"metavar": kind_words(hints[field.name])}
+        if value is False:
+            settings = {"action": "store_true"}
+        elif value is None:
+            text = text.replace("; None: ", "; default: ").replace("None: ", "Default: ")
+        elif value not in ([], {}):
+            words = " ".join(map(str, value)) if isinstance(value, list) else brief(value)
+            text = f"{text} (default: {words})"
+        settings["help"] = text.replace("``", "`").replace("%", "%%")
+        yield group, prefix + field.name, settings
 
 
 def field_docstrings(config_class: type) -> dict[str, str]:

@@ -147,7 +147,7 @@ def read_text(path: str | Path) -> str:
         with open(path, encoding="utf-8", newline="") as file:
             return file.read()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8") from error
+        raise ValueError(f"{path} is not UTF-8 text") from error
 
 
 def from_json(kind: Any, text: str, name: str) -> Any:
@@ -159,12 +159,12 @@ def from_json(kind: Any, text: str, name: str) -> Any:
     try:
         value = json.loads(text, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name} is no JSON: {error}") from error
+        raise ValueError(f"{name} is not JSON: {error}") from error
     return checked(kind, value, name)
 
 
 def _no_number(word: str) -> None:
-    raise ValueError(f"{word} is no number")
+    raise ValueError(f"{word} is not a number")
 
 
 def read_json(kind: Any, path: Path, way_out: str) -> Any:
@@ -207,7 +207,7 @@ def read_csv(path: str | Path) -> tuple[list[str], list[dict[str, str]]]:
             for row in reader
         ]
     except csv.Error as error:
-        raise ValueError(f"{path} is no CSV file: {error}") from error
+        raise ValueError(f"{path} is not a CSV file: {error}") from error
     return list(reader.fieldnames or ()), rows
 
 
@@ -221,7 +221,7 @@ def read_yaml(path: str | Path) -> Any:
     try:
         return from_yaml(read_text(path))
     except ValueError as error:
-        raise ValueError(f"{path} is no YAML file: {error}") from error
+        raise ValueError(f"{path} is not a YAML file: {error}") from error
 
 
 def from_yaml(text: str) -> Any:

@@ -30,7 +30,7 @@ _BORDERS = {
     "edge": cv2.BORDER_REPLICATE,
 }
 _CROP_TRIALS = 10
-_CROPPED = ("three", "rand")
+_CROPPED = ("crop_flip", "three", "rand")
 """The presets that crop."""
 _SMALLEST_CROP, _CROP_RATIO = 0.08, (3 / 4, 4 / 3)
 _TRIAL_PX = 64
@@ -95,8 +95,8 @@ class Augment:
             pipeline(image=np.zeros((_TRIAL_PX, _TRIAL_PX, bands), np.uint8))
         except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(
-                f"data.augment {path} holds no pipeline of albumentations for images of {bands} "
-                f"bands, as albumentations.save(transform, path, 'yaml') writes it: "
+                f"data.augment {path} is not an albumentations pipeline for images of {bands} "
+                "bands, as albumentations.save(transform, path, 'yaml') writes it: "
                 f"{first_line(error)}"
             ) from error
         return pipeline
@@ -175,11 +175,9 @@ class Augment:
 def _check_bands(name: str, bands: int) -> None:
     """Raise ValueError for a preset whose changes of colour need another number of bands."""
     if name == "three" and bands == 1:
-        raise ValueError("augment three makes images grey, and images of one band are already grey")
+        raise ValueError("augment three converts to greyscale, but the images have one band")
     if name == "rand" and bands not in (1, 3):
-        raise ValueError(
-            f"augment rand changes the colours of images of 1 or 3 bands, these have {bands}"
-        )
+        raise ValueError(f"augment rand needs images of 1 or 3 bands, got {bands}")
 
 
 def _preset(name: str, bands: int, border: int) -> list[A.BasicTransform]:
@@ -190,7 +188,7 @@ def _preset(name: str, bands: int, border: int) -> list[A.BasicTransform]:
     than 4.5 % of the longer side. ``aerial`` draws each of the eight symmetries of a square equally
     often.
     """
-    flip_horizontal = 0.5 if name in ("three", "rand", "aerial") else 0.0
+    flip_horizontal = 0.5 if name in (*_CROPPED, "aerial") else 0.0
     # Flips that never act stay: they draw numbers, on which the later steps depend.
     steps = [
         A.HorizontalFlip(p=flip_horizontal),

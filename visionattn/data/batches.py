@@ -96,9 +96,9 @@ class Unreadable:
 
     def __str__(self) -> str:
         way_out = (
-            "--data.on_error skip leaves it out"
+            "--data.on_error skip skips it"
             if self.refused
-            else "repair or delete it, or use --data.on_error skip to leave it out"
+            else "repair or delete it, or pass --data.on_error skip"
         )
         return f"cannot read image {self.path}: {self.reason}; {way_out}"
 
@@ -411,7 +411,7 @@ class _Batches:
             raise ValueError(str(image))
         if image.path not in self.unreadable:
             self.unreadable.add(image.path)
-            warnings.warn(f"left out unreadable image {image.path}: {image.reason}", stacklevel=4)
+            warnings.warn(f"skipped unreadable image {image.path}: {image.reason}", stacklevel=4)
 
 
 class TrainBatches(_Batches):

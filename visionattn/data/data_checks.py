@@ -81,14 +81,10 @@ def resolved(config: DataConfig) -> DataConfig:
     check_geometry(fit, img_size, config.max_patches, prefix="data.")
     if config.batch_patches is not None and fit != "native":
         raise ValueError(
-            f"data.batch_patches is for fit native; with fit {fit} images have one size, and "
-            "batch_size says how many make a batch"
+            f"data.batch_patches is only for fit native; with fit {fit} use batch_size"
         )
     if config.img_size_choices is not None and config.max_patches is not None:
-        raise ValueError(
-            "data.img_size_choices are sizes in pixels, and data.max_patches limits images "
-            "otherwise; give one of them"
-        )
+        raise ValueError("pass either data.img_size_choices or data.max_patches, not both")
     args = asdict(args_of(config)) if config.name in ARGS else config.args
     return replace(config, fit=fit, img_size=img_size, args=args)
 
@@ -107,13 +103,15 @@ def check_data(config: DataConfig) -> None:
         )
     if config.task in VECTOR_TASKS and (config.name != "folder" or config.labels is None):
         raise ValueError(
-            f"data.task {config.task} takes its labels from a table: --data.name folder with "
+            f"data.task {config.task} reads labels from a table: --data.name folder with "
             "--data.labels"
         )
     if config.task == "generate":
         check_writing(config)
     elif config.name == "copy":
-        raise ValueError("copy has no classes, only values to write; wanted data.task generate")
+        raise ValueError("copy has no classes; expected data.task generate")
+    if config.features is not None:
+        raise ValueError("data.features is for visionattn train; leave it out")
     check_crops(config)
     check_reading(config.bands, config.value_range, config.page, config.max_pixels)
     _check_acts(config)
@@ -152,13 +150,10 @@ def _check_acts(config: DataConfig) -> None:
         for key in keys:
             if not acts and getattr(config, key) != getattr(usual, key):
                 task = "" if config.task == DataConfig.task else f", data.task {config.task}"
-                raise ValueError(
-                    f"data.{key} is only for {whose}; leave it out for {config.name}{task}"
-                )
+                raise ValueError(f"data.{key} is only for {whose}; omit it for {config.name}{task}")
     if folder and not stream and args_of(config).num_classes is not None:
         raise ValueError(
-            "data.args.num_classes is only for wds/... (other data state it themselves); leave it "
-            "out"
+            "data.args.num_classes is only for wds/... (other data state it themselves); omit it"
         )
 
 
@@ -169,7 +164,7 @@ def args_of(config: DataConfig) -> Any:
         ValueError: it is for other data, or a name or a value is wrong; one line.
     """
     if config.args and config.name not in ARGS:
-        raise ValueError(f"data.args is only for {', '.join(ARGS)}; leave it out for {config.name}")
+        raise ValueError(f"data.args is only for {', '.join(ARGS)}; omit it for {config.name}")
     return checked(ARGS[config.name], config.args, "data.args") if config.name in ARGS else None
 
 
@@ -178,13 +173,13 @@ def check_writing(config: DataConfig) -> None:
     if config.name not in LEVELS:
         other = config.name.removesuffix("_pixel")
         raise ValueError(
-            f"the grey levels of {config.name} are one-hot, for models that tell classes; "
-            f"data.task generate takes {other}"
+            f"{config.name} has one-hot grey levels for classification; for data.task generate use "
+            f"{other}"
         )
     if config.name == "documents" and config.fit != "crop":
         raise ValueError(
-            f"data.task generate takes pieces of documents at their own scale, not fit "
-            f"{config.fit}; leave data.fit out"
+            f"data.task generate uses crops of documents at their own scale, not fit {config.fit}; "
+            "omit data.fit"
         )
 
 
@@ -193,25 +188,25 @@ def check_size(config: DataConfig, both: Size) -> None:
     size = min(both)
     if config.name == "copy" and (both[0] != 1 or both[1] < SHORTEST):
         raise ValueError(
-            f"copy has sequences of one row and {SHORTEST} values at least; wanted an img_size "
+            f"copy has sequences of one row and {SHORTEST} values at least; expected an img_size "
             f"such as 1 128, got {both[0]} {both[1]}"
         )
     if config.task == "generate" and config.name == "documents":
         if size > LARGEST_PIECE_PX:
             raise ValueError(
-                f"pieces of documents of {size} pixels are too large to be written; wanted "
+                f"pieces of documents of {size} pixels are too large to generate; expected "
                 f"{LARGEST_PIECE_PX} at most"
             )
         return
     if config.name == "documents" and size < SMALLEST_SIZE_PX:
         raise ValueError(
-            f"documents of {size} pixels are too small for their marks; wanted {SMALLEST_SIZE_PX} "
-            "or more"
+            f"documents of {size} pixels are too small for their marks; expected "
+            f"{SMALLEST_SIZE_PX} or more"
         )
     args = args_of(config)
     if isinstance(args, CanvasArgs) and size < args.smallest_px:
         raise ValueError(
-            f"canvas of {size} pixels is too small for its digits; wanted {args.smallest_px} or "
+            f"canvas of {size} pixels is too small for its digits; expected {args.smallest_px} or "
             "more"
         )
 
@@ -221,21 +216,20 @@ def check_crops(config: DataConfig) -> None:
     if config.crop is None:
         if config.crop_around or config.crops != 1:
             raise ValueError(
-                "data.crop_around and data.crops are for training crops; give their size with "
-                "--data.crop, or leave them out"
+                "data.crop_around and data.crops need --data.crop; pass it or omit them"
             )
         return
     check_sides(config.crop, "data.crop")
     crop, limit = sides(config.crop), sides(config.img_size)
     if limit is not None and crop[0] >= limit[0] and crop[1] >= limit[1]:
         raise ValueError(
-            f"data.crop {pixels(crop)} cuts nothing off images of at most {pixels(limit)} "
-            "(data.img_size); choose a smaller crop, or a larger data.img_size"
+            f"data.crop {pixels(crop)} is not smaller than data.img_size, {pixels(limit)}; use a "
+            "smaller crop or a larger data.img_size"
         )
     if config.crop_around and config.task != "segmentation":
         raise ValueError(
-            f"data.crop_around needs masks (data.task segmentation), got {config.task}; leave it "
-            "out for crops anywhere"
+            f"data.crop_around needs masks (data.task segmentation), got {config.task}; omit it "
+            "for crops anywhere"
         )
 
 
@@ -256,11 +250,11 @@ def check_augment(config: DataConfig, *allowed: str, files: bool = True) -> None
         return
     if chosen in PRESETS or not files:
         raise ValueError(
-            f"augment {chosen} is not made for {config.name}; choose "
+            f"augment {chosen} is not available for {config.name}; use "
             f"{', '.join(('none', *allowed))}{', or a YAML file of albumentations' * files}"
         )
     if not Path(chosen).is_file():
         raise FileNotFoundError(
-            f"data.augment {chosen} is no file, nor one of {', '.join(PRESETS)}; "
+            f"data.augment {chosen} is neither a file nor one of {', '.join(PRESETS)}; "
             "albumentations.save(transform, path, 'yaml') writes one"
         )

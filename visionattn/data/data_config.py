@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from visionattn.model_config import Fit, Task
 
-PRESETS = ("none", "light", "three", "rand", "documents", "aerial")
+PRESETS = ("none", "light", "crop_flip", "three", "rand", "documents", "aerial")
 """Names of augmentations."""
 
 
@@ -46,6 +46,12 @@ class DataConfig:
     """Only for ``folder``: table of labels in place of class folders (CSV, TSV, JSON lines or
     Parquet), with the columns ``path`` (relative to ``root``), ``label``, and optionally ``split``
     (train, val, test), ``group`` and ``weight`` (of the image in the training loss).
+    """
+    features: str | None = None
+    """Only for ``visionattn train`` and ``folder``: the output of ``visionattn features --dense
+    --blocks`` for the images. Only a head (``model.args.head_...``) is trained on these maps; the
+    folder gives model and preprocessing. The checkpoint has both, and takes images. None: the model
+    sees images.
     """
     columns: list[str] | None = None
     """Only for ``labels``: columns with the targets of ``multilabel`` (0, 1 or empty) and
@@ -87,10 +93,10 @@ class DataConfig:
     ``crop`` it limits the batches of evaluation, None: as many as ``batch_size`` crops have.
     """
     augment: str = "none"
-    """``none``, or a preset: ``light`` (shift, scale, rotation), ``three`` (crop, flip, greyscale,
-    solarise or blur, and colour), ``rand`` (crop, flip and random colour), ``documents`` (small
-    moves, light, noise), ``aerial`` (quarter turns, flips, colour); or a YAML file of
-    ``albumentations.save``.
+    """``none``, or a preset: ``light`` (shift, scale, rotation), ``crop_flip``, ``three`` (crop,
+    flip, greyscale, solarise or blur, and colour), ``rand`` (crop, flip and random colour),
+    ``documents`` (small moves, light, noise), ``aerial`` (quarter turns, flips, colour); or a YAML
+    file of ``albumentations.save``.
     """
     sampler: Literal["balanced"] | None = None
     """``balanced``: draw each class equally often per epoch, which keeps its number of images;
@@ -122,8 +128,10 @@ class DataConfig:
     masks: dict[str, Any] = field(default_factory=dict)
     """Only for ``folder`` with masks: ``classes``, their names in the order of their values;
     ``colours``, red, green and blue of each class, if masks have colours; ``ignored``, the value or
-    colour of ignored pixels (255). Default: ``classes.yaml`` or ``classes.json`` in ``root``;
-    without such a file, classes are numbers up to the largest value.
+    colour of ignored pixels (255). Or, for one file per class, only ``layers``: path below ``root``
+    of each class from 1 on, such as ``masks/roof/{folder}/{name}.png``, where later classes cover
+    earlier ones, and ``images``, the folder of the images (images). Default: ``classes.yaml`` or
+    ``classes.json`` in ``root``; without such a file, classes are numbers up to the largest value.
     """
     on_error: Literal["fail", "skip"] = "fail"
     """Reaction to an unreadable image: ``fail`` stops the run with its path, ``skip`` leaves it out

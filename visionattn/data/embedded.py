@@ -56,13 +56,13 @@ class CanvasArgs(DrawnArgs):
             raise ValueError(f"data.args.whole_digits must be 1 or 2, got {self.whole_digits}")
         if not 8 <= smallest <= largest:
             raise ValueError(
-                "data.args.digit_px wants the smallest and the largest side of digits, 8 pixels or "
-                f"more, got {[smallest, largest]}"
+                "data.args.digit_px: expected the smallest and largest side of digits, at least 8 "
+                f"pixels, got {[smallest, largest]}"
             )
         if self.whole_digits == 2 and largest < math.ceil(LARGER * smallest):
             raise ValueError(
                 f"data.args.digit_px {smallest} {largest}: of two whole digits the larger is "
-                f"{LARGER} times as large or more; wanted a wider range"
+                f"{LARGER} times as large or more; expected a wider range"
             )
 
     @property

@@ -44,7 +44,7 @@ def hold_out(
     if count > min(units, most):
         raise ValueError(
             f"{units} {'images' if groups is None else 'groups'}, and {most} images of the most "
-            f"frequent class, are too few for {count} folds; add some, or take fewer folds"
+            f"frequent class, are too few for {count} folds; use fewer folds or add images"
         )
     # Importing scikit-learn takes a second.
     from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold

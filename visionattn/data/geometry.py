@@ -239,23 +239,22 @@ def check_geometry(
         raise ValueError(f"{prefix}max_patches must be above 0, got {max_patches}")
     if max_patches is not None and fit != "native":
         raise ValueError(
-            f"{prefix}max_patches is for fit native, under which images differ in size; leave it "
-            f"out, or use {prefix}img_size with fit {fit}"
+            f"{prefix}max_patches is only for fit native; with fit {fit} use {prefix}img_size"
         )
     if max_patches is not None and img_size is not None:
         raise ValueError(
-            f"{prefix}img_size and {prefix}max_patches both limit the size of an image; give one "
-            "of them, and null for the other"
+            f"{prefix}img_size and {prefix}max_patches both limit the image size; set one of them "
+            "to null"
         )
     if img_size is None and fit != "native":
-        raise ValueError(f"{prefix}fit {fit} needs {prefix}img_size, the size to bring images to")
+        raise ValueError(f"{prefix}fit {fit} needs {prefix}img_size")
 
 
 def check_sides(size: int | Sequence[int], key: str) -> None:
     """Raise ValueError for a size that is not one number of pixels in range, or two."""
     if not isinstance(size, int) and len(size) != 2:
         raise ValueError(
-            f"{key} must be one number of pixels, or height and width, got {list(size)}"
+            f"{key}: expected one number of pixels, or height and width, got {list(size)}"
         )
     if max(sides(size)) > LARGEST_SIDE_PX:
         raise ValueError(f"{key} must be at most {LARGEST_SIDE_PX:,}, got {max(sides(size)):,}")

@@ -312,17 +312,15 @@ class ImageDataset(Dataset):
                 size = (reader.height, reader.width)
                 if self._sizes is not None and size != tuple(self._sizes[key.index]):
                     raise ValueError(
-                        "its size has changed since the run began"
+                        "its size has changed since the start of the run"
                         if self._sizes[key.index].any()
-                        else "it could not be read when the run began, and now it can"
+                        else "it was unreadable at the start of the run and is readable now"
                     )
                 item = self._item(reader, index, key, keep if reader.single_file else not_kept)
         except DAMAGED_IMAGE as error:
             return unreadable(self.source.name(index), error)
         if self.levels and item.pixels.dtype != np.uint8:
-            reason = (
-                "it has more than 8 bits, and data.task generate writes levels of 8; convert it"
-            )
+            reason = "it has more than 8 bits; convert it to 8 bits for data.task generate"
             return Unreadable(self.source.name(index), reason, refused=True)
         return item
 

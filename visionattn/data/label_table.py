@@ -59,11 +59,11 @@ class LabelTable:
 
         numbers = pd.Index(self.rows["path"]).get_indexer(list(map(composed, images)))
         lost = ~np.isin(np.arange(len(self.rows)), numbers)
-        self.refuse(lost, f"name no image in {root}, to which paths are relative", "path")
+        self.refuse(lost, f"name no image in {root} (paths are relative to it)", "path")
         without = np.flatnonzero(numbers < 0)
         if len(without):
             warnings.warn(
-                f"left out {len(without)} of {len(images)} images in {root} without a row in "
+                f"skipped {len(without)} of {len(images)} images in {root} without a row in "
                 f"{self.file}; the first: {images[without[0]]}",
                 stacklevel=2,
             )
@@ -97,8 +97,8 @@ class LabelTable:
         usual = ["label"]
         if known and columns and tuple(columns) != tuple(known):
             raise ValueError(
-                f"data.columns {listed(columns)} are not the outputs of the weights, "
-                f"{listed(known)}, in this order; leave data.columns out"
+                f"data.columns {listed(columns)} are not the model's outputs, {listed(known)}, in "
+                "this order; omit data.columns"
             )
         if task == "multilabel" and columns is None:
             if "label" in self.rows:
@@ -113,8 +113,8 @@ class LabelTable:
         found = found.drop(columns="", errors="ignore")
         if strange := [name for name in found if known and name not in known]:
             raise ValueError(
-                f"{self.file} has classes that the weights do not know: {listed(strange)}; the "
-                f"classes of the weights: {listed(known)}"
+                f"{self.file} has classes unknown to the model: {listed(strange)}; the model's "
+                f"classes: {listed(known)}"
             )
         names = tuple(known or sorted(found, key=in_order))
         return names, found.reindex(columns=list(names), fill_value=0).to_numpy(np.float32)
@@ -189,9 +189,9 @@ def _read(file: str) -> "DataFrame":
     """Return the cells of a table, empty text for missing ones."""
     suffix = suffix_of(file)
     if suffix not in READERS:
-        raise ValueError(f"a table of labels ends in {', '.join(READERS)}, got {file}")
+        raise ValueError(f"expected a label table that ends in {', '.join(READERS)}, got {file}")
     if not os.path.isfile(file):
-        raise FileNotFoundError(f"no table of labels at {file}")
+        raise FileNotFoundError(f"no label table at {file}")
     require("tables", "pandas", "pyarrow", what=file)
     import pandas as pd
 
@@ -200,6 +200,8 @@ def _read(file: str) -> "DataFrame":
         with warnings.catch_warnings():
             warnings.simplefilter("error", pd.errors.ParserWarning)  # a row has surplus cells
             rows = getattr(pd, function)(file, **options)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 text; save the table as UTF-8") from error
     except (ValueError, pd.errors.ParserWarning) as error:
         raise ValueError(f"cannot read {file} as {suffix[1:]}: {one_line(error)}") from error
     if not len(rows):

@@ -60,22 +60,16 @@ class MaskFiles:
             ValueError: one of ``DAMAGED_IMAGE``, whose text names the mask: it cannot be read, has
                 another size, or has values without a class.
         """
-        with self._open(index) as mask:
-            own = (mask.height, mask.width)
-            if size is not None and own != size:
-                raise NotAsAsked(
-                    f"it has {own[0]} x {own[1]} pixels, its image {size[0]} x {size[1]}"
-                )
+        with self._open(self.files.name(index), size) as mask:
             return self.classes.classes(mask)
 
     def pairs(self, index: int) -> Pairs:
         """Return the values of a mask with their colours; errors as in ``read``."""
-        with self._open(index) as mask:
+        with self._open(self.files.name(index)) as mask:
             return pairs_of(mask)
 
     @contextmanager
-    def _open(self, index: int) -> Iterator[Image.Image]:
-        name = self.files.name(index)
+    def _open(self, name: str, size: Size | None = None) -> Iterator[Image.Image]:
         try:
             with (
                 damage("a file"),
@@ -87,6 +81,11 @@ class MaskFiles:
                     raise NotAsAsked(
                         f"it has {mask.height} x {mask.width} pixels, more than data.max_pixels "
                         f"{self.max_pixels:,}"
+                    )
+                own = (mask.height, mask.width)
+                if size is not None and own != size:
+                    raise NotAsAsked(
+                        f"it has {own[0]} x {own[1]} pixels, its image {size[0]} x {size[1]}"
                     )
                 yield mask
         except NotAsAsked as error:

@@ -33,6 +33,8 @@ BLACK_AND_WHITE = ((0, 0, 0), (255, 255, 255))
 """Class colours of black and white masks."""
 NUMBERS: Pairs = frozenset({(0, 0), (1, GREY_STEP)})
 """The classes 0 and 1 as plain numbers, in a mask without palette."""
+BACKGROUND = "background"
+"""Name of class 0 of masks with one file per class."""
 CLASS_FILES = ("classes.yaml", "classes.json")
 """Files in the folder of images and masks that say what ``data.masks`` could say."""
 
@@ -47,6 +49,12 @@ class MasksSaid:
     """Red, green and blue of each class; None: the values of masks are indices."""
     ignored: int | list[int] | None = None
     """The value or colour of pixels that do not count."""
+    images: str | None = None
+    """Only with ``layers``: the folder of the images below ``data.root``; None: ``images``."""
+    layers: dict[str, str] | None = None
+    """The path below ``data.root`` of each class's own mask files, from class 1 on, with
+    ``{folder}`` and ``{name}`` of the image; class 0 is the background.
+    """
 
 
 def said_of_masks(config: DataConfig) -> MasksSaid:
@@ -67,6 +75,14 @@ def said_of_masks(config: DataConfig) -> MasksSaid:
 def _check_said(said: MasksSaid, source: str) -> None:
     """Raise ValueError for what contradicts itself or is out of range."""
     names, colours, ignored = said.classes, said.colours, said.ignored
+    if said.layers is None and said.images is not None:
+        raise ValueError(f"{source}.images is for {source}.layers; leave it out")
+    if said.layers is not None:
+        if (names, colours, ignored) != (None, None, None):
+            raise ValueError(f"{source}.layers names all classes; leave out the rest but images")
+        if wrong := [path for path in said.layers.values() if "{name}" not in path]:
+            raise ValueError(f"{source}.layers wants paths with {{name}}, got {wrong[0]}")
+        names = [BACKGROUND, *said.layers]
     for key, given in (("classes", names), ("colours", colours)):
         if given is not None and not 2 <= len(given) <= IGNORED:
             raise ValueError(f"{source}.{key} must name 2 to {IGNORED} classes, got {len(given)}")
@@ -122,6 +138,8 @@ class MaskClasses:
         if said.ignored is not None:
             given = said.ignored
             ignored = given if isinstance(given, int) else (given[0], given[1], given[2])
+        if said.layers is not None:
+            return cls((BACKGROUND, *said.layers), ignored=None, named=True)
         names = tuple(said.classes or map(str, range(len(colours or ()))))
         named = bool(said.classes or said.colours)
         return cls(names, colours, ignored, said.ignored is not None, named)
@@ -160,7 +178,7 @@ class MaskClasses:
             )
             known = f"with {count} classes " if self.names else ""
             raise NotAsAsked(
-                f"it has the value {value}; {known}wanted 0 to {count - 1}{not_counted}"
+                f"it has the value {value}; {known}expected 0 to {count - 1}{not_counted}"
             )
         return value
 
@@ -264,7 +282,9 @@ def _values(mask: Image.Image, *, coloured: bool) -> tuple[np.ndarray, dict[int,
         }
     if mask.mode not in GREY and not coloured:
         kind = "float" if mask.mode == "F" else mask.mode
-        raise NotAsAsked(f"it has pixels of the kind {kind}; wanted the number of a class for each")
+        raise NotAsAsked(
+            f"it has pixels of the kind {kind}; expected the number of a class for each"
+        )
     red, green, blue = (np.asarray(band) for band in mask.convert("RGB").split())
     if np.array_equal(red, green) and np.array_equal(red, blue):
         return red, {value: _grey(value) for value in used_values(red)}

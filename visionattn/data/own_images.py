@@ -20,7 +20,8 @@ from visionattn.data.formats.reader import require
 from visionattn.data.images import ImageDataset
 from visionattn.data.label_table import LabelTable
 from visionattn.data.mask_files import MaskFiles, settle_classes
-from visionattn.data.mask_values import MaskClasses
+from visionattn.data.mask_layers import MaskLayers, open_layers
+from visionattn.data.mask_values import MaskClasses, MasksSaid
 from visionattn.data.sources import Files, TableRows
 from visionattn.data.tree import (
     LAYOUT,
@@ -110,8 +111,7 @@ class Found:
         """
         if self.groups is not None:
             raise ValueError(
-                "data.group_from and the column group of data.labels both name groups; leave one "
-                "of them out"
+                "data.group_from and the column group of data.labels both define groups; omit one"
             )
         indices = np.concatenate([part.indices for part in self.parts.values()])
         paths = [path_in(self.root, self.source, index) for index in indices.tolist()]
@@ -140,7 +140,7 @@ class Found:
                 )
         if "validation" not in parts:
             raise ValueError(
-                f"too few images in {self.root} to hold some out for validation; wanted two of "
+                f"too few images in {self.root} to hold some out for validation; expected two of "
                 f"some class{'' if self.groups is None else ' and two groups'}"
             )
         return parts
@@ -164,8 +164,8 @@ class Found:
         """
         if strange := [name for name in self.names if names and name not in names]:
             raise ValueError(
-                f"{self.root} has classes that the weights do not know: {listed(strange)}; its "
-                f"classes: {listed(self.names)}; the classes of the weights: {listed(names)}"
+                f"{self.root} has classes unknown to the model: {listed(strange)}; its classes: "
+                f"{listed(self.names)}; the model's classes: {listed(names)}"
             )
         parts = self._with_held_out(val_fraction, seed, fold)
         parts["all"] = Part(
@@ -191,8 +191,8 @@ class Found:
         train = self.parts.get("train")
         if fold and "validation" in self.parts:
             raise ValueError(
-                f"data.fold takes the validation images from the training images, and {self.root} "
-                "has a validation split; leave data.fold out, or make the split a part of train"
+                f"data.fold splits the training images, but {self.root} has a validation split; "
+                "omit data.fold or merge the split into train"
             )
         if train is None or "validation" in self.parts:
             return dict(self.parts)
@@ -263,7 +263,9 @@ class Found:
             return None
         weights = self.weights[part.indices]
         if not weights.any():
-            raise ValueError(f"all training images of {self.root} have weight 0; name larger ones")
+            raise ValueError(
+                f"all training images of {self.root} have weight 0; use positive weights"
+            )
         return (weights / weights.mean()).astype(np.float32)
 
 
@@ -285,8 +287,8 @@ def find_images(root: str, *, labelled: bool = True, known: Sequence[str] | None
         return _open_table(root)
     if not Path(root).is_dir() and Path(root).suffix.lower() != ".tar":
         raise ValueError(
-            f"data root {root} is neither a folder nor a .tar file; decompress a compressed tar, "
-            "in which single images cannot be found, and name it .tar"
+            f"data root {root} is neither a folder nor a .tar file; decompress a compressed tar "
+            "and name it .tar"
         )
     found = open_tree(root, labelled, known)
     found.left_out.warn(root)
@@ -294,13 +296,13 @@ def find_images(root: str, *, labelled: bool = True, known: Sequence[str] | None
 
 
 def find_masked(
-    root: str, classes: MaskClasses, max_pixels: int, table: LabelTable | None = None
+    root: str, said: MasksSaid, max_pixels: int, table: LabelTable | None = None
 ) -> Found:
     """Find images with their masks under ``root``, a folder.
 
     Args:
         root: the folder.
-        classes: the meaning of mask values, as far as options define it.
+        said: what the options say of masks.
         max_pixels: maximum number of pixels of a mask.
         table: splits, groups and weights of the images; None: splits of the folder.
 
@@ -310,9 +312,14 @@ def find_masked(
     if root.startswith(("hfds/", "wds/")) or (Path(root).exists() and not Path(root).is_dir()):
         raise ValueError(f"data root {root} is no folder, {MASKED_LAYOUT}")
     check_there(root, MASKED_LAYOUT)
-    found, masks = open_masked_tree(root)
-    found.left_out.warn(root)
-    files = settle_classes(MaskFiles(Files(masks), classes, max_pixels), root)
+    if said.layers is not None:
+        found, layers = open_layers(root, said)
+        files: MaskFiles = MaskLayers(layers, MaskClasses.of(said), max_pixels)
+        found.left_out.warn(root)
+    else:
+        found, paths = open_masked_tree(root)
+        found.left_out.warn(root)
+        files = settle_classes(MaskFiles(Files(paths), MaskClasses.of(said), max_pixels), root)
     if table is not None:
         return _joined(root, found, table, "segmentation", masks=files)
     return Found.placed(root, found, files)

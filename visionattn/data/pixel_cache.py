@@ -83,8 +83,8 @@ class PixelCache:
         except OSError as error:
             self._full.fill_(True)
             warnings.warn(
-                f"data.cache {self.folder} takes no more images, and missing ones are decoded in "
-                f"each epoch: {error.strerror}",
+                f"data.cache {self.folder} is full; other images are decoded in each epoch: "
+                f"{error.strerror}",
                 stacklevel=2,
             )
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import cv2
@@ -16,9 +17,10 @@ import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch.utils.data import Dataset
 
-from visionattn.data.batches import EvalBatches, SampleKey, TrainBatches
+from visionattn.data.batches import EvalBatches, SampleKey, TrainBatches, Unreadable
 from visionattn.data.buckets import cell_px
 from visionattn.data.data_checks import (
+    USUAL_PX,
     args_of,
     check_augment,
     check_data,
@@ -37,7 +39,7 @@ from visionattn.data.formats import COLOURED, LARGEST_IMAGE_PX, ReadOptions
 from visionattn.data.geometry import Geometry, Size, geometry_of, sides
 from visionattn.data.images import ArrayDataset, ImageDataset
 from visionattn.data.label_table import read_labels
-from visionattn.data.mask_values import MaskClasses, said_of_masks
+from visionattn.data.mask_values import said_of_masks
 from visionattn.data.own_images import check_there, find_images, find_in_table, find_masked
 from visionattn.data.pixel_cache import PixelCache
 from visionattn.data.ranges import fold_of
@@ -47,8 +49,6 @@ from visionattn.data.walk import composed
 from visionattn.models.weights import DataSpec
 
 if TYPE_CHECKING:
-    from torchvision.datasets import CIFAR10
-
     from visionattn.data.augment import Augment
 
 __all__ = [
@@ -62,7 +62,11 @@ __all__ = [
 ]
 
 DIGIT_NAMES = tuple("0123456789")
+CIFAR10_SPLITS = ("train", "test")
 CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+
+ImagesAndLabels = tuple[np.ndarray, np.ndarray]
+"""Images uint8 ``[n, H, W, 3]`` and their classes int64 ``[n]``."""
 
 
 @dataclass(frozen=True)
@@ -306,41 +310,68 @@ def _build_drawn(config: DataConfig, seed: int) -> Splits:
 
 def _build_cifar10(config: DataConfig, seed: int) -> Splits:
     grey = config.name == "cifar10_pixel"
-    allowed = ("light",) if grey else ("light", "three", "rand")
+    allowed = ("light", "crop_flip") if grey else ("light", "crop_flip", "three", "rand")
     augment = _augment(config, *allowed, bands=1 if grey else 3, smallest_crop=0.4)
-    train, test = _read_cifar10(config, train=True), _read_cifar10(config, train=False)
+    parts, names = _read_cifar10(config)
 
-    def dataset(part: "CIFAR10", chosen: np.ndarray | slice, augment=None) -> ArrayDataset:
-        images = part.data[chosen]
+    def dataset(split: str, chosen: np.ndarray | slice, augment=None) -> ArrayDataset:
+        images, labels = (each[chosen] for each in parts[split])
         if grey:
             images = np.stack([cv2.cvtColor(image, cv2.COLOR_RGB2GRAY) for image in images])
             images = images[..., None]
-        return ArrayDataset(images, np.array(part.targets)[chosen], seed, augment)
+        return ArrayDataset(images, labels, seed, augment)
 
-    kept, held_out = stratified_split(np.array(train.targets), config.val_fraction, seed)
-    parts = dataset(train, kept, augment), dataset(train, held_out), dataset(test, slice(None))
-    return Splits(*parts, _spec(config, 3, tuple(train.classes), CIFAR10_MEAN, CIFAR10_STD))
+    kept, held_out = stratified_split(parts["train"][1], config.val_fraction, seed)
+    splits = dataset("train", kept, augment), dataset("train", held_out)
+    splits += (dataset("test", slice(None)),)
+    return Splits(*splits, _spec(config, 3, names, CIFAR10_MEAN, CIFAR10_STD))
 
 
-def _read_cifar10(config: DataConfig, *, train: bool) -> "CIFAR10":
+def _read_cifar10(config: DataConfig) -> tuple[dict[str, ImagesAndLabels], tuple[str, ...]]:
+    """Return the training and the test images of CIFAR-10, and the names of its classes.
+
+    The root holds the official binary files, or image files in ``train/<class>`` and
+    ``test/<class>``.
+    """
     from torchvision.datasets import CIFAR10
 
     if config.root is None:
         raise ValueError(
-            f"{config.name} needs a root: the folder that holds, or is to hold, cifar-10-batches-py"
+            f"{config.name} needs a root: the folder of cifar-10-batches-py, or where to download "
+            "it; or a folder with train/<class>/* and test/<class>/*"
         )
+    if Path(config.root, "train").is_dir():
+        return _read_class_folders(config.root)
     download = args_of(config).download
     try:
-        return CIFAR10(config.root, train=train, download=download)
+        found = {n: CIFAR10(config.root, n == "train", download=download) for n in CIFAR10_SPLITS}
     except (RuntimeError, OSError) as error:  # torchvision's missing or damaged files; network
         if download:
             raise FileNotFoundError(
-                f"cannot fetch CIFAR-10 into {config.root}: {' '.join(str(error).split())}"
+                f"cannot download CIFAR-10 to {config.root}: {' '.join(str(error).split())}"
             ) from error
         raise FileNotFoundError(
-            f"no CIFAR-10, or a damaged one, in {config.root}; fetch it with "
-            "--data.args.download true"
+            f"no complete CIFAR-10 in {config.root}; download it with --data.args.download true"
         ) from error
+    arrays = {name: (part.data, np.array(part.targets)) for name, part in found.items()}
+    return arrays, tuple(found["train"].classes)
+
+
+def _read_class_folders(root: str) -> tuple[dict[str, ImagesAndLabels], tuple[str, ...]]:
+    """Decode the images of ``train/<class>`` and ``test/<class>`` into memory, at 32 x 32 px."""
+    found = find_images(root)
+    if missing := [name for name in CIFAR10_SPLITS if name not in found.parts]:
+        raise ValueError(f"{root} has no images in {missing[0]}/<class>/*; cifar10 needs them")
+    arrays, geometry = {}, Geometry("crop", sides(USUAL_PX["cifar10"]))
+    for name in CIFAR10_SPLITS:
+        indices, labels, _ = found.parts[name]
+        dataset = ImageDataset(found.source, indices, labels, 0)
+        items = [dataset[SampleKey(index, 0, geometry)] for index in range(len(dataset))]
+        for item in items:
+            if isinstance(item, Unreadable):
+                raise ValueError(f"cannot read image {item.path}: {item.reason}")
+        arrays[name] = np.stack([item.pixels for item in items]), labels
+    return arrays, found.names
 
 
 def _open_root(
@@ -363,15 +394,15 @@ def _open_root(
         config.page,
         max_pixels=config.max_pixels or LARGEST_IMAGE_PX,
     )
-    presets = ("light", "three", "rand", "documents", "aerial")
+    presets = ("light", "crop_flip", "three", "rand", "documents", "aerial")
     augment = _augment(config, *presets, bands=options.channels)
     colours = None
     # A stream does not state its classes; every other source names them.
     if config.root.startswith("wds/") and config.task != "segmentation":
         if options != COLOURED:
             raise ValueError(
-                f"timm's reader of {config.root} gives the colours of the first page; leave "
-                "bands, value_range, page and max_pixels out, or unpack it to a folder"
+                f"timm's reader of {config.root} decodes RGB of the first page; omit bands, "
+                "value_range, page and max_pixels, or unpack it to a folder"
             )
         names, num_classes = (), args_of(config).num_classes
         datasets = open_shards(
@@ -386,9 +417,7 @@ def _open_root(
         generate = config.task == "generate"
         table = None if config.labels is None else read_labels(config.labels, config.root)
         if config.task == "segmentation":
-            found = find_masked(
-                config.root, MaskClasses.of(said_of_masks(config)), options.max_pixels, table
-            )
+            found = find_masked(config.root, said_of_masks(config), options.max_pixels, table)
             names, colours = found.masks.classes.names, found.masks.classes.colours
         else:
             if table is not None:

@@ -136,7 +136,7 @@ def parse_stats(argv: Sequence[str]) -> StatsConfig:
     if config.data.name != "folder" or (config.data.root or "").startswith("wds/"):
         raise ValueError(
             "stats measures images in folders, tars and tables: --data.root FOLDER; "
-            f"{config.data.root or config.data.name} brings its own means"
+            f"{config.data.root or config.data.name} has known means"
         )
     if config.output is None:
         raise ValueError("--output is missing: the YAML file for the result, such as stats.yaml")
@@ -171,7 +171,7 @@ def measure(
             if isinstance(found, Moments):
                 total, images = found if total is None else total + found, images + 1
             elif skip:
-                text = f"left out unreadable image {found.path}: {found.reason}"
+                text = f"skipped unreadable image {found.path}: {found.reason}"
                 warnings.warn(text, stacklevel=2)
             else:
                 raise ValueError(str(found))
@@ -186,7 +186,7 @@ def _measure_one(source, options: ReadOptions, index: int) -> Moments | Unreadab
         with open_image(source.open(index), options) as reader:
             found = reduce(add, (moments_of(*part) for part in read_blocks(reader, options)))
             if not found.count.any():
-                return Unreadable(source.name(index), "none of its pixels holds data")
+                return Unreadable(source.name(index), "it has only nodata pixels")
             return found
     except DAMAGED_IMAGE as error:
         return unreadable(source.name(index), error)
@@ -216,8 +216,7 @@ def stats(argv: Sequence[str], say: Callable[[str], None]) -> None:
     even = [str(name) for place, name in enumerate(names) if found.std[place] == 0]
     if even:
         raise ValueError(
-            f"band {', '.join(even)} has one value everywhere, or none; leave "
-            "it out with --data.bands"
+            f"band {', '.join(even)} is constant or empty; exclude it with --data.bands"
         )
     write_text(config.output, as_yaml(found, options, argv, images))
 

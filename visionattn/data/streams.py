@@ -94,7 +94,7 @@ def open_shards(
     require("readers", "webdataset", what=f"data root {root}")
     if num_classes is None:
         raise ValueError(
-            f"data root {root} does not say how many classes there are; give num_classes"
+            f"data root {root} does not state the number of classes; pass --data.args.num_classes"
         )
     if on_error != "skip":
         raise ValueError(
@@ -108,7 +108,8 @@ def open_shards(
         and not (Path(place) / "_info.json").is_file()
     ):
         raise FileNotFoundError(
-            f"no _info.json in {place}; wanted one with the shards of each split, as timm writes it"
+            f"no _info.json in {place}; expected one with the shards of each split, as timm writes "
+            "it"
         )
     # timm has no public way to list the splits.
     from timm.data.readers.reader_wds import _load_info
@@ -168,8 +169,8 @@ class _StreamBatches:
     ):
         if choices[0].canvas is None:
             raise ValueError(
-                f"{shards.root} is a stream, which does not say the sizes of its images beforehand "
-                "as fit native needs them; use fit pad, stretch or crop, with img_size"
+                f"{shards.root} is a stream without image sizes, which fit native needs; use fit "
+                "pad, stretch or crop, with img_size"
             )
         self.shards, self.batch_size = shards, batch_size
         self.choices = choices
@@ -209,7 +210,7 @@ class _StreamBatches:
             if labels.max() >= self.shards.num_classes or labels.min() < 0:
                 raise ValueError(
                     f"an image of {self.shards.root} has label {labels.max().item()}; with "
-                    f"num_classes {self.shards.num_classes} wanted 0 to "
+                    f"num_classes {self.shards.num_classes} expected 0 to "
                     f"{self.shards.num_classes - 1}"
                 )
             yield batch
@@ -254,5 +255,5 @@ class StreamEvalBatches(_StreamBatches):
         self.left_out = len(self.shards) - seen
         if self.left_out:
             warnings.warn(
-                f"left out {self.left_out} unreadable images of {self.shards.root}", stacklevel=2
+                f"skipped {self.left_out} unreadable images of {self.shards.root}", stacklevel=2
             )

@@ -27,9 +27,9 @@ from visionattn.data.walk import (
     suffix_of,
 )
 
-LAYOUT = "wanted train/<class>/* and val/<class>/*, or <class>/*"
+LAYOUT = "expected train/<class>/* and val/<class>/*, or <class>/*"
 MASKED_LAYOUT = (
-    "wanted images/* and masks/*, or train/images/*, train/masks/*, val/images/* and val/masks/*"
+    "expected images/* and masks/*, or train/images/*, train/masks/*, val/images/* and val/masks/*"
 )
 IMAGES, MASKS = "images", "masks"
 """Names of the folders of images and masks, in any case."""
@@ -73,7 +73,7 @@ def open_tree(root: str, labelled: bool, known: Sequence[str] | None) -> Placed:
 
 def list_images(root: str) -> tuple[Source, list[Folders], list[Folders], LeftOut]:
     """List the images of a folder or a tar in order, at any depth, with the parts of their paths
-    below ``root``; then all folders (none for a tar), and what is left out.
+    below ``root``; then all folders (none for a tar), and the ignored files.
 
     Raises:
         ValueError: there are no images; one line.
@@ -111,7 +111,7 @@ def open_masked_tree(root: str) -> tuple[Placed, list[str]]:
     known = {path: _kind_of(_parts(path, root)) for path in paths}
     images = {path: name for path, (kind, name) in known.items() if kind == IMAGES}
     if not images:
-        raise ValueError(f"data root {root} has no images in a folder images; {MASKED_LAYOUT}")
+        raise ValueError(f"data root {root} has no folder images with images; {MASKED_LAYOUT}")
     left_out.folders = [each[0] for each in visited if len(each) == 1 and not _may_hold(each[0])]
     folders = [name[:-1] for name in images.values()]
     places = _places(folders, [], False, None, root, left_out)
@@ -120,14 +120,14 @@ def open_masked_tree(root: str) -> tuple[Placed, list[str]]:
         if kind != MASKS or suffix_of(path) not in MASK_SUFFIXES:
             continue
         if (other := masks.setdefault(_stem(name), path)) != path:
-            raise ValueError(f"{other} and {path} are masks of one image; keep one of them")
+            raise ValueError(f"{other} and {path} are masks of the same image; keep one")
     found = [masks.get(_stem(name), "") for name in images.values()]
     wanted = zip(images, found, places, strict=True)
     if missing := [path for path, mask, place in wanted if place and not mask]:
         swapped = [MASKS if name.lower() == IMAGES else name for name in _parts(missing[0], root)]
         raise FileNotFoundError(
             f"{len(missing)} of {len(images)} images of {root} have no mask; the first: "
-            f"{missing[0]}, wanted {Path(root, *swapped).with_suffix(MASK_SUFFIXES[0])}"
+            f"{missing[0]}, expected {Path(root, *swapped).with_suffix(MASK_SUFFIXES[0])}"
         )
     unnamed: list[Place | None] = [place and (place[0], "") for place in places]
     return Placed(Files(list(images)), unnamed, left_out), found
@@ -237,13 +237,13 @@ def _places(
         raise ValueError(f"{root} has images outside of class folders; {LAYOUT}")
     if {place[1].lower() for place in places if place} == {IMAGES, MASKS}:
         raise ValueError(
-            f"data folder {root} has the folders images and masks: --data.task segmentation "
-            "learns masks; rename the folders if they are classes of images"
+            f"data folder {root} has the folders images and masks; pass --data.task segmentation, "
+            "or rename them if they are classes"
         )
     empty = [] if flat else _without_images(folders, visited, splits)
     if empty and labelled and known is None:
         raise ValueError(
-            f"class folder {os.path.join(root, *around, *empty[0])} holds no images; add some or "
+            f"class folder {os.path.join(root, *around, *empty[0])} has no images; add some or "
             "delete the folder"
         )
     left_out.folders += [each[-1] for each in empty if each[-1] not in (known or ())]

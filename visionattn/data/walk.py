@@ -142,8 +142,10 @@ def in_order(path: str) -> tuple[list, str]:
 
 
 def split_of(name: str) -> str | None:
-    """Return the split with this name, in any case; None for other names."""
-    return _SPLITS.get(name.lower())
+    """Return the split with this name, in any case, also as ``a. Training Set``; None for other
+    names.
+    """
+    return _SPLITS.get(re.sub(r"^\w\. | set$", "", name.lower()))
 
 
 def by_split(names: Iterable[str], root: object) -> dict[str, str]:
@@ -159,8 +161,8 @@ def by_split(names: Iterable[str], root: object) -> dict[str, str]:
             continue
         if split in found:
             raise ValueError(
-                f"data root {root} has two {split} splits, {found[split]} and {name}; wanted one: "
-                "join them, or rename one"
+                f"data root {root} has two {split} splits, {found[split]} and {name}; expected "
+                "one: join them, or rename one"
             )
         found[split] = name
     return {split: found[split] for split in SPLIT_NAMES if split in found}
@@ -189,7 +191,7 @@ class LeftOut:
             self.suffixes and f"files of other kinds: {counted(self.suffixes)}",
         ]
         if any(words):
-            warnings.warn(f"left out of {root}: {'; '.join(filter(None, words))}", stacklevel=2)
+            warnings.warn(f"ignored in {root}: {'; '.join(filter(None, words))}", stacklevel=2)
 
 
 def listed(names: Iterable[str], most: int = MOST_NAMES) -> str:

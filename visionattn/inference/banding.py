@@ -106,8 +106,8 @@ class WorkFolder:
         other = difference(found["of"], self._identity)
         if other is not None and not self.overwrite:
             raise ValueError(
-                f"{self.folder} keeps other unfinished work for {self.output}: {other}; delete it, "
-                "choose another --output, or start again with --overwrite"
+                f"{self.folder} has unfinished work of another call for {self.output}: {other}; "
+                "delete it, choose another --output, or restart with --overwrite"
             )
         return {} if other else found
 
@@ -119,7 +119,7 @@ class WorkFolder:
 
     def check_writable(self) -> None:
         """Raise ValueError if the folder cannot be created; one line."""
-        way_out = f"the work on {self.output} is kept there meanwhile; choose another --output"
+        way_out = f"it stores unfinished work for {self.output}; choose another --output"
         check_folder(self._path, way_out)
 
     def __enter__(self) -> Self:
@@ -249,7 +249,7 @@ class Banding:
             check_tiled(self.opened.model, self.want)
         except ValueError as error:
             why = str(error).removesuffix(CUT)
-            self.reason = f"it is not computed band by band: {why}; --tiles SIDE cuts images"
+            self.reason = f"it cannot run band by band: {why}; use --tiles SIDE"
             return
         fitting = bisect_left(canvases, True, hi=len(canvases) - 1, key=self.memory.too_much)
         self.images.most_px = math.prod(canvases[fitting - 1]) if fitting else least
@@ -261,9 +261,9 @@ class Banding:
         needed = self.memory.about(canvases[-1])
         much = f" (up to {sized(needed)})" if needed is not None and needed < math.inf else ""
         self.lines = (
-            f"{count} of {len(self.images)} images, of up to "
-            f"{pixels(max(banded, key=math.prod))}, do not fit in one pass{much}, as {room}: they "
-            "are computed band by band, with the same results up to rounding",
+            f"{count} of {len(self.images)} images, of up to {pixels(max(banded, key=math.prod))}, "
+            f"do not fit in one pass{much}, as {room}: they run band by band, with the same "
+            "results up to rounding",
         )
 
     def memory_bytes(self) -> int | None:
@@ -448,19 +448,19 @@ class MapOfImage:
         for key in UNUSED:
             if getattr(options, key, None) != getattr(type(options)(), key, None):
                 raise ValueError(
-                    f"{key} does nothing for the map of one image, {self.output}; leave it out"
+                    f"{key} has no effect on the map of one image, {self.output}; omit it"
                 )
         listing = find_images(options.images or [])
         self.path = listing.name(0)
         if len(listing) > 1:
             raise ValueError(
-                f"{self.output} holds the map of one image, and there are {len(listing)}; name a "
+                f"{self.output} holds the map of one image, got {len(listing)} images; pass a "
                 "folder"
             )
         of_image, of_map = Path(os.path.realpath(self.path)), Path(os.path.realpath(self.output))
         if of_image in (of_map, *of_map.parents):
             raise ValueError(
-                f"{self.output} would replace the image {self.path}; choose another output"
+                f"{self.output} would overwrite the image {self.path}; choose another output"
             )
         self.opened = open_model(options, classifies=compute is not last_map)
         try:
@@ -498,7 +498,7 @@ class MapOfImage:
         with self.work:
             if self.finished:
                 self._drop()
-                say(f"{self.output} is whole")
+                say(f"{self.output} is complete")
                 return
             try:
                 sink = self._write(say)
@@ -516,7 +516,7 @@ class MapOfImage:
         how["dtype"] = np.dtype(self.options.dtype) if dense else None
         with self.banding.opened_image(0) as source:
             size = pixels((source.height, source.width))
-            say(f"{self.path} of {size} is computed band by band")
+            say(f"{self.path} of {size} runs band by band")
             overwrite = self.options.overwrite
             with open_sink(self.output, source=source, overwrite=overwrite, **how) as sink:
                 checked = _Checked(sink, self.work)

@@ -7,7 +7,7 @@ collection is such a run in its own folder.
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from visionattn.cli.ends import Stopped
 from visionattn.cli.files import check_folder, locked, unfinished
+from visionattn.data.kept_features import BACKBONE
 from visionattn.inference.drawn import Digits, Division, Drawn
 from visionattn.inference.feature_options import ExtractOptions, check
 from visionattn.inference.image_listing import Listing, find_images
@@ -37,9 +38,12 @@ from visionattn.inference.shards import (
     shard_paths,
     whole_shards,
 )
+from visionattn.models.patch_heads import PatchModel
 from visionattn.models.patches import last_map, pooled
+from visionattn.models.registration import split_args, with_head
+from visionattn.models.weights import save_model
 
-AT_WORK = "another extraction of features is at work"
+AT_WORK = "another extraction of features is running"
 MIB = 2**20
 DECIDING = ("dtype", "amp", "shard_images", "shard_mib", "tiles", "overlap", "combine")
 """Options that determine the contents of the files, in addition to the model and the images."""
@@ -73,10 +77,12 @@ def collect(options: ExtractOptions) -> Collection:
         listing = find_images(options.images, options.labels) if options.images else None
         listing = listing or Digits(options.val_fraction, options.seed)
     opened = open_model(options, classifies=False)
+    if options.blocks is not None:
+        opened = with_blocks(opened, options.blocks)
     if not options.dense:
         opened.check_pooled()
     elif not hasattr(opened.model, "forward_intermediates"):
-        raise ValueError(f"{opened.name} gives no feature maps; leave --dense out")
+        raise ValueError(f"{opened.name} has no feature maps; omit --dense")
     if options.drawn:  # at the size that the model needs
         listing = Drawn(options.drawing(), options.seed, opened.geometry)
     division = _divide(options, listing) if options.probe and not options.dense else None
@@ -86,6 +92,21 @@ def collect(options: ExtractOptions) -> Collection:
     identity |= {"level": options.level} if options.level else {}  # as earlier versions wrote it
     identity |= {"list_of_images": listing.digest()}
     return Collection(read_as_asked(options, opened, listing), opened, division, identity)
+
+
+def with_blocks(opened: Opened, blocks: list[int]) -> Opened:
+    """Return an opened model whose map has the features of some blocks side by side.
+
+    Raises:
+        ValueError: it is no vision transformer, has no such block, or has a head with own blocks.
+    """
+    if isinstance(opened.model, PatchModel):
+        raise ValueError(f"{opened.name} has a head on certain blocks; leave blocks out")
+    model = with_head(opened.model, "classification", 0, {"head_blocks": blocks})
+    args = split_args(opened.args)[1] | {"head_blocks": model.taken}
+    if getattr(opened.model, "dynamic_img_size", False):
+        args["dynamic_img_size"] = True
+    return replace(opened, model=model.to(opened.device).eval(), args=args)
 
 
 def _divide(options: ExtractOptions, listing: Listing) -> Division:
@@ -123,11 +144,11 @@ class Extraction:
         check(options)
         self.options, output = options, Path(options.output or "")
         self.part = Part.parse(options.shard) if options.shard else None
-        self.folder, beside = output, output
+        self.folder, place = output, output
         if self.part is not None:
             self.part.check_division(output)
             self.folder = self.part.folder(output)
-            beside = Path(f"{output}.{self.part.number}-of-{self.part.of}")
+            place = Path(f"{output}.{self.part.number}-of-{self.part.of}")
         self.collection = collection or collect(options)
         self._check_folder()
         self.opened, images = self.collection.opened, self.collection.images
@@ -136,7 +157,7 @@ class Extraction:
             self.numbers = self.part.images(len(images))
             images = images.part(self.numbers)
         compute, held_bytes = (last_map, options.shard_mib * MIB) if options.dense else (pooled, 0)
-        how = dict(output=beside, held_bytes=held_bytes)
+        how = dict(output=place, held_bytes=held_bytes)
         self.image_run = ImageRun(options, self.opened, images, compute, **how)
         self.kept = self._whole_shards()
         if not self.kept:
@@ -180,10 +201,22 @@ class Extraction:
                 for path in unfinished(self.folder):  # from a run that was killed while writing
                     path.unlink()
                 self.kept = self._whole_shards()  # another run may have written since the check
+                if self.options.blocks is not None:
+                    self._keep_model()
                 self._run(say)
         finally:
             with suppress(OSError):  # not empty
                 self.folder.rmdir()
+
+    def _keep_model(self) -> None:
+        """Write the model of the maps, with its images as it sees them here, next to the index or
+        to the parts.
+        """
+        opened, seen = self.opened, self.opened.geometry
+        of_images = dict(img_size=seen.img_size, fit=seen.fit, max_patches=seen.max_patches)
+        spec = replace(opened.spec, num_classes=0, class_names=(), **of_images)
+        path = Path(self.options.output or "") / BACKBONE
+        save_model(path, opened.model, opened.name, opened.args, spec)
 
     def _run(self, say: Callable[[str], None]) -> None:
         """Do the work of ``run`` in the locked folder."""
@@ -196,7 +229,7 @@ class Extraction:
             first, whole = self.numbers.start + 1, len(self.collection.listing)
             say(f"part {self.part}: images {first} to {self.numbers.stop} of {whole}")
         if done:
-            say(f"{done} of {total} images are done: going on after {_files(len(self.kept))}")
+            say(f"{done} of {total} images are done; resuming after {_files(len(self.kept))}")
         start = time.perf_counter()
         if done < total:
             batch_size = self.image_run.announce(say, done)
@@ -210,7 +243,7 @@ class Extraction:
         except KeyboardInterrupt as error:
             again = f"the same command{' without --overwrite' * self.options.overwrite}"
             raise Stopped(
-                f"stopped; the files that are written stay in {self.folder}, {again} goes on"
+                f"stopped; finished files stay in {self.folder}; {again} resumes"
             ) from error
         index = Index(self.folder)
         cells = getattr(self.collection.listing, "cells", {})

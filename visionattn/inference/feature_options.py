@@ -27,6 +27,9 @@ CONFIG = "config.yaml"
 class ExtractOptions(DenseOptions):
     """Features of images."""
 
+    MOST_USED = ("images", "checkpoint", "model", "output", "img_size", "batch_size", "dense")
+    """Options at the top of the help."""
+
     labels: str | None = None
     """Table of images as for training (``--data.labels``), with paths relative to the only folder
     in ``images``: its rows are the images, the index gets its columns as ``table_...``, and
@@ -41,6 +44,11 @@ class ExtractOptions(DenseOptions):
     data_args: dict[str, Any] = field(default_factory=dict)
     """Only for ``canvas`` and ``documents``: settings as in ``data.args`` of training, such as
     ``eval_images`` (here 500) or ``distractors``.
+    """
+    blocks: list[int] | None = None
+    """Only for ``dense``: keep the feature maps of these blocks side by side, from 0 or negative
+    from the end, each after the final norm, and the model in ``backbone.safetensors``: what
+    ``visionattn train --data.features`` takes. None: the last block, without the model.
     """
     dtype: Literal["float32", "float16"] = "float32"
     """Data type of the features in the files."""
@@ -119,10 +127,10 @@ def of_run(options: ExtractOptions) -> dict[str, Any]:
     Raises:
         ValueError: its ``config.yaml`` is not a configuration; one line.
     """
-    beside = Path(options.checkpoint or CONFIG).with_name(CONFIG)
-    if not options.drawn or not options.checkpoint or not beside.is_file():
+    file = Path(options.checkpoint or CONFIG).with_name(CONFIG)
+    if not options.drawn or not options.checkpoint or not file.is_file():
         return {}
-    run = read_yaml(beside)
+    run = read_yaml(file)
     try:
         data = run["data"]
         if data["name"] != options.data:
@@ -132,7 +140,7 @@ def of_run(options: ExtractOptions) -> dict[str, Any]:
         held = {"val_fraction"} & set(data) if options.data == "canvas" else set()
         return known | {"seed": run.get("seed", 0)} | {key: data[key] for key in held}
     except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{beside} is no configuration of a run: {first_line(error)}") from error
+        raise ValueError(f"{file} is not a run configuration: {first_line(error)}") from error
 
 
 def check(options: ExtractOptions) -> None:
@@ -152,13 +160,11 @@ def check(options: ExtractOptions) -> None:
     if options.merge:
         more = [name for name in given if name not in ("output", "merge")]
         if more:
-            raise ValueError(
-                f"merge takes everything from the parts in --output; leave {more[0]} out"
-            )
+            raise ValueError(f"merge reads all settings from the parts in --output; omit {more[0]}")
         return
     _check_parts(options)
     if (options.images is None) == (options.data is None):
-        raise ValueError("give either --images or --data digits, canvas or documents")
+        raise ValueError("pass either --images or --data digits, canvas or documents")
     for key in ("shard_images", "shard_mib", "neighbours"):
         if getattr(options, key) < 1:
             raise ValueError(f"{key} must be above 0, got {getattr(options, key)}")
@@ -167,17 +173,18 @@ def check(options: ExtractOptions) -> None:
     if options.probe and options.dense and not options.drawn:
         what = "images of files" if options.data is None else options.data
         raise ValueError(
-            f"{what} have no masks, which a probe of patches needs: leave --dense out, or name "
-            "--data canvas or documents"
+            f"{what} have no masks for a dense probe; omit --dense, or pass --data canvas or "
+            "documents"
         )
     one_folder = options.images is None or [*map(os.path.isdir, options.images)] == [True]
     if options.probe and not one_folder:
         raise ValueError("probe needs one folder of class folders as --images")
     if options.dense and options.combine is not None:
-        raise ValueError("combine is for vectors; dense maps are blended: leave it out")
+        raise ValueError("combine is only for vectors; omit it with --dense")
     holds_out = options.data == "canvas" or (options.probe and not options.drawn)
     for key, acts, whose in (
         ("labels", options.images is not None, "--images"),
+        ("blocks", options.dense and options.tiles is None, "--dense of whole images"),
         ("neighbours", options.probe and not options.dense, "--probe without --dense"),
         ("val_fraction", holds_out, "--probe of files and digits, and for --data canvas"),
         ("data_args", options.drawn, "--data canvas and documents"),
@@ -185,7 +192,7 @@ def check(options: ExtractOptions) -> None:
         ("parts", options.engine == "ray", "--engine ray"),
     ):
         if key in given and not acts:
-            raise ValueError(f"{key} is only for {whose}; leave it out")
+            raise ValueError(f"{key} is only for {whose}; omit it")
 
 
 def _check_parts(options: ExtractOptions) -> None:
@@ -199,12 +206,12 @@ def _check_parts(options: ExtractOptions) -> None:
     for wrong, text in (
         (
             ray and options.shard is not None,
-            "engine ray divides the images itself; leave shard out",
+            "engine ray divides the images itself; omit shard",
         ),
         (
             options.probe and (ray or options.shard is not None),
-            "probe wants the features of all images: call the command without "
-            f"{'engine' if ray else 'shard'} once they are there",
+            "probe needs the features of all images; run the command without "
+            f"{'engine' if ray else 'shard'} when all parts exist",
         ),
         (
             ray and Path(options.output or "").suffix.lower() in SINKS,
@@ -212,7 +219,7 @@ def _check_parts(options: ExtractOptions) -> None:
         ),
         (
             ray and options.overwrite,
-            "engine ray overwrites nothing; name an --output that does not exist",
+            "engine ray does not overwrite; pass a new --output",
         ),
         (
             options.parts is not None and options.parts < 1,

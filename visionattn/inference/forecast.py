@@ -111,7 +111,7 @@ def memory_of(
     for the arguments.
     """
 
-    def beside(shape: Shape) -> int:
+    def extra_bytes(shape: Shape) -> int:
         image = opened.spec.in_chans * math.prod(shape[1:])
         # Loading processes keep two batches ready, or one image each if images differ in size.
         ahead = 2 * shape[0] if opened.geometry.canvas else workers
@@ -123,7 +123,7 @@ def memory_of(
         Passes(opened.model, opened.spec, opened.device, amp, compute, leaves_out=leaves_out),
         geometry.patch_px,
         cell_px(geometry),
-        beside,
+        extra_bytes,
         native=geometry.canvas is None,
         bound_bytes=bound_bytes,
     )

@@ -111,7 +111,7 @@ def check(options: GenerateOptions) -> None:
     if options.img_size is not None:
         check_geometry("stretch", options.img_size, None)
     if options.keep is not None and options.complete is None:
-        raise ValueError("keep is a share of the images of --complete, which is missing")
+        raise ValueError("keep needs --complete")
     if options.keep is not None and not 0 < options.keep < 1:
         raise ValueError(f"keep must be above 0 and below 1, got {options.keep}")
 
@@ -124,7 +124,7 @@ def check_output(options: GenerateOptions) -> None:
     """
     if not options.checkpoint:
         raise ValueError(
-            "name the weights first: the best.safetensors of a training with --data.task generate"
+            "--checkpoint is missing: the best.safetensors of a training with --data.task generate"
         )
     if not options.output:
         raise ValueError(
@@ -134,7 +134,7 @@ def check_output(options: GenerateOptions) -> None:
     if options.suffix == PICTURE and (options.count or 0) > MOST_IN_PICTURE:
         raise ValueError(
             f"a {PICTURE} has at most {MOST_IN_PICTURE:,} images side by side, got count "
-            f"{options.count:,}; name an {ARRAY} or a folder as --output"
+            f"{options.count:,}; pass an {ARRAY} or a folder as --output"
         )
     if options.suffix in (PICTURE, ARRAY):
         check_free(path, options.overwrite)

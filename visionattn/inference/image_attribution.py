@@ -15,7 +15,7 @@ from visionattn.cli.untrusted import brief
 from visionattn.data.geometry import Box, Size, View, pixels
 from visionattn.inference.banding import Banding
 from visionattn.inference.image_reading import ReadImages, Sample
-from visionattn.inference.look_options import CLASS, TOP, LookOptions, parse_queries
+from visionattn.inference.look_options import CLASS, SHOWN, TOP, LookOptions, parse_queries
 from visionattn.inference.model_opening import Opened
 from visionattn.layout import Grid
 from visionattn.model_config import VECTOR_TASKS, Task
@@ -28,6 +28,7 @@ from visionattn.models.attribution import (
     principal,
     watch,
 )
+from visionattn.models.patch_heads import PatchClassifier
 from visionattn.models.patches import call
 from visionattn.models.weights import DataSpec
 
@@ -54,7 +55,7 @@ class Row(NamedTuple):
         """Return the weights for ``both``, or the shares of ``content`` or ``place``."""
         if name == "place" and self.relative is None:
             raise ValueError(
-                f"block {self.block} has no share of place next to content; leave --term out"
+                f"block {self.block} has no separate weights for content and place; omit --term"
             )
         if self.relative is None or name == "content":
             return self.content
@@ -190,6 +191,12 @@ class ImageAttribution:
             raise ValueError(f"{opened.name} has no classes, so there is nothing to attribute")
         self.model = model = check_model(opened.model)
         self.target = None if options.target is None else class_number(options.target, spec)
+        self.banding = Banding(opened, images, call)
+        if isinstance(model, PatchClassifier):
+            if options.show != list(SHOWN) and not {"winners", "boxes"}.issuperset(options.show):
+                raise ValueError("a head on patches has only --show winners and boxes")
+            self.options = replace(options, show=["winners"])
+            return
         self.blocks = [block_number(model, index) for index in options.blocks]
         self.features_block = block_number(model, options.features_block)
         heads = min(block.attn.num_heads for block in model.blocks)
@@ -201,9 +208,8 @@ class ImageAttribution:
         if queries is None:
             queries = [CLASS if model.has_class_token and model.global_pool == "token" else TOP]
         if CLASS in queries and not model.has_class_token:
-            raise ValueError(f"{opened.name} has no class token to query; name places, or top")
+            raise ValueError(f"{opened.name} has no class token; pass places, or top")
         self.queries = queries
-        self.banding = Banding(opened, images, call)
 
     def look(self, index: int) -> tuple[Look, Sample]:
         """Return the attribution in an image by its index, and the image as it was read.
@@ -227,7 +233,7 @@ class ImageAttribution:
                 raise
             size = pixels(sample.pixels.shape[1:])
             raise OutOfMemory(
-                f"{path}: out of memory with an image of {size}; --show winners rows takes less"
+                f"{path}: out of memory with an image of {size}; try --show winners rows"
             ) from error
 
     def _look(self, sample: Sample, path: str, evidence: Attribution, **more: object) -> Look:
@@ -253,7 +259,7 @@ class ImageAttribution:
         if "winners" not in self.options.show or not divides(self.model):
             raise ValueError(
                 "the image does not fit into memory in one pass, and band by band there are only "
-                "winners, of models that pool by the maximum or the mean; name a smaller --img-size"
+                "winners, of models that pool by the maximum or the mean; pass a smaller --img-size"
             )
         evidence = self.banding.evidence(index, self.target)
         return self._look(sample, path, evidence, present=None, in_bands=True)

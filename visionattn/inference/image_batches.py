@@ -2,7 +2,7 @@
 there is none.
 
 This module owns batching, bounded reading ahead, and the handling of low memory and non-finite
-outputs. Callers decide what happens to the outputs.
+outputs. Callers handle the outputs.
 """
 
 import math

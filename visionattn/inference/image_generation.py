@@ -101,7 +101,7 @@ def open_decoder(given: nn.Module | str | Path, device: str) -> Opened:
     """
     if isinstance(given, nn.Module):
         if device != "auto":
-            raise ValueError("a module stays where it is; leave device out, or move the module")
+            raise ValueError("a module keeps its device; omit device, or move the module")
         model, name, args = given, type(given).__name__, {}
         spec, place, notes = getattr(model, "data_spec", None), next(model.parameters()).device, ()
     else:
@@ -111,14 +111,13 @@ def open_decoder(given: nn.Module | str | Path, device: str) -> Opened:
         notes = (f"{name} of {os.fspath(given)}",)
     if not isinstance(model, PixelDecoder):
         raise ValueError(
-            f"{(*notes, name)[0]} is no pixel decoder and generates no images: each of its tokens "
-            "sees all others; train one with --data.task generate"
+            f"{(*notes, name)[0]} is not a pixel decoder; train one with --data.task generate"
         )
     if model.levels > LEVELS:
         raise ValueError(f"{name} has values of {model.levels} levels, and images at most {LEVELS}")
     if spec is None:
         raise ValueError(
-            f"{name} does not say what its images are; set its data_spec to a visionattn.DataSpec"
+            f"{name} does not state its preprocessing; set its data_spec to a visionattn.DataSpec"
         )
     geometry = Geometry(spec.fit, sides(spec.img_size), spec.max_patches)
     return Opened(model.to(place), name, args, spec, geometry, place, notes)
@@ -176,12 +175,14 @@ class Generation:
         spec, given = self.opened.spec, self.options.classes
         if not self.model.conditioned:
             if given is not None:
-                raise ValueError(f"classes do nothing: {self.opened.name} was trained without")
+                raise ValueError(
+                    f"classes have no effect: {self.opened.name} was trained without; omit them"
+                )
             return []
         if given is None:
             return list(range(self.model.num_classes))
         if not given:
-            raise ValueError("classes is empty; leave it out")
+            raise ValueError("classes is empty; omit it")
         return [class_number(word, spec) for word in given]
 
     def run(
@@ -290,7 +291,7 @@ def read_prompts(listing: Listing, opened: Opened, size: Size | None) -> tuple[l
         if tuple(seen) != tuple(wanted):
             raise ValueError(
                 f"{path} becomes {pixels(seen)}, and the generated images have {pixels(wanted)}; "
-                "complete images of one size at a time, and leave img_size out"
+                "complete images of one size at a time, and omit img_size"
             )
         largest, levels = int(sample.pixels.max()), opened.model.levels
         if sample.pixels.dtype != torch.uint8 or largest >= levels:

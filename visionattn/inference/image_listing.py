@@ -135,7 +135,7 @@ def as_held(picture: Picture | bytes, index: int = 0) -> Image.Image | np.ndarra
         return ImageOps.exif_transpose(picture)
     if not isinstance(picture, (np.ndarray, Tensor)):
         raise ValueError(
-            f"image {index}: wanted a path, a picture of Pillow, an array or a tensor, got "
+            f"image {index}: expected a path, a picture of Pillow, an array or a tensor, got "
             f"{type(picture).__name__}"
         )
     array, what = picture, f"{picture.dtype} {list(picture.shape)}"
@@ -146,7 +146,8 @@ def as_held(picture: Picture | bytes, index: int = 0) -> Image.Image | np.ndarra
         array = array[:, :, 0]
     if array.dtype.kind not in "buif" or array.ndim not in (2, 3) or not array.size:
         raise ValueError(
-            f"image {index}: wanted {WANTED}, got {what}; normalised inputs go to the model itself"
+            f"image {index}: expected {WANTED}, got {what}; pass normalised inputs to the model "
+            "itself"
         )
     array = np.ascontiguousarray(array)
     if array.dtype == np.uint8 and (array.ndim == 2 or array.shape[2] in (3, 4)):
@@ -174,7 +175,7 @@ def listing_of(images: Images) -> ListedFiles | HeldImages:
     if not given or 0 < len(paths) < len(given):
         raise ValueError(
             "images are either paths or pictures in memory: "
-            + ("got both in one list" if given else "there are no images")
+            + ("got both" if given else "there are no images")
         )
     return find_images([os.fspath(path) for path in paths]) if paths else HeldImages(given)
 
@@ -210,7 +211,7 @@ def find_images(given: Sequence[str], labels: str | None = None) -> ListedFiles:
             paths += _in_list(path)
         elif suffix_of(path) in TEXTS:
             raise ValueError(
-                f"{path} is no image; a list of images is a .txt file with a path per line, "
+                f"{path} is not an image; a list of images is a .txt file with a path per line, "
                 "relative to the current folder"
             )
         else:
@@ -224,7 +225,7 @@ def _in_folder(folder: str) -> list[str]:
     if not paths:
         wanted = ", ".join(sorted(extensions()))
         raise ValueError(
-            f"no images in {folder}{left_out.files_there()}; wanted files that end in {wanted}"
+            f"no images in {folder}{left_out.files_there()}; expected files that end in {wanted}"
         )
     left_out.warn(folder)
     return paths
@@ -250,10 +251,10 @@ def _in_list(path: str) -> list[str]:
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text file in UTF-8 with a path per line") from error
+        raise ValueError(f"{path} is not a UTF-8 text file with a path per line") from error
     paths = [line.strip() for line in lines if line.strip()]
     if not paths:
-        raise ValueError(f"{path} names no images; wanted a path per line")
+        raise ValueError(f"{path} names no images; expected a path per line")
     return paths
 
 

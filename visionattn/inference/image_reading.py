@@ -190,7 +190,7 @@ class ReadImages(Dataset):
                 self._checked = {index: sample}
                 return
             first = first or f"{self.listing.name(index)}: {sample.reason}"
-        those = f"none of the {count} images can be read so; the first: " if count > 1 else ""
+        those = f"none of the {count} images is readable; the first: " if count > 1 else ""
         raise ValueError(f"{those}{first}")
 
 

@@ -37,7 +37,7 @@ class ImageRun:
     """A model and its images; nothing is written.
 
     Args:
-        options: how images come to the model.
+        options: how images are read and preprocessed.
         opened: the model.
         images: the images.
         compute: computes the wanted outputs.
@@ -155,14 +155,14 @@ def over_tiles_of(
     check_tiles(tile, overlap, patch_px)
     if opened.geometry.fit == "pad":
         raise ValueError(
-            "fit pad, as in training, adds padding, which tiles must not contain: choose another "
-            "--fit, or leave --img-size out for images at their own sizes"
+            "fit pad, as in training, adds padding, which tiles must not contain; choose another "
+            "--fit, or omit --img-size for native sizes"
         )
     seen, combine = opened.geometry.img_size, options.combine or "mean"
     if seen is not None and max(seen) <= tile:
         raise ValueError(
-            f"tiles of {tile} pixels do nothing: images are brought to {pixels(seen)} or less; "
-            "name smaller tiles, or --img-size native"
+            f"tiles of {tile} pixels have no effect: images are resized to at most {pixels(seen)}; "
+            "use smaller tiles or --img-size native"
         )
     found = over_tiles(
         compute if convert is None else call,

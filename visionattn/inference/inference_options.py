@@ -125,6 +125,9 @@ class InferenceOptions(OpenOptions):
 class PredictOptions(InferenceOptions):
     """Classes of images."""
 
+    MOST_USED = ("images", "checkpoint", "output", "img_size", "batch_size", "top_k", "save")
+    """Options at the top of the help."""
+
     labels: str | None = None
     """Table of images as for training (``--data.labels``), with paths relative to the only folder
     in ``images``: its rows are the images, and the results get its columns as ``table_...``.
@@ -145,7 +148,7 @@ class PredictOptions(InferenceOptions):
 
     @property
     def saved(self) -> list[Saved]:
-        """Return what a segmentation model writes."""
+        """Return the outputs that a segmentation model writes."""
         return self.save or ["masks"]
 
 
@@ -235,33 +238,27 @@ def check(options: OpenOptions) -> None:
     fit, native = options.fit, options.img_size == NATIVE
     if native and (fit not in (None, NATIVE) or options.max_patches):
         other = "max_patches" if fit in (None, NATIVE) else f"fit {fit}"
-        raise ValueError(
-            f"img_size native is each image at its own size, which {other} contradicts; name a "
-            "size, or leave one of them out"
-        )
+        raise ValueError(f"img_size native conflicts with {other}; omit one of them")
     check_reading(options.bands, options.value_range, options.page, options.max_pixels, prefix="")
     if not native and (options.img_size is not None or options.max_patches is not None):
         check_geometry(fit or NATIVE, options.img_size, options.max_patches)
     if options.pretrained and options.checkpoint:
-        raise ValueError(
-            "pretrained fetches timm's weights and checkpoint names a file: give one of them"
-        )
+        raise ValueError("pass either pretrained (timm's weights) or checkpoint (a file)")
     if options.needs_model and not (options.model or options.checkpoint):
         raise ValueError(
-            "name what to run: --checkpoint with the best.safetensors of a run, or --model with a "
-            "timm name"
+            "--checkpoint (the best.safetensors of a run) or --model (a timm name) is missing"
         )
     if options.args and not options.model:
-        raise ValueError("args belong to model, which is missing; a best.safetensors has its own")
+        raise ValueError("args need --model; a best.safetensors stores its own")
 
 
 def _check_tiles(options: InferenceOptions) -> None:
     """Raise ValueError if options of tiles contradict others, or have no effect."""
     for key in ("overlap", "combine") if options.tiles is None else ():
         if getattr(options, key) is not None:
-            raise ValueError(f"{key} is only for --tiles; leave it out, or give their size")
+            raise ValueError(f"{key} needs --tiles; pass it or omit {key}")
     if options.tiles is not None and options.batch_size == "auto":
-        raise ValueError("with --tiles, batch_size counts tiles: give a number instead of auto")
+        raise ValueError("with --tiles, batch_size must be a number, not auto")
     if options.tiles is not None and options.fit == "pad":
         raise ValueError("fit pad adds padding, which tiles must not contain; choose another --fit")
 
@@ -271,14 +268,14 @@ def _check_saved(options: PredictOptions) -> None:
     outlines = {"geojson", "coco"} & {*options.saved}
     one_file = Path(options.output or "").suffix.lower() in MAP_SUFFIXES
     if options.outline is not None and not outlines:
-        raise ValueError("outline is for --save geojson or coco; leave it out")
+        raise ValueError("outline needs --save geojson or coco")
     if one_file and (outlines or len(options.saved) > 1):
         raise ValueError(
-            f"--output {options.output} holds masks or probabilities of one image; name a folder "
+            f"--output {options.output} holds masks or probabilities of one image; pass a folder "
             f"for --save {' '.join(options.saved)}"
         )
     if options.map_format and (one_file or "probabilities" not in options.saved):
-        raise ValueError("map_format is for --save probabilities in a folder; leave it out")
+        raise ValueError("map_format needs --save probabilities and a folder")
 
 
 def in_tiles(options: OpenOptions) -> bool:

@@ -70,7 +70,7 @@ def parse_look(argv: Sequence[str]) -> LookOptions:
         is_name = not os.path.exists(model) and timm.is_model(model)
         words += ["--model", model, "--pretrained"] if is_name else ["--checkpoint", model]
     if first and "images" in given:
-        raise ValueError("images stand first or behind --images, not both")
+        raise ValueError("pass images either first or with --images, not both")
     options = parse_options(
         LookOptions,
         ["--images", *first, *words] if first else words,
@@ -80,9 +80,7 @@ def parse_look(argv: Sequence[str]) -> LookOptions:
         example=EXAMPLE,
     )
     if options.model and timm.is_model(options.model) and not is_ours(options.model):
-        raise ValueError(
-            f"{options.model} is no model of visionattn, whose blocks and pooling look reads"
-        )
+        raise ValueError(f"{options.model} is not a visionattn model, which look needs")
     check_asked(options)
     if not options.output:
         raise ValueError("--output is missing: a folder for the pictures")
@@ -99,7 +97,7 @@ def check_asked(options: LookOptions) -> None:
     parse_queries(options.queries)
     for key, default in (("queries", None), ("head", None), ("term", "both")):
         if getattr(options, key) != default and "rows" not in options.show:
-            raise ValueError(f"{key} is for rows of attention, which show leaves out")
+            raise ValueError(f"{key} needs --show rows")
 
 
 def parse_queries(given: Sequence[str] | None) -> list[str | tuple[int, int]] | None:

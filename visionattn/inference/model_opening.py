@@ -32,9 +32,9 @@ from visionattn.models.building import (
     patch_size,
 )
 from visionattn.models.machine import pick_device, precision_taken
+from visionattn.models.patch_heads import PatchClassifier, PatchModel
 from visionattn.models.patches import takes_sizes
-from visionattn.models.registration import check_reads, create
-from visionattn.models.segmentation import HEAD_ARGS, Segmenter
+from visionattn.models.registration import check_reads, create, split_args
 from visionattn.models.weights import (
     FORMAT,
     UNBUILDABLE,
@@ -73,15 +73,15 @@ class Opened:
     notes: tuple[str, ...]
     """Source of its weights, as lines for people."""
     body_alone: bool = False
-    """Whether it is the body of a segmentation model, which has feature maps but no vector per
-    image.
+    """Whether it is the body of a model with a head on patches, which has feature maps but no
+    vector per image.
     """
 
     def check_pooled(self) -> None:
         """Raise ValueError if there are no features of a whole image."""
         if self.body_alone:
             raise ValueError(
-                f"the {self.name} of a segmentation has feature maps and no vector of an image; "
+                f"model {self.name} with a head on patches has feature maps and no image vector; "
                 "use dense"
             )
 
@@ -130,8 +130,8 @@ def open_model(options: OpenOptions, *, classifies: bool) -> Opened:
     if metadata:
         if options.model:
             raise ValueError(
-                f"{options.checkpoint} knows its model, {brief(metadata.get('model'))}: leave "
-                "--model out"
+                f"{options.checkpoint} stores its model, {brief(metadata.get('model'))}; omit "
+                "--model"
             )
         _check_seed(options)
         model = load_model(options.checkpoint)
@@ -141,21 +141,19 @@ def open_model(options: OpenOptions, *, classifies: bool) -> Opened:
         spec, notes = model.data_spec, [f"{name} of {options.checkpoint}"]
     else:
         if not (options.checkpoint or options.pretrained) and classifies:
-            raise ValueError(
-                "predictions need weights: --checkpoint, which a run writes, or --pretrained for "
-                "timm's own"
-            )
+            raise ValueError("predictions need weights; pass --checkpoint or --pretrained")
         model, args, spec, notes = _by_name(options, classifies)
         name, said = options.model, args
     model, spec, body_alone = _body_of(model, spec, classifies)
     if body_alone:
-        args = {key: value for key, value in args.items() if key not in HEAD_ARGS}
+        args = split_args(args)[1]
+        args |= {"head_blocks": model.taken} if isinstance(model, PatchClassifier) else {}
     spec = _with_files(spec, options)
     geometry = _geometry(options, spec, patch_size(model))
     model = _free_size(model, name, args, spec, None if in_tiles(options) else geometry.canvas)
     notes[0] += f"; preprocessing: {geometry.describe()}"
     if geometry.fit == "pad" and not takes_sizes(model):
-        notes[0] += f"; {name} sees padding as black"
+        notes[0] += f"; padding is black for {name}"
     model = model.to(device).eval()
     return _opened(options, model, name, said, spec, geometry, device, tuple(notes), body_alone)
 
@@ -177,8 +175,8 @@ def open_module(model: nn.Module, options: OpenOptions, *, classifies: bool) -> 
         cfg = getattr(model, "pretrained_cfg", None)
         if cfg is None:
             raise ValueError(
-                f"{name} does not say what its images are; set its data_spec to a "
-                f"visionattn.DataSpec"
+                f"{name} does not state its preprocessing; set its data_spec to a "
+                "visionattn.DataSpec"
             )
         known = {field.name for field in fields(PretrainedCfg)}
         kept = cfg if isinstance(cfg, dict) else asdict(cfg)
@@ -213,12 +211,16 @@ def _opened(options: OpenOptions, model: nn.Module, *found: Any) -> Opened:
 def _body_of(
     model: nn.Module, spec: DataSpec, classifies: bool
 ) -> tuple[nn.Module, DataSpec, bool]:
-    """Return the body of a segmentation model whose outputs are not used, its specification, and
-    whether it is one.
+    """Return the body of a model with a head on patches whose outputs are not used, its
+    specification, and whether it is one. The body of a classifier gives the maps of its blocks.
     """
-    if classifies or not isinstance(model, Segmenter):
+    if classifies or not isinstance(model, PatchModel):
         return model, spec, False
-    return model.backbone, replace(spec, task="classification", num_classes=0), True
+    body = model.backbone
+    if isinstance(model, PatchClassifier):
+        body = PatchClassifier(body, 0, head_blocks=model.taken)
+        body.norms = model.norms
+    return body, replace(spec, task="classification", num_classes=0), True
 
 
 def _with_files(spec: DataSpec, options: OpenOptions) -> DataSpec:
@@ -271,8 +273,7 @@ def description(path: str) -> dict[str, str] | None:
 def of_no_model(path: str | None) -> ValueError:
     """Return the error for weights without a model description, if no option names the model."""
     return ValueError(
-        f"{path} does not name the model of its weights; give its name with --model, or use "
-        "the best.safetensors of a run"
+        f"{path} does not state its model; pass --model, or use the best.safetensors of a run"
     )
 
 
@@ -325,7 +326,7 @@ def _by_name(
         spec = getattr(model, "data_spec", spec)  # from our weights, which hold more
         return model, args, spec, [f"{name}, its pretrained weights"]
     if not options.checkpoint:
-        note = f"{name} with random weights (seed {options.seed}): no --checkpoint is given"
+        note = f"{name} with random weights (seed {options.seed}), as --checkpoint is missing"
         return model, args, spec, [note]
     from visionattn.models.placement import place_weights
 
@@ -344,8 +345,7 @@ def _check_seed(options: OpenOptions) -> None:
     """Raise ValueError for a seed together with a checkpoint that provides all weights."""
     if options.seed and not options.seed_divides:
         raise ValueError(
-            f"seed {options.seed} does nothing: {options.checkpoint} gives all weights; leave it "
-            "out"
+            f"seed {options.seed} has no effect: {options.checkpoint} has all weights; omit it"
         )
 
 

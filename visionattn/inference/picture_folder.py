@@ -25,7 +25,9 @@ def check_picture_folder(folder: Path, summary: str, overwrite: bool) -> None:
     if is_known and not overwrite:
         raise ValueError(f"{folder} exists; --overwrite replaces it")
     if overwrite and folder.is_dir() and not is_known:
-        raise ValueError(f"{folder} has no {summary}, so --overwrite keeps it; name another folder")
+        raise ValueError(
+            f"{folder} has no {summary}, so --overwrite does not delete it; pass another folder"
+        )
     check_new(folder, replaces=summary if overwrite else None)
 
 

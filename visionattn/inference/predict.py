@@ -46,9 +46,7 @@ class Predictor:
     def __init__(self, options: PredictOptions):
         self.options, self.output = options, Path(options.output) if options.output else None
         if self.output is None and options.overwrite:
-            raise ValueError(
-                "overwrite replaces the file of --output, which is missing: leave it out"
-            )
+            raise ValueError("overwrite needs --output")
         if self.output is not None and self.output.suffix not in SUFFIXES:
             raise ValueError(f"--output {self.output} must end in {' or '.join(SUFFIXES)}")
         self.listing = find_images(options.images or [], options.labels)
@@ -86,7 +84,7 @@ class Predictor:
                 write_whole(self.output, lambda place: self._write(place, rows))
                 what = "values" if self.opened.spec.task == "regression" else "classes"
                 say(f"{self.done} of {len(run.images)} images have {what}: {self.output}")
-        # The file is written anyway: its rows say what happened to each image.
+        # The file is written anyway: its rows have the status of each image.
         if not self.done:
             text = f"none of the {len(run.images)} images has a result; the first: "
             raise self.failed[0].error(text)
@@ -210,7 +208,7 @@ def count_of_classes(opened: Opened, top_k: int | None, usual: int = USUAL) -> i
         if top_k is not None:
             raise ValueError(
                 f"top_k is for one class per image, and {opened.name} is for data.task "
-                f"{opened.spec.task}, which gives all outputs; leave it out"
+                f"{opened.spec.task}, which gives all outputs; omit it"
             )
         return classes
     if top_k is not None and not 1 <= top_k <= classes:

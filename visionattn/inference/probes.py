@@ -90,7 +90,7 @@ def fit_linear(
 
 def without_features(lost: int) -> list[str]:
     """Return a line with the number of images without features, or no line."""
-    return [f"labelled images without features, left out: {lost}"] if lost else []
+    return [f"skipped labelled images without features: {lost}"] if lost else []
 
 
 def fit_probes(
@@ -121,7 +121,7 @@ def fit_probes(
     (x, y), (x_judged, y_judged) = ((np.array(a), np.array(b)) for _, a, b in sides)
     if len(x) < neighbours or len(np.unique(y)) < 2 or not len(x_judged):
         raise ValueError(
-            f"a probe wants at least {neighbours} images (neighbours) of two classes to fit and "
+            f"a probe needs at least {neighbours} images (neighbours) of two classes to fit and "
             f"one to judge; got features of {len(x)} of {len(np.unique(y))} and of {len(x_judged)}"
         )
     linear, note = fit_linear(x, y)
@@ -214,8 +214,7 @@ def fit_and_judge(
     chosen = [sampled(patches, rng) for patches in fitted]
     if len(np.unique(np.concatenate([[], *(known for _, known, _ in chosen)]))) < 2:
         raise ValueError(
-            "a dense probe wants patches of two kinds to fit on, and the masks show fewer; draw "
-            "more images: --eval-images"
+            "a dense probe needs patches of two classes; raise --data_args.eval_images"
         )
     x, y, weights = (np.concatenate(parts) for parts in zip(*chosen, strict=True))
     probe, note = fit_linear(x, y, weights)
@@ -223,7 +222,7 @@ def fit_and_judge(
     for features, known in judged:
         np.add.at(confusion, (known, probe.predict(features)), 1)
     if not confusion.any():
-        raise ValueError("none of the images to judge has features")
+        raise ValueError("no test image has features")
     return DenseResult(confusion, len(y), note)
 
 

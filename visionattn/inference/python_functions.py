@@ -87,7 +87,7 @@ def predict(model: Model, images: Images, **options: Any) -> Predictions:
     probabilities = []
     with _opened(model, asked, classifies=True) as opened:
         if opened.spec.task == "segmentation":
-            raise ValueError(f"{opened.name} gives classes of pixels; use visionattn.segment")
+            raise ValueError(f"{opened.name} is a segmentation model; use visionattn.segment")
         count = count_of_classes(opened, asked.top_k)
         for outcome in _outcomes(opened, images, call, asked):
             if opened.spec.task in VECTOR_TASKS:
@@ -122,7 +122,7 @@ def segment(model: Model, images: Images, **options: Any) -> list[Tensor]:
     asked = options_of_call(InferenceOptions, {"workers": 0} | options)
     with _opened(model, asked, classifies=True) as opened:
         if opened.spec.task != "segmentation":
-            raise ValueError(f"{opened.name} gives classes of images; use visionattn.predict")
+            raise ValueError(f"{opened.name} is a classification model; use visionattn.predict")
         found = []
         for outcome in _outcomes(opened, images, masks, asked, dtype=torch.uint8):
             found.append(_value(judged(outcome, opened.geometry)))
@@ -158,7 +158,7 @@ def extract_features(model: Model, images: Images, **options: Any) -> Tensor | l
             opened.check_pooled()
         method = "forward_intermediates" if asked.dense else "forward_head"
         if not hasattr(opened.model, method):
-            raise ValueError(f"{opened.name} gives no features of this kind: it has no {method}")
+            raise ValueError(f"{opened.name} has no such features: it has no {method}")
         compute = last_map if asked.dense else pooled
         values = [outcome.value for outcome in _outcomes(opened, images, compute, asked)]
         native = opened.geometry.canvas is None
@@ -208,7 +208,7 @@ def _opened(model: Model, options: OpenOptions, *, classifies: bool) -> Iterator
     """Yield the opened model, in eval mode within the context; the caller's module is restored."""
     if isinstance(model, nn.Module):
         if options.device != "auto":
-            raise ValueError("a module stays where it is; leave device out, or move the module")
+            raise ValueError("a module keeps its device; omit device, or move the module")
         options.model = type(model).__name__
         check(options)
         with in_eval(model):
@@ -225,7 +225,7 @@ def _opened(model: Model, options: OpenOptions, *, classifies: bool) -> Iterator
     elif timm.is_model(str(model)):
         options.model, options.pretrained = str(model), True
     else:
-        raise ValueError(f"{model} is neither a checkpoint that is there nor a model of timm")
+        raise ValueError(f"{model} is neither an existing checkpoint nor a timm model")
     check(options)
     yield open_model(options, classifies=classifies)
 

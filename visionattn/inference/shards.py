@@ -22,6 +22,7 @@ from torch import Tensor
 from visionattn.cli.files import check_folder, is_unfinished, printable, write_whole
 from visionattn.cli.tables import read_rows
 from visionattn.cli.untrusted import brief, from_json
+from visionattn.data.kept_features import BACKBONE, INDEX
 from visionattn.inference.image_batches import Outcome
 from visionattn.inference.result_files import difference, write_table
 
@@ -29,7 +30,7 @@ FORMAT = "visionattn.features"
 FORMAT_VERSION = 1
 NAMED_FAILURES = 5
 """Maximum number of images without features named in the report; the index names all."""
-INDEX, LOCK = "index.csv", "features.lock"
+LOCK = "features.lock"
 PARTS = "parts"
 """Folder of the parts of a collection, within the feature folder."""
 MOST_PARTS = 99_999
@@ -155,7 +156,7 @@ def read_shard(path: Path) -> Shard | None:
             raise ValueError(f"it has version {brief(content.get('version'))}")
     except ValueError as error:
         raise ValueError(
-            f"{path} is no file of features of this visionattn ({error}); choose another --output"
+            f"{path} is not a feature file of this version ({error}); choose another --output"
         ) from error
     return Shard(path, content["first"], content["rows"], content["identity"])
 
@@ -187,8 +188,8 @@ def whole_shards(
             break  # a run with a wrong option and no results
         if other is not None:
             raise ValueError(
-                f"{folder} holds other features: {other}; choose another --output, or replace them "
-                "with --overwrite"
+                f"{folder} holds features of another call: {other}; choose another --output, or "
+                "pass --overwrite"
             )
         found.append(shard)
         done += len(shard.rows)
@@ -198,11 +199,12 @@ def whole_shards(
 def check_ours(folder: Path, *known: str) -> None:
     """Raise ValueError if a folder holds other files than features and these names."""
     names = [] if not folder.is_dir() else [path.name for path in folder.iterdir()]
-    strange = [name for name in names if name not in (LOCK, *known) and not is_unfinished(name)]
+    known = (LOCK, BACKBONE, *known)
+    strange = [name for name in names if name not in known and not is_unfinished(name)]
     if strange and not shard_paths(folder):
         raise ValueError(
-            f"{folder} holds other things ({strange[0]}); choose another --output, or add to it "
-            "with --overwrite"
+            f"{folder} holds other files ({strange[0]}); choose another --output, or pass "
+            "--overwrite"
         )
 
 
@@ -223,7 +225,7 @@ def rows_of(folder: Path) -> Iterator[dict[str, Any]]:
 def _read_whole(path: Path) -> Shard:
     shard = read_shard(path)
     if shard is None:
-        raise ValueError(f"{path} is cut off; call the same command again")
+        raise ValueError(f"{path} is truncated; run the same command again")
     return shard
 
 
@@ -267,7 +269,7 @@ class Index:
         """
         if all_fail and self.failures == self.images:
             first = Outcome(*(self.named[0][key] for key in FROM_OUTCOME))
-            raise first.error(f"none of the {self.images} images gives features; the first: ")
+            raise first.error(f"none of the {self.images} images has features; the first: ")
         if self.failures:
             say(f"{self.failures} without features:")
         for row in self.named:
@@ -337,7 +339,7 @@ class Part:
         """
         if self.of > total:
             raise ValueError(
-                f"{self.of} parts of {total} images would leave some empty; name at most {total}"
+                f"{self.of} parts of {total} images would leave some empty; use at most {total}"
             )
         return range(total * (self.number - 1) // self.of, total * self.number // self.of)
 
@@ -375,7 +377,7 @@ def merge(output: Path, say: Callable[[str], None], identity: dict[str, Any] | N
         ValueError: a part is missing, unfinished, or has other features; or no image has features.
             One line.
     """
-    check_folder(output, "name the --output of the parts")
+    check_folder(output, "--output is missing: the folder of the parts")
     there = parts_in(output)
     if not there:
         raise ValueError(f"{output} holds no parts; --shard 1/n writes the first one")

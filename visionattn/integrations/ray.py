@@ -28,7 +28,7 @@ SAMPLE = "sample"
 """The column from ``Decode`` to ``Embed``: a pickled ``Sample``."""
 
 
-class _Reader:
+class Stage:
     """Base of both stages: a model, its preprocessing options, and the column of images."""
 
     def __init__(self, model: str | os.PathLike, column: str, how: dict[str, Any], **more: Any):
@@ -58,7 +58,7 @@ class _Reader:
         return [images[index] for index in range(len(images))]
 
 
-class Decode(_Reader):
+class Decode(Stage):
     """Read and preprocess images for a model, on other CPUs than the model's.
 
     Args:
@@ -87,7 +87,7 @@ class Decode(_Reader):
         return found | {SAMPLE: np.array([pickle.dumps(each) for each in samples], object)}
 
 
-class Embed(_Reader):
+class Embed(Stage):
     """Compute the features of images that ``Decode`` has read; without ``Decode``, also read them.
 
     Args:

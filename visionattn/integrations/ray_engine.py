@@ -155,7 +155,7 @@ def hand_out(
                     short = isinstance(error, ray.exceptions.OutOfMemoryError)
                     raise (OutOfMemory if short else Failed)(
                         f"part {part} could not be done on the cluster ({type(error).__name__}: "
-                        f"{first_line(error.__cause__ or error)}); the same command goes on"
+                        f"{first_line(error.__cause__ or error)}); the same command resumes"
                     ) from error
                 if code:
                     kind = {3: OutOfMemory, 4: Failed}.get(code, ValueError)
@@ -164,8 +164,7 @@ def hand_out(
         if interruption.requested:
             ray.shutdown()
             raise Stopped(
-                f"stopped; the parts that are written stay in {options.output}, the same command "
-                "goes on"
+                f"stopped; finished parts stay in {options.output}; the same command resumes"
             )
 
 
@@ -221,7 +220,7 @@ def _collected(options: ExtractOptions, folder: str, identity: dict[str, Any]) -
         os.chdir(folder)
     except OSError as error:
         raise ValueError(
-            f"{folder} is not there; images, weights and --output lie on a file system that all "
+            f"{folder} does not exist; images, weights and --output lie on a file system that all "
             "nodes share, at the same paths"
         ) from error
     collection = collect(options)

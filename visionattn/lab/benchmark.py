@@ -7,6 +7,7 @@ The command ``gpu`` is in ``gpu/gpu_table.py``, which needs no library that read
 import argparse
 import contextlib
 import math
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import cleandoc
@@ -55,7 +56,7 @@ def benchmark(argv: Sequence[str], show: Print) -> None:
         return
     if name not in COMMANDS:
         wanted = ", ".join([*COMMANDS, "gpu"])
-        raise ValueError(f"wanted one of {wanted}, got {name[:80]!r}; --help says what they do")
+        raise ValueError(f"expected one of {wanted}, got {name[:80]!r}; --help says what they do")
     command, before = COMMANDS[name], torch.get_num_threads()
     options = parse(
         command,
@@ -77,13 +78,17 @@ def benchmark(argv: Sequence[str], show: Print) -> None:
 def show_commands() -> NoReturn:
     """Print the list of commands and exit."""
     about = {name: command.__doc__ or "" for name, command in COMMANDS.items()}
-    about["gpu"] = "On an NVIDIA GPU: kernels and models against floors measured there; minutes."
-    lines = [f"  {name:12}{' '.join(text.split())}" for name, text in about.items()]
+    about["gpu"] = "On an NVIDIA GPU: kernels and models against limits measured there; minutes."
+    lines = [
+        textwrap.fill(" ".join(text.split()), 100, initial_indent=f"  {name:12}",
+                      subsequent_indent=" " * 14)
+        for name, text in about.items()
+    ]  # fmt: skip
     argparse.ArgumentParser(
         prog=program("benchmark"),
         usage=f"{program('benchmark')} COMMAND ...",
         description="\n".join(["COMMAND --help lists the options of a command.", "", *lines]),
-        epilog=f"try:\n  {typed('benchmark', 'operations', *OperationOptions.example.split())}",
+        epilog=f"example:\n  {typed('benchmark', 'operations', *OperationOptions.example.split())}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     ).parse_args(["--help"])
     raise AssertionError("the parser leaves")
@@ -192,7 +197,7 @@ class CaseOptions(BenchmarkOptions):
         labels = [case.label for case in cases]
         baseline = self.baseline or ("sdpa" if "sdpa" in labels else labels[0])
         if baseline not in labels:
-            raise ValueError(f"baseline {baseline}: wanted one of the cases: {', '.join(labels)}")
+            raise ValueError(f"baseline {baseline}: expected one of the cases: {', '.join(labels)}")
         return baseline
 
     def prepare(self) -> list[list[Case]]:
@@ -206,11 +211,11 @@ class CaseOptions(BenchmarkOptions):
             places.setdefault(case.place, []).append(case)
         groups = [list(dict.fromkeys(cases)) for cases in places.values()]
         if not groups:
-            raise ValueError("name what to measure; --help has an example")
+            raise ValueError("nothing to measure; see the example of --help")
         if self.form not in (None, ["auto"]) and all(
             case.form == "auto" for cases in groups for case in cases
         ):
-            raise ValueError(f"form does nothing here: {', '.join(self.names)} have no forms")
+            raise ValueError(f"form has no effect: {', '.join(self.names)} have no forms")
         for cases in groups:
             self.baseline_of(cases)
             for case in cases:
@@ -347,7 +352,7 @@ class PaperOptions(BenchmarkOptions):
                 f"figure must be one of {', '.join(papers.FIGURES)}, got {self.figure}"
             )
         if self.processor_time and self.threads != 1:
-            raise ValueError("processor_time adds up all threads' seconds; give --threads 1")
+            raise ValueError("processor_time sums over threads; pass --threads 1")
         super().prepare()
         return papers.FIGURES[self.figure]
 
@@ -386,7 +391,7 @@ class LoaderOptions(BenchmarkOptions):
         from visionattn.lab.loader import loader_cases
 
         if not self.names:
-            raise ValueError("name what to load; --help has an example")
+            raise ValueError("nothing to load; see the example of --help")
         check_least(1, img_size=self.img_size, batch=self.batch, rounds=self.rounds)
         check_least(0, seconds=self.seconds)
         for workers in self.workers:

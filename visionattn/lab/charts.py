@@ -140,7 +140,7 @@ def png(path: Path, charts: Sequence[Chart], *, title: str = "", notes: Sequence
 
     Args:
         path: the file.
-        charts: in reading order; an empty chart says that it is empty.
+        charts: in reading order; an empty chart shows a note.
         title: title of the figure, with the data set.
         notes: text below the charts.
     """

@@ -170,12 +170,12 @@ def heads_of(rows: Sequence[Row], size: str | int) -> list[Chart]:
         return Chart(title, "heads", unit, series, failed_below=unit.startswith("images"), **axes)
 
     column, seeds = accuracy_column(rows), len(distinct(here, "seed"))
-    spread = f", mean and deviation of {seeds} seeds" if seeds > 1 else ", one seed"
+    spread = f", mean and standard deviation of {seeds} seeds" if seeds > 1 else ", one seed"
     images = column.partition("_")[0]
     speed, memory = f"images per second{batch}", f"peak MiB{batch}"
     return [
         chart("Accuracy", f"% of {images} images{spread}", column, 100),
-        chart("Operations of a forward", "GFLOP, one image", "flops", 1e-9),
+        chart("Operations of a forward pass", "GFLOP, one image", "flops", 1e-9),
         *(
             chart(f"{what} of {words}", unit, f"{key}_{end}", factor, f"{key}_status")
             for what, unit, end, factor in (
@@ -206,9 +206,9 @@ def memory_of(
     few = len(sizes) <= 6
     axis = {"log_x": 2, "log_y": 10, "x_ticks": list(sizes) if few else None}
     axis["x_texts"] = [f"{px:,.0f}\n{n:,.0f}" for px, n in sizes.items()] if few else None
-    x_name = "image side in pixels" + (", and tokens" if few else "")
+    x_name = "image side in pixels" + ("; below: tokens" if few else "")
     marks = [Mark(text, px) for px, text in n1.items()]
-    units = {"above_bytes": "MiB above the level before", "peak_bytes": "peak MiB"}
+    units = {"above_bytes": "MiB that the pass adds", "peak_bytes": "peak MiB"}
     differ = [key for key in SERIES_KEYS[1:] if len({*distinct(rows, key)} - {("",)}) > 1]
     models = distinct(rows, "model")
     charts = []
@@ -286,7 +286,7 @@ def size_chart(
         few = sizes if len(sizes) < 6 else [n for n in sizes if math.sqrt(n).is_integer()]
         sides = {n: f"\n{16 * math.sqrt(n):,.0f} px" for n in few if math.sqrt(n).is_integer()}
         axis |= {"x_ticks": few, "x_texts": [f"{n:,.0f}{sides.get(n, '')}" for n in few]}
-        x_name = "tokens N, and the side of an image in patches of 16"
+        x_name = "tokens N; below: image side, patches of 16 px"
     else:
         x_name, axis["x_ticks"] = "image side in pixels", sizes if len(sizes) < 8 else None
     return Chart(title, x_name, unit, series, **axis)

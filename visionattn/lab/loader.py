@@ -132,7 +132,7 @@ def open_source(text: str, sizes: Sequence[int] | None) -> Source:
             raise ValueError(f"{text}: {name} is given by {OWN_FLAGS[name]}")
         if not value or (name not in known and not name.startswith("args.")):
             raise ValueError(
-                f"{text}: wanted options like augment=none, of {', '.join(known)}; got {option}"
+                f"{text}: expected options like augment=none, of {', '.join(known)}; got {option}"
             )
         argv += [f"--data.{name}={value}"]
     config = parse(TrainConfig, argv)

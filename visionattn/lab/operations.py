@@ -53,7 +53,7 @@ CHECK_TOKENS = 33 * 41
 def check_name(case: Case) -> None:
     """Raise ValueError for an operation or an option that does not exist."""
     if case.base not in OPTIONS:
-        raise ValueError(f"operation {case.base!r}: wanted one of {', '.join(OPTIONS)}")
+        raise ValueError(f"operation {case.base!r}: expected one of {', '.join(OPTIONS)}")
     known = OPTIONS[case.base]
     for option in case.options:
         if option not in known:

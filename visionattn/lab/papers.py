@@ -177,19 +177,38 @@ def crossover_charts(rows: Sequence[Record]) -> list[Chart]:
     charts = []
     for (width,) in distinct(rows, "width"):
         own = chosen(rows, ["width"], [width])
-        for what, unit, value, published, name in (
-            ("time", "ms", milliseconds_of, N0, "N0"),
-            ("peak memory above the inputs", "MiB", mebibytes_of, N1, "N1"),
+        for what, unit, value, published in (
+            ("time of a forward pass", "milliseconds", milliseconds_of, N0),
+            ("peak memory above the inputs", "MiB", mebibytes_of, N1),
         ):
             at, paper = crossing(own, value), published(int(width))
-            marks = [Mark(f"{name} published {paper:,}", paper)]
-            marks += [] if isinstance(at, str) else [Mark(f"{name} measured {at:,.0f}", at)]
-            charts.append(size_chart(f"d = {width}: {what}", unit, own, value, marks=marks,
+            marks = [Mark(f"equal at {paper:,}, published", paper)]
+            marks += [] if isinstance(at, str) else [Mark(f"equal at {at:,.0f}, measured", at)]
+            charts.append(size_chart(f"Head width {width}: {what}", unit, own, value, marks=marks,
                                      names=lambda case: case.split()[-1]))  # fmt: skip
     return charts
 
 
 # Scaleformer, figures 4 to 6: model width 256, sequences
+
+
+WORDS = {
+    "relative": "relative position",
+    "kernelized": "kernelized attention",
+    "sdpa": "softmax, fused",
+    "eager": "softmax, unfused",
+    "causal": "causal",
+    "flat": "with relative position",
+}
+"""Operations and their options in words; options without words are left out."""
+
+
+def words_of(case: str) -> str:
+    """Return the operation, options and form of a case in words."""
+    names, _, form = case.partition(" ")
+    if not form and names not in ("sdpa", "eager"):
+        form = "automatic form"
+    return ", ".join(filter(None, [*map(WORDS.get, names.split("+")), form]))
 
 
 def scaleformer(
@@ -214,7 +233,8 @@ def scaleformer(
             ]
 
     def charts(rows: Sequence[Record]) -> list[Chart]:
-        return [size_chart("Time of a forward", "ms", rows, milliseconds_of)]
+        title = "Time of a forward pass"
+        return [size_chart(title, "milliseconds", rows, milliseconds_of, names=words_of)]
 
     return Figure(title, cases, charts)
 
@@ -258,40 +278,42 @@ def heads_charts(rows: Sequence[Record]) -> list[Chart]:
     table = heads_table(rows)
     heads = [record["h"] for record in table]
     axis = {"log_x": 2, "x_ticks": heads, "from_zero": True}
-    axis["x_texts"] = [f"{record['h']}\nd = {record['d']}" for record in table]
+    axis["x_texts"] = [f"{record['h']}\n{record['d']}" for record in table]
     charts = []
     for unit, title in zip(HEADS_VALUES, ("Speed", "Peak memory"), strict=True):
-        for source, where in (("", "here"), ("published ", "as published, on the authors' GPU")):
+        for source, where in (("", "measured"), ("published ", "published, on a GPU")):
             series = [
                 Series(form, Look(SHAPES[form], SHAPES[form]), heads,
                        [record[f"{source}{form} {unit}"] for record in table])
                 for form in FORMS
             ]  # fmt: skip
-            charts.append(Chart(f"{title} {where}", "heads", unit, series, **axis))
+            charts.append(
+                Chart(f"{title}, {where}", "heads; below: head width", unit, series, **axis)
+            )
     return charts
 
 
 FIGURES = {
     "crossover": Figure(
-        "TaylorShift, 4 heads: from which length is the efficient form cheaper?",
+        "TaylorShift: direct and efficient form over the number of tokens, 4 heads",
         crossover_cases,
         crossover_charts,
         crossings,
     ),
     "scaleformer-4": scaleformer(
-        "Relative term of Scaleformer: one head, d = 256, R = 10",
+        "Relative position of Scaleformer: one head of width 256, horizon 10",
         dict.fromkeys(("relative", "relative+causal"), FORMS[::-1]),
         *(256, 1),
         direct=4096,
     ),
     "scaleformer-5": scaleformer(
-        "Kernelized attention: one head, d = 256",
+        "Kernelized attention: one head of width 256",
         dict.fromkeys(("kernelized", "kernelized+causal"), FORMS[::-1]),
         *(256, 1),
         direct=8192,
     ),
     "scaleformer-6": scaleformer(
-        "Softmax and kernelized attention: 4 heads, d = 64, R = 10",
+        "Softmax and kernelized attention: 4 heads of width 64, horizon 10",
         dict.fromkeys(("sdpa", "eager"), ("auto",))
         | dict.fromkeys(("kernelized", "kernelized+flat+sum"), CHOSEN),
         *(64, 4),
@@ -299,7 +321,7 @@ FIGURES = {
         eager=8192,
     ),
     "taylorshift-heads": Figure(
-        "TaylorShift's pixel model: images of 32 px, width 256, batch 16",
+        "TaylorShift over the number of heads: images of 32 px, width 256, batch 16",
         heads_cases,
         heads_charts,
         heads_table,

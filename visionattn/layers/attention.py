@@ -100,12 +100,12 @@ class Attention(nn.Module):
         if num_heads < 1 or dim % num_heads:
             divisors = ", ".join(str(n) for n in range(1, dim + 1) if dim % n == 0)
             raise ValueError(
-                f"num_heads {num_heads} does not divide the width {dim}; wanted one of {divisors}"
+                f"num_heads {num_heads} does not divide the width {dim}; expected one of {divisors}"
             )
         # Checks first: an option without effect is refused, not ignored.
         kind = get_attention(attention)
         if normalization not in (None, "mean", "sum"):
-            raise ValueError(f"normalization {normalization!r}: wanted mean or sum")
+            raise ValueError(f"normalization {normalization!r}: expected mean or sum")
         check_form(form)
         self.head_dim = dim // num_heads
         self.feature_map = (
@@ -126,10 +126,10 @@ class Attention(nn.Module):
         )
         for name, reason in idle_options(kind, relative, feature_map).items():
             if given[name] is not None:
-                raise ValueError(f"{name}={given[name]!r} would do nothing: {reason}")
+                raise ValueError(f"{name}={given[name]!r} has no effect: {reason}")
         if kind.windows and relative == "flat":
             raise ValueError(
-                f"relative='flat': attention={attention!r} is on a grid; wanted joint, axial or "
+                f"relative='flat': attention={attention!r} is on a grid; expected joint, axial or "
                 "none"
             )
         self.window_size = WINDOW_SIZE if window_size is None else window_size
@@ -232,8 +232,7 @@ class Attention(nn.Module):
         """
         if not self.fused_attn:
             raise ValueError(
-                "fused_attn=False asks for the weights of all pairs of tokens, which this "
-                "attention never forms"
+                "fused_attn=False needs the attention matrix, which this attention never computes"
             )
         q, k, v, layout, key_mask, options = self._operands(x, layout, attn_mask, is_causal)
         options["value_drop"] = self.attn_drop.p if self.training else 0.0
@@ -389,7 +388,7 @@ def _key_mask(attn_mask: Tensor | None, x: Tensor) -> Tensor | None:
         (batch, tokens),
     }:
         raise ValueError(
-            f"attn_mask: wanted a bool mask of keys, [{batch}, 1, 1, {tokens}] or [{batch}, "
+            f"attn_mask: expected a bool mask of keys, [{batch}, 1, 1, {tokens}] or [{batch}, "
             f"{tokens}], got "
             f"{attn_mask.dtype} {tuple(attn_mask.shape)}; linear attention has no weights of "
             f"single pairs to mask"

@@ -53,9 +53,9 @@ class RelativeTables(nn.Module):
     ):
         super().__init__()
         if kind not in KINDS:
-            raise ValueError(f"relative {kind!r}: wanted one of {', '.join(KINDS)}, none")
+            raise ValueError(f"relative {kind!r}: expected one of {', '.join(KINDS)}, none")
         if horizon < 0:
-            raise ValueError(f"horizon: wanted 0 or more patches, got {horizon}")
+            raise ValueError(f"horizon: expected 0 or more patches, got {horizon}")
         self.kind, self.horizon = kind, horizon
         self.normalization, self.signed = normalization, signed
         side = 2 * horizon + 1

@@ -58,9 +58,9 @@ class RasterTables(nn.Module):
     ):
         super().__init__()
         if rows < 0 or reach < 0:
-            raise ValueError(f"rows {rows}, reach {reach}: wanted whole numbers from 0 on")
+            raise ValueError(f"rows {rows}, reach {reach}: expected whole numbers from 0 on")
         if normalization not in get_args(Normalization):
-            raise ValueError(f"normalization {normalization!r}: wanted mean or sum")
+            raise ValueError(f"normalization {normalization!r}: expected mean or sum")
         self.rows, self.channels = rows, channels
         self.span = (reach + 1) * channels - 1
         """Values on each side with entries of their own."""
@@ -148,7 +148,7 @@ class RasterAttention(Attention):
         **options: Any,
     ):
         if relative not in ("flat", "none"):
-            raise ValueError(f"relative {relative!r}: wanted flat, along the raster, or none")
+            raise ValueError(f"relative {relative!r}: expected flat, along the raster, or none")
         super().__init__(dim, num_heads, relative="none", device=device, dtype=dtype, **options)
         self._check(is_causal=True)
         if self.kind.feature_map and not is_per_token(get_feature_map(self.feature_map)):
@@ -157,7 +157,7 @@ class RasterAttention(Attention):
                 "those that follow; take elu1, relu or random"
             )
         if normalization is not None and (self.kind.signed or relative == "none"):
-            raise ValueError(f"normalization={normalization!r} would do nothing here; leave it out")
+            raise ValueError(f"normalization={normalization!r} has no effect; omit it")
         if relative == "flat":
             self.relative = RasterTables(
                 num_heads,

@@ -19,6 +19,7 @@ from visionattn.layout import Grid
 from visionattn.model_config import VECTOR_TASKS
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.mixed_blocks import places_of_blocks
+from visionattn.models.patch_heads import PatchClassifier
 from visionattn.models.segmentation import Segmenter
 from visionattn.ops.rows import Rows
 
@@ -67,7 +68,7 @@ class Attribution:
     """Description of how patches enter the output, for people."""
 
 
-def check_model(model: nn.Module) -> VisionAttnTransformer:
+def check_model(model: nn.Module) -> VisionAttnTransformer | PatchClassifier:
     """Return the model if it supports attribution.
 
     Raises:
@@ -78,7 +79,7 @@ def check_model(model: nn.Module) -> VisionAttnTransformer:
             "the model gives each pixel a class, and look draws the attribution of one class of an "
             "image; visionattn predict writes its masks"
         )
-    if not isinstance(model, VisionAttnTransformer):
+    if not isinstance(model, VisionAttnTransformer | PatchClassifier):
         raise ValueError(
             f"{type(model).__name__} is no model of visionattn, whose blocks and pooling look reads"
         )
@@ -123,17 +124,14 @@ def find_attribution(
     Raises:
         ValueError: the outputs are not finite, or the class does not exist.
     """
+    if isinstance(model, PatchClassifier):
+        return _of_largest(model, inputs, sizes, target)
     with torch.inference_mode(False), _frozen(model), torch.set_grad_enabled(gradient):
         inputs = inputs.clone().requires_grad_(gradient)  # also works for an inference tensor
         tokens = model.forward_features(inputs, sizes=sizes)
         present = model.present_patches(inputs, sizes)
         logits = model.forward_head(tokens, present=present)[0]
-        if not logits.isfinite().all():
-            raise ValueError("outputs are not finite")
-        if target is None:
-            target = int(logits.argmax())
-        if not 0 <= target < len(logits):
-            raise ValueError(f"there is no class {target}; the classes are 0 to {len(logits) - 1}")
+        target = _target(logits, target)
         margin = logits @ contrast(model, logits, target)
         if gradient:
             margin.backward()
@@ -151,6 +149,39 @@ def find_attribution(
         found if gradient else None,
         described(model),
     )
+
+
+def _target(logits: Tensor, target: int | None) -> int:
+    """Return the index of the class, by default of the largest output, after checking both."""
+    if not logits.isfinite().all():
+        raise ValueError("outputs are not finite")
+    if target is None:
+        target = int(logits.argmax())
+    if not 0 <= target < len(logits):
+        raise ValueError(f"there is no class {target}; the classes are 0 to {len(logits) - 1}")
+    return target
+
+
+@torch.no_grad()
+def _of_largest(
+    model: PatchClassifier, inputs: Tensor, sizes: Tensor | None, target: int | None
+) -> Attribution:
+    """Return the attribution of a mean of the largest outputs: each of them adds its share."""
+    scores = model.head(model.forward_patches(inputs, sizes))[0]
+    logits = model(inputs, sizes)[0]
+    target, present = _target(logits, target), model.present_patches(inputs, sizes)
+    there = torch.full(scores[0].shape, True) if present is None else present[0].cpu()
+    each = scores.flatten(1).double().cpu().masked_fill(~there.flatten(), float("-inf"))
+    count = min(model.top or each.shape[1], int(there.sum()))
+    best = each.topk(count, 1)
+    shares = best.values * contrast(model, logits, target).double().cpu()[:, None] / count
+    patches = torch.zeros(each.shape[1], dtype=torch.float64)
+    patches.index_add_(0, best.indices.flatten(), shares.flatten())
+    how = f"the output is the mean of the {count} largest outputs of patches"
+    grid = tuple(scores.shape[1:])
+    margin = float(patches.sum())
+    found = logits.float().cpu(), target, margin, patches.unflatten(0, grid)
+    return Attribution(*found, None, 0.0, None, how)
 
 
 def watch(
@@ -255,7 +286,7 @@ def offset_weights(attention: Attention) -> Tensor | None:
     It is the sum of each entry of the relative table. For softmax tables, with which a zero query
     has no position, it is the norm of each entry. None without relative position.
     """
-    tables = attention.relative
+    tables = getattr(attention, "relative", None)  # none in timm's
     if tables is None:
         return None
     position: Any = tables(attention.native_layout)
@@ -283,6 +314,8 @@ def contrast(model: nn.Module, logits: Tensor, target: int) -> Tensor:
 
 def divides(model: VisionAttnTransformer) -> bool:
     """Return whether the pooling can be divided among patches."""
+    if isinstance(model, PatchClassifier):
+        return True
     linear = isinstance(model.head, nn.Linear) and isinstance(model.fc_norm, NORMS)
     return linear and model.attn_pool is None and model.global_pool in POOLED
 

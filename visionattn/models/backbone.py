@@ -187,9 +187,9 @@ class VisionAttnTransformer(VisionTransformer):
         of_blocks = iter(options_of_blocks(attention, depth, attn_options, softmax_blocks or ()))
         for name, value in (("embed_dim", embed_dim), ("in_chans", in_chans)):
             if value < 1:
-                raise ValueError(f"{name}: wanted a whole number from 1 on, got {value}")
+                raise ValueError(f"{name}: expected a whole number from 1 on, got {value}")
         if mlp_layer not in MLP_LAYERS:
-            raise ValueError(f"mlp_layer {mlp_layer!r}: wanted one of {', '.join(MLP_LAYERS)}")
+            raise ValueError(f"mlp_layer {mlp_layer!r}: expected one of {', '.join(MLP_LAYERS)}")
         norm = get_norm_layer(norm_layer) or LayerNorm
         if norm_eps is not None:
             norm = partial(norm, eps=norm_eps)
@@ -486,7 +486,7 @@ class VisionAttnTransformer(VisionTransformer):
         Maps are ``[B, D, H, W]``; dropped or absent patches are zero.
         """
         if output_fmt not in ("NCHW", "NLC"):
-            raise ValueError(f"output_fmt {output_fmt!r}: wanted NCHW or NLC")
+            raise ValueError(f"output_fmt {output_fmt!r}: expected NCHW or NLC")
         take, last = feature_take_indices(len(self.blocks), indices)
         x, layout = self._embed(x, sizes)
         taken = []

@@ -78,7 +78,7 @@ class BagEncoder(nn.Module):
             ("global_pool", global_pool, POOLS),
         ):
             if value not in known:
-                raise ValueError(f"{name} {value!r}: wanted one of {', '.join(known)}")
+                raise ValueError(f"{name} {value!r}: expected one of {', '.join(known)}")
         self.horizon, self.global_pool = horizon, global_pool
         self.in_features, self.has_places = in_features, relative != "none"
         self.num_prefix_tokens = int(global_pool == "token")
@@ -135,45 +135,45 @@ class BagEncoder(nn.Module):
             ValueError: wrong shapes or dtypes, an empty bag, two tiles at one place, or tiles too
                 far apart for their number.
         """
-        alone = features.ndim == 2
-        if alone:
+        single = features.ndim == 2
+        if single:
             features, places = features[None], places[None]
             present = None if present is None else present[None]
         self._check(features, places, present)
-        tokens, layout = self._tokens(features, places, present)
+        layout = layout_of(places, present, self.num_prefix_tokens, self.horizon)
+        if present is not None:  # absent features may be NaN, and are multiplied by weights
+            features = features.masked_fill(~present.unsqueeze(2), 0)
+        tokens = self.encode(features, layout)
         pooled = pool_present(
             tokens, present, self.global_pool, self.num_prefix_tokens, with_prefix=False
         )
         out = self.head(self.head_drop(pooled))
-        return out[0] if alone else out
+        return out[0] if single else out
 
     def _check(self, features: Tensor, places: Tensor, present: Tensor | None) -> None:
         batch, tiles = features.shape[:2] if features.ndim == 3 else (-1, -1)
         if features.ndim != 3 or features.shape[2] != self.in_features or not tiles:
             raise ValueError(
-                f"features: wanted [n, {self.in_features}] or [B, n, {self.in_features}] with a "
+                f"features: expected [n, {self.in_features}] or [B, n, {self.in_features}] with a "
                 f"tile or more, got {described(features)}"
             )
         if places.dtype != torch.int64 or tuple(places.shape) != (batch, tiles, 2):
             raise ValueError(
-                f"places: wanted int64 [{batch}, {tiles}, 2], row and column of each tile, got "
+                f"places: expected int64 [{batch}, {tiles}, 2], row and column of each tile, got "
                 f"{described(places)}"
             )
         if present is None:
             return
         if present.dtype != torch.bool or tuple(present.shape) != (batch, tiles):
-            raise ValueError(f"present: wanted bool [{batch}, {tiles}], got {described(present)}")
+            raise ValueError(f"present: expected bool [{batch}, {tiles}], got {described(present)}")
         if not present.any(1).all():
             raise ValueError("present: a bag has no tile")
 
-    def _tokens(
-        self, features: Tensor, places: Tensor, present: Tensor | None
-    ) -> tuple[Tensor, TokenLayout]:
-        """Return the normalised tokens ``[B, P + n, D]`` after the blocks, and their layout."""
-        if present is not None:  # absent features may be NaN, and are multiplied by weights
-            features = features.masked_fill(~present.unsqueeze(2), 0)
+    def encode(self, features: Tensor, layout: TokenLayout) -> Tensor:
+        """Return the normalised tokens ``[B, P + n, D]`` after the blocks, for the finite features
+        ``[B, n, in_features]`` of tiles, or of patches, with any layout.
+        """
         x = self.embed(features)
-        layout = layout_of(places, present, self.num_prefix_tokens, self.horizon)
         tables = first_counted(self.blocks)
         if tables is not None:
             layout = layout._replace(counts=class_counts_like(layout, tables.horizon, x))
@@ -181,7 +181,7 @@ class BagEncoder(nn.Module):
             x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1)
         for block in self.blocks:
             x = block(x, layout)
-        return self.norm(x), layout
+        return self.norm(x)
 
 
 def layout_of(places: Tensor, present: Tensor | None, num_prefix: int, horizon: int) -> TokenLayout:

@@ -73,8 +73,8 @@ def build_model(config: ModelConfig, spec: DataSpec) -> tuple[nn.Module, dict[st
             model.set_grad_checkpointing(True)
         except (AttributeError, AssertionError) as error:
             raise ValueError(
-                f"model {config.name} has no gradient checkpointing; leave "
-                "model.grad_checkpointing out"
+                f"model {config.name} has no gradient checkpointing; omit model.grad_checkpointing "
+                "out"
             ) from error
     return model, {key: value for key, value in args.items() if key not in LOADING_ARGS}
 
@@ -87,16 +87,16 @@ def check_args(config: ModelConfig) -> None:
         "checkpoint_path": "init_from",
     }.items():
         if key in config.args:
-            raise ValueError(f"model.args.{key} is given by {source}; leave it out")
+            raise ValueError(f"model.args.{key} is set by {source}; omit it")
     for key, value in config.args.items():
         if value is None:  # timm drops it
             raise ValueError(
-                f"model.args.{key} null would do nothing; leave it out, or give a value (0 for no "
+                f"model.args.{key} null has no effect; omit it, or pass a value (0 for no "
                 "LayerScale)"
             )
     if config.args.get("features_only"):
         raise ValueError(
-            "model.args.features_only gives a model without a head, which cannot be trained here"
+            "model.args.features_only gives a model without a head, which cannot be trained"
         )
 
 

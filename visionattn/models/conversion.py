@@ -29,8 +29,9 @@ from visionattn.layers.changed import has_hooks
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.entry_points import model_cfg, register
 from visionattn.models.mixed_blocks import places_of_blocks
+from visionattn.models.patch_heads import PatchModel
 from visionattn.models.registration import is_ours
-from visionattn.models.segmentation import Segmenter
+from visionattn.models.segmentation import Segmenter, classifier_of
 from visionattn.models.state_dicts import checkpoint_filter_fn, fit_position, shape, shorten
 from visionattn.models.weights import (
     FORMAT,
@@ -40,6 +41,7 @@ from visionattn.models.weights import (
     check_finite,
     describe_args,
     describe_misfit,
+    described,
     existing,
     load_model,
     read_metadata,
@@ -506,8 +508,9 @@ def _from_file(path: Path, body: str | None, args: dict[str, Any]) -> tuple[nn.M
         if body is not None or args:
             raise ValueError(f"{path} says what its model is; leave the body and its args out")
         model = load_model(path)
-        if isinstance(model, Segmenter):
-            raise ValueError(f"{path} gives classes of pixels; a teacher gives classes of images")
+        if isinstance(model, PatchModel):
+            given = "classes of pixels" if isinstance(model, Segmenter) else "outputs of patches"
+            raise ValueError(f"{path} gives {given}; a teacher gives classes of images")
         return model, [f"{path}"]
     state = read_state_dict(path)
     if body is None:
@@ -608,6 +611,11 @@ class ConvertOptions(StudentOptions):
 
     seed: int = 0
     """Seed of random weights and of the start of relative position."""
+    top_patches: int | None = None
+    """Only for a segmentation model of ``visionattn train``, without the other options: write the
+    classifier of images whose output for a class is the mean of its so many largest patch outputs
+    minus the first class's, the background.
+    """
     output: str | None = None
     """The safetensors file, which ``visionattn.load_model`` and every command read."""
     overwrite: bool = False
@@ -644,6 +652,24 @@ def student_of(
     return from_softmax(vit, **(asked | options.options))
 
 
+def _write_classifier(options: ConvertOptions, output: Path) -> str:
+    """Write the classifier of ``top_patches``, and return a line about it."""
+    own = ("teacher", "output", "overwrite", "top_patches")
+    for key, value in vars(ConvertOptions()).items():
+        if key not in own and getattr(options, key) != value:
+            raise ValueError(f"top_patches keeps the model and its weights; leave {key} out")
+    model = load_model(str(options.teacher))
+    if not isinstance(model, Segmenter):
+        raise ValueError(f"top_patches is for a segmentation model, and {options.teacher} is none")
+    name, args, spec = described(read_metadata(str(options.teacher)), str(options.teacher))
+    made, head = classifier_of(model, int(options.top_patches)), {"head_top": options.top_patches}
+    args = {key: value for key, value in args.items() if key != "head_stride"} | head
+    names = spec.class_names[1:]
+    changed = dict(task="classification", num_classes=made.num_classes, class_names=names)
+    save_model(output, made, name, args, replace(spec, **changed, colours=None))
+    return f"{output}: classes of images, {', '.join(names) or made.num_classes}"
+
+
 def convert(argv: Sequence[str], say: Callable[[str], None]) -> None:
     """Convert as the flags of ``visionattn convert`` say, and report what happened to the weights.
 
@@ -669,6 +695,9 @@ def convert(argv: Sequence[str], say: Callable[[str], None]) -> None:
     check_free(output, options.overwrite)
     if output.exists() and source.exists() and output.resolve().is_relative_to(source.resolve()):
         raise ValueError(f"{output} is of the teacher, which is kept; write to another file")
+    if options.top_patches is not None:
+        say(_write_classifier(options, output))
+        return
     torch.manual_seed(options.seed)
     vit, lines = teacher_of(options)
     converted = student_of(options, vit)

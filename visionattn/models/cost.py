@@ -34,7 +34,7 @@ from visionattn.cli.memory import (
 from visionattn.cli.tables import lasting, sized
 from visionattn.models.building import fixed_size
 from visionattn.models.machine import autocast, random_state, restore_random_state
-from visionattn.models.patches import call
+from visionattn.models.patches import call, input_size
 from visionattn.models.weights import DataSpec
 from visionattn.ops.chunking import only_few
 from visionattn.ops.operator import function_of
@@ -224,7 +224,8 @@ class Passes:
         """Return images and, if the model takes them, their filled sizes."""
         images, *size = shape
         channels = 1 if self.spec.encoding else self.spec.in_chans
-        made = torch.zeros(images, channels, *size, dtype=torch.uint8, device=self.device)
+        of_input = input_size(self.model, tuple(size))
+        made = torch.zeros(images, channels, *of_input, dtype=torch.uint8, device=self.device)
         return made, torch.tensor([size] * images) if self.leaves_out else None
 
     def peak(
@@ -346,11 +347,11 @@ class Expected:
 
     def __str__(self) -> str:
         if self.needed_bytes is None:
-            return "memory: not known beforehand for this model"
-        there = "" if self.there_bytes is None else f", {sized(self.there_bytes)} there"
+            return "peak memory: unknown for this model"
+        there = "" if self.there_bytes is None else f", {sized(self.there_bytes)} available"
         tight = self.there_bytes is not None and self.needed_bytes > self.there_bytes
-        return f"memory: {sized(self.needed_bytes)} expected{there}" + (
-            ", which may not do" if tight else ""
+        return f"peak memory: {sized(self.needed_bytes)} estimated{there}" + (
+            ", which may not be enough" if tight else ""
         )
 
 
@@ -473,7 +474,7 @@ class Memory:
         """
         if self.there_bytes is None or self.bytes_of((1, *size)) is None:
             raise ValueError(
-                "batch_size auto: the memory of this model cannot be estimated here; give a number"
+                "batch_size auto: the peak memory of this model cannot be estimated; pass a number"
             )
         most = min(count, LARGEST_BATCH * self.least)
         return max(self.least, self.largest_batch(size, most))
@@ -498,12 +499,12 @@ class Memory:
         fit = self.largest_batch(size, images - 1)
         if fit >= self.least:
             option = self.batch_that_fits(fit, shape)
-            return f"{option}; --batch-size auto takes the most that fits{self.saves}"
+            return f"{option}; --batch-size auto takes the largest batch that fits{self.saves}"
         if self.fixed:
-            return "the model takes only this size; a smaller model takes less"
+            return "the model accepts only this size; use a smaller model"
         found = self.largest_image(size)
         if found is None:
-            none = "not even an image of one patch would fit: a smaller model takes less"
+            none = "not even an image of one patch would fit; use a smaller model"
             return none + self.saves
         return self.image_that_fits(found) + self.saves
 
@@ -513,8 +514,8 @@ class ForwardMemory(Memory):
 
     Args:
         passes, patch_px, cell_px, bound_bytes: as for ``Memory``.
-        beside: returns further bytes on a CPU for batches of a shape: of data loading processes,
-            and of results that wait to be written.
+        extra_bytes: returns further bytes on a CPU for batches of a shape: of data loading
+            processes, and of results that wait to be written.
         native: images keep their sizes.
         batches: the flag for smaller batches, with ``images`` or ``patches`` to fill in.
     """
@@ -524,14 +525,14 @@ class ForwardMemory(Memory):
         passes: Passes,
         patch_px: Size,
         cell_px: int,
-        beside: Callable[[Shape], int],
+        extra_bytes: Callable[[Shape], int],
         *,
         native: bool,
         batches: str = "--batch-size {images}",
         bound_bytes: int | None = None,
     ):
         super().__init__(passes, patch_px, cell_px, bound_bytes=bound_bytes)
-        self.beside, self.native, self.batches = beside, native, batches
+        self.extra_bytes, self.native, self.batches = extra_bytes, native, batches
         self.fixed = fixed_size(passes.model) is not None
 
     def bytes_of(self, shape: Shape) -> int | None:
@@ -539,8 +540,8 @@ class ForwardMemory(Memory):
         forward = self.extended(self.passes.forward_bytes, shape)
         if forward is None:
             return None
-        alone = self.bounded or self.passes.device.type == "cuda"
-        return self.base_bytes + forward + (0 if alone else self.beside(shape))
+        model_only = self.bounded or self.passes.device.type == "cuda"
+        return self.base_bytes + forward + (0 if model_only else self.extra_bytes(shape))
 
     def batch_that_fits(self, images: int, shape: Shape) -> str:
         """Return the flag of ``batches``, filled in."""
@@ -561,7 +562,7 @@ class ForwardMemory(Memory):
 def images_that_fit(images: int, size: Size) -> str:
     """Return a message with the result of ``batch_size auto``."""
     fit = "1 image fits" if images == 1 else f"{images} images fit"
-    return f"batch_size auto: {fit}, of {size[0]} x {size[1]} pixels"
+    return f"batch_size auto: {fit} ({size[0]} x {size[1]} pixels)"
 
 
 def describe(
@@ -583,7 +584,7 @@ def describe(
     parts = [images_of(seen, count, cell_px, sizes=sizes), str(memory)]
     if seconds is not None:
         each = seconds / (count * sizes)
-        parts.append(f"computing takes {lasting(each)} per image, {lasting(seconds)} in all")
+        parts.append(f"estimated time: {lasting(each)} per image, {lasting(seconds)} in total")
     return "; ".join(parts)
 
 

@@ -27,11 +27,18 @@ from timm.models import (
 from torch import nn
 
 from visionattn.models.mixed_blocks import places_of_blocks
+from visionattn.models.patch_heads import HEAD_ARGS
 from visionattn.models.pyramid import STRIDES
 from visionattn.models.registration import DEFAULTS, FORMER, PYRAMID, class_of, is_ours
-from visionattn.models.segmentation import HEAD_ARGS
 from visionattn.models.state_dicts import FeatureMaps, filter_pretrained
-from visionattn.models.weights import FORMAT, DataSpec, described, read_metadata, read_spec
+from visionattn.models.weights import (
+    FORMAT,
+    DataSpec,
+    check_hash,
+    described,
+    read_metadata,
+    read_spec,
+)
 
 SIZES = {
     "t": ("tiny", dict(embed_dim=192, depth=12)),
@@ -171,6 +178,8 @@ def _entry_point(module: str, name: str, args: dict[str, Any]) -> Callable[..., 
         path = overlay.get("file") if pretrained else _checkpoint_of_caller()
         stated, spec = {}, None
         if path:
+            if Path(path).is_file():  # timm reports a missing file
+                check_hash(Path(path))
             stated, spec = _args_of_file(path, name, DEFAULTS[name], kwargs, fitted=pretrained)
         args = DEFAULTS[name] | stated | kwargs
         if not pretrained:

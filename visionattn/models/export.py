@@ -82,8 +82,8 @@ def check_exportable(model: nn.Module) -> None:
     inner = _body(model)
     if not isinstance(inner, VisionAttnTransformer):
         raise ValueError(
-            f"{name_of(model)} is no model of visionattn; torch.onnx.export and torch.export take "
-            "timm's own"
+            f"{name_of(model)} is not a visionattn model; use torch.onnx.export or torch.export "
+            "for timm models"
         )
     if inner.patch_embed.strict_img_size:
         raise ValueError(
@@ -134,8 +134,8 @@ def export(
     spec = getattr(model, "data_spec", None)
     if prepare and spec is None:
         raise ValueError(
-            f"{name_of(model)} does not say how its images are normalised; give weights of "
-            "visionattn train, or leave prepare out"
+            f"{name_of(model)} does not state its mean and std; pass weights of visionattn train, "
+            "or omit prepare"
         )
     write = {"onnx": _write_onnx, "torch": _write_program, "compiled": _write_compiled}[format]
     with (
@@ -368,7 +368,7 @@ def export_model(argv: Sequence[str], say: Callable[[str], None]) -> None:
         raise ValueError(f"output {output}: a file of format {options.format} ends in {suffix}")
     check_free(output, options.overwrite)
     if output.exists() and output.resolve() == Path(options.model).resolve():
-        raise ValueError(f"{output} is the model's own file, which is kept; write to another file")
+        raise ValueError(f"{output} is the model's own file; write to another file")
     model = _opened(options.model, options)
     begun = time.perf_counter()
     trials = export(model, output, options.format, prepare=options.prepare)
@@ -391,7 +391,7 @@ def _opened(source: str, options: ExportOptions) -> nn.Module:
         torch.manual_seed(options.seed)
         return created(source, options.pretrained, options.args)
     if options.pretrained or options.args:
-        raise ValueError(f"pretrained and args are for names of models, and {source} is a file")
+        raise ValueError(f"pretrained and args need a model name, got the file {source}")
     model = load_model(source)
     check_finite(model.state_dict(), source)
     return model

@@ -39,15 +39,11 @@ def pick_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         if device.type == "meta":
-            raise ValueError(
-                f"device {name!r} computes nothing: it knows only shapes; use auto, cpu or cuda"
-            )
+            raise ValueError(f"device {name!r} cannot compute; use auto, cpu or cuda")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, ImportError) as error:
         reason = first_line(error).partition(". ")[0]  # drop advice about drivers
-        raise ValueError(
-            f"device {name!r} cannot be used here: {reason}; auto takes what there is"
-        ) from error
+        raise ValueError(f"device {name!r} is not available: {reason}; use auto") from error
     return device
 
 

@@ -56,12 +56,12 @@ def options_of_blocks(
     if 0 < depth == len(exact) and useless:
         option = useless[0]
         raise ValueError(
-            f"{option}={given[option]!r} would do nothing: all blocks are in softmax_blocks"
+            f"{option}={given[option]!r} has no effect: all blocks are in softmax_blocks"
         )
     for option, value in given.items():
         if kinds and all(option in of for of in idle.values()):
             reasons = "; ".join(dict.fromkeys(of[option] for of in idle.values()))
-            raise ValueError(f"{option}={value!r} would do nothing: {reasons}")
+            raise ValueError(f"{option}={value!r} has no effect: {reasons}")
     blocks: list[dict[str, Any]] = []
     windows = 0
     for i, name in enumerate(names):
@@ -87,7 +87,7 @@ def places_of_blocks(indices: Sequence[int], depth: int, name: str = "softmax_bl
     """
     listed = isinstance(indices, list | tuple | range | set | frozenset)
     if not listed or not all(type(i) is int for i in indices):
-        raise ValueError(f"{name}: wanted a list of indices of blocks, got {indices!r:.80}")
+        raise ValueError(f"{name}: expected a list of indices of blocks, got {indices!r:.80}")
     for i in indices:
         if not -depth <= i < depth:
             raise ValueError(
@@ -100,11 +100,11 @@ def _names(attention: Sequence[str], depth: int) -> list[str]:
     """Return the names of a list, after checking its type and length."""
     if not isinstance(attention, list | tuple) or not all(isinstance(x, str) for x in attention):
         raise ValueError(
-            f"attention: wanted a name, or a list of names, one for each block, got {attention!r}"
+            f"attention: expected a name, or a list of names, one for each block, got {attention!r}"
         )
     if len(attention) != depth:
         raise ValueError(
-            f"attention: wanted a name, or {depth}, one for each block, got {len(attention)}"
+            f"attention: expected a name, or {depth}, one for each block, got {len(attention)}"
         )
     return list(attention)
 

@@ -94,7 +94,7 @@ def check_sizes(images: Tensor, sizes: Tensor) -> None:
     batch, _, height, width = images.shape
     if not isinstance(sizes, Tensor) or sizes.dtype != torch.int64 or sizes.shape != (batch, 2):
         raise ValueError(
-            f"sizes: wanted int64 [{batch}, 2], height and width of each image in pixels, got "
+            f"sizes: expected int64 [{batch}, 2], height and width of each image in pixels, got "
             f"{described(sizes)}"
         )
     check_device("sizes", sizes, images.device, "images")
@@ -103,7 +103,7 @@ def check_sizes(images: Tensor, sizes: Tensor) -> None:
     for i, (rows, columns) in enumerate(sizes.tolist()):
         if not (1 <= rows <= height and 1 <= columns <= width):
             raise ValueError(
-                f"sizes: wanted 1 to {height} x 1 to {width} pixels, as the images have, got "
+                f"sizes: expected 1 to {height} x 1 to {width} pixels, as the images have, got "
                 f"{rows} x {columns} for image {i}"
             )
 
@@ -272,8 +272,8 @@ def _present_of_pooled(tokens: Tensor, present: Tensor, num_prefix: int, with_pr
     wanted = (tokens.shape[0], tokens.shape[1] - num_prefix)
     if not isinstance(present, Tensor) or present.dtype != torch.bool or present.shape != wanted:
         raise ValueError(
-            f"present: wanted bool {list(wanted)}, the patches of the sequence that are there, got "
-            f"{described(present)}"
+            f"present: expected bool {list(wanted)}, the patches of the sequence that are there, "
+            f"got {described(present)}"
         )
     return F.pad(present, (num_prefix, 0), value=True) if with_prefix else present
 
@@ -283,8 +283,19 @@ def pool_present(
     tokens: Tensor, present: Tensor | None, pool_type: str, num_prefix: int, with_prefix: bool
 ) -> Tensor:
     """Pool tokens ``[B, P + n, D]`` as timm's ``global_pool_nlc`` does, over the patches in
-    ``present [B, n]``; None: all.
+    ``present [B, n]``; None: all. ``top5`` is the mean of the five largest values of each channel,
+    or of all if there are fewer.
     """
+    if pool_type.startswith("top"):
+        x = tokens if with_prefix else tokens[:, num_prefix:]
+        largest = min(int(pool_type.removeprefix("top")), x.shape[1])
+        if present is None:
+            return x.topk(largest, 1).values.mean(1)
+        there = _present_of_pooled(tokens, present, num_prefix, with_prefix)
+        best = x.masked_fill(~there.unsqueeze(2), float("-inf")).topk(largest, 1).values
+        count = there.sum(1).clamp(max=largest)[:, None, None]
+        beyond = torch.arange(largest, device=x.device)[:, None] >= count
+        return best.masked_fill(beyond, 0).sum(1) / count[:, 0]
     if present is None:
         return global_pool_nlc(tokens, pool_type, num_prefix, with_prefix)
     absent = ~_present_of_pooled(tokens, present, num_prefix, with_prefix).unsqueeze(2)
@@ -319,6 +330,14 @@ def takes_sizes(model: nn.Module) -> bool:
     # A compiled model's own forward accepts any arguments.
     plain = getattr(model, "_orig_mod", model)
     return "sizes" in inspect.signature(getattr(plain, "backbone", plain).forward).parameters
+
+
+def input_size(model: nn.Module, size: tuple[int, int]) -> tuple[int, int]:
+    """Return the rows and columns of a model's input for an image of a height and width in pixels:
+    patches if it takes feature maps (``KeptMaps``), else pixels.
+    """
+    down, across = getattr(getattr(model, "backbone", model), "input_px", (1, 1))
+    return size[0] // down, size[1] // across
 
 
 def call(model: Callable[..., Tensor], inputs: Tensor, sizes: Tensor | None) -> Tensor:

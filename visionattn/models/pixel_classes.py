@@ -51,3 +51,17 @@ def ious_of(confusion: np.ndarray) -> np.ndarray:
     right, there = np.diag(confusion), confusion.sum(1)
     union = there + confusion.sum(0) - right
     return np.where(there > 0, right / np.maximum(union, 1), np.nan)
+
+
+def average_precisions_of(counts: np.ndarray) -> np.ndarray:
+    """Return the average precision of each class, as scikit-learn defines it for scores that are
+    equal within a bin, float64 ``[classes]``; NaN for a class without pixels.
+
+    Args:
+        counts: pixels of other classes and of the class by bins of rising score, ``[classes, 2,
+            bins]``.
+    """
+    wrong, right = counts[:, :, ::-1].cumsum(2).swapaxes(0, 1)
+    precision, positives = right / np.maximum(right + wrong, 1), right[:, -1]
+    found = (precision * counts[:, 1, ::-1]).sum(1)
+    return np.where(positives > 0, found / np.maximum(positives, 1), np.nan)

@@ -122,7 +122,7 @@ class PixelDecoder(nn.Module):
         super().__init__()
         _check(in_chans, num_classes, embed_dim, depth, levels, output, mixtures, conditioned)
         if relative == "none" and not (rows is None and reach is None):
-            raise ValueError("rows and reach would do nothing: there is no relative position")
+            raise ValueError("rows and reach have no effect: there is no relative position")
         self.in_chans, self.num_classes, self.levels = in_chans, num_classes, levels
         self.embed_dim, self.attention, self.output = embed_dim, attention, output
         self.conditioned = conditioned
@@ -274,7 +274,7 @@ class PixelDecoder(nn.Module):
         """
         if (values is None) != (state.position == 0):
             wanted = "none before the first one" if state.position == 0 else "the last ones"
-            raise ValueError(f"values: wanted {wanted}, at position {state.position}")
+            raise ValueError(f"values: expected {wanted}, at position {state.position}")
         if state.position == state.values:
             raise ValueError(f"the images have all their {state.values} values")
         pixel, channel = divmod(state.position, self.in_chans)
@@ -298,7 +298,7 @@ class PixelDecoder(nn.Module):
         """Return the values of images in raster order, int64 ``[B, N]``, and the image size."""
         if images.ndim != 4 or images.shape[1] != self.in_chans or images.is_floating_point():
             raise ValueError(
-                f"wanted whole numbers [B, {self.in_chans}, H, W], got {images.dtype} "
+                f"expected whole numbers [B, {self.in_chans}, H, W], got {images.dtype} "
                 f"{list(images.shape)}"
             )
         size = images.shape[2], images.shape[3]
@@ -306,7 +306,7 @@ class PixelDecoder(nn.Module):
         if is_readable(images) and images.numel() and int(images.max()) >= self.levels:
             raise ValueError(
                 f"a value of the images is {int(images.max())}, and the model has levels "
-                f"{self.levels}: wanted 0 to {self.levels - 1}"
+                f"{self.levels}: expected 0 to {self.levels - 1}"
             )
         return images.permute(0, 2, 3, 1).flatten(1).long(), size
 
@@ -353,7 +353,7 @@ class PixelDecoder(nn.Module):
         rows, columns, channels = self._places(size)
         tokens = len(rows) * len(columns) * len(channels)
         if given >= tokens:
-            raise ValueError(f"wanted fewer than the {tokens} values of the images, got {given}")
+            raise ValueError(f"expected fewer than the {tokens} values of the images, got {given}")
         places = rows[:, None, None] + columns[:, None] + channels
         about = self._about(batch, labels)
         x = self.value_embed(F.pad(values, (1, 0), value=self.levels))
@@ -452,12 +452,12 @@ def _check(
     )
     for name, value, lowest in least:
         if type(value) is not int or value < lowest:
-            raise ValueError(f"{name}: wanted a whole number from {lowest} on, got {value!r}")
+            raise ValueError(f"{name}: expected a whole number from {lowest} on, got {value!r}")
     if output not in OUTPUTS:
-        raise ValueError(f"output {output!r}: wanted {' or '.join(OUTPUTS)}")
+        raise ValueError(f"output {output!r}: expected {' or '.join(OUTPUTS)}")
     if mixtures is not None and output != "mixture":
-        raise ValueError("mixtures would do nothing: output='mixture' has them")
+        raise ValueError("mixtures have no effect without output='mixture'")
     if not isinstance(conditioned, bool):
-        raise ValueError(f"conditioned: wanted true or false, got {conditioned!r}")
+        raise ValueError(f"conditioned: expected true or false, got {conditioned!r}")
     if conditioned and not num_classes:
         raise ValueError("conditioned: there are no classes; num_classes says how many")

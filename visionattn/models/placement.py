@@ -39,7 +39,7 @@ class Placement:
         lines = [f"  {what} ({len(names)}): {shorten(names)}" for what, names in parts if names]
         if any(".output_gate." in name for name in self.missing):
             lines.append(
-                "  output gates start near 0 and pass little of the copied attention; "
+                "  output gates start near 0, so little of the copied attention passes; "
                 "--model.args.output_gate false removes them"
             )
         return [head, *lines]

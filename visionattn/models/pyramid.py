@@ -43,7 +43,7 @@ class SimplePyramid(nn.Module):
                 f"patch of a power of two px up to {LARGEST_PATCH}"
             )
         if not isinstance(channels, int) or isinstance(channels, bool) or channels < 1:
-            raise ValueError(f"pyramid_channels: wanted a whole number from 1, got {channels!r}")
+            raise ValueError(f"pyramid_channels: expected a whole number from 1, got {channels!r}")
         dd = {"device": device, "dtype": dtype}
         self.levels = nn.ModuleList(
             _level(dim, patch_px, stride, channels, dd) for stride in STRIDES
@@ -76,9 +76,9 @@ class PyramidTransformer(VisionAttnTransformer):
     """A ``VisionAttnTransformer`` whose intermediates are four maps of its last block, at strides
     of 4, 8, 16 and 32 px.
 
-    timm's ``features_only`` passes them to decoders and detectors. ``forward`` classifies like the
-    model without a pyramid, and the weights of that model load here; the pyramid's layers have no
-    part in it.
+    timm's ``features_only`` passes them to decoders and detectors. A forward pass classifies like
+    the model without a pyramid, and the weights of that model load here; the pyramid's layers have
+    no part in it.
 
     Args:
         pyramid_channels: channels of each map.
@@ -159,7 +159,7 @@ class PyramidTransformer(VisionAttnTransformer):
         sizes: Tensor | None = None,
     ):
         """Return maps at chosen strides; arguments and results as in timm, ``sizes`` as in
-        ``forward``.
+        the forward pass.
 
         Map i is ``[B, pyramid_channels, ceil(H_px / s), ceil(W_px / s)]`` with stride
         ``s = 4, 8, 16, 32``. All maps, and the prefix tokens returned with each, come from the last
@@ -181,7 +181,7 @@ class PyramidTransformer(VisionAttnTransformer):
         if output_fmt == "NLC":
             maps = [y.flatten(2).transpose(1, 2) for y in maps]
         elif output_fmt != "NCHW":
-            raise ValueError(f"output_fmt {output_fmt!r}: wanted NCHW or NLC")
+            raise ValueError(f"output_fmt {output_fmt!r}: expected NCHW or NLC")
         prefixes = prefix * len(maps) if prefix is not None and return_prefix_tokens else None
         features = None if intermediates_only else said["image_features"]
         return packed(maps, prefixes, features, output_dict)

@@ -14,8 +14,9 @@ from timm.models import (
 from torch import nn
 
 from visionattn.models.backbone import VisionAttnTransformer
+from visionattn.models.patch_heads import HEAD_ARGS, PatchClassifier
 from visionattn.models.pyramid import PyramidTransformer
-from visionattn.models.segmentation import HEAD_ARGS, Segmenter
+from visionattn.models.segmentation import Segmenter
 
 PYRAMID = dict(pyramid_channels=256)
 """Arguments that a pyramid name adds."""
@@ -100,7 +101,8 @@ def create(
         task: one of ``Task``.
         num_classes: classes of images or of pixels.
         in_chans: channels of the images.
-        args: arguments of the model; for ``segmentation`` also ``HEAD_ARGS``.
+        args: arguments of the model. For ``segmentation`` also ``HEAD_ARGS``; with them, models of
+            other tasks are ``PatchClassifier``.
 
     Raises:
         ValueError: the model is not for the task (see ``Segmenter``), has more than ``MOST_BLOCKS``
@@ -108,18 +110,39 @@ def create(
     """
     depth = args.get("depth")
     if isinstance(depth, int) and depth > MOST_BLOCKS:  # building them would take hours
-        raise ValueError(f"depth must be at most {MOST_BLOCKS:,}, got {depth:,}; name fewer blocks")
+        raise ValueError(f"depth must be at most {MOST_BLOCKS:,}, got {depth:,}; use fewer blocks")
     if (task == "generate") != (name in WRITERS):
         wrong = "gives classes and writes no images"
         if name in WRITERS:
             wrong = "writes images and gives no classes"
         raise ValueError(f"expected a model for data.task {task}, got {name}, which {wrong}")
-    if task != "segmentation":
+    head, rest = split_args(args)
+    if task != "segmentation" and not head:
         return timm.create_model(name, num_classes=num_classes, in_chans=in_chans, **args)
-    head = {key: value for key, value in args.items() if key in HEAD_ARGS}
-    rest = {key: value for key, value in args.items() if key not in HEAD_ARGS}
     body = timm.create_model(name, num_classes=0, in_chans=in_chans, **rest)
-    return Segmenter(body, num_classes, **head)
+    return with_head(body, task, num_classes, head)
+
+
+def split_args(args: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arguments of a head on patch features, and the arguments of the body."""
+    head = {key: value for key, value in args.items() if key in HEAD_ARGS}
+    return head, {key: value for key, value in args.items() if key not in HEAD_ARGS}
+
+
+def with_head(
+    body: nn.Module, task: str, num_classes: int, head: dict[str, Any]
+) -> Segmenter | PatchClassifier:
+    """Return the model of a task on the patch features of a body.
+
+    Raises:
+        ValueError: an argument of the head is for another task, or as the model.
+    """
+    kind, other = (
+        (Segmenter, "head_top") if task == "segmentation" else (PatchClassifier, "head_stride")
+    )
+    if other in head:
+        raise ValueError(f"{other} does nothing for data.task {task}; leave it out")
+    return kind(body, num_classes, **head)
 
 
 def check_reads(model: nn.Module) -> None:

@@ -68,12 +68,12 @@ def _check_attention(name: str, layer: Attention) -> None:
         raise ValueError(f"{name} has an operation that does not belong to its attention")
     if not layer.kind.states and not layer.kind.windows:
         raise ValueError(
-            f"{name} is a softmax over all tokens, in which every query needs every key; wanted "
+            f"{name} is a softmax over all tokens, in which every query needs every key; expected "
             "kernelized, taylorshift or window"
         )
     if layer.feature_map is not None and not is_per_token(get_feature_map(layer.feature_map)):
         raise ValueError(
-            f'{name} has feature_map="softmax", whose keys depend on each other; wanted elu1, '
+            f'{name} has feature_map="softmax", whose keys depend on each other; expected elu1, '
             "relu or random"
         )
 

@@ -5,6 +5,7 @@ This module owns the format of our weight files and ``DataSpec``, the contract b
 its images. It is independent of training.
 """
 
+import hashlib
 import json
 import math
 import pickle
@@ -80,6 +81,8 @@ UNBUILDABLE = (
 """Exceptions of timm models for arguments that they do not take, in addition to ``ValueError``."""
 OPTIONAL = ("thresholds", "target_mean", "target_std")
 """Fields of ``DataSpec`` that files lack unless they are set."""
+HASH_IN_NAME = re.compile(r"-([0-9a-f]{8,64})\.[^.]*$")
+"""First digits of the SHA-256 of a file in its name."""
 LONGEST_ARGS = 200
 """Maximum number of characters of a model's arguments in an error."""
 
@@ -164,8 +167,9 @@ class DataSpec:
         """Turn the values of image files into the model's input, on their device.
 
         Args:
-            images: ``[B, C, H, W]``, uint8, or float32 in [0, 1] for files of more than 8 bits; C
-                is ``in_chans``, or 1 for ``grey_one_hot``, which takes only uint8.
+            images: ``[B, C, H, W]``, uint8, float32 in [0, 1] for files of more than 8 bits, or
+                float16 feature maps; C is ``in_chans``, or 1 for ``grey_one_hot``, which takes only
+                uint8.
 
         Returns:
             float32 ``[B, in_chans, H, W]``: ``(x - mean) / std`` for x in [0, 1], or one-hot grey
@@ -176,11 +180,11 @@ class DataSpec:
         """
         channels = 1 if self.encoding == "grey_one_hot" else self.in_chans
         levels_alone = self.encoding == "grey_one_hot" or self.task == "generate"
-        types = [torch.uint8] if levels_alone else [torch.uint8, torch.float32]
+        types = [torch.uint8] if levels_alone else [torch.uint8, torch.float32, torch.float16]
         if images.dtype not in types or images.ndim != 4 or images.shape[1] != channels:
             wanted = "uint8 images" if len(types) == 1 else "images of uint8, or float32 in [0, 1],"
             raise ValueError(
-                f"wanted {wanted} [B, {channels}, H, W], got {images.dtype} {list(images.shape)}"
+                f"expected {wanted} [B, {channels}, H, W], got {images.dtype} {list(images.shape)}"
             )
         if self.encoding == "grey_one_hot":
             levels = torch.arange(256, dtype=torch.uint8, device=images.device).view(1, 256, 1, 1)
@@ -189,7 +193,8 @@ class DataSpec:
             return images
         mean = torch.tensor(self.mean, device=images.device).view(1, -1, 1, 1)
         std = torch.tensor(self.std, device=images.device).view(1, -1, 1, 1)
-        values = images.to(torch.float32).div_(255) if images.dtype == torch.uint8 else images
+        values = images.to(torch.float32)
+        values = values.div_(255) if images.dtype == torch.uint8 else values
         return (values - mean).div_(std)
 
 
@@ -270,8 +275,7 @@ def load_model(
     metadata, tensors = read_safetensors(path)
     if metadata.get("format") != FORMAT:
         raise ValueError(
-            f"{path} has no description of its model; weights of other projects go through "
-            "--init-from"
+            f"{path} does not describe its model; load weights of other projects with --init-from"
         )
     if metadata.get("version") not in READABLE_VERSIONS:
         raise ValueError(
@@ -327,7 +331,7 @@ def _tell_timm(model: nn.Module, text: str, path: str | Path) -> None:
     try:
         kept = from_json(Kept, text, "pretrained_cfg")
     except ValueError as error:
-        raise ValueError(f"{path} has a garbled description of its model: {error}") from error
+        raise ValueError(f"{path} has a damaged description of its model: {error}") from error
     spec, size = model.data_spec, model.patch_embed.img_size
     model.pretrained_cfg |= {key: value for key, value in kept.items() if key in KEPT} | dict(
         mean=spec.mean,
@@ -357,7 +361,7 @@ def described(metadata: dict[str, str], path: str | Path) -> tuple[str, dict[str
         spec = replace(spec, class_names=names)
     except (KeyError, TypeError, ValueError) as error:
         said = first_line(error)
-        raise ValueError(f"{path} has a garbled description of its model: {said}") from error
+        raise ValueError(f"{path} has a damaged description of its model: {said}") from error
     if not timm.is_model(name):
         raise ValueError(
             f"{path} holds a model {name[:SHOWN]!r}, which timm does not know; import the package "
@@ -365,9 +369,7 @@ def described(metadata: dict[str, str], path: str | Path) -> tuple[str, dict[str
         )
     # Arguments that load other weights could fetch any file: a checkpoint does not need them.
     if loading := LOADING_ARGS.intersection(args):
-        raise ValueError(
-            f"{path} asks for other weights to be loaded ({', '.join(sorted(loading))}): refused"
-        )
+        raise ValueError(f"{path} refers to other weights ({', '.join(sorted(loading))}); refused")
     stated = metadata.get("version") not in ("1", "2")
     return name, complete(name, args, {} if stated else FORMER), spec
 
@@ -486,7 +488,7 @@ def check_finite(tensors: dict[str, Tensor], path: str | Path) -> None:
     """
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise ValueError(f"{path} cannot be used as weights: its {name} has NaN or infinity")
+            raise ValueError(f"{path} has NaN or infinity in {name}")
 
 
 def read_safetensors(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -494,9 +496,10 @@ def read_safetensors(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is not a safetensors file, or is truncated.
+        ValueError: it is not a safetensors file, is truncated, or fails ``check_hash``.
     """
     path = existing(path)
+    check_hash(path)
     try:
         return open_safetensors(path)
     except SafetensorError as error:
@@ -536,6 +539,27 @@ def existing(path: str | Path) -> Path:
         return path
 
 
+def check_hash(path: Path) -> None:
+    """Check the SHA-256 of a file if its name has the first digits: ``NAME-abcdef12.safetensors``.
+
+    The names follow ``torch.hub``, with 8 or more hexadecimal digits and at least one letter, which
+    dates lack. Other names are not checked.
+
+    Raises:
+        ValueError: the file has another SHA-256.
+    """
+    named = HASH_IN_NAME.search(path.name)
+    if named is None or named[1].isdigit():
+        return
+    with open(path, "rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if not found.startswith(named[1]):
+        raise ValueError(
+            f"{path} is damaged: expected SHA-256 {named[1]}... by its name, got "
+            f"{found[: len(named[1])]}...; get it again, or rename a file that you changed"
+        )
+
+
 def open_safetensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Read metadata and tensors; raise ``SafetensorError`` for any other file."""
     with safe_open(path, framework="pt") as file:
@@ -550,9 +574,7 @@ def explain_safetensors(path: Path, error: SafetensorError) -> ValueError:
             f"{path} is a pickle of torch.save, not a safetensors file; give the best.safetensors "
             "of a run"
         )
-    return ValueError(
-        f"{path} is no whole safetensors file (cut off or garbled): {first_line(error)}"
-    )
+    return ValueError(f"{path} is truncated or not a safetensors file: {first_line(error)}")
 
 
 def is_pickle(path: Path) -> bool:
@@ -591,10 +613,11 @@ def read_pickle(path: str | Path) -> Any:
             ) from error
         if "Unsupported operand" in str(error):
             raise ValueError(
-                f"{path} is no file of torch.save and might run code when unpickled: refused"
+                f"{path} is not a torch.save file of tensors and might run code when unpickled; "
+                "refused"
             ) from error
         raise ValueError(
-            f"{path} is no whole checkpoint (cut off or garbled): {first_line(error)}"
+            f"{path} is a truncated or damaged checkpoint: {first_line(error)}"
         ) from error
 
 
@@ -615,15 +638,17 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it cannot be read, would run code, or holds no named tensors.
+        ValueError: it cannot be read, would run code, holds no named tensors, or fails
+            ``check_hash``.
     """
     path = existing(path)
+    check_hash(path)
     try:
         tensors = open_safetensors(path)[1]
     except SafetensorError:
         tensors = _tensors_in(_read_other(path))
     if not tensors:
-        raise ValueError(f"{path} holds no tensors by name")
+        raise ValueError(f"{path} has no named tensors")
     for wrapper in ("module.", "_orig_mod.", "module."):
         # A wrapper prefixes all tensors of its model; a model with a part of that name has others
         # too.
@@ -640,8 +665,7 @@ def _read_other(path: Path) -> Any:
         if is_pickle(path):
             raise
         raise ValueError(
-            f"{path} is no whole file of weights (cut off or garbled), neither of safetensors nor "
-            "of torch's tensors"
+            f"{path} is truncated or neither a safetensors file nor a torch.save file of tensors"
         ) from second
 
 

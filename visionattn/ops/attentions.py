@@ -82,5 +82,5 @@ ATTENTIONS: dict[str, AttentionKind] = {
 def get_attention(name: str) -> AttentionKind:
     """Return the attention with this name. Raise ValueError for an unknown name."""
     if name not in ATTENTIONS:
-        raise ValueError(f"attention {name!r}: wanted one of {', '.join(ATTENTIONS)}")
+        raise ValueError(f"attention {name!r}: expected one of {', '.join(ATTENTIONS)}")
     return ATTENTIONS[name]

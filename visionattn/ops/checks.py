@@ -1,5 +1,5 @@
-"""Argument checks of every attention. Each failure is one ValueError: what was wanted and what was
-given.
+"""Argument checks of every attention. Each failure is one ValueError with the expected and
+the given value.
 """
 
 import torch
@@ -25,7 +25,7 @@ def refuse_tracing() -> None:
 def check_form(form: str) -> None:
     """Raise ValueError for an unknown form."""
     if form not in FORM_CHOICES:
-        raise ValueError(f"form {form!r}: wanted one of {', '.join(FORM_CHOICES)}")
+        raise ValueError(f"form {form!r}: expected one of {', '.join(FORM_CHOICES)}")
 
 
 def check_device(name: str, x: Tensor, device: torch.device, wanted: str = "q") -> None:
@@ -44,9 +44,9 @@ def described(x: object) -> str:
 def check_token_tensor(name: str, x: Tensor) -> None:
     """Check that x is a floating point tensor ``[B, h, tokens, width]``."""
     if not isinstance(x, Tensor) or x.ndim != 4:
-        raise ValueError(f"{name}: wanted [B, h, tokens, width], got {described(x)}")
+        raise ValueError(f"{name}: expected [B, h, tokens, width], got {described(x)}")
     if not x.dtype.is_floating_point:
-        raise ValueError(f"{name}: wanted a floating point dtype, got {x.dtype}")
+        raise ValueError(f"{name}: expected a floating point dtype, got {x.dtype}")
 
 
 def check_tensors(q: Tensor | None, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
@@ -62,15 +62,17 @@ def check_tensors(q: Tensor | None, k: Tensor, v: Tensor, key_mask: Tensor | Non
         check_token_tensor(name, x)
         check_device(name, x, named[first].device, first)
     if k.shape[3] < 1:
-        raise ValueError(f"k: wanted width >= 1, got {tuple(k.shape)}")
+        raise ValueError(f"k: expected width >= 1, got {tuple(k.shape)}")
     # q and k agree in images, heads and width; k and v in images, heads and number of keys.
     if q is not None and (q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]):
         raise ValueError(
-            f"k: wanted [{q.shape[0]}, {q.shape[1]}, M, {q.shape[3]}] like q, got {tuple(k.shape)}"
+            f"k: expected [{q.shape[0]}, {q.shape[1]}, M, {q.shape[3]}] like q, got "
+            f"{tuple(k.shape)}"
         )
     if k.shape[:3] != v.shape[:3]:
         raise ValueError(
-            f"v: wanted [{k.shape[0]}, {k.shape[1]}, {k.shape[2]}, e] like k, got {tuple(v.shape)}"
+            f"v: expected [{k.shape[0]}, {k.shape[1]}, {k.shape[2]}, e] like k, got "
+            f"{tuple(v.shape)}"
         )
     check_key_mask(key_mask, k, first)
 
@@ -87,7 +89,7 @@ def check_key_mask(key_mask: Tensor | None, k: Tensor, wanted: str = "the keys")
         or key_mask.shape != (k.shape[0], k.shape[2])
     ):
         raise ValueError(
-            f"key_mask: wanted bool [{k.shape[0]}, {k.shape[2]}], got {described(key_mask)}"
+            f"key_mask: expected bool [{k.shape[0]}, {k.shape[2]}], got {described(key_mask)}"
         )
     check_device("key_mask", key_mask, k.device, wanted)
 
@@ -97,9 +99,9 @@ def _check_value_drop(value_drop: float, generator: torch.Generator | None) -> N
     draw.
     """
     if not isinstance(value_drop, int | float) or not 0 <= value_drop < 1:
-        raise ValueError(f"value_drop: wanted a probability in [0, 1), got {value_drop!r}")
+        raise ValueError(f"value_drop: expected a probability in [0, 1), got {value_drop!r}")
     if generator is not None and not isinstance(generator, torch.Generator):
-        raise ValueError(f"generator: wanted a torch.Generator, got {type(generator).__name__}")
+        raise ValueError(f"generator: expected a torch.Generator, got {type(generator).__name__}")
     if generator is not None and value_drop == 0:
         raise ValueError(
             "generator draws which values to drop, and value_drop is 0: leave it out, or set "
@@ -121,7 +123,7 @@ def check_options(
     """
     check_form(form)
     if impl not in ("auto", "eager", "triton"):
-        raise ValueError(f"impl {impl!r}: wanted one of auto, eager, triton")
+        raise ValueError(f"impl {impl!r}: expected one of auto, eager, triton")
     _check_value_drop(value_drop, generator)
     if generator is not None and device is not None and generator.device.type != device.type:
         raise ValueError(
@@ -144,7 +146,7 @@ def check_coefficients(coefficients: tuple[float, float, float]) -> None:
         ):
             return
     raise ValueError(
-        "coefficients (a, b, c): wanted three finite numbers with a > 0 and c > b^2 / (4 a), so "
+        "coefficients (a, b, c): expected three finite numbers with a > 0 and c > b^2 / (4 a), so "
         "that weights are positive, "
         f"got {described(coefficients)}"
     )
@@ -162,7 +164,7 @@ def check_temperature(temperature: Tensor | None, x: Tensor, name: str = "q") ->
         or not temperature.dtype.is_floating_point
     ):
         raise ValueError(
-            f"temperature: wanted a floating tensor [{x.shape[1]}], one per head, got "
+            f"temperature: expected a floating tensor [{x.shape[1]}], one per head, got "
             f"{described(temperature)}"
         )
     check_device("temperature", temperature, x.device, name)
@@ -193,9 +195,9 @@ def check_relative(
     is cheap (``is_readable``).
     """
     if not isinstance(relative, RelativePosition):
-        raise ValueError(f"relative: wanted Flat, Axial or Joint, got {type(relative).__name__}")
+        raise ValueError(f"relative: expected Flat, Axial or Joint, got {type(relative).__name__}")
     if relative.normalization not in ("sum", "mean"):
-        raise ValueError(f'normalization {relative.normalization!r}: wanted "sum" or "mean"')
+        raise ValueError(f'normalization {relative.normalization!r}: expected "sum" or "mean"')
     for name, table in tables_of(relative).items():
         _check_table(name, table, q, sides=2 if isinstance(relative, Joint) else 1, signed=signed)
     if relative.layout is not None or not isinstance(relative, Flat):
@@ -208,13 +210,13 @@ def _check_table(name: str, table: Tensor, q: Tensor, *, sides: int, signed: boo
     heads, d = q.shape[1], q.shape[3]
     if not isinstance(table, Tensor) or not table.dtype.is_floating_point:
         raise ValueError(
-            f"{name}: wanted a tensor of a real floating point dtype, got {described(table)}"
+            f"{name}: expected a tensor of a real floating point dtype, got {described(table)}"
         )
     fits = table.ndim == sides + 2 and table.shape[0] in (1, heads) and table.shape[-1] == d
     if not fits or any(side % 2 == 0 for side in table.shape[1:-1]):
         shape = ", ".join(["h or 1"] + ["2R+1"] * sides + ["d"])
         raise ValueError(
-            f"{name}: wanted [{shape}] with h = {heads}, d = {d}, got {tuple(table.shape)}"
+            f"{name}: expected [{shape}] with h = {heads}, d = {d}, got {tuple(table.shape)}"
         )
     check_device(name, table, q.device)
     if (
@@ -235,7 +237,8 @@ def check_layout(layout: TokenLayout, q: Tensor, k: Tensor) -> None:
     """
     if not isinstance(layout, TokenLayout) or not isinstance(layout.grid, Grid):
         raise ValueError(
-            f"layout: wanted TokenLayout(num_prefix, Grid(height, width)), got {described(layout)}"
+            "layout: expected TokenLayout(num_prefix, Grid(height, width)), got "
+            f"{described(layout)}"
         )
     layout.check_sizes()
     kept, patches = layout.kept, layout.grid.num_patches
@@ -247,19 +250,19 @@ def check_layout(layout: TokenLayout, q: Tensor, k: Tensor) -> None:
             or kept.shape[0] != q.shape[0]
         ):
             raise ValueError(
-                f"layout.kept: wanted int64 [{q.shape[0]}, n], a row for each image, got "
+                f"layout.kept: expected int64 [{q.shape[0]}, n], a row for each image, got "
                 f"{described(kept)}"
             )
         check_device("layout.kept", kept, q.device)
         if is_readable(kept) and bool(((kept < 0) | (kept >= patches)).any()):
             raise ValueError(
-                f"layout.kept: wanted 0 to {patches - 1}, got {kept.min().item()} to "
+                f"layout.kept: expected 0 to {patches - 1}, got {kept.min().item()} to "
                 f"{kept.max().item()}"
             )
         if is_readable(kept):
             there = kept.new_zeros(len(kept), patches, dtype=torch.bool).scatter_(1, kept, True)
             if int(there.sum()) < kept.numel():
-                raise ValueError("layout.kept: wanted each patch once, got one twice in an image")
+                raise ValueError("layout.kept: expected each patch once, got one twice in an image")
     _check_present(layout, q)
     tokens = layout.num_tokens
     if q.shape[2] != tokens or k.shape[2] != tokens:
@@ -278,7 +281,7 @@ def _check_present(layout: TokenLayout, q: Tensor) -> None:
         or tuple(present.shape) != wanted
     ):
         raise ValueError(
-            f"layout.present: wanted bool {list(wanted)}, a row for each image and a column for "
+            f"layout.present: expected bool {list(wanted)}, a row for each image and a column for "
             f"each place of the grid, got {described(present)}"
         )
     check_device("layout.present", present, q.device)
@@ -295,7 +298,7 @@ def _check_counts(relative: Joint, q: Tensor) -> None:
     ):
         shape = ", ".join(map(str, ("1 or B", *wanted)))
         raise ValueError(
-            f"layout.counts: wanted [{shape}] for this grid and table, got {described(counts)}; "
+            f"layout.counts: expected [{shape}] for this grid and table, got {described(counts)}; "
             f"see count_classes"
         )
     check_device("layout.counts", counts, q.device)

@@ -50,7 +50,7 @@ def check_sizes(least: int, **sizes: int) -> None:
     """Raise ValueError for a size that is not an integer of at least ``least``."""
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < least:
-            raise ValueError(f"{name}={size!r}: wanted a whole number from {least}")
+            raise ValueError(f"{name}={size!r}: expected a whole number from {least}")
 
 
 def packed_operations(n: int, m: int, d: int, e: int) -> int:
@@ -83,7 +83,7 @@ def choose_form(
         ValueError: an unknown operation, or a size that is not an integer of at least 0 (d: 1).
     """
     if operation not in OPERATIONS:
-        raise ValueError(f"operation {operation!r}: wanted one of {', '.join(OPERATIONS)}")
+        raise ValueError(f"operation {operation!r}: expected one of {', '.join(OPERATIONS)}")
     check_sizes(1, d=d)
     check_sizes(0, n=n, m=m, e=e, heads=heads, batch=batch)  # tokens and images may be 0
     groups, pairs = batch * heads, n * m

@@ -152,7 +152,7 @@ class RandomFeatures(nn.Module):
         super().__init__()
         if not all(isinstance(size, Integral) and size >= 1 for size in (d, num_features)):
             raise ValueError(
-                f"RandomFeatures: wanted whole d and num_features of 1 or more, got {d} and "
+                f"RandomFeatures: expected whole d and num_features of 1 or more, got {d} and "
                 f"{num_features}"
             )
         rows = torch.empty(num_features, d, device=device, dtype=dtype or torch.float32)
@@ -244,7 +244,7 @@ def make_feature_map(
         )
     if name not in FEATURE_MAPS:
         known = ", ".join((*FEATURE_MAPS, "random"))
-        raise ValueError(f"feature_map {name!r}: wanted one of {known}")
+        raise ValueError(f"feature_map {name!r}: expected one of {known}")
     return name
 
 
@@ -261,7 +261,7 @@ def get_feature_map(feature_map: str | FeatureMap) -> FeatureMap:
     ):
         given = repr(feature_map) if isinstance(feature_map, str) else type(feature_map).__name__
         raise ValueError(
-            f"feature_map {given}: wanted one of {', '.join(FEATURE_MAPS)}, or an object with "
+            f"feature_map {given}: expected one of {', '.join(FEATURE_MAPS)}, or an object with "
             f".query and .key"
         )
     return feature_map
@@ -306,12 +306,12 @@ def _checked(features: Tensor, name: str, x: Tensor, width: int | None) -> Tenso
     given = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
     if not isinstance(features, Tensor) or features.ndim != 4 or features.shape[:3] != x.shape[:3]:
         raise ValueError(
-            f"feature_map.{name}: wanted features [{', '.join(map(str, x.shape[:3]))}, f], got "
+            f"feature_map.{name}: expected features [{', '.join(map(str, x.shape[:3]))}, f], got "
             f"{given}"
         )
     if width is not None and features.shape[3] != width:
         raise ValueError(
-            f"feature_map.{name}: wanted {width} features, as many as on the other side, got "
+            f"feature_map.{name}: expected {width} features, as many as on the other side, got "
             f"{features.shape[3]}"
         )
     return features

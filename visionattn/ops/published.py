@@ -134,7 +134,7 @@ def _positive_root(p: int, q: int) -> int:
 def _head_width(dim: int, heads: int) -> int:
     check_sizes(1, dim=dim, heads=heads)
     if dim % heads:
-        raise ValueError(f"width {dim}: wanted a multiple of the number of heads, {heads}")
+        raise ValueError(f"width {dim}: expected a multiple of the number of heads, {heads}")
     return dim // heads
 
 
@@ -310,7 +310,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     if min(value for value in vars(args).values() if value is not None) < 1:
-        parser.error("wanted whole numbers from 1")
+        parser.error("expected whole numbers from 1")
     lines = _crossovers(args.dim, args.heads)
     if args.tokens is not None:
         lines += ["", *_totals(args.tokens, args.dim, args.heads)]

@@ -40,7 +40,7 @@ class PastTable:
 
     def __init__(self, relative: Flat, tokens: int):
         if relative.layout is not None:
-            raise ValueError("relative: wanted Flat without a layout: every token takes a step")
+            raise ValueError("relative: expected Flat without a layout: every token takes a step")
         past = relative.table[:, : relative.table.shape[1] // 2 + 1].flip(1)
         # Converted once for all steps, to the dtype of sums.
         past = past.to(accumulation_dtype(past))

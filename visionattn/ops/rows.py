@@ -176,11 +176,11 @@ def _seen(
 ) -> _Seen:
     check_attention(q, k, k, key_mask, relative, signed=signed)
     if not isinstance(rows, Tensor) or rows.dtype != torch.int64 or rows.ndim != 1:
-        raise ValueError(f"rows: wanted int64 [Q], numbers of queries, got {described(rows)}")
+        raise ValueError(f"rows: expected int64 [Q], numbers of queries, got {described(rows)}")
     if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < q.shape[2]:
         raise ValueError(
-            f"rows: wanted numbers of queries from 0 to {q.shape[2] - 1}, got {int(rows.min())} to "
-            f"{int(rows.max())}"
+            f"rows: expected numbers of queries from 0 to {q.shape[2] - 1}, got {int(rows.min())} "
+            f"to {int(rows.max())}"
         )
     relative, mask = mask_absent(relative, key_mask)
     dtype, keys = accumulation_dtype(q, k), torch.arange(k.shape[2], device=k.device)

@@ -56,7 +56,7 @@ class _Additive:
         """
         if type(other) is not type(self):
             raise ValueError(
-                f"states add to states of their kind: wanted {type(self).__name__}, got "
+                f"states add to states of their kind: expected {type(self).__name__}, got "
                 f"{type(other).__name__}"
             )
         for name in self.SUMS:
@@ -187,7 +187,7 @@ def _check_options(
 ) -> None:
     with_states = [name for name, attention in ATTENTIONS.items() if attention.states]
     if kind not in with_states:
-        raise ValueError(f"kind {kind!r}: wanted {' or '.join(with_states)}")
+        raise ValueError(f"kind {kind!r}: expected {' or '.join(with_states)}")
     if kind == "kernelized" and not (temperature is None and coefficients is None):
         raise ValueError(
             'temperature and coefficients belong to kind="taylorshift", got kind="kernelized"'
@@ -254,7 +254,7 @@ def attend(q: Tensor, state: State) -> Sums:
 def _check_query(q: Tensor, state: State) -> None:
     if not isinstance(state, State):
         raise ValueError(
-            f"state: wanted a KernelState or a TaylorState, got {type(state).__name__}"
+            f"state: expected a KernelState or a TaylorState, got {type(state).__name__}"
         )
     check_token_tensor("q", q)
     sums, width = (
@@ -262,9 +262,9 @@ def _check_query(q: Tensor, state: State) -> None:
     )
     if q.shape[:2] != sums.shape[:2] or (width is not None and q.shape[3] != width):
         wanted = f"[{sums.shape[0]}, {sums.shape[1]}, N, {'d' if width is None else width}]"
-        raise ValueError(f"q: wanted {wanted} of the state, got {tuple(q.shape)}")
+        raise ValueError(f"q: expected {wanted} of the state, got {tuple(q.shape)}")
     if q.dtype == torch.float64 and sums.dtype != q.dtype:
-        raise ValueError(f"q: wanted {sums.dtype} like the state, or less, got {q.dtype}")
+        raise ValueError(f"q: expected {sums.dtype} like the state, or less, got {q.dtype}")
     if q.device != sums.device:
         raise ValueError(f"q is on {q.device}, the state on {sums.device}; move them to one device")
 
@@ -327,7 +327,7 @@ def step(
         state = summarize(k, v, **options | {"kind": kind or "kernelized"})
     elif not isinstance(state, State):
         raise ValueError(
-            f"state: wanted a KernelState, a TaylorState or None, got {type(state).__name__}"
+            f"state: expected a KernelState, a TaylorState or None, got {type(state).__name__}"
         )
     elif given:
         raise ValueError(f"step: a state has its own options; leave {', '.join(given)} out")

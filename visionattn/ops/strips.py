@@ -168,7 +168,7 @@ def _check(q: Tensor, relative: RelativePosition, strip: Strip | None, seen: See
     wanted = SeenLines if isinstance(relative, Axial) else SeenRows
     if strip is None or not isinstance(seen, wanted):
         raise ValueError(
-            f"{type(relative).__name__}: wanted a strip and {wanted.__name__}, got "
+            f"{type(relative).__name__}: expected a strip and {wanted.__name__}, got "
             f"{type(strip).__name__} and {type(seen).__name__}"
         )
     layout = relative.layout
@@ -178,7 +178,7 @@ def _check(q: Tensor, relative: RelativePosition, strip: Strip | None, seen: See
         raise ValueError(f"{strip}: no rows of the layout's {layout.grid}")
     if q.shape[2] != strip.rows * strip.grid.width:
         raise ValueError(
-            f"q: wanted {strip.rows * strip.grid.width} patches of {strip}, got {q.shape[2]}"
+            f"q: expected {strip.rows * strip.grid.width} patches of {strip}, got {q.shape[2]}"
         )
 
 
@@ -220,7 +220,7 @@ def _sums_of_classes(
         far, values = [None if x is None else x.unsqueeze(2) for x in far], values.unsqueeze(2)
     if values.shape[dim] != lines or (dim == 2 and values.shape[3] != width):
         raise ValueError(
-            f"seen: wanted values of {wanted.format(lines, width)} patches, got "
+            f"seen: expected values of {wanted.format(lines, width)} patches, got "
             f"{list(seen.values.shape[2:-1])}"
         )
     above, below = (None if x is None else x.unsqueeze(dim).to(q.dtype) for x in far)
@@ -247,7 +247,7 @@ def _axial_sums(
     rows, columns = (x.to(q.dtype) for x in (seen.rows, seen.columns))
     if (rows.shape[2], columns.shape[2]) != (height, width):
         raise ValueError(
-            f"seen: wanted sums of {height} rows and {width} columns, got {rows.shape[2]} and "
+            f"seen: expected sums of {height} rows and {width} columns, got {rows.shape[2]} and "
             f"{columns.shape[2]}"
         )
     own = slice(strip.first, strip.last)

@@ -37,8 +37,7 @@ from visionattn.models.conversion import (
 )
 from visionattn.models.mixed_blocks import places_of_blocks
 from visionattn.models.placement import place_weights
-from visionattn.models.registration import DEFAULTS, complete, is_ours
-from visionattn.models.segmentation import HEAD_ARGS, Segmenter
+from visionattn.models.registration import DEFAULTS, complete, is_ours, split_args, with_head
 from visionattn.models.weights import (
     FORMAT,
     UNREADABLE,
@@ -117,10 +116,10 @@ def check_sums(path: Path) -> None:
         raise
     except (*UNREADABLE, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(
-            f"{path} is no whole checkpoint (cut off or garbled): {first_line(error)}"
+            f"{path} is a truncated or damaged checkpoint: {first_line(error)}"
         ) from error
     if bad:
-        raise ValueError(f"{path} is no whole checkpoint (cut off or garbled): wrong sum of {bad}")
+        raise ValueError(f"{path} is a truncated or damaged checkpoint: wrong sum of {bad}")
 
 
 def read_state(path: str | Path) -> dict[str, Any]:
@@ -186,7 +185,7 @@ class States:
             )
         self.step = state["position"]["step"]
         previous = self.folder / PREVIOUS
-        return state, [f"{reason}; goes on from {previous}, step {self.step}"] if reason else []
+        return state, [f"{reason}; resumes from {previous}, step {self.step}"] if reason else []
 
     def _read(self) -> tuple[dict[str, Any] | None, str]:
         """Return the newest readable state, and why a newer one cannot be read."""
@@ -258,7 +257,7 @@ class States:
         """Name the state on the disk, for the end of an error."""
         if self.step is None:
             return "no state was saved yet"
-        return f"the state of step {self.step} is kept, --resume goes on from it"
+        return f"the state of step {self.step} is kept, --resume continues from it"
 
     def explain(self, error: OSError) -> OSError:
         """Return the error with ``kept`` at its end."""
@@ -296,8 +295,8 @@ def check_options(
     idle = [line.split()[0] for line in changed if line.split()[0].startswith(TRAINED)]
     if done and idle:
         raise ValueError(
-            f"all {new['epochs']} epochs are done, so that another {idle[0]} would change nothing; "
-            f"--epochs {new['epochs'] + 1} trains on, or leave it out"
+            f"all {new['epochs']} epochs are done; another {idle[0]} has no effect; --epochs "
+            f"{new['epochs'] + 1} trains on, or leave it out"
         )
     fit = new["data"]["fit"]
     native = fit == "native" or (fit is None and new["data"]["name"] in WHOLE)
@@ -310,8 +309,8 @@ def check_options(
             raise ValueError(f"the run has {key} {was}, not {is_now}; resume with the same{until}")
     if new["init_from"] not in (None, old["init_from"]):
         raise ValueError(
-            f"init_from {new['init_from']} is for a run at its start, and this one goes on with "
-            "its own weights; leave it out"
+            f"init_from {new['init_from']} applies only at the start of a run, and a resumed run "
+            "keeps its own weights; leave it out"
         )
     if bool(old["optim"]["ema_decay"]) != bool(new["optim"]["ema_decay"]):
         raise ValueError(
@@ -438,7 +437,8 @@ def started_model(
         ValueError, FileNotFoundError: wrong model or weights; one line.
     """
     source = config.init_from
-    if spec.task == "segmentation" and not _is_segmenter(source):
+    wants_head = spec.task == "segmentation" or split_args(model.args)[0]
+    if wants_head and not _has_head(source):
         return _on_started_body(config, model, spec, first)
     if source is None:
         if model.name == NAME and "embed_dim" not in model.args:
@@ -469,22 +469,24 @@ def started_model(
     return made, model, args, place_weights(made, model.name, source).lines() if first else []
 
 
-def _is_segmenter(source: str | None) -> bool:
-    """Tell whether a file holds the weights of a segmentation model, head included."""
+def _has_head(source: str | None) -> bool:
+    """Tell whether a file holds a model with a head on patch features."""
     metadata = _metadata(source) if source else {}
-    return bool(metadata) and described(metadata, source)[2].task == "segmentation"
+    if not metadata:
+        return False
+    _, args, spec = described(metadata, source)
+    return spec.task == "segmentation" or bool(split_args(args)[0])
 
 
 def _on_started_body(
     config: TrainConfig, model: ModelConfig, spec: DataSpec, first: bool
 ) -> tuple[nn.Module, ModelConfig, dict[str, Any], list[str]]:
-    """Put a new segmentation head on a body that is initialized like a classifier's."""
-    head = {key: value for key, value in model.args.items() if key in HEAD_ARGS}
-    rest = {key: value for key, value in model.args.items() if key not in HEAD_ARGS}
+    """Put a new head on the patch features of a body that is initialized like a classifier's."""
+    head, rest = split_args(model.args)
     body_model = replace(model, args=rest)
     body_spec = replace(spec, task="classification", num_classes=0, class_names=())
     body, chosen, args, lines = started_model(config, body_model, body_spec, first=first)
-    made = Segmenter(body, spec.num_classes, **head)
+    made = with_head(body, spec.task, spec.num_classes, head)
     return made, replace(chosen, args=chosen.args | head), args | head, lines
 
 

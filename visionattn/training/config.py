@@ -75,7 +75,13 @@ class LossConfig:
 
 @dataclass
 class TrainConfig:
-    """A training run. The most used options come first."""
+    """A training run."""
+
+    MOST_USED = (
+        *("data.name", "data.root", "data.task", "data.img_size", "model.name", "init_from"),
+        *("epochs", "batch_size", "optim.lr"),
+    )
+    """Options at the top of the help."""
 
     epochs: int = 10
     """Number of passes over the training images."""
@@ -158,6 +164,9 @@ class TrainConfig:
 @dataclass
 class ValidateConfig:
     """An evaluation of a checkpoint at several image sizes."""
+
+    MOST_USED = ("checkpoint", "img_size", "fit", "data.root", "split", "batch_size", "json")
+    """Options at the top of the help."""
 
     checkpoint: str | None = None
     """The ``best.safetensors`` of a run, or another file that ``visionattn.load_model`` reads."""
@@ -260,14 +269,16 @@ def check(config: TrainConfig) -> None:
 def _check_together(config: TrainConfig) -> None:
     """Raise ValueError for options that contradict each other."""
     data, optim = config.data, config.optim
+    if data.features is not None:
+        _check_features(config)
     if config.show_batch is not None and config.resume:
         raise ValueError("show_batch draws the first batch of the first epoch; leave resume out")
     if optim.min_lr > optim.lr:
         raise ValueError(f"optim.min_lr {optim.min_lr} is above optim.lr {optim.lr}, the peak")
     if optim.warmup_epochs >= config.epochs:
         raise ValueError(
-            f"optim.warmup_epochs {optim.warmup_epochs} leaves nothing of epochs {config.epochs} "
-            f"for the cosine; --optim.warmup_epochs {config.epochs / 2:g} does"
+            f"expected optim.warmup_epochs below epochs {config.epochs}, got "
+            f"{optim.warmup_epochs}; pass --optim.warmup_epochs {config.epochs / 2:g}"
         )
     if optim.drop_epochs is not None:
         _check_drop(config, optim.drop_epochs)
@@ -322,7 +333,25 @@ def _check_together(config: TrainConfig) -> None:
     if config.parallel == "sequence" or isinstance(config.parallel, int):
         _check_sequence(config)
     if config.resume and config.overwrite:
-        raise ValueError("resume goes on with a run and overwrite deletes it: give one of them")
+        raise ValueError("resume continues a run and overwrite deletes it; pass only one")
+
+
+def _check_features(config: TrainConfig) -> None:
+    """Raise ValueError for options that act on images or on the model of kept features."""
+    idle = {
+        f"data.name {config.data.name}": config.data.name != "folder",
+        f"data.task {config.data.task}": config.data.task == "generate",
+        "init_from": config.init_from is not None,
+        "freeze": config.freeze is not None,
+        "show_batch": config.show_batch is not None,
+        "model.grad_checkpointing": config.model.grad_checkpointing,
+    }
+    for key, given in idle.items():
+        if given:
+            raise ValueError(
+                "data.features trains a head on features of a folder of images, with the model "
+                f"that made them; not with {key}"
+            )
 
 
 def _check_drop(config: TrainConfig, drop_epochs: float) -> None:
@@ -334,9 +363,7 @@ def _check_drop(config: TrainConfig, drop_epochs: float) -> None:
             f"epochs {config.epochs}, got {drop_epochs}"
         )
     if optim.min_lr == optim.lr:
-        raise ValueError(
-            f"optim.drop_epochs would do nothing: optim.min_lr is optim.lr, {optim.lr}"
-        )
+        raise ValueError(f"optim.drop_epochs has no effect: optim.min_lr is optim.lr, {optim.lr}")
 
 
 def _check_writing(config: TrainConfig) -> None:

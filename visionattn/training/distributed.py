@@ -217,7 +217,7 @@ class Processes:
                 raise self.agree(
                     ValueError(
                         f"process {other} on {self.hosts[other]} has other {what} "
-                        f"({found[other][1]}) than the first process ({found[0][1]}); wanted the "
+                        f"({found[other][1]}) than the first process ({found[0][1]}); expected the "
                         "same data on every machine"
                     )
                 )
@@ -451,8 +451,8 @@ def choose_kind(config: TrainConfig, size: int) -> Kind | None:
     if fewest < (2 if mixes else 1):
         wanted = "two images, which are mixed," if mixes else "an image"
         raise ValueError(
-            f"batch_size {config.batch_size} counts all {size} processes together and leaves "
-            f"some without {wanted} of a batch; wanted at least {(2 if mixes else 1) * parts}, or "
+            f"batch_size {config.batch_size} counts all {size} processes together and leaves some "
+            f"without {wanted} of a batch; expected at least {(2 if mixes else 1) * parts}, or "
             "fewer processes"
         )
     return kind

@@ -48,6 +48,7 @@ from visionattn.training.distributed import (
 )
 from visionattn.training.fold_summary import summarise_folds
 from visionattn.training.freezing import freeze
+from visionattn.training.head_training import ModelFiles, prepare_maps
 from visionattn.training.objectives import Objective
 from visionattn.training.run_folder import (
     BEST,
@@ -80,6 +81,8 @@ class Prepared:
     """Lines about its weights, to print."""
     objective: Objective | None = None
     """The training objective; None: set by the task of the data."""
+    files: ModelFiles | None = None
+    """Writes and reads the best weights; None: as the model is."""
 
 
 def prepare_classes(
@@ -96,13 +99,17 @@ def prepare_classes(
     Raises:
         ValueError, FileNotFoundError: wrong data, model or weights; one line.
     """
-    splits = with_targets(build_splits(config.data, config.seed))
+    data, of_maps = replace(config.data, features=None), config.data.features is not None
+    splits = with_targets(build_splits(data, config.seed))
     if splits.spec.num_classes == 1 and splits.spec.task not in VECTOR_TASKS:
         raise ValueError(
             f"the only class of {config.data.root or config.data.name} is "
-            f"{''.join(splits.spec.class_names) or 0}; wanted two or more to tell apart"
+            f"{''.join(splits.spec.class_names) or 0}; expected two or more to tell apart"
         )
     check_trained(splits)
+    if of_maps:
+        splits, model, built, files, lines = prepare_maps(config.data, config.model, splits)
+        return Prepared(splits, model, built, built.args, lines, files=files)
     started = replace(config, init_from=None) if resumed else config
     return Prepared(splits, *started_model(started, config.model, splits.spec, first=first))
 
@@ -173,7 +180,7 @@ def train(
         if resumed:
             lines = go_on(trainer, states)
         elif config.resume:
-            lines.insert(0, "no state was saved yet: begins anew")
+            lines.insert(0, "no state was saved yet; starting from the beginning")
     if processes.first and not (fresh or resumed):
         clear(folder)
     try:
@@ -266,16 +273,21 @@ def build(
         processes.check_same(splits.lists())
     loss = processes.on_first(lambda: with_class_weights(config.loss, splits))
     config = replace(config, loss=loss)
-    if made.built.name == CONVERTED:  # config.yaml and states record the body of the teacher
+    # config.yaml and states record the body of a teacher, and the model of features.
+    if made.built.name == CONVERTED or made.files is not None:
         config = replace(config, model=made.built)
+    if made.files is not None:  # maps are read from files as they are
+        config = replace(config, data=replace(config.data, workers=0))
     if processes.first and stream:  # now, because reading sizes and counting memory may take long
         counts = f"{len(splits.train)} training and {len(splits.validation)} validation images"
-        print(f"{config.run}: {counts}, looking at their sizes", file=stream, flush=True)
+        print(f"{config.run}: {counts}; reading image sizes", file=stream, flush=True)
     memory = TrainingMemory(config, model, splits, device, processes, made.objective)
     if resumed and config.batch_size == "auto":
         config = replace(config, **processes.on_first(lambda: states.batches(config)))
     config, lines = with_batch(config, splits, memory)
-    trainer = Trainer(config, splits, model, made.args, device, states, processes, made.objective)
+    trainer = Trainer(
+        config, splits, model, made.args, device, states, processes, made.objective, made.files
+    )
     processes.together(trainer.check_rows)
     return trainer, check_memory(trainer, memory), [*lines, *made.lines]
 

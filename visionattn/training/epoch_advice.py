@@ -46,10 +46,10 @@ def one_class(only: int | None, spec: DataSpec) -> str | None:
     name = spec.class_names[only] if spec.class_names else only
     if spec.task == "segmentation":
         return (
-            f"every validation pixel is predicted as {name}; if this stays, try --data.crop with "
+            f"every validation pixel is predicted as {name}; if it persists, try --data.crop with "
             "--data.crop_around, --loss.name cross_entropy_dice, or another --optim.lr"
         )
     return (
-        f"every validation image is predicted as {name}; if this stays, try --loss.class_weights "
+        f"every validation image is predicted as {name}; if it persists, try --loss.class_weights "
         "balanced, another --optim.lr, pretrained weights (--init-from) or a larger --data.img_size"
     )

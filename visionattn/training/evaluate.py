@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from visionattn.model_config import VECTOR_TASKS
 from visionattn.models.machine import autocast
 from visionattn.models.patches import in_eval, takes_sizes
-from visionattn.models.pixel_classes import ious_of
+from visionattn.models.pixel_classes import average_precisions_of, ious_of
 from visionattn.models.weights import DataSpec
 from visionattn.training.config import OptimConfig
 from visionattn.training.distributed import Processes
-from visionattn.training.objectives import Objective, objective_of
+from visionattn.training.objectives import MOST_CURVES, Objective, objective_of
 from visionattn.training.output_scores import OutputScores, scores_of
 
 if TYPE_CHECKING:  # measuring models must not require libraries that read images
@@ -47,6 +47,10 @@ class Evaluation:
     """For segmentation, the mean of ``ious`` over the classes present in the masks."""
     ious: tuple[float | None, ...] | None = None
     """Intersection over union of each class, in [0, 1]; None for a class in no mask."""
+    average_precisions: tuple[float | None, ...] | None = None
+    """Average precision of each class over all pixels, in [0, 1], from the bins of
+    ``score_counts``; None for a class in no mask, and for more than ``MOST_CURVES`` classes.
+    """
     f1: float | None = None
     """Macro F1: the mean F1 of the classes that are labels or predictions, in [0, 1]."""
     only: int | None = None
@@ -78,8 +82,6 @@ class OutputEvaluation(Evaluation):
 
 EXAMPLES, MASKED_EXAMPLES = 8, 4
 """The most images that a ``Tally`` keeps, and the most images with masks."""
-MOST_CURVES = 20
-"""A ``Tally`` keeps all probabilities of at most this many classes."""
 
 
 class Example(NamedTuple):
@@ -143,6 +145,8 @@ class Tally:
             sizes: as in ``Batch``.
             outputs: outputs ``[B, classes]``, or the predicted classes of pixels ``[B, H, W]``.
         """
+        if images.dtype == torch.float16:  # feature maps
+            return
         most = EXAMPLES if outputs.ndim == 2 else MASKED_EXAMPLES
         most_of_class = math.ceil(EXAMPLES / outputs.shape[1])
         for i in range(len(images)):
@@ -213,11 +217,11 @@ def evaluate(
     tally = Tally.of(spec) if tally is None and spec.task in VECTOR_TASKS else tally
     with in_eval(model):
 
-        def work() -> tuple[float, ...]:
+        def work() -> tuple[tuple[float, ...], Tensor]:
             return _sums(model, batches, spec, device, amp, depth, objective, tally)
 
         # Processes that share an image communicate as they work.
-        own = work() if processes.per_image > 1 else processes.together(work)
+        own, scores = work() if processes.per_image > 1 else processes.together(work)
     total = processes.sum(*own)
     if processes.per_image > 1:  # and count the same images
         total = [each / processes.per_image for each in total]
@@ -227,7 +231,10 @@ def evaluate(
     if spec.task == "segmentation":
         if tally is not None:
             tally.confusion = np.array(counts, dtype=np.int64).reshape(spec.num_classes, -1)
-        return _of_pixels(int(images), loss / images, images_per_second, counts)
+        found = _of_pixels(int(images), loss / images, images_per_second, counts)
+        parts = [each for each in processes.gather(scores) if len(each)]
+        curves = _known(average_precisions_of(sum(parts).numpy())) if parts else None
+        return replace(found, average_precisions=curves)
     if spec.task in VECTOR_TASKS:
         rows = np.concatenate(processes.gather(tally.rows(None)))
         labels, values, _ = np.split(rows, [spec.num_classes, 2 * spec.num_classes], 1)
@@ -271,10 +278,15 @@ def _of_pixels(
         None,
         images_per_second,
         float(np.nanmean(ious)) if counted else None,
-        tuple(None if math.isnan(iou) else float(iou) for iou in ious),
+        _known(ious),
         f1,
         only,
     )
+
+
+def _known(values: np.ndarray) -> tuple[float | None, ...]:
+    """Return values with None for NaN."""
+    return tuple(None if math.isnan(value) else float(value) for value in values)
 
 
 @torch.inference_mode()
@@ -287,11 +299,12 @@ def _sums(
     depth: int,
     objective: Objective,
     tally: Tally | None,
-) -> tuple[float, ...]:
+) -> tuple[tuple[float, ...], Tensor]:
     """Return the number of images, the sums of losses, hits and hits among the ``depth`` largest
     outputs, the number of images with classes of the model, the throughput, and counts: the counts
     of ``confusion_of`` for segmentation, else for each class the labels, the predictions and the
-    correct predictions; row by row.
+    correct predictions; row by row. Then the sums of ``score_counts``, without classes if there
+    are none.
     """
     times: list[tuple[int, float]] = []
     # Sums stay on the device until the end: reading each would wait for the device.
@@ -299,6 +312,7 @@ def _sums(
     classes = spec.num_classes
     rows = classes if spec.task == "segmentation" else 3
     counts = torch.zeros(rows, classes, dtype=torch.int64, device=device)
+    scores = counts.new_zeros(0)
     leaves_out = takes_sizes(model)
     for images, known, sizes, *_ in batches:
         start = time.perf_counter()
@@ -318,6 +332,8 @@ def _sums(
             counts += torch.stack([each.bincount(minlength=classes) for each in of_class])
         if judged.confusion is not None:
             counts += judged.confusion
+        if judged.scores is not None:
+            scores = judged.scores + (scores if len(scores) else 0)
         if judged.values is not None:
             tally.add_values(labels, judged.values)
         for outputs in (judged.logits, judged.masks, judged.values):
@@ -332,4 +348,5 @@ def _sums(
     timed, seconds = (sum(each) for each in zip(*(times[1:] or times or [(0, 0.0)]), strict=True))
     images_seen = sum(count for count, _ in times)
     sums = torch.stack(parts).cpu().double().sum(0).tolist()
-    return images_seen, *sums, timed / max(seconds, 1e-9), *counts.flatten().tolist()
+    speed = timed / max(seconds, 1e-9)
+    return (images_seen, *sums, speed, *counts.flatten().tolist()), scores.cpu()

@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import nn
 
-from visionattn.models.segmentation import Segmenter
+from visionattn.models.patch_heads import PatchModel
 from visionattn.training.distributed import stages
 
 
@@ -30,11 +30,10 @@ def freeze(model: nn.Module, what: Literal["backbone"] | int) -> None:
 
 
 def _head(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of the head: the classifier, or what follows the body of a segmentation
-    model.
-    """
-    if isinstance(model, Segmenter):
-        return [*model.norms.parameters(), *model.head.parameters()]
+    """Return the parameters of the head: the classifier, or what follows the patch features."""
+    if isinstance(model, PatchModel):
+        of_body = set(model.backbone.parameters())
+        return [parameter for parameter in model.parameters() if parameter not in of_body]
     found = model.get_classifier() if hasattr(model, "get_classifier") else ()
     heads = found if isinstance(found, tuple) else (found,)  # timm's distilled models have two
     parameters = [parameter for head in heads for parameter in head.parameters()]

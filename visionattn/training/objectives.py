@@ -30,6 +30,11 @@ from visionattn.training.losses import (
     pixel_losses,
 )
 
+MOST_CURVES = 20
+"""Evaluations keep the scores of at most this many classes."""
+SCORE_BINS, LARGEST_ODDS = 65536, 16
+"""Number of bins of scores, and the largest log odds that are told apart."""
+
 
 class Judged(NamedTuple):
     """The evaluation of a batch."""
@@ -44,6 +49,8 @@ class Judged(NamedTuple):
     """For ``VECTOR_TASKS``, the result of ``DataSpec.values_of``, ``[B, K]``."""
     masks: Tensor | None = None
     """For classes of pixels, the predicted classes, ``[B, H, W]``."""
+    scores: Tensor | None = None
+    """For up to ``MOST_CURVES`` classes of pixels, the counts of ``score_counts``."""
 
 
 class Objective:
@@ -165,7 +172,9 @@ class PixelClasses(Objective):
         """Evaluate a model in eval mode on a batch with ``labels`` uint8 ``[B, H, W]``."""
         logits = call(model, inputs, sizes).float()
         loss, masks = pixel_losses(logits, labels).sum(), logits.argmax(1).to(torch.uint8)
-        return Judged(loss, None, confusion_of(labels, masks, logits.shape[1]), masks=masks)
+        confusion = confusion_of(labels, masks, logits.shape[1])
+        scores = score_counts(labels, logits) if logits.shape[1] <= MOST_CURVES else None
+        return Judged(loss, None, confusion, masks=masks, scores=scores)
 
 
 class Likelihood(Objective):
@@ -294,6 +303,26 @@ def confusion_of(known: Tensor, found: Tensor, classes: int) -> Tensor:
     counted = known != IGNORED
     pairs = known[counted].long() * classes + found[counted]
     return pairs.bincount(minlength=classes**2).view(classes, classes)
+
+
+def score_counts(known: Tensor, logits: Tensor) -> Tensor:
+    """Count pixels by class, by whether they have it (0, 1) and by score, int64 ``[classes, 2,
+    SCORE_BINS]``; ``IGNORED`` pixels do not count.
+
+    The score is the log odds of the softmax probability, in bins of equal width, so that rare
+    classes with small probabilities keep their order.
+
+    Args:
+        known: classes of pixels, uint8 ``[B, H, W]``.
+        logits: ``[B, classes, H, W]``.
+    """
+    counted, counts = known != IGNORED, []
+    for number, odds in enumerate(logits.float().softmax(1).logit().unbind(1)):
+        places = (odds[counted].nan_to_num(-math.inf) / LARGEST_ODDS + 1) * (SCORE_BINS // 2)
+        bins = places.clamp(0, SCORE_BINS - 1).long()
+        bins += SCORE_BINS * (known[counted] == number)
+        counts.append(bins.bincount(minlength=2 * SCORE_BINS))
+    return torch.stack(counts).view(-1, 2, SCORE_BINS)
 
 
 def _bits(found: Tensor, targets: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from visionattn.models.weights import DataSpec
 VERSION = 1
 MOST_POINTS = 500
 """The most images of a scatter plot."""
-SHARES = ("mAP", "AP", "F1")
+SHARES = ("mAP", "AP", "F1", "IoU")
 """Metrics in [0, 1]."""
 Column = list[float | None]
 """One value for each output; None: undefined."""

@@ -112,9 +112,12 @@ def run_folder(config: TrainConfig) -> Path:
     # A run that was refused, e.g. because it did not fit into memory, leaves only its status.
     filled = folder.is_dir() and any(each.name not in (STATUS, LOCK) for each in folder.iterdir())
     if config.resume and not can_go_on(folder):
-        raise ValueError(f"nothing to resume: {folder / LAST} does not exist; leave out --resume")
+        raise ValueError(
+            f"nothing to resume: {folder / LAST} does not exist; check --run and --output, or omit "
+            "--resume to start the run"
+        )
     if filled and not (config.resume or config.overwrite):
-        way_on = "--resume goes on with it, " if can_go_on(folder) else ""
+        way_on = "--resume continues it, " if can_go_on(folder) else ""
         raise ValueError(
             f"{folder} is not empty; {way_on}--overwrite deletes it, --run NAME writes elsewhere"
         )
@@ -167,7 +170,8 @@ def held(folder: Path) -> Iterator[None]:
         ValueError: another run uses the folder.
     """
     taken = (
-        f"another run is at work in {folder}; wait for it or end it, or --run NAME writes elsewhere"
+        f"another process is running in {folder}; wait for it or end it, or --run NAME writes "
+        "elsewhere"
     )
     with locked(folder / LOCK, taken):
         yield

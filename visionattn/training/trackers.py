@@ -40,7 +40,7 @@ class Mlflow:
         known = kept.read_text() if kept.exists() else None
         with refusal("mlflow", self.error):
             run = mlflow.start_run(run_id=known, run_name=name, nested=True)
-            if known is None:  # MLflow lets nobody change a parameter
+            if known is None:  # MLflow parameters cannot change
                 mlflow.log_params(options)
         write_text(kept, run.info.run_id)
 

@@ -32,9 +32,9 @@ from visionattn.model_config import VECTOR_TASKS
 from visionattn.models.building import patch_size
 from visionattn.models.large.row_parallel import cut_rows
 from visionattn.models.machine import autocast, random_state, restore_random_state
-from visionattn.models.patches import takes_sizes
+from visionattn.models.patches import input_size, takes_sizes
 from visionattn.models.registration import complete
-from visionattn.models.weights import DataSpec, load_model, save_model
+from visionattn.models.weights import DataSpec
 from visionattn.training.checkpoint import PARTS, BestFigures, States, changes, check_options
 from visionattn.training.config import TrainConfig
 from visionattn.training.distributed import (
@@ -50,6 +50,7 @@ from visionattn.training.epoch_advice import one_class, overfitting
 from visionattn.training.evaluate import Evaluation, OutputEvaluation, Tally, evaluate
 from visionattn.training.finite import name_fault
 from visionattn.training.freezing import begin_training
+from visionattn.training.head_training import ModelFiles
 from visionattn.training.mistakes import SplitName, by_class
 from visionattn.training.objectives import Objective, objective_of
 from visionattn.training.optimize import (
@@ -99,6 +100,7 @@ class Trainer:
         processes: the processes that train together. Each has a trainer, and all call the same
             methods in the same order.
         objective: the training objective; None: set by the task of the data.
+        files: writes and reads the best weights.
     """
 
     def __init__(
@@ -111,8 +113,10 @@ class Trainer:
         states: States | None = None,
         processes: Processes | None = None,
         objective: Objective | None = None,
+        files: ModelFiles | None = None,
     ):
         self.config, self.splits, self.spec = config, splits, splits.spec
+        self.files = files or ModelFiles()
         self.model, self.args, self.device = model, args, device
         self.states, self.processes = states, processes or Processes()
         self.objective = objective or objective_of(splits.spec, config.optim, config.loss)
@@ -208,6 +212,7 @@ class Trainer:
         frozen = sum(x.numel() for x in self.model.parameters() if not x.requires_grad)
         kept = "" if self.config.freeze is None else f" ({frozen:,} frozen)"
         geometry = training_geometry(self.spec, self.config.data)
+        geometry = getattr(self.splits.train, "geometry", geometry)
         seen = f"preprocessing: {seen_as(self.splits.train, geometry)}"
         if self.geometry.fit == "pad" and not self.leaves_out:
             seen += f"; {self.config.model.name} sees padding as black"
@@ -396,7 +401,7 @@ class Trainer:
         """Return a batch of one black image, for a process that has none."""
         channels = 1 if self.spec.encoding else self.spec.in_chans
         size = self.geometry.canvas or self.geometry.view(*SOME_PX).canvas
-        image = torch.zeros(1, channels, *size, dtype=torch.uint8)
+        image = torch.zeros(1, channels, *input_size(self.model, size), dtype=torch.uint8)
         return Batch(image, self.objective.targets(1, size))
 
     def shape_of(self, images: int) -> tuple[int, ...]:
@@ -559,8 +564,11 @@ class Trainer:
                 write_json(path, by_output(ordered, spec, split=split, epoch=epoch, seen=seen))
             elif len(rows):
                 about = {"epoch": epoch, "root": self.config.data.root}
-                images = getattr(self.splits, split)
-                found = by_class(rows, images, spec, self.geometry, split=split, **about)
+                inputs = getattr(self.splits, split)
+                # Mistakes show images, also where the inputs are maps.
+                images = getattr(inputs, "pictures", inputs)
+                geometry = getattr(inputs, "geometry", self.geometry)
+                found = by_class(rows, images, spec, geometry, split=split, **about)
                 write_json(path, found)
             # The step after the last one: a run that is resumed later drops the test.
             step = self.position.step + (split == "test")
@@ -591,7 +599,9 @@ class Trainer:
             spec = with_thresholds(self.spec, result)
             self.keep_classes("validation", tally, self.validation, record, spec)
             self.processes.on_first(
-                lambda: save_model(record.folder / BEST, model, name, self.args, spec, notes=notes)
+                lambda: self.files.save(
+                    record.folder / BEST, model, name, self.args, spec, notes=notes
+                )
             )
         self.count_time()
         self.share_unreadable()
@@ -646,9 +656,9 @@ class Trainer:
         """Load the best weights from the disk, and evaluate them once on the test images."""
         checkpoint, test = record.folder / BEST, None
         if self.splits.test is not None:
-            model = self.processes.on_first(lambda: load_model(checkpoint)).to(self.device)
+            model, spec = self.processes.on_first(lambda: self.files.load(checkpoint))
+            model = model.to(self.device)
             images, tally = self.batches_of(self.splits.test), Tally.of(self.spec)
-            spec = model.data_spec
             test = self.evaluate(model, images, interruption, record, "test images", tally, spec)
             self.keep_classes("test", tally, images, record, spec)
             figures = {"accuracy": test.accuracy, "top5": test.top5, "loss": test.loss}
@@ -765,11 +775,11 @@ class Trainer:
         if found := changes(state["listing"], self.listing, self.splits):
             raise ValueError(
                 f"the images are not those that the run began with: {found}; resume with the same, "
-                "or --overwrite begins anew"
+                "or --overwrite starts over"
             )
         if (state["data"]["colours"] or ()) != (self.spec.colours or ()):
             raise ValueError(
-                "the run took the values of its masks for other classes; --overwrite begins anew"
+                "the run took the values of its masks for other classes; --overwrite starts over"
             )
         load_whole(self.model, state["model"])
         if self.ema:
@@ -785,7 +795,7 @@ class Trainer:
         self.scheduler.step_update(self.position.step)
         restore_random_state(state["random"])  # the loaders have their own generators
         return [
-            f"goes on after epoch {self.position.epoch}, step {self.position.step}",
+            f"resumes after epoch {self.position.epoch}, step {self.position.step}",
             *changed,
         ]
 
@@ -794,7 +804,8 @@ def pixel_figures(result: Evaluation) -> dict[str, Any]:
     """Return the metrics that only segmentation has."""
     if result.mean_iou is None:
         return {}
-    return {"mean_iou": result.mean_iou, "ious": result.ious}
+    keys = ("mean_iou", "ious", "average_precisions")
+    return {key: getattr(result, key) for key in keys}
 
 
 def mean_figures(result: Evaluation) -> dict[str, float | None]:

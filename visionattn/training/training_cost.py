@@ -206,7 +206,8 @@ def loading_bytes(config: DataConfig, dataset: Dataset, spec: DataSpec, shape: S
     """
     images, height, width = shape
     channels = 1 if spec.encoding else spec.in_chans
-    batch = images * channels * height * width
+    # Maps have many channels for each patch.
+    batch = int(images * getattr(dataset, "bytes_per_pixel", channels) * height * width)
     if not config.workers:
         return batch
     found = getattr(dataset, "known_sizes", None)
@@ -322,7 +323,7 @@ def forecast(trainer: Trainer, memory: Expected) -> Forecast | None:
     alone = trainer.spread.kind in (None, "ddp")
     each = trainer.processes.gather(forward_seconds(trainer, tried) if alone else None)[0]
     if each is None:
-        return Forecast(f"{images}; {memory}; the first steps will tell the time", None)
+        return Forecast(f"{images}; {memory}; estimated time: known after the first steps", None)
     share = FORWARD_CHECKPOINTED if config.model.grad_checkpointing else FORWARD
     per_pixel = each / math.prod(tried[1:]) / share
     trained, validated = (
@@ -332,8 +333,8 @@ def forecast(trainer: Trainer, memory: Expected) -> Forecast | None:
     epoch = float(trained.sum() + share * validated.sum())
     left = (config.epochs - trainer.position.epoch) * epoch
     return Forecast(
-        f"{images}; {memory}; computing takes about {lasting(step)} per step, {lasting(epoch)} per "
-        f"epoch, {lasting(left)} in all",
+        f"{images}; {memory}; estimated time: {lasting(step)} per step, {lasting(epoch)} per "
+        f"epoch, {lasting(left)} in total",
         left,
     )
 

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -88,10 +88,14 @@ class Row:
         return (size, str(result.images), *shares, speed)
 
     def details(self, spec: DataSpec) -> list[str]:
-        """Return a table with the metrics of each output; empty for other tasks."""
-        if not isinstance(self.result, OutputEvaluation):
+        """Return a table with the metrics of each output, or of each class of pixels."""
+        columns: Mapping[str, Sequence[float | None]]
+        if isinstance(self.result, OutputEvaluation):
+            columns = self.result.outputs.columns
+        elif self.result and self.result.ious and self.result.average_precisions:
+            columns = {"IoU": self.result.ious, "AP": self.result.average_precisions}
+        else:
             return []
-        columns = self.result.outputs.columns
         names = spec.output_names
         width = max(map(len, names))
         rows = [f"{'':{width}} {align(list(columns))}"]
@@ -181,7 +185,7 @@ SEEN = {
 """Data options of a training that have their own flags here."""
 
 
-CROPS = ("crop", "crop_around", "crops")
+CROPS = ("crop", "crop_around", "crops", "features")
 """Data options of a training that evaluation ignores."""
 
 
@@ -386,7 +390,7 @@ class Validation:
     def _meaning_of_masks(self, data: DataConfig) -> dict[str, Any]:
         """Return ``data.masks``, with missing values from the weights."""
         said, colours = said_of_masks(data), self.spec.colours
-        if not (said.classes or said.colours):
+        if not (said.layers or said.classes or said.colours):
             said = replace(said, classes=list(self.spec.output_names))
         if colours and said.colours is None and len(said.classes or colours) == len(colours):
             said = replace(said, colours=list(map(list, colours)))

@@ -42,7 +42,7 @@ class ArrayImage(Reader):
         first = levels[0]
         if first.ndim not in (2, 3) or 0 in first.shape or first.dtype.kind not in "buif":
             raise ValueError(
-                f"wanted an array of numbers, [H, W] or [H, W, C], got {first.dtype} "
+                f"expected an array of numbers, [H, W] or [H, W, C], got {first.dtype} "
                 f"{list(first.shape)}"
             )
         self.stored = first.shape[0], first.shape[1]
@@ -115,7 +115,7 @@ class _Level:
         many = [axis for axis in self._axes if axis not in "yxc" and lengths[axis] > 1]
         if many or not {"y", "x"} <= lengths.keys():
             raise ValueError(
-                f"a zarr image with axes {axes} of {list(array.shape)}; wanted y, x, c"
+                f"a zarr image with axes {axes} of {list(array.shape)}; expected y, x, c"
             )
         self.shape = lengths["y"], lengths["x"], lengths.get("c", 1)
         self.ndim, self.dtype = 3, array.dtype

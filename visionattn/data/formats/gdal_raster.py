@@ -70,7 +70,7 @@ class Raster(Reader):
             self.bits = int(bits or 8)
         if self.dtype.kind not in "uif":
             self.close()
-            raise NotAsAsked(f"wanted whole or real numbers, got {self.dtype}")
+            raise NotAsAsked(f"expected whole or real numbers, got {self.dtype}")
         nodata = self._raster.nodatavals
         nodata = nodata[:-1] if self.alpha and nodata[-1] is None else nodata
         meaning = Meaning(

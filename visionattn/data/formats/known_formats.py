@@ -151,7 +151,7 @@ def check_file(path: str | os.PathLike) -> None:
     """
     mode = os.stat(path).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise ValueError(f"{os.fspath(path)} is a pipe, a socket or a device and no image file")
+        raise ValueError(f"{os.fspath(path)} is a pipe, a socket or a device, not an image file")
 
 
 def is_folder_format(path: str | os.PathLike) -> bool:

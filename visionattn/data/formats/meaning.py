@@ -60,10 +60,10 @@ class Meaning:
             ``[h, w, bands]``, a masked array if some pixels have no data. NaN counts as no data.
         """
         stored_bands = None if self.coloured else bands
-        beside = self.alpha and empty is None and stored_bands is not None
-        stored = read([*stored_bands, -1] if beside else stored_bands)
+        with_alpha = self.alpha and empty is None and stored_bands is not None
+        stored = read([*stored_bands, -1] if with_alpha else stored_bands)
         last = stored[..., -1:]
-        stored = stored[..., :-1] if beside else stored
+        stored = stored[..., :-1] if with_alpha else stored
         if empty is not None:
             empty = empty[..., None]
         else:

@@ -37,7 +37,7 @@ has values without a known range.
 
 class NotAsAsked(ValueError):
     """An intact file lacks the requested page, bands or value range, or is of another kind; the
-    message says what was wanted.
+    message names the request.
     """
 
 
@@ -80,11 +80,11 @@ def damage(what: str, *kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except UnidentifiedImageError as error:  # Pillow's text names a Python object
-        raise ValueError("cannot identify image file: it is of no known format") from error
+        raise ValueError("unknown image format") from error
     except DAMAGED_IMAGE:
         raise
     except (*kinds, *BROKEN) as error:
-        raise ValueError(f"{what} that cannot be read: {one_line(error)[:200]}") from error
+        raise ValueError(f"unreadable {what}: {one_line(error)[:200]}") from error
 
 
 Keep = Callable[[object, Callable[[], np.ndarray]], np.ndarray]
@@ -242,7 +242,7 @@ class Reader(Closing):
             turned = [size[::-1] if self.turn.transpose else size for size in sizes]
             held = ", ".join(f"{height:,} x {width:,}" for height, width in turned)
             raise NotAsAsked(
-                f"wanted level {level}, the image has {len(sizes)}, counted from 0: {held} pixels"
+                f"expected level {level}, the image has {len(sizes)}, counted from 0: {held} pixels"
             )
         if level:
             self.stored = sizes[level]
@@ -305,8 +305,8 @@ class Reader(Closing):
         """
         if rows * columns > self.most_px:
             raise ValueError(
-                f"{rows:,} x {columns:,} pixels are too many to be read at once: more than "
-                f"data.max_pixels {self.most_px:,}; raise it if this size is intended"
+                f"{rows:,} x {columns:,} pixels exceed data.max_pixels {self.most_px:,}; raise it "
+                "to read the image"
             )
 
 
@@ -319,7 +319,7 @@ def check_page(page: int | None, pages: int) -> int:
     wanted = page or 1
     if wanted > pages:
         held = "1 page" if pages == 1 else f"{pages} pages"
-        raise NotAsAsked(f"wanted page {wanted}, the image has {held}")
+        raise NotAsAsked(f"expected page {wanted}, the image has {held}")
     return wanted - 1
 
 

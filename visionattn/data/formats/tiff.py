@@ -102,7 +102,7 @@ def open_mask(file: BinaryIO) -> Image.Image:
         if image.page.samplesperpixel > 1 or image.page.dtype.kind not in "ui":
             raise NotAsAsked(
                 f"it has {image.page.samplesperpixel} values of {image.page.dtype} for each pixel; "
-                "wanted the number of a class"
+                "expected the number of a class"
             )
         values = image.turn.apply(image._read(Box(0, 0, *image.stored), *image.stored, None))
     most = np.iinfo(np.int32)
@@ -125,8 +125,8 @@ class TiffImage(Reader):
             pages, channels = len(self._named), len(self._named[0][1])
             if page is not None and pages < page <= channels:
                 raise NotAsAsked(
-                    f"wanted page {page}, the image has {pages}; its {channels} channels are bands,"
-                    f" as in --data.bands {page}"
+                    f"expected page {page}, the image has {pages}; its {channels} channels are "
+                    f"bands, as in --data.bands {page}"
                 )
             number = check_page(page, pages)
             self.levels, self._masked = named_levels(self._tiff, *self._named[number]), False

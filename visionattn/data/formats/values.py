@@ -27,6 +27,10 @@ BITS = (8, 10, 12, 14, 16)
 """Possible numbers of bits in 16-bit integers, if the file does not state it."""
 FEW_FILES, PAGED_FILES = 8, 256
 """Number of files that determine the value range, and number of files checked for pages."""
+MOST_HEADERS = 2048
+"""Number of files checked for more than 8 bits if the inspected files have 8."""
+EIGHT_BITS = (".jpg", ".jpeg", ".gif", ".webp", ".bmp")
+"""Suffixes of formats that hold 8 bits only."""
 PAGED = (".tif", ".tiff", ".btf", ".tf8", ".gif", ".webp")
 """Suffixes of formats with pages."""
 
@@ -102,11 +106,11 @@ def bands_of(reader: Reader, options: ReadOptions) -> list[int] | None:
     held = "1 band" if reader.bands == 1 else f"{reader.bands} bands"
     if options.bands is not None:
         if max(options.bands) > reader.bands:
-            raise NotAsAsked(f"wanted band {max(options.bands)}, the image has {held}")
+            raise NotAsAsked(f"expected band {max(options.bands)}, the image has {held}")
         return list(options.bands)
     if reader.bands > 4 or (reader.bands == 2 and not reader.alpha):
         raise NotAsAsked(
-            f"the image has {held}; name the bands to read, in order, as in --data.bands "
+            f"the image has {held}; choose bands, e.g. --data.bands "
             f"{' '.join(map(str, range(1, min(reader.bands, 3) + 1)))}"
         )
     kept = {2: 1, 4: 3}.get(reader.bands, reader.bands)
@@ -175,8 +179,8 @@ def no_range(reader: Reader, ends: tuple[float, float]) -> str:
     """Return the message about an image whose value range is unknown."""
     units = "values in physical units" if reader.meaning.scale else f"{reader.dtype} values"
     return (
-        f"{units} from {ends[0]:,.6g} to {ends[1]:,.6g} without a known value range; "
-        "give --data.value_range LOW HIGH"
+        f"{units} from {ends[0]:,.6g} to {ends[1]:,.6g} without a known value range; pass "
+        "--data.value_range LOW HIGH"
     )
 
 
@@ -186,7 +190,7 @@ def _check_within(pixels: np.ndarray, low: float, high: float) -> None:
     if smallest >= low:
         wrong = f"up to {largest:,.6g}, while other images end at {high:,.6g}"
     if smallest < low or largest > high:
-        raise NotAsAsked(f"values {wrong}; give --data.value_range LOW HIGH")
+        raise NotAsAsked(f"values {wrong}; pass --data.value_range LOW HIGH")
 
 
 def extremes(pixels: np.ndarray) -> tuple[float, float]:
@@ -256,6 +260,8 @@ def settle(
             continue  # reported when it is read
     if strict and refused and not seen:
         raise ValueError(refused[0])
+    if seen and all(file.dtype == np.uint8 for file in seen):
+        seen += _first_deep(source, indices, options)
     options, lines = _settled(seen, options, strict)
     return options, lines + _of_pages([*seen, *_first_of_pages(source, indices, options)])
 
@@ -285,14 +291,26 @@ def _first_of_pages(
                 return
 
 
+def _first_deep(source: Source, indices: Sequence[int], options: ReadOptions) -> Iterator[_Seen]:
+    """Yield the first file without a known value range among up to ``MOST_HEADERS`` evenly spaced
+    files; of the other files only headers are read.
+    """
+    named = [int(i) for i in indices if not source.name(int(i)).lower().endswith(EIGHT_BITS)]
+    for index in named[:: -(-len(named) // MOST_HEADERS) or 1]:
+        with suppress(*DAMAGED_IMAGE), open_image(source.open(index), options) as reader:
+            if reader.dtype != np.uint8 and range_of(reader, options) is None:
+                yield _look(reader, source.name(index), options)
+                return
+
+
 def _of_pages(seen: Sequence[_Seen]) -> list[str]:
     """Return the message about pages that are left out."""
     many = max(seen, key=lambda file: file.pages, default=None)
     if many is None or many.pages == 1:
         return []
     return [
-        f"images have several pages ({many.pages} in {many.name}): the first of each is read, "
-        "the others are left out; --data.page N takes another"
+        f"images have several pages ({many.pages} in {many.name}): page 1 of each is read; "
+        "--data.page N reads another"
     ]
 
 
@@ -329,12 +347,12 @@ def _settled(
         options = replace(options, value_range=(0.0, float(2**held - 1)), found=True)
         lines.append(
             f"{max(file.dtype.itemsize * 8 for file in whole)}-bit images hold values up to "
-            f"{largest:,}: read as {held} bits; --data.value_range LOW HIGH says otherwise"
+            f"{largest:,}: read as {held} bits; override with --data.value_range LOW HIGH"
         )
     if ranged and seen and all(file.dtype == np.uint8 for file in seen):
         lines.append(
-            f"data.value_range does not change files of 8 bits; files looked at: {len(seen)}, all "
-            "of 8 bits"
+            f"data.value_range has no effect on 8-bit files; all {len(seen)} inspected files have "
+            "8 bits"
         )
     if scaled := [file.name for file in seen if file.scaled]:
         lines.append(

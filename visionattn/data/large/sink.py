@@ -84,7 +84,7 @@ class MapSink(Closing):
         bands, height, width = (int(side) for side in shape)
         dtype = np.dtype(dtype)
         if min(bands, height, width) < 1 or dtype.kind not in "buif":
-            raise ValueError(f"{self.path}: wanted a map of numbers, got {dtype} {list(shape)}")
+            raise ValueError(f"{self.path}: expected a map of numbers, got {dtype} {list(shape)}")
         self._shape = bands, height, width
         self.dtype = self._asked if self._asked is not None and dtype.kind == "f" else dtype
         there = _bytes_of(Continued.beside(self.path, folder=self._is_folder))
@@ -124,8 +124,8 @@ class MapSink(Closing):
         if self.dtype.kind == "f" and (np.isinf(cast) & np.isfinite(band)).any():
             raise ValueError(
                 f"{self.path}: rows {rows.start:,} to {rows.stop:,} have values up to "
-                f"{np.abs(band[np.isfinite(band)]).max():,.6g}, and {self.dtype} holds "
-                f"{np.finfo(self.dtype).max:,.6g} at most; take float32"
+                f"{np.abs(band[np.isfinite(band)]).max():,.6g}, and {self.dtype} holds at most "
+                f"{np.finfo(self.dtype).max:,.6g}; use float32"
             )
         return cast
 
@@ -371,10 +371,10 @@ def open_sink(
     path = Path(path)
     suffix = path.suffix.lower()
     if suffix not in SINKS:
-        raise ValueError(f"{path} ends in none of {', '.join(SINKS)}, so nothing says its format")
+        raise ValueError(f"{path} ends in none of {', '.join(SINKS)}")
     asked = None if dtype is None else np.dtype(dtype)
     if asked is not None and asked.kind != "f":
-        raise ValueError(f"{path}: wanted a type of floats, got {asked}")
+        raise ValueError(f"{path}: expected a type of floats, got {asked}")
     if suffix == ".zarr":
         require("arrays", "zarr", what="a zarr array")
         if not overwrite and (path / ZARR).is_file():

@@ -110,7 +110,7 @@ class ImageSource(Closing):
         for part, most, what in ((rows, self.height, "rows"), (columns, self.width, "columns")):
             if part.step not in (None, 1) or not 0 <= part.start < part.stop <= most:
                 raise ValueError(
-                    f"wanted {what} {part.start} to {part.stop} of {self.name}, which has {most}"
+                    f"expected {what} {part.start} to {part.stop} of {self.name}, which has {most}"
                 )
         try:
             return self._read(rows, columns)
@@ -258,7 +258,7 @@ def open_source(
             raise _renamed(name, error) from error
         failed.pop_all()
     if source.whole or source.held_bytes > MUCH:
-        how = "has no parts that can be read separately: all of it is decoded and"
+        how = "cannot be read in parts; it is decoded completely and"
         if not source.whole:
             how = f"is stored in parts of {source._piece_rows:,} rows, which are"
         warnings.warn(f"{name} {how} kept, {source.held_bytes:,} bytes", stacklevel=2)
@@ -282,14 +282,14 @@ def _open(image: Any, options: ReadOptions) -> Reader:
         try:
             image = image.detach().cpu().numpy()
         except TypeError as error:  # numpy has no bfloat16
-            raise ValueError(f"a tensor of {image.dtype}; make it float32") from error
+            raise ValueError(f"a tensor of {image.dtype}; convert it to float32") from error
         image = image.transpose(1, 2, 0) if image.ndim == 3 else image
     if hasattr(image, "shape") and hasattr(image, "dtype") and hasattr(image, "__getitem__"):
         reader = ArrayImage([with_axes(image)], None, options.page)
         reader.most_px = options.max_pixels
         return reader
     if not isinstance(image, (str, os.PathLike)) and not hasattr(image, "read"):
-        raise ValueError(f"wanted a path, an array or a tensor, got {type(image).__name__}")
+        raise ValueError(f"expected a path, an array or a tensor, got {type(image).__name__}")
     return open_image(image, options)
 
 

@@ -115,7 +115,7 @@ def check_options(config: ProfileConfig) -> None:
     """
     for name in ("models", "passes", "precision", "form"):
         if not getattr(config, name):
-            raise ValueError(f"{name} is empty: there is nothing to measure")
+            raise ValueError(f"{name} is empty")
     for name in ("img_size", "batch", "depth", "threads", "budget_gib", "fit_from"):
         given = getattr(config, name)
         for value in given if isinstance(given, list) else [given]:
@@ -123,16 +123,13 @@ def check_options(config: ProfileConfig) -> None:
                 raise ValueError(f"{name} must be above 0, got {value}")
     if config.form != ["auto"] and not any(map(has_forms, config.models)):
         raise ValueError(
-            f"form does nothing here: {', '.join(config.models)} have no forms; visionattn's "
-            "models have"
+            f"form has no effect: {', '.join(config.models)} have no forms; visionattn's models "
+            "have"
         )
     if config.checkpointing != "without" and config.passes == ["inference"]:
-        raise ValueError(
-            "checkpointing does nothing in inference; name a pass with a backward: --passes "
-            "forward+backward"
-        )
+        raise ValueError("checkpointing has no effect in inference; pass --passes forward+backward")
     if config.largest and config.img_size:
-        raise ValueError("largest searches for the image size: leave out img_size")
+        raise ValueError("largest searches for the image size; omit img_size")
     if config.snapshot:
         count = len(config.series()) * len(config.sizes_px)
         if count != 1:

@@ -63,7 +63,7 @@ def report(argv: Sequence[str]) -> str:
         example="checkpoints/digits --overwrite",
     )
     if not config.runs:
-        raise ValueError("name what to show: folders of runs or sweeps, e.g. checkpoints/digits")
+        raise ValueError("--runs is missing: folders of runs or sweeps, e.g. checkpoints/digits")
     if not 0 <= config.images <= MOST_IMAGES:
         raise ValueError(f"images must be from 0 to {MOST_IMAGES}, got {config.images}")
     paths = list(dict.fromkeys(map(Path, config.runs)))
@@ -72,7 +72,7 @@ def report(argv: Sequence[str]) -> str:
     output = Path(config.output) if config.output else place / "report.html"
     check_free(output, config.overwrite)
     if output.suffix.lower() not in (".html", ".htm"):
-        raise ValueError(f"output {output}: a page is HTML; end its name in .html")
+        raise ValueError(f"output {output}: the file name must end in .html")
     names = [path.absolute().name for path in paths]
     title = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     text = printable(page(config.title or title, folders, found, config.images))
@@ -91,7 +91,7 @@ def find(paths: Sequence[Path]) -> tuple[dict[str, Path], list[tuple[str, Path, 
     found: list[tuple[str, Path, Sequence[Row]]] = []
     for path in paths:
         if not path.exists():
-            raise FileNotFoundError(f"no run and no sweep at {path}")
+            raise FileNotFoundError(f"no run or sweep at {path}")
         tables_here = []
         for file in sorted(path.glob("*.csv")) if path.is_dir() else [path]:
             try:
@@ -112,10 +112,10 @@ def find(paths: Sequence[Path]) -> tuple[dict[str, Path], list[tuple[str, Path, 
 def nothing_in(path: Path) -> str:
     """Return the error for a path that holds nothing to show, with advice."""
     within = runs_in(path) + runs_in(path / "runs")
-    way_out = f"name the runs within it, e.g. {within[0]}" if within else "name other folders"
+    way_out = f"pass the runs in it, e.g. {within[0]}" if within else "pass other folders"
     return (
-        f"{path} is no run (config.yaml), no sweep that has ended (cells.csv) and no CSV file of a "
-        f"sweep or a memory profile; {way_out}"
+        f"{path} is not a run (config.yaml), a finished sweep (cells.csv) or a CSV file of a sweep "
+        f"or memory profile; {way_out}"
     )
 
 

@@ -362,7 +362,7 @@ def pairs_of(found: ByClass) -> Table:
          numeric(often / found.classes[label][0], percent)]
         for label, said, often in found.confusions[:MOST_PAIRS]
     ]  # fmt: skip
-    return Table(["class", "taken for", "times", "of its images"], rows)
+    return Table(["true class", "predicted class", "images", "share of class"], rows)
 
 
 def class_tables(shown: Sequence[RunClasses]) -> list[Table]:
@@ -378,7 +378,7 @@ def class_tables(shown: Sequence[RunClasses]) -> list[Table]:
         first = group[0].found
         table = Table(["class", f"{split} images", *(one.run for one in group)])
         if len(group) == 1:
-            table.columns = [*table.columns, "precision", "most often taken for"]
+            table.columns = [*table.columns, "precision", "most frequent mistake"]
         worst = {pair[0]: pair for pair in reversed(first.confusions)}  # most frequent come first
         rights = [[one.found.classes[i][1] for one in group] for i in range(len(images))]
         order = list(range(len(images)))

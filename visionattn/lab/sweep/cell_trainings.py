@@ -110,14 +110,14 @@ class SweepFolder:
             return
         if not (self.path / BASE).is_file():
             raise ValueError(
-                f"{self.path} is not empty and holds no sweep; choose another --output"
+                f"{self.path} is not empty and is not a sweep; choose another --output"
             )
         there, wanted = (self.path / BASE).read_text(), comparable(base)
         if there != wanted and not overwrite:
             changed = [text for text in wanted.splitlines() if text not in there.splitlines()]
             raise ValueError(
-                f"{self.path} holds a sweep of another training (here {' '.join(changed).strip()});"
-                " choose another --output, or --overwrite"
+                f"{self.path} holds a sweep of another training ({' '.join(changed).strip()}); "
+                "choose another --output, or --overwrite"
             )
         for name in () if overwrite else KEPT:
             self.known(name)
@@ -132,7 +132,7 @@ class SweepFolder:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         taken = (
-            f"another sweep, or a training of it, is at work in {self.path}; wait for it or end it"
+            f"another sweep, or a training of it, is running in {self.path}; wait for it or end it"
         )
         with lock(self.path / LOCK, taken) as self.lock:
             if overwrite:
@@ -148,7 +148,7 @@ class SweepFolder:
     def known(self, name: str) -> dict[str, Record]:
         """Return the records of trainings (``ENDINGS``) or networks (``MEASUREMENTS``) by name."""
         path = self.path / name
-        with intact(path, "delete its line, or --overwrite begins anew"):
+        with intact(path, "delete its line, or --overwrite starts over"):
             lines = checked(LINES[name], read_lines(path), name)
         return {line["name"]: line["columns"] for line in lines}
 
@@ -229,7 +229,7 @@ def train_cells(
                 while waiting and len(running) < jobs and not asked:
                     cell = waiting.popleft()
                     count = f"{len(cells) - len(waiting)} of {len(cells)}"
-                    progress.say(f"{cell.name}: starts ({count})", say)
+                    progress.say(f"{cell.name}: starting ({count})", say)
                     # After NaN a resumed training would fail again, so it starts anew.
                     anew = known.get(cell.name, {}).get("status") == "nan"
                     running[cell] = start(plan, cell, folder, command, anew=anew)
@@ -295,7 +295,7 @@ def ending_of(cell: Cell, folder: SweepFolder, attempt: Attempt, before: Record)
     if status == "finished" and not result:
         status, reason = "failed", f"the training ended without a result; see {log}"
     elif ended_for_memory(exit_code, attempt.kills):
-        status, reason = "oom", "the system ended the process for want of memory"
+        status, reason = "oom", "the system killed the process (out of memory)"
     elif exit_code < 0:
         reason = f"killed by signal {-exit_code}"
     elif status != "finished":

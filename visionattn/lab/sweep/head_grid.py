@@ -162,8 +162,8 @@ def make_networks(
     formed = [name for name in attentions if name in ATTENTIONS and ATTENTIONS[name].forms]
     if not formed and (config.form or config.train_form):
         raise ValueError(
-            f"--form and --train_form do nothing here: {' and '.join(attentions)} attention has "
-            f"no forms"
+            f"--form and --train_form have no effect: {' and '.join(attentions)} attention has no "
+            "forms"
         )
     networks = []
     for size, attention, heads in product(sizes, attentions, config.heads):

@@ -94,7 +94,7 @@ def sweep(argv: Sequence[str], say: Say, *, train: Sequence[str]) -> None:
         how = dict(jobs=config.jobs, command=train, say=say, after=written)
         if not train_cells(plan, left, folder, **how):
             again = "the same command" + " without --overwrite" * config.overwrite
-            raise Stopped(f"stopped; {again} goes on with the trainings that are left")
+            raise Stopped(f"stopped; {again} resumes with the remaining trainings")
         ended = [ending["status"] for ending in folder.known(ENDINGS).values()]
         if config.measure and "finished" in ended:
             measure_networks(config, plan, folder, provenance, say, after=written)
@@ -136,7 +136,8 @@ def check_failures(plan: Plan, folder: SweepFolder) -> None:
     ]
     if endings and len(failed) == len(endings):
         raise ValueError(
-            f"every training failed: {failed[0]}; the logs are in {folder.runs}, --retry repeats"
+            f"every training failed: {failed[0]}; see the logs in {folder.runs}; --retry repeats "
+            "them"
         )
     failed += [
         f"the {work} of {network.name} could not be measured: {columns[f'{work}_reason']}"
@@ -146,7 +147,7 @@ def check_failures(plan: Plan, folder: SweepFolder) -> None:
     ]
     if failed:
         more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
-        raise Failed(f"{failed[0]}{more}; --retry repeats what failed")
+        raise Failed(f"{failed[0]}{more}; --retry repeats the failed ones")
 
 
 def records(

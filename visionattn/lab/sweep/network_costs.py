@@ -138,7 +138,7 @@ def time_networks(plan: Plan, found: dict[Network, Record], work: str, condition
         elif answer["status"] == "failed":
             columns |= {"status": "failed", "reason": answer["reason"]}
         else:
-            reason = "out of memory together with the other networks; fewer --heads need less"
+            reason = "out of memory together with the other networks; pass fewer --heads"
             columns |= {"status": "oom", "reason": reason}
         if samples and direct:
             # Ratios within a round: a temporary slowdown of the machine cancels.
@@ -234,10 +234,10 @@ def tell_expected(plan: Plan, cells: Sequence[Cell], jobs: int, say: Callable[[s
     there, at_once = memory_there_is(pick_device(plan.base.device)), min(jobs, len(cells))
     needed = [each for each, _ in known.values() if each is not None]
     largest = max((each for each in needed if not clearly_above(each, there)), default=None)
-    memory = "memory: not known beforehand"
+    memory = "peak memory: unknown"
     if largest is not None:
         fit = f"--jobs {int((there or 0) // largest) or 1} would fit"
-        check_fits(at_once * largest, there, f"{at_once} trainings at a time", lambda: fit)
-        memory = f"memory: up to {sized(largest)} for each of {at_once} at a time"
-        memory += f", {sized(there)} there" if there else ""
-    say(f"{len(cells)} trainings: {memory}; computing takes {lasting(seconds)} in all")
+        check_fits(at_once * largest, there, f"{at_once} parallel trainings", lambda: fit)
+        memory = f"peak memory: up to {sized(largest)} for each of {at_once} parallel trainings"
+        memory += f", {sized(there)} available" if there else ""
+    say(f"{len(cells)} trainings: {memory}; estimated time: {lasting(seconds)} in total")

@@ -88,7 +88,7 @@ def check_options(config: SweepConfig) -> None:
             raise ValueError(f"{name} must be above 0, got {min(values)}")
     usual = SweepConfig.measure_batch, SweepConfig.measure_rounds
     if not config.measure and (config.measure_batch, config.measure_rounds) != usual:
-        raise ValueError("measure_batch and measure_rounds do nothing with measure false")
+        raise ValueError("measure_batch and measure_rounds have no effect with measure false")
     if config.train_form and config.form and config.train_form not in config.form:
         raise ValueError(
             f"train_form {config.train_form} is not among form {' '.join(config.form)}; add it "
@@ -113,8 +113,8 @@ def read_base(config: SweepConfig) -> TrainConfig:
     check(base)
     if base.data.task != "classification":
         raise ValueError(
-            f"{config.base} has data.task {base.data.task}, and a sweep compares accuracies of "
-            "classified images; train with each --model.args instead"
+            f"{config.base} has data.task {base.data.task}, but a sweep compares classification "
+            "accuracies; train with each --model.args instead"
         )
     return base
 

@@ -38,7 +38,7 @@ class Output:
         raise NotImplementedError
 
     def end_band(self) -> None:
-        """Called when the tokens so far form whole bands; the next ones may take long."""
+        """Handle the end of a band: the tokens so far form whole bands."""
 
     def result(self, again: Pieces) -> Any:
         """Return the output; ``again`` yields the last tokens once more."""
@@ -55,7 +55,7 @@ class Pooled(Output):
         pool = model.attn_pool
         if pool is None and model.global_pool not in STREAMED:
             raise ValueError(
-                f"global_pool {model.global_pool!r} makes no features of an image; wanted "
+                f"global_pool {model.global_pool!r} makes no features of an image; expected "
                 f"{', '.join(STREAMED)} or map"
             )
         if pool is not None and (

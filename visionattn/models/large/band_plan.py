@@ -57,7 +57,7 @@ class Plan:
 
 
 class BelowOneBand(ValueError):
-    """The memory limit is below one band; the message says what a band needs."""
+    """The memory limit is below one band; the message states the memory of a band."""
 
 
 def plan(

@@ -115,7 +115,7 @@ def forward_tiled(
         Exceptions of the source, the sink and ``prepare``.
     """
     if want not in get_args(Want):
-        raise ValueError(f"want {want!r}: wanted one of {', '.join(get_args(Want))}")
+        raise ValueError(f"want {want!r}: expected one of {', '.join(get_args(Want))}")
     body = check_tiled(model, want)
     with ExitStack() as stack:
         stack.enter_context(in_eval(model))
@@ -136,7 +136,8 @@ def check_tiled(model: nn.Module, want: Want = "logits") -> VisionAttnTransforme
     body = model.backbone if isinstance(model, Segmenter) else model
     if not isinstance(body, VisionAttnTransformer):
         raise ValueError(
-            f"wanted a VisionAttnTransformer, or a Segmenter of one, got {type(body).__name__}{CUT}"
+            "expected a VisionAttnTransformer or a Segmenter of one, got "
+            f"{type(body).__name__}{CUT}"
         )
     if isinstance(model, Segmenter) != (want in OF_PIXELS) and want != "dense":
         given = "classes of pixels" if isinstance(model, Segmenter) else "no classes of pixels"
@@ -145,6 +146,8 @@ def check_tiled(model: nn.Module, want: Want = "logits") -> VisionAttnTransforme
         check_rowwise(model)
     except ValueError as error:
         raise ValueError(f"{error}{CUT}") from error
+    if want in OF_PIXELS and model.neck is not None:
+        raise ValueError(f"the head has a hidden layer, and only linear heads run in bands{CUT}")
     if want in OF_PIXELS and len(model.taken) > 1 and (why := changed(model.head, nn.Conv2d)):
         raise ValueError(
             f"head {why}, which would not run: its weights are applied block by block, of "
@@ -210,7 +213,7 @@ class _Pass:
         step, number = self.begun
         of = "the reading" if step == 0 else f"block {step - 1}"
         goes_on = self.folder is not None and self.folder.place is not None
-        say(f"going on with band {number + 1} of {of}" if goes_on else self.plan.line)
+        say(f"resuming with band {number + 1} of {of}" if goes_on else self.plan.line)
         done = sum(len(bands) for bands in self.bands[:step]) + number
         begun = time.perf_counter()
         with ExitStack() as stack:
@@ -223,8 +226,8 @@ class _Pass:
                 if self.folder is not None:
                     self.folder.record(place, self.plan.rows)
                     if interruption.requested and progress.done < total:
-                        kept = f"{self.folder.folder} keeps the work so far"
-                        raise Stopped(f"stopped; {kept}, the same command goes on")
+                        kept = f"{self.folder.folder} keeps the finished bands"
+                        raise Stopped(f"stopped; {kept}; the same command resumes")
         seconds, waited = time.perf_counter() - begun, self.image.waited_s
         if waited:
             share = f"{waited:.1f} s ({100 * waited / seconds:.1f} %)"

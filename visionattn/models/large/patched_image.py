@@ -39,7 +39,7 @@ class PatchedImage:
         self.waited_s = 0.0
         if not all(hasattr(source, name) for name in ("height", "width", "read")):
             raise ValueError(
-                f"wanted a source, got {type(source).__name__}: visionattn.forward_tiled opens "
+                f"expected a source, got {type(source).__name__}: visionattn.forward_tiled opens "
                 "paths, arrays and tensors"
             )
         said = f"image of {source.height} x {source.width} pixels"

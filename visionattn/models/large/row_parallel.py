@@ -237,9 +237,9 @@ class RowParallel(nn.Module):
         if parts is not None:
             if min(parts) < 1 or any(part % patch[0] for part in parts[:-1]):
                 raise ValueError(
-                    f"rows of pixels of the processes, {', '.join(map(str, parts))}: wanted whole "
-                    f"patches of {patch[0]} rows for each; divide an image of a height that is a "
-                    "whole number of patches for each process"
+                    f"rows of pixels of the processes, {', '.join(map(str, parts))}: expected "
+                    f"whole patches of {patch[0]} rows for each; divide an image of a height that "
+                    "is a whole number of patches for each process"
                 )
             cuts = tuple(-(-sum(parts[:i]) // patch[0]) for i in range(len(parts) + 1))
         layout = TokenLayout(self.model.num_prefix_tokens, grid)
@@ -265,7 +265,7 @@ class RowParallel(nn.Module):
             if x.shape[2] != rows.stop - rows.start:
                 raise ValueError(
                     f"rank {share.rank} has rows {rows.start} to {rows.stop - 1} of {height}, "
-                    f"wanted {rows.stop - rows.start} rows of pixels, got {x.shape[2]}"
+                    f"expected {rows.stop - rows.start} rows of pixels, got {x.shape[2]}"
                 )
         x = self._embedded(x, share)
         again = self.model.grad_checkpointing and torch.is_grad_enabled()
@@ -281,8 +281,8 @@ class RowParallel(nn.Module):
         placed, ranks = tuple(x.placements), self._ranks
         if len(placed) != 1 or not placed[0].is_shard(2) or x.device_mesh.size() != ranks:
             raise ValueError(
-                f"images: wanted them divided by rows, Shard(2), among the {ranks} processes, got "
-                f"{list(placed)} among {x.device_mesh.size()}"
+                f"images: expected them divided by rows, Shard(2), among the {ranks} processes, "
+                f"got {list(placed)} among {x.device_mesh.size()}"
             )
         own = x.to_local()
         # Each kind of sharded tensor splits and reports its parts in its own way, so exchange the
@@ -396,7 +396,7 @@ def parallelize(
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim != 1:
             raise ValueError(
-                f"mesh: wanted one dimension, the processes that share an image, got "
+                f"mesh: expected one dimension, the processes that share an image, got "
                 f"{mesh.mesh_dim_names or mesh.ndim}; take one of them, as mesh['sequence']"
             )
         mesh = mesh.get_group()
@@ -415,12 +415,12 @@ def check_model(model: nn.Module) -> None:
     """Raise ValueError if the tokens of a model cannot be divided by rows among processes."""
     if not isinstance(model, VisionAttnTransformer) or isinstance(model, PyramidTransformer):
         raise refused(
-            f"wanted a classification model of this package, got {type(model).__name__}; pixels "
+            f"expected a classification model of this package, got {type(model).__name__}; pixels "
             "and pyramids are computed on one process"
         )
     pool = model.global_pool
     if model.attn_pool is not None or pool not in ("max", "avg", "avgmax", "token"):
-        raise refused(f"global_pool={pool!r} sees all tokens; wanted max, avg, avgmax or token")
+        raise refused(f"global_pool={pool!r} sees all tokens; expected max, avg, avgmax or token")
     if not isinstance(model.patch_drop, nn.Identity):
         raise refused("patch_drop_rate leaves no whole rows; leave it out")
     try:

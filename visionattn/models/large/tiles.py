@@ -201,7 +201,7 @@ def forward_tiles(
     """
     if want not in get_args(Want) or combine not in get_args(Combine):
         raise ValueError(
-            f"want {want!r} and combine {combine!r}: wanted one of {', '.join(get_args(Want))}, "
+            f"want {want!r} and combine {combine!r}: expected one of {', '.join(get_args(Want))}, "
             f"and one of {', '.join(get_args(Combine))}"
         )
     if batch_size < 1:
@@ -303,7 +303,7 @@ class Tiles(NamedTuple):
         if first.ndim != 1 or self.convert:
             what = "of an image" if first.ndim == 1 else f"of shape {list(first.shape)}"
             raise ValueError(
-                f"{type(model).__name__} gives outputs {what}, wanted "
+                f"{type(model).__name__} gives outputs {what}, expected "
                 + ("logits of its pixels" if self.convert else "a vector or a map")
             )
         if sink is not None:
@@ -400,7 +400,7 @@ def _reads(
         if prepare is not None:
             raise ValueError("prepare is for the pixels of a source; a tensor is prepared")
         if image.ndim != 4 or not image.numel():
-            raise ValueError(f"wanted images [B, C, H, W], got {list(image.shape)}")
+            raise ValueError(f"expected images [B, C, H, W], got {list(image.shape)}")
         device = image.device if like is None else like.device
         size = image.shape[2], image.shape[3]
         return [(_of_tensor(one, device), size) for one in image.split(1)]

@@ -46,11 +46,13 @@ def _check_causal(feature_map: FeatureMap, relative: RelativePosition | None) ->
     if relative is not None and not isinstance(relative, Flat):
         kind = type(relative).__name__
         raise ValueError(
-            f"causal: wanted relative position along the sequence, Flat, got {kind}, which is "
+            f"causal: expected relative position along the sequence, Flat, got {kind}, which is "
             f"for a grid"
         )
     if relative is not None and relative.layout is not None and relative.layout.kept is not None:
-        raise ValueError("causal: wanted a layout of all patches in their order, got one with kept")
+        raise ValueError(
+            "causal: expected a layout of all patches in their order, got one with kept"
+        )
 
 
 def kernelized_attention(

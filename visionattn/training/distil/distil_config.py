@@ -166,7 +166,7 @@ def check_distil(config: DistilConfig) -> None:
         raise ValueError("attention is empty; give a name, or leave it out")
     if not config.stages or config.stages != sorted(set(config.stages)):
         raise ValueError(
-            f"stages {' '.join(config.stages) or 'is empty'}: wanted some of a, b and c, each "
+            f"stages {' '.join(config.stages) or 'is empty'}: expected some of a, b and c, each "
             "once, in this order"
         )
     for name in config.options:

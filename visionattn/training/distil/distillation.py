@@ -145,7 +145,7 @@ def distil_folder(config: DistilConfig) -> Path:
     elif config.resume and (filled or not folder.is_dir()):
         raise ValueError(f"nothing to resume: {folder / DISTIL} does not exist; leave out --resume")
     elif filled and not (config.resume or config.overwrite):
-        way_on = "--resume goes on with it, " if (folder / DISTIL).is_file() else ""
+        way_on = "--resume continues it, " if (folder / DISTIL).is_file() else ""
         raise ValueError(
             f"{folder} is not empty; {way_on}--overwrite deletes it, --run NAME writes elsewhere"
         )
@@ -166,7 +166,7 @@ def check_same(config: DistilConfig, folder: Path) -> None:
         if line.strip().startswith(tuple(fixed)):
             raise ValueError(
                 f"the distillation in {folder} is another one: {line.strip()}; resume with the "
-                "same, or --overwrite begins anew"
+                "same, or --overwrite starts over"
             )
 
 

@@ -1,0 +1,205 @@
+"""A head trained on kept features: its checkpoint does the same with images."""
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.nn import functional as F
+
+from tests.helpers.resumed_runs import assert_same_end, interrupt, stop_after
+from visionattn.cli.ends import Stopped
+from visionattn.data.data_config import DataConfig
+from visionattn.inference.extraction import Extraction
+from visionattn.inference.feature_options import parse_extract
+from visionattn.model_config import ModelConfig
+from visionattn.models.weights import load_model
+from visionattn.training.config import OptimConfig, TrainConfig
+from visionattn.training.engine import train
+
+BODY = dict(patch_size=8, embed_dim=24, depth=3, num_heads=3, dynamic_img_size=True)
+BLOCKS = [0, 1]
+
+
+def paint(number: int, label: int) -> tuple[np.ndarray, np.ndarray]:
+    """A noisy image of a size of its own, with a square of one of two colours, and its mask."""
+    draw = np.random.default_rng(number)
+    height, width = [(40, 56), (56, 40), (48, 48)][number % 3]
+    image = draw.integers(90, 160, (height, width, 3)).astype(np.uint8)
+    mask = np.zeros((height, width), np.uint8)
+    top, left = draw.integers(0, height - 16), draw.integers(0, width - 16)
+    image[top : top + 16, left : left + 16] = ([255, 0, 0], [0, 0, 255])[label]
+    mask[top : top + 16, left : left + 16] = label + 1
+    return image, mask
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    """Pictures in class folders, beside masks, and in a table; and features of them."""
+    folder = tmp_path_factory.mktemp("pictures")
+    rows = ["path,red,blue,split"]
+    for number in range(30):
+        label, split = number % 2, ("train", "train", "train", "val", "test")[number % 5]
+        image, mask = paint(number, label)
+        for place, array in (
+            (f"classes/{split}/{('red', 'blue')[label]}", image),
+            (f"objects/{split}/images", image),
+            (f"objects/{split}/masks", mask),
+        ):
+            (folder / place).mkdir(parents=True, exist_ok=True)
+            Image.fromarray(array).save(folder / place / f"{number}.png")
+        rows.append(f"{split}/{('red', 'blue')[label]}/{number}.png,{1 - label},{label},{split}")
+    (folder / "labels.csv").write_text("\n".join(rows))
+    extract(folder / "classes_features", [folder / "classes"])
+    extract(folder / "objects_features", sorted(folder.glob("objects/*/images")))
+    return folder
+
+
+def extract(output: Path, images: list[Path], *more: str) -> None:
+    argv = ["--images", *map(str, images), "--output", str(output), "--workers", "0", "--dense"]
+    argv += ["--model", "vit_tiny_patch16_224", "--args", json.dumps(BODY), "--dtype", "float16"]
+    argv += ["--img-size", "native", "--fit", "native", "--blocks", *map(str, BLOCKS), *more]
+    Extraction(parse_extract(argv)).run(lambda line: None)
+
+
+def config_of(root: Path, output: Path, task: str, head: dict, **options) -> TrainConfig:
+    kind = "objects" if task == "segmentation" else "classes"
+    data = dict(root=str(root / kind), features=str(root / f"{kind}_features"), task=task)
+    if task == "multilabel":
+        data |= dict(labels=str(root / "labels.csv"), columns=["red", "blue"])
+    config = TrainConfig(
+        model=ModelConfig(args=head),
+        data=DataConfig(name="folder", **data),
+        optim=OptimConfig(lr=3e-3, warmup_epochs=0.5),
+    )
+    options = dict(epochs=2, batch_size=4, output=str(output), run="small") | options
+    return replace(config, **options)
+
+
+def test_kept_maps_are_the_blocks_of_the_model_side_by_side(root):
+    from safetensors.torch import load_file
+
+    from tests.helpers.inference_files import feature_of, read_index
+
+    folder = root / "classes_features"
+    body, row = load_model(folder / "backbone.safetensors"), read_index(folder)[7]
+    x = torch.from_numpy(np.array(Image.open(row["path"]))).permute(2, 0, 1)[None]
+    x = body.data_spec.prepare(x)
+    with torch.no_grad():
+        maps = body.backbone.forward_intermediates(
+            x, indices=BLOCKS, norm=True, intermediates_only=True
+        )
+    found = torch.from_numpy(feature_of(folder, row))
+    torch.testing.assert_close(found.float(), torch.cat(maps, 1)[0], rtol=1e-2, atol=1e-2)
+    assert found.dtype == torch.float16
+    assert len(load_file(folder / "features-00000.safetensors")) == 30
+
+
+@pytest.mark.parametrize(
+    ("task", "head"),
+    [
+        ("classification", dict(head_hidden=16, head_drop=0.2)),
+        ("classification", dict(head_top=0)),
+        ("multilabel", dict(head_hidden=16, head_depth=1, head_top=1)),
+        ("segmentation", dict(head_hidden=16)),
+        ("segmentation", dict()),
+    ],
+    ids=str,
+)
+def test_the_checkpoint_gives_for_images_the_loss_of_the_run_on_features(
+    root, tmp_path, task, head
+):
+    config = config_of(root, tmp_path, task, head)
+    train(config, stream=io.StringIO())
+    rows = (tmp_path / "small" / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(row) for row in rows]
+    said = next(row["loss"] for row in rows if row["kind"] == "test")
+    model, losses = load_model(tmp_path / "small" / "best.safetensors"), []
+    for number in range(4, 30, 5):
+        image, mask = paint(number, number % 2)
+        x = model.data_spec.prepare(torch.from_numpy(image).permute(2, 0, 1)[None])
+        with torch.no_grad():
+            out = model(x)
+        if task == "segmentation":
+            loss = F.cross_entropy(out, torch.from_numpy(mask).long()[None])
+        elif task == "multilabel":
+            known = torch.tensor([[1.0 - number % 2, number % 2]])
+            loss = F.binary_cross_entropy_with_logits(out, known)
+        else:
+            place = model.data_spec.class_names.index(("red", "blue")[number % 2])
+            loss = F.cross_entropy(out, torch.tensor([place]))
+        losses.append(float(loss))
+    assert len(losses) == 6
+    assert np.mean(losses) == pytest.approx(said, abs=2e-3)
+    kept = load_model(
+        root
+        / ("objects_features" if task == "segmentation" else "classes_features")
+        / "backbone.safetensors"
+    )
+    for name, value in kept.backbone.state_dict().items():
+        assert model.backbone.state_dict()[name].equal(value)
+
+
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(root, tmp_path, monkeypatch):
+    head = dict(head_hidden=16, head_drop=0.2)
+    config = config_of(root, tmp_path / "whole", "classification", head, save_every=2)
+    train(config, stream=io.StringIO())
+    config = replace(config, output=str(tmp_path / "stopped"))
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3, interrupt)
+        with pytest.raises(Stopped):
+            train(config, stream=io.StringIO())
+    train(replace(config, resume=True), stream=io.StringIO())
+    assert_same_end(tmp_path / "whole" / "small", tmp_path / "stopped" / "small")
+
+
+def test_features_are_found_by_the_end_of_their_paths(root, tmp_path):
+    index = root / "classes_features" / "index.csv"
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for path in index.parent.iterdir():
+        (moved / path.name).write_bytes(path.read_bytes())
+    text = index.read_text().replace(str(root), "/elsewhere")
+    (moved / "index.csv").write_text(text)
+    config = config_of(root, tmp_path, "classification", {}, epochs=1)
+    config = replace(config, optim=OptimConfig(warmup_epochs=0))
+    config = replace(config, data=replace(config.data, features=str(moved)))
+    assert train(config, stream=io.StringIO()).checkpoint.is_file()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(data=dict(features="nowhere")), "has no index.csv; write it with visionattn"),
+        (dict(data=dict(img_size=32)), "data.img_size changes images"),
+        (dict(data=dict(augment="light")), "data.augment changes images"),
+        (dict(model=ModelConfig("vit_small_patch16_224")), "vit_small_patch16_224 would be for"),
+        (dict(model=ModelConfig(args=dict(head_blocks=[1]))), "model.args.head_blocks would be"),
+        (dict(model=ModelConfig(args=dict(depth=2))), "model.args.depth would be for another"),
+        (dict(init_from="x"), "not with init_from"),
+        (dict(freeze="backbone"), "not with freeze"),
+        (dict(data=dict(root="classes/train")), "has no features of"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_with_kept_features_is_refused_in_one_line(
+    root, tmp_path, changes, words, monkeypatch
+):
+    monkeypatch.chdir(root)
+    config = config_of(root, tmp_path, "classification", {})
+    data = changes.pop("data", {})
+    if "root" in data:
+        extra = root / "classes" / "train"
+        Image.fromarray(paint(99, 0)[0]).save(extra / "red" / "strange.png")
+    config = replace(config, data=replace(config.data, **data), **changes)
+    try:
+        with pytest.raises((ValueError, FileNotFoundError), match=words) as caught:
+            train(config, stream=io.StringIO())
+    finally:
+        (root / "classes" / "train" / "red" / "strange.png").unlink(missing_ok=True)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "small").exists()

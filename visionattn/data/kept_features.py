@@ -1,0 +1,193 @@
+"""Datasets whose images are feature maps that ``visionattn features --dense --blocks`` has written.
+
+This module finds the map of each image by its path. It knows the files of a folder of features, and
+no model.
+"""
+
+import math
+import os
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from einops import rearrange
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from visionattn.cli.tables import read_rows
+from visionattn.data.batches import Item, SampleKey, Unreadable
+from visionattn.data.formats import DAMAGED_IMAGE
+from visionattn.data.geometry import Geometry, Size
+from visionattn.data.images import ImageDataset, cut_mask, fill_mask, unreadable
+from visionattn.models.segmentation import IGNORED
+
+INDEX, BACKBONE = "index.csv", "backbone.safetensors"
+"""The index of a folder of features, and the model whose maps it has."""
+
+
+class KeptMaps:
+    """The feature maps in a folder, by the paths of their images.
+
+    Raises:
+        FileNotFoundError: there are no such features; one line.
+    """
+
+    def __init__(self, folder: str):
+        self.folder = Path(folder)
+        for name in (INDEX, BACKBONE):
+            if not (self.folder / name).is_file():
+                raise FileNotFoundError(
+                    f"data.features {folder} has no {name}; write it with visionattn features "
+                    f"--dense --blocks 5 --output {folder}"
+                )
+        with open(
+            self.folder / INDEX, encoding="utf-8", errors="surrogateescape", newline=""
+        ) as file:
+            self.rows = list(read_rows(file))
+        self.by_path = {os.path.realpath(row["path"]): row for row in self.rows}
+
+    def of(self, names: Sequence[str], root: str) -> list[dict[str, str]]:
+        """Return the row of the index for each image.
+
+        An image is found by its path or, if the features were written elsewhere, by the end of its
+        path below ``root``.
+
+        Raises:
+            ValueError: an image has no row; one line.
+        """
+        places = [os.path.relpath(name, root).split(os.sep) for name in names]
+        ends = dict[str, dict[str, str]]()
+        for length in {len(place) for place in places}:
+            found = {self.end_of(row, length): row for row in self.rows}
+            counts = Counter(self.end_of(row, length) for row in self.rows)
+            ends |= {end: row for end, row in found.items() if counts[end] == 1}
+        rows = []
+        for name, place in zip(names, places, strict=True):
+            row = self.by_path.get(os.path.realpath(name)) or ends.get("/".join(place))
+            if row is None:
+                raise ValueError(
+                    f"data.features {self.folder} has no features of {name}; call visionattn "
+                    "features with all images"
+                )
+            rows.append(row)
+        return rows
+
+    @staticmethod
+    def end_of(row: dict[str, str], length: int) -> str:
+        """Return the last parts of the path of an image."""
+        return "/".join(row["path"].split(os.sep)[-length:])
+
+    def read(self, row: dict[str, str]) -> Tensor:
+        """Return a map ``[D, H, W]``; raise OSError or ValueError if its file is damaged."""
+        try:
+            with safe_open(self.folder / row["shard"], framework="pt") as file:
+                return file.get_tensor(row["key"])
+        except SafetensorError as error:
+            raise ValueError(f"{self.folder / row['shard']} is damaged: {error}") from error
+
+    def shape(self, row: dict[str, str]) -> tuple[int, int, int]:
+        """Return the shape of a map; zeros without a map."""
+        if row["status"] != "ok":
+            return (0, 0, 0)
+        with safe_open(self.folder / row["shard"], framework="pt") as file:
+            return tuple(file.get_slice(row["key"]).get_shape())
+
+
+class KeptDataset(ImageDataset):
+    """Images with their labels or masks, as feature maps: an ``Item`` per key whose pixels are
+    float16 ``[H, W, D]``, or ``Unreadable``.
+
+    Args:
+        pictures: the images.
+        kept: their maps.
+        root: the folder of the images.
+        geometry: the preprocessing before the model of the maps.
+        leaves_out: whether that model leaves out the unfilled part of a canvas.
+
+    Raises:
+        ValueError: an image has no map, or a map of another size; one line.
+    """
+
+    def __init__(
+        self,
+        pictures: ImageDataset,
+        kept: KeptMaps,
+        root: str,
+        geometry: Geometry,
+        *,
+        leaves_out: bool,
+    ):
+        self.__dict__ |= pictures.__dict__
+        self.pictures, self.kept, self.geometry = pictures, kept, geometry
+        self.leaves_out = leaves_out
+        names = [self.source.name(index) for index in self.indices.tolist()]
+        self.rows = kept.of(names, root)
+        self.shapes = np.array([kept.shape(row) for row in self.rows], np.int64).reshape(-1, 3)
+
+    def canvases(self, geometry: Geometry) -> np.ndarray:
+        """Return the size in pixels of the patches of each map, ``[n, 2]``; 0 without a map."""
+        return self.shapes[:, 1:] * self.geometry.patch_px
+
+    @property
+    def bytes_per_pixel(self) -> float:
+        """Return the bytes of a map for each pixel of its image."""
+        return 2 * int(self.shapes[:, 0].max()) / math.prod(self.geometry.patch_px)
+
+    def view(self, number: int) -> Any:
+        """Return the view of an image that its map describes."""
+        row = self.rows[number]
+        return self.geometry.view(int(row["height"]), int(row["width"]))
+
+    def filled(self, number: int) -> Size:
+        """Return the rows and columns of patches that an image fills."""
+        if not self.leaves_out:
+            return tuple(self.shapes[number, 1:].tolist())
+        present = zip(self.view(number).present, self.geometry.patch_px, strict=True)
+        rows, columns = (-(-of // patch) for of, patch in present)
+        return rows, columns
+
+    def moments(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return mean and standard deviation of each channel over the patches, ``[D]`` each."""
+        count, total, square = 0, 0.0, 0.0
+        for number, row in enumerate(self.rows):
+            if row["status"] == "ok":
+                rows, columns = self.filled(number)
+                x = self.kept.read(row)[:, :rows, :columns].flatten(1).double()
+                count, total = count + x.shape[1], total + x.sum(1)
+                square = square + x.square().sum(1)
+        mean = total / max(count, 1)
+        deviation = (square / max(count, 1) - mean.square()).clamp(min=0).sqrt()
+        return mean.numpy(), deviation.clamp(min=1e-6).numpy()
+
+    def __getitem__(self, key: SampleKey) -> Item | Unreadable:
+        row = self.rows[key.index]
+        if row["status"] != "ok":
+            return Unreadable(row["path"], row["reason"])
+        try:
+            maps = rearrange(self.kept.read(row).to(torch.float16).numpy(), "d h w -> h w d")
+            label = self.labels[key.index]
+            if self.masks is not None:
+                label = self._mask(key.index)
+        except DAMAGED_IMAGE as error:
+            return unreadable(row["path"], error)
+        return Item(maps, int(label) if label.ndim == 0 else label, self.filled(key.index))
+
+    def _mask(self, number: int) -> np.ndarray:
+        """Return the classes of the pixels of whole patches."""
+        index, view = int(self.indices[number]), self.view(number)
+        row, masks = self.rows[number], self.masks
+        size = int(row["height"]), int(row["width"])
+        read = partial(masks.read, index, size)
+        if self.cache is not None:
+            keep = self.cache.keep(masks.files, index, masks.classes, masks.max_pixels, size)
+            mask = keep((view.box, view.content), lambda: cut_mask(read(), view))
+        else:
+            mask = cut_mask(read(), view)
+        mask = fill_mask(mask, view)
+        whole = self.canvases(self.geometry)[number].tolist()
+        missing = [(0, px - got) for px, got in zip(whole, mask.shape, strict=True)]
+        return np.pad(mask, missing, constant_values=IGNORED)

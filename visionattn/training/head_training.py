@@ -1,0 +1,156 @@
+"""Train only a head on the patch features that ``visionattn features --dense --blocks`` has kept.
+
+The run sees feature maps in place of images. Its checkpoint has model and head, and takes images.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from visionattn.data.data_config import DataConfig
+from visionattn.data.geometry import geometry_of
+from visionattn.data.images import ImageDataset
+from visionattn.data.kept_features import BACKBONE, KeptDataset, KeptMaps
+from visionattn.data.splits import Splits
+from visionattn.model_config import ModelConfig
+from visionattn.models import patch_heads
+from visionattn.models.patches import takes_sizes
+from visionattn.models.registration import split_args, with_head
+from visionattn.models.weights import DataSpec, described, load_model, read_metadata, save_model
+
+IMAGE_OPTIONS = ("fit", "img_size", "img_size_choices", "max_patches", "crop", "augment", "bands")
+IMAGE_OPTIONS += ("value_range", "page", "mean", "std")
+"""Options of images that act when features are extracted."""
+
+
+class ModelFiles:
+    """Write and read the checkpoint of a run."""
+
+    def save(self, path: Path, model: nn.Module, *about: Any, notes: dict[str, str]) -> None:
+        """Write a checkpoint; arguments as for ``save_model``."""
+        save_model(path, model, *about, notes=notes)
+
+    def load(self, path: Path) -> tuple[nn.Module, DataSpec]:
+        """Return the model to evaluate and the specification of its inputs."""
+        model = load_model(path)
+        return model, model.data_spec
+
+
+@dataclass(frozen=True)
+class HeadFiles(ModelFiles):
+    """Write checkpoints of model and head, from a run with only the head.
+
+    Args:
+        body: the model of the maps.
+        images: the specification of its images.
+        maps: the specification of the maps in the run, with mean and standard deviation.
+    """
+
+    body: patch_heads.PatchClassifier
+    images: DataSpec
+    maps: DataSpec
+
+    def save(
+        self,
+        path: Path,
+        model: nn.Module,
+        name: str,
+        args: dict[str, Any],
+        spec: DataSpec,
+        *,
+        notes: dict[str, str],
+    ) -> None:
+        """Write the model of images: the head's first layer standardizes the maps."""
+        with torch.random.fork_rng(devices=[]):
+            head, _ = split_args(args)
+            whole = with_head(self.body.backbone, spec.task, spec.num_classes, head)
+        whole.norms = self.body.norms
+        own = {key: x.cpu() for key, x in model.state_dict().items()}
+        whole.load_state_dict(whole.state_dict() | own)
+        first = whole.head if whole.neck is None else whole.neck[0]
+        standardize(first, *(torch.tensor(each).double() for each in (spec.mean, spec.std)))
+        seen = ("in_chans", "mean", "std", "img_size", "fit", "max_patches", "bands")
+        seen += ("value_range", "range_found", "page")
+        of_images = {key: getattr(self.images, key) for key in seen}
+        save_model(path, whole, name, args, replace(spec, **of_images), notes=notes)
+
+    def load(self, path: Path) -> tuple[nn.Module, DataSpec]:
+        """Return the head as a model of maps that are not standardized."""
+        model = load_model(path)
+        raw = dict(mean=(0.0,) * len(self.maps.mean), std=(1.0,) * len(self.maps.std))
+        spec = replace(self.maps, **raw, thresholds=model.data_spec.thresholds)
+        model.backbone, model.norms = kept_body(model), nn.ModuleList([nn.Identity()])
+        return model, spec
+
+
+@torch.no_grad()
+def standardize(layer: nn.Conv2d, mean: Tensor, std: Tensor) -> None:
+    """Change a linear layer of standardized maps into the same layer of maps."""
+    weight = layer.weight.double() / std.view(1, -1, 1, 1)
+    layer.bias.copy_(layer.bias.double() - weight.flatten(1) @ mean)
+    layer.weight.copy_(weight)
+
+
+def kept_body(model: patch_heads.PatchModel) -> patch_heads.KeptMaps:
+    """Return the body that takes the place of a model's own where maps are the inputs."""
+    return patch_heads.KeptMaps(model.width, model.patch_px)
+
+
+def prepare_maps(
+    data: DataConfig, chosen: ModelConfig, splits: Splits
+) -> tuple[Splits, nn.Module, ModelConfig, HeadFiles, list[str]]:
+    """Open kept features, and build the head for them.
+
+    Args:
+        data: the options of the data.
+        chosen: the options of the model: arguments of the head.
+        splits: the images.
+
+    Returns:
+        The maps of the images, the model of maps, the options of the whole model, its files, and
+        lines about the features.
+
+    Raises:
+        ValueError, FileNotFoundError: an option does not go with kept features, or they are of
+            other images; one line.
+    """
+    folder, usual = str(data.features), DataConfig()
+    kept = KeptMaps(folder)
+    for key in IMAGE_OPTIONS:
+        if getattr(data, key) != getattr(usual, key):
+            raise ValueError(
+                f"data.{key} changes images, and data.features has their features; leave it out"
+            )
+    path = kept.folder / BACKBONE
+    body = load_model(path)
+    name, args, images = described(read_metadata(path), path)
+    head, rest = split_args(chosen.args)
+    if chosen.name not in (name, ModelConfig.name) or rest or "head_blocks" in head:
+        asked = chosen.name if not rest else f"model.args.{next(iter(rest))}"
+        asked = "model.args.head_blocks" if "head_blocks" in head else asked
+        raise ValueError(
+            f"data.features {folder} has features of {name}, blocks {body.taken}; {asked} would be "
+            "for another model, leave it out"
+        )
+    if not isinstance(splits.train, ImageDataset):
+        raise ValueError(f"data.features {folder} is for a folder of images; leave it out")
+    spec = splits.spec
+    how = dict(leaves_out=takes_sizes(body))
+    geometry = geometry_of(images, body.patch_px)
+    parts = {
+        split: None if part is None else KeptDataset(part, kept, str(data.root), geometry, **how)
+        for split, part in vars(splits).items()
+        if split in ("train", "validation", "test")
+    }
+    mean, std = (tuple(each.tolist()) for each in parts["train"].moments())
+    if len(mean) != body.width:
+        raise ValueError(f"data.features {folder} has no maps of {body.width} channels")
+    of_maps = dict(in_chans=body.width, mean=mean, std=std, fit="native", img_size=None)
+    spec = replace(spec, **of_maps, max_patches=None, bands=None, value_range=None, page=None)
+    model = with_head(kept_body(body), spec.task, spec.num_classes, head)
+    built = replace(chosen, name=name, args=args | head)
+    lines = [f"only the head learns, on features of {name}, blocks {body.taken}, in {folder}"]
+    return Splits(**parts, spec=spec), model, built, HeadFiles(body, images, spec), lines
