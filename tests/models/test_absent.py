@@ -119,7 +119,7 @@ def test_absent_patches_are_absent_in_each_form_and_on_grids_that_go_in_tiles(at
     assert_as_alone(small(**options), *batch(((80, 48), (33, 112)), patch=4))
 
 
-@pytest.mark.parametrize("options", [{}, {"no_embed_class": True}])
+@pytest.mark.parametrize("options", [{}, {"no_embed_class": True}, {"pos_antialias": False}])
 def test_absolute_position_is_that_of_the_grid_that_an_image_fills(options):
     """timm resamples it in single precision whatever the model is."""
     model = small("taylorshift_abs_vit_t", global_pool="avg", **options)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 from timm.layers import RmsNorm
 from timm.models import VisionTransformer
 from timm.models.vision_transformer import ParallelScalingBlock, ResPostBlock
@@ -107,6 +108,24 @@ def test_another_native_size_and_patch_are_those_that_timm_resamples_to():
     assert converted.model(x).shape == (2, 7)
     assert converted.spec.img_size == (48, 60) and converted.spec.num_classes == 7
     assert converted.lines()[0] == "43 of 45 tensors come from VisionTransformer"
+
+
+def test_plain_bicubic_position_is_the_one_that_the_original_dinov2_computes():
+    """Other image sizes and another native size, on grids of fewer and of more patches."""
+    vit = teacher(dynamic_img_size=True)
+    shared = dict(softmax_blocks=range(3), pos_antialias=False)
+    model, (height, width) = from_softmax(vit, **shared).model, vit.patch_embed.grid_size
+    other = from_softmax(vit, **shared, img_size=(24, 88)).model
+    moved = from_softmax(vit, **shared).model
+    moved.set_input_size(img_size=(24, 88))
+    position, x = vit.pos_embed.detach().float(), image(vit, size=(24, 88))
+    grid = position[:, 1:].unflatten(1, (height, width)).permute(0, 3, 1, 2)
+    grid = F.interpolate(grid, size=(3, 11), mode="bicubic", antialias=False).flatten(2).mT
+    vit.set_input_size(img_size=(24, 88))
+    vit.pos_embed.data = torch.cat([position[:, :1], grid], 1).to(vit.pos_embed.dtype)
+    with torch.no_grad():
+        for each in (model, other, moved):
+            torch.testing.assert_close(each(x), vit(x), rtol=1e-6, atol=1e-6)
 
 
 def test_grey_images_see_the_sum_of_the_filters_and_colours_share_a_grey_one():

@@ -31,7 +31,9 @@ HEIGHT, WIDTH = 28, 20
 CASES = {
     "kernelized joint mean": dict(value_conv=5, horizon=1, reg_tokens=2, global_pool="avg"),
     "kernelized axial sum": dict(relative="axial", normalization="sum", output_gate=True),
-    "kernelized flat": dict(relative="flat", horizon=9, pos_embed="learn", global_pool="avgmax"),
+    "kernelized flat": dict(
+        relative="flat", horizon=9, pos_embed="learn", pos_antialias=False, global_pool="avgmax"
+    ),
     "kernelized none": dict(relative="none", class_token=False, global_pool="avg"),
     "taylorshift joint sum": dict(attention="taylorshift", normalization="sum", centre_keys=True),
     "taylorshift axial mean": dict(attention="taylorshift", relative="axial"),

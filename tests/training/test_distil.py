@@ -176,6 +176,18 @@ def test_the_blocks_that_are_imitated_worst_stay_softmax(teacher, tmp_path):
             run(config_of(tmp_path, teacher, search_softmax_blocks=1, resume=True))
 
 
+def test_students_share_a_stage_a(whole, teacher, tmp_path):
+    """The second run does what stage b of the whole one does; another student is refused."""
+    shared = dict(stages=["b"], init_from=str(whole / "a" / "best.safetensors"))
+    run(config_of(tmp_path, teacher, **shared))
+    same(best_of(tmp_path / "small" / "b"), best_of(whole / "b"))
+    config = config_of(tmp_path / "other", teacher, **shared, options={"relative": "none"})
+    with pytest.raises(ValueError, match="former student's weights do not fit: 3 unexpected"):
+        run(config)
+    with pytest.raises(ValueError, match="former student's weights do not fit"):
+        run(replace(config, init_from=str(teacher)))
+
+
 def test_images_without_classes_have_no_accuracy(teacher, tmp_path, quadrant_images):
     def unlabelled(config, seed, *, labelled=True):
         splits = images(config, seed)
@@ -220,6 +232,7 @@ REFUSED = {
     "both": (["--search_softmax_blocks", "1", "--softmax_blocks", "1"], "do not name any"),
     "windows": (["--search_softmax_blocks", "1", "--attention", "window"], "name softmax_blocks"),
     "values": (["--data.mean", "0.5"], "data.mean is set by the teacher"),
+    "no student": (["--init-from", "none.safetensors"], "none.safetensors"),
     "learning rate": (["--b.lr", "0"], "stage b: optim.lr must be above 0"),
     "idle stage": (["--stages", "a", "--c.epochs", "-1"], "c.epochs must be above 0, got -1"),
 }

@@ -17,7 +17,7 @@ from tests.helpers.distilled_runs import (
     teacher_file,
     vit_of,
 )
-from tests.helpers.small_runs import SPEC
+from tests.helpers.small_runs import SPEC, same
 from visionattn.data.batches import Batch
 from visionattn.data.data_config import DataConfig
 from visionattn.models import from_softmax
@@ -125,6 +125,13 @@ def test_a_block_that_is_softmax_from_now_on_has_the_teachers_attention_again():
     assert {"blocks.1.attn.qkv.weight", "blocks.1.attn.proj.bias"} <= teachers
     for name, value in own.items():
         assert torch.equal(value, (given if name in teachers else learnt)[name]), name
+    # A block that was softmax before has learnt too.
+    with torch.no_grad():
+        for value in student.parameters():
+            value.add_(1)
+    next_one = from_softmax(vit, softmax_blocks=[1], relative="none", value_conv=None).model
+    carry(student, next_one)
+    same(next_one.state_dict(), student.state_dict())
 
 
 def test_random_weights_of_a_teacher_follow_the_seed(tmp_path):

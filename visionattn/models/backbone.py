@@ -29,7 +29,7 @@ from visionattn.models.patches import (
     scores_of_absent,
     zero_absent,
 )
-from visionattn.models.state_dicts import fitted_whole
+from visionattn.models.state_dicts import fit_position, fitted_whole
 from visionattn.ops import count_classes
 from visionattn.ops.checks import refuse_tracing
 from visionattn.ops.sums import accumulation_dtype
@@ -79,6 +79,8 @@ class VisionAttnTransformer(VisionTransformer):
         normalization: "mean" (default) or "sum" over the keys of a class; see
             ``visionattn.ops.position.kinds``.
         pos_embed: "none", or "learn" for absolute position, resampled to other grids.
+        pos_antialias: False resamples it with plain bicubic interpolation, as the original DINOv2
+            does, and not with timm's antialiased one.
         temperature_init: initial tau of TaylorShift, default 4.
         feature_map: for kernelized attention: "elu1" (default), "relu", "softmax" (Shen's efficient
             attention) or "random" (FAVOR+). "random" draws the rows of each block from torch's
@@ -137,6 +139,7 @@ class VisionAttnTransformer(VisionTransformer):
         softmax_blocks: Sequence[int] | None = None,
         window_size: int | None = None,
         pos_embed: str = "none",
+        pos_antialias: bool = True,
         dynamic_img_size: bool = True,
         dynamic_img_pad: bool = False,
         patch_drop_rate: float = 0.0,
@@ -232,6 +235,7 @@ class VisionAttnTransformer(VisionTransformer):
             device=device,
             dtype=dtype,
         )
+        self.pos_antialias = pos_antialias
         # timm gets dynamic_img_size=True: our patch embedding checks sizes without one compiled
         # graph per size.
         self.dynamic_img_size = dynamic_img_size
@@ -252,7 +256,10 @@ class VisionAttnTransformer(VisionTransformer):
         """Change the native size in pixels and the patch size; resample patch embedding and
         absolute position.
         """
+        position, grid = self.pos_embed, self.patch_embed.grid_size
         super().set_input_size(img_size=img_size, patch_size=patch_size)
+        if self.pos_embed is not position and not self.pos_antialias:
+            self.pos_embed.data = fit_position(position.data, self, grid)
         for info in self.feature_info:
             info["reduction"] = self.patch_embed.feat_ratio()
         self._share_native_layout()
@@ -312,7 +319,12 @@ class VisionAttnTransformer(VisionTransformer):
             return self.pos_drop(torch.cat([*prefix, x], dim=1))
         num_prefix = 0 if self.no_embed_class else self.num_prefix_tokens
         position = absolute_position(
-            self.pos_embed, grid, self.patch_embed.grid_size, num_prefix, filled
+            self.pos_embed,
+            grid,
+            self.patch_embed.grid_size,
+            num_prefix,
+            filled,
+            antialias=self.pos_antialias,
         )
         if self.no_embed_class:
             return self.pos_drop(torch.cat([*prefix, x + position], dim=1))

@@ -66,7 +66,7 @@ RATES = ("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "att
 OF_ATTENTION = ("relative", "horizon", "normalization", "temperature_init", "feature_map")
 OF_ATTENTION += ("random_features", "value_conv", "centre_keys", "form", "window_size")
 OF_INPUT = ("img_size", "patch_size", "in_chans", "num_classes", "global_pool")
-OF_INPUT += ("dynamic_img_size", "dynamic_img_pad")
+OF_INPUT += ("dynamic_img_size", "dynamic_img_pad", "pos_antialias")
 OPTIONS = (*OF_ATTENTION, *OF_INPUT, *RATES, "drop_path_rate")
 """Options that a caller may set; the teacher determines the rest."""
 HUBS, LOCAL = ("hf-hub:", "hf_hub:"), "local-dir:"
@@ -252,6 +252,7 @@ def from_softmax(
         options: arguments of ``VisionAttnTransformer`` named in ``OPTIONS``: of the attention
             (``relative``, ``value_conv``, ...), of images (``img_size``, ``patch_size``,
             ``in_chans``, ``num_classes``, ``global_pool``, ...) and dropout rates (default 0).
+            ``pos_antialias=False`` resamples the position as the original DINOv2 does.
             ``value_conv`` is 3 and ``centre_keys`` True by default. Other arguments are accepted
             only with the teacher's value.
 

@@ -152,7 +152,13 @@ def blank_absent(images: Tensor, filled: Tensor | None, patch_size: tuple[int, i
 
 @register_notrace_function
 def absolute_position(
-    position: Tensor, grid: Grid, own_grid: tuple[int, int], num_prefix: int, filled: Tensor | None
+    position: Tensor,
+    grid: Grid,
+    own_grid: tuple[int, int],
+    num_prefix: int,
+    filled: Tensor | None,
+    *,
+    antialias: bool = True,
 ) -> Tensor:
     """Return the learned position ``[1, P + h*w, D]`` resampled to the grid that each image fills:
     ``[1 or B, P + H*W, D]``.
@@ -163,37 +169,54 @@ def absolute_position(
         own_grid: h and w.
         num_prefix: P.
         filled: see ``filled_grids``; None: all images fill the grid, and timm's function is used.
+        antialias: see ``axis_weights``.
     """
     if filled is None:
         return resample_abs_pos_embed(
-            position, new_size=grid, old_size=own_grid, num_prefix_tokens=num_prefix
+            position,
+            new_size=grid,
+            old_size=own_grid,
+            num_prefix_tokens=num_prefix,
+            antialias=antialias,
         )
     patches = position[0, num_prefix:].float().unflatten(0, own_grid)
     # Rows first, then columns: bicubic interpolation is a matrix product per axis.
-    rows = axis_weights(filled[:, 0], grid[0], own_grid[0])
+    rows = axis_weights(filled[:, 0], grid[0], own_grid[0], antialias)
     own = product(rows, patches.flatten(1)).unflatten(2, patches.shape[1:])
-    columns = axis_weights(filled[:, 1], grid[1], own_grid[1])
+    columns = axis_weights(filled[:, 1], grid[1], own_grid[1], antialias)
     own = product(columns[:, None].expand(-1, grid[0], -1, -1), own)
     prefix = position[:, :num_prefix].expand(len(filled), -1, -1)
     return torch.cat([prefix, own.flatten(1, 2).to(position.dtype)], dim=1)
 
 
-def axis_weights(filled: Tensor, length: int, old: int) -> Tensor:
+def axis_weights(filled: Tensor, length: int, old: int, antialias: bool = True) -> Tensor:
     """Return the weights ``[B, length, old]`` that resample an axis from ``old`` entries to
-    ``filled [B]``, antialiased.
+    ``filled [B]``.
 
     Entries beyond ``filled`` repeat the last one.
 
-    Source: ``torch.nn.functional.interpolate(mode="bicubic", antialias=True)``, Keys' kernel with a
-    = -0.5.
+    Source: ``torch.nn.functional.interpolate(mode="bicubic")``, with ``antialias`` Keys' kernel
+    with a = -0.5 at the scale of the result; without, a = -0.75 at the scale of the entries, whose
+    ends are repeated.
     """
     scale = (old / filled.float())[:, None, None]
     entry = torch.arange(length, device=filled.device).minimum(filled[:, None] - 1)[:, :, None]
+    if not antialias:
+        at = (entry + 0.5) * scale - 0.5
+        taps = at.floor() + torch.arange(-1, 3, device=filled.device)
+        weights = _keys((at - taps).abs(), -0.75)
+        empty = weights.new_zeros(*taps.shape[:2], old)
+        return empty.scatter_add(2, taps.clamp(0, old - 1).long(), weights)
     centre = torch.arange(old, device=filled.device) + 0.5
-    x = ((centre - (entry + 0.5) * scale) / scale.clamp(min=1)).abs()
-    near, far = (1.5 * x - 2.5) * x * x + 1, ((2.5 - 0.5 * x) * x - 4) * x + 2
-    weights = torch.where(x < 1, near, torch.where(x < 2, far, 0))
+    weights = _keys(((centre - (entry + 0.5) * scale) / scale.clamp(min=1)).abs(), -0.5)
     return weights / weights.sum(2, keepdim=True)
+
+
+def _keys(x: Tensor, a: float) -> Tensor:
+    """Return Keys' cubic kernel at distances x."""
+    near = ((a + 2) * x - (a + 3)) * x * x + 1
+    far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+    return torch.where(x < 1, near, torch.where(x < 2, far, 0))
 
 
 @register_notrace_module

@@ -115,7 +115,7 @@ def fit_position(position: Tensor, model: nn.Module, grid: tuple[int, int] | Non
     if tuple(old) == own:
         return position
     resampled = resample_abs_pos_embed_nhwc(
-        position[:, prefix:].unflatten(1, tuple(old)), list(own)
+        position[:, prefix:].unflatten(1, tuple(old)), list(own), antialias=model.pos_antialias
     )
     return torch.cat([position[:, :prefix], resampled.flatten(1, 2)], dim=1)
 

@@ -109,7 +109,8 @@ class PatchedImage:
         patches = body.pos_embed[0, prefix:].float().unflatten(0, own)
         sizes = torch.tensor([self.grid], device=patches.device)
         down, across = (
-            axis_weights(sizes[:, axis], self.grid[axis], own[axis])[0] for axis in (0, 1)
+            axis_weights(sizes[:, axis], self.grid[axis], own[axis], body.pos_antialias)[0]
+            for axis in (0, 1)
         )
         return patches, down, across
 

@@ -302,7 +302,14 @@ class RowParallel(nn.Module):
         x = embed.norm(embed.proj(x).permute(0, 2, 3, 1)).flatten(1, 2)
         if model.pos_embed is not None:
             lead = 0 if model.no_embed_class else model.num_prefix_tokens
-            position = absolute_position(model.pos_embed, own.grid, embed.grid_size, lead, None)
+            position = absolute_position(
+                model.pos_embed,
+                own.grid,
+                embed.grid_size,
+                lead,
+                None,
+                antialias=model.pos_antialias,
+            )
             width = own.grid.width
             x = x + position[:, lead + own.first * width : lead + own.last * width]
         prefix = prefix_tokens(model).expand(len(x), -1, -1)

@@ -22,7 +22,7 @@ EXAMPLE = (
 )
 EXAMPLE += "--data.name digits --b.epochs 1 --run try_distil --overwrite"
 STAGES = ("a", "b", "c")
-STUDENTS = (*OF_ATTENTION, *RATES, "drop_path_rate")
+STUDENTS = (*OF_ATTENTION, *RATES, "drop_path_rate", "pos_antialias")
 """Options of ``from_softmax`` that a student may have; its tokens equal the teacher's."""
 
 
@@ -80,6 +80,11 @@ class DistilConfig(StudentOptions):
     search_softmax_blocks: int | None = None
     """Number of blocks to keep softmax: the blocks with the largest validation loss after stage a.
     ``blocks.csv`` lists the loss of each block.
+    """
+    init_from: str | None = None
+    """Weights of an earlier student, from which the first stage starts, e.g. the
+    ``a/best.safetensors`` of a stage a that several students share. A block that is softmax now
+    takes the teacher's attention.
     """
     stages: list[Literal["a", "b", "c"]] = field(default_factory=lambda: ["a", "b"])
     """Stages to run, in this order. ``a``: each block imitates the teacher's attention on the

@@ -60,7 +60,7 @@ DISTIL = "distil.yaml"
 BLOCKS = "blocks.csv"
 """The loss of each block after stage a, with ``search_softmax_blocks``."""
 BINDING = ("teacher", "pretrained", "model", "args", "attention", "softmax_blocks")
-BINDING += ("search_softmax_blocks", "num_heads", "options", "seed")
+BINDING += ("search_softmax_blocks", "num_heads", "options", "init_from", "seed")
 """Options that must not change on resume, because they define the student."""
 SETTLED = ("batch_size", "optim.", "data.")
 """Prefixes of options that must not change once a stage is done."""
@@ -228,7 +228,8 @@ class Whole:
         """Run the remaining stages."""
         for line in self.taught.lines:
             self.say(line)
-        blocks, checkpoint, line = list(self.config.softmax_blocks), None, ""
+        blocks, line = list(self.config.softmax_blocks), ""
+        checkpoint = Path(self.config.init_from) if self.config.init_from else None
         for letter in self.config.stages:
             line = self.stage(letter, blocks, checkpoint)
             checkpoint = self.folder / letter / BEST

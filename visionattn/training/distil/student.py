@@ -18,10 +18,15 @@ from visionattn.data.splits import Splits, build_splits, geometry_choices
 from visionattn.models import VisionAttnTransformer
 from visionattn.models.building import check_geometries, patch_size
 from visionattn.models.conversion import from_softmax, student_of, teacher_of
-from visionattn.models.weights import DataSpec, load_model
+from visionattn.models.weights import DataSpec, describe_misfit, existing, load_model
 from visionattn.training.config import TrainConfig
 from visionattn.training.distil.distil_config import DistilConfig, stage_data
-from visionattn.training.distil.imitation import Imitating, check_teacher_size, learn
+from visionattn.training.distil.imitation import (
+    Imitating,
+    check_teacher_size,
+    imitating_blocks,
+    learn,
+)
 from visionattn.training.engine import Prepared, seed_everything
 
 
@@ -47,7 +52,9 @@ def open_taught(config: DistilConfig) -> Taught:
     """
     seed_everything(config.seed)
     vit, lines = teacher_of(config)
-    same = from_softmax(vit, softmax_blocks=range(len(getattr(vit, "blocks", ()))))
+    exact, names = range(len(getattr(vit, "blocks", ()))), ("pos_antialias",)
+    shared = {name: config.options[name] for name in names if name in config.options}
+    same = from_softmax(vit, softmax_blocks=exact, **shared)
     return Taught(vit, same.model, same.spec, lines)
 
 
@@ -55,6 +62,7 @@ def check_student(config: DistilConfig, taught: Taught) -> None:
     """Check that the student can be built, and that both models take the images of every stage.
 
     Raises:
+        FileNotFoundError: there are no weights to start from.
         ValueError: wrong student or images; one line.
     """
     converted = student_of(config, taught.vit)
@@ -64,6 +72,8 @@ def check_student(config: DistilConfig, taught: Taught) -> None:
             f"search_softmax_blocks {config.search_softmax_blocks}: the teacher has {depth} "
             "blocks, and at least one of them must become linear"
         )
+    if config.init_from is not None:
+        carry(load_model(existing(config.init_from)), converted.model)
     for letter in config.stages:
         if letter == "a":
             learn(converted.model, "a", converted.new)
@@ -153,15 +163,20 @@ class Preparing:
 
 @torch.no_grad()
 def carry(former: nn.Module, student: VisionAttnTransformer) -> None:
-    """Copy the weights of a former student, except the attention of blocks that are softmax now,
-    which keeps the teacher's weights.
+    """Copy the weights of a former student, except the attention of blocks that are softmax only
+    now, which keeps the teacher's weights.
+
+    Raises:
+        ValueError: the former student lacks weights or has other shapes; one line.
     """
-    softmax = tuple(
-        f"blocks.{i}.attn."
-        for i, block in enumerate(student.blocks)
-        if block.attn.attention == "softmax"
+    linear = imitating_blocks(former) if isinstance(former, VisionAttnTransformer) else []
+    anew = set(linear).difference(imitating_blocks(student))
+    fixed = tuple(f"blocks.{i}.attn." for i in anew)
+    learnt, own = (
+        {name: value for name, value in model.state_dict().items() if not name.startswith(fixed)}
+        for model in (former, student)
     )
-    learnt = former.state_dict()
-    for name, value in student.state_dict().items():
-        if name in learnt and not (softmax and name.startswith(softmax)):
-            value.copy_(learnt[name])
+    if misfit := describe_misfit(learnt, own):
+        raise ValueError(f"the former student's weights do not fit: {misfit}")
+    for name, value in own.items():
+        value.copy_(learnt[name])
