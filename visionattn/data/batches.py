@@ -96,7 +96,7 @@ class Unreadable:
 
     def __str__(self) -> str:
         way_out = (
-            "--data.on_error skip skips it"
+            "--data.on_error skip ignores it"
             if self.refused
             else "repair or delete it, or pass --data.on_error skip"
         )

@@ -73,8 +73,7 @@ def build_model(config: ModelConfig, spec: DataSpec) -> tuple[nn.Module, dict[st
             model.set_grad_checkpointing(True)
         except (AttributeError, AssertionError) as error:
             raise ValueError(
-                f"model {config.name} has no gradient checkpointing; omit model.grad_checkpointing "
-                "out"
+                f"model {config.name} has no gradient checkpointing; omit model.grad_checkpointing"
             ) from error
     return model, {key: value for key, value in args.items() if key not in LOADING_ARGS}
 
