@@ -13,13 +13,16 @@ from torch.nn import functional as F
 
 from tests.helpers.resumed_runs import assert_same_end, interrupt, stop_after
 from visionattn.cli.ends import Stopped
+from visionattn.data.batches import SampleKey
 from visionattn.data.data_config import DataConfig
+from visionattn.data.kept_features import patch_classes
 from visionattn.inference.extraction import Extraction
 from visionattn.inference.feature_options import parse_extract
 from visionattn.model_config import ModelConfig
 from visionattn.models.weights import load_model
 from visionattn.training.config import OptimConfig, TrainConfig
 from visionattn.training.engine import train
+from visionattn.training.head_training import prepare_maps
 
 BODY = dict(patch_size=8, embed_dim=24, depth=3, num_heads=3, dynamic_img_size=True)
 BLOCKS = [0, 1]
@@ -145,9 +148,11 @@ def test_the_checkpoint_gives_for_images_the_loss_of_the_run_on_features(
         assert model.backbone.state_dict()[name].equal(value)
 
 
-def test_a_run_that_was_stopped_goes_on_bit_for_bit(root, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("task", "crops"), [("classification", 1), ("segmentation", 3)])
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(root, tmp_path, monkeypatch, task, crops):
     head = dict(head_hidden=16, head_drop=0.2)
-    config = config_of(root, tmp_path / "whole", "classification", head, save_every=2)
+    config = config_of(root, tmp_path / "whole", task, head, save_every=2)
+    config = replace(config, data=replace(config.data, crops=crops))
     train(config, stream=io.StringIO())
     config = replace(config, output=str(tmp_path / "stopped"))
     with monkeypatch.context() as patch:
@@ -156,6 +161,44 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(root, tmp_path, monkeypatch)
             train(config, stream=io.StringIO())
     train(replace(config, resume=True), stream=io.StringIO())
     assert_same_end(tmp_path / "whole" / "small", tmp_path / "stopped" / "small")
+
+
+def test_a_patch_has_the_class_of_most_of_its_pixels_or_is_ignored():
+    mask = np.zeros((4, 20), np.uint8)
+    mask[:3, :3] = 2  # 9 of 16 pixels
+    mask[0, 4:7] = 1  # 3 of 16 pixels
+    mask[0, 8] = 1  # 1 of 16 pixels
+    mask[:, 12:14] = 255  # half is ignored
+    mask[:2, 16:] = 1  # half
+    assert patch_classes(mask, (4, 4)).tolist() == [[2, 255, 0, 255, 255]]
+    assert patch_classes(mask.T, (4, 4)).tolist() == [[2], [255], [0], [255], [255]]
+
+
+def test_a_sample_has_patches_of_the_map_and_a_fifth_of_them_show_an_object(
+    root, tmp_path, monkeypatch
+):
+    found = {}
+
+    def build(*args):
+        found["splits"], *rest = prepare_maps(*args)
+        return found["splits"], *rest
+
+    monkeypatch.setattr("visionattn.training.engine.prepare_maps", build)
+    config = config_of(root, tmp_path, "segmentation", dict(head_hidden=16), epochs=1)
+    train(replace(config, data=replace(config.data, crops=2)), stream=io.StringIO())
+    samples = found["splits"].train
+    keys = [SampleKey(4, epoch, samples.geometry, draw) for epoch, draw in ((1, 0), (1, 0), (1, 1), (2, 0))]
+    first, again, other, later = (samples[key] for key in keys)
+    assert first.pixels.tobytes() == again.pixels.tobytes()
+    assert len({each.pixels.tobytes() for each in (first, other, later)}) == 3
+    whole = samples.kept.read(samples.rows[4]).flatten(1).T
+    colour = int(Path(samples.rows[4]["path"]).stem) % 2 + 1
+    for item in (first, other, later):
+        assert item.pixels.shape == (1, 80, 48) and item.pixels.dtype == np.float16
+        values, counts = np.unique(item.label, return_counts=True)
+        assert (values.tolist(), counts.tolist()) == ([0, colour], [64, 16])
+        pixels = torch.from_numpy(item.pixels[0])
+        assert (pixels[:, None] == whole).all(2).any(1).all()
 
 
 def test_features_are_found_by_the_end_of_their_paths(root, tmp_path):

@@ -246,7 +246,7 @@ class _BatchKeys:
         batch_patches: maximum number of patches per batch, if images differ in size.
         labels: classes of the images, ``[length]``, to draw each class equally often; None: each
             image once. It needs a seed.
-        crops: number of times that each image occurs per epoch, if all have one size.
+        crops: number of times that each image occurs per epoch.
     """
 
     def __init__(
@@ -271,7 +271,7 @@ class _BatchKeys:
         self.count = (
             math.ceil(length * crops / batch_size) if self.buckets is None else self.buckets.count
         )
-        if labels is not None:  # with images of many sizes, the number of the first epoch
+        if labels is not None or crops > 1:  # with many sizes, the number of the first epoch
             self.count = len(self.batches())
 
     def __len__(self):

@@ -86,7 +86,9 @@ class DataConfig:
     anywhere.
     """
     crops: int = 1
-    """Only with ``crop``: crops per image and epoch."""
+    """Only with ``crop`` or ``features``: crops per image and epoch; with ``features`` and masks,
+    samples of patches.
+    """
     batch_patches: int | None = None
     """Only for ``native``: maximum number of patches per batch, whose images have equal grids; a
     larger image forms its own batch. None: as many as ``batch_size`` images have on average. With

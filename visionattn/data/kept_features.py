@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from visionattn.cli.tables import read_rows
-from visionattn.data.batches import Item, SampleKey, Unreadable
+from visionattn.data.batches import AUGMENT_STREAM, Item, SampleKey, Unreadable
 from visionattn.data.formats import DAMAGED_IMAGE
 from visionattn.data.geometry import Geometry, Size
 from visionattn.data.images import ImageDataset, cut_mask, fill_mask, unreadable
@@ -27,6 +27,12 @@ from visionattn.models.segmentation import IGNORED
 
 INDEX, BACKBONE = "index.csv", "backbone.safetensors"
 """The index of a folder of features, and the model whose maps it has."""
+SAMPLED, OBJECTS = 80, 16
+"""Patches in a sample of a map, and how many of them show an object if there is one."""
+OBJECT_SHARE, BACKGROUND_SHARE = 0.5, 0.9
+"""A patch has a class if the class covers more than this share of it; the second is for the
+background.
+"""
 
 
 class KeptMaps:
@@ -188,6 +194,66 @@ class KeptDataset(ImageDataset):
         else:
             mask = cut_mask(read(), view)
         mask = fill_mask(mask, view)
-        whole = self.canvases(self.geometry)[number].tolist()
+        whole = (self.shapes[number, 1:] * self.geometry.patch_px).tolist()
         missing = [(0, px - got) for px, got in zip(whole, mask.shape, strict=True)]
         return np.pad(mask, missing, constant_values=IGNORED)
+
+
+class PatchSamples(KeptDataset):
+    """Random patches of feature maps with their classes: an ``Item`` per key whose pixels are
+    float16 ``[1, SAMPLED, D]`` and whose label is uint8 ``[1, SAMPLED]``, or ``Unreadable``.
+
+    Objects fill a small part of a picture. A fixed share of patches with objects in each sample
+    takes the place of class weights, and many small samples train faster than whole maps.
+
+    Args:
+        maps: the maps, with masks. The classes of their patches stay in memory.
+        seed: decides the patches, with the key.
+    """
+
+    def __init__(self, maps: KeptDataset, seed: int):
+        self.__dict__ |= maps.__dict__
+        self.seed = seed
+        self._classes = dict[int, np.ndarray]()
+
+    def __getitem__(self, key: SampleKey) -> Item | Unreadable:
+        item = super().__getitem__(key)
+        if isinstance(item, Unreadable):
+            return item
+        rng = np.random.default_rng(
+            (self.seed, AUGMENT_STREAM, key.epoch, key.index, key.draw or 0)
+        )
+        known = item.label.ravel()
+        objects = np.flatnonzero((known > 0) & (known < IGNORED))
+        background = np.flatnonzero(known == 0)
+        groups = [each for each in (objects, background) if len(each)] or [np.arange(known.size)]
+        counts = (OBJECTS, SAMPLED - OBJECTS) if len(groups) == 2 else (SAMPLED,)
+        drawn = [rng.choice(group, count) for group, count in zip(groups, counts, strict=True)]
+        places = np.concatenate(drawn)
+        pixels = item.pixels[np.divmod(places, item.label.shape[1])]
+        return Item(pixels[None], known[places][None], (1, SAMPLED))
+
+    def _mask(self, number: int) -> np.ndarray:
+        """Return the classes of the patches, uint8 ``[rows, columns]``."""
+        if number not in self._classes:
+            self._classes[number] = patch_classes(super()._mask(number), self.geometry.patch_px)
+        return self._classes[number]
+
+    def canvases(self, geometry: Geometry) -> np.ndarray:
+        """Return the size in pixels of the sampled patches, ``[n, 2]``; 0 without a map."""
+        return np.where(self.shapes[:, 1:] > 0, np.multiply((1, SAMPLED), geometry.patch_px), 0)
+
+
+def patch_classes(mask: np.ndarray, patch_px: Size) -> np.ndarray:
+    """Return the class of each patch of a mask, uint8 ``[rows, columns]``: the class that covers
+    more than ``OBJECT_SHARE`` of it, or class 0, the background, that covers ``BACKGROUND_SHARE``;
+    else ``IGNORED``.
+    """
+    down, across = patch_px
+    patches = rearrange(mask, "(h p) (w q) -> h w (p q)", p=down, q=across)
+    classes = np.full(patches.shape[:2], IGNORED, np.uint8)
+    for number in np.unique(mask[mask < IGNORED]):
+        share = (patches == number).mean(2)
+        enough = share > OBJECT_SHARE if number else share >= BACKGROUND_SHARE
+        classes[enough] = number
+    return classes

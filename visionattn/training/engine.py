@@ -30,6 +30,7 @@ from visionattn.cli.files import first_line
 from visionattn.cli.interruption import GRACE, Interrupted, Interruption
 from visionattn.cli.provenance import provenance
 from visionattn.data.geometry import geometry_of
+from visionattn.data.kept_features import PatchSamples
 from visionattn.data.mask_files import check_trained
 from visionattn.data.splits import Splits, build_splits, check_root, geometry_choices
 from visionattn.model_config import VECTOR_TASKS, ModelConfig
@@ -48,7 +49,7 @@ from visionattn.training.distributed import (
 )
 from visionattn.training.fold_summary import summarise_folds
 from visionattn.training.freezing import freeze
-from visionattn.training.head_training import ModelFiles, prepare_maps
+from visionattn.training.head_training import ModelFiles, PatchClasses, prepare_maps
 from visionattn.training.objectives import Objective
 from visionattn.training.run_folder import (
     BEST,
@@ -99,7 +100,8 @@ def prepare_classes(
     Raises:
         ValueError, FileNotFoundError: wrong data, model or weights; one line.
     """
-    data, of_maps = replace(config.data, features=None), config.data.features is not None
+    of_maps = config.data.features is not None
+    data = replace(config.data, features=None, crops=1) if of_maps else config.data
     splits = with_targets(build_splits(data, config.seed))
     if splits.spec.num_classes == 1 and splits.spec.task not in VECTOR_TASKS:
         raise ValueError(
@@ -108,7 +110,9 @@ def prepare_classes(
         )
     check_trained(splits)
     if of_maps:
-        splits, model, built, files, lines = prepare_maps(config.data, config.model, splits)
+        splits, model, built, files, lines = prepare_maps(
+            config.data, config.model, splits, config.seed
+        )
         return Prepared(splits, model, built, built.args, lines, files=files)
     started = replace(config, init_from=None) if resumed else config
     return Prepared(splits, *started_model(started, config.model, splits.spec, first=first))
@@ -273,6 +277,8 @@ def build(
         processes.check_same(splits.lists())
     loss = processes.on_first(lambda: with_class_weights(config.loss, splits))
     config = replace(config, loss=loss)
+    if isinstance(splits.train, PatchSamples):
+        made = replace(made, objective=PatchClasses(config.optim, loss, splits.spec))
     # config.yaml and states record the body of a teacher, and the model of features.
     if made.built.name == CONVERTED or made.files is not None:
         config = replace(config, model=made.built)

@@ -13,16 +13,18 @@ from torch import Tensor, nn
 from visionattn.data.data_config import DataConfig
 from visionattn.data.geometry import geometry_of
 from visionattn.data.images import ImageDataset
-from visionattn.data.kept_features import BACKBONE, KeptDataset, KeptMaps
+from visionattn.data.kept_features import BACKBONE, KeptDataset, KeptMaps, PatchSamples
 from visionattn.data.splits import Splits
 from visionattn.model_config import ModelConfig
 from visionattn.models import patch_heads
 from visionattn.models.patches import takes_sizes
 from visionattn.models.registration import split_args, with_head
+from visionattn.models.segmentation import Segmenter
 from visionattn.models.weights import DataSpec, described, load_model, read_metadata, save_model
+from visionattn.training.objectives import PixelClasses
 
 IMAGE_OPTIONS = ("fit", "img_size", "img_size_choices", "max_patches", "crop", "augment", "bands")
-IMAGE_OPTIONS += ("value_range", "page", "mean", "std")
+IMAGE_OPTIONS += ("value_range", "page", "mean", "std", "crop_around")
 """Options of images that act when features are extracted."""
 
 
@@ -86,6 +88,32 @@ class HeadFiles(ModelFiles):
         return model, spec
 
 
+class PatchClasses(PixelClasses):
+    """Learn the classes of sampled patches; evaluations are of the pixels of whole maps."""
+
+    def called(self, model: nn.Module) -> nn.Module:
+        """Return the module whose outputs are the logits of patches."""
+        self.patch_px = model.patch_px
+        return CellLogits(model)
+
+    def targets(self, images: int, size: tuple[int, int]) -> Tensor:
+        """Return placeholder classes of the patches of a size in pixels."""
+        down, across = self.patch_px
+        return super().targets(images, (size[0] // down, size[1] // across))
+
+
+class CellLogits(nn.Module):
+    """A segmentation whose outputs are the logits of patches, ``[B, classes, H, W]``."""
+
+    def __init__(self, model: Segmenter):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, sizes: Tensor | None = None) -> Tensor:
+        """Return the logits; arguments as for ``Segmenter``."""
+        return self.model.forward_cells(x, sizes)
+
+
 @torch.no_grad()
 def standardize(layer: nn.Conv2d, mean: Tensor, std: Tensor) -> None:
     """Change a linear layer of standardized maps into the same layer of maps."""
@@ -100,7 +128,7 @@ def kept_body(model: patch_heads.PatchModel) -> patch_heads.KeptMaps:
 
 
 def prepare_maps(
-    data: DataConfig, chosen: ModelConfig, splits: Splits
+    data: DataConfig, chosen: ModelConfig, splits: Splits, seed: int
 ) -> tuple[Splits, nn.Module, ModelConfig, HeadFiles, list[str]]:
     """Open kept features, and build the head for them.
 
@@ -108,10 +136,11 @@ def prepare_maps(
         data: the options of the data.
         chosen: the options of the model: arguments of the head.
         splits: the images.
+        seed: decides the samples of patches.
 
     Returns:
-        The maps of the images, the model of maps, the options of the whole model, its files, and
-        lines about the features.
+        The maps of the images, or samples of their patches for training with masks; the model of
+        maps; the options of the whole model; its files; and lines about the features.
 
     Raises:
         ValueError, FileNotFoundError: an option does not go with kept features, or they are of
@@ -151,6 +180,8 @@ def prepare_maps(
     of_maps = dict(in_chans=body.width, mean=mean, std=std, fit="native", img_size=None)
     spec = replace(spec, **of_maps, max_patches=None, bands=None, value_range=None, page=None)
     model = with_head(kept_body(body), spec.task, spec.num_classes, head)
+    if isinstance(model, Segmenter) and model.cells == (1, 1) and model.encoder is None:
+        parts["train"] = PatchSamples(parts["train"], seed)
     built = replace(chosen, name=name, args=args | head)
     lines = [f"only the head learns, on features of {name}, blocks {body.taken}, in {folder}"]
     return Splits(**parts, spec=spec), model, built, HeadFiles(body, images, spec), lines
