@@ -16,6 +16,7 @@ from visionattn.cli.ends import Stopped
 from visionattn.data.batches import SampleKey
 from visionattn.data.data_config import DataConfig
 from visionattn.data.kept_features import patch_classes
+from visionattn.data.splits import train_batches
 from visionattn.inference.extraction import Extraction
 from visionattn.inference.feature_options import parse_extract
 from visionattn.model_config import ModelConfig
@@ -185,9 +186,15 @@ def test_a_sample_has_patches_of_the_map_and_a_fifth_of_them_show_an_object(
 
     monkeypatch.setattr("visionattn.training.engine.prepare_maps", build)
     config = config_of(root, tmp_path, "segmentation", dict(head_hidden=16), epochs=1)
-    train(replace(config, data=replace(config.data, crops=2)), stream=io.StringIO())
+    config = replace(config, data=replace(config.data, crops=2, workers=0))
+    train(config, stream=io.StringIO())
     samples = found["splits"].train
-    keys = [SampleKey(4, epoch, samples.geometry, draw) for epoch, draw in ((1, 0), (1, 0), (1, 1), (2, 0))]
+    batches = train_batches(found["splits"], config.data, batch_size=4, seed=0, patch_px=(8, 8))
+    assert len(batches) == len(list(batches.epoch(0))) == 9  # 18 images
+    keys = [
+        SampleKey(4, epoch, samples.geometry, draw)
+        for epoch, draw in ((1, 0), (1, 0), (1, 1), (2, 0))
+    ]
     first, again, other, later = (samples[key] for key in keys)
     assert first.pixels.tobytes() == again.pixels.tobytes()
     assert len({each.pixels.tobytes() for each in (first, other, later)}) == 3

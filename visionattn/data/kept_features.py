@@ -8,6 +8,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,10 @@ class PatchSamples(KeptDataset):
         self.__dict__ |= maps.__dict__
         self.seed = seed
         self._classes = dict[int, np.ndarray]()
+        for number, row in enumerate(self.rows):
+            if row["status"] == "ok":
+                with suppress(*DAMAGED_IMAGE):  # each sample of it reports the error
+                    self._mask(number)
 
     def __getitem__(self, key: SampleKey) -> Item | Unreadable:
         item = super().__getitem__(key)
@@ -252,7 +257,7 @@ def patch_classes(mask: np.ndarray, patch_px: Size) -> np.ndarray:
     down, across = patch_px
     patches = rearrange(mask, "(h p) (w q) -> h w (p q)", p=down, q=across)
     classes = np.full(patches.shape[:2], IGNORED, np.uint8)
-    for number in np.unique(mask[mask < IGNORED]):
+    for number in np.flatnonzero(np.bincount(mask.ravel(), minlength=IGNORED)[:IGNORED]):
         share = (patches == number).mean(2)
         enough = share > OBJECT_SHARE if number else share >= BACKGROUND_SHARE
         classes[enough] = number
