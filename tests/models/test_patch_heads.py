@@ -91,12 +91,21 @@ def test_the_blocks_of_a_head_see_where_patches_are():
         (PatchClassifier, dict(head_drop=0.1), "head_drop follows a hidden layer"),
         (PatchClassifier, dict(head_blocks=[4]), "head_blocks"),
         (Segmenter, dict(head_drop=0.1), "head_drop follows a hidden layer"),
+        (Segmenter, dict(head_attention="taylorshift"), "head_attention is for blocks of the head"),
+        (Segmenter, dict(head_hidden=-3), "head_hidden must be a whole number from 0 on, got -3"),
+        (Segmenter, dict(head_hidden=8, head_depth="2"), "head_depth must be .*, got '2'"),
     ],
 )
 def test_heads_refuse_options_that_do_nothing(kind, options, words):
     body = timm.create_model("vit_tiny_patch16_224", num_classes=0, **TIMM)
     with pytest.raises(ValueError, match=words):
         kind(body, 3, **options)
+
+
+def test_any_width_of_the_hidden_layer_has_attention_heads():
+    body = timm.create_model("vit_tiny_patch16_224", num_classes=0, **TIMM)
+    model = PatchClassifier(body, 3, head_hidden=200, head_depth=1)
+    assert model.encoder.blocks[0].attn.num_heads == 2
 
 
 def test_an_option_of_another_task_is_refused():

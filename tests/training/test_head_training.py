@@ -2,6 +2,8 @@
 
 import io
 import json
+import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +15,10 @@ from torch.nn import functional as F
 
 from tests.helpers.resumed_runs import assert_same_end, interrupt, stop_after
 from visionattn.cli.ends import Stopped
+from visionattn.cli.parsing import parse
 from visionattn.data.batches import SampleKey
 from visionattn.data.data_config import DataConfig
-from visionattn.data.kept_features import patch_classes
+from visionattn.data.kept_features import FeatureFolder, patch_classes
 from visionattn.data.splits import train_batches
 from visionattn.inference.extraction import Extraction
 from visionattn.inference.feature_options import parse_extract
@@ -63,10 +66,11 @@ def root(tmp_path_factory) -> Path:
     return folder
 
 
-def extract(output: Path, images: list[Path], *more: str) -> None:
+def extract(output: Path, images: list[Path], *more: str, blocks: Sequence[int] = BLOCKS) -> None:
     argv = ["--images", *map(str, images), "--output", str(output), "--workers", "0", "--dense"]
     argv += ["--model", "vit_tiny_patch16_224", "--args", json.dumps(BODY), "--dtype", "float16"]
-    argv += ["--img-size", "native", "--fit", "native", "--blocks", *map(str, BLOCKS), *more]
+    argv += ["--img-size", "native", "--fit", "native", *more]
+    argv += ["--blocks", *map(str, blocks)] * bool(blocks)
     Extraction(parse_extract(argv)).run(lambda line: None)
 
 
@@ -160,7 +164,8 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(root, tmp_path, monkeypatch,
         stop_after(patch, 3, interrupt)
         with pytest.raises(Stopped):
             train(config, stream=io.StringIO())
-    train(replace(config, resume=True), stream=io.StringIO())
+    recorded = ["--config", str(tmp_path / "stopped" / "small" / "config.yaml"), "--resume"]
+    train(parse(TrainConfig, recorded), stream=io.StringIO())
     assert_same_end(tmp_path / "whole" / "small", tmp_path / "stopped" / "small")
 
 
@@ -208,12 +213,66 @@ def test_a_sample_has_patches_of_the_map_and_a_fifth_of_them_show_an_object(
         assert (pixels[:, None] == whole).all(2).any(1).all()
 
 
+def copied(folder: Path, output: Path) -> Path:
+    """Return a copy of a folder of features, to change."""
+    return Path(shutil.copytree(folder, output))
+
+
+def test_a_run_is_not_resumed_on_other_features(root, tmp_path, monkeypatch):
+    kept = copied(root / "classes_features", tmp_path / "kept")
+    config = config_of(root, tmp_path, "classification", {}, save_every=2)
+    config = replace(config, data=replace(config.data, features=str(kept)))
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3, interrupt)
+        with pytest.raises(Stopped):
+            train(config, stream=io.StringIO())
+    extract(kept, [root / "classes"], "--seed", "5", "--overwrite")
+    with pytest.raises(ValueError, match="are not the features that the run began with"):
+        train(replace(config, resume=True), stream=io.StringIO())
+
+
+def test_features_of_the_last_block_have_no_model_of_earlier_ones(root, tmp_path):
+    kept = copied(root / "classes_features", tmp_path / "kept")
+    extract(kept, [root / "classes"], "--overwrite", blocks=())
+    with pytest.raises(FileNotFoundError, match="has no backbone.safetensors"):
+        FeatureFolder(str(kept))
+    for path in kept.iterdir():
+        path.unlink()
+    shutil.copy(root / "classes_features" / "backbone.safetensors", kept)
+    with pytest.raises(ValueError, match="holds other files .backbone.safetensors.; choose"):
+        extract(kept, [root / "classes"], blocks=())
+    assert len(list(kept.iterdir())) == 1
+
+
+def test_a_damaged_file_of_features_is_named_in_one_line(root, tmp_path):
+    kept = copied(root / "classes_features", tmp_path / "kept")
+    shard = kept / "features-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:1000])
+    config = config_of(root, tmp_path, "classification", {})
+    config = replace(config, data=replace(config.data, features=str(kept)))
+    with pytest.raises(ValueError, match=f"^{shard} is damaged: [^\n]*$"):
+        train(config, stream=io.StringIO())
+
+
+def test_a_channel_that_float16_makes_constant_gets_no_huge_weight(root, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    kept = copied(root / "classes_features", tmp_path / "kept")
+    shard = kept / "features-00000.safetensors"
+    maps = load_file(shard)
+    for each in maps.values():
+        each[3] = 0.3
+    save_file(maps, shard)
+    config = config_of(root, tmp_path, "classification", {})
+    config = replace(config, data=replace(config.data, features=str(kept)))
+    model = load_model(train(config, stream=io.StringIO()).checkpoint)
+    # Features of images differ from 0.3 by the rounding, 1e-4.
+    assert 0 < model.head.weight[:, 3].abs().max() < 1e3
+
+
 def test_features_are_found_by_the_end_of_their_paths(root, tmp_path):
     index = root / "classes_features" / "index.csv"
-    moved = tmp_path / "moved"
-    moved.mkdir()
-    for path in index.parent.iterdir():
-        (moved / path.name).write_bytes(path.read_bytes())
+    moved = copied(index.parent, tmp_path / "moved")
     text = index.read_text().replace(str(root), "/elsewhere")
     (moved / "index.csv").write_text(text)
     config = config_of(root, tmp_path, "classification", {}, epochs=1)

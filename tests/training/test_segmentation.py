@@ -130,6 +130,13 @@ def test_average_precision_keeps_the_order_of_rare_scores_and_takes_any_logits()
     found = average_precisions_of(score_counts(masks, logits).numpy())
     assert found[2] == pytest.approx(wanted, abs=2e-3) and 0.3 < wanted < 0.9
     assert math.isnan(found[1])
+    # In float32, all probabilities of class 0 above log odds of 17 are 1.
+    logits[:, 0] += 20
+    wanted = average_precision_score(
+        masks.flatten() == 0, (logits[:, 0] - logits[:, 1:].logsumexp(1)).flatten()
+    )
+    found = average_precisions_of(score_counts(masks, logits).numpy())
+    assert found[0] == pytest.approx(wanted, abs=1e-4)
     # All scores are equal: precision is the share of the class.
     for same in (torch.zeros_like(logits), torch.full_like(logits, math.nan), logits * math.inf):
         counts = score_counts(masks, same)

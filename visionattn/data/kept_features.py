@@ -7,8 +7,8 @@ no model.
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from einops import rearrange
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from visionattn.cli.files import first_line
 from visionattn.cli.tables import read_rows
 from visionattn.data.batches import AUGMENT_STREAM, Item, SampleKey, Unreadable
 from visionattn.data.formats import DAMAGED_IMAGE
@@ -36,7 +37,7 @@ background.
 """
 
 
-class KeptMaps:
+class FeatureFolder:
     """The feature maps in a folder, by the paths of their images.
 
     Raises:
@@ -88,19 +89,26 @@ class KeptMaps:
         """Return the last parts of the path of an image."""
         return "/".join(row["path"].split(os.sep)[-length:])
 
-    def read(self, row: dict[str, str]) -> Tensor:
-        """Return a map ``[D, H, W]``; raise OSError or ValueError if its file is damaged."""
+    @contextmanager
+    def _open(self, row: dict[str, str]) -> Iterator[Any]:
+        """Open the file of a map; raise OSError or ValueError if it is missing or damaged."""
+        path = self.folder / row["shard"]
         try:
-            with safe_open(self.folder / row["shard"], framework="pt") as file:
-                return file.get_tensor(row["key"])
+            with safe_open(path, framework="pt") as file:
+                yield file
         except SafetensorError as error:
-            raise ValueError(f"{self.folder / row['shard']} is damaged: {error}") from error
+            raise ValueError(f"{path} is damaged: {first_line(error)}") from error
+
+    def read(self, row: dict[str, str]) -> Tensor:
+        """Return a map ``[D, H, W]``; errors as in ``_open``."""
+        with self._open(row) as file:
+            return file.get_tensor(row["key"])
 
     def shape(self, row: dict[str, str]) -> tuple[int, int, int]:
         """Return the shape of a map; zeros without a map."""
         if row["status"] != "ok":
             return (0, 0, 0)
-        with safe_open(self.folder / row["shard"], framework="pt") as file:
+        with self._open(row) as file:
             return tuple(file.get_slice(row["key"]).get_shape())
 
 
@@ -122,7 +130,7 @@ class KeptDataset(ImageDataset):
     def __init__(
         self,
         pictures: ImageDataset,
-        kept: KeptMaps,
+        kept: FeatureFolder,
         root: str,
         geometry: Geometry,
         *,
@@ -158,7 +166,10 @@ class KeptDataset(ImageDataset):
         return rows, columns
 
     def moments(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return mean and standard deviation of each channel over the patches, ``[D]`` each."""
+        """Return mean and standard deviation of each channel over the patches, ``[D]`` each.
+
+        The deviation is at least the rounding of float16, because the model has float32 features.
+        """
         count, total, square = 0, 0.0, 0.0
         for number, row in enumerate(self.rows):
             if row["status"] == "ok":
@@ -168,7 +179,7 @@ class KeptDataset(ImageDataset):
                 square = square + x.square().sum(1)
         mean = total / max(count, 1)
         deviation = (square / max(count, 1) - mean.square()).clamp(min=0).sqrt()
-        return mean.numpy(), deviation.clamp(min=1e-6).numpy()
+        return mean.numpy(), deviation.maximum(mean.abs() * 2**-10).clamp(min=1e-6).numpy()
 
     def __getitem__(self, key: SampleKey) -> Item | Unreadable:
         row = self.rows[key.index]

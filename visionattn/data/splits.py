@@ -360,8 +360,11 @@ def _read_cifar10(config: DataConfig) -> tuple[dict[str, ImagesAndLabels], tuple
 def _read_class_folders(root: str) -> tuple[dict[str, ImagesAndLabels], tuple[str, ...]]:
     """Decode the images of ``train/<class>`` and ``test/<class>`` into memory, at 32 x 32 px."""
     found = find_images(root)
-    if missing := [name for name in CIFAR10_SPLITS if name not in found.parts]:
-        raise ValueError(f"{root} has no images in {missing[0]}/<class>/*; cifar10 needs them")
+    if found.parts.keys() != set(CIFAR10_SPLITS):
+        raise ValueError(
+            f"expected images of cifar10 in train/<class>/* and test/<class>/* of {root}, got "
+            f"{' and '.join(found.parts)}"
+        )
     arrays, geometry = {}, Geometry("crop", sides(USUAL_PX["cifar10"]))
     for name in CIFAR10_SPLITS:
         indices, labels, _ = found.parts[name]

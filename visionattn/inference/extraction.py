@@ -144,7 +144,7 @@ class Extraction:
         check(options)
         self.options, output = options, Path(options.output or "")
         self.part = Part.parse(options.shard) if options.shard else None
-        self.folder, place = output, output
+        self.folder, place, self.backbone = output, output, output / BACKBONE
         if self.part is not None:
             self.part.check_division(output)
             self.folder = self.part.folder(output)
@@ -172,7 +172,7 @@ class Extraction:
                 f"{folder} holds parts, not merged; --merge, or choose another --output"
             )
         if not overwrite:
-            check_ours(folder)
+            check_ours(folder, *([] if self.options.blocks is None else [BACKBONE]))
 
     @property
     def done(self) -> int:
@@ -201,8 +201,6 @@ class Extraction:
                 for path in unfinished(self.folder):  # from a run that was killed while writing
                     path.unlink()
                 self.kept = self._whole_shards()  # another run may have written since the check
-                if self.options.blocks is not None:
-                    self._keep_model()
                 self._run(say)
         finally:
             with suppress(OSError):  # not empty
@@ -215,8 +213,7 @@ class Extraction:
         opened, seen = self.opened, self.opened.geometry
         of_images = dict(img_size=seen.img_size, fit=seen.fit, max_patches=seen.max_patches)
         spec = replace(opened.spec, num_classes=0, class_names=(), **of_images)
-        path = Path(self.options.output or "") / BACKBONE
-        save_model(path, opened.model, opened.name, opened.args, spec)
+        save_model(self.backbone, opened.model, opened.name, opened.args, spec)
 
     def _run(self, say: Callable[[str], None]) -> None:
         """Do the work of ``run`` in the locked folder."""
@@ -236,6 +233,9 @@ class Extraction:
         if self.options.overwrite:
             (self.folder / INDEX).unlink(missing_ok=True)
             delete_from(self.folder, 0)
+            self.backbone.unlink(missing_ok=True)
+        if self.options.blocks is not None:
+            self._keep_model()
         try:
             self.image_run.banding.say = say
             with self.image_run.banding.at_work():

@@ -199,7 +199,7 @@ def whole_shards(
 def check_ours(folder: Path, *known: str) -> None:
     """Raise ValueError if a folder holds other files than features and these names."""
     names = [] if not folder.is_dir() else [path.name for path in folder.iterdir()]
-    known = (LOCK, BACKBONE, *known)
+    known = (LOCK, *known)
     strange = [name for name in names if name not in known and not is_unfinished(name)]
     if strange and not shard_paths(folder):
         raise ValueError(
@@ -356,7 +356,7 @@ class Part:
             )
         if not there and shard_paths(output):
             raise ValueError(f"{output} holds features of all images; choose another --output")
-        check_ours(output, PARTS)
+        check_ours(output, PARTS, BACKBONE)
 
 
 def parts_in(output: Path) -> list[Part]:

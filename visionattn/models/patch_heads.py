@@ -21,7 +21,7 @@ HEAD_ARGS = ("head_blocks", "head_stride", "head_hidden", "head_drop", "head_dep
 HEAD_ARGS += ("head_attention", "head_top")
 """Arguments of a head on patch features in addition to the body's."""
 HEAD_WIDTH = 64
-"""Width of an attention head in the blocks of a head."""
+"""Width of an attention head in the blocks of a head, or somewhat more."""
 
 
 class PatchModel(nn.Module):
@@ -71,9 +71,16 @@ class PatchModel(nn.Module):
                 f"{type(backbone).__name__} gives a pyramid of maps, and this head takes the "
                 "features of patches; take the model without _pyramid, or a decoder for pyramids"
             )
+        for option, value in {"head_hidden": head_hidden, "head_depth": head_depth}.items():
+            if type(value) is not int or value < 0:
+                raise ValueError(f"{option} must be a whole number from 0 on, got {value!r:.80}")
         if not head_hidden and (head_drop or head_depth):
             option = "head_depth" if head_depth else "head_drop"
             raise ValueError(f"{option} follows a hidden layer; name its width, head_hidden")
+        if head_attention != "kernelized" and not head_depth:
+            raise ValueError(
+                "head_attention is for blocks of the head; name their number, head_depth"
+            )
         self.patch_px = to_2tuple(patch_px)
         """Height and width of a patch in pixels."""
         self.taken = places_of_blocks(
@@ -96,7 +103,8 @@ class PatchModel(nn.Module):
             hidden = nn.Conv2d(self.width, head_hidden, 1)
             self.neck = nn.Sequential(hidden, nn.GELU(), nn.Dropout(head_drop))
         if head_depth:
-            heads = max(1, head_hidden // HEAD_WIDTH)
+            most = max(1, head_hidden // HEAD_WIDTH)
+            heads = max(number for number in range(1, most + 1) if head_hidden % number == 0)
             options = dict(attention=head_attention, global_pool="avg")
             self.encoder = BagEncoder(head_hidden, head_hidden, head_depth, heads, 0, **options)
         self.features = head_hidden or self.width

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from visionattn.data.data_config import DataConfig
 from visionattn.data.geometry import geometry_of
 from visionattn.data.images import ImageDataset
-from visionattn.data.kept_features import BACKBONE, KeptDataset, KeptMaps, PatchSamples
+from visionattn.data.kept_features import BACKBONE, FeatureFolder, KeptDataset, PatchSamples
 from visionattn.data.splits import Splits
 from visionattn.model_config import ModelConfig
 from visionattn.models import patch_heads
@@ -147,7 +147,7 @@ def prepare_maps(
             other images; one line.
     """
     folder, usual = str(data.features), DataConfig()
-    kept = KeptMaps(folder)
+    kept = FeatureFolder(folder)
     for key in IMAGE_OPTIONS:
         if getattr(data, key) != getattr(usual, key):
             raise ValueError(
@@ -156,13 +156,17 @@ def prepare_maps(
     path = kept.folder / BACKBONE
     body = load_model(path)
     name, args, images = described(read_metadata(path), path)
-    head, rest = split_args(chosen.args)
-    if chosen.name not in (name, ModelConfig.name) or rest or "head_blocks" in head:
-        asked = chosen.name if not rest else f"model.args.{next(iter(rest))}"
-        asked = "model.args.head_blocks" if "head_blocks" in head else asked
+    head, _ = split_args(chosen.args)
+    head.pop("head_blocks", None)
+    # config.yaml of a run has the arguments of the whole model.
+    given = {
+        f"model.args.{key}": args.get(key) == x for key, x in chosen.args.items() if key not in head
+    }
+    given |= {chosen.name: chosen.name in (name, ModelConfig.name)}
+    if wrong := [key for key, same in given.items() if not same]:
         raise ValueError(
-            f"data.features {folder} has features of {name}, blocks {body.taken}; {asked} would be "
-            "for another model, leave it out"
+            f"data.features {folder} has features of {name}, blocks {body.taken}; {wrong[0]} would "
+            "be for another model, leave it out"
         )
     if not isinstance(splits.train, ImageDataset):
         raise ValueError(f"data.features {folder} is for a folder of images; leave it out")

@@ -32,7 +32,7 @@ from visionattn.training.losses import (
 
 MOST_CURVES = 20
 """Evaluations keep the scores of at most this many classes."""
-SCORE_BINS, LARGEST_ODDS = 65536, 16
+SCORE_BINS, LARGEST_ODDS = 65536, 32
 """Number of bins of scores, and the largest log odds that are told apart."""
 
 
@@ -316,9 +316,13 @@ def score_counts(known: Tensor, logits: Tensor) -> Tensor:
         known: classes of pixels, uint8 ``[B, H, W]``.
         logits: ``[B, classes, H, W]``.
     """
-    counted, counts = known != IGNORED, []
-    for number, odds in enumerate(logits.float().softmax(1).logit().unbind(1)):
-        places = (odds[counted].nan_to_num(-math.inf) / LARGEST_ODDS + 1) * (SCORE_BINS // 2)
+    counted, counts, logits = known != IGNORED, [], logits.float()
+    for number in range(logits.shape[1]):
+        # Not from the probability, which is 1 for all log odds above 17.
+        others = torch.cat([logits[:, :number], logits[:, number + 1 :]], 1).logsumexp(1)
+        places = (
+            (logits[:, number] - others)[counted].nan_to_num(-math.inf) / LARGEST_ODDS + 1
+        ) * (SCORE_BINS // 2)
         bins = places.clamp(0, SCORE_BINS - 1).long()
         bins += SCORE_BINS * (known[counted] == number)
         counts.append(bins.bincount(minlength=2 * SCORE_BINS))

@@ -781,6 +781,13 @@ class Trainer:
             raise ValueError(
                 "the run took the values of its masks for other classes; --overwrite starts over"
             )
+        if self.config.data.features is not None:
+            was, now = state["data"]["mean"], self.spec.mean
+            if len(was) != len(now) or not np.allclose(was, now):
+                raise ValueError(
+                    f"data.features {self.config.data.features} are not the features that the run "
+                    "began with; resume with the same, or --overwrite starts over"
+                )
         load_whole(self.model, state["model"])
         if self.ema:
             load_whole(self.ema.module, state["ema"])
