@@ -289,7 +289,7 @@ def test_a_folder_in_use_is_refused_and_overwriting_deletes_only_what_a_run_wrot
         ),
         (
             {"model": {"num_classes": 4}},
-            "model.args.num_classes is given by the data; leave it out",
+            "model.args.num_classes is set by the data; omit it",
         ),
         (
             {"data": {"img_size": 18}},

@@ -127,7 +127,7 @@ class Marked(Quadrants):
         return super().__getitem__(key)
 
 
-@pytest.mark.filterwarnings("ignore:left out")
+@pytest.mark.filterwarnings("ignore:skipped unreadable image")
 def test_unreadable_images_do_not_shift_the_numbers_of_others():
     config = DataConfig(workers=0, on_error="skip")
     batches = EvalBatches(Marked(23, 2), config, batch_size=5, choices=(square(16),))

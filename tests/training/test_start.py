@@ -122,7 +122,7 @@ def test_what_stands_against_a_start_is_one_line(teacher, tmp_path):
     for message, options in {
         "converted_vit has the body of a teacher; name it with --init-from": dict(source=None),
         "got output_gate; the rest is the teacher's": dict(output_gate=True),
-        "model.args.num_classes is given by the data": dict(num_classes=3),
+        "model.args.num_classes is set by the data": dict(num_classes=3),
         "got mlp_ratio; the rest is the teacher's, 4.0": dict(mlp_ratio=2),
         "softmax_blocks: there is no block 2": dict(softmax_blocks=[2]),
         "expected options among .*, got layers": dict(layers=2),

@@ -87,7 +87,9 @@ def test_a_line_says_sizes_patches_memory_and_seconds_before_the_table(evaluate)
     )
     assert re.fullmatch(pattern, lines[1]), lines[1]
     lines = evaluate("--fit=stretch", "--img-size", "32", "48")[1]
-    assert lines[1].startswith("7 images at 2 sizes of 32 x 32 to 48 x 48 px, 16 to 36 patches; m")
+    assert lines[1].startswith(
+        "7 images at 2 sizes of 32 x 32 to 48 x 48 px, 16 to 36 patches; peak"
+    )
     assert len(lines) == 5
 
 

@@ -279,8 +279,8 @@ def _of_pixels(
         images_per_second,
         float(np.nanmean(ious)) if counted else None,
         _known(ious),
-        f1,
-        only,
+        f1=f1,
+        only=only,
     )
 
 
