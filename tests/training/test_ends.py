@@ -52,7 +52,7 @@ def test_a_step_that_takes_too_long_is_given_up_and_the_run_goes_on_bit_for_bit(
     step = state_of(folder)["position"]["step"]
     assert code == 130 and step in (3, 4) and status_of(folder)["status"] == "stopped"
     assert said.startswith(
-        f"stopped amid an operation of over 2 s; the state of step {step} is kept, --resume continues"
+        f"stopped amid an operation of over 2 s; the state of step {step} is kept, --resume"
     )
     assert said.endswith(" --resume\n") and said.count("\n") == 1
     assert not (folder / "run.lock").exists() and not list(folder.glob("*.tmp"))

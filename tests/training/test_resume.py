@@ -28,7 +28,7 @@ from tests.helpers.small_runs import Quadrants, quadrants, rows, same
 from visionattn.cli.ends import Stopped
 from visionattn.data.batches import ORDER_STREAM, SampleKey, TrainBatches, Unreadable, seed_batch
 from visionattn.data.data_config import DataConfig
-from visionattn.training import engine, head_training, trainer
+from visionattn.training import engine, head_training
 
 pytestmark = [
     pytest.mark.usefixtures("small_data"),
