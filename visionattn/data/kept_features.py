@@ -170,7 +170,7 @@ class KeptDataset(ImageDataset):
 
         The deviation is at least the rounding of float16, because the model has float32 features.
         """
-        count, total, square = 0, 0.0, 0.0
+        count, total, square = 0, torch.zeros(()), torch.zeros(())
         for number, row in enumerate(self.rows):
             if row["status"] == "ok":
                 rows, columns = self.filled(number)

@@ -322,9 +322,12 @@ def _build_cifar10(config: DataConfig, seed: int) -> Splits:
         return ArrayDataset(images, labels, seed, augment)
 
     kept, held_out = stratified_split(parts["train"][1], config.val_fraction, seed)
-    splits = dataset("train", kept, augment), dataset("train", held_out)
-    splits += (dataset("test", slice(None)),)
-    return Splits(*splits, _spec(config, 3, names, CIFAR10_MEAN, CIFAR10_STD))
+    return Splits(
+        dataset("train", kept, augment),
+        dataset("train", held_out),
+        dataset("test", slice(None)),
+        _spec(config, 3, names, CIFAR10_MEAN, CIFAR10_STD),
+    )
 
 
 def _read_cifar10(config: DataConfig) -> tuple[dict[str, ImagesAndLabels], tuple[str, ...]]:

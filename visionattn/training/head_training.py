@@ -31,9 +31,18 @@ IMAGE_OPTIONS += ("value_range", "page", "mean", "std", "crop_around")
 class ModelFiles:
     """Write and read the checkpoint of a run."""
 
-    def save(self, path: Path, model: nn.Module, *about: Any, notes: dict[str, str]) -> None:
+    def save(
+        self,
+        path: Path,
+        model: nn.Module,
+        name: str,
+        args: dict[str, Any],
+        spec: DataSpec,
+        *,
+        notes: dict[str, str],
+    ) -> None:
         """Write a checkpoint; arguments as for ``save_model``."""
-        save_model(path, model, *about, notes=notes)
+        save_model(path, model, name, args, spec, notes=notes)
 
     def load(self, path: Path) -> tuple[nn.Module, DataSpec]:
         """Return the model to evaluate and the specification of its inputs."""
