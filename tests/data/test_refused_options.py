@@ -66,7 +66,7 @@ CASES = [
     ),
     (dict(name="documents", img_size=32), "documents of 32 pixels are too small for their marks; "),
     # Sequences and other values that are written one after the other.
-    (dict(name="copy"), "copy has no classes, only values to write; wanted data.task generate"),
+    (dict(name="copy"), "copy has no classes; expected data.task generate"),
     (
         COPY | dict(img_size=[1, 3]),
         "copy has sequences of one row and 4 values at least; expected a",

@@ -37,7 +37,6 @@ NOT_RUN = {
     r"--nnodes": "several machines",
     r"benchmark targets|benchmark papers": "hours; tests/lab runs them at small sizes",
     r"rows\.py|docs/figures/": "a script, not a command; its own tests run it",
-    r"sbatch|srun": "Slurm",
 }
 """Commands that do not run here, as regular expressions, and why."""
 

@@ -143,7 +143,7 @@ def test_only_images_that_clearly_do_not_fit_are_computed_so_and_never_read(
     monkeypatch.setattr(image_reading, "read_image", noted)
     assert run("predict", native(output="some.csv")) == 0
     said = capsys.readouterr().out
-    assert re.search(r"1 of 2 images, of up to 133 x 64 px, do not fit .* MiB\), as there", said)
+    assert re.search(r"1 of 2 images, of up to 133 x 64 px, do not fit .* MiB\), as ", said)
     assert "images/3.tif: 17 x 8 patches in " in said and set(read) == {(40, 120)}
     there(1 << 40)
     assert run("predict", native(output="plain.csv")) == 0
