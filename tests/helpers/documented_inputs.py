@@ -12,7 +12,9 @@ from pathlib import Path
 import albumentations as A
 import numpy as np
 import tifffile
+import timm
 from PIL import Image
+from safetensors.torch import save_file
 
 from tests.helpers.documented_commands import ROOT
 from visionattn.cli.configs import shipped
@@ -57,13 +59,15 @@ def short_flags(name: str, words: list[str]) -> list[str]:
         small = ["--model.args.depth=1"] if slow else []
         # Commands of a page that train in the same folder are alternatives.
         small += [] if "--resume" in words else ["--overwrite"]
-        return TRAIN + batch + (FEW + few if drawn else []) + (MASKS if masks else []) + small
+        crops = ["--data.crops=1"] if "--data.features" in words else MASKS
+        return TRAIN + batch + (FEW + few if drawn else []) + (crops if masks else []) + small
     if name == "validate":
         sizes = ["--img_size=64"] if "documents" in text else []
         return ["--batch_size=4", *(FEW[1:] if drawn else []), *sizes]
     if name == "distil":
         of_stages = [f"--{stage}.epochs=1" for stage in "abc"]
-        size = ["--data.fit=stretch", "--data.img_size=224"] if "--data.root" in words else FEW
+        side = 112 if "s14" in text else 224
+        size = ["--data.fit=stretch", f"--data.img_size={side}"] if "--data.root" in words else FEW
         return [*of_stages, *size, "--data.workers=0", "--batch_size=4"]
     if name == "features" and "--probe" in words and drawn:
         return ["--data_args.eval_images=64", "--img_size=64", "--workers=0"]
@@ -94,7 +98,8 @@ def write_classes(root: Path, bands: int = 3) -> None:
             if bands == 3:
                 Image.fromarray(pixels).save(f"{path}.png")
             else:
-                tifffile.imwrite(f"{path}.tif", pixels, photometric="minisblack")
+                how = dict(photometric="minisblack", planarconfig="contig")
+                tifffile.imwrite(f"{path}.tif", pixels, **how)
 
 
 def write_masks(root: Path) -> None:
@@ -143,9 +148,13 @@ class Inputs:
         flags = defaultdict(list)
         for flag, values in split_options(["--first", *words]):
             flags[flag.replace("-", "_")] = values
+        for file in flags["teacher"] + (flags["checkpoint"] if flags["model"] else []):
+            if file.endswith(".safetensors") and not Path(file).exists():
+                vit = timm.create_model("vit_small_patch14_dinov2", num_classes=0)
+                save_file(vit.state_dict(), file)
         for flag in ("first", "checkpoint", "config", "init_from", "runs"):
             for word in flags[flag]:
-                self.provide_run(word)
+                self.provide_run(word, masks="segmentation" in word or "--save" in words)
         for root in map(Path, flags["data.root"]):
             if not root.exists() and "segmentation" in text:
                 write_masks(root)
@@ -156,6 +165,8 @@ class Inputs:
         for path in map(Path, flags["images"] + flags["complete"] + flags["first"][1:]):
             if path.suffix in (".tif", ".svs", ".png") and not path.exists():
                 write_image(path)
+            elif path.name == "images" and not path.exists():
+                write_masks(path.parent)
             elif not path.suffix and not path.exists() and name != "benchmark":
                 for number in range(2):
                     write_image(path / f"{number}.png")
@@ -164,8 +175,10 @@ class Inputs:
                 A.save(A.Compose([A.HorizontalFlip()]), file, "yaml")
         return words
 
-    def provide_run(self, word: str) -> None:
-        """Make the checkpoint, or the folder of a run, of this name; other words are ignored."""
+    def provide_run(self, word: str, *, masks: bool) -> None:
+        """Make the checkpoint, or the folder of a run, of this name; other words are ignored. With
+        ``masks`` it is of a segmentation.
+        """
         path = Path(word)
         if path.exists():
             return
@@ -173,7 +186,7 @@ class Inputs:
             name = re.sub(r"_fold\dof\d$", "", path.parts[1])
             shutil.copytree(self.trained(name), Path(*path.parts[:2]))
         elif path.suffix == ".safetensors" or word == "CHECKPOINT":
-            usual = "finetune_segmentation" if "segmentation" in word else "finetune"
+            usual = "finetune_segmentation" if masks else "finetune"
             shutil.copyfile(self.trained(usual) / "best.safetensors", path)
 
     def trained(self, name: str) -> Path:
