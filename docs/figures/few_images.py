@@ -34,6 +34,7 @@ def scores_of(model: torch.nn.Module, picture: Image.Image) -> torch.Tensor:
 
 
 def main() -> None:
+    """Draw a picture, its highest patches and the scores of the classes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", help="of visionattn convert --top-patches")
     parser.add_argument("picture", type=Path)

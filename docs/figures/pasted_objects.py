@@ -75,6 +75,7 @@ def vary(cutout: Image.Image, rng: np.random.Generator) -> Image.Image:
 
 
 def main() -> None:
+    """Write the pictures in class folders, and with masks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("share", type=Path, help="usr/share of the unpacked packages")
     parser.add_argument("output", type=Path)

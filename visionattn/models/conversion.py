@@ -613,8 +613,8 @@ class ConvertOptions(StudentOptions):
     """Seed of random weights and of the start of relative position."""
     top_patches: int | None = None
     """Only for a segmentation model of ``visionattn train``, without the other options: write the
-    classifier of images whose output for a class is the mean of its so many largest patch outputs
-    minus the first class's, the background.
+    classifier of images whose output for a class is the mean of this number of its largest patch
+    outputs, minus the output of the background, the first class.
     """
     output: str | None = None
     """The safetensors file, which ``visionattn.load_model`` and every command read."""
