@@ -262,14 +262,15 @@ class PatchSamples(KeptDataset):
 
 def patch_classes(mask: np.ndarray, patch_px: Size) -> np.ndarray:
     """Return the class of each patch of a mask, uint8 ``[rows, columns]``: the class that covers
-    more than ``OBJECT_SHARE`` of it, or class 0, the background, that covers ``BACKGROUND_SHARE``;
-    else ``IGNORED``.
+    more than ``OBJECT_SHARE`` of it, or more of it than of other patches; class 0, the background,
+    if it covers ``BACKGROUND_SHARE``; else ``IGNORED``.
     """
     down, across = patch_px
     patches = rearrange(mask, "(h p) (w q) -> h w (p q)", p=down, q=across)
     classes = np.full(patches.shape[:2], IGNORED, np.uint8)
     for number in np.flatnonzero(np.bincount(mask.ravel(), minlength=IGNORED)[:IGNORED]):
         share = (patches == number).mean(2)
-        enough = share > OBJECT_SHARE if number else share >= BACKGROUND_SHARE
-        classes[enough] = number
+        # An object smaller than half a patch has its most covered one.
+        enough = (share > OBJECT_SHARE) | (share == share.max())
+        classes[enough if number else share >= BACKGROUND_SHARE] = number
     return classes
