@@ -30,9 +30,9 @@ gpu: OUT ?= gpu-$(shell date +%Y%m%d-%H%M%S)
 gpu-rehearsal: OUT ?= $(shell mktemp -d)
 gpu gpu-rehearsal: export PYTHONPATH := .$(if $(PYTHONPATH),:$(PYTHONPATH))
 gpu:
-	@$(PYTHON) -u -m visionattn.lab.gpu.phases $(OUT) $(if $(ONLY),--only "$(ONLY)")
+	@$(PYTHON) -u -m visionattn.lab.gpu.gpu_phases $(OUT) $(if $(ONLY),--only "$(ONLY)")
 gpu-rehearsal: $(INSTALLED)
-	@$(RUN) -u -m visionattn.lab.gpu.phases $(OUT) --rehearse $(if $(ONLY),--only "$(ONLY)")
+	@$(RUN) -u -m visionattn.lab.gpu.gpu_phases $(OUT) --rehearse $(if $(ONLY),--only "$(ONLY)")
 
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "visionattn needs Python 3.11 or newer; try make PYTHON=python3.12")'

@@ -40,7 +40,7 @@ PAGES = {
     "visionattn.inference.shards": "Shard read_features",
     "visionattn.integrations.ray": "Stage Decode Embed",
     "visionattn.cli.tables": "read_rows",
-    "visionattn.cli.ends": "Stopped NonFinite OutOfMemory DoesNotFit Failed",
+    "visionattn.cli.exit_codes": "Stopped NonFinite OutOfMemory DoesNotFit Failed",
 }
 """Public modules with their public names; an empty text: the names in ``__all__``."""
 

@@ -148,7 +148,7 @@ def same_distillation(left: Path, right: Path) -> None:
 
 def sweep_heads(deadly: int, deadly_to_training: int) -> int:
     """Sweep; what it trains may be killed."""
-    from visionattn.cli.ends import run_tool
+    from visionattn.cli.exit_codes import run_tool
 
     command = [sys.executable, "-m", "tests.kills", "--training", str(deadly_to_training)]
     return run_tool(lambda: sweep(SWEEP.split(), print, train=command))

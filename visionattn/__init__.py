@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from visionattn.cli.interruption import is_command
 
 if TYPE_CHECKING:
-    from visionattn.data.large.over_files import forward_tiled, forward_tiles
+    from visionattn.data.large.tiled_files import forward_tiled, forward_tiles
     from visionattn.inference.image_generation import Generated, generate
     from visionattn.inference.python_functions import (
         Predictions,
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         segment,
     )
     from visionattn.models.weights import DataSpec, load_model
-    from visionattn.training.calls import train
+    from visionattn.training.train_call import train
 
 if not is_command():
     import visionattn.models  # noqa: F401  registers them with timm
@@ -47,14 +47,14 @@ _HOMES = {
     "Generated": "visionattn.inference.image_generation",
     "Predictions": "visionattn.inference.python_functions",
     "extract_features": "visionattn.inference.python_functions",
-    "forward_tiled": "visionattn.data.large.over_files",
-    "forward_tiles": "visionattn.data.large.over_files",
+    "forward_tiled": "visionattn.data.large.tiled_files",
+    "forward_tiles": "visionattn.data.large.tiled_files",
     "generate": "visionattn.inference.image_generation",
     "load_model": "visionattn.models.weights",
     "look": "visionattn.inference.python_functions",
     "predict": "visionattn.inference.python_functions",
     "segment": "visionattn.inference.python_functions",
-    "train": "visionattn.training.calls",
+    "train": "visionattn.training.train_call",
 }
 
 

@@ -24,13 +24,13 @@ Say = Callable[[str], None]
 
 def train(argv: Words, say: Say) -> None:
     """Train with the given flags, in this process and in all others that ``torchrun`` started."""
-    from visionattn.cli.ends import Stopped
+    from visionattn.cli.exit_codes import Stopped
     from visionattn.training.batch_pictures import show_batch
     from visionattn.training.distributed import joined
     from visionattn.training.engine import train
-    from visionattn.training.options import parse_train
     from visionattn.training.run_folder import how_to_resume
     from visionattn.training.run_progress import report
+    from visionattn.training.train_flags import parse_train
 
     with joined() as processes:
         config = processes.together(lambda: parse_train(argv))
@@ -88,7 +88,7 @@ def stats(argv: Words, say: Say) -> None:
 
 def predict(argv: Words, say: Say) -> None:
     """Predict the class of each image, or of each pixel for a segmentation model."""
-    from visionattn.inference.banding import MapOfImage, is_map
+    from visionattn.inference.banded_inference import MapOfImage, is_map
     from visionattn.inference.inference_options import PredictOptions, parse_options
     from visionattn.inference.predict import Predictor
     from visionattn.inference.segment import MaskPredictor, gives_masks
@@ -107,7 +107,7 @@ def predict(argv: Words, say: Say) -> None:
 
 def features(argv: Words, say: Say) -> None:
     """Extract the features of image files."""
-    from visionattn.inference.banding import MapOfImage, is_map
+    from visionattn.inference.banded_inference import MapOfImage, is_map
     from visionattn.inference.extraction import Extraction
     from visionattn.inference.feature_options import check, parse_extract
     from visionattn.inference.shards import merge
@@ -194,7 +194,7 @@ def benchmark(argv: Words, say: Say) -> None:
 
 def report(argv: Words, say: Say) -> None:
     """Write an HTML report on runs, sweeps and memory profiles."""
-    from visionattn.lab.report.page import report
+    from visionattn.lab.report.report_page import report
 
     say(report(argv))
 
@@ -256,7 +256,7 @@ def run(name: str, argv: Words | None = None) -> int:
         name: one of ``SUBCOMMANDS``.
         argv: the words after the name; None: ``sys.argv[1:]``.
     """
-    from visionattn.cli.ends import run_tool
+    from visionattn.cli.exit_codes import run_tool
 
     words = sys.argv[1:] if argv is None else argv
     chosen = SUBCOMMANDS[name]

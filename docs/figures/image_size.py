@@ -10,9 +10,9 @@ import torch
 
 from visionattn.cli.provenance import provenance_of
 from visionattn.cli.tables import Record
+from visionattn.lab.case_comparison import Plan
 from visionattn.lab.cases import Case
 from visionattn.lab.charts import Chart
-from visionattn.lab.compare import Plan
 from visionattn.lab.figures import size_chart, value_of
 from visionattn.lab.papers import Figure, images_per_second, mebibytes_of, redraw
 

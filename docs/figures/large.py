@@ -22,7 +22,7 @@ from pointing import examples
 from visionattn.cli.files import write_text
 from visionattn.cli.provenance import provenance_of
 from visionattn.cli.tables import csv_text
-from visionattn.models.large.tiles import tiling
+from visionattn.models.large.tiled_inference import tiling
 
 PX, IMAGES = 2048, 200
 PAGES = ((512, 64, 1), (1024, 128, 1))

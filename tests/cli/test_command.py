@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from visionattn.cli import commands, configs
+from visionattn.cli import commands, shipped_configs
 from visionattn.command import SUBCOMMANDS
 
 ROOT = Path(__file__).parents[2]
@@ -77,27 +77,27 @@ def test_commands_are_printed_as_the_script_beside_this_python_or_as_the_package
 
 def test_shipped_configurations_are_found_by_name_and_files_go_first(tmp_path, monkeypatch):
     files = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
-    assert list(configs.shipped()) == files
+    assert list(shipped_configs.shipped()) == files
     monkeypatch.chdir(tmp_path)
     for name in ("digits", "digits.yaml", Path("digits")):
-        assert configs.find_config(name) == ROOT / "configs" / "digits.yaml"
+        assert shipped_configs.find_config(name) == ROOT / "configs" / "digits.yaml"
     (tmp_path / "digits").mkdir()
-    assert configs.find_config("digits") == ROOT / "configs" / "digits.yaml"
+    assert shipped_configs.find_config("digits") == ROOT / "configs" / "digits.yaml"
     (tmp_path / "digits.yaml").write_text("epochs: 2\n")
-    assert configs.find_config("digits.yaml") == Path("digits.yaml")
+    assert shipped_configs.find_config("digits.yaml") == Path("digits.yaml")
     near = "the nearest shipped one is digits"
     listed = f"shipped are {', '.join(files)}"
     for name, rest in {"digitz": near, "xyz": listed, "a/digitz.yaml": "check the path"}.items():
         with pytest.raises(FileNotFoundError) as error:
-            configs.find_config(name)
+            shipped_configs.find_config(name)
         assert str(error.value) == f"no configuration file at {name}; {rest}"
 
 
 def test_an_installed_package_has_its_configurations_within(tmp_path, monkeypatch):
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "small.yaml").write_text("epochs: 2\n")
-    monkeypatch.setattr(configs, "PACKAGE", tmp_path)
-    assert configs.shipped() == {"small": tmp_path / "configs" / "small.yaml"}
+    monkeypatch.setattr(shipped_configs, "PACKAGE", tmp_path)
+    assert shipped_configs.shipped() == {"small": tmp_path / "configs" / "small.yaml"}
 
 
 @pytest.mark.slow

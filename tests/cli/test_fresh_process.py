@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from visionattn.cli import fresh_process
-from visionattn.cli.ends import Failed
+from visionattn.cli.exit_codes import Failed
 from visionattn.cli.fresh_process import ask
 
 

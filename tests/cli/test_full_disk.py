@@ -14,7 +14,7 @@ from PIL import Image
 from tests.helpers import inference_files
 from tests.helpers.inference_files import write_folder, write_weights
 from tests.helpers.tools import assert_one_error
-from visionattn.cli.ends import run_tool
+from visionattn.cli.exit_codes import run_tool
 from visionattn.cli.files import write_whole
 from visionattn.command import main
 from visionattn.lab.charts import Chart, png

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.long_operation import FORK, PATIENCE, ended, one_long_operation
-from visionattn.cli.ends import run_tool
+from visionattn.cli.exit_codes import run_tool
 from visionattn.cli.interruption import GRACE, Interrupted, Interruption, undone_at_end
 
 ROOT = Path(__file__).parents[2]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from visionattn.cli.ends import DoesNotFit, OutOfMemory
+from visionattn.cli.exit_codes import DoesNotFit, OutOfMemory
 from visionattn.cli.memory import (
     check_fits,
     free_of_groups,

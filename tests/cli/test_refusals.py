@@ -10,7 +10,7 @@ import pytest
 from tests.helpers import inference_files
 from tests.helpers.inference_files import write_image, write_weights
 from tests.helpers.tools import assert_one_error
-from visionattn.cli.ends import LONGEST, bounded, in_one_line, run_tool
+from visionattn.cli.exit_codes import LONGEST, bounded, in_one_line, run_tool
 from visionattn.command import main
 
 SMALL = "--model.args.patch_size 8 --model.args.depth 1 --data.img_size 16 --data.workers 0"

@@ -12,8 +12,8 @@ from visionattn.cli.tables import (
     read_rows,
     write_rows,
 )
+from visionattn.lab.case_comparison import COLUMNS, Row, cells_of, record_of
 from visionattn.lab.cases import Case
-from visionattn.lab.compare import COLUMNS, Row, cells_of, record_of
 
 
 def test_rows_as_cells_values_and_csv_say_the_same():

@@ -19,7 +19,7 @@ import torch
 import yaml
 
 from tests.helpers.tools import assert_one_error, load_tool, words, written
-from visionattn.cli import ends
+from visionattn.cli import exit_codes
 
 ROOT = Path(__file__).parents[2]
 SMALL = words(
@@ -267,7 +267,7 @@ def test_tools_that_run_as_one_process_are_not_started_by_torchrun(monkeypatch, 
 def test_a_warning_of_the_package_is_one_line_without_a_place_in_its_code():
     usual = warnings.formatwarning
     own, other = str(ROOT / "visionattn" / "data" / "splits.py"), str(ROOT / "tests" / "x.py")
-    with ends.told_in_one_line():
+    with exit_codes.told_in_one_line():
         written = [
             warnings.formatwarning("two pages,\n one is read", kind, place, 7)
             for kind, place in ((UserWarning, own), (UserWarning, other), (RuntimeWarning, own))

@@ -8,28 +8,28 @@ import pytest
 import torch
 
 from tests.helpers.geometry import square
-from visionattn.data import drawn_images
+from visionattn.data import synthetic_images
 from visionattn.data.data_config import DataConfig
-from visionattn.data.documents import (
-    DocumentsDataset,
-    PagePieces,
-    draw_page,
-)
-from visionattn.data.drawn_images import (
-    CopyingDataset,
-    draw_sequence,
-    paint,
-    patch_labels,
-)
-from visionattn.data.embedded import (
+from visionattn.data.digits_and_canvas import (
     CanvasArgs,
     CanvasDataset,
     Digits,
     digit_splits,
     draw_canvas,
 )
+from visionattn.data.documents import (
+    DocumentsDataset,
+    PagePieces,
+    draw_page,
+)
 from visionattn.data.geometry import Geometry
 from visionattn.data.splits import SampleKey, build_splits, train_batches
+from visionattn.data.synthetic_images import (
+    CopyingDataset,
+    draw_sequence,
+    paint,
+    patch_labels,
+)
 
 SHAPES = [(40, 40), (103, 512), (300, 97)]
 
@@ -60,7 +60,7 @@ def test_splits_share_no_page_and_every_seed_has_the_same_test_pages():
         return [data.page(index, 0, 100).image.tobytes() for index in range(8)]
 
     assert pages("test", 5) == pages("test", 6)
-    seeds = (5, 6, drawn_images.TEST_SEED)
+    seeds = (5, 6, synthetic_images.TEST_SEED)
     drawn = [
         page for split in ("train", "validation") for seed in seeds for page in pages(split, seed)
     ]

@@ -11,7 +11,7 @@ import pytest
 from visionattn.cli import files
 from visionattn.cli.tables import sized
 from visionattn.data.large import open_sink, open_source
-from visionattn.data.large.sink import shards_of
+from visionattn.data.large.map_writing import shards_of
 
 rasterio, tifffile, zarr = map(pytest.importorskip, ("rasterio", "tifffile", "zarr"))
 SHAPE = (5, 83, 59)

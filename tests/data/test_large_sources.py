@@ -14,7 +14,7 @@ from tests.helpers.image_formats import tiff
 from visionattn.data.formats import COLOURED, NotAsAsked, ReadOptions, options_of
 from visionattn.data.geometry import Geometry
 from visionattn.data.large import open_source
-from visionattn.data.large.source import UnreadablePart
+from visionattn.data.large.image_parts import UnreadablePart
 from visionattn.inference.image_listing import HeldImages, ListedFiles
 from visionattn.inference.image_reading import ReadImages
 from visionattn.models.weights import DataSpec

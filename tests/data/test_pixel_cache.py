@@ -14,7 +14,7 @@ from tests.helpers import resumed_runs
 from tests.helpers.geometry import square
 from tests.helpers.image_files import config_of, encoded, write_tar
 from tests.helpers.resumed_runs import assert_same_end, interrupt, on_small_data, run, stop_after
-from visionattn.cli.ends import Stopped
+from visionattn.cli.exit_codes import Stopped
 from visionattn.data import pixel_cache
 from visionattn.data.batches import Unreadable
 from visionattn.data.formats.pillow import PillowImage

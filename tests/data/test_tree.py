@@ -13,9 +13,9 @@ from PIL import Image
 
 from tests.helpers.geometry import square
 from tests.helpers.image_files import config_of, encoded, levels_and_labels, refused, write_tar
+from visionattn.data.folder_walk import images_below
 from visionattn.data.sources import PartOfFile
 from visionattn.data.splits import SampleKey, build_splits, images_to_judge
-from visionattn.data.walk import images_below
 from visionattn.inference.image_listing import find_images as list_images
 
 TIES = ("01", "1", "2", "10", "DOG", "Dog", "dog", "²")

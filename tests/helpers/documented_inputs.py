@@ -17,8 +17,8 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from tests.helpers.documented_commands import ROOT
-from visionattn.cli.configs import shipped
 from visionattn.cli.parsing import split_options
+from visionattn.cli.shipped_configs import shipped
 
 Run = Callable[[list[str]], None]
 """Run a subcommand of ``visionattn`` in the present folder, and raise if it fails."""
@@ -30,7 +30,7 @@ NOT_RUN = {
     r"make demo|\. \.venv": "installs an environment; `train --config digits` is the same run",
     r"make test|make lint|python -m tests\.": "are the tests themselves",
     r"make docs": "tests/test_api_reference.py builds the pages",
-    r"make gpu|benchmark\.py gpu|gpu\.tune": "need a GPU; tests/lab/gpu rehearses them",
+    r"make gpu|benchmark\.py gpu|gpu\.launch_tuning": "need a GPU; tests/lab/gpu rehearses them",
     r"pip install": "needs a package index",
     r"tensorboard": "a server that does not end",
     r"--log mlflow": "mlflow and wandb are not installed for the tests",

@@ -24,7 +24,7 @@ def why_not_interpreted() -> str | None:
         return "on a GPU the tests marked gpu run instead"
     from triton.runtime.errors import InterpreterError
 
-    from visionattn.ops.gpu.sums import sums_of_parts
+    from visionattn.ops.gpu.partial_sums import sums_of_parts
 
     try:
         sums_of_parts(torch.ones(2, 3))

@@ -92,8 +92,8 @@ def both_passes(
         learned: TaylorShift has a temperature.
         horizons: of a joint position on a grid of 64 rows; None: there is none.
     """
-    from visionattn.ops.kernelized import gpu as kernelized
-    from visionattn.ops.taylorshift import gpu as taylorshift
+    from visionattn.ops.kernelized import kernelized_triton as kernelized
+    from visionattn.ops.taylorshift import taylorshift_triton as taylorshift
 
     on = dict(device="meta")
     tokens += 5 if horizons else 0

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 
-from visionattn.cli.ends import run_tool
+from visionattn.cli.exit_codes import run_tool
 from visionattn.cli.interruption import GRACE
 
 FORK = multiprocessing.get_context("fork")

@@ -24,10 +24,10 @@ from tests.helpers.inference_files import (
 )
 from tests.helpers.tiled import stop_at
 from tests.helpers.tools import read_csv, written
-from visionattn.cli.ends import OutOfMemory
+from visionattn.cli.exit_codes import OutOfMemory
 from visionattn.command import run
 from visionattn.inference import attribution_folder as look
-from visionattn.inference import banding, forecast, image_reading
+from visionattn.inference import banded_inference, image_reading, inference_estimate
 from visionattn.inference.inference_options import InferenceOptions
 from visionattn.inference.model_opening import open_model
 from visionattn.models import cost
@@ -112,10 +112,10 @@ def there(monkeypatch):
     """
     monkeypatch.setattr(Passes, "forward_bytes", FORWARD_BYTES)
     monkeypatch.setattr(cost, "taken_bytes", lambda device: 0)
-    monkeypatch.setattr(banding, "taken_bytes", lambda device: 0)
+    monkeypatch.setattr(banded_inference, "taken_bytes", lambda device: 0)
     monkeypatch.setattr(cost, "LIBRARIES_BYTES", 0)
-    monkeypatch.setattr(forecast, "FEW_PIXELS", 0)
-    monkeypatch.setattr(banding, "FEW_PIXELS", 0)
+    monkeypatch.setattr(inference_estimate, "FEW_PIXELS", 0)
+    monkeypatch.setattr(banded_inference, "FEW_PIXELS", 0)
     return lambda count: monkeypatch.setattr(cost, "memory_there_is", lambda *how: count)
 
 

@@ -6,12 +6,12 @@ import re
 import pytest
 
 from tests.helpers.inference_files import write_folder
-from visionattn.cli.ends import DoesNotFit
-from visionattn.inference import forecast
-from visionattn.inference.banding import Banding
-from visionattn.inference.forecast import memory_of, outlook, sizes_seen
+from visionattn.cli.exit_codes import DoesNotFit
+from visionattn.inference import inference_estimate
+from visionattn.inference.banded_inference import Banding
 from visionattn.inference.image_listing import find_images
 from visionattn.inference.image_reading import ReadImages
+from visionattn.inference.inference_estimate import memory_of, outlook, sizes_seen
 from visionattn.inference.inference_options import InferenceOptions
 from visionattn.inference.model_opening import open_model
 from visionattn.models import cost
@@ -26,7 +26,7 @@ def alone(monkeypatch):
     """A process takes nothing next to its tensors, and no image is too small for a word."""
     monkeypatch.setattr(cost, "taken_bytes", lambda device: 0)
     monkeypatch.setattr(cost, "LIBRARIES_BYTES", 0)
-    monkeypatch.setattr(forecast, "FEW_PIXELS", 0)
+    monkeypatch.setattr(inference_estimate, "FEW_PIXELS", 0)
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_a_line_says_sizes_patches_memory_and_the_seconds_of_all_that_is_left(
         assert tried.pop() == (count, 48, 64)
     monkeypatch.setattr(Passes, "forward_seconds", lambda *given: None)
     assert told(opened, images).lines[0].endswith(" available")
-    monkeypatch.setattr(forecast, "FEW_PIXELS", 10_000)  # short runs have no line
+    monkeypatch.setattr(inference_estimate, "FEW_PIXELS", 10_000)  # short runs have no line
     assert told(opened, images).lines == ()
 
 
@@ -110,8 +110,8 @@ def test_sizes_are_sampled_from_a_few_files_and_damaged_files_are_skipped(tmp_pa
     (tmp_path / "images" / "2.png").write_bytes(b"damaged")
     rows = sizes_seen(opened, images, 0, lambda: 0.0)[:, 0]
     assert rows.tolist() == [16 * n for n in (1, 2, 4, 5, 6, 7, 8, 9)]
-    monkeypatch.setattr(forecast, "HEADS", 3)
+    monkeypatch.setattr(inference_estimate, "HEADS", 3)
     assert sizes_seen(opened, images, 1, lambda: 0.0)[:, 0].tolist() == [32, 80, 128]
     for path in (tmp_path / "images").iterdir():
         path.write_bytes(b"damaged")
-    assert told(opened, images, batch_size="auto") == forecast.Outlook(1)
+    assert told(opened, images, batch_size="auto") == inference_estimate.Outlook(1)

@@ -14,7 +14,7 @@ from tests.helpers.inference_files import (
     write_folder,
     write_weights,
 )
-from visionattn.cli.ends import Failed
+from visionattn.cli.exit_codes import Failed
 from visionattn.data.geometry import Geometry
 from visionattn.inference.image_listing import ListedFiles, find_images
 from visionattn.inference.image_reading import ReadImages

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 import visionattn
-import visionattn.models.machine as machine
+import visionattn.models.devices as machine
 from tests.helpers import inference_files
 from tests.helpers.inference_files import (
     COLOUR,

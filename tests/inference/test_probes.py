@@ -18,16 +18,16 @@ from tests.helpers.tools import assert_one_error, written
 from visionattn.cli.parsing import yaml_text
 from visionattn.command import run
 from visionattn.data.data_config import DataConfig
-from visionattn.data.drawn_images import patch_labels
-from visionattn.data.embedded import CanvasDataset, digit_splits
+from visionattn.data.digits_and_canvas import CanvasDataset, digit_splits
 from visionattn.data.geometry import Geometry
-from visionattn.inference.drawn import Drawn
+from visionattn.data.synthetic_images import patch_labels
 from visionattn.inference.probes import (
     DenseResult,
     divide_folder,
     fit_and_judge,
     patches_of,
 )
+from visionattn.inference.synthetic_sources import Drawn
 
 CLASSES = {"fern": (60, 180, 70), "moss": (90, 120, 60), "sand": (190, 170, 90)}
 FIGURES = re.compile(

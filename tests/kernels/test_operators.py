@@ -104,7 +104,9 @@ def test_many_sizes_make_one_graph_of_one_node(function, monkeypatch):
     torch._dynamo.reset()
     compiled = torch.compile(attend, fullgraph=True, backend=note)
     table = torch.empty(3, 3, 3, 8, device="meta")
-    monkeypatch.setattr("visionattn.ops.gpu.machine.why_not_here", lambda device, dtype: None)
+    monkeypatch.setattr(
+        "visionattn.ops.gpu.gpu_requirements.why_not_here", lambda device, dtype: None
+    )
     for rows in (2, 3, 1, 7, 4):
         shapes = ((1, 3, 49 * rows, width) for width in (8, 8, 16))
         compiled(*(torch.empty(shape, device="meta") for shape in shapes), table)
@@ -223,7 +225,7 @@ def test_a_model_gives_with_kernels_what_it_gives_without(name, monkeypatch):
         return {"out": out.detach()} | named
 
     expected = outputs()
-    monkeypatch.setattr("visionattn.ops.gpu.machine._on_gpu", lambda x: True)
+    monkeypatch.setattr("visionattn.ops.gpu.gpu_requirements._on_gpu", lambda x: True)
     assert any("triton" in name for name in attention_backends(lambda: model(image)))
     assert_within_budget(outputs(), expected, torch.float32)
 

@@ -24,9 +24,9 @@ from visionattn.ops import (
     kernelized_attention,
     taylorshift_attention,
 )
-from visionattn.ops.gpu import machine
-from visionattn.ops.kernelized import gpu as kernelized_gpu
-from visionattn.ops.taylorshift import gpu as taylorshift_gpu
+from visionattn.ops.gpu import gpu_requirements
+from visionattn.ops.kernelized import kernelized_triton as kernelized_gpu
+from visionattn.ops.taylorshift import taylorshift_triton as taylorshift_gpu
 
 WHY_NOT = {"kernelized": kernelized_gpu.why_not, "taylorshift": taylorshift_gpu.why_not}
 
@@ -80,11 +80,13 @@ def test_inputs_without_a_kernel_are_told_why():
 def test_what_is_slower_than_eager_is_left_to_it_by_auto_alone(monkeypatch):
     q, longer = half(1, 2, 20, 16), half(3, 2, 20, 16)
     least = {("taylorshift", torch.float16): math.inf, ("kernelized", torch.float16): 100}
-    monkeypatch.setattr(machine, "NOT_BY_AUTO", least)
-    monkeypatch.setattr(machine, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(gpu_requirements, "NOT_BY_AUTO", least)
+    monkeypatch.setattr(gpu_requirements, "_on_gpu", lambda x: True)
 
     def takes(impl: str, operation: str, x: torch.Tensor) -> bool:
-        return machine.takes_kernels(impl, operation, x, partial(WHY_NOT[operation], x, x, x))
+        return gpu_requirements.takes_kernels(
+            impl, operation, x, partial(WHY_NOT[operation], x, x, x)
+        )
 
     assert not any(takes("auto", "taylorshift", x) for x in (q, longer))
     assert [takes("auto", "kernelized", x) for x in (q, longer)] == [False, True]
@@ -94,8 +96,8 @@ def test_what_is_slower_than_eager_is_left_to_it_by_auto_alone(monkeypatch):
 
 @interpreted
 def test_one_compiled_graph_serves_sizes_on_both_sides_of_what_auto_leaves_to_eager(monkeypatch):
-    monkeypatch.setattr(machine, "NOT_BY_AUTO", {("kernelized", torch.float32): 100})
-    monkeypatch.setattr(machine, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(gpu_requirements, "NOT_BY_AUTO", {("kernelized", torch.float32): 100})
+    monkeypatch.setattr(gpu_requirements, "_on_gpu", lambda x: True)
     graphs = []
 
     def backend(graph, inputs):
@@ -131,7 +133,7 @@ def test_causal_attention_and_other_maps_name_their_reason_and_auto_takes_eager(
         kernelized_attention(q, k, v, causal=True, impl="triton")
     with pytest.raises(NotImplementedError, match="feature maps"):
         kernelized_attention(q, k, v, feature_map=RandomFeatures(16, 24), impl="triton")
-    monkeypatch.setattr(machine, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(gpu_requirements, "_on_gpu", lambda x: True)
     ran = attention_backends(lambda: kernelized_attention(q, k, v, causal=True))
     assert ran and not any("triton" in name for name in ran)
 
@@ -142,8 +144,8 @@ def test_causal_attention_and_other_maps_name_their_reason_and_auto_takes_eager(
 )
 def test_a_model_leaves_absent_patches_out_where_auto_takes_kernels(name, relative, monkeypatch):
     """With a position their mask has no kernel; without one it has."""
-    monkeypatch.setattr(machine, "NOT_BY_AUTO", {})
-    monkeypatch.setattr(machine, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(gpu_requirements, "NOT_BY_AUTO", {})
+    monkeypatch.setattr(gpu_requirements, "_on_gpu", lambda x: True)
     options = dict(embed_dim=16, num_heads=2, depth=1, num_classes=3, relative=relative)
     model = create_model(name, **options).eval()
     x = torch.randn(1, 3, 64, 48, generator=torch.Generator().manual_seed(0))
@@ -168,9 +170,9 @@ def test_the_capability_of_a_gpu_and_the_version_of_triton_decide(monkeypatch):
         ("10.0", "3.8.1", "3.9 or newer"),  # it sums wrongly on Blackwell
         ("10.0", "3.10.0", None),
     ):
-        monkeypatch.setattr(machine, "capability", lambda device: found)  # noqa: B023
-        monkeypatch.setattr(machine, "version", lambda name: triton)  # noqa: B023
-        reason = machine.why_not_here(torch.device("cuda"), torch.bfloat16)
+        monkeypatch.setattr(gpu_requirements, "capability", lambda device: found)  # noqa: B023
+        monkeypatch.setattr(gpu_requirements, "version", lambda name: triton)  # noqa: B023
+        reason = gpu_requirements.why_not_here(torch.device("cuda"), torch.bfloat16)
         assert reason is None if words is None else words in reason
 
 

@@ -9,26 +9,33 @@ import pytest
 import torch
 from timm.models import create_model
 
-import visionattn.lab.compare as compare
+import visionattn.lab.case_comparison as compare
 import visionattn.lab.targets as targets
 import visionattn.ops as ops
-from visionattn.cli.ends import Failed
+from visionattn.cli.exit_codes import Failed
 from visionattn.lab.accuracy import disagreement
+from visionattn.lab.case_comparison import (
+    Plan,
+    Row,
+    check_case,
+    measure_together,
+    ratios_of,
+    spread,
+)
 from visionattn.lab.case_memory import build, case_peak_bytes
 from visionattn.lab.cases import Case
-from visionattn.lab.compare import Plan, Row, check_case, measure_together, ratios_of, spread
-from visionattn.lab.networks import (
+from visionattn.lab.compared_models import (
     build_model,
     identity_twin,
     set_impl,
     values_alone,
 )
 from visionattn.lab.targets import Target, measure_targets
-from visionattn.ops.kernelized import attention as kernelized_room
-from visionattn.ops.kernelized import eager as kernel_sums
-from visionattn.ops.position import joint
-from visionattn.ops.taylorshift import attention as taylorshift_room
-from visionattn.ops.taylorshift import eager as taylor_sums
+from visionattn.ops.kernelized import kernelized_attention as kernelized_room
+from visionattn.ops.kernelized import kernelized_eager as kernel_sums
+from visionattn.ops.position import joint_position
+from visionattn.ops.taylorshift import taylorshift_attention as taylorshift_room
+from visionattn.ops.taylorshift import taylorshift_eager as taylor_sums
 
 PLAN = Plan(rounds=2, max_rounds=2, seconds=0, memory=False)
 
@@ -125,7 +132,7 @@ def forms_that_ran(monkeypatch):
 
         monkeypatch.setattr(module, name, call)
 
-    spy(joint, "direct_is_faster", lambda direct: "pairs" if direct else "tiles")
+    spy(joint_position, "direct_is_faster", lambda direct: "pairs" if direct else "tiles")
     spy(taylor_sums, "linear_form", lambda form: form)
     spy(kernel_sums, "form_taken", lambda form: form)
     for attention in (kernelized_room, taylorshift_room):

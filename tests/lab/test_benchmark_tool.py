@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-import visionattn.lab.compare as compare
+import visionattn.lab.case_comparison as compare
 import visionattn.lab.measure as measure
 from tests.helpers.tools import assert_one_error, load_tool, read_csv, words
 from visionattn.lab.papers import FIGURES

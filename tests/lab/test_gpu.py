@@ -15,12 +15,12 @@ import torch
 from tests.helpers.kernel_checks import interpreted
 from tests.helpers.tools import load_tool, words
 from visionattn.cli.files import add_line, read_lines
-from visionattn.lab.gpu import gpu_operations, gpu_table, phases, tune
+from visionattn.lab.gpu import gpu_operations, gpu_phases, gpu_table, launch_tuning
 from visionattn.lab.gpu.gpu_models import check_model, make_images
 from visionattn.lab.gpu.gpu_operations import Bench
+from visionattn.lab.gpu.gpu_phases import MOST_LINES, summary
 from visionattn.lab.gpu.gpu_rows import all_rows, chosen, model, operation, small_case
 from visionattn.lab.gpu.gpu_timing import Ceilings
-from visionattn.lab.gpu.phases import MOST_LINES, summary
 from visionattn.ops.gpu.launch import launching_with
 
 ROOT = Path(__file__).parents[2]
@@ -88,7 +88,7 @@ def test_a_model_whose_kernels_are_wrong_or_do_not_run_has_no_time(monkeypatch):
 
     with launching_with(run=nothing):
         assert check_model(case, images, bench)["status"].startswith("wrong: error")
-    monkeypatch.setattr("visionattn.lab.networks.set_impl", lambda model, impl: None)
+    monkeypatch.setattr("visionattn.lab.compared_models.set_impl", lambda model, impl: None)
     assert check_model(case, images, bench)["status"].startswith("failed: no kernel ran")
 
 
@@ -121,7 +121,7 @@ def test_a_phase_is_ended_at_its_limit_with_all_that_it_started(tmp_path):
     child = f"import time, pathlib; time.sleep(4); pathlib.Path({str(late)!r}).touch()"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     lines, began = [], time.monotonic()
-    assert phases.run_phase([sys.executable, "-c", code], 2.0, False, lines.append) < 0
+    assert gpu_phases.run_phase([sys.executable, "-c", code], 2.0, False, lines.append) < 0
     assert time.monotonic() - began < 30
     time.sleep(max(0.0, began + 7 - time.monotonic()))
     assert not late.exists()
@@ -134,8 +134,8 @@ def test_phases_go_on_after_a_failure_but_not_without_the_first_kernel(tmp_path,
         return lambda *given: [(*pair, 1.0) for pair in zip(names, exits, strict=True)]
 
     for codes, goods in (((1, 0, 0), [False, True, True]), ((2, 0, 0), [False])):
-        monkeypatch.setattr(phases, "phases", commands(*codes))
-        ended = phases.run_all(tmp_path, 60.0, None, False, lambda text: None)
+        monkeypatch.setattr(gpu_phases, "phases", commands(*codes))
+        ended = gpu_phases.run_all(tmp_path, 60.0, None, False, lambda text: None)
         assert [good for _, good in ended] == goods
 
 
@@ -185,7 +185,7 @@ def test_a_rehearsal_runs_where_little_is_installed_and_writes_everything(tmp_pa
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(BLOCKER)
     out, path = tmp_path / "out", os.pathsep.join([str(tmp_path / "site"), str(ROOT)])
-    command = [sys.executable, "-m", "visionattn.lab.gpu.phases", str(out), "--rehearse"]
+    command = [sys.executable, "-m", "visionattn.lab.gpu.gpu_phases", str(out), "--rehearse"]
     # Pytest's importer finds plugins that are blocked: it is told to look for none.
     alone = {"PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     options = dict(env=os.environ | alone, capture_output=True, text=True, cwd=ROOT)
@@ -204,20 +204,23 @@ def test_a_rehearsal_runs_where_little_is_installed_and_writes_everything(tmp_pa
 @pytest.mark.slow
 def test_other_rows_of_each_kernel_are_checked_and_timed(monkeypatch):
     bench = Bench.on(torch.device("cpu"))
-    monkeypatch.setattr(tune, "trials", lambda row: [row, row | {"BLOCK_N": 24}])
-    told = [line.rsplit(": ", 1) for line in tune.tune("kernelized", 40, 16, "efficient", bench)]
+    monkeypatch.setattr(launch_tuning, "trials", lambda row: [row, row | {"BLOCK_N": 24}])
+    told = [
+        line.rsplit(": ", 1)
+        for line in launch_tuning.tune("kernelized", 40, 16, "efficient", bench)
+    ]
     assert len(told) == 8 and all(how.endswith("s") for _, how in told[::2])
     assert all("24" in row and "power of 2" in how for row, how in told[1::2])
-    monkeypatch.setattr(tune, "check", lambda *given: ("wrong: error", 1.0))
-    first = next(tune.tune("kernelized", 40, 16, "efficient", bench))
+    monkeypatch.setattr(launch_tuning, "check", lambda *given: ("wrong: error", 1.0))
+    first = next(launch_tuning.tune("kernelized", 40, 16, "efficient", bench))
     assert first.startswith("kernelized ") and first.endswith("wrong: error")
 
 
 def test_sizes_are_halved_and_doubled_and_one_stage_stays_one():
     row = {"d": 64, "e": 64, "bits": 16, "BLOCK_N": 16, "PAIRS": 2, "num_warps": 4}
-    own, *others = tune.trials(row | {"num_stages": 1})
+    own, *others = launch_tuning.trials(row | {"num_stages": 1})
     changed = [(name, other[name]) for other in others for name in row if other[name] != own[name]]
     wanted = [("BLOCK_N", 32), ("PAIRS", 1), ("PAIRS", 4), ("num_warps", 2), ("num_warps", 8)]
     assert changed == wanted
-    stages = {other["num_stages"] for other in tune.trials(row | {"num_stages": 3})}
+    stages = {other["num_stages"] for other in launch_tuning.trials(row | {"num_stages": 3})}
     assert stages == {2, 3, 4}

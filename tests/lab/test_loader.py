@@ -15,7 +15,13 @@ from tests.helpers.tools import assert_one_error, load_tool, read_csv, words
 from visionattn.data.batches import Item
 from visionattn.data.data_config import DataConfig
 from visionattn.data.splits import Splits
-from visionattn.lab.loader import LoaderCase, Source, measure_loaders, open_source, read_batches
+from visionattn.lab.loader_benchmark import (
+    LoaderCase,
+    Source,
+    measure_loaders,
+    open_source,
+    read_batches,
+)
 from visionattn.models.weights import DataSpec
 from visionattn.training.config import TrainConfig
 

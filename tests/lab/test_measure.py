@@ -14,9 +14,9 @@ from visionattn.lab.measure import (
     interleaved_seconds,
     warm_up,
 )
-from visionattn.ops.position.axial import axis_sums
-from visionattn.ops.position.scores import relative_scores
-from visionattn.ops.sums import product
+from visionattn.ops.attention_sums import product
+from visionattn.ops.position.axial_position import axis_sums
+from visionattn.ops.position.position_scores import relative_scores
 
 
 def test_flops_of_a_block_are_those_worked_out_by_hand():

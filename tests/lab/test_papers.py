@@ -2,8 +2,8 @@
 
 import pytest
 
+from visionattn.lab.case_comparison import Row, record_of
 from visionattn.lab.cases import Case
-from visionattn.lab.compare import Row, record_of
 from visionattn.lab.papers import FIGURES, crossing, crossings, heads_table, milliseconds_of
 
 

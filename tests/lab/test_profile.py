@@ -17,7 +17,7 @@ from torch.cuda import _memory_viz as viewer
 
 from tests.helpers.tools import assert_one_error, load_tool, read_csv, words
 from visionattn.cli import fresh_process
-from visionattn.cli.ends import Failed
+from visionattn.cli.exit_codes import Failed
 from visionattn.lab.cases import PRECISIONS, Case
 from visionattn.lab.figures import memory_of, slope
 from visionattn.lab.model_step import bytes_of

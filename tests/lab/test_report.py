@@ -20,9 +20,9 @@ from tests.helpers.report_folders import (
 )
 from tests.helpers.tools import assert_one_error, load_tool
 from visionattn.cli.files import unfinished
-from visionattn.lab.report.page import report
 from visionattn.lab.report.page_tables import MOST_IN_MATRIX, classes_of, results
-from visionattn.lab.report.runs import curves_of, read_run, same_data
+from visionattn.lab.report.report_page import report
+from visionattn.lab.report.run_reading import curves_of, read_run, same_data
 from visionattn.lab.report.templates import look_page
 from visionattn.models.weights import DataSpec
 

@@ -13,11 +13,11 @@ from sklearn.metrics import jaccard_score
 from tests.helpers.report_folders import Page, write_run
 from tests.helpers.small_runs import lines_of, small_config
 from tests.training.test_segmentation import CLASSES, TINY, write_folder
-from visionattn.data.embedded import digit_splits
-from visionattn.lab.report.examples import galleries
-from visionattn.lab.report.page import report
+from visionattn.data.digits_and_canvas import digit_splits
 from visionattn.lab.report.page_tables import iou_table
-from visionattn.lab.report.runs import read_run
+from visionattn.lab.report.report_examples import galleries
+from visionattn.lab.report.report_page import report
+from visionattn.lab.report.run_reading import read_run
 from visionattn.models.weights import DataSpec
 
 

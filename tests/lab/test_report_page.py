@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.report_folders import Page, memory_rows, sweep_rows, write_rows, write_run
 from tests.helpers.tools import words
-from visionattn.lab.report.page import report
+from visionattn.lab.report.report_page import report
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 BROWSER = next(filter(None, map(shutil.which, NAMES)), None)

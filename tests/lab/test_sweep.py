@@ -18,7 +18,7 @@ import yaml
 from tests.helpers import warm_python
 from tests.helpers.tools import read_csv, words, written
 from visionattn.cli.commands import started
-from visionattn.cli.ends import DoesNotFit, Failed, run_tool
+from visionattn.cli.exit_codes import DoesNotFit, Failed, run_tool
 from visionattn.cli.memory import resident_bytes
 from visionattn.data.data_config import DataConfig
 from visionattn.lab.measure import count_flops
@@ -205,7 +205,7 @@ def test_ctrl_c_stops_the_cells_gently_and_the_next_call_goes_on(tmp_path, start
     fakes = Fakes(tmp_path, **{name: ["wait", "finish"] for name in names})
     code = (
         "import sys\n"
-        "from visionattn.cli.ends import run_tool\n"
+        "from visionattn.cli.exit_codes import run_tool\n"
         "from visionattn.lab.sweep.head_sweep import sweep\n"
         f"sys.exit(run_tool(lambda: sweep(sys.argv[1:], print, train=(sys.executable, "
         f"{str(tmp_path / 'fake.py')!r}))))"

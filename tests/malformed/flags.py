@@ -16,7 +16,7 @@ from visionattn.inference.inference_options import PredictOptions
 from visionattn.inference.look_options import LookOptions
 from visionattn.lab.benchmark import COMMANDS
 from visionattn.lab.profile.profile_flags import ProfileConfig
-from visionattn.lab.report.page import ReportConfig
+from visionattn.lab.report.report_page import ReportConfig
 from visionattn.lab.sweep.sweep_flags import SweepConfig
 from visionattn.models.conversion import ConvertOptions
 from visionattn.models.export import ExportOptions

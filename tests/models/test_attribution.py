@@ -22,7 +22,7 @@ from visionattn.models.attribution import (
 )
 from visionattn.models.registration import create
 from visionattn.ops import reference
-from visionattn.ops.position.kinds import tables_of
+from visionattn.ops.position.relative_position import tables_of
 
 SMALL = dict(patch_size=4, embed_dim=24, depth=3, num_heads=3, horizon=2, num_classes=5)
 SMALL |= dict(class_token=False)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.helpers.tiled import Array, Rows, draw_image, least_memory, make, stop_at
-from visionattn.cli.ends import Stopped
+from visionattn.cli.exit_codes import Stopped
 from visionattn.models.large import band_plan as planning
 from visionattn.models.large import forward_bands, token_store
 from visionattn.models.large.forward_bands import forward_tiled

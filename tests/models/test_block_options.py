@@ -9,17 +9,17 @@ from timm.models import create_model
 
 from tests.helpers.oracles import draw
 from tests.models.test_absent import close, gradients, small
+from visionattn.lab.compared_models import identity_twin
 from visionattn.lab.measure import bytes_kept, count_flops
-from visionattn.lab.networks import identity_twin
 from visionattn.layers import Attention, RelativeTables
-from visionattn.layers.position import HEAD_OFFSETS
+from visionattn.layers.position_tables import HEAD_OFFSETS
 from visionattn.layout import Grid, TokenLayout
 from visionattn.models import backbone, mixed_blocks
-from visionattn.models.placement import place_weights
 from visionattn.models.state_dicts import checkpoint_filter_fn, resample_table
+from visionattn.models.weight_placement import place_weights
 from visionattn.models.weights import DataSpec, load_model, save_model
 from visionattn.ops import count_classes
-from visionattn.ops.local import gated
+from visionattn.ops.attention_additions import gated
 
 DIM = 24
 GATES = [f"blocks.{i}.attn.output_gate.weight" for i in (0, 1)]

@@ -12,7 +12,7 @@ import torch
 import visionattn  # noqa: F401  registers the models
 from tests.helpers.oracles import peak_bytes
 from tests.helpers.stand_in_gpu import GPU, Card, OnProcessor
-from visionattn.cli.ends import DoesNotFit
+from visionattn.cli.exit_codes import DoesNotFit
 from visionattn.models import cost
 from visionattn.models.cost import (
     LARGE_BYTES,

@@ -19,8 +19,8 @@ from tests.helpers.tiled import make
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.large import row_parallel
 from visionattn.models.large.row_parallel import check_dropout, check_model, cut_rows, parallelize
-from visionattn.ops.kernelized import attention as kernelized
-from visionattn.ops.taylorshift.features import num_features
+from visionattn.ops.kernelized import kernelized_attention as kernelized
+from visionattn.ops.taylorshift.taylorshift_features import num_features
 
 BASE = dict(img_size=(28, 20), patch_size=4, embed_dim=12, depth=2, num_heads=2, num_classes=3)
 BASE |= dict(in_chans=1, mlp_ratio=2.0)

@@ -10,7 +10,7 @@ from torch import nn
 
 import visionattn  # noqa: F401  registers models
 from tests.helpers.tiled import Array, Rows
-from visionattn.models.large.tiles import forward_tiles, over_tiles, usual_overlap
+from visionattn.models.large.tiled_inference import forward_tiles, over_tiles, usual_overlap
 from visionattn.models.patches import call
 from visionattn.models.segmentation import Segmenter
 

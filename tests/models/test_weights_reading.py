@@ -17,7 +17,7 @@ from visionattn.inference.inference_options import InferenceOptions
 from visionattn.inference.model_opening import open_model
 from visionattn.model_config import ModelConfig
 from visionattn.models.conversion import from_softmax
-from visionattn.models.placement import place_weights
+from visionattn.models.weight_placement import place_weights
 from visionattn.models.weights import (
     load_model,
     read_pickle,

@@ -20,41 +20,41 @@ from visionattn.ops import (
     Flat,
     Joint,
     RandomFeatures,
+    attention_sums,
     count_classes,
     nonfinite,
     quadratic,
     reference,
     strips,
-    sums,
     window,
 )
-from visionattn.ops import pairs as pairs_of_tokens
+from visionattn.ops import all_pairs as pairs_of_tokens
 from visionattn.ops.attentions import ATTENTIONS
-from visionattn.ops.choice import choosing_as
-from visionattn.ops.kernelized import eager as kernelized_eager
-from visionattn.ops.kernelized import operands
-from visionattn.ops.position import axial, scores, tiles
-from visionattn.ops.taylorshift import features
+from visionattn.ops.form_choice import choosing_as
+from visionattn.ops.kernelized import kernelized_chunks
+from visionattn.ops.kernelized import kernelized_eager as kernelized_eager
+from visionattn.ops.position import axial_position, position_scores, tiled_position
+from visionattn.ops.taylorshift import taylorshift_features
 
 TOLERANCE = 1e-12
 SMALL = {
-    (features, "BUFFER_BYTES"): 1 << 13,
-    (features, "CHUNK_TOKENS"): (4, 8),
+    (taylorshift_features, "BUFFER_BYTES"): 1 << 13,
+    (taylorshift_features, "CHUNK_TOKENS"): (4, 8),
     (quadratic, "BLOCK_QUERIES"): 5,
     (quadratic, "BLOCK_ELEMENTS"): 90,
     (pairs_of_tokens, "BLOCK_QUERIES"): (5, 5),
     (pairs_of_tokens, "BLOCK_ELEMENTS"): 90,
     (kernelized_eager, "BLOCK_TOKENS"): 4,
-    (axial, "BAND_ELEMENTS"): 700,
-    (tiles, "BAND_ELEMENTS"): 1,
-    (tiles, "TILE_ROWS"): 3,
-    (tiles, "TILE_COLUMNS"): 4,
-    (tiles, "TILE_OF_ONE_ROW"): 5,
-    (tiles, "LONGEST_TILE"): 7,
-    (scores, "BLOCK_QUERIES"): 3,
+    (axial_position, "BAND_ELEMENTS"): 700,
+    (tiled_position, "BAND_ELEMENTS"): 1,
+    (tiled_position, "TILE_ROWS"): 3,
+    (tiled_position, "TILE_COLUMNS"): 4,
+    (tiled_position, "TILE_OF_ONE_ROW"): 5,
+    (tiled_position, "LONGEST_TILE"): 7,
+    (position_scores, "BLOCK_QUERIES"): 3,
     (window, "CACHED_ELEMENTS"): 1,
     (strips, "LINE_ELEMENTS"): 300,
-    (sums, "CHUNK_ELEMENTS"): 64,
+    (attention_sums, "CHUNK_ELEMENTS"): 64,
 }
 """Sizes of blocks, bands and chunks for which a few tokens make many of them."""
 
@@ -185,7 +185,7 @@ class Drawn:
             for (module, name), value in SMALL.items() if self.small_blocks else ():
                 patch.setattr(module, name, value)
             if self.small_blocks:
-                patch.setitem(operands.CHUNK_ELEMENTS, "cpu", 300)
+                patch.setitem(kernelized_chunks.CHUNK_ELEMENTS, "cpu", 300)
             if self.many_tokens:
                 with choosing_as(tokens=1 << 20):
                     yield

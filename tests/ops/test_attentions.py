@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from visionattn import ops
-from visionattn.ops import OPERATIONS, choice, reference
+from visionattn.ops import OPERATIONS, form_choice, reference
+from visionattn.ops.attention_rows import ROWS
 from visionattn.ops.attentions import ATTENTIONS, FORMS
-from visionattn.ops.rows import ROWS
 
 PACKAGE = Path(ops.__file__).parents[1]
 
@@ -31,9 +31,9 @@ def test_a_row_says_what_the_operation_and_its_definition_take(name):
 
 
 def test_what_has_forms_has_a_choice_states_have_a_kind_and_all_have_rows():
-    assert set(choice.OPERATIONS) == {"taylorshift", "kernelized", "kernelized causal"}
-    for operation in choice.OPERATIONS:
-        assert choice.choose_form(operation, 77, 77, 16, 24) in FORMS
+    assert set(form_choice.OPERATIONS) == {"taylorshift", "kernelized", "kernelized causal"}
+    for operation in form_choice.OPERATIONS:
+        assert form_choice.choose_form(operation, 77, 77, 16, 24) in FORMS
     k = torch.ones(1, 1, 3, 4)
     for name in (name for name, kind in ATTENTIONS.items() if kind.states):
         assert ops.attend(k, ops.summarize(k, k, name)).values.shape == k.shape

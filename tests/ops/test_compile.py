@@ -24,7 +24,7 @@ from visionattn.ops import (
     value_convolution,
     window_attention,
 )
-from visionattn.ops.position.axial import axis_sums
+from visionattn.ops.position.axial_position import axis_sums
 
 
 def compiled_and_eager(

@@ -21,7 +21,7 @@ from tests.ops.drawn_cases import (
     tables_of,
 )
 from visionattn.ops import centred_keys, reference, value_convolution
-from visionattn.ops.rows import ROWS
+from visionattn.ops.attention_rows import ROWS
 
 KINDS = ("none", "flat", "axial", "joint")
 FORMS = st.sampled_from(["auto", "direct", "efficient"])

@@ -25,11 +25,11 @@ from visionattn.ops import (
     value_convolution,
     window_attention,
 )
+from visionattn.ops.all_pairs import pair_mean
+from visionattn.ops.attention_rows import ROWS
 from visionattn.ops.attentions import get_attention
 from visionattn.ops.checks import check_form
 from visionattn.ops.feature_maps import PositionSoftmax
-from visionattn.ops.pairs import pair_mean
-from visionattn.ops.rows import ROWS
 from visionattn.ops.softmax import relative_bias
 from visionattn.ops.strips import SeenRows, Strip, strip_attention
 

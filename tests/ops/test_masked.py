@@ -10,7 +10,7 @@ import torch
 
 from tests.helpers.oracles import draw, draw_mask, draw_qkv
 from tests.ops.drawn_cases import Drawn, compare, paired
-from visionattn.layers.attention import Attention
+from visionattn.layers.attention_layer import Attention
 from visionattn.layout import Grid, TokenLayout
 from visionattn.ops import (
     RandomFeatures,

@@ -24,10 +24,10 @@ from tests.helpers.oracles import (
     saved_bytes,
 )
 from visionattn.layout import Grid, TokenLayout
-from visionattn.ops import Axial, Flat, Joint, pairs, window, window_attention
-from visionattn.ops.position import tiles
-from visionattn.ops.position.axial import axis_sums
-from visionattn.ops.rows import ROWS
+from visionattn.ops import Axial, Flat, Joint, all_pairs, window, window_attention
+from visionattn.ops.attention_rows import ROWS
+from visionattn.ops.position import tiled_position
+from visionattn.ops.position.axial_position import axis_sums
 from visionattn.ops.softmax import relative_bias
 
 
@@ -56,9 +56,9 @@ def peak_of_passes(name: str, tokens: int) -> int:
 
 @pytest.mark.parametrize("name", NOT_SOFTMAX)
 def test_no_pair_of_tokens_and_no_features_of_all_tokens_are_in_memory_at_once(name, monkeypatch):
-    monkeypatch.setattr(pairs, "MOST_PAIRS", 0)
+    monkeypatch.setattr(all_pairs, "MOST_PAIRS", 0)
     # Weights of a band do not grow beyond its size: make that small.
-    monkeypatch.setattr(tiles, "BAND_ELEMENTS", 1 << 13)
+    monkeypatch.setattr(tiled_position, "BAND_ELEMENTS", 1 << 13)
     first, second = 49 * 40, 49 * 80
     growth = peak_of_passes(name, second) - peak_of_passes(name, first)
     floats = growth / (second - first) / 4 / 3
@@ -69,7 +69,7 @@ def test_no_pair_of_tokens_and_no_features_of_all_tokens_are_in_memory_at_once(n
 
 
 def test_all_pairs_of_a_small_grid_are_in_memory_block_by_block(monkeypatch):
-    monkeypatch.setattr(pairs, "MOST_PAIRS", 1 << 22)
+    monkeypatch.setattr(all_pairs, "MOST_PAIRS", 1 << 22)
     name, first, second = "taylorshift direct, joint mean", 49 * 14, 49 * 28
     growth = peak_of_passes(name, second) - peak_of_passes(name, first)
     # A matrix of pairs would add 2,058 for each token and head.
@@ -146,8 +146,8 @@ def test_the_whole_grid_as_horizon_takes_no_memory_for_each_pair_of_a_query_and_
 
 
 def test_a_horizon_as_long_as_the_sequence_does_not_lengthen_the_tiles():
-    found = tiles.Tiles(1, 2048, (0, 1500), torch.device("cpu"))
-    assert found.columns.size == tiles.LONGEST_TILE < 1500
+    found = tiled_position.Tiles(1, 2048, (0, 1500), torch.device("cpu"))
+    assert found.columns.size == tiled_position.LONGEST_TILE < 1500
 
 
 GRID = TokenLayout(0, Grid(23, 41))

@@ -17,18 +17,18 @@ from tests.helpers.oracles import Largest, draw, draw_qkv, draw_table
 from tests.ops.drawn_cases import Drawn, cases, drawn, map_of, paired
 from visionattn import ops
 from visionattn.layout import Grid, TokenLayout
-from visionattn.ops import plain, reference
+from visionattn.ops import plain_forms, reference
 from visionattn.ops.attentions import ATTENTIONS
-from visionattn.ops.position.kinds import Axial, Flat, Joint, tables_of
+from visionattn.ops.position.relative_position import Axial, Flat, Joint, tables_of
 
 B, HEADS, D, E, PREFIX, GRID = 2, 3, 8, 5, 2, Grid(5, 7)
 HOMES = {
     "product": ("feature_maps",),
-    "weighted_mean": ("sums",),
-    "kernel_sums": ("kernelized.attention",),
-    "taylor_sums": ("taylorshift.attention",),
-    "class_sums": ("position.kinds",),
-    "axis_sums": ("position.kinds",),
+    "weighted_mean": ("attention_sums",),
+    "kernel_sums": ("kernelized.kernelized_attention",),
+    "taylor_sums": ("taylorshift.taylorshift_attention",),
+    "class_sums": ("position.relative_position",),
+    "axis_sums": ("position.relative_position",),
     "relative_scores": ("softmax",),
     "windows": ("window",),
 }
@@ -41,7 +41,7 @@ def plain_operators():
     names = set()
 
     def recorded(name):
-        function = getattr(plain, f"plain_{name}")
+        function = getattr(plain_forms, f"plain_{name}")
 
         def call(*args, **kwargs):
             names.add(name)
@@ -54,7 +54,9 @@ def plain_operators():
             for home in homes:
                 patch.setattr(f"visionattn.ops.{home}.{name}", recorded(name))
         for home in ("taylorshift", "kernelized"):
-            patch.setattr(f"visionattn.ops.{home}.attention.takes_pairs", lambda *args: False)
+            patch.setattr(
+                f"visionattn.ops.{home}.{home}_attention.takes_pairs", lambda *args: False
+            )
         yield names
 
 
@@ -130,7 +132,9 @@ def test_there_is_one_for_each_operator_of_a_forward_pass():
     forward = {name for name in made if not name.endswith("_backward")}
     others = {"pair_mean", "kernel_mean", "taylor_mean", "feature_state", "expand_state"}
     assert forward - others == set(HOMES)
-    names = {made._qualname.split("::")[1]: form.__name__ for made, form in plain.PLAIN.items()}
+    names = {
+        made._qualname.split("::")[1]: form.__name__ for made, form in plain_forms.PLAIN.items()
+    }
     assert names == {name: f"plain_{name}" for name in HOMES}
 
 
@@ -196,8 +200,9 @@ def test_many_tokens_do_not_overflow_float16(monkeypatch, name):
     monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
     with plain_operators():
         wanted = attend(q, k, v, relative=relative, **options)
-        modules = ("plain", "sums", "position.kinds", "feature_maps")
-        for module in (*modules, "kernelized.attention", "taylorshift.attention"):
+        modules = ("plain_forms", "attention_sums", "position.relative_position", "feature_maps")
+        operations = ("kernelized.kernelized_attention", "taylorshift.taylorshift_attention")
+        for module in (*modules, *operations):
             place = f"visionattn.ops.{module}.accumulation_dtype"
             monkeypatch.setattr(place, lambda *x: torch.half)
         if relative:
@@ -216,7 +221,7 @@ def test_without_a_name_the_form_is_the_one_that_keeps_its_digits():
     wanted = reference.taylorshift_attention(q.double(), k.double(), v.double())
     error = {}
     for form in ("auto", "efficient"):
-        values, mass, *_ = plain.plain_taylor_sums(q, k, v, None, None, 0.5, 1.0, 1.0, form)
+        values, mass, *_ = plain_forms.plain_taylor_sums(q, k, v, None, None, 0.5, 1.0, 1.0, form)
         error[form] = float((values / mass.unsqueeze(3) - wanted).abs().max())
     assert 20 * error["auto"] < error["efficient"]
 

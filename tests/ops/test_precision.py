@@ -19,13 +19,13 @@ from visionattn.ops import (
     Axial,
     Flat,
     Joint,
+    attention_sums,
     kernelized_attention,
-    sums,
     taylorshift_attention,
 )
-from visionattn.ops.position import kinds
-from visionattn.ops.position.kinds import relative_sums
-from visionattn.ops.position.scores import relative_scores
+from visionattn.ops.position import relative_position
+from visionattn.ops.position.position_scores import relative_scores
+from visionattn.ops.position.relative_position import relative_sums
 
 LOW = (torch.float16, torch.bfloat16)
 
@@ -60,7 +60,7 @@ def test_half_precision_errs_at_most_twice_as_much_as_the_definition_in_it(name,
         (torch.bfloat16, False),
         (torch.bfloat16, True),
     ):
-        monkeypatch.setattr(sums, "has_bfloat16_products", lambda: products)  # noqa: B023
+        monkeypatch.setattr(attention_sums, "has_bfloat16_products", lambda: products)  # noqa: B023
         tensors = operation.tensors(dtype)
         expected = run(operation.slow, {key: x.double() for key, x in tensors.items()})
         actual = run(operation.fast, tensors)
@@ -151,7 +151,7 @@ def test_65562_tokens_sixteen_times_too_large_stay_within_rounding_in_half_preci
     name, dtype, products, monkeypatch
 ):
     """Summed in float16 the mass overflows, and every result is 0."""
-    monkeypatch.setattr(sums, "has_bfloat16_products", lambda: products)
+    monkeypatch.setattr(attention_sums, "has_bfloat16_products", lambda: products)
     operation = OPERATIONS[name]
     tensors = operation.tensors(dtype, scale=16, batch=1, heads=1, queries=49 * 1338, e=4)
     tensors |= {learned: tensors[learned][-1:] for learned in operation.learned}  # of one head
@@ -208,10 +208,10 @@ def test_a_table_of_scores_gets_the_gradient_that_its_dtype_can_hold(dtype):
 
 def test_class_sums_are_of_bfloat16_products_without_gradients_alone(monkeypatch):
     """Under recorded gradients, which nearly cancel, tables are float32."""
-    monkeypatch.setattr(sums, "has_bfloat16_products", lambda: True)
-    seen, own = [], kinds.class_sums
+    monkeypatch.setattr(attention_sums, "has_bfloat16_products", lambda: True)
+    seen, own = [], relative_position.class_sums
     monkeypatch.setattr(
-        kinds,
+        relative_position,
         "class_sums",
         lambda q, table, *more: seen.append(table.dtype) or own(q, table, *more),
     )

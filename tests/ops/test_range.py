@@ -10,10 +10,10 @@ import torch
 from tests.helpers.oracles import assert_agree, draw, draw_mask, draw_qkv, run
 from visionattn.layout import Grid, TokenLayout
 from visionattn.ops import Joint, kernelized_attention, reference, taylorshift_attention
+from visionattn.ops.attention_rows import kernelized_rows
 from visionattn.ops.feature_maps import raised
-from visionattn.ops.rows import kernelized_rows
-from visionattn.ops.taylorshift import attention as taylorshift_room
-from visionattn.ops.taylorshift.features import MOST_CANCELLATION
+from visionattn.ops.taylorshift import taylorshift_attention as taylorshift_room
+from visionattn.ops.taylorshift.taylorshift_features import MOST_CANCELLATION
 
 TOLERANCE = {torch.float32: 2.5e-4, torch.float64: 1.5e-8}
 
@@ -38,7 +38,9 @@ def forms_taken(monkeypatch):
         taken.extend([found] if asked[0] == "auto" else [])
         return found
 
-    monkeypatch.setattr("visionattn.ops.taylorshift.eager.form_of_shapes", lambda *_: "efficient")
+    monkeypatch.setattr(
+        "visionattn.ops.taylorshift.taylorshift_eager.form_of_shapes", lambda *_: "efficient"
+    )
     monkeypatch.setattr(taylorshift_room, "linear_form", call)
     monkeypatch.setattr(taylorshift_room, "takes_pairs", lambda *_: False)
     return taken

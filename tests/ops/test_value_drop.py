@@ -10,7 +10,7 @@ from tests.helpers.oracles import assert_agree, draw, draw_mask, run
 from visionattn.layers import Attention
 from visionattn.layout import Grid, TokenLayout
 from visionattn.ops import kernelized_attention, softmax_attention, taylorshift_attention
-from visionattn.ops.sums import drop_values
+from visionattn.ops.attention_sums import drop_values
 
 P = 0.3
 

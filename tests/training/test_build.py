@@ -8,7 +8,7 @@ import json
 import pytest
 
 from tests.helpers.small_runs import MODEL, SPEC, quadrants_for, small_config
-from visionattn.cli.ends import run_tool
+from visionattn.cli.exit_codes import run_tool
 from visionattn.model_config import ModelConfig
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.building import build_model

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 import visionattn
 from visionattn.command import main
 from visionattn.model_config import ModelConfig
-from visionattn.training.calls import config_of
 from visionattn.training.config import DataConfig, TrainConfig
+from visionattn.training.train_call import config_of
 
 SMALL = {
     "model": {"args": {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}},

@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 
 import visionattn
 from tests.helpers.small_runs import MODEL, SPEC, small_config, small_trainer
-from visionattn.cli.ends import run_tool
-from visionattn.models.placement import place_weights
+from visionattn.cli.exit_codes import run_tool
 from visionattn.models.state_dicts import shorten
+from visionattn.models.weight_placement import place_weights
 from visionattn.models.weights import DataSpec, load_model, read_pickle, read_state_dict, save_model
 from visionattn.training.checkpoint import read_state, save_state
 

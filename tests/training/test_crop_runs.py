@@ -10,7 +10,7 @@ from PIL import Image
 from tests.helpers.image_files import refused
 from tests.helpers.resumed_runs import assert_same_end, interrupt, state_of, stop_after
 from tests.helpers.small_runs import lines_of, small_config
-from visionattn.cli.ends import DoesNotFit, Stopped
+from visionattn.cli.exit_codes import DoesNotFit, Stopped
 from visionattn.data.data_config import DataConfig
 from visionattn.data.geometry import geometry_of
 from visionattn.data.splits import build_splits, eval_batches

@@ -20,7 +20,7 @@ from tests.helpers.distilled_runs import (
 )
 from tests.helpers.resumed_runs import best_of
 from tests.helpers.small_runs import SPEC, lines, same
-from visionattn.cli.ends import run_tool
+from visionattn.cli.exit_codes import run_tool
 from visionattn.data.data_config import DataConfig
 from visionattn.models.weights import load_model
 from visionattn.training.distil.distil_config import (

@@ -19,7 +19,7 @@ import torch
 
 from tests.helpers.several_processes import run_processes
 from tests.helpers.tools import words
-from visionattn.cli.ends import NonFinite, OutOfMemory, run_tool
+from visionattn.cli.exit_codes import NonFinite, OutOfMemory, run_tool
 from visionattn.cli.interruption import Interrupted
 from visionattn.command import main
 from visionattn.data.batches import share

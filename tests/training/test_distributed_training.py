@@ -18,7 +18,7 @@ from PIL import Image
 from tests.helpers.geometry import square
 from tests.helpers.several_processes import Ended, run_processes
 from tests.helpers.small_runs import MODEL, SPEC, Quadrants, quadrants, small_config
-from visionattn.cli.ends import run_tool
+from visionattn.cli.exit_codes import run_tool
 from visionattn.data.batches import Unreadable
 from visionattn.data.splits import build_splits
 from visionattn.data.streams import Shards, StreamTrainBatches

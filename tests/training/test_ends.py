@@ -21,7 +21,7 @@ from tests.helpers.resumed_runs import (
     stop_after,
 )
 from tests.helpers.small_runs import Quadrants, lines, quadrants, rows
-from visionattn.cli.ends import run_tool
+from visionattn.cli.exit_codes import run_tool
 from visionattn.data.batches import SampleKey
 from visionattn.training import engine, optimize, run_progress, trainer
 from visionattn.training.run_progress import Pace

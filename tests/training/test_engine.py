@@ -25,7 +25,7 @@ from tests.helpers.small_runs import (
     timeless,
 )
 from tests.helpers.tools import words
-from visionattn.cli.ends import Stopped
+from visionattn.cli.exit_codes import Stopped
 from visionattn.cli.parsing import parse
 from visionattn.data.batches import Batch, Unreadable
 from visionattn.data.splits import SampleKey, Splits

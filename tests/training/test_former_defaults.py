@@ -20,7 +20,7 @@ from tests.helpers.resumed_runs import (
     stop_after,
 )
 from tests.helpers.small_runs import MODEL, SPEC, same
-from visionattn.cli.ends import Stopped
+from visionattn.cli.exit_codes import Stopped
 from visionattn.models.registration import DEFAULTS, FORMER, complete, is_ours
 from visionattn.models.weights import load_model, read_metadata, save_model
 

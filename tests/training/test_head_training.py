@@ -14,7 +14,7 @@ from PIL import Image
 from torch.nn import functional as F
 
 from tests.helpers.resumed_runs import assert_same_end, interrupt, stop_after
-from visionattn.cli.ends import Stopped
+from visionattn.cli.exit_codes import Stopped
 from visionattn.cli.parsing import parse
 from visionattn.data.batches import SampleKey
 from visionattn.data.data_config import DataConfig

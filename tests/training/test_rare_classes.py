@@ -13,7 +13,7 @@ from sklearn.utils.class_weight import compute_class_weight
 from tests.helpers.image_files import config_of, write_classes
 from tests.helpers.resumed_runs import assert_same_end, interrupt, stop_after
 from tests.helpers.small_runs import lines_of, small_config
-from visionattn.cli.ends import Stopped
+from visionattn.cli.exit_codes import Stopped
 from visionattn.data.data_config import DataConfig
 from visionattn.data.splits import build_splits, train_batches
 from visionattn.models.segmentation import IGNORED
@@ -22,7 +22,7 @@ from visionattn.training.class_weights import with_class_weights
 from visionattn.training.config import LossConfig, OptimConfig, TrainConfig, check
 from visionattn.training.losses import class_losses, dice_losses, pixel_losses
 from visionattn.training.objectives import Objective, PixelClasses
-from visionattn.training.options import parse_train
+from visionattn.training.train_flags import parse_train
 
 COUNTS = {"bird": 21, "cat": 3, "dog 2": 11}
 WEIGHTS = [0.3, 2.0, 1.0, 0.7]

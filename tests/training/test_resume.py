@@ -25,7 +25,7 @@ from tests.helpers.resumed_runs import (
     stop_after,
 )
 from tests.helpers.small_runs import Quadrants, quadrants, rows, same
-from visionattn.cli.ends import Stopped
+from visionattn.cli.exit_codes import Stopped
 from visionattn.data.batches import ORDER_STREAM, SampleKey, TrainBatches, Unreadable, seed_batch
 from visionattn.data.data_config import DataConfig
 from visionattn.training import engine, head_training

@@ -25,7 +25,7 @@ from tests.helpers.resumed_runs import (
 )
 from tests.helpers.small_runs import quadrants, same
 from visionattn.cli import files
-from visionattn.cli.ends import Stopped, run_tool
+from visionattn.cli.exit_codes import Stopped, run_tool
 from visionattn.data.data_config import DataConfig
 from visionattn.training import checkpoint, engine, run_folder, trainer
 from visionattn.training.config import OptimConfig, TrainConfig

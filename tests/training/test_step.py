@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from tests.helpers.small_runs import batch, small_config, small_trainer
-from visionattn.cli.ends import NonFinite
+from visionattn.cli.exit_codes import NonFinite
 from visionattn.cli.interruption import Interruption
 from visionattn.cli.progress import Progress
 from visionattn.training.config import OptimConfig
-from visionattn.training.finite import first_non_finite
+from visionattn.training.nonfinite_modules import first_non_finite
 from visionattn.training.optimize import (
     make_criterion,
     make_mixup,

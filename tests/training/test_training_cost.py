@@ -24,7 +24,7 @@ from tests.helpers.small_runs import (
     small_trainer,
 )
 from tests.helpers.stand_in_gpu import GPU, Card, OnProcessor
-from visionattn.cli.ends import DoesNotFit, exit_code, run_tool
+from visionattn.cli.exit_codes import DoesNotFit, exit_code, run_tool
 from visionattn.cli.tables import lasting
 from visionattn.data.batches import _BatchKeys
 from visionattn.data.buckets import canvases
@@ -33,7 +33,7 @@ from visionattn.model_config import ModelConfig
 from visionattn.models import cost
 from visionattn.models.building import build_model
 from visionattn.models.cost import SHARE, WORKER_BYTES, Expected
-from visionattn.models.machine import random_state
+from visionattn.models.devices import random_state
 from visionattn.training import engine, training_cost
 from visionattn.training.distributed import Processes
 from visionattn.training.run_folder import CONFIG, LAST, STATUS

@@ -19,7 +19,7 @@ from tests.helpers.resumed_runs import assert_same_end, interrupt, on_small_data
 from tests.helpers.several_processes import run_processes
 from tests.helpers.tools import assert_one_error
 from tests.helpers.vector_labels import NAMES, columns, config_of, rows_of, write_table
-from visionattn.cli.ends import Stopped, run_tool
+from visionattn.cli.exit_codes import Stopped, run_tool
 from visionattn.command import main
 from visionattn.data.splits import build_splits
 from visionattn.models.weights import DataSpec, load_model, read_spec

@@ -21,7 +21,7 @@ from tests.helpers.small_runs import (
     small_trainer,
 )
 from tests.helpers.tools import read_csv
-from visionattn.cli.ends import Stopped, run_tool
+from visionattn.cli.exit_codes import Stopped, run_tool
 from visionattn.command import run
 from visionattn.data.splits import build_splits, train_batches
 from visionattn.training.config import LossConfig, OptimConfig
@@ -29,7 +29,7 @@ from visionattn.training.distributed import joined
 from visionattn.training.engine import train
 from visionattn.training.losses import dice_losses, pixel_losses
 from visionattn.training.objectives import PixelClasses
-from visionattn.training.options import parse_train
+from visionattn.training.train_flags import parse_train
 from visionattn.training.validate import parse_validate
 
 COUNTS = {"bird": 9, "cat": 6, "dog 2": 12}

@@ -17,9 +17,9 @@ from tests.helpers.small_runs import lines, lines_of, small_config
 from tests.helpers.tools import assert_one_error, load_tool
 from visionattn.data.batches import SampleKey
 from visionattn.data.documents import draw_page
-from visionattn.data.drawn_images import seen_as
 from visionattn.data.geometry import Geometry
 from visionattn.data.splits import build_splits
+from visionattn.data.synthetic_images import seen_as
 from visionattn.model_config import ModelConfig
 from visionattn.models.export import check_exportable
 from visionattn.models.pixel_decoder import PixelDecoder

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from visionattn.cli.ends import Failed, is_out_of_memory
+from visionattn.cli.exit_codes import Failed, is_out_of_memory
 
 OUT_OF_MEMORY = 3
 """Exit code of a process that ran out of memory."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from visionattn.cli.ends import DoesNotFit
+from visionattn.cli.exit_codes import DoesNotFit
 from visionattn.cli.tables import sized
 
 MARGIN = 1.2

@@ -21,7 +21,7 @@ from itertools import pairwise
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from visionattn.cli.commands import program, typed
-from visionattn.cli.configs import find_config
+from visionattn.cli.shipped_configs import find_config
 from visionattn.cli.untrusted import brief, checked, from_yaml, read_yaml
 
 Config = TypeVar("Config")

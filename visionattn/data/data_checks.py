@@ -1,6 +1,6 @@
 """Check the options of a data set, and complete them by its name.
 
-``ranges.py`` checks ranges of numbers, and ``mask_values.py`` the options of masks.
+``option_ranges.py`` checks ranges of numbers, and ``mask_values.py`` the options of masks.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -9,12 +9,12 @@ from typing import Any
 
 from visionattn.cli.untrusted import checked
 from visionattn.data.data_config import PRESETS, DataConfig
+from visionattn.data.digits_and_canvas import CanvasArgs
 from visionattn.data.documents import LARGEST_PIECE_PX, SMALLEST_SIZE_PX
-from visionattn.data.drawn_images import SHORTEST, DrawnArgs
-from visionattn.data.embedded import CanvasArgs
 from visionattn.data.formats import check_reading
 from visionattn.data.geometry import Size, check_geometry, check_sides, pixels, sides
-from visionattn.data.ranges import check_ranges
+from visionattn.data.option_ranges import check_ranges
+from visionattn.data.synthetic_images import SHORTEST, DrawnArgs
 from visionattn.model_config import VECTOR_TASKS
 
 EMBEDDED = ("digits", "digits_pixel", "canvas", "documents", "copy")

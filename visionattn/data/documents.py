@@ -12,8 +12,8 @@ import numpy as np
 
 from visionattn.data.batches import SampleKey
 from visionattn.data.buckets import canvases
-from visionattn.data.drawn_images import DISTRACTOR, FIRST_CLASS, DrawnDataset, Split, paint
 from visionattn.data.geometry import Box, Geometry
+from visionattn.data.synthetic_images import DISTRACTOR, FIRST_CLASS, DrawnDataset, Split, paint
 from visionattn.data.typesetting import typeset
 
 CLASS_NAMES = ("bar", "pillar", "dot", "cross")
@@ -45,7 +45,7 @@ class Page(NamedTuple):
     label: int | None
     mark: Box
     mask: np.ndarray | None = None
-    """uint8 ``[height, width]``, as in ``drawn_images.py``: text is background, empty rings and
+    """uint8 ``[height, width]``, as in ``synthetic_images.py``: text is background, empty rings and
     squares are distractors. None if not requested.
     """
 

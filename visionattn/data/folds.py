@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from visionattn.data.embedded import stratified_split
+from visionattn.data.digits_and_canvas import stratified_split
 
 
 def hold_out(

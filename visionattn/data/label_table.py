@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from visionattn.data.folder_walk import composed, in_order, listed, split_of, suffix_of
 from visionattn.data.formats.reader import one_line, require
-from visionattn.data.walk import composed, in_order, listed, split_of, suffix_of
 from visionattn.model_config import Task
 
 if TYPE_CHECKING:

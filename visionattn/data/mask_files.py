@@ -1,7 +1,7 @@
 """Masks in files next to images, and the meaning of the values of all of them together.
 
-``tree.py`` finds the masks, ``mask_values.py`` turns the values of one mask into classes, and
-``images.py`` fits masks to the model's input size.
+``class_folders.py`` finds the masks, ``mask_values.py`` turns the values of one mask into classes,
+and ``images.py`` fits masks to the model's input size.
 """
 
 import importlib.util

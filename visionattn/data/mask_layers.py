@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
+from visionattn.data.class_folders import IMAGES, Placed, open_tree
 from visionattn.data.geometry import Size
 from visionattn.data.mask_files import MaskFiles
 from visionattn.data.mask_values import MasksSaid
 from visionattn.data.sources import Files
-from visionattn.data.tree import IMAGES, Placed, open_tree
 
 
 class LayerFiles(Files):

@@ -1,7 +1,7 @@
 """The user's own images: the images of ``data.root``, their classes or masks, and the images for
 training or evaluation.
 
-``tree.py`` opens folders and tars, ``streams.py`` opens streams.
+``class_folders.py`` opens folders and tars, ``streams.py`` opens streams.
 """
 
 import warnings
@@ -14,6 +14,24 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from timm.data.readers import create_reader
 
+from visionattn.data.class_folders import (
+    LAYOUT,
+    MASKED_LAYOUT,
+    Placed,
+    list_images,
+    open_masked_tree,
+    open_tree,
+    path_in,
+)
+from visionattn.data.folder_walk import (
+    SPLIT_NAMES,
+    LeftOut,
+    by_split,
+    composed,
+    in_order,
+    listed,
+    split_of,
+)
 from visionattn.data.folds import groups_of, hold_out
 from visionattn.data.formats import ReadOptions, Source, settle
 from visionattn.data.formats.reader import require
@@ -23,24 +41,6 @@ from visionattn.data.mask_files import MaskFiles, settle_classes
 from visionattn.data.mask_layers import MaskLayers, open_layers
 from visionattn.data.mask_values import MaskClasses, MasksSaid
 from visionattn.data.sources import Files, TableRows
-from visionattn.data.tree import (
-    LAYOUT,
-    MASKED_LAYOUT,
-    Placed,
-    list_images,
-    open_masked_tree,
-    open_tree,
-    path_in,
-)
-from visionattn.data.walk import (
-    SPLIT_NAMES,
-    LeftOut,
-    by_split,
-    composed,
-    in_order,
-    listed,
-    split_of,
-)
 from visionattn.model_config import Task
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 
 from visionattn.data.batches import EvalBatches, SampleKey, TrainBatches, Unreadable
 from visionattn.data.buckets import cell_px
+from visionattn.data.class_folders import LAYOUT, MASKED_LAYOUT
 from visionattn.data.data_checks import (
     USUAL_PX,
     args_of,
@@ -28,24 +29,23 @@ from visionattn.data.data_checks import (
     resolved,
 )
 from visionattn.data.data_config import DataConfig
-from visionattn.data.documents import CLASS_NAMES, DocumentsDataset, PagePieces
-from visionattn.data.drawn_images import CopyingDataset, DrawnDataset, Split, value_names
-from visionattn.data.embedded import (
+from visionattn.data.digits_and_canvas import (
     CanvasDataset,
     digit_splits,
     stratified_split,
 )
+from visionattn.data.documents import CLASS_NAMES, DocumentsDataset, PagePieces
+from visionattn.data.folder_walk import composed
 from visionattn.data.formats import COLOURED, LARGEST_IMAGE_PX, ReadOptions
 from visionattn.data.geometry import Geometry, Size, geometry_of, sides
 from visionattn.data.images import ArrayDataset, ImageDataset
 from visionattn.data.label_table import read_labels
 from visionattn.data.mask_values import said_of_masks
+from visionattn.data.option_ranges import fold_of
 from visionattn.data.own_images import check_there, find_images, find_in_table, find_masked
 from visionattn.data.pixel_cache import PixelCache
-from visionattn.data.ranges import fold_of
 from visionattn.data.streams import Shards, StreamEvalBatches, StreamTrainBatches, open_shards
-from visionattn.data.tree import LAYOUT, MASKED_LAYOUT
-from visionattn.data.walk import composed
+from visionattn.data.synthetic_images import CopyingDataset, DrawnDataset, Split, value_names
 from visionattn.models.weights import DataSpec
 
 if TYPE_CHECKING:

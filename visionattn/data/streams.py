@@ -25,10 +25,10 @@ from visionattn.data.batches import (
     collate,
     start_worker,
 )
+from visionattn.data.folder_walk import LeftOut, by_split, listed
 from visionattn.data.formats.reader import require
 from visionattn.data.geometry import Geometry
 from visionattn.data.images import see_array
-from visionattn.data.walk import LeftOut, by_split, listed
 
 if TYPE_CHECKING:
     from visionattn.data.augment import Augment

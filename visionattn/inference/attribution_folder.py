@@ -12,7 +12,7 @@ from PIL import Image
 
 from visionattn.cli.files import printable, whole_folder, write_text
 from visionattn.cli.progress import Progress
-from visionattn.inference import pictures
+from visionattn.inference import attribution_pictures
 from visionattn.inference.image_attribution import ImageAttribution, Look
 from visionattn.inference.image_listing import find_images
 from visionattn.inference.image_reading import ReadImages
@@ -95,45 +95,47 @@ class Looking:
             write_summary(place / SUMMARY, self.opened, self.options, numbers)
         say(f"{self.folder / PAGE}: attribution in {count} image{'s' if count > 1 else ''}")
 
-    def _canvas(self, index: int) -> tuple[Look, pictures.Canvas]:
+    def _canvas(self, index: int) -> tuple[Look, attribution_pictures.Canvas]:
         """Return the attribution in an image, and the image to draw it over."""
         look, sample = self.attribution.look(index)
         size = sample.height, sample.width
         most = REDUCED_PX if look.in_bands else MOST_DRAWN_PX
         is_larger = size[0] * size[1] > most
         image = self.images.reduced(index, most if is_larger else None)
-        return look, pictures.Canvas(image, size, look)
+        return look, attribution_pictures.Canvas(image, size, look)
 
-    def _drawn(self, look: Look, canvas: pictures.Canvas) -> Iterator[pictures.Picture]:
+    def _drawn(
+        self, look: Look, canvas: attribution_pictures.Canvas
+    ) -> Iterator[attribution_pictures.Picture]:
         """Yield the requested pictures of one image, as far as they exist."""
         show = self.options.show
         if "winners" in show and look.evidence.patches is not None:
-            yield pictures.winners(canvas)
+            yield attribution_pictures.winners(canvas)
         if "gradient" in show and look.evidence.gradient is not None:
-            yield pictures.gradient(canvas)
+            yield attribution_pictures.gradient(canvas)
         for row in look.rows:
-            yield pictures.row(canvas, row, self.options.term, self.options.head)
+            yield attribution_pictures.row(canvas, row, self.options.term, self.options.head)
         if look.components is not None:
-            yield pictures.features(canvas, self.attribution.features_block)
+            yield attribution_pictures.features(canvas, self.attribution.features_block)
 
     def _write_boxes(self, path: Path, index: int, numbers: dict[str, Any]) -> None:
         """Write the winning patches of an image as GeoJSON."""
         with self.images.opened(index) as reader:
             place = reader.georeference
         boxes = [
-            box_feature(each.pop("box"), numbers["class"], pictures.FOR, place, **each)
+            box_feature(each.pop("box"), numbers["class"], attribution_pictures.FOR, place, **each)
             for each in map(dict, numbers["winners"])
         ]
         write_geojson(path, boxes, place)
 
-    def _tables(self) -> pictures.Picture | None:
+    def _tables(self) -> attribution_pictures.Picture | None:
         """Return a picture of the model's relative tables; None if it has none."""
         blocks = [block.attn for block in self.opened.model.blocks]
         found = [(number, offset_weights(each)) for number, each in enumerate(blocks)]
         found = [(number, weights) for number, weights in found if weights is not None]
         if not found:
             return None
-        return pictures.tables(found, any(blocks[i].relative.signed for i, _ in found))
+        return attribution_pictures.tables(found, any(blocks[i].relative.signed for i, _ in found))
 
 
 def said(look: Look) -> list[str]:
@@ -161,7 +163,7 @@ def said(look: Look) -> list[str]:
     return lines
 
 
-def _write(folder: Path, prefix: str, picture: pictures.Picture) -> dict[str, Any]:
+def _write(folder: Path, prefix: str, picture: attribution_pictures.Picture) -> dict[str, Any]:
     """Write a picture into a folder from ``whole_folder``; return its entry for the page: a small
     version, and a detail at full resolution.
     """
@@ -180,7 +182,7 @@ def _write(folder: Path, prefix: str, picture: pictures.Picture) -> dict[str, An
     }
 
 
-def cut(picture: pictures.Picture) -> Image.Image:
+def cut(picture: attribution_pictures.Picture) -> Image.Image:
     """Return the part of a picture around its focus, without the sentences below it."""
     focus, ends = picture.focus, []
     assert focus is not None
@@ -209,7 +211,7 @@ def numbers_of(look: Look, term: str) -> dict[str, Any]:
         found["winners"] = [
             {"row": row, "column": column, "box": look.box(row, column)}
             | {"added": float(evidence.patches[row, column])}
-            for row, column in pictures.highest(evidence.patches, LISTED)
+            for row, column in attribution_pictures.highest(evidence.patches, LISTED)
             if evidence.patches[row, column] > 0
         ]
     if evidence.channels is not None:
@@ -222,7 +224,7 @@ def numbers_of(look: Look, term: str) -> dict[str, Any]:
         own["content"] = float(row.content.sum())
         own["highest"] = [
             {"row": place[0], "column": place[1], "weight": float(weights[place])}
-            for place in pictures.highest(weights, LISTED)
+            for place in attribution_pictures.highest(weights, LISTED)
         ]
         del own["relative"]
         rows.append(own)

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from visionattn.cli.ends import Stopped
+from visionattn.cli.exit_codes import Stopped
 from visionattn.cli.files import check_folder, locked, unfinished
 from visionattn.data.kept_features import BACKBONE
-from visionattn.inference.drawn import Digits, Division, Drawn
 from visionattn.inference.feature_options import ExtractOptions, check
 from visionattn.inference.image_listing import Listing, find_images
 from visionattn.inference.image_reading import ReadImages
@@ -38,6 +37,7 @@ from visionattn.inference.shards import (
     shard_paths,
     whole_shards,
 )
+from visionattn.inference.synthetic_sources import Digits, Division, Drawn
 from visionattn.models.patch_heads import PatchModel
 from visionattn.models.patches import last_map, pooled
 from visionattn.models.registration import split_args, with_head

@@ -197,7 +197,7 @@ def check(options: ExtractOptions) -> None:
 
 def _check_parts(options: ExtractOptions) -> None:
     """Check the options that divide a collection into parts."""
-    from visionattn.data.large.sink import SINKS
+    from visionattn.data.large.map_writing import SINKS
     from visionattn.inference.shards import Part
 
     ray = options.engine == "ray"

@@ -22,7 +22,8 @@ from torch import Tensor
 from visionattn.cli.files import whole_folder, write_whole
 from visionattn.cli.progress import Progress
 from visionattn.data.geometry import pixels
-from visionattn.inference.banding import WorkFolder
+from visionattn.inference.attribution_pictures import grid, picture_of
+from visionattn.inference.banded_inference import WorkFolder
 from visionattn.inference.generate_options import (
     ARRAY,
     PICTURE,
@@ -33,7 +34,6 @@ from visionattn.inference.generate_options import (
 from visionattn.inference.image_generation import Batch, Generated, Generation, open_decoder
 from visionattn.inference.image_listing import digest_of, find_images
 from visionattn.inference.picture_folder import write_summary
-from visionattn.inference.pictures import grid, picture_of
 from visionattn.inference.result_files import write_array, write_table
 
 FIELDS = ("file", "image", "completion", "path", "class", "given_rows", "bits_per_dim")

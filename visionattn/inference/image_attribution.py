@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visionattn.cli.ends import OutOfMemory, is_out_of_memory
+from visionattn.cli.exit_codes import OutOfMemory, is_out_of_memory
 from visionattn.cli.untrusted import brief
 from visionattn.data.geometry import Box, Size, View, pixels
-from visionattn.inference.banding import Banding
+from visionattn.inference.banded_inference import Banding
 from visionattn.inference.image_reading import ReadImages, Sample
 from visionattn.inference.look_options import CLASS, SHOWN, TOP, LookOptions, parse_queries
 from visionattn.inference.model_opening import Opened

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from visionattn.cli.ends import OutOfMemory, is_out_of_memory
+from visionattn.cli.exit_codes import OutOfMemory, is_out_of_memory
 from visionattn.cli.files import first_line
 from visionattn.inference.image_reading import ReadImages, Sample
 from visionattn.inference.model_opening import Opened
 from visionattn.models.cost import Compute
-from visionattn.models.machine import autocast
+from visionattn.models.devices import autocast
 from visionattn.models.patches import takes_sizes
 from visionattn.models.segmentation import Segmenter
 

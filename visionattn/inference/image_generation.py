@@ -14,7 +14,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from visionattn.cli.ends import OutOfMemory, is_out_of_memory
+from visionattn.cli.exit_codes import OutOfMemory, is_out_of_memory
 from visionattn.cli.progress import Progress
 from visionattn.data.geometry import Geometry, Size, pixels, sides
 from visionattn.inference.generate_options import GenerateOptions, check
@@ -24,7 +24,7 @@ from visionattn.inference.image_reading import ReadImages
 from visionattn.inference.inference_options import options_of_call
 from visionattn.inference.model_opening import Opened
 from visionattn.inference.value_sampling import sample_values
-from visionattn.models.machine import autocast, pick_device
+from visionattn.models.devices import autocast, pick_device
 from visionattn.models.patches import in_eval
 from visionattn.models.pixel_decoder import PixelDecoder
 from visionattn.models.weights import check_finite, described, load_model, read_metadata
@@ -77,7 +77,7 @@ def generate(model: nn.Module | str | Path, count: int | None = None, **options:
         ValueError, FileNotFoundError: the model generates no images, or an option or an image is
             wrong; one line.
         TypeError: there is no such option.
-        OutOfMemory: a batch does not fit into memory; defined in ``visionattn.cli.ends``.
+        OutOfMemory: a batch does not fit into memory; defined in ``visionattn.cli.exit_codes``.
     """
     images, seed = options.pop("complete", None), options.pop("seed", 0)
     if options.get("classes") is not None:

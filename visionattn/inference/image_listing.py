@@ -16,9 +16,9 @@ from einops import rearrange
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from visionattn.data.folder_walk import TEXTS, LeftOut, images_below, suffix_of
 from visionattn.data.formats import Source, check_file, extensions, is_folder_format
 from visionattn.data.sources import Files
-from visionattn.data.walk import TEXTS, LeftOut, images_below, suffix_of
 
 Picture = Image.Image | np.ndarray | Tensor
 Images = str | Path | Picture | Sequence[str | Path] | Sequence[Picture]

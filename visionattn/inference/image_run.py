@@ -9,12 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from visionattn.cli.ends import Failed
+from visionattn.cli.exit_codes import Failed
 from visionattn.cli.files import first_line
 from visionattn.cli.progress import Progress
 from visionattn.data.geometry import pixels
-from visionattn.inference.banding import Banding, folder_of
-from visionattn.inference.forecast import outlook
+from visionattn.inference.banded_inference import Banding, folder_of
 from visionattn.inference.image_batches import (
     Outcome,
     batch_samples,
@@ -24,6 +23,7 @@ from visionattn.inference.image_batches import (
 )
 from visionattn.inference.image_listing import Listing
 from visionattn.inference.image_reading import ReadImages
+from visionattn.inference.inference_estimate import outlook
 from visionattn.inference.inference_options import InferenceOptions
 from visionattn.inference.model_opening import Opened
 from visionattn.models.cost import Compute
@@ -146,7 +146,12 @@ def over_tiles_of(
     Raises:
         ValueError: tiles are not whole patches, or no image would be larger than a tile; one line.
     """
-    from visionattn.models.large.tiles import cell_of, check_tiles, over_tiles, usual_overlap
+    from visionattn.models.large.tiled_inference import (
+        cell_of,
+        check_tiles,
+        over_tiles,
+        usual_overlap,
+    )
 
     blended = convert is not None or compute is last_map
     patch_px = cell_of(opened.model, "dense" if compute is last_map else "logits")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from visionattn.cli.untrusted import checked
-from visionattn.data.ranges import check_workers
+from visionattn.data.option_ranges import check_workers
 from visionattn.model_config import Fit
 
 NATIVE = "native"

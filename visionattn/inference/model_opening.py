@@ -31,7 +31,7 @@ from visionattn.models.building import (
     fixed_size,
     patch_size,
 )
-from visionattn.models.machine import pick_device, precision_taken
+from visionattn.models.devices import pick_device, precision_taken
 from visionattn.models.patch_heads import PatchClassifier, PatchModel
 from visionattn.models.patches import takes_sizes
 from visionattn.models.registration import check_reads, create, split_args
@@ -328,7 +328,7 @@ def _by_name(
     if not options.checkpoint:
         note = f"{name} with random weights (seed {options.seed}), as --checkpoint is missing"
         return model, args, spec, [note]
-    from visionattn.models.placement import place_weights
+    from visionattn.models.weight_placement import place_weights
 
     placement = place_weights(model, name, options.checkpoint)
     if not placement.missing:

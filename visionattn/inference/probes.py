@@ -2,7 +2,7 @@
 against masks on feature maps.
 
 This module selects the samples, fits and evaluates the classifiers, and formats the results. It
-identifies features by the paths of their images; ``data/drawn_images.py`` labels patches.
+identifies features by the paths of their images; ``data/synthetic_images.py`` labels patches.
 """
 
 import warnings
@@ -15,13 +15,13 @@ import numpy as np
 from einops import rearrange
 from torch import Tensor
 
-from visionattn.data.drawn_images import BACKGROUND, DISTRACTOR, FIRST_CLASS, patch_labels
 from visionattn.data.geometry import Size
 from visionattn.data.label_table import read_labels
 from visionattn.data.own_images import find_images, find_in_table
-from visionattn.inference.drawn import Division, Drawn
+from visionattn.data.synthetic_images import BACKGROUND, DISTRACTOR, FIRST_CLASS, patch_labels
 from visionattn.inference.image_reading import ReadImages
 from visionattn.inference.shards import read_features
+from visionattn.inference.synthetic_sources import Division, Drawn
 from visionattn.models.pixel_classes import ious_of
 
 if TYPE_CHECKING:

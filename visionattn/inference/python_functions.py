@@ -80,7 +80,7 @@ def predict(model: Model, images: Images, **options: Any) -> Predictions:
             read or gives no finite result; one line with its name.
         TypeError: there is no such option.
         OutOfMemory, Failed: one image does not fit into memory or ``memory_gib``, or a loading
-            process ended; defined in ``visionattn.cli.ends``.
+            process ended; defined in ``visionattn.cli.exit_codes``.
     """
     asked = options_of_call(PredictOptions, {"workers": 0} | options)
     found = Predictions([], torch.empty(0), [])

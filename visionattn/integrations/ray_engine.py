@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from visionattn.cli.ends import Failed, OutOfMemory, Stopped, exit_code, in_one_line
+from visionattn.cli.exit_codes import Failed, OutOfMemory, Stopped, exit_code, in_one_line
 from visionattn.cli.files import first_line, locked
 from visionattn.cli.interruption import Interruption
 from visionattn.cli.progress import Progress

@@ -22,19 +22,19 @@ from visionattn.cli.files import check_free, write_text, write_whole
 from visionattn.cli.parsing import parse, with_first
 from visionattn.cli.provenance import provenance_of, summary
 from visionattn.cli.tables import Record, csv_text, heading, line
-from visionattn.data.ranges import check_workers
+from visionattn.data.option_ranges import check_workers
 from visionattn.lab import papers, targets
+from visionattn.lab.case_comparison import COLUMNS, Plan, cells_of, measure_together, record_of
 from visionattn.lab.case_memory import build
 from visionattn.lab.cases import Case, check_sizes
-from visionattn.lab.compare import COLUMNS, Plan, cells_of, measure_together, record_of
+from visionattn.lab.compared_models import has_forms
+from visionattn.lab.compared_operations import FORMED
 from visionattn.lab.gpu.gpu_table import benchmark_gpu
-from visionattn.lab.networks import has_forms
-from visionattn.lab.operations import FORMED
-from visionattn.models.machine import pick_device
+from visionattn.models.devices import pick_device
 from visionattn.ops.attentions import FormChoice
 
 if TYPE_CHECKING:  # reading images needs libraries that a machine with a GPU may lack
-    from visionattn.lab.loader import LoaderCase
+    from visionattn.lab.loader_benchmark import LoaderCase
 
 Print = Callable[[str], None]
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
@@ -388,7 +388,7 @@ class LoaderOptions(BenchmarkOptions):
 
     def prepare(self) -> "list[LoaderCase]":
         """Find the images, and return the cases to measure."""
-        from visionattn.lab.loader import loader_cases
+        from visionattn.lab.loader_benchmark import loader_cases
 
         if not self.names:
             raise ValueError("nothing to load; see the example of --help")
@@ -405,11 +405,11 @@ class LoaderOptions(BenchmarkOptions):
 
     def run(self, cases: "Sequence[LoaderCase]", provenance: Record, show: Print) -> None:
         """Measure the loading throughput; print the measured steps and a row for each case."""
-        from visionattn.lab import loader
+        from visionattn.lab import loader_benchmark
 
-        show(f"{loader.COUNTED}\n")
-        rows = loader.measure_loaders(cases, rounds=self.rounds, seconds=self.seconds)
-        self.tell(rows, loader.COLUMNS, provenance, show)
+        show(f"{loader_benchmark.COUNTED}\n")
+        rows = loader_benchmark.measure_loaders(cases, rounds=self.rounds, seconds=self.seconds)
+        self.tell(rows, loader_benchmark.COLUMNS, provenance, show)
 
 
 COMMANDS: dict[str, type[BenchmarkOptions]] = {

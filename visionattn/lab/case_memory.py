@@ -14,10 +14,10 @@ from visionattn.lab.measure import peak_bytes
 def build(case: Case, device: str = "cpu") -> Work:
     """Build the operation or the model of a case, with its inputs."""
     if case.kind == "operation":
-        from visionattn.lab.operations import build_operation
+        from visionattn.lab.compared_operations import build_operation
 
         return build_operation(case, device)
-    from visionattn.lab.networks import build_network
+    from visionattn.lab.compared_models import build_network
 
     return build_network(case, device)
 

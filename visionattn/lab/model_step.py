@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from visionattn.lab.measure import bytes_kept
-from visionattn.models.machine import autocast
+from visionattn.models.devices import autocast
 from visionattn.training.config import OptimConfig
 from visionattn.training.optimize import OptimizerStep
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from visionattn.cli.files import write_text, write_whole
 from visionattn.cli.provenance import summary
 from visionattn.cli.tables import Record, csv_text, heading, line, markdown
+from visionattn.lab.case_comparison import COLUMNS, Plan, cells_of, measure_together, record_of
 from visionattn.lab.cases import Case
 from visionattn.lab.charts import Chart, Look, Mark, Series, png
-from visionattn.lab.compare import COLUMNS, Plan, cells_of, measure_together, record_of
 from visionattn.lab.figures import MIB, SHAPES, chosen, distinct, scaled, size_chart, value_of
 
 Print = Callable[[str], None]
@@ -119,7 +119,7 @@ def images_per_second(row: Record) -> float | None:
 
 def crossover_cases(quick: bool) -> Iterator[list[Case]]:
     """Yield both forms of one head, for N around the published crossover of each width."""
-    from visionattn.ops.published import N0
+    from visionattn.ops.published_costs import N0
 
     for width in (8, 16) if quick else (8, 16, 32, 64):
         middle = round(math.log2(N0(width)))
@@ -152,7 +152,7 @@ def crossings(rows: Sequence[Record]) -> list[Record]:
     """Return, for each width, the measured crossovers in time and in memory, next to the published
     N0 and N1.
     """
-    from visionattn.ops.published import N0, N1
+    from visionattn.ops.published_costs import N0, N1
 
     table = []
     for (width,) in distinct(rows, "width"):
@@ -172,7 +172,7 @@ def crossover_charts(rows: Sequence[Record]) -> list[Chart]:
     """Return charts of time and memory of both forms, a row for each width, with lines at the
     measured and the published crossover.
     """
-    from visionattn.ops.published import N0, N1
+    from visionattn.ops.published_costs import N0, N1
 
     charts = []
     for (width,) in distinct(rows, "width"):

@@ -9,9 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from visionattn.cli.tables import Record
-from visionattn.lab.case_memory import build, case_peak_bytes
-from visionattn.lab.cases import Case
-from visionattn.lab.compare import (
+from visionattn.lab.case_comparison import (
     Plan,
     Row,
     case_bytes_kept,
@@ -21,6 +19,8 @@ from visionattn.lab.compare import (
     spread,
     status_of,
 )
+from visionattn.lab.case_memory import build, case_peak_bytes
+from visionattn.lab.cases import Case
 
 COLUMNS = {name: name for name in ("what", "at", "reach", "measured", "low", "high", "met")}
 COLUMNS |= {"time": "seconds", "baseline time": "baseline_seconds", "rounds": "rounds"}

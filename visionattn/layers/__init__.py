@@ -1,7 +1,7 @@
 """Modules with parameters, built from the operations."""
 
-from visionattn.layers.attention import Attention
+from visionattn.layers.attention_layer import Attention
 from visionattn.layers.block import Block
-from visionattn.layers.position import RelativeTables
+from visionattn.layers.position_tables import RelativeTables
 
 __all__ = ["Attention", "Block", "RelativeTables"]

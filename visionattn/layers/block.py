@@ -3,7 +3,7 @@
 from timm.layers import DropPath, LayerNorm, LayerScale, Mlp
 from torch import Tensor, nn
 
-from visionattn.layers.attention import Attention
+from visionattn.layers.attention_layer import Attention
 from visionattn.layout import TokenLayout
 
 

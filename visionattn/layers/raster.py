@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from visionattn.layers.attention import Attention
-from visionattn.layers.position import START_FLOOR, START_NOISE, START_PEAK, entries
+from visionattn.layers.attention_layer import Attention
+from visionattn.layers.position_tables import START_FLOOR, START_NOISE, START_PEAK, entries
 from visionattn.layout import TokenLayout
 from visionattn.ops.feature_maps import RandomFeatures, get_feature_map, is_per_token
-from visionattn.ops.position.kinds import Flat, Normalization
+from visionattn.ops.position.relative_position import Flat, Normalization
 from visionattn.ops.recurrence import KeyValueCache, PastTable, RecurrentState
 
 PEAKS = ((0, 1), (1, 0), (1, 1), (1, -1), (0, 2), (2, 0), (1, 2), (0, 3))
@@ -37,7 +37,7 @@ class RasterTables(nn.Module):
         rows: number of rows above with entries of their own.
         reach: number of pixels on each side with entries of their own.
         channels: values per pixel, adjacent in the sequence.
-        normalization: "mean" or "sum"; see ``visionattn.ops.position.kinds``.
+        normalization: "mean" or "sum"; see ``visionattn.ops.position.relative_position``.
         signed: use the parameters unchanged, for softmax attention.
 
     Source: Scaleformer, section 4 (clipped relative position); rows and columns are ours.

@@ -21,7 +21,7 @@ from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.mixed_blocks import places_of_blocks
 from visionattn.models.patch_heads import PatchClassifier
 from visionattn.models.segmentation import Segmenter
-from visionattn.ops.rows import Rows
+from visionattn.ops.attention_rows import Rows
 
 POOLED = {
     "max": "each channel of the pooled features comes from the patch where it is largest, which "

@@ -31,8 +31,8 @@ from visionattn.models.patches import (
 )
 from visionattn.models.state_dicts import fit_position, fitted_whole
 from visionattn.ops import count_classes
+from visionattn.ops.attention_sums import accumulation_dtype
 from visionattn.ops.checks import refuse_tracing
-from visionattn.ops.sums import accumulation_dtype
 
 PREFIX_STD = 0.02
 """Initial standard deviation of class and register tokens in models with an output gate.
@@ -77,7 +77,7 @@ class VisionAttnTransformer(VisionTransformer):
         horizon: R in patches, default 3; offsets beyond it share the outermost entries. For windows
             it is always ``window_size - 1``, with an entry for each offset.
         normalization: "mean" (default) or "sum" over the keys of a class; see
-            ``visionattn.ops.position.kinds``.
+            ``visionattn.ops.position.relative_position``.
         pos_embed: "none", or "learn" for absolute position, resampled to other grids.
         pos_antialias: False resamples it with plain bicubic interpolation, as the original DINOv2
             does, and not with timm's antialiased one.

@@ -13,7 +13,7 @@ from timm.layers import to_2tuple
 from torch import nn
 
 import visionattn.models  # noqa: F401  registers the models
-from visionattn.cli.ends import is_out_of_memory
+from visionattn.cli.exit_codes import is_out_of_memory
 from visionattn.cli.files import first_line
 from visionattn.model_config import ModelConfig
 from visionattn.models.patches import wrong_size

@@ -22,10 +22,10 @@ from timm.models._manipulate import adapt_input_conv
 from torch import Tensor, nn
 
 from visionattn.cli.commands import typed
-from visionattn.cli.ends import is_out_of_memory
+from visionattn.cli.exit_codes import is_out_of_memory
 from visionattn.cli.files import check_free, first_line
 from visionattn.cli.untrusted import brief
-from visionattn.layers.changed import has_hooks
+from visionattn.layers.hook_detection import has_hooks
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.entry_points import model_cfg, register
 from visionattn.models.mixed_blocks import places_of_blocks

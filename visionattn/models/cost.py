@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from visionattn.cli.ends import is_out_of_memory
+from visionattn.cli.exit_codes import is_out_of_memory
 from visionattn.cli.memory import (
     SHARE,
     check_fits,
@@ -33,7 +33,7 @@ from visionattn.cli.memory import (
 )
 from visionattn.cli.tables import lasting, sized
 from visionattn.models.building import fixed_size
-from visionattn.models.machine import autocast, random_state, restore_random_state
+from visionattn.models.devices import autocast, random_state, restore_random_state
 from visionattn.models.patches import call, input_size
 from visionattn.models.weights import DataSpec
 from visionattn.ops.chunking import only_few

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from visionattn.layers.attention import idle_options
-from visionattn.layers.position import RelativeTables
+from visionattn.layers.attention_layer import idle_options
+from visionattn.layers.position_tables import RelativeTables
 from visionattn.ops.attentions import get_attention
 
 MANY_TOKENS = 16384

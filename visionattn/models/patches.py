@@ -21,9 +21,9 @@ from timm.models import register_notrace_function, register_notrace_module
 from torch import Tensor, nn
 
 from visionattn.layout import Grid, TokenLayout
+from visionattn.ops.attention_sums import accumulation_dtype, product
 from visionattn.ops.checks import check_device, described
 from visionattn.ops.nonfinite import is_readable
-from visionattn.ops.sums import accumulation_dtype, product
 
 
 @register_notrace_module

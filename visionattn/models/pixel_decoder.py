@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from visionattn.layers.block import Block
-from visionattn.layers.changed import check_unchanged
+from visionattn.layers.hook_detection import check_unchanged
 from visionattn.layers.raster import RasterAttention
 from visionattn.layout import Grid, TokenLayout
 from visionattn.models.registration import register_writer

@@ -2,16 +2,22 @@
 
 from importlib.util import find_spec
 
-import visionattn.ops.plain  # noqa: F401  lets exporters put plain operations in place of operators
+import visionattn.ops.plain_forms  # noqa: F401  lets exporters put plain operations in place of operators
+from visionattn.ops.attention_additions import centred_keys, value_convolution
+from visionattn.ops.attention_sums import Sums
 from visionattn.ops.feature_maps import RandomFeatures
-from visionattn.ops.kernelized.attention import kernelized_attention
-from visionattn.ops.local import centred_keys, value_convolution
+from visionattn.ops.kernelized.kernelized_attention import kernelized_attention
 from visionattn.ops.operator import count_operations
-from visionattn.ops.position.kinds import Axial, Flat, Joint, RelativePosition, count_classes
+from visionattn.ops.position.relative_position import (
+    Axial,
+    Flat,
+    Joint,
+    RelativePosition,
+    count_classes,
+)
 from visionattn.ops.softmax import softmax_attention
 from visionattn.ops.states import KernelState, TaylorState, attend, step, summarize
-from visionattn.ops.sums import Sums
-from visionattn.ops.taylorshift.attention import taylorshift_attention
+from visionattn.ops.taylorshift.taylorshift_attention import taylorshift_attention
 from visionattn.ops.window import window_attention
 
 OPERATIONS = {

@@ -13,7 +13,8 @@ FormChoice = Literal["auto", "direct", "efficient"]
 """How to compute an attention.
 
 "direct" computes the weights of all pairs, quadratic in the number of tokens; "efficient" is
-linear. Both compute the same result. "auto" takes the form that ``choice.py`` expects to be faster.
+linear. Both compute the same result. "auto" takes the form that ``form_choice.py`` expects to be
+faster.
 """
 FORM_CHOICES: tuple[str, ...] = get_args(FormChoice)
 FORMS = FORM_CHOICES[1:]

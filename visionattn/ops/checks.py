@@ -8,7 +8,7 @@ from torch import Tensor
 from visionattn.layout import Grid, TokenLayout
 from visionattn.ops.attentions import FORM_CHOICES
 from visionattn.ops.nonfinite import is_readable
-from visionattn.ops.position.kinds import Flat, Joint, RelativePosition, tables_of
+from visionattn.ops.position.relative_position import Flat, Joint, RelativePosition, tables_of
 
 
 def refuse_tracing() -> None:

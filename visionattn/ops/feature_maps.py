@@ -6,8 +6,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from visionattn.ops.attention_sums import accumulation_dtype, product
 from visionattn.ops.nonfinite import may_be_read
-from visionattn.ops.sums import accumulation_dtype, product
 
 LOW = -10.0
 """Below this, ``elu1`` is less than 5e-5; below -87 it is 0 in float32."""

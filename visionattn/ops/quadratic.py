@@ -6,8 +6,8 @@ Functions of plain tensors, without autograd.
 import torch
 from torch import Tensor
 
+from visionattn.ops.attention_sums import add_product, wide
 from visionattn.ops.chunking import chunks
-from visionattn.ops.sums import add_product, wide
 
 BLOCK_QUERIES = 256
 BLOCK_ELEMENTS = 1 << 20

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from visionattn.ops.attention_sums import accumulation_dtype, divisor_of
 from visionattn.ops.feature_maps import (
     FEATURE_MAPS,
     FeatureMap,
@@ -26,8 +27,7 @@ from visionattn.ops.feature_maps import (
     query_features,
 )
 from visionattn.ops.operator import without_autocast
-from visionattn.ops.position.kinds import Flat
-from visionattn.ops.sums import accumulation_dtype, divisor_of
+from visionattn.ops.position.relative_position import Flat
 
 
 class PastTable:

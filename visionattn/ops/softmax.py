@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from visionattn.ops.attention_sums import drop_values
 from visionattn.ops.checks import check_attention, check_options
 from visionattn.ops.nonfinite import finite_inputs, masked
 from visionattn.ops.operator import without_autocast
-from visionattn.ops.position.kinds import Flat, Joint, RelativePosition, mask_absent
-from visionattn.ops.position.scores import relative_scores
-from visionattn.ops.sums import drop_values
+from visionattn.ops.position.position_scores import relative_scores
+from visionattn.ops.position.relative_position import Flat, Joint, RelativePosition, mask_absent
 
 
 def _flat_bias(q: Tensor, table: Tensor, num_keys: int, prefix: int = 0) -> Tensor:

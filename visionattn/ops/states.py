@@ -14,6 +14,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from visionattn.ops.attention_sums import Sums, accumulation_dtype, product
 from visionattn.ops.attentions import ATTENTIONS
 from visionattn.ops.checks import (
     check_coefficients,
@@ -29,12 +30,11 @@ from visionattn.ops.feature_maps import (
     map_name,
     query_features,
 )
-from visionattn.ops.kernelized.eager import kernel_sums
+from visionattn.ops.kernelized.kernelized_eager import kernel_sums
 from visionattn.ops.operator import without_autocast
-from visionattn.ops.position.kinds import key_counts
-from visionattn.ops.sums import Sums, accumulation_dtype, product
-from visionattn.ops.taylorshift.features import feature_weights, unit
-from visionattn.ops.taylorshift.state import expand_state, feature_state
+from visionattn.ops.position.relative_position import key_counts
+from visionattn.ops.taylorshift.taylorshift_features import feature_weights, unit
+from visionattn.ops.taylorshift.taylorshift_state import expand_state, feature_state
 
 Coefficients = tuple[float, float, float]
 COEFFICIENTS: Coefficients = (0.5, 1.0, 1.0)

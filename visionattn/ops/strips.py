@@ -20,14 +20,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visionattn.layout import Grid
+from visionattn.ops.attention_sums import Sums
 from visionattn.ops.chunking import chunks
 from visionattn.ops.feature_maps import elu1, is_tiny, raised
 from visionattn.ops.operator import without_autocast
-from visionattn.ops.position.axial import RowClasses
-from visionattn.ops.position.joint import class_sums
-from visionattn.ops.position.kinds import Axial, Flat, Joint, RelativePosition, axis_counts
+from visionattn.ops.position.axial_position import RowClasses
+from visionattn.ops.position.joint_position import class_sums
+from visionattn.ops.position.relative_position import (
+    Axial,
+    Flat,
+    Joint,
+    RelativePosition,
+    axis_counts,
+)
 from visionattn.ops.states import KernelState, State, attend
-from visionattn.ops.sums import Sums
 
 LINE_ELEMENTS = 1 << 22
 

@@ -25,17 +25,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visionattn.layout import TokenLayout
+from visionattn.ops.attention_sums import accumulation_dtype, drop_values, tokens_first
 from visionattn.ops.checks import check_attention, check_layout, check_options
 from visionattn.ops.chunking import chunks
 from visionattn.ops.nonfinite import is_known_finite
 from visionattn.ops.operator import contiguous_like, differentiate, operator, without_autocast
-from visionattn.ops.position.kinds import Axial, Flat, Joint, RelativePosition
-from visionattn.ops.position.scores import (
+from visionattn.ops.position.position_scores import (
     relative_scores,
     relative_scores_backward,
     score_flops,
 )
-from visionattn.ops.sums import accumulation_dtype, drop_values, tokens_first
+from visionattn.ops.position.relative_position import Axial, Flat, Joint, RelativePosition
 
 WINDOW_SIZE = 7
 """Default number of patches along a side of a window, as in Swin."""

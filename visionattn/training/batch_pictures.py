@@ -12,9 +12,9 @@ from torch.nn.functional import one_hot
 
 from visionattn.cli.files import check_free, write_whole
 from visionattn.data.batches import Batch, seed_batch
-from visionattn.data.drawn_images import seen_as
 from visionattn.data.geometry import Geometry
 from visionattn.data.splits import check_root, training_geometry
+from visionattn.data.synthetic_images import seen_as
 from visionattn.model_config import VECTOR_TASKS
 from visionattn.models.pixel_classes import striped
 from visionattn.models.segmentation import IGNORED

@@ -22,8 +22,8 @@ from torch import nn
 from visionattn.cli.files import first_line, flush_folder, write_whole
 from visionattn.cli.untrusted import brief, from_json
 from visionattn.data.data_checks import WHOLE
+from visionattn.data.folder_walk import composed, listed
 from visionattn.data.splits import Splits
-from visionattn.data.walk import composed, listed
 from visionattn.model_config import ModelConfig
 from visionattn.models.building import build_model, check_args
 from visionattn.models.conversion import (
@@ -36,8 +36,8 @@ from visionattn.models.conversion import (
     open_teacher,
 )
 from visionattn.models.mixed_blocks import places_of_blocks
-from visionattn.models.placement import place_weights
 from visionattn.models.registration import DEFAULTS, complete, is_ours, split_args, with_head
+from visionattn.models.weight_placement import place_weights
 from visionattn.models.weights import (
     FORMAT,
     UNREADABLE,

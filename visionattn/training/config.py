@@ -2,7 +2,7 @@
 the flags of ``visionattn train``.
 
 This module has names, types, defaults, and the checks without data and model. The docstring under a
-field is its help text. ``options.py`` reads the flags.
+field is its help text. ``train_flags.py`` reads the flags.
 """
 
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Literal
 
 from visionattn.data.data_config import DataConfig
-from visionattn.data.ranges import check_ranges, check_signs
+from visionattn.data.option_ranges import check_ranges, check_signs
 from visionattn.model_config import VECTOR_TASKS, Fit, ModelConfig
 
 

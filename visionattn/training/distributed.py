@@ -33,7 +33,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from visionattn.cli.ends import (
+from visionattn.cli.exit_codes import (
     Failed,
     NonFinite,
     OutOfMemory,
@@ -43,9 +43,9 @@ from visionattn.cli.ends import (
 )
 from visionattn.cli.files import first_line
 from visionattn.cli.interruption import Interrupted
+from visionattn.models.devices import pick_device
 from visionattn.models.large.row_parallel import RowParallel, check_dropout, parallelize
 from visionattn.models.large.row_parallel import check_model as check_divisible
-from visionattn.models.machine import pick_device
 from visionattn.training.config import TrainConfig
 
 Item = TypeVar("Item")

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from visionattn.cli.ends import (
+from visionattn.cli.exit_codes import (
     DoesNotFit,
     Failed,
     OutOfMemory,

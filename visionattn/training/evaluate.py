@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from visionattn.model_config import VECTOR_TASKS
-from visionattn.models.machine import autocast
+from visionattn.models.devices import autocast
 from visionattn.models.patches import in_eval, takes_sizes
 from visionattn.models.pixel_classes import average_precisions_of, ious_of
 from visionattn.models.weights import DataSpec

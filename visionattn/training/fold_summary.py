@@ -8,7 +8,7 @@ from typing import Any
 from visionattn.cli.files import write_text
 from visionattn.cli.tables import csv_text, markdown
 from visionattn.cli.untrusted import read_json, read_yaml
-from visionattn.data.ranges import fold_name, fold_of
+from visionattn.data.option_ranges import fold_name, fold_of
 from visionattn.training.checkpoint import BestFigures, best_figures
 from visionattn.training.config import TrainConfig
 from visionattn.training.run_folder import BEST, CONFIG, STATUS

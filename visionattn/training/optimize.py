@@ -10,7 +10,7 @@ from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler
 from timm.scheduler.scheduler import Scheduler
 from torch import Tensor, nn
 
-from visionattn.models.machine import autocast
+from visionattn.models.devices import autocast
 from visionattn.training.config import OptimConfig
 from visionattn.training.objectives import make_criterion
 

@@ -16,7 +16,7 @@ from typing import Any, Required, TextIO
 from typing_extensions import TypedDict
 
 from visionattn.cli.commands import typed
-from visionattn.cli.ends import (
+from visionattn.cli.exit_codes import (
     DoesNotFit,
     NonFinite,
     OutOfMemory,

@@ -21,7 +21,7 @@ from visionattn.cli.untrusted import brief
 from visionattn.models.building import patch_size
 from visionattn.models.entry_points import images_cfg
 from visionattn.models.weights import check_finite, described, load_model, read_metadata
-from visionattn.training.card import card_of
+from visionattn.training.model_card import card_of
 
 HUB = re.compile(r"hf-hub:([\w.-]+/[\w.-]+)")
 SCHEME = re.compile(r"(hf[-_]hub|local-dir|https?):")

@@ -18,20 +18,20 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from visionattn.cli.ends import NonFinite
+from visionattn.cli.exit_codes import NonFinite
 from visionattn.cli.files import write_json
 from visionattn.cli.interruption import Interruption
 from visionattn.cli.progress import Progress
 from visionattn.data.batches import Batch, EvalBatches, seed_batch
-from visionattn.data.drawn_images import seen_as
 from visionattn.data.geometry import geometry_of
 from visionattn.data.images import ImageDataset
 from visionattn.data.splits import Splits, eval_batches, train_batches, training_geometry
 from visionattn.data.streams import StreamEvalBatches, StreamTrainBatches
+from visionattn.data.synthetic_images import seen_as
 from visionattn.model_config import VECTOR_TASKS
 from visionattn.models.building import patch_size
+from visionattn.models.devices import autocast, random_state, restore_random_state
 from visionattn.models.large.row_parallel import cut_rows
-from visionattn.models.machine import autocast, random_state, restore_random_state
 from visionattn.models.patches import input_size, takes_sizes
 from visionattn.models.registration import complete
 from visionattn.models.weights import DataSpec
@@ -48,10 +48,10 @@ from visionattn.training.distributed import (
 )
 from visionattn.training.epoch_advice import one_class, overfitting
 from visionattn.training.evaluate import Evaluation, OutputEvaluation, Tally, evaluate
-from visionattn.training.finite import name_fault
 from visionattn.training.freezing import begin_training
 from visionattn.training.head_training import ModelFiles
 from visionattn.training.mistakes import SplitName, by_class
+from visionattn.training.nonfinite_modules import name_fault
 from visionattn.training.objectives import Objective, objective_of
 from visionattn.training.optimize import (
     OptimizerStep,

@@ -33,7 +33,7 @@ from visionattn.models.cost import (
     images_that_fit,
     whole_bytes,
 )
-from visionattn.models.machine import autocast
+from visionattn.models.devices import autocast
 from visionattn.models.patches import in_eval, takes_sizes
 from visionattn.models.weights import DataSpec
 from visionattn.training.config import TrainConfig

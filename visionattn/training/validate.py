@@ -14,20 +14,20 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from visionattn.cli.ends import is_out_of_memory
+from visionattn.cli.exit_codes import is_out_of_memory
 from visionattn.cli.files import check_free, write_text
 from visionattn.cli.parsing import field_types, flags_of, parse
 from visionattn.cli.progress import Progress
 from visionattn.cli.provenance import provenance
 from visionattn.data.buckets import cell_px
 from visionattn.data.data_config import DataConfig
-from visionattn.data.drawn_images import seen_as
+from visionattn.data.folder_walk import listed
 from visionattn.data.geometry import Geometry, check_geometry, pixels, sides
 from visionattn.data.mask_files import check_judged
 from visionattn.data.mask_values import said_of_masks
-from visionattn.data.ranges import check_signs
+from visionattn.data.option_ranges import check_signs
 from visionattn.data.splits import eval_batches, images_to_judge
-from visionattn.data.walk import listed
+from visionattn.data.synthetic_images import seen_as
 from visionattn.model_config import Task
 from visionattn.models.building import check_geometries, patch_size
 from visionattn.models.cost import (
@@ -39,14 +39,14 @@ from visionattn.models.cost import (
     describe,
     images_that_fit,
 )
-from visionattn.models.machine import pick_device, precision_taken
+from visionattn.models.devices import pick_device, precision_taken
 from visionattn.models.patches import takes_sizes
 from visionattn.models.weights import DataSpec, existing, load_model
 from visionattn.training.config import ValidateConfig
 from visionattn.training.evaluate import Evaluation, OutputEvaluation, evaluate
-from visionattn.training.options import parse_train
 from visionattn.training.output_scores import told
 from visionattn.training.run_folder import CONFIG
+from visionattn.training.train_flags import parse_train
 from visionattn.training.training_cost import known, largest_images, largest_shape, loading_bytes
 
 COLUMNS = {

@@ -1,5 +1,15 @@
 """Image files in any format: the choice of a reader and the conversion of values to pixels."""
 
+from visionattn.data.formats.channel_values import (
+    bands_of,
+    channels_of,
+    extremes,
+    read_blocks,
+    read_image,
+    resize,
+    settle,
+    settle_one,
+)
 from visionattn.data.formats.known_formats import (
     Openable,
     Source,
@@ -24,16 +34,6 @@ from visionattn.data.formats.reader import (
     MissingPackage,
     NotAsAsked,
     Reader,
-)
-from visionattn.data.formats.values import (
-    bands_of,
-    channels_of,
-    extremes,
-    read_blocks,
-    read_image,
-    resize,
-    settle,
-    settle_one,
 )
 
 __all__ = [

@@ -17,7 +17,6 @@ from rasterio.enums import ColorInterp, MaskFlags, Resampling
 from rasterio.errors import NotGeoreferencedWarning, RasterioError
 from rasterio.windows import Window
 
-from visionattn.data.formats.meaning import Meaning, scaling
 from visionattn.data.formats.reader import (
     Georeference,
     NotAsAsked,
@@ -26,6 +25,7 @@ from visionattn.data.formats.reader import (
     damage,
     one_line,
 )
+from visionattn.data.formats.value_meaning import Meaning, scaling
 from visionattn.data.geometry import Box
 
 

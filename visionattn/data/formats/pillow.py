@@ -16,7 +16,6 @@ import cv2
 import numpy as np
 from PIL import ExifTags, Image, ImageFile
 
-from visionattn.data.formats.meaning import Meaning
 from visionattn.data.formats.reader import (
     BROKEN,
     DAMAGED_IMAGE,
@@ -28,6 +27,7 @@ from visionattn.data.formats.reader import (
     require,
     smaller_part,
 )
+from visionattn.data.formats.value_meaning import Meaning
 from visionattn.data.geometry import Box
 
 CONVERTED = {"1": "L", "LA": "LA", "La": "LA", "PA": "RGBA", "RGBA": "RGBA", "RGBa": "RGBA"}

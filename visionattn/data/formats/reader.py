@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from visionattn.data.formats.meaning import Meaning
 from visionattn.data.formats.read_options import LARGEST_IMAGE_PX
+from visionattn.data.formats.value_meaning import Meaning
 from visionattn.data.geometry import Box
 
 DAMAGED_IMAGE = (

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from visionattn.data.formats.meaning import (
+from visionattn.data.formats.reader import NotAsAsked
+from visionattn.data.formats.value_meaning import (
     Meaning,
     of_inks,
     of_lab,
     of_ycbcr,
 )
-from visionattn.data.formats.reader import NotAsAsked
 
 PHOTOMETRIC, GEO_KEYS, GDAL_METADATA, GDAL_NODATA = 262, 34735, 42112, 42113
 MIN_IS_WHITE, MIN_IS_BLACK, RGB, PALETTE, INKS, YCBCR, LAB = 0, 1, 2, 3, 5, 6, 8

@@ -14,16 +14,16 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from visionattn.cli.ends import is_out_of_memory
+from visionattn.cli.exit_codes import is_out_of_memory
 from visionattn.cli.tables import Record
-from visionattn.lab import networks
+from visionattn.lab import compared_models
 from visionattn.lab.accuracy import beyond_eager, errors_of
 from visionattn.lab.cases import Case
 from visionattn.lab.gpu.gpu_operations import Bench
 from visionattn.lab.gpu.gpu_rows import GpuRow
 from visionattn.lab.gpu.gpu_timing import Call, fresh_memory, in_words, seconds_of
 from visionattn.lab.measure import peak_bytes
-from visionattn.models.machine import autocast
+from visionattn.models.devices import autocast
 from visionattn.models.registration import is_ours
 from visionattn.ops.gpu.launch import launching_with
 from visionattn.training.config import OptimConfig
@@ -41,10 +41,10 @@ def make_model(case: Case, bench: Bench, name: str | None = None) -> nn.Module:
     """
     case = replace(case, name=name or case.name)
     args = {} if is_ours(case.base) else {"img_size": case.image_size}
-    model = networks.build_model(case, str(bench.device), **args)
-    networks.as_trained(model)
+    model = compared_models.build_model(case, str(bench.device), **args)
+    compared_models.as_trained(model)
     if bench.rehearsed:  # on a GPU, "auto" already selects the kernels
-        networks.set_impl(model, "triton")
+        compared_models.set_impl(model, "triton")
     return model
 
 
@@ -98,7 +98,7 @@ def check_model(case: Case, images: Tensor, bench: Bench) -> Record:
     """
     model = make_model(replace(case, depth=min(CHECK_DEPTH, case.depth or CHECK_DEPTH)), bench)
     plain = copy.deepcopy(model)
-    networks.set_impl(plain, "eager")
+    compared_models.set_impl(plain, "eager")
     exact = copy.deepcopy(plain).float()
     given: Callable[..., dict[str, Tensor]] = features_of
     if case.backward:

@@ -15,9 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from visionattn.cli.tables import Record
 from visionattn.lab.accuracy import errors_of, wrong
 from visionattn.lab.cases import Case
+from visionattn.lab.compared_operations import function_of, make_tensors, sdpa, with_gradients
 from visionattn.lab.gpu.gpu_rows import GpuRow
 from visionattn.lab.gpu.gpu_timing import Ceilings, in_words, is_broken, seconds_of
-from visionattn.lab.operations import function_of, make_tensors, sdpa, with_gradients
 
 
 @dataclass

@@ -16,11 +16,11 @@ import timm
 import torch
 
 from visionattn.cli.commands import program
-from visionattn.cli.ends import Failed
+from visionattn.cli.exit_codes import Failed
 from visionattn.cli.files import add_line, check_free, write_text
 from visionattn.cli.provenance import provenance_of, summary
 from visionattn.cli.tables import Record, csv_text, heading, line
-from visionattn.lab.compare import cells_of
+from visionattn.lab.case_comparison import cells_of
 from visionattn.lab.gpu.gpu_models import measure_model
 from visionattn.lab.gpu.gpu_operations import Bench, measure_operation
 from visionattn.lab.gpu.gpu_rows import MOST, GpuRow, chosen

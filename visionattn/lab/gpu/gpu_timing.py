@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from visionattn.cli.ends import is_out_of_memory
+from visionattn.cli.exit_codes import is_out_of_memory
 from visionattn.lab.cases import Case
-from visionattn.ops.taylorshift.gpu import tile_features
+from visionattn.ops.taylorshift.taylorshift_triton import tile_features
 
 Call = Callable[[], object]
 COPY_BYTES, MATMUL_SIZE = 2**31, 8192

@@ -11,9 +11,9 @@ import torch
 from visionattn.cli.fresh_process import ask
 from visionattn.cli.memory import resident_bytes
 from visionattn.lab.cases import Case
+from visionattn.lab.compared_models import build_model, make_image
 from visionattn.lab.measure import peak_bytes
 from visionattn.lab.model_step import ModelStep, bytes_of
-from visionattn.lab.networks import build_model, make_image
 
 BUILDING_BYTES, SLACK_BYTES = 2**30, 2**26
 """Bytes that a process may allocate beyond the budget while it builds its model, and afterwards;

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from timm.models import VisionTransformer
 
-from visionattn.cli.ends import Failed, OutOfMemory, is_out_of_memory
+from visionattn.cli.exit_codes import Failed, OutOfMemory, is_out_of_memory
 from visionattn.cli.files import first_line, write_text, write_whole
 from visionattn.cli.fresh_process import ask
 from visionattn.cli.memory import free_of_machine, largest_fit
@@ -19,15 +19,15 @@ from visionattn.cli.provenance import provenance_of, summary
 from visionattn.cli.tables import Record, csv_text, heading, line, mebibytes
 from visionattn.lab.cases import Case, check_sizes
 from visionattn.lab.charts import png
+from visionattn.lab.compared_models import build_model, has_forms
 from visionattn.lab.figures import memory_of, slope
-from visionattn.lab.networks import build_model, has_forms
 from visionattn.lab.profile.memory_cells import PARTS, measure, snapshot_here
 from visionattn.lab.profile.profile_flags import FILES, ProfileConfig, check_options
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.building import check_img_size
-from visionattn.models.machine import pick_device
+from visionattn.models.devices import pick_device
 from visionattn.models.weights import UNBUILDABLE
-from visionattn.ops.published import N1
+from visionattn.ops.published_costs import N1
 
 EXAMPLE = "--models taylorshift_vit_t vit_tiny_patch16_224+eager"
 EXAMPLE += " --img-size 256 384 --fit-from 256 --depth 1"

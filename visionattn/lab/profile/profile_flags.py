@@ -8,7 +8,7 @@ from typing import Literal
 
 from visionattn.cli.files import check_folder, check_free
 from visionattn.lab.cases import PASSES, PRECISIONS, Case
-from visionattn.lab.networks import has_forms
+from visionattn.lab.compared_models import has_forms
 from visionattn.ops.attentions import FormChoice
 
 PassName = Literal[PASSES]  # type: ignore[valid-type]  # as the parser reads it

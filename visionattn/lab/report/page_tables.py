@@ -24,7 +24,7 @@ from visionattn.lab.figures import (
     trained_itself,
     value_of,
 )
-from visionattn.lab.report.runs import WORDS, Run, flatten, same_data
+from visionattn.lab.report.run_reading import WORDS, Run, flatten, same_data
 from visionattn.models.weights import described, read_metadata
 from visionattn.training.config import TrainConfig
 from visionattn.training.mistakes import SMALL_PX, ByClass, Mistake

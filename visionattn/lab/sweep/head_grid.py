@@ -14,7 +14,7 @@ from visionattn.data.data_checks import resolved
 from visionattn.data.splits import Splits, build_splits
 from visionattn.lab.measure import count_flops
 from visionattn.lab.sweep.sweep_flags import SweepConfig
-from visionattn.layers.attention import idle_options
+from visionattn.layers.attention_layer import idle_options
 from visionattn.model_config import ModelConfig
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.building import build_model, check_img_size, patch_size

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from visionattn.cli.ends import Failed, Stopped
+from visionattn.cli.exit_codes import Failed, Stopped
 from visionattn.cli.files import write_text, write_whole
 from visionattn.cli.provenance import provenance_of, summary
 from visionattn.cli.tables import Record, csv_text, heading, line

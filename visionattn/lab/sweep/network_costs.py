@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from visionattn.cli.ends import Failed, is_out_of_memory
+from visionattn.cli.exit_codes import Failed, is_out_of_memory
 from visionattn.cli.fresh_process import ask
 from visionattn.cli.memory import check_fits, clearly_above, memory_there_is
 from visionattn.cli.provenance import processor
@@ -26,7 +26,7 @@ from visionattn.lab.sweep.head_grid import Cell, Network, Plan
 from visionattn.lab.sweep.sweep_flags import SweepConfig
 from visionattn.model_config import ModelConfig
 from visionattn.models.building import build_model
-from visionattn.models.machine import pick_device
+from visionattn.models.devices import pick_device
 from visionattn.models.weights import DataSpec
 from visionattn.training.config import OptimConfig
 from visionattn.training.distributed import Processes

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from visionattn.layers import Attention
 from visionattn.layout import Grid, TokenLayout
+from visionattn.ops.attention_sums import accumulation_dtype
 from visionattn.ops.operator import without_autocast
-from visionattn.ops.position.kinds import Axial, Flat, Joint
+from visionattn.ops.position.relative_position import Axial, Flat, Joint
 from visionattn.ops.states import State
 from visionattn.ops.strips import (
     Seen,
@@ -28,7 +29,6 @@ from visionattn.ops.strips import (
     seen_span,
     strip_attention,
 )
-from visionattn.ops.sums import accumulation_dtype
 
 StripSums = dict[str, Tensor]
 """Sums over tokens by name: the parts of a state, and for ``Axial`` the values of each row and each

@@ -15,7 +15,7 @@ from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.large.attention_of_strips import softmax_of, softmax_part
 from visionattn.models.large.source_sink import MapWriter, Sink
 from visionattn.models.large.token_store import TokenStore
-from visionattn.models.rowwise import weight_like
+from visionattn.models.rowwise_support import weight_like
 from visionattn.models.segmentation import Segmenter, classes_of, enlarged, probabilities_of
 
 Pieces = Callable[[], Iterable[tuple[int, Tensor]]]

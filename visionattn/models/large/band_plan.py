@@ -11,7 +11,7 @@ from visionattn.cli.tables import sized
 from visionattn.layers import Attention
 from visionattn.layout import Grid
 from visionattn.models.backbone import VisionAttnTransformer
-from visionattn.models.rowwise import weight_like
+from visionattn.models.rowwise_support import weight_like
 from visionattn.models.segmentation import Segmenter
 
 BAND_TOKENS = 1 << 16

@@ -17,7 +17,7 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
-from visionattn.ops.sums import accumulation_dtype
+from visionattn.ops.attention_sums import accumulation_dtype
 
 Collective = Callable[[Tensor], Tensor]
 

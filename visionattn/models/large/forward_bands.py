@@ -25,12 +25,12 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from visionattn.cli.ends import Stopped
+from visionattn.cli.exit_codes import Stopped
 from visionattn.cli.interruption import Interruption
 from visionattn.cli.progress import Progress
 from visionattn.cli.tables import lasting
 from visionattn.layers import Block
-from visionattn.layers.changed import changed
+from visionattn.layers.hook_detection import changed
 from visionattn.layout import TokenLayout
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.large.attention_of_strips import (
@@ -47,11 +47,11 @@ from visionattn.models.large.patched_image import PatchedImage
 from visionattn.models.large.source_sink import Prepare, Sink, Source
 from visionattn.models.large.token_store import PassFolder, Place, TokenStore
 from visionattn.models.patches import in_eval
-from visionattn.models.rowwise import check_rowwise, weight_like
+from visionattn.models.rowwise_support import check_rowwise, weight_like
 from visionattn.models.segmentation import Segmenter
-from visionattn.ops.position.kinds import Flat
+from visionattn.ops.attention_sums import accumulation_dtype
+from visionattn.ops.position.relative_position import Flat
 from visionattn.ops.strips import Strip, seen_span
-from visionattn.ops.sums import accumulation_dtype
 
 Want = Literal["logits", "pooled", "dense", "masks", "probabilities", "evidence"]
 OF_PIXELS = ("masks", "probabilities")

@@ -13,8 +13,8 @@ from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.large.band_plan import Bands
 from visionattn.models.large.source_sink import Prepare, Source, as_fractions
 from visionattn.models.patches import axis_weights
-from visionattn.models.rowwise import weight_like
-from visionattn.ops.sums import product
+from visionattn.models.rowwise_support import weight_like
+from visionattn.ops.attention_sums import product
 
 
 class PatchedImage:

@@ -23,11 +23,11 @@ from visionattn.models.large.collectives import exchanged, largest, summed
 from visionattn.models.large.patched_image import prefix_tokens
 from visionattn.models.patches import absolute_position, wrong_size
 from visionattn.models.pyramid import PyramidTransformer
-from visionattn.models.rowwise import check_rowwise
+from visionattn.models.rowwise_support import check_rowwise
+from visionattn.ops.attention_sums import accumulation_dtype, drop_values
 from visionattn.ops.operator import without_autocast
-from visionattn.ops.position.kinds import Flat, RelativePosition
+from visionattn.ops.position.relative_position import Flat, RelativePosition
 from visionattn.ops.strips import Strip, seen_span
-from visionattn.ops.sums import accumulation_dtype, drop_values
 
 
 def cut_rows(height: int, ranks: int) -> tuple[int, ...]:

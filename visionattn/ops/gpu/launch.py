@@ -3,7 +3,7 @@ in here.
 
 ``launches.json`` in this folder has, for each kernel, one row per range of widths and element size.
 A section named after a compute capability applies to its GPUs, and "default" to all others.
-``python -m visionattn.lab.gpu.tune`` measures other rows on the local GPU.
+``python -m visionattn.lab.gpu.launch_tuning`` measures other rows on the local GPU.
 """
 
 import json
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from visionattn.ops.sums import tokens_first  # noqa: F401  kernels take it from here
+from visionattn.ops.attention_sums import tokens_first  # noqa: F401  kernels take it from here
 
 TABLE = Path(__file__).with_name("launches.json")
 GRID_LIMITS = (2**31 - 1, 65_535, 65_535)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from visionattn.cli.parsing import config_files, parse
 from visionattn.data.data_config import DataConfig
-from visionattn.data.ranges import check_signs
+from visionattn.data.option_ranges import check_signs
 from visionattn.model_config import ModelConfig
 from visionattn.models.conversion import NAME, OF_ATTENTION, RATES, StudentOptions
 from visionattn.models.weights import DataSpec

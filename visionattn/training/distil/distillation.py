@@ -42,7 +42,6 @@ from visionattn.training.distil.student import (
     open_taught,
 )
 from visionattn.training.distributed import Processes
-from visionattn.training.options import parse_train
 from visionattn.training.run_folder import (
     BEST,
     CONFIG,
@@ -54,6 +53,7 @@ from visionattn.training.run_folder import (
     named_folder,
 )
 from visionattn.training.run_progress import reached
+from visionattn.training.train_flags import parse_train
 
 DISTIL = "distil.yaml"
 """The configuration of a distillation, in its folder."""

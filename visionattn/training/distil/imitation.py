@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from visionattn.data.batches import Batch
 from visionattn.layout import TokenLayout
 from visionattn.models import VisionAttnTransformer
-from visionattn.models.machine import autocast
+from visionattn.models.devices import autocast
 from visionattn.models.patches import call, takes_sizes
 from visionattn.models.weights import DataSpec
 from visionattn.training.config import OptimConfig

@@ -23,9 +23,9 @@ import triton.language as tl
 from torch import Tensor
 
 from visionattn.ops.gpu import launch
-from visionattn.ops.gpu.language import head, kernel
-from visionattn.ops.position.kernels.pairs import as_operand, pairs
-from visionattn.ops.position.kernels.place import TILE, Place
+from visionattn.ops.gpu.triton_helpers import head, kernel
+from visionattn.ops.position.kernels.grid_classes import TILE, Place
+from visionattn.ops.position.kernels.query_key_pairs import as_operand, pairs
 
 ROWS = tl.constexpr(16)
 CHUNK = tl.constexpr(ROWS.value - 2)

@@ -2,8 +2,8 @@
 classes.
 
 The gradient of a weight is ``(s_c - n_c <g, out>) / mass`` with the score s_c of the class
-(``scores.py``) and the score n_c of keys equal to 1. If a query attends to one class only, this is
-a small difference of large numbers, and the rounded mean is too coarse for it.
+(``class_scores.py``) and the score n_c of keys equal to 1. If a query attends to one class only,
+this is a small difference of large numbers, and the rounded mean is too coarse for it.
 
 With a state as content, ``<g, out>`` and the mass are therefore summed again, from unrounded
 weights: phi(q) is multiplied by the products of scores and of n_c with the table, which dq needs
@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from visionattn.ops.gpu import launch
-from visionattn.ops.gpu.language import (
+from visionattn.ops.gpu.triton_helpers import (
     head,
     inverse_mass,
     kernel,
@@ -31,8 +31,8 @@ from visionattn.ops.gpu.language import (
     reciprocal,
     write,
 )
-from visionattn.ops.position.kernels.lines import axis_keys
-from visionattn.ops.position.kernels.place import Place
+from visionattn.ops.position.kernels.grid_classes import Place
+from visionattn.ops.position.kernels.key_lines import axis_keys
 
 
 class OfContent(NamedTuple):

@@ -2,8 +2,9 @@
 
 The pairs are as in the forward pass, with exchanged roles: a program goes down a strip of the grid,
 some tiles of T keys wide. For each row of keys it reads the rows of queries within the horizon one
-after another, and multiplies the shares of its pairs (``shares.py``) by the gradient of the mean on
-the matrix units. Queries far to the side add one vector per tile (``far_queries.py``). Rows of
+after another, and multiplies the shares of its pairs (``class_shares.py``) by the gradient of the
+mean on the matrix units. Queries far to the side add one vector per tile (``far_queries.py``). Rows
+of
 queries beyond the horizon add running sums over rows:
 
     from above    accumulated on the way down: row y - Ry of queries counts for all rows of keys
@@ -20,11 +21,11 @@ import triton.language as tl
 from torch import Tensor
 
 from visionattn.ops.gpu import launch
-from visionattn.ops.gpu.language import head, kernel, write
+from visionattn.ops.gpu.triton_helpers import head, kernel, write
+from visionattn.ops.position.kernels.class_shares import UNIT, shares_of_classes
 from visionattn.ops.position.kernels.far_queries import far_queries
-from visionattn.ops.position.kernels.pairs import as_operand, class_of, pairs
-from visionattn.ops.position.kernels.place import TILE, Place
-from visionattn.ops.position.kernels.shares import UNIT, shares_of_classes
+from visionattn.ops.position.kernels.grid_classes import TILE, Place
+from visionattn.ops.position.kernels.query_key_pairs import as_operand, class_of, pairs
 
 
 @triton.jit

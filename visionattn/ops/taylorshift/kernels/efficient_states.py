@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from visionattn.ops.gpu import launch
-from visionattn.ops.gpu.language import (
+from visionattn.ops.gpu.triton_helpers import (
     head,
     inverse_length,
     inverse_mass,

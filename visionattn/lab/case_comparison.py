@@ -1,0 +1,207 @@
+"""Measure cases against each other: first check their results, then measure memory and counts, then
+time in one interleaved run.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from visionattn.cli.exit_codes import Failed, is_out_of_memory
+from visionattn.cli.tables import Record, duration, mebibytes
+from visionattn.lab.case_memory import build, case_peak_bytes
+from visionattn.lab.cases import Case
+from visionattn.lab.charts import short
+from visionattn.lab.measure import bytes_kept, flops_of, interleaved_seconds, warm_up
+
+COLUMNS = {name: name for name in ("case", "size", "width", "heads", "batch", "dtype", "pass")}
+COLUMNS |= {"time": "seconds_median", "from": "seconds_low", "to": "seconds_high"}
+COLUMNS |= {"ratio": "ratio_median", "low": "ratio_low", "high": "ratio_high"}
+COLUMNS |= {"peak": "peak_bytes", "kept": "kept_bytes", "operations": "flops", "status": "status"}
+"""Headings of the printed table, and the fields of a record below them."""
+
+
+def spread(name: str, samples: Sequence[float]) -> Record:
+    """Return median and quartiles of samples as three columns of a record; None without samples."""
+    ends = (f"{name}_median", f"{name}_low", f"{name}_high")
+    if not samples:
+        return dict.fromkeys(ends)
+    return dict(zip(ends, np.quantile(samples, (0.5, 0.25, 0.75)).tolist(), strict=True))
+
+
+@dataclass
+class Row:
+    """The result of a case."""
+
+    case: Case
+    status: str = "ok"
+    """"ok", "out of memory", "wrong: ...", "not built: ..."; only "ok" has all numbers."""
+    samples: list[float] = field(default_factory=list)
+    """Seconds of one run in each round."""
+    peak_bytes: int | None = None
+    kept_bytes: int | None = None
+    flops: int | None = None
+    ratios: list[float] = field(default_factory=list)
+    """Ratio to the baseline's seconds in each round."""
+    baseline: str | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The quantities to measure, and for how long."""
+
+    rounds: int = 5
+    """Minimum rounds of the interleaved run."""
+    max_rounds: int = 30
+    seconds: float = 1.0
+    """Time for each case, within which more than ``rounds`` rounds are measured."""
+    memory: bool = True
+    counts: bool = True
+    """Count operations and, for cases with a backward pass, bytes kept for it."""
+    device: str = "cpu"
+    processor_time: bool = False
+    """Measure CPU time, not wall time, so other work on the machine does not count. Meant for one
+    thread.
+    """
+    first_call: bool = False
+    """Measure time and memory of the first call, one-time work of libraries included, for runs that
+    take minutes. ``rounds`` and ``seconds`` have no effect.
+    """
+
+
+def check_case(case: Case, device: str = "cpu") -> str | None:
+    """Compare the results of the case with their definition at a small size; return the error in
+    words, or None.
+    """
+    if case.kind == "operation":
+        from visionattn.lab.compared_operations import check_operation
+
+        return check_operation(case, device)
+    from visionattn.lab.compared_models import check_network
+
+    return check_network(case, device)
+
+
+def measure_together(cases: Sequence[Case], plan: Plan, baseline: str | None = None) -> list[Row]:
+    """Measure a row for each case; their times come from one interleaved run.
+
+    A case that disagrees with its definition is not measured further, and a case that runs out of
+    memory is not timed: the status says so.
+
+    Args:
+        cases: cases with the same ``Case.place``, so that they may be compared.
+        plan: the quantities to measure.
+        baseline: label of the baseline of the ratios; None: no ratios.
+    """
+    rows = [Row(case) for case in cases]
+    for row in rows:
+        with status_of(row):
+            _measure_alone(row, plan)
+    _measure_times([row for row in rows if row.status == "ok"], plan)
+    base = next((row for row in rows if row.case.label == baseline and row.samples), None)
+    for row in rows:
+        if base is not None and row.samples:
+            row.ratios, row.baseline = ratios_of(row.samples, base.samples), baseline
+    return rows
+
+
+def ratios_of(samples: Sequence[float], base: Sequence[float]) -> list[float]:
+    """Return the ratio in each round, in which a temporary slowdown of the machine cancels."""
+    return [mine / other for mine, other in zip(samples, base, strict=True)]
+
+
+@contextmanager
+def status_of(row: Any) -> Iterator[None]:
+    """Record the reason of a failure within the context in the status of a row."""
+    try:
+        yield
+    except NotImplementedError as error:
+        row.status = f"not built: {error}"
+    except Failed as error:
+        row.status = f"failed: {error}"
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        row.status = "out of memory"
+
+
+def _measure_alone(row: Row, plan: Plan) -> None:
+    case = row.case
+    row.status = check_case(case, plan.device) or "ok"
+    if row.status != "ok":
+        return
+    if plan.counts:
+        with torch.set_grad_enabled(case.backward):
+            on_meta = build(case, "meta")  # only shapes: takes no memory and no computing
+            row.flops = flops_of(on_meta if case.backward else on_meta.forward)
+    if plan.memory:
+        row.peak_bytes = case_peak_bytes(case, plan.device, warm=not plan.first_call)
+    if plan.counts and case.backward:
+        row.kept_bytes = case_bytes_kept(case, plan.device)
+
+
+def case_bytes_kept(case: Case, device: str = "cpu") -> int:
+    """Return the bytes that the case keeps for its backward pass: with the inputs of an operation,
+    without the weights of a model.
+    """
+    work = build(replace(case, backward=True), device)
+    return bytes_kept(work.forward, without=work.leaves if case.kind == "model" else ())
+
+
+def _measure_times(rows: Sequence[Row], plan: Plan) -> None:
+    """Measure the seconds of the rows without errors."""
+    clock = time.process_time if plan.processor_time else time.perf_counter
+    ready: list[tuple[Row, Callable[[], object], float]] = []
+    for row in rows:
+        with status_of(row):
+            work = build(row.case, plan.device)
+            ready.append((row, work, warm_up(work, device=plan.device, clock=clock)))
+    if plan.first_call or not ready:
+        samples = [[seconds] for _, _, seconds in ready]
+    else:
+        samples = interleaved_seconds(
+            [work for _, work, _ in ready],
+            [seconds for _, _, seconds in ready],
+            rounds=plan.rounds,
+            max_rounds=plan.max_rounds,
+            seconds_per_work=plan.seconds,
+            device=plan.device,
+            clock=clock,
+        )
+    for (row, _, _), own in zip(ready, samples, strict=True):
+        row.samples = own
+
+
+def record_of(row: Row) -> Record:
+    """Return a row as plain values, with units in the names; None for a missing measurement."""
+    case = row.case
+    record: Record = {"case": case.label, "size": case.size, "width": case.width}
+    record |= {"heads": case.heads if case.kind == "operation" else None, "batch": case.batch}
+    record |= {"dtype": case.dtype, "pass": "forward+backward" if case.backward else "forward"}
+    record |= {"status": row.status} | spread("seconds", row.samples)
+    record |= {"rounds": len(row.samples) or None, "baseline": row.baseline}
+    record |= spread("ratio", row.ratios)
+    return record | {"peak_bytes": row.peak_bytes, "kept_bytes": row.kept_bytes, "flops": row.flops}
+
+
+def cells_of(record: Mapping[str, Any], columns: Mapping[str, str]) -> list[Any]:
+    """Format the values of a record for the headings of ``columns``, with the unit given by the end
+    of a value's name.
+    """
+    return [_cell(name, record[name]) for name in columns.values()]
+
+
+def _cell(name: str, value: Any) -> Any:
+    if value is None or isinstance(value, str):
+        return value
+    if name.startswith("seconds") or name.endswith("seconds"):
+        return duration(value)
+    if name.endswith("_bytes"):
+        return mebibytes(value)
+    if name == "flops":
+        return f"{value / 1e9:.3g} GFLOP"
+    return short(value) if isinstance(value, float) else value

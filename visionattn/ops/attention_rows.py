@@ -1,0 +1,267 @@
+"""Attention weights of chosen queries over all keys; the operations themselves never form them.
+
+A row takes time and memory linear in the keys, so a few rows are affordable on images of any size.
+A row holds the weights of the operation with the same name: it sums to 1 over the keys, and the
+mean of the values under it is the operation's output. Rows have no gradient.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from visionattn.layout import TokenLayout
+from visionattn.ops.attention_sums import accumulation_dtype, divisor_of
+from visionattn.ops.checks import (
+    check_attention,
+    check_coefficients,
+    check_layout,
+    check_temperature,
+    described,
+)
+from visionattn.ops.feature_maps import (
+    elu1,
+    get_feature_map,
+    key_features,
+    map_name,
+    query_features,
+    raised,
+)
+from visionattn.ops.nonfinite import masked
+from visionattn.ops.position.relative_position import (
+    Axial,
+    Flat,
+    RelativePosition,
+    mask_absent,
+    tables_of,
+)
+from visionattn.ops.taylorshift.taylorshift_features import unit
+from visionattn.ops.window import WINDOW_SIZE
+
+
+class Rows(NamedTuple):
+    """Rows of attention weights; float32 (float64 for float64 inputs)."""
+
+    content: Tensor
+    """``[B, h, Q, M]``: the share of each key that comes from its content. Under a softmax it is
+    the whole weight, because a bias is not a separate summand.
+    """
+    relative: Tensor | None
+    """``[B, h, Q, M]``: the share that comes from its place; None without such a summand."""
+
+    @property
+    def total(self) -> Tensor:
+        """Return the weights ``[B, h, Q, M]``; each row sums to 1, or to 0 if a query has no weight
+        at all.
+        """
+        return self.content if self.relative is None else self.content + self.relative
+
+
+@torch.no_grad()
+def taylorshift_rows(
+    q: Tensor,
+    k: Tensor,
+    rows: Tensor,
+    *,
+    temperature: Tensor | None = None,
+    coefficients: tuple[float, float, float] = (0.5, 1.0, 1.0),
+    relative: RelativePosition | None = None,
+    key_mask: Tensor | None = None,
+) -> Rows:
+    """Return rows of ``taylorshift_attention``; see there for the other arguments.
+
+    Args:
+        rows: int64 ``[Q]``, indices of queries, from 0 to N - 1.
+
+    Raises:
+        ValueError: as the operation, or ``rows`` is out of range.
+    """
+    check_coefficients(coefficients)
+    check_temperature(temperature, q)
+    seen = _seen(q, k, rows, relative, key_mask)
+    (a, b, c), queries, keys = coefficients, seen.queries, seen.keys
+    if temperature is not None:
+        tau = temperature.to(queries.dtype)[:, None, None]
+        queries, keys = tau * unit(queries), unit(keys)
+    x = queries @ keys.mT
+    return _shares(seen, (a * x + b) * x + c, elu1(seen.queries))
+
+
+@torch.no_grad()
+def kernelized_rows(
+    q: Tensor,
+    k: Tensor,
+    rows: Tensor,
+    *,
+    feature_map="elu1",
+    causal: bool = False,
+    relative: RelativePosition | None = None,
+    key_mask: Tensor | None = None,
+) -> Rows:
+    """Return rows of ``kernelized_attention``; arguments and errors as for ``taylorshift_rows``."""
+    seen = _seen(q, k, rows, relative, key_mask, causal)
+    feature_map, queries, keys = get_feature_map(feature_map), seen.queries, seen.keys
+    if map_name(feature_map) == "elu1":  # a factor of all features cancels in the weights
+        queries = raised(queries, (3,))
+        if relative is None and not causal:
+            keys = raised(keys, (2, 3), seen.mask)
+    phi_q = query_features(feature_map, queries)
+    phi_k = key_features(feature_map, keys, seen.mask, phi_q.shape[3])
+    return _shares(seen, phi_q @ phi_k.mT, elu1(queries))
+
+
+@torch.no_grad()
+def softmax_rows(
+    q: Tensor,
+    k: Tensor,
+    rows: Tensor,
+    *,
+    causal: bool = False,
+    relative: RelativePosition | None = None,
+    key_mask: Tensor | None = None,
+) -> Rows:
+    """Return rows of ``softmax_attention``; arguments and errors as for ``taylorshift_rows``."""
+    seen = _seen(q, k, rows, relative, key_mask, causal, signed=True)
+    return _softmax(seen, seen.visible)
+
+
+@torch.no_grad()
+def window_rows(
+    q: Tensor,
+    k: Tensor,
+    rows: Tensor,
+    *,
+    window_size: int = WINDOW_SIZE,
+    shifted: bool = False,
+    layout: TokenLayout | None = None,
+    relative: RelativePosition | None = None,
+    key_mask: Tensor | None = None,
+) -> Rows:
+    """Return rows of ``window_attention``; arguments and errors as for ``taylorshift_rows``."""
+    given = layout if relative is None else relative.layout
+    if given is None:
+        raise ValueError("windows need to know where the tokens lie: pass layout")
+    check_layout(given, q, k)
+    if relative is None:
+        key_mask = given.key_mask(key_mask)
+    seen = _seen(q, k, rows, relative, key_mask, signed=True)
+    pairs, _, down, right = _places(given, k, rows)
+    first, same = window_size // 2 if shifted else 0, pairs
+    for places in (down, right):
+        window = (places - first).div(window_size, rounding_mode="floor")
+        same = same & (window[:, rows, None] == window[:, None])
+    return _softmax(seen, seen.visible & (same | ~pairs))  # prefix tokens belong to all windows
+
+
+ROWS: dict[str, Callable[..., Rows]] = {
+    "taylorshift": taylorshift_rows,
+    "kernelized": kernelized_rows,
+    "softmax": softmax_rows,
+    "window": window_rows,
+}
+"""The function of each attention, by its name in ``attentions.py``."""
+
+
+class _Seen(NamedTuple):
+    """Chosen queries ``[B, h, Q, d]`` and all keys ``[B, h, M, d]`` of one call, with the keys that
+    each query sees, bool ``[B or 1, Q or 1, M]``.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    rows: Tensor
+    relative: RelativePosition | None
+    mask: Tensor | None
+    visible: Tensor
+
+
+def _seen(
+    q: Tensor, k: Tensor, rows: Tensor, relative, key_mask, causal=False, *, signed=False
+) -> _Seen:
+    check_attention(q, k, k, key_mask, relative, signed=signed)
+    if not isinstance(rows, Tensor) or rows.dtype != torch.int64 or rows.ndim != 1:
+        raise ValueError(f"rows: expected int64 [Q], numbers of queries, got {described(rows)}")
+    if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < q.shape[2]:
+        raise ValueError(
+            f"rows: expected numbers of queries from 0 to {q.shape[2] - 1}, got {int(rows.min())} "
+            f"to {int(rows.max())}"
+        )
+    relative, mask = mask_absent(relative, key_mask)
+    dtype, keys = accumulation_dtype(q, k), torch.arange(k.shape[2], device=k.device)
+    visible = (keys >= 0)[None, None] if mask is None else mask[:, None]
+    if causal:
+        visible = visible & (keys <= rows[:, None])
+    operands = q[:, :, rows].to(dtype), masked(k, mask).to(dtype)
+    return _Seen(*operands, rows, relative, mask, visible)
+
+
+def _places(
+    layout: TokenLayout | None, k: Tensor, rows: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the pairs of query and key that are both patches, bool ``[1, Q, M]``, and three places
+    of each token.
+
+    The places are along the sequence, down, and to the right, each ``[B or 1, M]``. Places of
+    prefix tokens are arbitrary.
+    """
+    tokens, prefix, width, index = torch.arange(k.shape[2], device=k.device), 0, k.shape[2], None
+    if layout is not None:
+        prefix, width, index = layout.num_prefix, layout.grid.width, layout.kept
+    index = tokens[None, : len(tokens) - prefix] if index is None else index
+    index, patch = F.pad(index, (prefix, 0)), tokens >= prefix
+    pairs = (patch[rows][:, None] & patch)[None]
+    return pairs, index, index.div(width, rounding_mode="floor"), index % width
+
+
+def _scores(seen: _Seen, features: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield for each table ``features . table_c`` of each pair's class c, and the number of visible
+    pairs of that class.
+
+    The scores are ``[B, h, Q, M]``, 0 for pairs that are not two patches. The numbers are
+    ``[B or 1, 1, Q, M]``, at least 1.
+    """
+    pairs, *places = _places(seen.relative.layout, seen.keys, seen.rows)
+    tables = tables_of(seen.relative).values()
+    ways = [places[:1]] if isinstance(seen.relative, Flat) else [places[1:]]
+    if isinstance(seen.relative, Axial):
+        ways = [places[1:2], places[2:]]
+    for table, axes in zip(tables, ways, strict=True):
+        classes = torch.zeros_like(pairs, dtype=torch.int64)
+        for axis, size in zip(axes, table.shape[1:-1], strict=True):
+            offset = axis[:, None] - axis[:, seen.rows, None]
+            classes = classes * size + offset.clamp(-(size // 2), size // 2) + size // 2
+        table = table.flatten(1, -2).to(features.dtype)
+        own, seen_pairs = torch.broadcast_tensors(classes, pairs & seen.visible)
+        counts = own.new_zeros(*own.shape[:2], table.shape[1])
+        counts = counts.scatter_add_(2, own, seen_pairs.long()).gather(2, own).clamp(min=1)
+        scores = features @ table.mT
+        scores = scores.gather(3, classes[:, None].expand(*scores.shape[:2], -1, -1))
+        yield scores.masked_fill(~pairs[:, None], 0), counts[:, None]
+
+
+def _shares(seen: _Seen, content: Tensor, features: Tensor) -> Rows:
+    """Return the rows from the content weights ``[B, h, Q, M]`` and ``elu1`` of the queries."""
+    hidden = ~seen.visible[:, None]
+    content = content.masked_fill(hidden, 0)
+    if seen.relative is None:
+        return Rows(content / divisor_of(content.sum(-1)), None)
+    mean, of_places = seen.relative.normalization == "mean", torch.zeros_like(content)
+    if mean:
+        content = content / seen.visible.sum(-1).clamp(min=1)[:, None, :, None]
+    for scores, counts in _scores(seen, features):
+        of_places += (scores / counts if mean else scores).masked_fill(hidden, 0)
+    mass = divisor_of(content.sum(-1) + of_places.sum(-1))
+    return Rows(content / mass, of_places / mass)
+
+
+def _softmax(seen: _Seen, visible: Tensor) -> Rows:
+    """Return the rows of a softmax over the keys that are ``visible [B or 1, Q or 1, M]``."""
+    scores = seen.queries @ seen.keys.mT
+    if seen.relative is not None:
+        scores = scores + sum(bias for bias, _ in _scores(seen, seen.queries))
+    scores = scores * seen.queries.shape[3] ** -0.5
+    empty = ~visible.any(-1, keepdim=True)[:, None]
+    scores = scores.masked_fill(~visible[:, None], float("-inf")).masked_fill(empty, 0)
+    return Rows(scores.softmax(-1).masked_fill(empty, 0), None)

@@ -1,0 +1,481 @@
+"""Kernels of ``Joint`` relative position on a full grid, forward, fused with the division by the
+mass of all terms.
+
+A program goes down a strip of the grid, some tiles of T queries wide. For each row it computes the
+weights of the classes of all its queries in one product, and then reads one line of keys (see
+``key_lines.py``) after another. Each tile gathers the weights of its pairs from the weights of the
+classes, within the horizon and beyond it alike, and multiplies them by the keys on the matrix
+units. Keys further away belong to the outermost classes and are summed to one key per line and
+side, all lines in one product. Nothing of size N x C exists: the buffer of weights is as large as
+the concurrently running programs need.
+
+Weights are stored in units that half precision holds on any grid. A line of several rows is their
+mean, so the weight of a key of a line is ``w_c rows(a, y)`` times the weight of one key of the
+class c:
+
+    "mean"    w_c rows / (rows columns) = w_c / columns(b, x)        in units of 1
+    "sum"     w_c rows / M, stored as w_c rows / H                   in units of H/M
+
+Source: Scaleformer (Favier and Dal'Maz Silva 2021), section 4, for one dimension; two dimensions
+and the means are ours.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from visionattn.ops.gpu import launch
+from visionattn.ops.gpu.triton_helpers import (
+    head,
+    kernel,
+    parts,
+    phi,
+    read,
+    reciprocal,
+    unit_of,
+    write,
+)
+from visionattn.ops.position.kernels.grid_classes import TILE, Place
+from visionattn.ops.position.kernels.key_lines import (
+    axis_keys,
+    far_keys,
+    line_at,
+    lines_of,
+    power_of_two,
+)
+from visionattn.ops.position.kernels.query_key_pairs import as_operand, class_of, pairs
+
+
+class FromState(NamedTuple):
+    """The content term of kernelized attention: S ``[B, h, d, e]`` and Z ``[B, h, d]``, float32,
+    divided by M, contiguous.
+    """
+
+    s: Tensor
+    z: Tensor
+    feature_map: str
+
+
+class FromSums(NamedTuple):
+    """The content term as sums of values ``[B, h, N, e]`` and of weights ``[B, h, N]`` for all
+    tokens, float32, divided by M.
+    """
+
+    values: Tensor
+    mass: Tensor
+
+
+@triton.jit
+def table_of_lines(
+    p_table,
+    b_z,
+    i_chunk,
+    DTYPE: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    LINES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    HORIZON_Y: tl.constexpr,
+    HORIZON_X: tl.constexpr,
+):
+    """Read ``[D, LINES * SLOTS]`` in DTYPE: the table from class of rows ``i_chunk * LINES`` on,
+    with ``b_z [D]`` in free slots.
+
+    Z uses the slot after the last class of columns: its rounded value in line 0, and the rounding
+    error in line 1. So one product gives the content's mass with the weights of the classes, from
+    the same rounded features as the sums that it divides.
+    """
+    o_d, o_c = tl.arange(0, BLOCK_D), tl.arange(0, LINES * SLOTS)
+    o_a, o_b = i_chunk * LINES + o_c // SLOTS, o_c % SLOTS
+    m_table = ((o_a <= 2 * HORIZON_Y) & (o_b <= 2 * HORIZON_X))[None, :] & (o_d < D)[:, None]
+    p_classes = p_table + (o_a * (2 * HORIZON_X + 1) + o_b)[None, :] * D + o_d[:, None]
+    b_table = tl.load(p_classes, mask=m_table, other=0).to(DTYPE)
+    # Slots after the last class of columns are free: one per line, and there are at least two
+    # lines.
+    m_z = o_b == 2 * HORIZON_X + 1
+    b_high, b_low = parts(b_z, DTYPE)
+    b_table = tl.where((m_z & (o_a == 0))[None, :], b_high[:, None], b_table)
+    return tl.where((m_z & (o_a == 1))[None, :], b_low[:, None], b_table)
+
+
+@triton.jit
+def _put_weights(
+    b_phi,
+    b_table,
+    i_chunk,
+    p_weights,
+    b_columns,
+    b_content,
+    y,
+    height,
+    row_scale,
+    LINES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    HORIZON_Y: tl.constexpr,
+    MEAN: tl.constexpr,
+    MAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Write the weights of LINES classes of rows for ``b_phi [BLOCK_Q, D]`` of row ``y``, and
+    return their mass ``[BLOCK_Q]``.
+
+    ``b_columns [BLOCK_Q, SLOTS]`` is 1 / keys of the class in a row with "mean", else their number
+    times ``Place.unit``; it is 0 without keys. ``b_content [1, SLOTS]`` is the unit of Z in the
+    slot that holds it.
+    """
+    BLOCK_Q: tl.constexpr = b_phi.shape[0]
+    o_b, o_i = tl.arange(0, SLOTS), tl.arange(0, BLOCK_Q)
+    o_a = i_chunk * LINES + tl.arange(0, LINES)
+    # Weights of all queries and all classes of these rows, including Z's slots.
+    b_w = tl.reshape(tl.dot(b_phi, b_table, input_precision=PRECISION), [BLOCK_Q, LINES, SLOTS])
+    b_part = tl.zeros([BLOCK_Q, SLOTS], tl.float32)
+    # The content's mass, from the slots of Z in lines 0 and 1; elsewhere b_content is 0.
+    if MAP == "elu1":
+        b_part += tl.sum(tl.where((o_a < 2)[None, :, None], b_w, 0), 1) * b_content
+    # Number of keys of each class along the column of the query: none beyond the border.
+    b_rows = tl.where(o_a <= 2 * HORIZON_Y, axis_keys(o_a, y, height, HORIZON_Y), 0)
+    # "mean" counts each class with a key once, "sum" counts all of its keys.
+    if MEAN:
+        b_some = tl.sum(tl.where((b_rows > 0)[None, :, None], b_w, 0), 1)  # [BLOCK_Q, SLOTS]
+        b_part += tl.where(b_columns > 0, b_some, 0)
+        b_w *= b_columns[:, None, :]
+    else:
+        b_w *= (b_rows * row_scale)[None, :, None]
+        b_part += tl.sum(b_w, 1) * b_columns
+    # [lines, BLOCK_Q, SLOTS], in the dtype of the product that reads them.
+    o_weight = (
+        (o_a * BLOCK_Q)[None, :, None] * SLOTS + o_i[:, None, None] * SLOTS + o_b[None, None, :]
+    )
+    tl.store(p_weights + o_weight, b_w.to(p_weights.dtype.element_ty))
+    return tl.sum(b_part, 1)
+
+
+@triton.jit
+def far_means(
+    p_remainders,
+    o_f,
+    o_tile,
+    y,
+    i_group,
+    groups,
+    height,
+    width,
+    tiles,
+    o_e,
+    E: tl.constexpr,
+    HORIZON_Y: tl.constexpr,
+):
+    """Read for row ``y`` the remainders before (even ``o_f``) and after the window of each tile,
+    line by line: ``[TILES, 16, E]``.
+    """
+    i_class, i_side = o_f // 2, o_f % 2
+    i_row = y + i_class - HORIZON_Y
+    # The outermost classes of rows read the remainders of means, above (1) or below (2); others the
+    # remainders of rows (0).
+    i_kind = tl.where(i_class == 0, 1, tl.where(i_class == 2 * HORIZON_Y, 2, 0))
+    m_some = (i_class <= 2 * HORIZON_Y) & (i_row >= 0) & (i_row < height) & (o_tile < tiles)
+    o_head = (i_kind.to(tl.int64) * groups + i_group) * height
+    p_far = p_remainders + (((o_head + i_row) * tiles + o_tile) * 2 + i_side) * E
+    return tl.load(
+        p_far[:, :, None] + o_e[None, None, :],
+        mask=m_some[:, :, None] & (o_e < E)[None, None, :],
+        other=0,
+    )
+
+
+@kernel
+def _joint_means(
+    p_q,
+    p_table,
+    p_weights,
+    p_v,
+    p_means,
+    p_remainders,
+    p_content,
+    p_content_mass,
+    p_out,
+    p_mass,
+    heads,
+    groups,
+    tokens,
+    height,
+    width,
+    prefix,
+    blocks,
+    tiles,
+    strips,
+    strip_rows,
+    table_octets,
+    row_scale,
+    unit,
+    far_unit,
+    q_batch,
+    q_head,
+    q_token,
+    v_batch,
+    v_head,
+    v_token,
+    content_batch,
+    content_head,
+    content_token,
+    out_batch,
+    out_head,
+    out_token,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    LINES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    HORIZON_Y: tl.constexpr,
+    HORIZON_X: tl.constexpr,
+    MEAN: tl.constexpr,
+    MAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Write mean and mass under content and relative term of a strip: ``strip_rows`` rows of
+    ``BLOCK_Q`` queries, ``BLOCK_E`` columns.
+
+    With ``MAP`` "" it reads sums instead of a state. The weights of a row's classes pass through
+    ``p_weights``, where each program has its own ``[lines, BLOCK_Q, SLOTS]``: small enough to stay
+    in the L1 cache, from which they are gathered.
+    """
+    DTYPE: tl.constexpr = p_q.dtype.element_ty
+    TILES: tl.constexpr = BLOCK_Q // BLOCK_T
+    BESIDE: tl.constexpr = (KEYS - BLOCK_T) // 2
+    CHUNKS: tl.constexpr = (2 * HORIZON_Y + LINES) // LINES
+    FAR: tl.constexpr = 2 * (2 * HORIZON_Y + 1)
+    # Position of the strip.
+    SHARES: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
+    i_share, i_strip = tl.program_id(0) % SHARES, tl.program_id(0) // SHARES // blocks
+    i_block = tl.program_id(0) // SHARES % blocks
+    i_group, i_strip = i_strip // strips, i_strip % strips
+    i_batch, i_head = i_group // heads, i_group % heads
+    start = i_block * BLOCK_Q
+    o_x = start + tl.arange(0, BLOCK_Q)
+    o_d = tl.arange(0, BLOCK_D)
+    o_e = i_share * BLOCK_E + tl.arange(0, BLOCK_E)
+    m_x, m_d, m_e = o_x < width, o_d < D, o_e < E
+    p_q = head(p_q, i_batch, i_head, q_batch, q_head)
+    p_v = head(p_v, i_batch, i_head, v_batch, v_head)
+    p_out = head(p_out, i_batch, i_head, out_batch, out_head)
+    p_table += i_head * table_octets * 8
+    p_mass += i_group.to(tl.int64) * tokens
+    # State and table are read once and serve all rows of the strip.
+    b_z, b_unit_z = tl.zeros([BLOCK_D], tl.float32), 1.0
+    if MAP == "":
+        p_content = head(p_content, i_batch, i_head, content_batch, content_head)
+        p_content_mass += i_group.to(tl.int64) * tokens
+    else:
+        p_s = p_content + i_group.to(tl.int64) * D * E + o_d[:, None] * E + o_e[None, :]
+        b_s = tl.load(p_s, mask=m_d[:, None] & m_e[None, :], other=0)  # [D, E]
+        b_z = tl.load(p_content_mass + i_group.to(tl.int64) * D + o_d, mask=m_d, other=0)
+        b_unit_s, b_unit_z = unit_of(b_s, DTYPE), unit_of(b_z[None, :], DTYPE)
+        b_high, b_low = parts(b_s / b_unit_s, DTYPE)
+        b_z /= b_unit_z
+    b_table = table_of_lines(
+        p_table, b_z if MAP == "elu1" else tl.zeros_like(b_z), 0, DTYPE, D, BLOCK_D, LINES, SLOTS,
+        HORIZON_Y, HORIZON_X
+    )  # fmt: skip
+    # Number of keys in each class of columns for the queries of the block, and the resulting factor
+    # of a weight.
+    o_b = tl.arange(0, SLOTS)[None, :]
+    b_columns = tl.where(
+        o_b <= 2 * HORIZON_X, axis_keys(o_b, o_x[:, None], width, HORIZON_X), 0
+    )  # [BLOCK_Q, SLOTS]
+    if MEAN:
+        b_columns = tl.where(b_columns > 0, 1 / tl.maximum(b_columns, 1), 0)
+    else:
+        b_columns *= unit
+    b_content = tl.where(o_b == 2 * HORIZON_X + 1, b_unit_z, 0.0)  # [1, SLOTS]
+    # Address for storing weights, and addresses of the weights of pairs: for individual keys, and
+    # for the means before and after them.
+    p_weights += tl.program_id(0).to(tl.int64) * CHUNKS * LINES * BLOCK_Q * SLOTS
+    o_i, o_j = pairs(BLOCK_T, KEYS, TILES)
+    p_pairs = p_weights + (o_i % 8 + o_i // BLOCK_T * BLOCK_T) * SLOTS
+    p_pairs += class_of(o_j - BESIDE - o_i % BLOCK_T, HORIZON_X)
+    p_pairs += o_i % BLOCK_T // 8 * 8 * SLOTS  # separate: known at compile time
+    o_i, o_f = pairs(BLOCK_T, 16, TILES)
+    b_far_keys = far_keys(i_block * TILES + o_i // BLOCK_T, o_f % 2, width, BLOCK_T, BESIDE)
+    b_far_scale = power_of_two(b_far_keys) / far_unit
+    o_far = o_f // 2 * (BLOCK_Q * SLOTS) + o_i * SLOTS + o_f % 2 * (2 * HORIZON_X)
+    o_tile = i_block * TILES + tl.arange(0, TILES)[:, None]  # [TILES, 1]
+    o_keys = o_tile * BLOCK_T - BESIDE + tl.arange(0, KEYS)[None, :]  # [TILES, KEYS]
+    m_keys = ((o_keys >= 0) & (o_keys < width))[:, :, None] & m_e[None, None, :]
+    p_means += i_group.to(tl.int64) * height * width * E
+    means_below = groups.to(tl.int64) * height * width * E
+    # Loop over the rows of the strip, downwards.
+    first_row = i_strip * strip_rows
+    for step in range(0, tl.minimum(strip_rows, height - first_row)):
+        y = first_row + step
+        o_token = prefix + y * width + o_x
+        # Features of the row's queries, and the weights of all classes, written for the gather
+        # below.
+        b_q = read(p_q, o_token, q_token, o_d, m_x, D)  # [BLOCK_Q, D]
+        b_phi = tl.where(m_d[None, :], phi(b_q, "elu1"), 0).to(DTYPE)
+        tl.debug_barrier()  # all have read the previous row's weights
+        b_mass = _put_weights(
+            b_phi, b_table, 0, p_weights, b_columns, b_content, y, height, row_scale,
+            LINES, SLOTS, HORIZON_Y, MEAN, MAP, PRECISION,
+        )  # fmt: skip
+        # If one product cannot take all classes of rows, the rest of the table is read again in
+        # each row, for lack of registers.
+        for i_chunk in range(1, CHUNKS):
+            b_more = table_of_lines(
+                p_table, b_z, i_chunk, DTYPE, D, BLOCK_D, LINES, SLOTS, HORIZON_Y, HORIZON_X
+            )
+            b_mass += _put_weights(
+                b_phi, b_more, i_chunk, p_weights, b_columns, b_content, y, height, row_scale,
+                LINES, SLOTS, HORIZON_Y, MEAN, MAP, PRECISION,
+            )  # fmt: skip
+        tl.debug_barrier()  # threads read what others have written
+        # The content: precomputed sums, or features times the state.
+        if MAP == "":
+            b_sum = read(p_content, o_token, content_token, o_e, m_x, E)  # [BLOCK_Q, E]
+            b_mass += tl.load(p_content_mass + o_token, mask=m_x, other=0)
+        else:
+            if MAP != "elu1":
+                b_features = tl.where(m_d[None, :], phi(b_q, MAP), 0)
+                b_mass += tl.sum(b_features * b_z[None, :], 1) * b_unit_z
+                b_phi = b_features.to(DTYPE)
+            b_sum = tl.dot(b_phi, b_high, input_precision=PRECISION)
+            if tl.float32 != DTYPE:
+                b_sum = tl.dot(b_phi, b_low, b_sum, input_precision=PRECISION)
+            b_sum *= b_unit_s
+        # With "sum" all terms are added in units of H / M (see the module docstring).
+        if not MEAN:
+            b_sum *= 1 / unit
+        b_sum = tl.reshape(b_sum, [TILES, BLOCK_T, BLOCK_E])
+        # Line by line, the keys around the tiles.
+        first_class = tl.maximum(HORIZON_Y - y, 0)
+        end_class = tl.minimum(height + HORIZON_Y - y, 2 * HORIZON_Y + 1)
+        for i_line in range(0, end_class - first_class):
+            i_class = first_class + i_line
+            p_line, line_token = line_at(
+                p_v, p_means, i_class, y + i_class - HORIZON_Y, prefix, width, v_token,
+                means_below, E, HORIZON_Y,
+            )  # fmt: skip
+            # One weight per pair of query and key, gathered in the order of a left operand.
+            b_pairs = as_operand(
+                tl.load(p_pairs + i_class * (BLOCK_Q * SLOTS)), BLOCK_T, KEYS, TILES
+            )
+            p_line += start.to(tl.int64) * line_token * 8
+            p_keys = p_line + (o_keys - start)[:, :, None] * (line_token * 8) + o_e[None, None, :]
+            b_keys = tl.load(p_keys, mask=m_keys, other=0)  # [TILES, KEYS, E]
+            b_sum = tl.dot(b_pairs, b_keys, b_sum, input_precision=PRECISION)
+        # For all lines at once, the means further away: one key before and one after each tile's
+        # window.
+        if tiles > 1:
+            for first in range(0, FAR, 16):
+                m_far = o_f < FAR - first
+                b_pairs = tl.load(
+                    p_weights + first // 2 * (BLOCK_Q * SLOTS) + o_far, mask=m_far, other=0
+                ).to(tl.float32)
+                b_pairs = as_operand((b_pairs * b_far_scale).to(DTYPE), BLOCK_T, 16, TILES)
+                b_keys = far_means(
+                    p_remainders, first + tl.arange(0, 16)[None, :], o_tile, y, i_group, groups,
+                    height, width, tiles, o_e, E, HORIZON_Y,
+                )  # fmt: skip
+                b_far = tl.dot(b_pairs, b_keys, input_precision=PRECISION)
+                b_sum += b_far if MEAN else b_far * far_unit
+        # One division by the mass of all terms; only the first share of columns writes the mass.
+        b_inverse = reciprocal(b_mass) if MEAN else reciprocal(b_mass) * unit
+        b_out = tl.reshape(b_sum, [BLOCK_Q, BLOCK_E]) * b_inverse[:, None]
+        write(p_out, o_token, out_token, o_e, b_out, m_x, E)
+        tl.store(p_mass + o_token, b_mass, mask=o_x < tl.where(i_share == 0, width, 0))
+
+
+def _options_of_means(
+    d: int, e: int, dtype: torch.dtype, device: torch.device, place: Place, feature_map: str
+) -> dict[str, object]:
+    """Return the row of ``launches.json``, reduced for wide horizons, and all other compile-time
+    values.
+
+    With a wider horizon a program holds more weights of classes and more addresses of pairs, and so
+    takes fewer queries.
+    """
+    row = dict(BLOCK_E=launch.block(e)) | launch.launch_row("joint means", d, e, dtype, device)
+    if place.slots > 8:
+        row |= dict(BLOCK_E=min(row["BLOCK_E"], 32), BLOCK_Q=32, num_stages=1)
+    if place.beside > 8:
+        row |= dict(num_warps=8)
+    if place.slots > 16 and dtype == torch.float32:
+        row |= dict(BLOCK_E=16, BLOCK_Q=16, num_warps=8)
+    return row | dict(
+        HORIZON_Y=place.horizon_y,
+        HORIZON_X=place.horizon_x,
+        D=d,
+        E=e,
+        BLOCK_D=launch.block(d),
+        BLOCK_T=TILE,
+        KEYS=TILE + 2 * place.beside,
+        LINES=place.lines_at_once,
+        SLOTS=place.slots,
+        MEAN=place.mean,
+        MAP=feature_map,
+        PRECISION=launch.precision(dtype),
+    )
+
+
+def joint_means(
+    q: Tensor,
+    table: Tensor,
+    v: Tensor,
+    content: FromState | FromSums,
+    place: Place,
+    out: Tensor,
+    mass: Tensor,
+) -> None:
+    """Write the patches' part of ``out [B, h, N, e]`` and of ``mass [B, h, N]``: the mean under
+    content and relative term, and its mass.
+
+    Args:
+        q: ``[B, h, N, d]`` as given to the attention, prefix first.
+        table: ``[h or 1, 2Ry+1, 2Rx+1, d]``, float32, non-negative.
+        v: ``[B, h, N, e]``, in the dtype of q.
+        content: the content term's state or sums.
+        out, mass: written in place; rows of prefix tokens are unchanged. The mass is float32,
+            contiguous, in units of the number of keys M.
+    """
+    (batch, heads, tokens, e), d = v.shape, q.shape[3]
+    q, v, table = launch.readable(q), launch.readable(v), table.contiguous()
+    if isinstance(content, FromState):
+        sums = content.s
+        content_mass = content.z
+        feature_map = content.feature_map
+        strides = (0, 0, 0)
+    else:
+        sums = launch.readable(content.values)
+        content_mass = content.mass.contiguous()
+        feature_map = ""
+        strides = launch.octets(sums)
+    options = launch.remembered(_options_of_means, d, e, v.dtype, v.device, place, feature_map)
+    blocks = launch.cdiv(place.width, options["BLOCK_Q"])
+    shares = launch.cdiv(e, options["BLOCK_E"])
+    tiles = launch.cdiv(place.width, TILE)
+    resident = launch.resident_programs("joint means", d, e, v.dtype, v.device)
+    # Strips as high as possible with as many programs as the device holds: state and table are read
+    # once per strip.
+    strips = launch.segments(place.height, blocks * shares * batch * heads, 1, resident, 1)
+    strip_rows = max(1, launch.cdiv(place.height, strips))
+    strips = launch.cdiv(place.height, strip_rows)  # none without rows
+    programs, num_lines = shares * blocks * strips * batch * heads, options["LINES"]
+    chunks = launch.cdiv(2 * place.horizon_y + 1, num_lines)
+    # Buffer for the gather: sized for the programs of one launch, not for all queries and classes.
+    weights = q.new_empty(programs, chunks * num_lines, options["BLOCK_Q"], options["SLOTS"])
+    launch.run(
+        _joint_means,
+        (programs,),
+        *(q, table, weights, v, *lines_of(v, place), sums, content_mass, out, mass),
+        *(heads, batch * heads, tokens, place.height, place.width, place.prefix, blocks, tiles),
+        *(strips, strip_rows, table.stride(0) // launch.OCTET if table.shape[0] > 1 else 0),
+        *(place.row_scale, place.unit, place.far_unit),
+        *(*launch.octets(q), *launch.octets(v), *strides, *launch.octets(out)),
+        **options,
+    )
