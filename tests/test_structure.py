@@ -266,3 +266,16 @@ for family in ("scaleformer_vit", "taylorshift_vit"):
     assert model(torch.randn(1, 256, 32, 32)).shape == (1, 10)
 """
     assert run(code) == (0, "", "")
+
+
+def test_modules_and_classes_have_unique_names():
+    """One name stands for one thing, so that a search finds it."""
+    modules = [path.stem for path in FILES if path.stem not in ("__init__", "__main__")]
+    classes = [
+        node.name
+        for path in FILES
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    twice = [name for names in (modules, classes) for name in names if names.count(name) > 1]
+    assert twice == []

@@ -15,7 +15,7 @@ import yaml
 from visionattn.cli.files import write_text
 from visionattn.cli.provenance import provenance_of
 from visionattn.cli.tables import csv_text
-from visionattn.lab.charts import Chart, Look, Mark, Series
+from visionattn.lab.charts import Chart, Mark, Series, SeriesStyle
 from visionattn.lab.papers import draw
 
 NAMES = {"softmax": "softmax", "elu1": "elu + 1", "relu": "relu", "random": "random (FAVOR+)"}
@@ -49,7 +49,7 @@ def charts_of(rows: list[dict]) -> list[Chart]:
             for seed in seeds:
                 points = [(row["step"], row["nats"]) for row in own if row["seed"] == seed]
                 label = name if seed == seeds[-1] else ""
-                series.append(Series(label, Look(number), *zip(*points, strict=True)))
+                series.append(Series(label, SeriesStyle(number), *zip(*points, strict=True)))
         title = f"Sequences of {length}, width {width}"
         mark = [Mark("0.1 nats", y=0.1)]
         charts.append(

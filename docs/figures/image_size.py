@@ -10,7 +10,7 @@ import torch
 
 from visionattn.cli.provenance import provenance_of
 from visionattn.cli.tables import Record
-from visionattn.lab.case_comparison import Plan
+from visionattn.lab.case_comparison import MeasurementPlan
 from visionattn.lab.cases import Case
 from visionattn.lab.charts import Chart
 from visionattn.lab.figures import size_chart, value_of
@@ -29,10 +29,10 @@ def size_cases(quick: bool) -> Iterator[list[Case]]:
         yield [Case("model", name, size) for name in MODELS]
 
 
-def size_plan(size: int) -> Plan:
+def size_plan(size: int) -> MeasurementPlan:
     """Plan fewer rounds where a forward takes longer; timm's takes many minutes above 2,048 px."""
     rounds = 5 if size <= 1024 else 3 if size < 2048 else 2
-    return Plan(rounds=rounds, seconds=0.0, first_call=size > 2048)
+    return MeasurementPlan(rounds=rounds, seconds=0.0, first_call=size > 2048)
 
 
 def size_table(rows: Sequence[Record]) -> list[Record]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from image_size import FIGURE
 
 from visionattn.cli.tables import Record, read_rows
-from visionattn.lab.charts import Chart, Look
+from visionattn.lab.charts import Chart, SeriesStyle
 from visionattn.lab.figures import chosen, distinct, heads_of, memory_of, over, scaled
 from visionattn.lab.papers import FIGURES, draw
 
@@ -24,7 +24,7 @@ def quality_of(rows: list[Record]) -> list[Chart]:
     for (control,) in distinct(rows, "control"):
         series = [
             over(chosen(rows, ("model", "control"), (model, control)), "img_size",
-                 scaled("accuracy", 100), model, Look.of(number), spread=True)
+                 scaled("accuracy", 100), model, SeriesStyle.of(number), spread=True)
             for number, (model,) in enumerate(distinct(rows, "model"))
         ]  # fmt: skip
         names = "side of the test images in px", "test accuracy in %"

@@ -24,7 +24,7 @@ from visionattn.cli.files import write_text
 from visionattn.cli.fresh_process import ask
 from visionattn.cli.provenance import provenance_of
 from visionattn.cli.tables import csv_text
-from visionattn.lab.charts import Chart, Look, Series
+from visionattn.lab.charts import Chart, Series, SeriesStyle
 from visionattn.lab.measure import peak_bytes
 from visionattn.lab.papers import draw
 from visionattn.models import PixelDecoder
@@ -127,7 +127,10 @@ def charts(rows: list[dict]) -> list[Chart]:
             ]
             for way in WAYS
         }
-        return [Series(way, Look(i), *zip(*points[way], strict=True)) for i, way in enumerate(WAYS)]
+        return [
+            Series(way, SeriesStyle(i), *zip(*points[way], strict=True))
+            for i, way in enumerate(WAYS)
+        ]
 
     axis = {"log_x": 4, "log_y": 10, "x_ticks": sorted({int(row["values"]) for row in rows})}
     named = {"flat": "relative position", "none": "no relative position"}
@@ -145,7 +148,10 @@ def charts(rows: list[dict]) -> list[Chart]:
     places = [(i + 0.5) * values / SEGMENTS for i in range(SEGMENTS)]
     lines = [
         Series(
-            way, Look(i), places, [1000 * float(x) for x in row["step_seconds_by_segment"].split()]
+            way,
+            SeriesStyle(i),
+            places,
+            [1000 * float(x) for x in row["step_seconds_by_segment"].split()],
         )
         for i, (way, row) in enumerate(zip(WAYS, last, strict=True))
     ]

@@ -12,15 +12,15 @@ from visionattn.cli.tables import (
     read_rows,
     write_rows,
 )
-from visionattn.lab.case_comparison import COLUMNS, Row, cells_of, record_of
+from visionattn.lab.case_comparison import COLUMNS, CaseResult, cells_of, record_of
 from visionattn.lab.cases import Case
 
 
 def test_rows_as_cells_values_and_csv_say_the_same():
-    ready = Row(Case("operation", "sdpa", 77, 8, heads=3), samples=[0.001, 0.002, 0.004])
+    ready = CaseResult(Case("operation", "sdpa", 77, 8, heads=3), samples=[0.001, 0.002, 0.004])
     ready.ratios, ready.baseline = [0.5, 0.75, 1.0], "eager"
     ready.peak_bytes, ready.flops = 3 << 20, 1_500_000
-    full = Row(Case("model", "scaleformer_vit_t", 64), status="out of memory")
+    full = CaseResult(Case("model", "scaleformer_vit_t", 64), status="out of memory")
     records, provenance = [record_of(ready), record_of(full)], {"device": "cpu", "commit": None}
     shown, empty = (
         dict(zip(COLUMNS, cells_of(record, COLUMNS), strict=True)) for record in records

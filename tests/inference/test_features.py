@@ -24,7 +24,7 @@ from tests.helpers.tools import assert_one_error, written
 from visionattn.cli.progress import Progress
 from visionattn.command import run
 from visionattn.inference.image_run import ImageRun
-from visionattn.inference.shards import Part
+from visionattn.inference.shards import CollectionPart
 
 SHAPES = [(16, 24), (16, 24), (40, 8), (16, 24), (20, 21), (16, 16), (16, 16)]
 MERGE = ["--merge", "--output", "out"]
@@ -230,7 +230,7 @@ def test_files_of_others_are_neither_deleted_nor_replaced(folder, capsys):
 @pytest.mark.parametrize("total", [1, 33])
 def test_parts_are_disjoint_complete_and_in_order(total):
     for count in range(1, total + 1):
-        parts = [Part(number, count).images(total) for number in range(1, count + 1)]
+        parts = [CollectionPart(number, count).images(total) for number in range(1, count + 1)]
         assert [i for part in parts for i in part] == list(range(total))
         assert all(len(part) for part in parts)
 

@@ -15,8 +15,8 @@ import visionattn.ops as ops
 from visionattn.cli.exit_codes import Failed
 from visionattn.lab.accuracy import disagreement
 from visionattn.lab.case_comparison import (
-    Plan,
-    Row,
+    CaseResult,
+    MeasurementPlan,
     check_case,
     measure_together,
     ratios_of,
@@ -37,7 +37,7 @@ from visionattn.ops.position import joint_position
 from visionattn.ops.taylorshift import taylorshift_attention as taylorshift_room
 from visionattn.ops.taylorshift import taylorshift_eager as taylor_sums
 
-PLAN = Plan(rounds=2, max_rounds=2, seconds=0, memory=False)
+PLAN = MeasurementPlan(rounds=2, max_rounds=2, seconds=0, memory=False)
 
 
 def operation(name, form="auto", **more):
@@ -281,7 +281,7 @@ def test_ratios_of_one_size_come_from_one_run_and_are_judged_by_their_bounds(mon
     def measure(cases, plan):
         runs.append(([case.label for case in cases], plan.rounds, plan.max_rounds, plan.seconds))
         seconds = {"sdpa": 4.0, "kernelized efficient": 1.0, "taylorshift efficient": 6.0}
-        return [Row(case, samples=[seconds.get(case.label, 1.0)] * 2) for case in cases]
+        return [CaseResult(case, samples=[seconds.get(case.label, 1.0)] * 2) for case in cases]
 
     monkeypatch.setattr(targets, "measure_together", measure)
     first, second = (operation(name, "efficient") for name in ("kernelized", "taylorshift"))

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from tests.helpers.report_folders import sweep_rows
-from visionattn.lab.charts import MOST_POINTS, Chart, Look, Mark, Series, png, short, svg
+from visionattn.lab.charts import MOST_POINTS, Chart, Mark, Series, SeriesStyle, png, short, svg
 from visionattn.lab.figures import heads_of, sizes_of, slope_of
 
 
 def line(x, y, **options):
-    return [Series("a", Look(0), x, y, **options)]
+    return [Series("a", SeriesStyle(0), x, y, **options)]
 
 
 def ticks_of(chart):
@@ -47,7 +47,7 @@ def test_an_axis_has_a_few_plain_and_round_ticks():
 
 @pytest.mark.filterwarnings("error")
 def test_values_that_a_logarithmic_axis_cannot_show_are_left_out_without_a_warning():
-    curves = [*line([4, 16], [0.0, -3.0]), Series("b", Look(1), [4, 16], [None, 70.0])]
+    curves = [*line([4, 16], [0.0, -3.0]), Series("b", SeriesStyle(1), [4, 16], [None, 70.0])]
     chart = Chart("T", "tokens", "MiB", curves, log_x=2, log_y=10)
     assert not chart.empty and ">b</text>" in svg(chart, "c")
     assert Chart("T", "tokens", "MiB", curves[:1], log_y=10).empty
@@ -61,18 +61,18 @@ def test_long_curves_are_means_of_neighbours_with_a_shade_of_their_reach():
     assert "fill-opacity" not in svg(Chart("T", "step", "nats", line(x[:200], y[:200])), "c")
     spread = svg(Chart("T", "step", "nats", line([1, 2], [3.0, 4.0], spread=[0.5, 0.0])), "c")
     assert spread.count("fill-opacity: 0.18") == 1
-    assert len({Look.of(i).swatch() for i in range(24)}) == 24
+    assert len({SeriesStyle.of(i).swatch() for i in range(24)}) == 24
 
 
 def test_names_failures_and_marks_stand_in_the_legend():
     long, failed = "an_unbroken_name_of_many_letters", {16: "out of memory"}
-    lost = Series(long, Look(1), [4], [7.0], failed=failed)
+    lost = Series(long, SeriesStyle(1), [4], [7.0], failed=failed)
     marks = [Mark("published 73", x=73), Mark("0.1 nats", y=0.1)]
     chart = Chart("T", "px", "MiB", [*line([4, 8], [1.0, 2.0]), lost], marks)
     for name in ("a", long, "out of memory", "published 73"):
         assert f">{name}</text>" in svg(chart, "c")
         assert f">{name}</text>" not in svg(chart, "c", legend=False)
-    alone = Chart("T", "px", "MiB", [Series("b", Look(1), [], [], failed=failed)])
+    alone = Chart("T", "px", "MiB", [Series("b", SeriesStyle(1), [], [], failed=failed)])
     for chart in (alone, replace(alone, log_x=2, log_y=10)):
         assert not chart.empty and ">out of memory</text>" in svg(chart, "c")
 

@@ -17,7 +17,7 @@ from visionattn.data.data_config import DataConfig
 from visionattn.data.splits import Splits
 from visionattn.lab.loader_benchmark import (
     LoaderCase,
-    Source,
+    LoaderSource,
     measure_loaders,
     open_source,
     read_batches,
@@ -55,7 +55,7 @@ class Slow(Dataset):
 
 def source_of(dataset):
     config = TrainConfig(data=DataConfig(img_size=6))
-    return Source("slow", config, Splits(dataset, dataset, None, SPEC))
+    return LoaderSource("slow", config, Splits(dataset, dataset, None, SPEC))
 
 
 @pytest.fixture(scope="module")

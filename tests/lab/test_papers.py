@@ -2,7 +2,7 @@
 
 import pytest
 
-from visionattn.lab.case_comparison import Row, record_of
+from visionattn.lab.case_comparison import CaseResult, record_of
 from visionattn.lab.cases import Case
 from visionattn.lab.papers import FIGURES, crossing, crossings, heads_table, milliseconds_of
 
@@ -10,7 +10,7 @@ from visionattn.lab.papers import FIGURES, crossing, crossings, heads_table, mil
 def rows_of(sizes, direct, efficient):
     """Records of both forms of TaylorShift."""
     return [
-        record_of(Row(Case("operation", "taylorshift", n, 8, form=form, heads=3),
+        record_of(CaseResult(Case("operation", "taylorshift", n, 8, form=form, heads=3),
                       samples=[y], peak_bytes=peak))
         for n, *values in zip(sizes, direct, efficient, strict=True)
         for form, y, peak in zip(("direct", "efficient"), values, (n << 14, n << 15), strict=True)
@@ -40,7 +40,9 @@ def test_a_crossing_lies_where_two_power_laws_meet(places, direct, expected):
 def test_crossings_stand_beside_the_published_ones_and_are_marked():
     sizes = [64, 128, 256, 512]
     rows = rows_of(sizes, [n**2 for n in sizes], [100 * n for n in sizes])
-    lost = Row(Case("operation", "taylorshift", 1024, 8, form="direct"), status="out of memory")
+    lost = CaseResult(
+        Case("operation", "taylorshift", 1024, 8, form="direct"), status="out of memory"
+    )
     (record,) = crossings([*rows, record_of(lost)])
     assert record == {
         "d": 8,
@@ -63,8 +65,8 @@ def test_head_counts_stand_beside_the_published_ones():
         for form in ("direct", "efficient")
     ]
     rows = [
-        Row(cases[0], samples=[2], peak_bytes=5 << 20),
-        Row(cases[1], status="out of memory"),
+        CaseResult(cases[0], samples=[2], peak_bytes=5 << 20),
+        CaseResult(cases[1], status="out of memory"),
     ]
     (record,) = heads_table([record_of(row) for row in rows])
     assert record["d"] == 16 and record["direct images/s"] == "8" and record["direct MiB"] == "5"

@@ -24,9 +24,9 @@ from visionattn.data.data_config import DataConfig
 from visionattn.lab.measure import count_flops
 from visionattn.lab.sweep import cell_trainings, head_sweep, network_costs
 from visionattn.lab.sweep.head_grid import (
-    Cell,
     Network,
-    Plan,
+    SweepCell,
+    SweepPlan,
     attention_of,
     make_networks,
     make_plan,
@@ -284,8 +284,8 @@ def test_more_trainings_at_a_time_than_fit_are_refused_and_one_that_does_not_fit
     needed = {2: 4 * 2**30, 8: 13 * 2**30}
     monkeypatch.setattr(network_costs, "expect", lambda plan, each: (needed[each.heads], 1.0))
     monkeypatch.setattr(network_costs, "memory_there_is", lambda device: 10 * 2**30)
-    cells = [Cell(Network("softmax", h, None, 32), seed) for h in needed for seed in range(3)]
-    plan, lines = Plan(TrainConfig(device="cpu"), None, None, (), (), None), []
+    cells = [SweepCell(Network("softmax", h, None, 32), seed) for h in needed for seed in range(3)]
+    plan, lines = SweepPlan(TrainConfig(device="cpu"), None, None, (), (), None), []
     network_costs.tell_expected(plan, cells, 3, lines.append)
     memory = "peak memory: up to 4.0 GiB for each of 3 parallel trainings, 10.0 GiB available"
     assert lines == [f"6 trainings: {memory}; estimated time: 6.0 s in total"]
@@ -494,7 +494,7 @@ def test_the_grid_is_every_combination_and_one_training_can_stand_for_all_forms(
     expected |= set(product(["softmax"], config.heads, [None], (32, 48)))
     assert {(n.attention, n.heads, n.form, n.img_size) for n in networks} == expected
     for train_form, count in ((None, 60), ("efficient", 36)):
-        plan = Plan(TrainConfig(), None, None, networks, (0, 1), train_form)
+        plan = SweepPlan(TrainConfig(), None, None, networks, (0, 1), train_form)
         cells = plan.cells()
         assert len(cells) == len(set(cells)) == count
         assert [cell.seed for cell in cells] == [0] * (count // 2) + [1] * (count // 2)

@@ -146,7 +146,7 @@ def test_the_whole_grid_as_horizon_takes_no_memory_for_each_pair_of_a_query_and_
 
 
 def test_a_horizon_as_long_as_the_sequence_does_not_lengthen_the_tiles():
-    found = tiled_position.Tiles(1, 2048, (0, 1500), torch.device("cpu"))
+    found = tiled_position.QueryTiles(1, 2048, (0, 1500), torch.device("cpu"))
     assert found.columns.size == tiled_position.LONGEST_TILE < 1500
 
 

@@ -53,7 +53,7 @@ have the root's splits, and ``all``.
 """
 
 
-class Part(NamedTuple):
+class SplitImages(NamedTuple):
     """The images of one split: their indices in the source, ``[n]``, and their labels."""
 
     indices: np.ndarray
@@ -62,9 +62,9 @@ class Part(NamedTuple):
     held_out: bool = False
     """Whether they were split off the training images at random."""
 
-    def take(self, chosen: np.ndarray, *, held_out: bool = False) -> "Part":
+    def take(self, chosen: np.ndarray, *, held_out: bool = False) -> "SplitImages":
         """Return some of the images."""
-        return Part(self.indices[chosen], self.labels[chosen], held_out)
+        return SplitImages(self.indices[chosen], self.labels[chosen], held_out)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Found:
 
     root: str
     source: Source
-    parts: dict[str, Part]
+    parts: dict[str, SplitImages]
     """By split. Images without splits are in ``train``."""
     names: tuple[str, ...]
     """Names of the classes; empty for images without classes, whose labels are all 0."""
@@ -100,7 +100,7 @@ class Found:
             )
             if of_split:
                 by_class = np.argsort(labels, kind="stable")
-                parts[split] = Part(np.array(of_split)[by_class], labels[by_class])
+                parts[split] = SplitImages(np.array(of_split)[by_class], labels[by_class])
         return cls(root, found.source, parts, () if names == ("",) else names, masks)
 
     def by_group(self, pattern: str) -> "Found":
@@ -121,7 +121,7 @@ class Found:
 
     def to_train(
         self, val_fraction: float, seed: int, fold: tuple[int, int] | None = None
-    ) -> dict[str, Part]:
+    ) -> dict[str, SplitImages]:
         """Return the splits for training, after checking that ``train`` has the classes of all
         splits; hold out a validation split if there is none, or the images of a fold.
         """
@@ -151,7 +151,7 @@ class Found:
         val_fraction: float,
         seed: int,
         fold: tuple[int, int] | None = None,
-    ) -> dict[str, Part]:
+    ) -> dict[str, SplitImages]:
         """Return the images to evaluate weights on: ``all``, and each split.
 
         Args:
@@ -168,7 +168,7 @@ class Found:
                 f"{listed(self.names)}; the model's classes: {listed(names)}"
             )
         parts = self._with_held_out(val_fraction, seed, fold)
-        parts["all"] = Part(
+        parts["all"] = SplitImages(
             *(
                 np.concatenate(each)
                 for each in zip(
@@ -186,7 +186,7 @@ class Found:
 
     def _with_held_out(
         self, val_fraction: float, seed: int, fold: tuple[int, int] | None
-    ) -> dict[str, Part]:
+    ) -> dict[str, SplitImages]:
         self._check_groups()
         train = self.parts.get("train")
         if fold and "validation" in self.parts:
@@ -217,7 +217,7 @@ class Found:
 
     def datasets(
         self,
-        parts: dict[str, Part],
+        parts: dict[str, SplitImages],
         seed: int,
         augment: "Augment | None",
         options: ReadOptions,
@@ -257,7 +257,7 @@ class Found:
             for split, part in parts.items()
         }
 
-    def _weights(self, part: Part) -> np.ndarray | None:
+    def _weights(self, part: SplitImages) -> np.ndarray | None:
         """Return the weights of training images, divided by their mean, float32 ``[n]``."""
         if self.weights is None:
             return None
@@ -411,5 +411,7 @@ def _open_table(root: str) -> Found:
     LeftOut([name for name in available if name not in readers]).warn(root)
     ends = np.cumsum([len(each) for each in labels])
     indices = np.split(np.arange(ends[-1]), ends[:-1])
-    parts = {split: Part(*each) for split, *each in zip(splits, indices, labels, strict=True)}
+    parts = {
+        split: SplitImages(*each) for split, *each in zip(splits, indices, labels, strict=True)
+    }
     return Found(root, TableRows(readers, root), parts, names)

@@ -13,7 +13,7 @@ from PIL import Image
 from visionattn.cli.files import printable, whole_folder, write_text
 from visionattn.cli.progress import Progress
 from visionattn.inference import attribution_pictures
-from visionattn.inference.image_attribution import ImageAttribution, Look
+from visionattn.inference.image_attribution import ClassAttribution, ImageAttribution
 from visionattn.inference.image_listing import find_images
 from visionattn.inference.image_reading import ReadImages
 from visionattn.inference.look_options import SUMMARY, LookOptions
@@ -95,17 +95,17 @@ class Looking:
             write_summary(place / SUMMARY, self.opened, self.options, numbers)
         say(f"{self.folder / PAGE}: attribution in {count} image{'s' if count > 1 else ''}")
 
-    def _canvas(self, index: int) -> tuple[Look, attribution_pictures.Canvas]:
+    def _canvas(self, index: int) -> tuple[ClassAttribution, attribution_pictures.BackgroundImage]:
         """Return the attribution in an image, and the image to draw it over."""
         look, sample = self.attribution.look(index)
         size = sample.height, sample.width
         most = REDUCED_PX if look.in_bands else MOST_DRAWN_PX
         is_larger = size[0] * size[1] > most
         image = self.images.reduced(index, most if is_larger else None)
-        return look, attribution_pictures.Canvas(image, size, look)
+        return look, attribution_pictures.BackgroundImage(image, size, look)
 
     def _drawn(
-        self, look: Look, canvas: attribution_pictures.Canvas
+        self, look: ClassAttribution, canvas: attribution_pictures.BackgroundImage
     ) -> Iterator[attribution_pictures.Picture]:
         """Yield the requested pictures of one image, as far as they exist."""
         show = self.options.show
@@ -138,7 +138,7 @@ class Looking:
         return attribution_pictures.tables(found, any(blocks[i].relative.signed for i, _ in found))
 
 
-def said(look: Look) -> list[str]:
+def said(look: ClassAttribution) -> list[str]:
     """Describe the attribution in an image in sentences."""
     evidence, box, own, seen = look.evidence, look.box(*look.top), look.view.box, look.view.content
     value = f"{100 * look.probability:.1f} %"
@@ -201,7 +201,7 @@ def address(image: Image.Image) -> str:
     return f"data:image/jpeg;base64,{base64.b64encode(stream.getvalue()).decode()}"
 
 
-def numbers_of(look: Look, term: str) -> dict[str, Any]:
+def numbers_of(look: ClassAttribution, term: str) -> dict[str, Any]:
     """Return the attribution as JSON types."""
     evidence, found = look.evidence, {"path": look.path, "class": look.class_name}
     found |= {"probability": look.probability, "logits": evidence.logits.tolist()}

@@ -17,7 +17,7 @@ from visionattn.cli.files import printable
 from visionattn.data.geometry import Box, Size
 from visionattn.data.lettering import INK, MUTED, PAPER, font_of
 from visionattn.data.lettering import printable as shown_text
-from visionattn.inference.image_attribution import Look, Place, Row
+from visionattn.inference.image_attribution import ClassAttribution, Place, TokenWeights
 
 FOR, AGAINST, QUERY = (213, 94, 0), (0, 114, 178), (0, 128, 80)
 """Colours of evidence for the class, evidence against it, and the query token."""
@@ -57,7 +57,7 @@ class Picture:
     """Width and height of the drawn image at the upper left; sentences are below."""
 
 
-class Canvas:
+class BackgroundImage:
     """The image below the attribution, in grey, pale where the model does not see it.
 
     Args:
@@ -66,7 +66,7 @@ class Canvas:
         look: the attribution.
     """
 
-    def __init__(self, image: np.ndarray, size: Size, look: Look):
+    def __init__(self, image: np.ndarray, size: Size, look: ClassAttribution):
         self.look = look
         times = max(1, min(MOST_TIMES, LEAST_PX // max(image.shape[:2])))
         self.scale = times / math.ceil(size[0] / len(image))
@@ -181,7 +181,7 @@ def _signed(most: float) -> tuple[str, str, str]:
     return f"-{most:.2g} against", "0", f"for {most:.2g}"
 
 
-def winners(canvas: Canvas) -> Picture:
+def winners(canvas: BackgroundImage) -> Picture:
     """Draw the contribution of each patch to the class through the pooling."""
     look, evidence = canvas.look, canvas.look.evidence
     added = evidence.patches.numpy()
@@ -208,7 +208,7 @@ def highest(values: Tensor, count: int) -> list[Place]:
     return [divmod(place, values.shape[1]) for place in order]
 
 
-def gradient(canvas: Canvas) -> Picture:
+def gradient(canvas: BackgroundImage) -> Picture:
     """Draw the input times the gradient of the class's output, pixel by pixel."""
     look = canvas.look
     values = look.evidence.gradient.numpy()
@@ -224,7 +224,7 @@ def gradient(canvas: Canvas) -> Picture:
     return canvas.picture("gradient", title, lines, picture, _signed(most), look.top)
 
 
-def row(canvas: Canvas, found: Row, term: str, head: int | None) -> Picture:
+def row(canvas: BackgroundImage, found: TokenWeights, term: str, head: int | None) -> Picture:
     """Draw the attention weights of a token over the patches, coloured by their ranks."""
     look = canvas.look
     weights = found.term(term).numpy().astype(np.float64)
@@ -260,7 +260,7 @@ def row(canvas: Canvas, found: Row, term: str, head: int | None) -> Picture:
     )
 
 
-def _terms(found: Row) -> str:
+def _terms(found: TokenWeights) -> str:
     """Describe the shares of content, place and prefix tokens in a row."""
     own = f"{100 * float(found.content.sum()):.1f} %"
     said = f"Patches have {own} of the weight"
@@ -282,7 +282,7 @@ def by_rank(values: np.ndarray) -> np.ndarray:
     return -np.log10(1 - share) / math.log10(2 * len(values))
 
 
-def features(canvas: Canvas, block: int) -> Picture:
+def features(canvas: BackgroundImage, block: int) -> Picture:
     """Draw the first three principal components of the features as red, green and blue."""
     look, shares = canvas.look, canvas.look.shares
     values = look.components.numpy()

@@ -26,8 +26,8 @@ from visionattn.inference.shards import (
     INDEX,
     LOCK,
     PARTS,
+    CollectionPart,
     Index,
-    Part,
     Pending,
     Shard,
     check_ours,
@@ -37,7 +37,7 @@ from visionattn.inference.shards import (
     shard_paths,
     whole_shards,
 )
-from visionattn.inference.synthetic_sources import Digits, Division, Drawn
+from visionattn.inference.synthetic_sources import DigitSource, Division, Drawn
 from visionattn.models.patch_heads import PatchModel
 from visionattn.models.patches import last_map, pooled
 from visionattn.models.registration import split_args, with_head
@@ -75,7 +75,7 @@ def collect(options: ExtractOptions) -> Collection:
     listing: Any = None
     if not options.drawn:
         listing = find_images(options.images, options.labels) if options.images else None
-        listing = listing or Digits(options.val_fraction, options.seed)
+        listing = listing or DigitSource(options.val_fraction, options.seed)
     opened = open_model(options, classifies=False)
     if options.blocks is not None:
         opened = with_blocks(opened, options.blocks)
@@ -111,7 +111,7 @@ def with_blocks(opened: Opened, blocks: list[int]) -> Opened:
 
 def _divide(options: ExtractOptions, listing: Listing) -> Division:
     """Split the images for a probe of pooled features."""
-    if isinstance(listing, (Digits, Drawn)):
+    if isinstance(listing, (DigitSource, Drawn)):
         division = listing.divide()
     else:
         how = dict(val_fraction=options.val_fraction, seed=options.seed)
@@ -143,7 +143,7 @@ class Extraction:
     def __init__(self, options: ExtractOptions, collection: Collection | None = None):
         check(options)
         self.options, output = options, Path(options.output or "")
-        self.part = Part.parse(options.shard) if options.shard else None
+        self.part = CollectionPart.parse(options.shard) if options.shard else None
         self.folder, place, self.backbone = output, output, output / BACKBONE
         if self.part is not None:
             self.part.check_division(output)

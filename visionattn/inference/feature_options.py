@@ -198,11 +198,11 @@ def check(options: ExtractOptions) -> None:
 def _check_parts(options: ExtractOptions) -> None:
     """Check the options that divide a collection into parts."""
     from visionattn.data.large.map_writing import SINKS
-    from visionattn.inference.shards import Part
+    from visionattn.inference.shards import CollectionPart
 
     ray = options.engine == "ray"
     if options.shard is not None:
-        Part.parse(options.shard)
+        CollectionPart.parse(options.shard)
     for wrong, text in (
         (
             ray and options.shard is not None,

@@ -36,7 +36,7 @@ Place = tuple[int, int]
 """Row and column of a patch."""
 
 
-class Row(NamedTuple):
+class TokenWeights(NamedTuple):
     """The attention weights of one token of a block over the patches."""
 
     block: int
@@ -63,7 +63,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Look:
+class ClassAttribution:
     """The attribution of a class in one image."""
 
     path: str
@@ -79,7 +79,7 @@ class Look:
     """The part of the file that the model saw, and its size there."""
     present: Tensor | None
     """bool ``[H, W]``, False for absent patches; None: all are present."""
-    rows: list[Row] = field(default_factory=list)
+    rows: list[TokenWeights] = field(default_factory=list)
     components: Tensor | None = None
     """The first three principal components of the features, float64 ``[3, H, W]``; None if not
     requested.
@@ -211,7 +211,7 @@ class ImageAttribution:
             raise ValueError(f"{opened.name} has no class token; pass places, or top")
         self.queries = queries
 
-    def look(self, index: int) -> tuple[Look, Sample]:
+    def look(self, index: int) -> tuple[ClassAttribution, Sample]:
         """Return the attribution in an image by its index, and the image as it was read.
 
         Raises:
@@ -236,13 +236,15 @@ class ImageAttribution:
                 f"{path}: out of memory with an image of {size}; try --show winners rows"
             ) from error
 
-    def _look(self, sample: Sample, path: str, evidence: Attribution, **more: object) -> Look:
+    def _look(
+        self, sample: Sample, path: str, evidence: Attribution, **more: object
+    ) -> ClassAttribution:
         view = self.images.geometry.view(sample.height, sample.width)
         spec, patch_px = self.opened.spec, tuple(self.model.patch_embed.patch_size)
         names, values = spec.class_names, evidence.logits.softmax(0)
         if spec.task in VECTOR_TASKS:
             values = spec.values_of(evidence.logits)
-        return Look(
+        return ClassAttribution(
             path,
             names[evidence.target] if names else str(evidence.target),
             float(values[evidence.target]),
@@ -254,7 +256,7 @@ class ImageAttribution:
             **more,
         )
 
-    def _in_bands(self, index: int, sample: Sample, path: str) -> Look:
+    def _in_bands(self, index: int, sample: Sample, path: str) -> ClassAttribution:
         """Compute it without the gradient, rows of attention and features."""
         if "winners" not in self.options.show or not divides(self.model):
             raise ValueError(
@@ -264,7 +266,7 @@ class ImageAttribution:
         evidence = self.banding.evidence(index, self.target)
         return self._look(sample, path, evidence, present=None, in_bands=True)
 
-    def _find(self, sample: Sample, path: str) -> Look:
+    def _find(self, sample: Sample, path: str) -> ClassAttribution:
         model, show, sizes, present = self.model, self.options.show, None, None
         inputs = self.opened.spec.prepare(sample.pixels[None].to(self.opened.device))
         if sample.present != tuple(inputs.shape[2:]):
@@ -304,7 +306,7 @@ class ImageAttribution:
                 )
                 assert own is not None
                 rest = float(whole[:prefix].sum())
-                look.rows.append(Row(block, query, place, own, others, rest))
+                look.rows.append(TokenWeights(block, query, place, own, others, rest))
         if features is None:
             return look
         components, shares = principal(features, look.present)

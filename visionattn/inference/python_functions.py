@@ -37,7 +37,7 @@ from visionattn.models.patches import call, in_eval, last_map, pooled, takes_siz
 from visionattn.models.segmentation import classes_of
 
 if TYPE_CHECKING:
-    from visionattn.inference.image_attribution import Look
+    from visionattn.inference.image_attribution import ClassAttribution
 
 Model = nn.Module | str | Path
 
@@ -167,7 +167,7 @@ def extract_features(model: Model, images: Images, **options: Any) -> Tensor | l
     return torch.stack(values)
 
 
-def look(model: Model, images: Images, **options: Any) -> "list[Look]":
+def look(model: Model, images: Images, **options: Any) -> "list[ClassAttribution]":
     """Compute the attribution of a class in images, as ``visionattn look`` does, without drawing.
 
     Args:
@@ -177,7 +177,7 @@ def look(model: Model, images: Images, **options: Any) -> "list[Look]":
             number, and places of ``queries`` pairs of numbers.
 
     Returns:
-        A ``Look`` for each image, in order, with tensors on the CPU.
+        A ``ClassAttribution`` for each image, in order, with tensors on the CPU.
 
     Raises:
         As ``predict``, and ValueError for a model that is not ours, or an unknown class, block,

@@ -302,7 +302,7 @@ def read_features(
 
 
 @dataclass(frozen=True)
-class Part:
+class CollectionPart:
     """Part ``number`` of ``of`` of a collection, from 1."""
 
     number: int
@@ -312,7 +312,7 @@ class Part:
         return f"{self.number}/{self.of}"
 
     @staticmethod
-    def parse(text: str) -> "Part":
+    def parse(text: str) -> "CollectionPart":
         """Parse ``2/4``.
 
         Raises:
@@ -325,7 +325,7 @@ class Part:
                 f"shard must be i/n with i from 1 to n and n at most {MOST_PARTS:,}, got "
                 f"{brief(text)}"
             )
-        return Part(number, of)
+        return CollectionPart(number, of)
 
     def folder(self, output: Path) -> Path:
         """Return the feature folder of the part."""
@@ -359,10 +359,10 @@ class Part:
         check_ours(output, PARTS, BACKBONE)
 
 
-def parts_in(output: Path) -> list[Part]:
+def parts_in(output: Path) -> list[CollectionPart]:
     """List the parts in a folder, in order."""
     names = sorted(path.name for path in (output / PARTS).glob("*-of-*"))
-    return [Part(*map(int, name.split("-of-"))) for name in names]
+    return [CollectionPart(*map(int, name.split("-of-"))) for name in names]
 
 
 def merge(output: Path, say: Callable[[str], None], identity: dict[str, Any] | None = None) -> None:
@@ -381,7 +381,7 @@ def merge(output: Path, say: Callable[[str], None], identity: dict[str, Any] | N
     there = parts_in(output)
     if not there:
         raise ValueError(f"{output} holds no parts; --shard 1/n writes the first one")
-    parts = [Part(number, there[0].of) for number in range(1, there[0].of + 1)]
+    parts = [CollectionPart(number, there[0].of) for number in range(1, there[0].of + 1)]
     for part in parts:
         folder = part.folder(output)
         if not (folder / INDEX).is_file():

@@ -39,7 +39,7 @@ class Division:
     class_names: tuple[str, ...]
 
 
-class Digits:
+class DigitSource:
     """The digits that scikit-learn ships: train, then validation, then test, as
     ``digits/train/17``.
 

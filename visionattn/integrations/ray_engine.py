@@ -25,7 +25,7 @@ from visionattn.cli.progress import Progress
 from visionattn.inference.extraction import AT_WORK, Collection, Extraction, collect
 from visionattn.inference.feature_options import ExtractOptions
 from visionattn.inference.result_files import difference
-from visionattn.inference.shards import INDEX, LOCK, PARTS, Part, merge
+from visionattn.inference.shards import INDEX, LOCK, PARTS, CollectionPart, merge
 
 IMAGES_OF_PART = 512
 """Images in a part if ``parts`` is not given."""
@@ -80,7 +80,7 @@ def extract(options: ExtractOptions, say: Callable[[str], None]) -> None:
     collection = collect(plain)
     total = len(collection.images)
     count = options.parts or -(-total // IMAGES_OF_PART)
-    parts = [Part(number, count) for number in range(1, count + 1)]
+    parts = [CollectionPart(number, count) for number in range(1, count + 1)]
     parts[0].check_division(output)
     sizes = {part: len(part.images(total)) for part in parts}
     left = {part: sizes[part] for part in parts if not (part.folder(output) / INDEX).is_file()}
@@ -124,7 +124,7 @@ def hand_out(
     ray: Any,
     options: ExtractOptions,
     collection: Collection,
-    left: dict[Part, int],
+    left: dict[CollectionPart, int],
     progress: Progress,
 ) -> None:
     """Extract the remaining parts on the nodes of the cluster.

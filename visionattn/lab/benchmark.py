@@ -24,7 +24,13 @@ from visionattn.cli.provenance import provenance_of, summary
 from visionattn.cli.tables import Record, csv_text, heading, line
 from visionattn.data.option_ranges import check_workers
 from visionattn.lab import papers, targets
-from visionattn.lab.case_comparison import COLUMNS, Plan, cells_of, measure_together, record_of
+from visionattn.lab.case_comparison import (
+    COLUMNS,
+    MeasurementPlan,
+    cells_of,
+    measure_together,
+    record_of,
+)
 from visionattn.lab.case_memory import build
 from visionattn.lab.cases import Case, check_sizes
 from visionattn.lab.compared_models import has_forms
@@ -228,7 +234,9 @@ class CaseOptions(BenchmarkOptions):
     def run(self, groups: Sequence[Sequence[Case]], provenance: Record, show: Print) -> None:
         """Measure cases of one size against each other, and print them size by size."""
         memory, device = not self.no_memory, self.device
-        plan = Plan(rounds=self.rounds, seconds=self.seconds, memory=memory, device=device)
+        plan = MeasurementPlan(
+            rounds=self.rounds, seconds=self.seconds, memory=memory, device=device
+        )
         rows = (
             record_of(row)
             for cases in groups

@@ -34,7 +34,7 @@ def spread(name: str, samples: Sequence[float]) -> Record:
 
 
 @dataclass
-class Row:
+class CaseResult:
     """The result of a case."""
 
     case: Case
@@ -51,7 +51,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MeasurementPlan:
     """The quantities to measure, and for how long."""
 
     rounds: int = 5
@@ -86,7 +86,9 @@ def check_case(case: Case, device: str = "cpu") -> str | None:
     return check_network(case, device)
 
 
-def measure_together(cases: Sequence[Case], plan: Plan, baseline: str | None = None) -> list[Row]:
+def measure_together(
+    cases: Sequence[Case], plan: MeasurementPlan, baseline: str | None = None
+) -> list[CaseResult]:
     """Measure a row for each case; their times come from one interleaved run.
 
     A case that disagrees with its definition is not measured further, and a case that runs out of
@@ -97,7 +99,7 @@ def measure_together(cases: Sequence[Case], plan: Plan, baseline: str | None = N
         plan: the quantities to measure.
         baseline: label of the baseline of the ratios; None: no ratios.
     """
-    rows = [Row(case) for case in cases]
+    rows = [CaseResult(case) for case in cases]
     for row in rows:
         with status_of(row):
             _measure_alone(row, plan)
@@ -129,7 +131,7 @@ def status_of(row: Any) -> Iterator[None]:
         row.status = "out of memory"
 
 
-def _measure_alone(row: Row, plan: Plan) -> None:
+def _measure_alone(row: CaseResult, plan: MeasurementPlan) -> None:
     case = row.case
     row.status = check_case(case, plan.device) or "ok"
     if row.status != "ok":
@@ -152,10 +154,10 @@ def case_bytes_kept(case: Case, device: str = "cpu") -> int:
     return bytes_kept(work.forward, without=work.leaves if case.kind == "model" else ())
 
 
-def _measure_times(rows: Sequence[Row], plan: Plan) -> None:
+def _measure_times(rows: Sequence[CaseResult], plan: MeasurementPlan) -> None:
     """Measure the seconds of the rows without errors."""
     clock = time.process_time if plan.processor_time else time.perf_counter
-    ready: list[tuple[Row, Callable[[], object], float]] = []
+    ready: list[tuple[CaseResult, Callable[[], object], float]] = []
     for row in rows:
         with status_of(row):
             work = build(row.case, plan.device)
@@ -176,7 +178,7 @@ def _measure_times(rows: Sequence[Row], plan: Plan) -> None:
         row.samples = own
 
 
-def record_of(row: Row) -> Record:
+def record_of(row: CaseResult) -> Record:
     """Return a row as plain values, with units in the names; None for a missing measurement."""
     case = row.case
     record: Record = {"case": case.label, "size": case.size, "width": case.width}

@@ -38,14 +38,14 @@ LABEL_WIDTH = 24
 
 
 @dataclass(frozen=True)
-class Look:
+class SeriesStyle:
     """The colour and the shape (dash and marker) of a series in all charts and legends."""
 
     colour: int
     shape: int = 0
 
     @classmethod
-    def of(cls, number: int) -> "Look":
+    def of(cls, number: int) -> "SeriesStyle":
         """Return the look of series ``number``; the first 24 differ in colour or shape."""
         colours = len(SERIES_COLOURS["light"])
         return cls(number % colours, (number + number // (2 * colours)) % len(DASHES))
@@ -65,7 +65,7 @@ class Series:
     """A line of a chart."""
 
     name: str
-    look: Look
+    look: SeriesStyle
     x: Sequence[float]
     y: Sequence[float | None]
     """None is a gap."""

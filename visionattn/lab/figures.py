@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from visionattn.lab.charts import Chart, Look, Mark, Series
+from visionattn.lab.charts import Chart, Mark, Series, SeriesStyle
 
 Row = Mapping[str, Any]
 MIB = 2**20
@@ -87,7 +87,7 @@ def over(
     x_column: str,
     value: Callable[[Row], float | None],
     name: str,
-    look: Look,
+    look: SeriesStyle,
     *,
     spread: bool = False,
     status: str = "status",
@@ -136,13 +136,15 @@ def accuracy_column(rows: Sequence[Row]) -> str:
     return "test_accuracy" if tested else "validation_accuracy"
 
 
-def looks_of(rows: Sequence[Row]) -> dict[tuple, Look]:
+def looks_of(rows: Sequence[Row]) -> dict[tuple, SeriesStyle]:
     """Return the look of each attention and form: the colour shows the attention, dash and marker
     show the form.
     """
     attentions = [attention for (attention,) in distinct(rows, "attention")]
     return {
-        (attention, form): Look(Look.of(attentions.index(attention)).colour, SHAPES.get(form, 0))
+        (attention, form): SeriesStyle(
+            SeriesStyle.of(attentions.index(attention)).colour, SHAPES.get(form, 0)
+        )
         for attention, form in distinct(rows, "attention", "form")
     }
 
@@ -222,7 +224,7 @@ def memory_of(
                     growths = [value_of(row, "growth_exponent") for row in own]
                     name = ", ".join([own[0]["model"], *words])
                     name += power("tokens", next(filter(None, growths), None))
-                    look = Look(Look.of(models.index(values[:1])).colour, count % 4)
+                    look = SeriesStyle(SeriesStyle.of(models.index(values[:1])).colour, count % 4)
                     series.append(over(own, "px", scaled(column, 1 / MIB), name, look))
             title = work.replace("_", " ").capitalize()
             charts.append(Chart(title, x_name, units[column], series, marks, **axis))
@@ -270,10 +272,12 @@ def size_chart(
     for count, values in enumerate(distinct(rows, "case", *differ)):
         base, _, form = values[0].partition(" ")
         several = any(row["case"].startswith(f"{base} ") for row in rows)
-        look, shape = Look.of(count), SHAPES.get(form or "auto" * several, 0)
+        look, shape = SeriesStyle.of(count), SHAPES.get(form or "auto" * several, 0)
         # A name has its colour and a form its dash; forms of one name differ in both.
         if not differ and any(" " in row["case"] for row in rows):
-            look = Look(Look.of(bases.index((base,))).colour if len(bases) > 1 else shape, shape)
+            look = SeriesStyle(
+                SeriesStyle.of(bases.index((base,))).colour if len(bases) > 1 else shape, shape
+            )
         name = ", ".join([names(values[0]), *map(str, values[1:])])
         own = chosen(rows, ("case", *differ), values)
         line = over(own, "size", lambda row: value(row) or None, name, look)  # 0: too little

@@ -51,7 +51,7 @@ OWN_FLAGS = {
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class LoaderSource:
     """A data set to load as in training."""
 
     label: str
@@ -64,7 +64,7 @@ class Source:
 class LoaderCase:
     """A data set with the settings of its loader."""
 
-    source: Source
+    source: LoaderSource
     workers: int
     batch: int
     img_size: int | None
@@ -110,7 +110,7 @@ class Reading:
     seconds: float
 
 
-def open_source(text: str, sizes: Sequence[int] | None) -> Source:
+def open_source(text: str, sizes: Sequence[int] | None) -> LoaderSource:
     """Find the training images of ``configs/canvas.yaml+augment=none`` or ``folder+root=/data``.
 
     Args:
@@ -143,7 +143,7 @@ def open_source(text: str, sizes: Sequence[int] | None) -> Source:
     splits = build_splits(data, config.seed)
     if len(splits.train) == 0:
         raise ValueError(f"{text}: there are no training images")
-    return Source(text, config, splits)
+    return LoaderSource(text, config, splits)
 
 
 def loader_cases(

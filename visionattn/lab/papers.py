@@ -10,14 +10,20 @@ from pathlib import Path
 from visionattn.cli.files import write_text, write_whole
 from visionattn.cli.provenance import summary
 from visionattn.cli.tables import Record, csv_text, heading, line, markdown
-from visionattn.lab.case_comparison import COLUMNS, Plan, cells_of, measure_together, record_of
+from visionattn.lab.case_comparison import (
+    COLUMNS,
+    MeasurementPlan,
+    cells_of,
+    measure_together,
+    record_of,
+)
 from visionattn.lab.cases import Case
-from visionattn.lab.charts import Chart, Look, Mark, Series, png
+from visionattn.lab.charts import Chart, Mark, Series, SeriesStyle, png
 from visionattn.lab.figures import MIB, SHAPES, chosen, distinct, scaled, size_chart, value_of
 
 Print = Callable[[str], None]
-PLAN = Plan(rounds=5, seconds=0.5, max_rounds=15)
-QUICK = Plan(rounds=2, seconds=0.0, max_rounds=2)
+PLAN = MeasurementPlan(rounds=5, seconds=0.5, max_rounds=15)
+QUICK = MeasurementPlan(rounds=2, seconds=0.0, max_rounds=2)
 FORMS = ("direct", "efficient")
 PROCESSOR_TIME = "seconds of the processor"
 
@@ -45,7 +51,7 @@ class Figure:
     """Makes the charts from the rows of the CSV."""
     table: Callable[[Sequence[Record]], list[Record]] | None = None
     """Makes a second table; a figure with one also measures memory."""
-    plan: Callable[[int], Plan] = lambda size: PLAN
+    plan: Callable[[int], MeasurementPlan] = lambda size: PLAN
     """Returns the plan for the cases of a size."""
 
 
@@ -71,7 +77,7 @@ def redraw(
         provenance: provenance for the CSV and the PNG.
         show: gets the table line by line.
         quick: measure few small sizes.
-        processor_time: as in ``Plan``; the CSV and the PNG say so.
+        processor_time: as in ``MeasurementPlan``; the CSV and the PNG say so.
     """
     records: list[Record] = []
     if processor_time:
@@ -283,7 +289,7 @@ def heads_charts(rows: Sequence[Record]) -> list[Chart]:
     for unit, title in zip(HEADS_VALUES, ("Speed", "Peak memory"), strict=True):
         for source, where in (("", "measured"), ("published ", "published, on a GPU")):
             series = [
-                Series(form, Look(SHAPES[form], SHAPES[form]), heads,
+                Series(form, SeriesStyle(SHAPES[form], SHAPES[form]), heads,
                        [record[f"{source}{form} {unit}"] for record in table])
                 for form in FORMS
             ]  # fmt: skip

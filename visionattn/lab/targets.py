@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from visionattn.cli.tables import Record
 from visionattn.lab.case_comparison import (
-    Plan,
-    Row,
+    CaseResult,
+    MeasurementPlan,
     case_bytes_kept,
     check_case,
     measure_together,
@@ -24,8 +24,8 @@ from visionattn.lab.cases import Case
 
 COLUMNS = {name: name for name in ("what", "at", "reach", "measured", "low", "high", "met")}
 COLUMNS |= {"time": "seconds", "baseline time": "baseline_seconds", "rounds": "rounds"}
-PLAN = Plan(rounds=5, seconds=2.0, memory=False, counts=False)
-MODEL_PLAN = Plan(rounds=5, seconds=0.0, memory=False, counts=False)
+PLAN = MeasurementPlan(rounds=5, seconds=2.0, memory=False, counts=False)
+MODEL_PLAN = MeasurementPlan(rounds=5, seconds=0.0, memory=False, counts=False)
 """The plan for operations and models."""
 TIMM = "vit_small_patch16_224"
 
@@ -176,7 +176,9 @@ def choose_rows(pattern: str | None, names: Sequence[str]) -> list[int]:
     return chosen
 
 
-def measure_targets(chosen: Sequence[Target], plan: Plan | None = None) -> Iterator[Record]:
+def measure_targets(
+    chosen: Sequence[Target], plan: MeasurementPlan | None = None
+) -> Iterator[Record]:
     """Measure targets and yield each record when ready; records of one interleaved run follow each
     other.
 
@@ -202,17 +204,19 @@ def measure_targets(chosen: Sequence[Target], plan: Plan | None = None) -> Itera
                 yield _ratio_record(each, found[each.case], found[base])
 
 
-def plan_of(case: Case) -> Plan:
+def plan_of(case: Case) -> MeasurementPlan:
     """Return the plan for the cases of a size: fewer rounds if a forward takes seconds."""
     if case.kind == "operation":
         return PLAN
     return MODEL_PLAN if case.size <= 1024 else replace(MODEL_PLAN, rounds=3)
 
 
-def _ratio_record(target: Target, row: Row, base: Row) -> Record:
+def _ratio_record(target: Target, row: CaseResult, base: CaseResult) -> Record:
     """Return the record of a ratio of times."""
     if not row.samples or not base.samples:
-        return _record(target, Row(target.case, row.status if row.status != "ok" else base.status))
+        return _record(
+            target, CaseResult(target.case, row.status if row.status != "ok" else base.status)
+        )
     ratio = spread("ratio", ratios_of(row.samples, base.samples))
     record = _record(target, row, ratio["ratio_median"])
     seconds, others = (spread("", each.samples)["_median"] for each in (row, base))
@@ -222,7 +226,7 @@ def _ratio_record(target: Target, row: Row, base: Row) -> Record:
 
 def _measure_figure(target: Target) -> Record:
     """Return the record of a figure that is not a ratio of times."""
-    row, value = Row(target.case), None
+    row, value = CaseResult(target.case), None
     with status_of(row):
         row.status = check_case(target.case) or "ok"
         if row.status == "ok":
@@ -230,7 +234,7 @@ def _measure_figure(target: Target) -> Record:
     return _record(target, row, value)
 
 
-def _record(target: Target, row: Row, value: float | None = None) -> Record:
+def _record(target: Target, row: CaseResult, value: float | None = None) -> Record:
     record: Record = dict.fromkeys(COLUMNS.values())
     record |= {"what": target.what, "at": target.at, "reach": target.reach, "measured": value}
     return record | {"met": row.status if value is None else target.met(value)}

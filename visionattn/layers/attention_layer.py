@@ -14,7 +14,7 @@ from visionattn.layers.value_convolution import ValueConvolution
 from visionattn.layout import TokenLayout
 from visionattn.ops import OPERATIONS
 from visionattn.ops.attention_additions import centred_keys, gated
-from visionattn.ops.attention_rows import ROWS, Rows
+from visionattn.ops.attention_rows import ROWS, AttentionRows
 from visionattn.ops.attentions import ATTENTIONS, AttentionKind, get_attention
 from visionattn.ops.checks import check_form
 from visionattn.ops.feature_maps import make_feature_map
@@ -292,7 +292,7 @@ class Attention(nn.Module):
         layout: TokenLayout | None = None,
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
-    ) -> Rows:
+    ) -> AttentionRows:
         """Return the attention weights of chosen tokens over all tokens, in linear time and memory.
 
         They are rows of the weights by which ``forward`` averages the values. Keys are centred as
@@ -305,8 +305,8 @@ class Attention(nn.Module):
             rows: int64 ``[Q]``, indices of the chosen tokens, from 0 to N - 1.
 
         Returns:
-            ``Rows``: shares of content and of place, ``[B, h, Q, N]``. Rows of absent patches are
-            undefined.
+            ``AttentionRows``: shares of content and of place, ``[B, h, Q, N]``. Rows of absent
+            patches are undefined.
 
         Raises:
             ValueError: as ``forward``, or ``rows`` is out of range.

@@ -21,7 +21,7 @@ from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.mixed_blocks import places_of_blocks
 from visionattn.models.patch_heads import PatchClassifier
 from visionattn.models.segmentation import Segmenter
-from visionattn.ops.attention_rows import Rows
+from visionattn.ops.attention_rows import AttentionRows
 
 POOLED = {
     "max": "each channel of the pooled features comes from the patch where it is largest, which "
@@ -191,7 +191,7 @@ def watch(
     *,
     sizes: Tensor | None = None,
     features: int | None = None,
-) -> tuple[dict[int, Rows], Tensor | None]:
+) -> tuple[dict[int, AttentionRows], Tensor | None]:
     """Return attention weights of chosen blocks and tokens, and the feature map of one block.
 
     Args:
@@ -202,12 +202,13 @@ def watch(
         features: the block whose map is returned, after the final norm; None: no map.
 
     Returns:
-        ``Rows`` by index of the block, ``[1, h, Q, N]``; and the map, ``[D, H, W]`` or None.
+        ``AttentionRows`` by index of the block, ``[1, h, Q, N]``; and the map, ``[D, H, W]`` or
+        None.
 
     Raises:
         ValueError: there is no such block or token.
     """
-    found: dict[int, Rows] = {}
+    found: dict[int, AttentionRows] = {}
     asked = {block_number(model, index): list(tokens) for index, tokens in rows.items()}
     last = None if features is None else block_number(model, features)
     wanted = sorted({*asked} | ({last} if last is not None else set()))

@@ -41,7 +41,7 @@ from visionattn.ops.taylorshift.taylorshift_features import unit
 from visionattn.ops.window import WINDOW_SIZE
 
 
-class Rows(NamedTuple):
+class AttentionRows(NamedTuple):
     """Rows of attention weights; float32 (float64 for float64 inputs)."""
 
     content: Tensor
@@ -69,7 +69,7 @@ def taylorshift_rows(
     coefficients: tuple[float, float, float] = (0.5, 1.0, 1.0),
     relative: RelativePosition | None = None,
     key_mask: Tensor | None = None,
-) -> Rows:
+) -> AttentionRows:
     """Return rows of ``taylorshift_attention``; see there for the other arguments.
 
     Args:
@@ -99,7 +99,7 @@ def kernelized_rows(
     causal: bool = False,
     relative: RelativePosition | None = None,
     key_mask: Tensor | None = None,
-) -> Rows:
+) -> AttentionRows:
     """Return rows of ``kernelized_attention``; arguments and errors as for ``taylorshift_rows``."""
     seen = _seen(q, k, rows, relative, key_mask, causal)
     feature_map, queries, keys = get_feature_map(feature_map), seen.queries, seen.keys
@@ -121,7 +121,7 @@ def softmax_rows(
     causal: bool = False,
     relative: RelativePosition | None = None,
     key_mask: Tensor | None = None,
-) -> Rows:
+) -> AttentionRows:
     """Return rows of ``softmax_attention``; arguments and errors as for ``taylorshift_rows``."""
     seen = _seen(q, k, rows, relative, key_mask, causal, signed=True)
     return _softmax(seen, seen.visible)
@@ -138,7 +138,7 @@ def window_rows(
     layout: TokenLayout | None = None,
     relative: RelativePosition | None = None,
     key_mask: Tensor | None = None,
-) -> Rows:
+) -> AttentionRows:
     """Return rows of ``window_attention``; arguments and errors as for ``taylorshift_rows``."""
     given = layout if relative is None else relative.layout
     if given is None:
@@ -155,7 +155,7 @@ def window_rows(
     return _softmax(seen, seen.visible & (same | ~pairs))  # prefix tokens belong to all windows
 
 
-ROWS: dict[str, Callable[..., Rows]] = {
+ROWS: dict[str, Callable[..., AttentionRows]] = {
     "taylorshift": taylorshift_rows,
     "kernelized": kernelized_rows,
     "softmax": softmax_rows,
@@ -241,22 +241,22 @@ def _scores(seen: _Seen, features: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield scores.masked_fill(~pairs[:, None], 0), counts[:, None]
 
 
-def _shares(seen: _Seen, content: Tensor, features: Tensor) -> Rows:
+def _shares(seen: _Seen, content: Tensor, features: Tensor) -> AttentionRows:
     """Return the rows from the content weights ``[B, h, Q, M]`` and ``elu1`` of the queries."""
     hidden = ~seen.visible[:, None]
     content = content.masked_fill(hidden, 0)
     if seen.relative is None:
-        return Rows(content / divisor_of(content.sum(-1)), None)
+        return AttentionRows(content / divisor_of(content.sum(-1)), None)
     mean, of_places = seen.relative.normalization == "mean", torch.zeros_like(content)
     if mean:
         content = content / seen.visible.sum(-1).clamp(min=1)[:, None, :, None]
     for scores, counts in _scores(seen, features):
         of_places += (scores / counts if mean else scores).masked_fill(hidden, 0)
     mass = divisor_of(content.sum(-1) + of_places.sum(-1))
-    return Rows(content / mass, of_places / mass)
+    return AttentionRows(content / mass, of_places / mass)
 
 
-def _softmax(seen: _Seen, visible: Tensor) -> Rows:
+def _softmax(seen: _Seen, visible: Tensor) -> AttentionRows:
     """Return the rows of a softmax over the keys that are ``visible [B or 1, Q or 1, M]``."""
     scores = seen.queries @ seen.keys.mT
     if seen.relative is not None:
@@ -264,4 +264,4 @@ def _softmax(seen: _Seen, visible: Tensor) -> Rows:
     scores = scores * seen.queries.shape[3] ** -0.5
     empty = ~visible.any(-1, keepdim=True)[:, None]
     scores = scores.masked_fill(~visible[:, None], float("-inf")).masked_fill(empty, 0)
-    return Rows(scores.softmax(-1).masked_fill(empty, 0), None)
+    return AttentionRows(scores.softmax(-1).masked_fill(empty, 0), None)

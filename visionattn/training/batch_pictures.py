@@ -23,7 +23,7 @@ from visionattn.training import engine
 from visionattn.training.config import TrainConfig, check
 from visionattn.training.distributed import Processes
 from visionattn.training.output_scores import in_words
-from visionattn.training.picture_sheet import Part, Picture, draw_sheet, visible
+from visionattn.training.picture_sheet import SheetPart, SheetPicture, draw_sheet, visible
 from visionattn.training.trainer import Trainer
 
 MOST_PICTURES = 16
@@ -52,7 +52,7 @@ def show_batch(config: TrainConfig) -> str:
     return f"{path}: {what} {seen} as the model sees them; nothing was trained"
 
 
-def first_batches(config: TrainConfig) -> list[Part]:
+def first_batches(config: TrainConfig) -> list[SheetPart]:
     """Return the first pictures of training, augmented and mixed as configured, and of validation.
 
     Raises:
@@ -129,7 +129,7 @@ def part(
     geometry: Geometry,
     *,
     changes: str,
-) -> Part:
+) -> SheetPart:
     """Return the first images of batches as pictures with captions.
 
     Args:
@@ -143,18 +143,18 @@ def part(
     """
     spec, masked = trainer.spec, trainer.spec.task == "segmentation"
     most = MOST_PICTURES // (1 + masked)
-    pictures: list[Picture] = []
+    pictures: list[SheetPicture] = []
     for images, classes, present, *_ in batches:
         full = (images.shape[2], images.shape[3])
         for index, image in enumerate(images[: most - len(pictures) // (1 + masked)]):
             filled = full if present is None else tuple(present[index].tolist())
             name = "image" if masked else named(spec, classes[index])
             lines = sizes(trainer.model, filled, full)
-            pictures.append(Picture(visible(image), filled, (name, *lines)))
+            pictures.append(SheetPicture(visible(image), filled, (name, *lines)))
             if masked:  # the mask follows its image
                 lines = in_mask(spec, classes[index][: filled[0], : filled[1]])
                 colours = striped(classes[index].numpy(), spec)
-                pictures.append(Picture(colours, filled, ("its mask", *lines)))
+                pictures.append(SheetPicture(colours, filled, ("its mask", *lines)))
     count, bands = sum(len(images) for images, *_ in batches), batches[0][0].shape[1]
     which = f"{most} of the" if count > most else "all"
     of = "batch" if len(batches) == 1 else f"{len(batches)} batches"
@@ -162,7 +162,7 @@ def part(
     note = f"{which} {count} images of the first {of}; {seen}; {changes}"
     if bands not in (1, 3):
         note += f"; of {bands} bands {'the first three are' if bands > 3 else 'the first is'} drawn"
-    return Part(title, note, pictures)
+    return SheetPart(title, note, pictures)
 
 
 def named(spec: DataSpec, shares: Tensor) -> str:

@@ -13,7 +13,13 @@ from visionattn.models.pixel_classes import striped
 from visionattn.models.weights import DataSpec
 from visionattn.training.evaluate import MOST_CURVES, Example, Tally
 from visionattn.training.output_scores import decided, in_words
-from visionattn.training.picture_sheet import Part, Picture, draw_confusion, draw_sheet, visible
+from visionattn.training.picture_sheet import (
+    SheetPart,
+    SheetPicture,
+    draw_confusion,
+    draw_sheet,
+    visible,
+)
 
 MOST_PX = 640
 """The largest width of a sheet in pixels, if captions allow."""
@@ -77,11 +83,11 @@ def draw_examples(examples: Sequence[Example], split: str, spec: DataSpec) -> Im
     else:
         pictures = [with_outputs(example, spec) for example in examples]
         columns = 4
-    part = Part(split, f"{len(examples)} images", pictures)
+    part = SheetPart(split, f"{len(examples)} images", pictures)
     return draw_sheet([part], most_px=MOST_PX, columns=columns)
 
 
-def with_outputs(example: Example, spec: DataSpec) -> Picture:
+def with_outputs(example: Example, spec: DataSpec) -> SheetPicture:
     """Return an image with its label, and below it the prediction."""
     label, output, names = example.label, example.output, spec.output_names
     if spec.task in VECTOR_TASKS:
@@ -91,13 +97,13 @@ def with_outputs(example: Example, spec: DataSpec) -> Picture:
         said = int(output.argmax())
         lines = [names[int(label)], f"{names[said]}, {output.softmax(0)[said]:.0%}"]
     captions = f"true: {lines[0]}", f"predicted: {lines[1]}"
-    return Picture(visible(example.image), tuple(example.image.shape[1:]), captions)
+    return SheetPicture(visible(example.image), tuple(example.image.shape[1:]), captions)
 
 
-def with_masks(example: Example, spec: DataSpec) -> list[Picture]:
+def with_masks(example: Example, spec: DataSpec) -> list[SheetPicture]:
     """Return an image, its mask and the predicted mask."""
     pixels = {"image": visible(example.image)}
     stride = -(-max(example.label.shape) // MASK_PX)
     for name, mask in {"mask": example.label, "prediction": example.output}.items():
         pixels[name] = striped(mask[::stride, ::stride].numpy(), spec)
-    return [Picture(values, values.shape[:2], (name,)) for name, values in pixels.items()]
+    return [SheetPicture(values, values.shape[:2], (name,)) for name, values in pixels.items()]

@@ -26,7 +26,7 @@ SMALL = 12
 
 
 @dataclass(frozen=True)
-class Picture:
+class SheetPicture:
     """An image and its captions."""
 
     pixels: np.ndarray
@@ -38,12 +38,12 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Part:
+class SheetPart:
     """A title with its pictures."""
 
     title: str
     note: str
-    pictures: Sequence[Picture]
+    pictures: Sequence[SheetPicture]
 
 
 def visible(image: Tensor) -> np.ndarray:
@@ -57,7 +57,7 @@ def visible(image: Tensor) -> np.ndarray:
 
 
 def draw_sheet(
-    parts: Sequence[Part], *, most_px: int = MOST_PX, columns: int = COLUMNS
+    parts: Sequence[SheetPart], *, most_px: int = MOST_PX, columns: int = COLUMNS
 ) -> Image.Image:
     """Draw pictures, each at its own aspect ratio, part below part.
 
@@ -104,7 +104,7 @@ def draw_head(title: str, note: str) -> Image.Image:
     return head
 
 
-def draw_picture(picture: Picture, times: int, cap: int) -> Image.Image:
+def draw_picture(picture: SheetPicture, times: int, cap: int) -> Image.Image:
     """Draw a picture, enlarged ``times`` but at most ``cap`` pixels long, with a frame and its
     captions.
     """

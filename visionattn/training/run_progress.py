@@ -56,7 +56,7 @@ class Position:
 
 
 @dataclass
-class Sums:
+class EpochSums:
     """Sums over the steps of an epoch, or since the last line of metrics."""
 
     steps: int = 0

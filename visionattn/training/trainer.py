@@ -64,10 +64,10 @@ from visionattn.training.output_scores import by_output
 from visionattn.training.run_folder import BEST, BY_CLASS, Record
 from visionattn.training.run_progress import (
     NO_SCORE,
+    EpochSums,
     Pace,
     Position,
     Result,
-    Sums,
     sizes_worth_trying,
     written,
 )
@@ -168,7 +168,7 @@ class Trainer:
         self.scheduler = make_scheduler(self.optimizer, config.optim, config.epochs, steps)
         # Progress.
         self.position, self.pace = Position(), Pace()
-        self.sums, self.window = Sums(), Sums()
+        self.sums, self.window = EpochSums(), EpochSums()
         """Sums of this epoch, and since the last line of metrics."""
         self.history: list[dict[str, Any]] = []
         self.only: int | None = None
@@ -438,7 +438,7 @@ class Trainer:
             place = {"step": position.step, "epoch": position.epoch + 1}
             rate = {"lr": self.learning_rate(), "skipped": position.skipped}
             record.step(place | self.window.means() | rate)
-            self.window = Sums()
+            self.window = EpochSums()
         if self.pace.add(waited, seconds):
             record.say(self.pace.line(self.steps_left(), self.config.data.workers))
         note = f"loss {loss:.3f}, {images / max(seconds, 1e-9):.3g} images/s"
@@ -625,7 +625,7 @@ class Trainer:
         }
         # Then the metrics, and the state last: all that it counts as done is on the disk.
         position.next_epoch()
-        self.sums = Sums()
+        self.sums = EpochSums()
         self.history.append(values)
         more = {f"val_{key}": value for key, value in pixel_figures(result).items()}
         record.epoch(self.history, more)
@@ -796,7 +796,7 @@ class Trainer:
         if scaler.is_enabled() and state["scaler"]:  # else the precision has changed
             scaler.load_state_dict(state["scaler"])
         self.position = Position(**state["position"])
-        self.sums, self.window = Sums(**state["sums"]), Sums(**state["window"])
+        self.sums, self.window = EpochSums(**state["sums"]), EpochSums(**state["window"])
         self.history = state["history"]
         self.batches.unreadable.update(state["unreadable"])
         self.scheduler.step_update(self.position.step)

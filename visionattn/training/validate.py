@@ -60,7 +60,7 @@ COLUMNS = {
 
 
 @dataclass(frozen=True)
-class Row:
+class SizeResult:
     """The result at one image size."""
 
     img_size: int | tuple[int, int] | None
@@ -398,7 +398,7 @@ class Validation:
                 said = replace(said, ignored=[said.ignored] * 3)
         return {key: value for key, value in asdict(said).items() if value is not None}
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[SizeResult]:
         """Yield the evaluation at each size in turn."""
         for geometry in self.geometries:
             batches = eval_batches(
@@ -428,7 +428,7 @@ class Validation:
                 self._tell_absent(result)
             size = geometry.img_size
             side = size[0] if size and size[0] == size[1] else size
-            yield Row(side, result, self.spec.task)
+            yield SizeResult(side, result, self.spec.task)
 
     def _tell_absent(self, result: Evaluation | None) -> None:
         """Warn about classes that no mask contains."""
@@ -439,7 +439,7 @@ class Validation:
         if names:
             warnings.warn(f"no mask has a pixel of the classes {listed(names)}", stacklevel=2)
 
-    def save(self, rows: Sequence[Row]) -> None:
+    def save(self, rows: Sequence[SizeResult]) -> None:
         """Write the rows and their provenance to the file that ``config.json`` names."""
         table = [
             {"img_size": row.img_size}

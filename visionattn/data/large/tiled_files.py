@@ -10,7 +10,7 @@ from visionattn.data.large.image_parts import open_source
 from visionattn.models.large import forward_bands, tiled_inference
 
 SOURCE = ("height", "width", "channels", "read")
-"""Attributes of a ``Source``."""
+"""Attributes of a ``PartSource``."""
 
 
 @wraps(forward_bands.forward_tiled)

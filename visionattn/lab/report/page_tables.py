@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from visionattn.cli.tables import lasting
-from visionattn.lab.charts import Chart, Look, Series
+from visionattn.lab.charts import Chart, Series, SeriesStyle
 from visionattn.lab.figures import (
     MIB,
     Row,
@@ -139,7 +139,7 @@ class Cell:
     """A key of ``WORDS``; the cell shows its mark."""
     note: str = ""
     """Small text below."""
-    look: Look | None = None
+    look: SeriesStyle | None = None
     """The look of the run or series that the cell names."""
 
 
@@ -169,7 +169,7 @@ def percent(value: float) -> str:
 def results(runs: Sequence[Run]) -> Table:
     """Return the results of each run; among runs on the same images the best value is bold."""
     columns: dict[str, list[Cell]] = {
-        "run": [Cell(run.name, look=Look.of(i)) for i, run in enumerate(runs)],
+        "run": [Cell(run.name, look=SeriesStyle.of(i)) for i, run in enumerate(runs)],
         "status": [
             Cell(WORDS[run.status], status=run.status, note=run.reason or "") for run in runs
         ],
@@ -425,9 +425,12 @@ def scatter(name: str, points: Sequence[tuple[float, float]]) -> Chart:
     """Return the true and the predicted values of a target as a chart, with the diagonal."""
     known, said = zip(*points, strict=True)
     ends = [min(known), max(known)]
-    dots = Series("predicted", Look.of(0), known, said, dots=True)
+    dots = Series("predicted", SeriesStyle.of(0), known, said, dots=True)
     return Chart(
-        name, "true value", "predicted value", [dots, Series("equal", Look.of(4), ends, ends)]
+        name,
+        "true value",
+        "predicted value",
+        [dots, Series("equal", SeriesStyle.of(4), ends, ends)],
     )
 
 

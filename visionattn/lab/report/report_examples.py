@@ -50,7 +50,7 @@ class Said:
 
 
 @dataclass
-class Example:
+class ReportExample:
     """An image."""
 
     source: str
@@ -73,7 +73,7 @@ class Gallery:
     """The longest side of the images in pixels."""
     legend: list[tuple[str, str]]
     """Colour and name of each pixel class in the images."""
-    examples: list[Example]
+    examples: list[ReportExample]
     runs: list[str] = field(default_factory=list)
 
     @property
@@ -126,7 +126,7 @@ def add(found: dict[tuple, Gallery], run: Run, count: int) -> None:
         ]
         px = MASK_PX if masked else LARGEST_PX
         examples = [
-            Example(address(item.pixels, (px, px)),
+            ReportExample(address(item.pixels, (px, px)),
                     "" if masked else labelled(spec, label),
                     mask_address(label, spec) if masked else None)
             for item, label in zip(items, labels, strict=True)

@@ -16,7 +16,7 @@ from markupsafe import Markup
 from visionattn.cli.files import check_free, printable, write_text
 from visionattn.cli.parsing import parse, with_first
 from visionattn.cli.untrusted import read_csv
-from visionattn.lab.charts import Chart, Look, svg
+from visionattn.lab.charts import Chart, SeriesStyle, svg
 from visionattn.lab.figures import Row, distinct, heads_of, memory_of
 from visionattn.lab.report import page_tables as tables
 from visionattn.lab.report.report_examples import galleries
@@ -147,7 +147,7 @@ def page(
         title=title,
         draw=lambda chart, legend=True: Markup(svg(chart, next(names), legend=legend)),
         runs=runs,
-        looks={run.name: Look.of(i) for i, run in enumerate(runs)},
+        looks={run.name: SeriesStyle.of(i) for i, run in enumerate(runs)},
         results=tables.results(runs) if runs else None,
         curves=curves_of(runs),
         classes=classes,

@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 
 from visionattn.cli import untrusted
 from visionattn.data.data_config import DataConfig
-from visionattn.lab.charts import Chart, Look, Series
+from visionattn.lab.charts import Chart, Series, SeriesStyle
 from visionattn.lab.figures import number
 from visionattn.model_config import VECTOR_TASKS
 from visionattn.training.mistakes import ByClass, read_by_class
@@ -62,7 +62,7 @@ unit.
 FROM_ZERO = ("Speed of training", "Waiting for data")
 
 
-class Status(TypedDict, total=False):
+class StoredStatus(TypedDict, total=False):
     """``status.json``."""
 
     status: str
@@ -155,7 +155,7 @@ def read_run(folder: Path, name: str) -> Run:
     run.result = result_of(run.epochs, tests, run.setting("monitor"))
     run.status = "finished" if tests else "unknown"
     if (folder / STATUS).exists():
-        told = run.read(STATUS, lambda path: untrusted.read_json(Status, path, "")) or {}
+        told = run.read(STATUS, lambda path: untrusted.read_json(StoredStatus, path, "")) or {}
         run.status = told.get("status") if told.get("status") in WORDS else "unknown"
         run.reason, run.provenance = told.get("reason"), told.get("provenance", {})
         result = told.get("result") or {}
@@ -262,7 +262,7 @@ def curves_of(runs: Sequence[Run]) -> list[Chart]:
     charts = []
     for title, unit, factor, *keys in CURVES:
         series = [
-            Series(run.name, Look.of(i), *curve(run, keys, factor, by_epoch))
+            Series(run.name, SeriesStyle.of(i), *curve(run, keys, factor, by_epoch))
             for i, run in enumerate(runs)
         ]
         x_name = "epoch" if by_epoch else "optimiser step"

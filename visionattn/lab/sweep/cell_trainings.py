@@ -35,7 +35,7 @@ from visionattn.cli.parsing import yaml_text
 from visionattn.cli.progress import Progress
 from visionattn.cli.tables import Record
 from visionattn.cli.untrusted import checked, from_json, intact
-from visionattn.lab.sweep.head_grid import Cell, Plan
+from visionattn.lab.sweep.head_grid import SweepCell, SweepPlan
 from visionattn.training.config import TrainConfig
 from visionattn.training.run_folder import STATUS, Ended, can_go_on
 
@@ -179,7 +179,7 @@ class Attempt:
     """Value of ``memory_kills`` before the start."""
 
 
-def left_to_train(plan: Plan, known: Mapping[str, Record], *, retry: bool) -> list[Cell]:
+def left_to_train(plan: SweepPlan, known: Mapping[str, Record], *, retry: bool) -> list[SweepCell]:
     """Return the unfinished cells. Failed cells are included only with ``retry``; stopped and
     killed cells always resume.
     """
@@ -194,8 +194,8 @@ def left_to_train(plan: Plan, known: Mapping[str, Record], *, retry: bool) -> li
 
 
 def train_cells(
-    plan: Plan,
-    cells: Sequence[Cell],
+    plan: SweepPlan,
+    cells: Sequence[SweepCell],
     folder: SweepFolder,
     *,
     jobs: int,
@@ -258,7 +258,7 @@ def train_cells(
 
 
 def start(
-    plan: Plan, cell: Cell, folder: SweepFolder, command: Sequence[str], *, anew: bool
+    plan: SweepPlan, cell: SweepCell, folder: SweepFolder, command: Sequence[str], *, anew: bool
 ) -> Attempt:
     """Start a training, or resume it if it has a state, unless ``anew``."""
     run = folder.runs / cell.name
@@ -280,7 +280,7 @@ def start(
     return Attempt(process, time.monotonic(), memory_kills())
 
 
-def ending_of(cell: Cell, folder: SweepFolder, attempt: Attempt, before: Record) -> Record:
+def ending_of(cell: SweepCell, folder: SweepFolder, attempt: Attempt, before: Record) -> Record:
     """Return the outcome of a training's process as columns of ``cells.csv``; the exit code of a
     killed process is negative.
 

@@ -44,7 +44,7 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Cell:
+class SweepCell:
     """One training."""
 
     network: Network
@@ -57,7 +57,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SweepPlan:
     """A checked sweep."""
 
     base: TrainConfig
@@ -73,13 +73,13 @@ class Plan:
     ``parameters``, and ``flops`` of the forward of one image.
     """
 
-    def cell(self, network: Network, seed: int) -> Cell:
+    def cell(self, network: Network, seed: int) -> SweepCell:
         """Return the training whose accuracy counts for a network."""
         if network.form and self.train_form:
             network = replace(network, form=self.train_form)
-        return Cell(network, seed)
+        return SweepCell(network, seed)
 
-    def cells(self) -> list[Cell]:
+    def cells(self) -> list[SweepCell]:
         """Return every training once, smaller seeds first, so that an early stop leaves complete
         tables.
         """
@@ -94,7 +94,7 @@ class Plan:
         """Return the data specification of the network's images."""
         return replace(self.splits.spec, img_size=network.img_size)
 
-    def training(self, cell: Cell, runs: Path) -> TrainConfig:
+    def training(self, cell: SweepCell, runs: Path) -> TrainConfig:
         """Return the configuration of a cell's training, with its run folder in ``runs``."""
         return replace(
             self.base,
@@ -108,7 +108,7 @@ class Plan:
         )
 
 
-def make_plan(config: SweepConfig, base: TrainConfig) -> Plan:
+def make_plan(config: SweepConfig, base: TrainConfig) -> SweepPlan:
     """Lay out the grid, and check that each network can be built; write nothing.
 
     Raises:
@@ -136,7 +136,7 @@ def make_plan(config: SweepConfig, base: TrainConfig) -> Plan:
     check_img_size(model, [*sizes, *(choices or [])])
     own = attention_of(model) if isinstance(model, VisionAttnTransformer) else None
     networks = make_networks(config, own, base.model.name, sizes)
-    plan = Plan(base, splits, own, networks, tuple(config.seeds), config.train_form)
+    plan = SweepPlan(base, splits, own, networks, tuple(config.seeds), config.train_form)
     return replace(plan, facts={network: facts_of(plan, network) for network in networks})
 
 
@@ -211,7 +211,7 @@ def on_meta(config: ModelConfig, spec: DataSpec) -> nn.Module:
         return build_model(config, spec)[0]
 
 
-def facts_of(plan: Plan, network: Network) -> dict[str, int]:
+def facts_of(plan: SweepPlan, network: Network) -> dict[str, int]:
     """Return the values of ``Plan.facts`` for a network, which follow from its shapes."""
     model, px = on_meta(plan.model(network), plan.data_spec(network)), network.img_size
     rows, columns = patch_size(model)

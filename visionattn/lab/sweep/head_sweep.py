@@ -29,7 +29,7 @@ from visionattn.lab.sweep.cell_trainings import (
     left_to_train,
     train_cells,
 )
-from visionattn.lab.sweep.head_grid import Plan, make_plan
+from visionattn.lab.sweep.head_grid import SweepPlan, make_plan
 from visionattn.lab.sweep.network_costs import (
     PASSES,
     conditions_of,
@@ -102,7 +102,7 @@ def sweep(argv: Sequence[str], say: Say, *, train: Sequence[str]) -> None:
     check_failures(plan, folder)
 
 
-def write(plan: Plan, folder: SweepFolder, provenance: dict[str, Any]) -> str:
+def write(plan: SweepPlan, folder: SweepFolder, provenance: dict[str, Any]) -> str:
     """Write table, rows and figure of the results so far, and return the table of the report."""
     rows = records(plan, folder.known(ENDINGS), folder.known(MEASUREMENTS))
     table, source = rows_table("sweep", rows), summary(provenance)
@@ -121,7 +121,7 @@ def write(plan: Plan, folder: SweepFolder, provenance: dict[str, Any]) -> str:
     return text
 
 
-def check_failures(plan: Plan, folder: SweepFolder) -> None:
+def check_failures(plan: SweepPlan, folder: SweepFolder) -> None:
     """Raise ``Failed`` with the first reason if a training or a measurement failed, ValueError if
     all trainings failed.
 
@@ -151,7 +151,7 @@ def check_failures(plan: Plan, folder: SweepFolder) -> None:
 
 
 def records(
-    plan: Plan, endings: Mapping[str, Record], measured: Mapping[str, Record]
+    plan: SweepPlan, endings: Mapping[str, Record], measured: Mapping[str, Record]
 ) -> list[Record]:
     """Return a row for each network and seed with all known values; None for unknown ones."""
     rows = []

@@ -22,7 +22,7 @@ from visionattn.cli.tables import Record, lasting, sized
 from visionattn.lab.measure import attention_backends, interleaved_seconds, peak_bytes, warm_up
 from visionattn.lab.model_step import ModelStep
 from visionattn.lab.sweep.cell_trainings import MEASUREMENTS, SweepFolder
-from visionattn.lab.sweep.head_grid import Cell, Network, Plan
+from visionattn.lab.sweep.head_grid import Network, SweepCell, SweepPlan
 from visionattn.lab.sweep.sweep_flags import SweepConfig
 from visionattn.model_config import ModelConfig
 from visionattn.models.building import build_model
@@ -39,7 +39,7 @@ NEEDS = ("device", "amp", "batch", "threads")
 """The conditions that a measured pass needs."""
 
 
-def conditions_of(config: SweepConfig, plan: Plan) -> Record:
+def conditions_of(config: SweepConfig, plan: SweepPlan) -> Record:
     """Return the conditions of measurements as columns of ``cells.csv``, without the network."""
     base = plan.base
     device = pick_device(base.device)
@@ -56,7 +56,7 @@ def conditions_of(config: SweepConfig, plan: Plan) -> Record:
 
 def measure_networks(
     config: SweepConfig,
-    plan: Plan,
+    plan: SweepPlan,
     folder: SweepFolder,
     provenance: Record,
     say: Callable[[str], None],
@@ -102,7 +102,7 @@ def is_current(columns: Record, conditions: Record, config: SweepConfig) -> bool
     return conditions.items() <= columns.items() and not failed
 
 
-def pass_of(plan: Plan, network: Network, work: str, conditions: Record) -> Record:
+def pass_of(plan: SweepPlan, network: Network, work: str, conditions: Record) -> Record:
     """Return the arguments of ``make_step`` for a pass of a network."""
     given = {"model": asdict(plan.model(network)), "spec": asdict(plan.data_spec(network))}
     given |= {"optim": asdict(plan.base.optim), "work": work}
@@ -121,7 +121,9 @@ def ask_status(function: Callable[..., Record], given: Record, **how: Any) -> Re
         return {"status": "failed", "reason": str(error)}
 
 
-def time_networks(plan: Plan, found: dict[Network, Record], work: str, conditions: Record) -> None:
+def time_networks(
+    plan: SweepPlan, found: dict[Network, Record], work: str, conditions: Record
+) -> None:
     """Add the images per second of a pass to the columns of networks, and the ratio to the direct
     form, from an interleaved run in one process; networks that do not fit are left out.
     """
@@ -204,11 +206,11 @@ def measure_memory(**given: Any) -> Record:
     return {"peak_bytes": peak, "backend": " + ".join(attention_backends(step.run)) or None}
 
 
-def expect(plan: Plan, network: Network) -> tuple[float | None, float | None]:
+def expect(plan: SweepPlan, network: Network) -> tuple[float | None, float | None]:
     """Estimate the bytes and the seconds of a training as ``visionattn train`` does, without data
     loading; None if unknown.
     """
-    config = plan.training(Cell(network, plan.seeds[0]), Path())
+    config = plan.training(SweepCell(network, plan.seeds[0]), Path())
     device, spec = pick_device(config.device), plan.data_spec(network)
     model = build_model(config.model, spec)[0].to(device)
     splits = replace(plan.splits, spec=spec)
@@ -222,7 +224,9 @@ def expect(plan: Plan, network: Network) -> tuple[float | None, float | None]:
     return memory.bytes_of(shape), seconds
 
 
-def tell_expected(plan: Plan, cells: Sequence[Cell], jobs: int, say: Callable[[str], None]) -> None:
+def tell_expected(
+    plan: SweepPlan, cells: Sequence[SweepCell], jobs: int, say: Callable[[str], None]
+) -> None:
     """Print the expected memory and time of the trainings.
 
     Raises:

@@ -45,7 +45,7 @@ def bands_of(height: int, rows: int, attn: Attention | None = None) -> Bands:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BandPlan:
     """The plan of a pass."""
 
     rows: int
@@ -69,7 +69,7 @@ def plan(
     *,
     rows: int | None = None,
     in_files: bool = False,
-) -> Plan:
+) -> BandPlan:
     """Return the plan of a pass.
 
     Args:
@@ -111,7 +111,7 @@ def plan(
         f"{grid.height} x {grid.width} patches in {bands} band{'s' * (bands > 1)}, tokens in "
         f"{'files' if mapped else 'memory'} ({sized(held)})"
     )
-    return Plan(rows, mapped, line)
+    return BandPlan(rows, mapped, line)
 
 
 def _held_bytes(body: VisionAttnTransformer, grid: Grid, want: str, model: nn.Module) -> int:

@@ -44,8 +44,8 @@ from visionattn.models.large.attention_of_strips import (
 from visionattn.models.large.band_outputs import Dense, Evidenced, Masked, Output, Pooled
 from visionattn.models.large.band_plan import Bands, bands_of, plan
 from visionattn.models.large.patched_image import PatchedImage
-from visionattn.models.large.source_sink import Prepare, Sink, Source
-from visionattn.models.large.token_store import PassFolder, Place, TokenStore
+from visionattn.models.large.source_sink import PartSource, Prepare, Sink
+from visionattn.models.large.token_store import PassFolder, PassProgress, TokenStore
 from visionattn.models.patches import in_eval
 from visionattn.models.rowwise_support import check_rowwise, weight_like
 from visionattn.models.segmentation import Segmenter
@@ -64,7 +64,7 @@ PIECE_TOKENS = 8192
 
 def forward_tiled(
     model: nn.Module,
-    source: Source,
+    source: PartSource,
     sink: Sink | None = None,
     *,
     want: Want = "logits",
@@ -83,7 +83,7 @@ def forward_tiled(
     Args:
         model: a ``VisionAttnTransformer`` or a ``Segmenter`` of one, in any mode; it runs in eval
             mode, on its device and in its dtype.
-        source: the image, read once from top to bottom: a ``Source``, or for
+        source: the image, read once from top to bottom: a ``PartSource``, or for
             ``visionattn.forward_tiled`` anything that ``open_source`` opens: a path, an array, a
             tensor.
         sink: receives a map; None: the map is returned.
@@ -206,7 +206,7 @@ class _Pass:
         height, rows = image.grid.height, self.plan.rows
         self.bands = [bands_of(height, rows)]
         self.bands += [bands_of(height, rows, block.attn) for block in body.blocks]
-        self.begun = Place(0, 0) if folder is None or folder.place is None else folder.place
+        self.begun = PassProgress(0, 0) if folder is None or folder.place is None else folder.place
 
     def go(self, say: Callable[[str], object]) -> Any:
         """Run the pass, resuming an earlier one if there is any, and return the result."""
@@ -237,7 +237,7 @@ class _Pass:
             self.folder.finish()
         return result.cpu() if isinstance(result, Tensor) else result
 
-    def _steps(self) -> Iterator[Place]:
+    def _steps(self) -> Iterator[PassProgress]:
         """Process the bands of each step; yield the progress after each band."""
         block: BandBlock | None = None
         # A block needs sums over all tokens before it, which the previous step has written.
@@ -251,7 +251,7 @@ class _Pass:
 
     def _step(
         self, step: int, block: "BandBlock | None", following: "BandBlock | None"
-    ) -> Iterator[Place]:
+    ) -> Iterator[PassProgress]:
         read, written = self.tokens[1 - step % 2], self.tokens[step % 2]
         bands, done = self.bands[step], 0
         if step <= self.begun.step:
@@ -289,7 +289,7 @@ class _Pass:
                 written.flush()
                 # The next step overwrites the tokens that this step has read.
                 ends = number == len(bands) and step + 1 < len(self.bands)
-                yield Place(step + 1, 0) if ends else Place(step, number)
+                yield PassProgress(step + 1, 0) if ends else PassProgress(step, number)
         if following is not None and following.attn.centre_keys:
             following.centre()
             following.take(None, written.prefix)

@@ -11,7 +11,7 @@ from torch import Tensor
 from visionattn.layout import Grid
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.large.band_plan import Bands
-from visionattn.models.large.source_sink import Prepare, Source, as_fractions
+from visionattn.models.large.source_sink import PartSource, Prepare, as_fractions
 from visionattn.models.patches import axis_weights
 from visionattn.models.rowwise_support import weight_like
 from visionattn.ops.attention_sums import product
@@ -33,7 +33,7 @@ class PatchedImage:
         ValueError: not a source, or the model does not take an image of its size.
     """
 
-    def __init__(self, body: VisionAttnTransformer, source: Source, prepare: Prepare | None):
+    def __init__(self, body: VisionAttnTransformer, source: PartSource, prepare: Prepare | None):
         self.body, self.source, self.prepare = body, source, prepare or as_fractions
         self.patch = body.patch_embed.patch_size
         self.waited_s = 0.0

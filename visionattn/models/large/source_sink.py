@@ -11,7 +11,7 @@ Prepare = Callable[[np.ndarray], Tensor]
 """Turns pixels ``[h, w, C]`` into a model's input, float ``[1, C, h, w]``."""
 
 
-class Source(Protocol):
+class PartSource(Protocol):
     """An image that is read in parts."""
 
     height: int

@@ -1,10 +1,10 @@
 """Any model, ours or timm's, over overlapping tiles of an image: outputs are averaged, and maps are
 blended over the seams.
 
-This module places tiles and combines their outputs. Images come from a ``Source`` and maps go to a
-``Sink`` band by band, so neither need fit into memory; files are handled elsewhere. A tile does not
-see the image outside of it, so results differ from the whole image, unless each output depends only
-on the pixels at its own place.
+This module places tiles and combines their outputs. Images come from a ``PartSource`` and maps go
+to a ``Sink`` band by band, so neither need fit into memory; files are handled elsewhere. A tile
+does not see the image outside of it, so results differ from the whole image, unless each output
+depends only on the pixels at its own place.
 """
 
 import math
@@ -18,7 +18,7 @@ from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from visionattn.models.large.patched_image import filled
-from visionattn.models.large.source_sink import MapWriter, Prepare, Sink, Source, as_fractions
+from visionattn.models.large.source_sink import MapWriter, PartSource, Prepare, Sink, as_fractions
 from visionattn.models.patches import call, in_eval, last_map, pooled
 from visionattn.models.segmentation import IGNORED, Segmenter, classes_of, probabilities_of
 from visionattn.ops.chunking import chunks
@@ -38,7 +38,7 @@ CONVERTS = {"masks": classes_of, "probabilities": probabilities_of}
 """Conversions of logits of pixels."""
 
 
-class Axis(NamedTuple):
+class TileAxis(NamedTuple):
     """Tiles along one side of an image, in pixels or in cells of a map."""
 
     length: int
@@ -50,10 +50,10 @@ class Axis(NamedTuple):
     overlap: int
     """Distance over which the weights of a tile fall off towards its neighbours."""
 
-    def in_cells(self, cell: int) -> "Axis":
+    def in_cells(self, cell: int) -> "TileAxis":
         """Return the same axis in cells of ``cell`` pixels."""
         starts = tuple(start // cell for start in self.starts)
-        return Axis(self.length // cell, self.tile // cell, starts, self.overlap // cell)
+        return TileAxis(self.length // cell, self.tile // cell, starts, self.overlap // cell)
 
     def shares(self) -> list[Tensor]:
         """Return for each place in each tile its weight divided by the sum of weights of all tiles
@@ -81,8 +81,8 @@ class Axis(NamedTuple):
 class Tiling(NamedTuple):
     """Tiles of an image; all have one size."""
 
-    down: Axis
-    across: Axis
+    down: TileAxis
+    across: TileAxis
 
     def places(self) -> Iterator[tuple[slice, slice]]:
         """Yield the rows and columns of each tile in pixels, row by row of tiles."""
@@ -109,7 +109,7 @@ def tiling(height: int, width: int, tile: int, overlap: int, patch_px: tuple[int
         whole = -(-length // patch) * patch
         side = min(tile, whole)
         starts = (*range(0, whole - side, tile - overlap), whole - side)
-        axes.append(Axis(whole, side, starts, overlap))
+        axes.append(TileAxis(whole, side, starts, overlap))
     return Tiling(*axes)
 
 
@@ -152,7 +152,7 @@ def cell_of(model: nn.Module, want: Want) -> tuple[int, int]:
 
 def forward_tiles(
     model: nn.Module,
-    image: Tensor | Source,
+    image: Tensor | PartSource,
     *,
     tile: int = 1024,
     overlap: int | None = None,
@@ -173,7 +173,8 @@ def forward_tiles(
     Args:
         model: any module that takes ``[B, C, H, W]``; ``pooled`` and ``dense`` need timm's
             ``forward_head`` and ``forward_intermediates``.
-        image: ``[B, C, H, W]`` as the model takes it, or a ``Source`` that is read tile by tile;
+        image: ``[B, C, H, W]`` as the model takes it, or a ``PartSource`` that is read tile by
+        tile;
             for ``visionattn.forward_tiles`` also a path or an array, as ``open_source`` opens it.
         tile: height and width of tiles in pixels, a whole number of patches; a smaller image is one
             tile.
@@ -183,7 +184,7 @@ def forward_tiles(
             each pixel (``masks``) or its ``probabilities``.
         combine: ``mean`` or ``max`` over tiles, only for vectors.
         batch_size: tiles per call.
-        prepare: only for a ``Source``: turns pixels ``[h, w, C]`` into ``[1, C, h, w]`` as the
+        prepare: only for a ``PartSource``: turns pixels ``[h, w, C]`` into ``[1, C, h, w]`` as the
             model takes them. None: floating point values are unchanged, others are scaled to [0,
             1].
         sink: receives the map of one image band by band; a row of tiles is in memory at a time. The
@@ -213,7 +214,9 @@ def forward_tiles(
         raise ValueError(f"{type(model).__name__} gives no {want} features: it has no {method}")
     patch_px = cell_of(model, want)
     overlap = usual_overlap(tile, patch_px) if overlap is None else overlap
-    run = Tiles(COMPUTES[want], tile, overlap, patch_px, combine, batch_size, CONVERTS.get(want))
+    run = TiledPass(
+        COMPUTES[want], tile, overlap, patch_px, combine, batch_size, CONVERTS.get(want)
+    )
     reads = _reads(image, prepare, model)
     home = image.device if isinstance(image, Tensor) else torch.device("cpu")
     if sink is not None and len(reads) > 1:
@@ -248,7 +251,7 @@ def over_tiles(
     Returns:
         The computation. It raises ValueError as ``forward_tiles`` does, and for ``sizes``.
     """
-    run = Tiles(compute, tile, overlap, patch_px, combine, batch_size, convert)
+    run = TiledPass(compute, tile, overlap, patch_px, combine, batch_size, convert)
 
     def run_tiles(model: nn.Module, inputs: Tensor, sizes: Tensor | None) -> Tensor:
         if sizes is not None:
@@ -261,7 +264,7 @@ def over_tiles(
     return run_tiles
 
 
-class Tiles(NamedTuple):
+class TiledPass(NamedTuple):
     """A computation over tiles; see ``over_tiles`` for the arguments."""
 
     compute: Compute
@@ -392,7 +395,7 @@ def _cell(tiles: Tiling, output: Tensor) -> tuple[int, int]:
 
 
 def _reads(
-    image: Tensor | Source, prepare: Prepare | None, model: nn.Module
+    image: Tensor | PartSource, prepare: Prepare | None, model: nn.Module
 ) -> list[tuple[Callable[[slice, slice], Tensor], tuple[int, int]]]:
     """Return for each image a function that reads its parts, and its size."""
     like = next((each for each in model.parameters() if each.is_floating_point()), None)

@@ -83,7 +83,7 @@ def _reserve(path: Path, size: int) -> None:
             raise OSError(error.errno, text, str(path.parent)) from error
 
 
-class Place(NamedTuple):
+class PassProgress(NamedTuple):
     """The progress of a pass: ``step`` 0 embeds, step s maps block s - 1; ``bands`` are done."""
 
     step: int
@@ -122,9 +122,9 @@ class PassFolder:
                 )
         self.made: bool = found["made"]
         self.rows: int | None = found.get("rows")
-        self.place = Place(*found["place"]) if "place" in found else None
+        self.place = PassProgress(*found["place"]) if "place" in found else None
 
-    def record(self, place: Place, rows: int) -> None:
+    def record(self, place: PassProgress, rows: int) -> None:
         """Record progress that is already on the disk."""
         found = dict(identity=self.identity, place=place, rows=rows, made=self.made)
         write_text(self.path, json.dumps(found))

@@ -30,7 +30,7 @@ from visionattn.ops.feature_maps import elu1
 from visionattn.ops.form_choice import tokens_asked
 from visionattn.ops.nonfinite import skips_idle_rows
 from visionattn.ops.operator import contiguous_like, differentiate, operator
-from visionattn.ops.position.tiled_position import Band, Tiles
+from visionattn.ops.position.tiled_position import Band, QueryTiles
 
 PAIRS = 1 << 19
 KEY_ELEMENTS = 1 << 22
@@ -206,7 +206,7 @@ def _takes_direct(v: Tensor, horizon_y: int) -> bool:
     return direct_is_faster(v.shape[2] * v.shape[3], 2 * horizon_y + 1)
 
 
-def _tiled_chunks(q: Tensor, table: Tensor, v: Tensor, tiles: Tiles):
+def _tiled_chunks(q: Tensor, table: Tensor, v: Tensor, tiles: QueryTiles):
     """Yield for each chunk of the tiled form: the chunk, the keys for its windows and its bands."""
     for chunk in in_turn(_chunks(q, table, KEY_ELEMENTS // max(1, prod(v.shape[2:])))):
         keys, heads = tiles.keys(chunk.part(v), table.dtype), len(chunk.table)
@@ -215,7 +215,7 @@ def _tiled_chunks(q: Tensor, table: Tensor, v: Tensor, tiles: Tiles):
 
 def _band_weights(
     chunk: _Chunk,
-    tiles: Tiles,
+    tiles: QueryTiles,
     band: Band,
     q: Tensor,
     counts: Tensor,
@@ -231,7 +231,7 @@ def _band_weights(
 
 
 def _tiled_forward(q, table, v, counts, scale, horizons, values: Tensor, mass: Tensor) -> None:
-    tiles = Tiles(q.shape[2], max(q.shape[3], v.shape[3]), horizons, q.device)
+    tiles = QueryTiles(q.shape[2], max(q.shape[3], v.shape[3]), horizons, q.device)
     for chunk, keys, bands in _tiled_chunks(q, table, v, tiles):
         out, out_mass = chunk.part(values), chunk.part(mass).unsqueeze(3)
         for band in bands:
@@ -325,7 +325,7 @@ def class_sums_backward(
 def _tiled_backward(
     q, table, v, counts, scale, horizons, d_values, d_mass, dq: Tensor, d_table: Tensor, dv: Tensor
 ) -> None:
-    tiles = Tiles(q.shape[2], max(q.shape[3], v.shape[3]), horizons, q.device)
+    tiles = QueryTiles(q.shape[2], max(q.shape[3], v.shape[3]), horizons, q.device)
     for chunk, keys, bands in _tiled_chunks(q, table, v, tiles):
         d_keys, d_own_table = (
             torch.zeros_like(keys),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from visionattn.ops.attention_sums import tokens_first
 from visionattn.ops.gpu import launch
-from visionattn.ops.position.kernels.grid_classes import Place
+from visionattn.ops.position.kernels.grid_classes import GridClasses
 from visionattn.ops.position.relative_position import Joint, RelativePosition
 
 MAX_HORIZON_X = {2: 16, 4: 8}
@@ -67,7 +67,7 @@ def why_not_sizes(d: int, e: int, dtype: torch.dtype, horizons: tuple[int, int])
 
 
 def place_of(relative: Joint | None) -> list[int]:
-    """Return a ``Place`` as a list of numbers for an operator; empty without a position."""
+    """Return a ``GridClasses`` as a list of numbers for an operator; empty without a position."""
     if relative is None:
         return []
     grid, (_, rows, columns, _) = relative.layout.grid, relative.table.shape
@@ -75,12 +75,12 @@ def place_of(relative: Joint | None) -> list[int]:
     return [grid.height, grid.width, relative.layout.num_prefix, rows // 2, columns // 2, mean]
 
 
-def place_from(numbers: Sequence[int]) -> Place | None:
-    """Return the ``Place`` of a list from ``place_of``; None for an empty list."""
+def place_from(numbers: Sequence[int]) -> GridClasses | None:
+    """Return the ``GridClasses`` of a list from ``place_of``; None for an empty list."""
     if not numbers:
         return None
     *sizes, mean = numbers
-    return Place(*sizes, bool(mean))  # type: ignore[call-arg]
+    return GridClasses(*sizes, bool(mean))  # type: ignore[call-arg]
 
 
 def flops(q, v, table, place: Sequence[int], *, backward: bool) -> int:
@@ -95,7 +95,7 @@ def flops(q, v, table, place: Sequence[int], *, backward: bool) -> int:
 
 
 def mean_beside_sums(
-    q: Tensor, table: Tensor, v: Tensor, values: Tensor, mass: Tensor, place: Place
+    q: Tensor, table: Tensor, v: Tensor, values: Tensor, mass: Tensor, place: GridClasses
 ) -> tuple[Tensor, Tensor]:
     """Return the mean under both terms and its mass, from sums of the content.
 
@@ -118,7 +118,7 @@ def write_means_beside_state(
     table: Tensor,
     v: Tensor,
     state: tuple[Tensor, Tensor, str],
-    place: Place,
+    place: GridClasses,
     out: Tensor,
     mass: Tensor,
 ) -> None:
@@ -137,7 +137,7 @@ def backward(
     q: Tensor,
     table: Tensor,
     v: Tensor,
-    place: Place,
+    place: GridClasses,
     dv: Tensor,
     *of_content: Tensor | str,
 ) -> tuple[Tensor, Tensor]:

@@ -32,7 +32,7 @@ BAND_ELEMENTS, MOST_THREADS = 1 << 21, 8
 
 
 @dataclass(frozen=True)
-class Axis:
+class KeyAxis:
     """One axis of a grid of keys: places padded with zeros, then the sums that tiles read.
 
     Args:
@@ -128,7 +128,7 @@ class Band(NamedTuple):
     columns: slice
 
 
-class Tiles:
+class QueryTiles:
     """A grid of queries, cut into tiles.
 
     Args:
@@ -140,8 +140,8 @@ class Tiles:
         rows = min(TILE_ROWS, height)
         longest = min(2 * horizons[1], LONGEST_TILE)
         columns = TILE_COLUMNS if rows > 1 else max(TILE_OF_ONE_ROW, longest)
-        self.rows = Axis(height, horizons[0], rows)
-        self.columns = Axis(width, horizons[1], min(columns, width))
+        self.rows = KeyAxis(height, horizons[0], rows)
+        self.columns = KeyAxis(width, horizons[1], min(columns, width))
         self.queries = rows * self.columns.size
         self.window = self.rows.window * self.columns.window
         self.device = device

@@ -299,7 +299,7 @@ class Whole:
         return chosen
 
 
-class Block(TypedDict):
+class BlockRow(TypedDict):
     """A row of ``BLOCKS``."""
 
     block: int
@@ -313,7 +313,7 @@ def read_blocks(path: Path) -> list[int]:
         ValueError: the file is damaged; one line.
     """
     with intact(path, "delete it to search again"):
-        rows = checked(list[Block], read_csv(path)[1], path.name)
+        rows = checked(list[BlockRow], read_csv(path)[1], path.name)
     return [row["block"] for row in rows if row["softmax"]]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from visionattn.ops.gpu import launch
 from visionattn.ops.gpu.triton_helpers import head, kernel, read
-from visionattn.ops.position.kernels.grid_classes import TILE, Place
+from visionattn.ops.position.kernels.grid_classes import TILE, GridClasses
 from visionattn.ops.position.kernels.joint_forward import far_means
 from visionattn.ops.position.kernels.key_lines import (
     axis_keys,
@@ -175,7 +175,7 @@ def _joint_scores(
             tl.store(p_far, tl.load(p_far, mask=m_far, other=0) + b_far, mask=m_far)
 
 
-def scores_of_classes(grad: Tensor, v: Tensor, place: Place) -> Tensor:
+def scores_of_classes(grad: Tensor, v: Tensor, place: GridClasses) -> Tensor:
     """Return the scores of classes, ``[B, h, H*W, C padded]``, float32; with "mean", minus infinity
     for a class without keys.
     """

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from visionattn.ops.gpu import launch
 from visionattn.ops.gpu.triton_helpers import head, inverse_mass, kernel, phi, read
-from visionattn.ops.position.kernels.grid_classes import Place
+from visionattn.ops.position.kernels.grid_classes import GridClasses
 from visionattn.ops.position.kernels.joint_forward import table_of_lines
 
 UNIT = 2.0**14
@@ -108,7 +108,7 @@ def _joint_shares(
         tl.store(p_out, b_w.to(DTYPE), mask=m_n[:, None, None] & (o_a < A)[None, :, None])
 
 
-def shares_of_classes(q: Tensor, table: Tensor, mass: Tensor, place: Place) -> Tensor:
+def shares_of_classes(q: Tensor, table: Tensor, mass: Tensor, place: GridClasses) -> Tensor:
     """Return the shares of all classes times ``UNIT``, ``[B, h, H, 2Ry+1, W, slots]`` in q's dtype.
 
     Args:

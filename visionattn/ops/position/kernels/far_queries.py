@@ -24,7 +24,7 @@ from torch import Tensor
 
 from visionattn.ops.gpu import launch
 from visionattn.ops.gpu.triton_helpers import head, kernel
-from visionattn.ops.position.kernels.grid_classes import TILE, Place
+from visionattn.ops.position.kernels.grid_classes import TILE, GridClasses
 from visionattn.ops.position.kernels.query_key_pairs import as_operand, pairs
 
 ROWS = tl.constexpr(16)
@@ -167,7 +167,7 @@ def _joint_far_sums(
             b_sum += tl.sum(b_others, 0)[None, :]
 
 
-def far_queries(shares: Tensor, grad: Tensor, place: Place, inverse_unit: float) -> Tensor:
+def far_queries(shares: Tensor, grad: Tensor, place: GridClasses, inverse_unit: float) -> Tensor:
     """Return the contribution of far queries before and after each tile of each row of keys,
     ``[2, B, h, H, tiles, e]``, float32.
 

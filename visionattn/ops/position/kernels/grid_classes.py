@@ -8,7 +8,7 @@ TILE = 16
 """Number of queries per tile."""
 
 
-class Place(NamedTuple):
+class GridClasses(NamedTuple):
     """The grid of patches, and the horizons that define the classes of a query.
 
     Args:

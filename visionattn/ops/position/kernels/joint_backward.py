@@ -19,7 +19,7 @@ from visionattn.ops.gpu.triton_helpers import (
     read,
 )
 from visionattn.ops.position.kernels.class_scores import scores_of_classes
-from visionattn.ops.position.kernels.grid_classes import Place
+from visionattn.ops.position.kernels.grid_classes import GridClasses
 from visionattn.ops.position.kernels.queries_backward import OfContent, queries_backward
 from visionattn.ops.position.kernels.values_backward import values_backward
 
@@ -80,7 +80,7 @@ def _joint_table_backward(
     tl.store(p_d_table, b_d_table, mask=(o_c < CLASSES)[None, :] & (o_d < D)[:, None])
 
 
-def _to_table(d_weights: Tensor, units: Tensor, q: Tensor, place: Place) -> Tensor:
+def _to_table(d_weights: Tensor, units: Tensor, q: Tensor, place: GridClasses) -> Tensor:
     """Return the gradient of a table for each head, ``[h, 2Ry+1, 2Rx+1, d]``, float32."""
     (batch, heads, patches), d = d_weights.shape[:3], q.shape[3]
     asked = "joint table backward", d, place.padded_classes, q.dtype, q.device
@@ -113,7 +113,7 @@ def joint_backward(
     q: Tensor,
     table: Tensor,
     v: Tensor,
-    place: Place,
+    place: GridClasses,
     content: OfContent,
     dv: Tensor,
 ) -> tuple[Tensor, Tensor]:

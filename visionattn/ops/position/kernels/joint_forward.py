@@ -38,7 +38,7 @@ from visionattn.ops.gpu.triton_helpers import (
     unit_of,
     write,
 )
-from visionattn.ops.position.kernels.grid_classes import TILE, Place
+from visionattn.ops.position.kernels.grid_classes import TILE, GridClasses
 from visionattn.ops.position.kernels.key_lines import (
     axis_keys,
     far_keys,
@@ -392,7 +392,7 @@ def _joint_means(
 
 
 def _options_of_means(
-    d: int, e: int, dtype: torch.dtype, device: torch.device, place: Place, feature_map: str
+    d: int, e: int, dtype: torch.dtype, device: torch.device, place: GridClasses, feature_map: str
 ) -> dict[str, object]:
     """Return the row of ``launches.json``, reduced for wide horizons, and all other compile-time
     values.
@@ -428,7 +428,7 @@ def joint_means(
     table: Tensor,
     v: Tensor,
     content: FromState | FromSums,
-    place: Place,
+    place: GridClasses,
     out: Tensor,
     mass: Tensor,
 ) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from visionattn.ops.gpu import launch
 from visionattn.ops.gpu.triton_helpers import head, kernel, read
-from visionattn.ops.position.kernels.grid_classes import TILE, Place
+from visionattn.ops.position.kernels.grid_classes import TILE, GridClasses
 
 
 @triton.jit
@@ -289,7 +289,7 @@ class Lines(NamedTuple):
     remainders: Tensor
 
 
-def lines_of(v: Tensor, place: Place) -> Lines:
+def lines_of(v: Tensor, place: GridClasses) -> Lines:
     """Return the lines of ``v [B, h, N, e]``, which kernels must be able to read."""
     (batch, heads, _, e), height, width = v.shape, place.height, place.width
     tiles, groups = launch.cdiv(width, TILE), batch * heads

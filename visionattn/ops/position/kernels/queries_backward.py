@@ -31,7 +31,7 @@ from visionattn.ops.gpu.triton_helpers import (
     reciprocal,
     write,
 )
-from visionattn.ops.position.kernels.grid_classes import Place
+from visionattn.ops.position.kernels.grid_classes import GridClasses
 from visionattn.ops.position.kernels.key_lines import axis_keys
 
 
@@ -294,7 +294,7 @@ def queries_backward(
     q: Tensor,
     table: Tensor,
     content: OfContent,
-    place: Place,
+    place: GridClasses,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q and of the weights of classes, ``[B, h, H*W, C padded]``, and the
     units of the latter, ``[B, h, H*W]`` (float16 only).

@@ -24,7 +24,7 @@ from visionattn.ops.gpu import launch
 from visionattn.ops.gpu.triton_helpers import head, kernel, write
 from visionattn.ops.position.kernels.class_shares import UNIT, shares_of_classes
 from visionattn.ops.position.kernels.far_queries import far_queries
-from visionattn.ops.position.kernels.grid_classes import TILE, Place
+from visionattn.ops.position.kernels.grid_classes import TILE, GridClasses
 from visionattn.ops.position.kernels.query_key_pairs import as_operand, class_of, pairs
 
 
@@ -315,7 +315,7 @@ def _joint_values_backward(
 
 
 def _row_of_values(
-    e: int, dtype: torch.dtype, device: torch.device, place: Place
+    e: int, dtype: torch.dtype, device: torch.device, place: GridClasses
 ) -> dict[str, int]:
     """Return the row of ``launches.json``, with fewer columns for wide horizons, where a program
     holds more pairs.
@@ -329,7 +329,7 @@ def _row_of_values(
 
 
 def values_backward(
-    q: Tensor, table: Tensor, grad: Tensor, mass: Tensor, place: Place, dv: Tensor
+    q: Tensor, table: Tensor, grad: Tensor, mass: Tensor, place: GridClasses, dv: Tensor
 ) -> None:
     """Add the relative term's gradient of the values to ``dv [B, h, N, e]``, for
     ``grad [B, h, N, e]`` of the mean.
