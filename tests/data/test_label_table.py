@@ -261,6 +261,11 @@ def test_masks_take_splits_groups_and_weights_from_a_table(tmp_path, table):
     assert "1 of 11 groups of " in refused(ValueError, config_of(root, **masked, **shared))
 
 
+def test_a_pattern_that_groups_no_images_is_a_warning(root):
+    with pytest.warns(UserWarning, match="each of the 22 images a group of its own; .* bird/0.png"):
+        build_splits(config_of(root, group_from="^[^_]+"), 0)
+
+
 GROUPS = [f"g{i * 7 % 13}" for i in range(22)]
 
 

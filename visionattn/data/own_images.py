@@ -104,7 +104,8 @@ class Found:
         return cls(root, found.source, parts, () if names == ("",) else names, masks)
 
     def by_group(self, pattern: str) -> "Found":
-        """Return the images with groups from their paths, see ``groups_of``.
+        """Return the images with groups from their paths, see ``groups_of``; warn if each image is
+        a group of its own.
 
         Raises:
             ValueError: a path has no match, or groups are known already; one line.
@@ -117,6 +118,12 @@ class Found:
         paths = [path_in(self.root, self.source, index) for index in indices.tolist()]
         groups = np.full(indices.max() + 1, "", object)
         groups[indices] = groups_of(paths, pattern)
+        if len(set(groups[indices])) == len(paths):
+            warnings.warn(
+                f"data.group_from {pattern} gives each of the {len(paths)} images a group of its "
+                f"own; the first: {groups[indices[0]]}",
+                stacklevel=2,
+            )
         return replace(self, groups=groups)
 
     def to_train(
