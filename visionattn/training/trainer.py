@@ -770,7 +770,7 @@ class Trainer:
         if state["images"] != self.images():
             raise ValueError(
                 "the run has {} training and {} validation images, here are {} and {}; resume with "
-                "the same".format(*state["images"], *self.images())
+                "the same, or --overwrite starts over".format(*state["images"], *self.images())
             )
         if found := changes(state["listing"], self.listing, self.splits):
             raise ValueError(
