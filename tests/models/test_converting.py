@@ -140,6 +140,8 @@ def test_weights_that_cannot_be_fetched_are_told_with_the_way_out(capsys, monkey
     name = "vit_small_patch14_dinov2.lvd142m"
     assert convert([name, "--pretrained", "--args", "{depth: 1}", "--output", "a"]) == 2
     assert_one_error(capsys, f"error: timm cannot build {name} with depth=1: An error happened")
+    assert convert(["test_vit", "--pretrained", "--output", "a"]) == 2
+    assert_one_error(capsys, "error: timm cannot build test_vit: An error happened")
 
 
 def test_a_state_dict_shows_classes_channels_patch_and_size(tmp_path):

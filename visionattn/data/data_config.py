@@ -92,7 +92,7 @@ class DataConfig:
     batch_patches: int | None = None
     """Only for ``native``: maximum number of patches per batch, whose images have equal grids; a
     larger image forms its own batch. None: as many as ``batch_size`` images have on average. With
-    ``crop`` it limits the batches of evaluation, None: as many as ``batch_size`` crops have.
+    ``crop`` it limits the batches of evaluation; None: as many as ``batch_size`` crops have.
     """
     augment: str = "none"
     """``none``, or a preset: ``light`` (shift, scale, rotation), ``crop_flip``, ``three`` (crop,

@@ -490,11 +490,12 @@ def created(name: str, pretrained: bool, args: dict[str, Any]) -> nn.Module:
         way_out = ""
         if isinstance(error, OSError):
             way_out = (
-                "; without a connection give a file of its weights: --teacher FILE --model NAME; "
-                "`visionattn convert` makes a file for --init_from of train"
+                f"; without a connection, pass --teacher FILE --model {name} to convert or distil, "
+                "and the file that convert writes to --init_from of train"
             )
+        given = f" with {describe_args(args)}" if args else ""
         raise ValueError(
-            f"timm cannot build {name} with {describe_args(args)}: {first_line(error)}{way_out}"
+            f"timm cannot build {name}{given}: {first_line(error)}{way_out}"
         ) from error
 
 
