@@ -325,7 +325,7 @@ def test_a_folder_without_whole_pairs_is_refused(tmp_path):
         (
             (0, 128, 255),
             {},
-            "127 of 129 classes have no pixel; if values are colours, give the one",
+            "127 of 129 classes have no pixel; if values are colours, pass one colour",
         ),
         ((0, 255), {"masks": {"ignored": 0}}, "it has the value 255; expected 0 to 254 or 0"),
     ],

@@ -223,7 +223,7 @@ def _numbers(files: MaskFiles, kinds: dict[Pairs, int], root: str) -> tuple[str,
         )
         raise ValueError(
             f"the masks of {root} have the values {', '.join(map(str, there))}, so that {empty} "
-            f"of {count} classes have no pixel; if values are colours, give the one of each class: "
+            f"of {count} classes have no pixel; if values are colours, pass one colour per class: "
             f"--data.masks '{{colours: {colours}}}'"
         )
     having = [pairs for pairs in kinds if (IGNORED, IGNORED * GREY_STEP) in pairs]
