@@ -177,7 +177,7 @@ if __name__ == "__main__":
         rows = list(csv.DictReader(file))
     draw(
         FOLDER / "writing.png",
-        "Autoregressive generation: kernelized recurrence and softmax (no cache: partly extrapolated)",
+        "Autoregressive generation (softmax without cache: partly extrapolated)",
         charts(rows),
         rows[0],
     )

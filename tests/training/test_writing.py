@@ -181,13 +181,19 @@ def test_an_image_of_more_than_8_bits_is_named_or_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--model.name", "scaleformer_vit_t"], "which generates no images; pass --model.name pixel_decoder"),
+        (
+            ["--model.name", "scaleformer_vit_t"],
+            "which generates no images; pass --model.name pixel_decoder",
+        ),
         (["--model.args.attention", "taylorshift"], "has no causal form (its linear form"),
         (
             ["--data.task", "classification"],
             "got pixel_decoder, which gives no classes; pass --data.task generate",
         ),
-        (["--data.fit", "pad"], "the values of whole images, which data.fit pad changes; omit data.fit pad"),
+        (
+            ["--data.fit", "pad"],
+            "the values of whole images, which data.fit pad changes; omit data.fit pad",
+        ),
         (["--optim.mixup", "0.2"], "which optim.mixup changes; omit optim.mixup"),
         (["--data.name", "documents", "--data.fit", "native"], "crops of documents at their own"),
         (["--data.name", "documents", "--model.args.conditioned", "true"], "there are no classes"),
