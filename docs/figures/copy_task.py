@@ -49,14 +49,14 @@ def charts_of(rows: list[dict]) -> list[Chart]:
             for seed in seeds:
                 points = [(row["step"], row["nats"]) for row in own if row["seed"] == seed]
                 label = name if seed == seeds[-1] else ""
-                series.append(Series(label, SeriesStyle(number), *zip(*points, strict=True)))
+                series.append(Series(label, SeriesStyle.of(number), *zip(*points, strict=True)))
         title = f"Sequences of {length}, width {width}"
         mark = [Mark("0.1 nats", y=0.1)]
         charts.append(
             Chart(
                 title,
                 "training step",
-                "nats per value of the second word; chance is 2.3",
+                "nats per symbol of the repeated word; chance: 2.3",
                 series,
                 mark,
                 log_y=10,

@@ -128,7 +128,7 @@ def charts(rows: list[dict]) -> list[Chart]:
             for way in WAYS
         }
         return [
-            Series(way, SeriesStyle(i), *zip(*points[way], strict=True))
+            Series(way, SeriesStyle.of(i), *zip(*points[way], strict=True))
             for i, way in enumerate(WAYS)
         ]
 
@@ -149,13 +149,13 @@ def charts(rows: list[dict]) -> list[Chart]:
     lines = [
         Series(
             way,
-            SeriesStyle(i),
+            SeriesStyle.of(i),
             places,
             [1000 * float(x) for x in row["step_seconds_by_segment"].split()],
         )
         for i, (way, row) in enumerate(zip(WAYS, last, strict=True))
     ]
-    title = f"Time of one value, {values:,} values, batch 16"
+    title = f"Time per value, image of {values:,} values, batch 16"
     found.append(Chart(title, "index of the value in the image", "milliseconds", lines, log_y=10))
     return found
 
@@ -177,7 +177,7 @@ if __name__ == "__main__":
         rows = list(csv.DictReader(file))
     draw(
         FOLDER / "writing.png",
-        "Generation, value by value: recurrence of kernelized attention and softmax",
+        "Autoregressive generation (softmax without cache: partly extrapolated)",
         charts(rows),
         rows[0],
     )

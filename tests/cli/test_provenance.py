@@ -45,4 +45,5 @@ def test_every_kind_of_provenance_names_the_processor(monkeypatch):
     assert provenance(torch.device("cpu"))["processor"].startswith("Abacus 7, ")
     found = provenance_of("cpu", ["benchmark", "targets"])
     assert summary(found).startswith("Abacus 7, ")
+    assert "; cpu, 1 thread; load average " in summary(found | {"device": "cpu, 1 threads"})
     assert "Abacus 7, " in csv_text([{"seconds": 1}], found).splitlines()[1]

@@ -202,8 +202,7 @@ def test_a_level_of_a_pyramid_is_the_image_at_the_size_that_the_file_has(tmp_pat
     with pytest.raises(NotAsAsked) as raised:
         open_source(path, level=3)
     assert str(raised.value) == (
-        f"{path}: expected level 3, the image has 3, counted from 0: 419 x 277, 210 x 139, 105 x "
-        "70 pixels"
+        f"{path}: expected a level from 0 to 2, got 3; sizes: 419 x 277, 210 x 139, 105 x 70 pixels"
     )
 
 

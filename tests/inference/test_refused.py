@@ -94,7 +94,7 @@ REFUSED = [
     ("shard", "1/2 --parts 3", "parts is only for --engine ray"),
     ("shard", "1/2 --engine ray --address local", "engine ray divides the images itself; omit"),
     ("map", "--memory_gib 1e-6", "memory 0 MiB is below one band"),
-    ("map", "--level 1", "expected level 1, the image has 1, counted from 0: 133 x 104 pixels"),
+    ("map", "--level 1", "expected a level from 0 to 0, got 1; sizes: 133 x 104 pixels"),
     ("map", "--batch_size 2", "batch_size has no effect on the map of one image"),
     ("map", "--checkpoint softmax.safetensors", "is written band by band: "),
     ("predict", "--overlap 8", "overlap needs --tiles"),

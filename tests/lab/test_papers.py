@@ -57,6 +57,8 @@ def test_crossings_stand_beside_the_published_ones_and_are_marked():
         "equal at 100, measured",
     ]
     assert [mark.text for mark in memory.marks] == ["equal at 47, published"]
+    (time,) = FIGURES["crossover"].charts([row | {"peak_bytes": 1 << 20} for row in rows])
+    assert time.title == "Head width 8: time of a forward pass"
 
 
 def test_head_counts_stand_beside_the_published_ones():

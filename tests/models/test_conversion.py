@@ -346,7 +346,7 @@ def one_of_each(names):
 
 def said_of(name):
     """What the page says of a name: why it is refused, or nothing."""
-    table = PAGE.read_text().partition("## Which ViTs of timm are taken?")[2]
+    table = PAGE.read_text().partition("## Which ViTs of timm can be converted?")[2]
     for line in table.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         patterns = re.findall(r"`(vit_[\w*]+)`", cells[0]) if line.startswith("| `vit_") else []

@@ -12,8 +12,10 @@ from visionattn.data.batches import Batch
 from visionattn.models.weights import load_model
 from visionattn.training import trainer
 from visionattn.training.config import TrainConfig, check
+from visionattn.training.distil.imitation import Imitating
 from visionattn.training.epoch_advice import one_class, overfitting
 from visionattn.training.evaluate import Evaluation, evaluate
+from visionattn.training.objectives import Objective
 
 CPU = torch.device("cpu")
 SCORES = [(0.9, 0.5, 0.2), (0.8, 0.6, 0.1), (0.7, 0.5, 0.7), (0.95, 0.6, 0.3), (1.0, 0.4, 0.6)]
@@ -109,7 +111,9 @@ def test_macro_f1_and_a_single_predicted_class(task):
     assert (equal.f1, equal.only) == (1.0, None)
 
 
-def test_one_class_everywhere_is_said_once_in_a_row(small, tmp_path, monkeypatch):
+@pytest.mark.parametrize("learns_labels", [True, Imitating.learns_labels])
+def test_one_class_everywhere_is_said_once_in_a_row(learns_labels, small, tmp_path, monkeypatch):
+    monkeypatch.setattr(Objective, "learns_labels", learns_labels)
     only = iter([2, 2, None, 2])
 
     def scripted(model, batches, spec, **options):
@@ -118,7 +122,10 @@ def test_one_class_everywhere_is_said_once_in_a_row(small, tmp_path, monkeypatch
 
     monkeypatch.setattr(trainer, "evaluate", scripted)
     said = lines_of(small_config(tmp_path, epochs=4))
-    assert sum("every validation image is predicted as se; " in line for line in said) == 2
+    assert (
+        sum("every validation image is predicted as se; " in line for line in said)
+        == 2 * learns_labels
+    )
 
 
 def test_overfitting_is_said_in_the_first_epoch_that_shows_it():

@@ -181,14 +181,20 @@ def test_an_image_of_more_than_8_bits_is_named_or_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--model.name", "scaleformer_vit_t"], "gives classes and writes no images"),
+        (
+            ["--model.name", "scaleformer_vit_t"],
+            "which generates no images; pass --model.name pixel_decoder",
+        ),
         (["--model.args.attention", "taylorshift"], "has no causal form (its linear form"),
         (
             ["--data.task", "classification"],
-            "got pixel_decoder, which writes images and gives no classes",
+            "got pixel_decoder, which gives no classes; pass --data.task generate",
         ),
-        (["--data.fit", "pad"], "learns the values of whole images, and data.fit pad changes"),
-        (["--optim.mixup", "0.2"], "and optim.mixup changes them; leave it out"),
+        (
+            ["--data.fit", "pad"],
+            "the values of whole images, which data.fit pad changes; omit data.fit pad",
+        ),
+        (["--optim.mixup", "0.2"], "which optim.mixup changes; omit optim.mixup"),
         (["--data.name", "documents", "--data.fit", "native"], "crops of documents at their own"),
         (["--data.name", "documents", "--model.args.conditioned", "true"], "there are no classes"),
     ],
@@ -206,7 +212,7 @@ def test_what_cannot_be_written_is_refused_in_one_line(tmp_path, capsys, flags, 
 
 def test_values_beyond_the_levels_end_a_run_in_one_line(tmp_path):
     config = config_of(tmp_path, model={"levels": 200})
-    with pytest.raises(ValueError, match="a value of the images is 255, and the model has levels"):
+    with pytest.raises(ValueError, match="0 to 199 for levels 200, got 255; pass a larger"):
         lines_of(config)
 
 

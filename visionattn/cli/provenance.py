@@ -61,9 +61,8 @@ def provenance_of(
 def summary(provenance: dict[str, Any]) -> str:
     """Return provenance as one line of text."""
     commit = (provenance["commit"] or "unknown")[:9]
-    where = (
-        f"{provenance['processor']}; {provenance['device']}; load {provenance['load']:.1f} before"
-    )
+    device = provenance["device"].replace(", 1 threads", ", 1 thread")
+    where = f"{provenance['processor']}; {device}; load average {provenance['load']:.1f}"
     return f"{where}; torch {provenance['torch']}; commit {commit}; {provenance['date']}"
 
 

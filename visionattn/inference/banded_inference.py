@@ -478,8 +478,8 @@ class MapOfImage:
             if not images.is_banded(*size) and min(size) >= max(images.geometry.patch_px):
                 raise ValueError(
                     f"{self.path} of {pixels(size)} would be preprocessed "
-                    f"({images.geometry.describe()}), and {self.output} is for an image at its "
-                    "own size: --img-size native"
+                    f"({images.geometry.describe()}), but {self.output} needs an image at its "
+                    "own size; pass --img-size native"
                 )
         if (reason := images[0].reason) is not None:
             raise ValueError(f"{self.path}: {reason}")

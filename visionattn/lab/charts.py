@@ -153,11 +153,11 @@ def png(path: Path, charts: Sequence[Chart], *, title: str = "", notes: Sequence
     with _style(colours):
         figure = Figure(figsize=(width, 3.5 * rows + 0.6), layout="constrained")
         figure.get_layout_engine().set(w_pad=0.1, h_pad=0.09)  # type: ignore[call-arg]
-        axes = figure.subplots(rows, columns, squeeze=False).flat
+        axes = list(figure.subplots(rows, columns, squeeze=False).flat)
         for chart, ax in zip(charts, axes, strict=False):
             ax.set_title(chart.title, pad=24)
             _draw(ax, chart, colours, legend=True)
-        for ax in list(axes)[len(charts) :]:
+        for ax in axes[len(charts) :]:
             ax.set_axis_off()
         figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
         lines = [line for note in notes for line in textwrap.wrap(note, int(16.5 * width))]

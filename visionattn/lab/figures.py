@@ -210,7 +210,7 @@ def memory_of(
     axis["x_texts"] = [f"{px:,.0f}\n{n:,.0f}" for px, n in sizes.items()] if few else None
     x_name = "image side in pixels" + ("; below: tokens" if few else "")
     marks = [Mark(text, px) for px, text in n1.items()]
-    units = {"above_bytes": "MiB that the pass adds", "peak_bytes": "peak MiB"}
+    units = {"above_bytes": "peak MiB added by the pass", "peak_bytes": "peak MiB"}
     differ = [key for key in SERIES_KEYS[1:] if len({*distinct(rows, key)} - {("",)}) > 1]
     models = distinct(rows, "model")
     charts = []

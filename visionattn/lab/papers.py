@@ -25,7 +25,7 @@ Print = Callable[[str], None]
 PLAN = MeasurementPlan(rounds=5, seconds=0.5, max_rounds=15)
 QUICK = MeasurementPlan(rounds=2, seconds=0.0, max_rounds=2)
 FORMS = ("direct", "efficient")
-PROCESSOR_TIME = "seconds of the processor"
+PROCESSOR_TIME = "CPU time"
 
 PUBLISHED_HEADS = {
     4: (12060, 596, 2975, 840),
@@ -175,18 +175,23 @@ def crossings(rows: Sequence[Record]) -> list[Record]:
 
 
 def crossover_charts(rows: Sequence[Record]) -> list[Chart]:
-    """Return charts of time and memory of both forms, a row for each width, with lines at the
-    measured and the published crossover.
+    """Return charts of time, then of memory of both forms, one for each width, with lines at the
+    measured and the published crossover. Widths with memory at fewer than two sizes are left out.
     """
     from visionattn.ops.published_costs import N0, N1
 
     charts = []
-    for (width,) in distinct(rows, "width"):
-        own = chosen(rows, ["width"], [width])
-        for what, unit, value, published in (
-            ("time of a forward pass", "milliseconds", milliseconds_of, N0),
-            ("peak memory above the inputs", "MiB", mebibytes_of, N1),
-        ):
+    for what, unit, value, published in (
+        ("time of a forward pass", "milliseconds", milliseconds_of, N0),
+        ("peak memory above the inputs", "MiB", mebibytes_of, N1),
+    ):
+        for (width,) in distinct(rows, "width"):
+            own = chosen(rows, ["width"], [width])
+            if any(
+                sum(value(row) is not None for row in own if row["case"].endswith(form)) < 2
+                for form in FORMS
+            ):
+                continue
             at, paper = crossing(own, value), published(int(width))
             marks = [Mark(f"equal at {paper:,}, published", paper)]
             marks += [] if isinstance(at, str) else [Mark(f"equal at {at:,.0f}, measured", at)]

@@ -305,8 +305,8 @@ class PixelDecoder(nn.Module):
         self._check_size(size)
         if is_readable(images) and images.numel() and int(images.max()) >= self.levels:
             raise ValueError(
-                f"a value of the images is {int(images.max())}, and the model has levels "
-                f"{self.levels}: expected 0 to {self.levels - 1}"
+                f"expected values 0 to {self.levels - 1} for levels {self.levels}, got "
+                f"{int(images.max())}; pass a larger --model.args.levels"
             )
         return images.permute(0, 2, 3, 1).flatten(1).long(), size
 

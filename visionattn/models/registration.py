@@ -112,9 +112,9 @@ def create(
     if isinstance(depth, int) and depth > MOST_BLOCKS:  # building them would take hours
         raise ValueError(f"depth must be at most {MOST_BLOCKS:,}, got {depth:,}; use fewer blocks")
     if (task == "generate") != (name in WRITERS):
-        wrong = "gives classes and writes no images"
+        wrong = "generates no images; pass --model.name pixel_decoder"
         if name in WRITERS:
-            wrong = "writes images and gives no classes"
+            wrong = "gives no classes; pass --data.task generate"
         raise ValueError(f"expected a model for data.task {task}, got {name}, which {wrong}")
     head, rest = split_args(args)
     if task != "segmentation" and not head:

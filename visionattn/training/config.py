@@ -379,8 +379,8 @@ def _check_writing(config: TrainConfig) -> None:
     for name, given in idle.items():
         if given:
             raise ValueError(
-                f"data.task generate learns the values of whole images, and {name} changes them; "
-                "leave it out"
+                f"data.task generate learns the values of whole images, which {name} changes; "
+                f"omit {name}"
             )
     if config.monitor not in (None, "loss"):
         raise ValueError(

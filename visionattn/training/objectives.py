@@ -67,6 +67,8 @@ class Objective:
     """The name of the score; ``Evaluation.value`` takes it."""
     unit = ""
     """Unit of the loss, for printing."""
+    learns_labels = True
+    """Whether labels are the targets, so that advice on predicted classes makes sense."""
 
     def __init__(
         self, config: OptimConfig, kind: LossConfig | None = None, spec: DataSpec | None = None

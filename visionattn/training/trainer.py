@@ -638,7 +638,9 @@ class Trainer:
             f"{values['seconds']:.1f} s"
         )
         advice = [overfitting(self.history)]
-        if result.only != self.only:  # once, not after each epoch that predicts the same class
+        if (
+            self.objective.learns_labels and result.only != self.only
+        ):  # once, not after each epoch that predicts the same class
             advice.append(one_class(result.only, self.spec))
         self.only = result.only
         for line in filter(None, advice):

@@ -242,7 +242,7 @@ class Reader(Closing):
             turned = [size[::-1] if self.turn.transpose else size for size in sizes]
             held = ", ".join(f"{height:,} x {width:,}" for height, width in turned)
             raise NotAsAsked(
-                f"expected level {level}, the image has {len(sizes)}, counted from 0: {held} pixels"
+                f"expected a level from 0 to {len(sizes) - 1}, got {level}; sizes: {held} pixels"
             )
         if level:
             self.stored = sizes[level]

@@ -125,6 +125,8 @@ class Imitating(Objective):
             accuracy.
     """
 
+    learns_labels = False
+
     def __init__(
         self,
         teacher: VisionAttnTransformer,
