@@ -181,11 +181,6 @@ class RecurrentState:
             far += with_mass
         sums.addcmul_(torch.matmul(phi_q, table.last), far, value=times / many)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return its contents as tensors by name."""
-        held = {"S": self.S, "recent": self.recent, "far": self.far}
-        return held | {"count": torch.tensor(self.count)}
-
 
 @dataclass
 class KeyValueCache:
@@ -253,8 +248,3 @@ class KeyValueCache:
                 near += _by_head(q.to(keys.dtype), own)
             out = torch.bmm(scores.softmax(2), values)
         return out.unflatten(0, q.shape[:2]).to(v.dtype)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return its contents as tensors by name."""
-        keys, values = (x[:, :, : self.count].contiguous() for x in (self.keys, self.values))
-        return {"keys": keys, "values": values, "count": torch.tensor(self.count)}
