@@ -2,7 +2,6 @@
 for all that is taken.
 """
 
-
 import pytest
 
 pytest.importorskip("triton", reason="GPU kernels need Triton")

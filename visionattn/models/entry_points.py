@@ -10,7 +10,7 @@ specification is attached as a note, and a model of ours built with weights has 
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from torch import nn
 from visionattn.models.mixed_blocks import places_of_blocks
 from visionattn.models.patch_heads import HEAD_ARGS
 from visionattn.models.pyramid import STRIDES
-from visionattn.models.registration import DEFAULTS, FORMER, PYRAMID, class_of, is_ours
+from visionattn.models.registration import DEFAULTS, PYRAMID, class_of, is_ours
 from visionattn.models.state_dicts import FeatureMaps, filter_pretrained
 from visionattn.models.weights import (
     FORMAT,
@@ -130,47 +130,27 @@ def family_cfgs(family: str, pixel: str | None = None, **fields):
     return generate_default_cfgs(cfgs)
 
 
-def register_family(
-    module: str,
-    family: str,
-    *,
-    head_dim: int = 64,
-    former: dict[str, Any] | None = None,
-    **options,
-) -> None:
+def register_family(module: str, family: str, *, head_dim: int = 64, **options) -> None:
     """Register the names of each size (short, long and pyramid) as entry points of ``module``.
 
     Args:
         module: ``__name__`` of the module that holds the family's ``default_cfgs``.
         family: prefix of the names.
         head_dim: width of a head.
-        former: options of older files that did not state them, see ``FORMER``, with heads of width
-            64; None: the same.
         options: arguments of ``VisionAttnTransformer`` that define the family.
     """
-    older = _family_names(family)
     for name, size in _family_names(family, head_dim).items():
-        before = older[name] | (options if former is None else former)
-        register(module, name, size | options, before)
+        register(module, name, size | options)
 
 
-def register(
-    module: str, name: str, args: dict[str, Any], former: dict[str, Any] | None = None
-) -> None:
+def register(module: str, name: str, args: dict[str, Any]) -> None:
     """Register a name as an entry point of ``module``.
 
     Args:
         module: ``__name__`` of the module whose ``default_cfgs`` have the name.
         name: the name.
         args: the arguments of ``VisionAttnTransformer`` for this name.
-        former: see ``FORMER``; None: no older file uses the name.
     """
-    register_model(_entry_point(module, name, args))
-    if former is not None:
-        FORMER[name] = former
-
-
-def _entry_point(module: str, name: str, args: dict[str, Any]) -> Callable[..., nn.Module]:
     DEFAULTS[name] = args
 
     def create(pretrained: bool = False, **kwargs) -> nn.Module:
@@ -194,7 +174,7 @@ def _entry_point(module: str, name: str, args: dict[str, Any]) -> Callable[..., 
     create.__name__ = create.__qualname__ = name
     create.__module__ = module
     create.__doc__ = f"{name}: " + ", ".join(f"{key} {value}" for key, value in args.items())
-    return create
+    register_model(create)
 
 
 def _checkpoint_of_caller() -> Any:
