@@ -92,8 +92,6 @@ def test_the_blocks_of_a_head_see_where_patches_are():
         (PatchClassifier, dict(head_blocks=[4]), "head_blocks"),
         (Segmenter, dict(head_drop=0.1), "head_drop follows a hidden layer"),
         (Segmenter, dict(head_attention="taylorshift"), "head_attention is for blocks of the head"),
-        (Segmenter, dict(head_hidden=-3), "head_hidden must be a whole number from 0 on, got -3"),
-        (Segmenter, dict(head_hidden=8, head_depth="2"), "head_depth must be .*, got '2'"),
     ],
 )
 def test_heads_refuse_options_that_do_nothing(kind, options, words):

@@ -141,11 +141,8 @@ WRONG = [
     ({"attention": "taylorshift"}, "has no causal form .its linear form"),
     ({"output": "gauss"}, "output 'gauss': expected categorical or mixture"),
     ({"mixtures": 3}, "mixtures have no effect"),
-    ({"levels": 1}, "levels: expected a whole number from 2 on, got 1"),
     ({"conditioned": True}, "there are no classes"),
     ({"relative": "none", "rows": 2}, "rows and reach have no effect"),
-    ({"conditioned": "x", "num_classes": 2}, "conditioned: expected true or false, got 'x'"),
-    ({"depth": 0}, "depth: expected a whole number from 1 on, got 0"),
 ]
 
 

@@ -6,7 +6,6 @@ function.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -120,7 +119,12 @@ class PixelDecoder(nn.Module):
         drop_path: float = 0.0,
     ):
         super().__init__()
-        _check(in_chans, num_classes, embed_dim, depth, levels, output, mixtures, conditioned)
+        if output not in OUTPUTS:
+            raise ValueError(f"output {output!r}: expected {' or '.join(OUTPUTS)}")
+        if mixtures is not None and output != "mixture":
+            raise ValueError("mixtures have no effect without output='mixture'")
+        if conditioned and not num_classes:
+            raise ValueError("conditioned: there are no classes; num_classes says how many")
         if relative == "none" and not (rows is None and reach is None):
             raise ValueError("rows and reach have no effect: there is no relative position")
         self.in_chans, self.num_classes, self.levels = in_chans, num_classes, levels
@@ -429,35 +433,3 @@ def sinusoids(length: int, device: torch.device | str = "cpu") -> Tensor:
     whole = (place + 0.5) / length * math.pi * torch.tensor([1.0, 2.0, 4.0, 8.0], device=device)
     angles = torch.cat([along, whole], 1)
     return torch.cat([angles.sin(), angles.cos()], 1)
-
-
-def _check(
-    in_chans: int,
-    num_classes: int,
-    embed_dim: int,
-    depth: int,
-    levels: int,
-    output: str,
-    mixtures: int | None,
-    conditioned: bool,
-) -> None:
-    """Raise ValueError for numbers out of range and for incompatible options."""
-    least: Sequence[tuple[str, int, int]] = (
-        ("in_chans", in_chans, 1),
-        ("num_classes", num_classes, 0),
-        ("embed_dim", embed_dim, 1),
-        ("depth", depth, 1),
-        ("levels", levels, 2),
-        ("mixtures", 1 if mixtures is None else mixtures, 1),
-    )
-    for name, value, lowest in least:
-        if type(value) is not int or value < lowest:
-            raise ValueError(f"{name}: expected a whole number from {lowest} on, got {value!r}")
-    if output not in OUTPUTS:
-        raise ValueError(f"output {output!r}: expected {' or '.join(OUTPUTS)}")
-    if mixtures is not None and output != "mixture":
-        raise ValueError("mixtures have no effect without output='mixture'")
-    if not isinstance(conditioned, bool):
-        raise ValueError(f"conditioned: expected true or false, got {conditioned!r}")
-    if conditioned and not num_classes:
-        raise ValueError("conditioned: there are no classes; num_classes says how many")
