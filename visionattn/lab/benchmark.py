@@ -387,8 +387,6 @@ class LoaderOptions(BenchmarkOptions):
     """Batch size; None: as in the training."""
     workers: list[int] = field(default_factory=lambda: [0, 1, 2])
     """Numbers of worker processes; 0 loads in the main process."""
-    read_all: bool = False
-    """Also measure decoding each image in full, where a part or a smaller size would do."""
     rounds: int = 5
     """Number of rounds of the interleaved run."""
     seconds: float = 3.0
@@ -407,9 +405,7 @@ class LoaderOptions(BenchmarkOptions):
         for px in self.img_size or []:
             check_sizes(Case("model", "loader", px, batch=self.batch or 1))
         super().prepare()
-        return loader_cases(
-            self.names, self.img_size, self.workers, self.batch, read_all=self.read_all
-        )
+        return loader_cases(self.names, self.img_size, self.workers, self.batch)
 
     def run(self, cases: "Sequence[LoaderCase]", provenance: Record, show: Print) -> None:
         """Measure the loading throughput; print the measured steps and a row for each case."""

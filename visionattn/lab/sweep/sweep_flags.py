@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from visionattn.cli.parsing import field_types, parse, split_options
+from visionattn.cli.parsing import parse
 from visionattn.ops.attentions import ATTENTIONS, FormChoice
 from visionattn.training.config import TrainConfig, check
 
@@ -139,12 +139,6 @@ def parse_sweep(argv: Sequence[str]) -> SweepConfig:
     Raises:
         ValueError, FileNotFoundError: a flag is wrong; one line.
     """
-    of_training = field_types(TrainConfig).keys() - field_types(SweepConfig).keys()
-    for flag, _ in split_options(argv):
-        name = flag.replace("-", "_")
-        if name in of_training or name.startswith("model.args."):
-            way_out = _elsewhere(name) or f"--set {name}=VALUE changes it"
-            raise ValueError(f"--{name} is an option of the training in --base; {way_out}")
     config = parse(
         SweepConfig,
         argv,
