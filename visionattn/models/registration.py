@@ -123,15 +123,8 @@ def with_head(
     body: nn.Module, task: str, num_classes: int, head: dict[str, Any]
 ) -> Segmenter | PatchClassifier:
     """Return the model of a task on the patch features of a body.
-
-    Raises:
-        ValueError: an argument of the head is for another task, or as the model.
     """
-    kind, other = (
-        (Segmenter, "head_top") if task == "segmentation" else (PatchClassifier, "head_stride")
-    )
-    if other in head:
-        raise ValueError(f"{other} does nothing for data.task {task}; leave it out")
+    kind = Segmenter if task == "segmentation" else PatchClassifier
     return kind(body, num_classes, **head)
 
 

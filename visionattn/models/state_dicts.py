@@ -8,6 +8,7 @@ happens there. With ``strict`` false, nothing is adapted.
 import math
 import warnings
 from collections.abc import Mapping
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -206,12 +207,9 @@ def shorten(names: list[str], most: int = 12) -> str:
 
 def _ranges(numbers: list[int]) -> str:
     """Format integers as ranges, ``{0-8,10}``; a single number stays plain."""
-    runs: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
+    # Consecutive numbers have the same distance from their places.
+    pairs = groupby(enumerate(sorted(set(numbers))), lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in run] for _, run in pairs]
     written = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
     return f"{{{written}}}" if len(numbers) > 1 else written
 
