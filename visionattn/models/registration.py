@@ -122,8 +122,7 @@ def split_args(args: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 def with_head(
     body: nn.Module, task: str, num_classes: int, head: dict[str, Any]
 ) -> Segmenter | PatchClassifier:
-    """Return the model of a task on the patch features of a body.
-    """
+    """Return the model of a task on the patch features of a body."""
     kind = Segmenter if task == "segmentation" else PatchClassifier
     return kind(body, num_classes, **head)
 

@@ -54,6 +54,8 @@ def profile(argv: Sequence[str], show: Callable[[str], None]) -> None:
     config = parse(ProfileConfig, argv, command="profile", description=about, example=EXAMPLE)
     check_options(config)
     device = str(pick_device(config.device))
+    if config.snapshot and device == "cpu":
+        raise ValueError("snapshot is for a GPU, whose allocations PyTorch records; omit it")
     shapes = shapes_of(config)
     before = torch.get_num_threads()
     try:

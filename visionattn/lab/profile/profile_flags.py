@@ -72,7 +72,7 @@ class ProfileConfig:
     fit_from: int = 1024
     """Smallest image size in pixels for the fit of the growth exponent, which needs two sizes."""
     snapshot: str | None = None
-    """File for the allocations of one cell; view it at https://pytorch.org/memory_viz."""
+    """On a GPU, file for the allocations of one cell; view it at https://pytorch.org/memory_viz."""
     output: str | None = None
     """Folder for memory.csv, memory.png and memory.md; created if missing."""
     overwrite: bool = False
