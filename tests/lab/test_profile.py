@@ -7,7 +7,7 @@ import math
 import pickle
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import timm
@@ -110,7 +110,7 @@ its first at each size.
 def test_what_a_library_keeps_does_not_count_as_growth(started_quickly, library):
     points = []
     for px in (512, 736):
-        told = {"case": replace(TINY, size=px).as_dict(), "device": "cpu"}
+        told = {"case": asdict(replace(TINY, size=px)), "device": "cpu"}
         told |= {"budget_bytes": None, "threads": 1}
         given = dict(input=json.dumps(told), capture_output=True, text=True)
         given["env"] = fresh_process.environment(returning=True)
@@ -150,7 +150,7 @@ def test_a_checkpointed_block_keeps_its_input_alone():
 @linux
 def test_what_inference_holds_are_activations_and_a_backward_counts_what_is_saved():
     def sizes(case):
-        found = measure_here(case.as_dict(), "cpu", None, torch.get_num_threads())
+        found = measure_here(asdict(case), "cpu", None, torch.get_num_threads())
         return [found[f"{part}_bytes"] for part in PARTS]
 
     peak, reserved, above, _, gradients, state, activations = sizes(TINY)
@@ -319,7 +319,7 @@ BAD = {
     "--models scaleformer_vit_q": "timm knows no model 'scaleformer_vit_q'",
     "--models resnet18": "resnet18",
     "--img-size 1000": "not a whole number of 16-pixel patches; the nearest that fit: 992 or 1008",
-    "--img-size 0": "img_size must be above 0, got 0",
+    "--img-size 0": "img_size must be at least 1, got 0",
     "--passes forward": "passes[0] must be one of inference, forward+backward, training_step, got "
     "forward",
     "--models vit_tiny_patch16_224 --form direct": "form has no effect: "

@@ -6,7 +6,6 @@ The command ``gpu`` is in ``gpu/gpu_table.py``, which needs no library that read
 
 import argparse
 import contextlib
-import math
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from visionattn.cli.files import check_free, write_text, write_whole
 from visionattn.cli.parsing import parse, with_first
 from visionattn.cli.provenance import provenance_of, summary
 from visionattn.cli.tables import Record, csv_text, heading, line
-from visionattn.data.option_ranges import check_workers
+from visionattn.data.option_ranges import check_least, check_workers
 from visionattn.lab import papers, targets
 from visionattn.lab.case_comparison import (
     COLUMNS,
@@ -145,14 +144,6 @@ class BenchmarkOptions:
         if self.csv:
             write_text(self.csv, csv_text(records, provenance))
         return records
-
-
-def check_least(least: float, **numbers: float | Sequence[float] | None) -> None:
-    """Raise ValueError for an option with a number below ``least``; None is allowed."""
-    for name, given in numbers.items():
-        for number in given if isinstance(given, Sequence) else [given]:
-            if number is not None and not least <= number < math.inf:
-                raise ValueError(f"{name} must be at least {least:g}, got {number}")
 
 
 @dataclass

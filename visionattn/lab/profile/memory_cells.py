@@ -2,7 +2,7 @@
 allocation.
 """
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ def measure(case: Case, device: str, budget_bytes: int | None) -> dict[str, int 
         Failed: the process failed in another way; the text is its last line on standard error, or
             the signal that killed it.
     """
-    given = {"case": case.as_dict(), "device": device, "budget_bytes": budget_bytes}
+    given = {"case": asdict(case), "device": device, "budget_bytes": budget_bytes}
     given["threads"] = torch.get_num_threads()
     return ask(measure_here, given, f"{case.name} at {case.size} px")
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -86,7 +86,7 @@ def profile(argv: Sequence[str], show: Callable[[str], None]) -> None:
                 f"{config.snapshot} is not written: the cell does not fit into memory"
             )
         case = replace(config.series()[0], size=rows[0]["px"])
-        given = {"case": case.as_dict(), "device": device, "threads": config.threads or before}
+        given = {"case": asdict(case), "device": device, "threads": config.threads or before}
         given["path"] = str(Path(config.snapshot).absolute())
         ask(snapshot_here, given, "the snapshot")
         show(f"snapshot: {config.snapshot}; https://pytorch.org/memory_viz shows it")

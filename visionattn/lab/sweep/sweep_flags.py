@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from visionattn.cli.parsing import parse
+from visionattn.data.option_ranges import check_least
 from visionattn.ops.attentions import ATTENTIONS, FormChoice
 from visionattn.training.config import TrainConfig, check
 
@@ -81,11 +82,8 @@ def check_options(config: SweepConfig) -> None:
         raise ValueError("--base is missing: the YAML file of a training, or a name such as digits")
     if not config.heads:
         raise ValueError("--heads is missing: head counts such as 4 8 16")
-    numbers = {"heads": config.heads, "img_size": config.img_size or [], "jobs": [config.jobs]}
-    numbers |= {"measure_batch": [config.measure_batch], "measure_rounds": [config.measure_rounds]}
-    for name, values in numbers.items():
-        if min(values, default=1) < 1:
-            raise ValueError(f"{name} must be above 0, got {min(values)}")
+    check_least(1, heads=config.heads, img_size=config.img_size, jobs=config.jobs)
+    check_least(1, measure_batch=config.measure_batch, measure_rounds=config.measure_rounds)
     usual = SweepConfig.measure_batch, SweepConfig.measure_rounds
     if not config.measure and (config.measure_batch, config.measure_rounds) != usual:
         raise ValueError("measure_batch and measure_rounds have no effect with measure false")
