@@ -334,10 +334,6 @@ class PaperOptions(BenchmarkOptions):
     """CSV file for the rows, with provenance, next to the PNG; None: the name of the figure."""
     quick: bool = False
     """Measure few small sizes, only to show that it runs."""
-    processor_time: bool = False
-    """Measure CPU time instead of wall time, so other work on the machine does not count; requires
-    ``--threads 1``.
-    """
 
     def files(self) -> list[str | None]:
         """Return the files to write."""
@@ -350,16 +346,13 @@ class PaperOptions(BenchmarkOptions):
             raise ValueError(
                 f"figure must be one of {', '.join(papers.FIGURES)}, got {self.figure}"
             )
-        if self.processor_time and self.threads != 1:
-            raise ValueError("processor_time sums over threads; pass --threads 1")
         super().prepare()
         return papers.FIGURES[self.figure]
 
     def run(self, figure: papers.Figure, provenance: Record, show: Print) -> None:
         """Measure and draw the figure, and write its rows."""
         place = Path(self.files()[0] or "")
-        ways = {"quick": self.quick, "processor_time": self.processor_time}
-        papers.redraw(figure, place.parent, place.stem, provenance, show, **ways)
+        papers.redraw(figure, place.parent, place.stem, provenance, show, quick=self.quick)
 
 
 @dataclass
