@@ -314,7 +314,6 @@ def test_softmax_over_many_tokens_warns(monkeypatch):
 REFUSED = {
     "expected a name, or 2, one for each block, got 3": dict(attention=["window"] * 3),
     "attention 'linear': expected one of": dict(attention=["window", "linear"]),
-    "a list of names, one for each block, got 5": dict(attention=5),
     "temperature_init=2.0 has no effect: attention='window' has no temperature; "
     "attention='kernelized' has no temperature": dict(
         attention=["window", "kernelized"], temperature_init=2.0

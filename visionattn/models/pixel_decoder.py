@@ -256,7 +256,6 @@ class PixelDecoder(nn.Module):
             ValueError: a block or its attention, whose parts ``step`` calls separately, is replaced
                 or has hooks.
         """
-        self._check_size(size)
         for number, block in enumerate(self.blocks):
             check_unchanged(f"blocks.{number}", block, Block)
             check_unchanged(f"blocks.{number}.attn", block.attn, RasterAttention)
@@ -306,17 +305,12 @@ class PixelDecoder(nn.Module):
                 f"{list(images.shape)}"
             )
         size = images.shape[2], images.shape[3]
-        self._check_size(size)
         if is_readable(images) and images.numel() and int(images.max()) >= self.levels:
             raise ValueError(
                 f"a value of the images is {int(images.max())}, and the model has levels "
                 f"{self.levels}: expected 0 to {self.levels - 1}"
             )
         return images.permute(0, 2, 3, 1).flatten(1).long(), size
-
-    def _check_size(self, size: Size) -> None:
-        if min(size) < 1:
-            raise ValueError(f"images of {size[0]} x {size[1]} pixels have no pixels")
 
     def _layout(self, size: Size) -> TokenLayout:
         return TokenLayout(0, Grid(size[0], size[1] * self.in_chans))
@@ -352,7 +346,6 @@ class PixelDecoder(nn.Module):
         """Return the output of the blocks for the start token and the first values,
         ``[B, t + 1, D]``.
         """
-        self._check_size(size)
         batch, given = values.shape
         rows, columns, channels = self._places(size)
         tokens = len(rows) * len(columns) * len(channels)
