@@ -95,9 +95,13 @@ def check_key_mask(key_mask: Tensor | None, k: Tensor, wanted: str = "the keys")
 
 
 def _check_value_drop(value_drop: float, generator: torch.Generator | None) -> None:
-    """Check that ``0 <= value_drop < 1``, and that a generator has something to draw."""
+    """Check that ``0 <= value_drop < 1``, and that a generator is torch's and has something to
+    draw.
+    """
     if not isinstance(value_drop, int | float) or not 0 <= value_drop < 1:
         raise ValueError(f"value_drop: expected a probability in [0, 1), got {value_drop!r}")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ValueError(f"generator: expected a torch.Generator, got {type(generator).__name__}")
     if generator is not None and value_drop == 0:
         raise ValueError(
             "generator draws which values to drop, and value_drop is 0: leave it out, or set "
