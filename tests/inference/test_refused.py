@@ -84,7 +84,7 @@ REFUSED = [
     ("predict", "--top_k 0", "top_k must be from 1 to the model's 4 classes, got 0"),
     ("masks", "--output out --top-k 2", "top_k is for classes of images"),
     ("features", "--data digits", "pass either --images or --data digits"),
-    ("features", "--shard_mib 0", "shard_mib must be above 0, got 0"),
+    ("features", "--shard_mib 0", "shard_mib must be at least 1, got 0"),
     ("features", "--probe --dense", "omit --dense"),
     ("features", "--probe", "images has images outside of class folders"),
     ("shard", "0/4", "shard must be i/n with i from 1 to n"),

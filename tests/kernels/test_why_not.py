@@ -2,9 +2,6 @@
 for all that is taken.
 """
 
-import math
-from functools import partial
-
 import pytest
 
 pytest.importorskip("triton", reason="GPU kernels need Triton")
@@ -77,44 +74,6 @@ def test_inputs_without_a_kernel_are_told_why():
 
 
 @interpreted
-def test_what_is_slower_than_eager_is_left_to_it_by_auto_alone(monkeypatch):
-    q, longer = half(1, 2, 20, 16), half(3, 2, 20, 16)
-    least = {("taylorshift", torch.float16): math.inf, ("kernelized", torch.float16): 100}
-    monkeypatch.setattr(gpu_requirements, "NOT_BY_AUTO", least)
-    monkeypatch.setattr(gpu_requirements, "_on_gpu", lambda x: True)
-
-    def takes(impl: str, operation: str, x: torch.Tensor) -> bool:
-        return gpu_requirements.takes_kernels(
-            impl, operation, x, partial(WHY_NOT[operation], x, x, x)
-        )
-
-    assert not any(takes("auto", "taylorshift", x) for x in (q, longer))
-    assert [takes("auto", "kernelized", x) for x in (q, longer)] == [False, True]
-    assert takes("auto", "kernelized", q.float())
-    assert [takes(impl, "taylorshift", q) for impl in ("triton", "eager")] == [True, False]
-
-
-@interpreted
-def test_one_compiled_graph_serves_sizes_on_both_sides_of_what_auto_leaves_to_eager(monkeypatch):
-    monkeypatch.setattr(gpu_requirements, "NOT_BY_AUTO", {("kernelized", torch.float32): 100})
-    monkeypatch.setattr(gpu_requirements, "_on_gpu", lambda x: True)
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    compiled = torch.compile(kernelized_attention, backend=backend, dynamic=True, fullgraph=True)
-    for n in (20, 90, 23):
-        q, k, v = (x.float() for x in draw_qkv(queries=n, keys=n, d=16, e=16).values())
-        assert torch.allclose(
-            compiled(q, k, v), kernelized_attention(q, k, v, impl="eager"), atol=1e-5
-        )
-    assert len(graphs) == 1 and "kernel_mean" in graphs[0].code
-
-
-@interpreted
 @pytest.mark.parametrize("function", [kernelized_attention, taylorshift_attention])
 def test_triton_by_name_raises_the_reason_and_auto_takes_eager_on_a_processor(function):
     q, k, v = draw_qkv(queries=20, d=16, e=16).values()
@@ -144,7 +103,6 @@ def test_causal_attention_and_other_maps_name_their_reason_and_auto_takes_eager(
 )
 def test_a_model_leaves_absent_patches_out_where_auto_takes_kernels(name, relative, monkeypatch):
     """With a position their mask has no kernel; without one it has."""
-    monkeypatch.setattr(gpu_requirements, "NOT_BY_AUTO", {})
     monkeypatch.setattr(gpu_requirements, "_on_gpu", lambda x: True)
     options = dict(embed_dim=16, num_heads=2, depth=1, num_classes=3, relative=relative)
     model = create_model(name, **options).eval()

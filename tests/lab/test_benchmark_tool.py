@@ -98,7 +98,6 @@ BAD_FLAGS = {
     "targets --only nothing": "fits none of 37 rows",
     "papers five": "figure must be one of crossover",
     "papers crossover --csv nowhere/a.csv": "nowhere for a.csv",
-    "papers crossover --processor-time": "pass --threads 1",
     "gpu": "no GPU here that PyTorch can use",
     "gpu all": "unrecognized arguments: all; --help lists the options",
     "gpu --only nothing": "rows; the first is 'kernelized forward d = 64",

@@ -5,15 +5,15 @@ it is typed.
 import json
 import math
 import pickle
-import pickletools
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import timm
 import torch
-from torch.cuda import _memory_viz as viewer
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile
 
 from tests.helpers.tools import assert_one_error, load_tool, read_csv, words
 from visionattn.cli import fresh_process
@@ -22,7 +22,6 @@ from visionattn.lab.cases import PRECISIONS, Case
 from visionattn.lab.figures import memory_of, slope
 from visionattn.lab.model_step import bytes_of
 from visionattn.lab.profile import memory_profile
-from visionattn.lab.profile.allocation_snapshot import PICKLE_PROTOCOL, record, write_snapshot
 from visionattn.lab.profile.memory_cells import PARTS, measure, measure_here, place, warm_step
 from visionattn.lab.profile.memory_profile import n1_of, shapes_of
 from visionattn.lab.profile.profile_flags import ProfileConfig
@@ -33,13 +32,6 @@ linux = pytest.mark.skipif(
 )
 TINY = Case("model", "taylorshift_vit_t", 48, depth=1)
 BACKWARD = replace(TINY, backward=True)
-VIEWER_OPCODES = set(
-    words("APPEND APPENDS BINFLOAT BINGET BININT BININT1 BININT2 BINPUT BINUNICODE DICT")
-    + words("EMPTY_DICT EMPTY_LIST EMPTY_TUPLE FRAME LIST LONG1 LONG_BINGET LONG_BINPUT MARK")
-    + words("MEMOIZE NEWFALSE NEWTRUE NONE PROTO SETITEM SETITEMS SHORT_BINUNICODE STOP")
-    + words("TUPLE TUPLE1 TUPLE2 TUPLE3")
-)
-"""What the unpickler of https://pytorch.org/memory_viz reads."""
 FAKE = words("--models taylorshift_vit_t vit_tiny_patch16_224 --depth 1 --device cpu")
 
 
@@ -55,8 +47,18 @@ def allocated_at_most(case: Case) -> int:
     processor.
     """
     level = most = 0
-    for event in record(step_at(case).run)["device_traces"][0]:
-        level += event["size"] * {"alloc": 1, "free_completed": -1}.get(event["action"], 0)
+    step = step_at(case)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step.run()
+    waiting = list(profiler.profiler.kineto_results.experimental_event_tree())
+    found = []
+    while waiting:
+        event = waiting.pop()
+        waiting += event.children
+        if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
+            found.append((event.start_time_ns, event.extra_fields.alloc_size))
+    for _, size in sorted(found, key=lambda event: event[0]):
+        level += size
         most = max(most, level)
     return most
 
@@ -108,7 +110,7 @@ its first at each size.
 def test_what_a_library_keeps_does_not_count_as_growth(started_quickly, library):
     points = []
     for px in (512, 736):
-        told = {"case": replace(TINY, size=px).as_dict(), "device": "cpu"}
+        told = {"case": asdict(replace(TINY, size=px)), "device": "cpu"}
         told |= {"budget_bytes": None, "threads": 1}
         given = dict(input=json.dumps(told), capture_output=True, text=True)
         given["env"] = fresh_process.environment(returning=True)
@@ -148,7 +150,7 @@ def test_a_checkpointed_block_keeps_its_input_alone():
 @linux
 def test_what_inference_holds_are_activations_and_a_backward_counts_what_is_saved():
     def sizes(case):
-        found = measure_here(case.as_dict(), "cpu", None, torch.get_num_threads())
+        found = measure_here(asdict(case), "cpu", None, torch.get_num_threads())
         return [found[f"{part}_bytes"] for part in PARTS]
 
     peak, reserved, above, _, gradients, state, activations = sizes(TINY)
@@ -170,27 +172,6 @@ def test_the_plot_marks_n1_in_tokens_and_pixels_for_taylorshift_alone():
     assert (list(line.x), list(line.y)) == ([64, 128], [64, 128]) and "tokens⁰·⁵" in line.name
     assert mark.text == "N1 of TaylorShift, d = 32: 574 tokens"  # as in the table of the paper
     assert round(mark.x) == 383 and mark.y is None
-
-
-def test_a_snapshot_of_a_pass_balances_and_pytorchs_own_reader_takes_it(tmp_path):
-    step, path = step_at(replace(BACKWARD, update=True)), tmp_path / "pass.pickle"
-    write_snapshot(path, step)
-    opcodes = {opcode.name for opcode, _, _ in pickletools.genops(path.read_bytes())}
-    assert opcodes <= VIEWER_OPCODES and PICKLE_PROTOCOL == 4
-    content = pickle.loads(path.read_bytes())
-    before = [*step.parameters(), *step.optimizer_state(), step.images]
-    living = {tensor.data_ptr(): tensor.numel() * 4 for tensor in before}
-    for event in content["device_traces"][0]:
-        if event["action"] == "alloc":
-            assert event["addr"] not in living
-            living[event["addr"]] = event["size"]
-        elif event["action"] == "free_completed":
-            assert living.pop(event["addr"]) == event["size"]
-    assert living == {segment["address"]: segment["total_size"] for segment in content["segments"]}
-    held = bytes_of([*before, *step.gradients()])
-    assert sum(living.values()) == held
-    assert f"segments: {len(content['segments'])}\n" in viewer.segsum(content)
-    assert f"{len(content['device_traces'][0])} entries" in viewer.trace(content)
 
 
 def test_a_cell_beyond_the_budget_ends_as_out_of_memory_in_a_process_of_its_own(started_quickly):
@@ -334,26 +315,11 @@ def test_the_largest_image_is_found_among_rows_of_each_series(cases, tmp_path, c
         assert tried[16 * (wanted + 1)] == "out of memory"
 
 
-def test_a_snapshot_is_named_and_where_there_is_none_the_exit_code_says_so(
-    cases, tmp_path, capsys, monkeypatch
-):
-    asked, path = [], tmp_path / "pass.pickle"
-    monkeypatch.setattr(memory_profile, "ask", lambda function, given, what: asked.append(given))
-    one = words("--models taylorshift_vit_t --device cpu --img-size 1024 --snapshot {}", path)
-    assert main(one) == 0
-    said = f"snapshot: {path}; https://pytorch.org/memory_viz shows it"
-    assert capsys.readouterr().out.splitlines()[-1] == said
-    assert [(given["case"]["size"], given["path"]) for given in asked] == [(1024, str(path))]
-    assert main([*one, "--budget-gib", "0.001"]) == 3
-    said = f"error: {path} is not written: the cell does not fit into memory\n"
-    assert capsys.readouterr().err == said
-
-
 BAD = {
     "--models scaleformer_vit_q": "timm knows no model 'scaleformer_vit_q'",
     "--models resnet18": "resnet18",
     "--img-size 1000": "not a whole number of 16-pixel patches; the nearest that fit: 992 or 1008",
-    "--img-size 0": "img_size must be above 0, got 0",
+    "--img-size 0": "img_size must be at least 1, got 0",
     "--passes forward": "passes[0] must be one of inference, forward+backward, training_step, got "
     "forward",
     "--models vit_tiny_patch16_224 --form direct": "form has no effect: "
@@ -361,6 +327,7 @@ BAD = {
     "--checkpointing with": "checkpointing has no effect in inference",
     "--snapshot new.pickle": "snapshot holds one cell, and these are 2",
     "--snapshot new.pickle --largest": "snapshot holds one cell, and these are many",
+    "--models taylorshift_vit_t --img-size 1024 --snapshot new.pickle": "snapshot is for a GPU",
     "--largest --img-size 64": "largest searches for the image size; omit img_size",
     "--budget-gib -1": "budget_gib must be above 0, got -1",
     "--depth 99": "depth 99: taylorshift_vit_t has 12 blocks",

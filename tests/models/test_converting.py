@@ -88,7 +88,7 @@ REFUSED = {
     ],
     "pretrained is for names of timm, and vit.pth is a file": [*STATE, "--pretrained"],
     "nan.pth has NaN or infinity in blocks.1.mlp.fc1.weight": ["nan.pth", *BODY],
-    "garbled.pth is truncated or neither a safetensors file nor": [*("garbled.pth", *BODY)],
+    "garbled.pth is a truncated or damaged checkpoint": [*("garbled.pth", *BODY)],
 }
 
 

@@ -186,7 +186,6 @@ REFUSALS = [
     ({}, dict(want="masks"), "gives no classes of pixels"),
     ({}, dict(want="evidence", target=9), "there is no class 9"),
     ({}, dict(memory=1000), "below one band"),
-    ({}, dict(source=3), "expected a source, got int: visionattn.forward_tiled opens paths"),
     ({}, dict(source=Array(draw_image(40, 40)[..., :1])), "has 1 channels, and the model tak"),
     ({}, dict(source=Array(draw_image(3, 40))), "3 x 40 pixels is smaller than a patch"),
 ]

@@ -141,11 +141,8 @@ WRONG = [
     ({"attention": "taylorshift"}, "has no causal form .its linear form"),
     ({"output": "gauss"}, "output 'gauss': expected categorical or mixture"),
     ({"mixtures": 3}, "mixtures have no effect"),
-    ({"levels": 1}, "levels: expected a whole number from 2 on, got 1"),
     ({"conditioned": True}, "there are no classes"),
     ({"relative": "none", "rows": 2}, "rows and reach have no effect"),
-    ({"conditioned": "x", "num_classes": 2}, "conditioned: expected true or false, got 'x'"),
-    ({"depth": 0}, "depth: expected a whole number from 1 on, got 0"),
 ]
 
 
@@ -163,7 +160,6 @@ def test_options_and_calls_that_do_not_fit_are_refused():
         (model, (images, zero.expand(3)), "labels: the model is not conditioned"),
         (named, (images.expand(-1, 2, -1, -1),), r"conditioned and wants \[3\], got none"),
         (model.predict, (in_order(images), (5, 7)), "expected fewer than the 35 values of the ima"),
-        (model.begin, (1, (0, 7)), "images of 0 x 7 pixels have no pixels"),
         (model.step, (zero, state), "values: expected none before the first one"),
         (model.step, (zero, ended), "the images have all their 1 values"),
     ):

@@ -101,7 +101,6 @@ HEADS = [
     (dict(head_blocks=[]), "head_blocks: expected a block or more, got none"),
     (dict(head_stride=3), "head_stride 3 does not divide the sides of a patch of 8 x 8"),
     (dict(head_blocks=7), "head_blocks: expected a list of indices of blocks, got 7"),
-    (dict(head_stride="4"), "head_stride must be a whole number, got '4'"),
     (dict(name="scaleformer_vit_t_pyramid"), "gives a pyramid of maps, "),
 ]
 SPECS = [

@@ -1,7 +1,5 @@
 """Files of weights are read by what they hold, whatever their first bytes and their names."""
 
-import hashlib
-import re
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +18,6 @@ from visionattn.models.conversion import from_softmax
 from visionattn.models.weight_placement import place_weights
 from visionattn.models.weights import (
     load_model,
-    read_pickle,
     read_safetensors,
     read_state_dict,
     save_model,
@@ -28,7 +25,6 @@ from visionattn.models.weights import (
 from visionattn.training.checkpoint import (
     BestFigures,
     best_figures,
-    read_state,
     started_model,
 )
 from visionattn.training.config import TrainConfig
@@ -98,9 +94,7 @@ def test_a_safetensors_file_that_is_cut_off_is_not_called_a_pickle(tmp_path):
         for read in (read_safetensors, load_model, best_figures):
             with pytest.raises(ValueError, match=r"is truncated or not a safetensors file"):
                 read(path)
-        with pytest.raises(
-            ValueError, match=r"is truncated or neither a safetensors file"
-        ) as error:
+        with pytest.raises(ValueError, match=r"is a truncated or damaged checkpoint") as error:
             read_state_dict(path)
         assert "\n" not in str(error.value)
 
@@ -119,23 +113,13 @@ def test_a_pickle_is_read_whatever_its_name_and_explained_where_it_is_no_use(
         open_model(InferenceOptions(checkpoint=str(path)), classifies=False)
 
 
-def test_weights_given_as_a_state_are_called_what_they_are(tmp_path):
-    path = tmp_path / "last.pt"
-    path.write_bytes(save(TENSORS))
-    for read in (read_pickle, read_state):
-        with pytest.raises(
-            ValueError, match="is a safetensors file, which holds only weights, not a"
-        ):
-            read(path)
-
-
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 no archive"], ids=repr)
-def test_what_is_neither_is_one_line_that_names_both(tmp_path, content):
+def test_what_is_neither_is_one_line(tmp_path, content):
     path = tmp_path / NAMES[len(content) % 3]
     path.write_bytes(content)
     with pytest.raises(
         ValueError,
-        match=r"is truncated or neither a safetensors file nor a torch.save file of tensors$",
+        match=r"is a truncated or damaged checkpoint",
     ) as error:
         read_state_dict(path)
     assert "\n" not in str(error.value)
@@ -171,27 +155,17 @@ OPENERS = {
 
 
 @pytest.mark.parametrize("opener", OPENERS)
-def test_a_float16_file_is_loaded_if_it_has_the_hash_in_its_name(tmp_path, opener):
+def test_a_float16_file_is_loaded_in_float32(tmp_path, opener):
     vit = timm.create_model("test_vit", num_classes=4)
     from_softmax(vit).save(tmp_path / "best.safetensors")
     metadata, whole = read_safetensors(tmp_path / "best.safetensors")
     wanted = {name: value.half() for name, value in whole.items()}
     path = tmp_path / "student.safetensors"
     save_file(wanted, path, metadata=metadata)
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    path = path.rename(tmp_path / f"student-{digest[:10]}.safetensors")
     found = OPENERS[opener](path).state_dict()
     assert {value.dtype for value in found.values()} == {torch.float32}
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], value.float()) for name, value in wanted.items())
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    other = hashlib.sha256(content).hexdigest()
-    said = f"expected SHA-256 {digest[:10]}... by its name, got {other[:10]}...; get it again"
-    with pytest.raises(ValueError, match=re.escape(said)):
-        OPENERS[opener](path)
-    load_model(path.rename(tmp_path / "student-20261129.safetensors"))  # a date is no hash
 
 
 def test_best_weights_say_how_good_they_are(tmp_path):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.helpers.oracles import draw, draw_kept, draw_qkv, draw_table
+from tests.helpers.oracles import draw, draw_qkv, draw_table
 from visionattn.layout import Grid, TokenLayout
 from visionattn.ops import (
     Axial,
@@ -31,7 +31,6 @@ from visionattn.ops.attentions import get_attention
 from visionattn.ops.checks import check_form
 from visionattn.ops.feature_maps import PositionSoftmax
 from visionattn.ops.softmax import relative_bias
-from visionattn.ops.strips import SeenRows, Strip, strip_attention
 
 
 @contextlib.contextmanager
@@ -323,32 +322,6 @@ def test_options_of_states_that_do_not_fit_are_one_line():
         step(**ONE, state=kernel, feature_map="relu")
     with wrong("state: expected a KernelState got tuple"):
         step(**ONE, state=(k, v))
-
-
-GRID, STRIP = Grid(4, 3), Strip(Grid(4, 3), 1, 3)
-ROWS_OF_VALUES = draw(1, 3, 4, 3, 4, seed=2)
-WIDE = Joint(draw_table(3, 5, 5, 5, seed=5), TokenLayout(0, GRID), "mean")
-STRIPS = [
-    ("no rows of the layout", {"strip": Strip(GRID, 2, 5)}),
-    ("no rows of the layout", {"strip": Strip(Grid(4, 4), 1, 3)}),
-    ("expected a strip and SeenRows", {"strip": None}),
-    ("expected a strip and SeenRows", {"seen": None}),
-    ("expected 3 patches", {"strip": Strip(GRID, 1, 2)}),
-    (
-        "all present",
-        {"relative": Joint(WIDE.table, TokenLayout(0, GRID, kept=draw_kept(1, 12, 12)), "mean")},
-    ),
-    (
-        "expected values of 4 x 3 patches",
-        {"seen": SeenRows(ROWS_OF_VALUES[:, :, 1:3], None, None)},
-    ),
-]
-
-
-def test_strips_that_do_not_fit_are_one_line():
-    given = {"q": QKV["q"][:1, :, :6], "state": summarize(QKV["k"][:1], QKV["v"][:1])}
-    given |= {"relative": WIDE, "strip": STRIP, "seen": SeenRows(ROWS_OF_VALUES, None, None)}
-    check_all(STRIPS, strip_attention, given)
 
 
 SIZES = [(0, 3), (3, 0), (2.5, 3), (3, 2.5), ("3", 3), (-1, 3)]

@@ -10,9 +10,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.helpers.oracles import assert_agree, draw, draw_qkv, draw_table, relative_error, run
+from tests.helpers.oracles import assert_agree, draw_qkv, draw_table, relative_error, run
 from tests.ops.drawn_cases import Drawn, cases, compare, drawn, paired
-from visionattn.layout import Grid, TokenLayout
 from visionattn.ops import (
     Flat,
     RandomFeatures,
@@ -201,22 +200,17 @@ def test_steps_are_the_rows_of_the_definitions(horizon, heads, normalization, fe
     cache = KeyValueCache.begin(SHAPE, TOKENS, dtype=torch.float64)
     wanted = reference.softmax_attention(**inputs, causal=True, bias=bias)
     assert relative_error(recurrent(inputs, cache, *past), wanted) < 1e-12
-    with pytest.raises(ValueError, match="the cache is full: it has room for 23 tokens"):
-        cache.step(*(inputs[name][:, :, :1] for name in "qkv"))
 
 
-def test_a_recurrent_state_keeps_its_size_and_a_cache_does_not():
+def test_a_recurrent_state_keeps_its_size():
     inputs = draw_qkv(queries=TOKENS, d=6, e=5)
     table = PastTable(Flat(draw_table(3, 9, 6, seed=3)), TOKENS)
     state = RecurrentState.begin(SHAPE, table.horizon, dtype=torch.float64)
-    cache, sizes, cached = KeyValueCache.begin(SHAPE, TOKENS, dtype=torch.float64), set(), set()
+    sizes = set()
     for i in range(TOKENS):
-        token = [inputs[name][:, :, i : i + 1] for name in "qkv"]
-        state.step(*token, "elu1", table)
-        cache.step(*token)
-        sizes.add(sum(x.numel() for x in state.tensors().values()))
-        cached.add(sum(x.numel() for x in cache.tensors().values()))
-    assert len(sizes) == 1 and len(cached) == TOKENS
+        state.step(*(inputs[name][:, :, i : i + 1] for name in "qkv"), "elu1", table)
+        sizes.add(sum(x.numel() for x in (state.S, state.recent, state.far)))
+    assert len(sizes) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -234,11 +228,3 @@ def test_sums_of_steps_stay_in_float32_where_tokens_are_short(dtype):
     assert found.dtype == dtype
     # One rounding of the result is all that the short type does.
     assert relative_error(found.double(), wanted.to(dtype).double()) < 2 * torch.finfo(dtype).eps
-
-
-def test_a_map_over_positions_has_no_steps_and_a_layout_no_table():
-    inputs, state = draw_qkv(queries=1, d=6, e=5), RecurrentState.begin(SHAPE, 0)
-    with pytest.raises(ValueError, match="has no steps: its keys depend on each other"):
-        recurrent(inputs, state, "softmax")
-    with pytest.raises(ValueError, match="expected Flat without a layout"):
-        PastTable(Flat(draw(1, 3, 6, seed=1), TokenLayout(0, Grid(2, 2))), 4)

@@ -129,11 +129,11 @@ def test_files_that_are_no_models_are_one_line_each(tmp_path):
     ):
         path.write_bytes(content)
         assert reason in line() and not (tmp_path / "harm").exists()
-    about = {"format": "visionattn", "version": "1", "model": "scaleformer_vit_t"}
+    about = {"format": "visionattn", "version": "3", "model": "scaleformer_vit_t"}
     for metadata, reason in (
         (None, "does not describe its model; load weights of other projects with"),
         (about, "has a damaged description of its model"),
-        (about | {"version": "4"}, "has format 4, this visionattn reads formats 1, 2, 3"),
+        (about | {"version": "4"}, "has format 4, this visionattn reads format 3"),
     ):
         save_file(model.state_dict(), path, metadata=metadata)
         assert reason in line()

@@ -1,5 +1,5 @@
 """Weights and runs of before a default changed are what they were: files state what a model takes
-by default, and those that did not yet are read with the defaults of their time.
+by default.
 """
 
 import json
@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from timm import create_model, list_models
 
 from tests.helpers.resumed_runs import (
@@ -21,8 +20,9 @@ from tests.helpers.resumed_runs import (
 )
 from tests.helpers.small_runs import MODEL, SPEC, same
 from visionattn.cli.exit_codes import Stopped
-from visionattn.models.registration import DEFAULTS, FORMER, complete, is_ours
-from visionattn.models.weights import load_model, read_metadata, save_model
+from visionattn.models.entry_points import LOCAL
+from visionattn.models.registration import DEFAULTS, complete, is_ours
+from visionattn.models.weights import load_model, save_model
 
 pytestmark = pytest.mark.usefixtures("small_data")
 
@@ -33,8 +33,9 @@ NEW = dict(output_gate=True, value_conv=3, global_pool="avg", relative="axial")
 
 @pytest.fixture(autouse=True)
 def before(monkeypatch):
-    """Let the name stand for what it stood for when files did not state defaults."""
-    monkeypatch.setitem(DEFAULTS, NAME, FORMER[NAME])
+    """Let the name stand for a model without the later options."""
+    plain = {key: value for key, value in DEFAULTS[NAME].items() if key not in LOCAL}
+    monkeypatch.setitem(DEFAULTS, NAME, plain)
 
 
 @pytest.fixture
@@ -59,37 +60,14 @@ def small(**options):
     return create_model(NAME, **given, **MODEL | options).eval()
 
 
-def written(path, version, model, **options):
-    """Write weights as files of a version were."""
-    save_model(path, model, NAME, MODEL | options, SPEC)
-    if version < 3:
-        metadata = read_metadata(path)
-        metadata |= {"version": str(version), "args": json.dumps(MODEL | options)}
-        save_file(model.state_dict(), path, metadata=metadata)
-    return path
-
-
-@pytest.mark.parametrize(
-    ("version", "options"), [(1, {}), (2, dict(output_gate=True)), (3, dict(value_conv=5))]
-)
-def test_weights_load_as_the_model_they_were_saved_of(tmp_path, later, version, options):
-    model, image = small(**options), torch.randn(2, 1, 16, 24)
+def test_weights_load_as_the_model_they_were_saved_of(tmp_path, later):
+    model, image = small(value_conv=5), torch.randn(2, 1, 16, 24)
     expected = model(image)
-    path = written(tmp_path / "a.safetensors", version, model, **options)
+    path = tmp_path / "a.safetensors"
+    save_model(path, model, NAME, MODEL | dict(value_conv=5), SPEC)
     later()
     assert small().blocks[0].attn.output_gate is not None
     assert torch.equal(load_model(path)(image), expected)
-
-
-def test_weights_of_a_model_with_new_defaults_come_back_and_miss_nothing_in_silence(
-    tmp_path, later
-):
-    later()
-    model, image = small(), torch.randn(2, 1, 16, 24)
-    loaded = load_model(written(tmp_path / "a.safetensors", 3, model))
-    assert torch.equal(loaded(image), model(image))
-    with pytest.raises(ValueError, match="unexpected .first: blocks.0.attn.output_gate.weight"):
-        load_model(written(tmp_path / "c.safetensors", 2, small(relative="joint", value_conv=0)))
 
 
 @pytest.mark.parametrize("name", [name for name in list_models("*vit*") if is_ours(name)])

@@ -4,7 +4,8 @@ configurations are checked without one too.
 
 import os
 import re
-from math import isfinite
+from collections.abc import Sequence
+from math import inf, isfinite
 
 from visionattn.data.data_config import DataConfig
 
@@ -21,6 +22,14 @@ def check_workers(count: int, key: str) -> None:
         raise ValueError(f"{key} must be at least 0, got {count}")
     if count > most:
         raise ValueError(f"{key} must be at most {most} on {os.cpu_count()} cores, got {count}")
+
+
+def check_least(least: float, **numbers: float | Sequence[float] | None) -> None:
+    """Raise ValueError for an option with a number below ``least``; None is allowed."""
+    for name, given in numbers.items():
+        for number in given if isinstance(given, Sequence) else [given]:
+            if number is not None and not least <= number < inf:
+                raise ValueError(f"{name} must be at least {least:g}, got {number}")
 
 
 def check_signs(positive: dict[str, float | None], not_negative: dict[str, float | None]) -> None:

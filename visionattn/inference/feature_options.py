@@ -15,6 +15,7 @@ from typing import Any, Literal
 from visionattn.cli.files import first_line
 from visionattn.cli.untrusted import brief, read_yaml
 from visionattn.data.data_config import DataConfig
+from visionattn.data.option_ranges import check_least
 from visionattn.inference.inference_options import DenseOptions, parse_options
 
 EVAL_IMAGES = 500
@@ -165,9 +166,8 @@ def check(options: ExtractOptions) -> None:
     _check_parts(options)
     if (options.images is None) == (options.data is None):
         raise ValueError("pass either --images or --data digits, canvas or documents")
-    for key in ("shard_images", "shard_mib", "neighbours"):
-        if getattr(options, key) < 1:
-            raise ValueError(f"{key} must be above 0, got {getattr(options, key)}")
+    sizes = {key: getattr(options, key) for key in ("shard_images", "shard_mib", "neighbours")}
+    check_least(1, **sizes, parts=options.parts)
     if not 0 < options.val_fraction < 1:
         raise ValueError(f"val_fraction must be in (0, 1), got {options.val_fraction}")
     if options.probe and options.dense and not options.drawn:
@@ -220,10 +220,6 @@ def _check_parts(options: ExtractOptions) -> None:
         (
             ray and options.overwrite,
             "engine ray does not overwrite; pass a new --output",
-        ),
-        (
-            options.parts is not None and options.parts < 1,
-            f"parts must be above 0, got {options.parts}",
         ),
     ):
         if wrong:

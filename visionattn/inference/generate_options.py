@@ -13,6 +13,7 @@ from typing import Literal
 from visionattn.cli.files import check_free
 from visionattn.cli.parsing import parse, with_first
 from visionattn.data.geometry import check_geometry
+from visionattn.data.option_ranges import check_least
 from visionattn.inference.picture_folder import check_picture_folder
 
 SUMMARY = "generate.json"
@@ -99,10 +100,8 @@ def check(options: GenerateOptions) -> None:
     Raises:
         ValueError: one line with the option, its limits and its value.
     """
-    for key, least in (("count", 1), ("batch_size", 1), ("seed", 0), ("threads", 1)):
-        value = getattr(options, key)
-        if value is not None and value < least:
-            raise ValueError(f"{key} must be at least {least}, got {value}")
+    check_least(1, count=options.count, batch_size=options.batch_size, threads=options.threads)
+    check_least(0, seed=options.seed)
     if not 0 <= options.temperature < math.inf:
         raise ValueError(
             f"temperature must be 0 or above, and finite, got {options.temperature}; 0 takes the "

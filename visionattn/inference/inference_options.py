@@ -259,8 +259,6 @@ def _check_tiles(options: InferenceOptions) -> None:
             raise ValueError(f"{key} needs --tiles; pass it or omit {key}")
     if options.tiles is not None and options.batch_size == "auto":
         raise ValueError("with --tiles, batch_size must be a number, not auto")
-    if options.tiles is not None and options.fit == "pad":
-        raise ValueError("fit pad adds padding, which tiles must not contain; choose another --fit")
 
 
 def _check_saved(options: PredictOptions) -> None:

@@ -42,7 +42,6 @@ from visionattn.models.weights import (
     described,
     existing,
     is_pickle,
-    is_safetensors,
     load_model,
     read_metadata,
     read_state_dict,
@@ -263,10 +262,12 @@ def description(path: str) -> dict[str, str] | None:
         FileNotFoundError: there is no such file.
         ValueError: it is not a complete file of weights.
     """
-    file = existing(path)
-    if not is_safetensors(file) and is_pickle(file):  # from torch.save, without metadata
-        return None
-    metadata = read_metadata(file)
+    try:
+        metadata = read_metadata(path)
+    except ValueError:
+        if is_pickle(existing(path)):  # from torch.save, without metadata
+            return None
+        raise
     return metadata if metadata.get("format") == FORMAT else None
 
 

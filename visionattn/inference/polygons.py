@@ -12,9 +12,9 @@ from typing import Any, TypeGuard
 import cv2
 import numpy as np
 
-from visionattn.cli.files import write_whole
 from visionattn.data.formats.reader import Georeference
 from visionattn.data.geometry import Box
+from visionattn.inference.result_files import write_records
 
 Colour = Sequence[int]
 """Red, green and blue, 0 to 255."""
@@ -143,16 +143,3 @@ class CocoFile:
         """Write the file, completely or not at all."""
         head = {"images": self.images, "categories": self.categories}
         write_records(path, head, "annotations", self.annotations)
-
-
-def write_records(path: Path, head: dict[str, Any], key: str, records: Iterable[str]) -> None:
-    """Write a JSON object whose last member ``key`` is a list of JSON texts, one per line."""
-
-    def write(target: Path) -> None:
-        with open(target, "w", encoding="utf-8") as file:
-            file.write(f'{json.dumps(head)[:-1]}, "{key}": [')
-            for number, record in enumerate(records):
-                file.write(f",\n{record}" if number else f"\n{record}")
-            file.write("\n]}\n")
-
-    write_whole(path, write)

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visionattn.cli.files import check_free, printable, write_whole
-from visionattn.cli.tables import heading, line, write_rows
+from visionattn.cli.files import check_free, printable
+from visionattn.cli.tables import heading, line
 from visionattn.inference.image_batches import Outcome
 from visionattn.inference.image_listing import find_images
 from visionattn.inference.image_run import ImageRun, read_as_asked
 from visionattn.inference.inference_options import PredictOptions
 from visionattn.inference.model_opening import Opened, open_model
+from visionattn.inference.result_files import write_records, write_table
 from visionattn.model_config import VECTOR_TASKS
 from visionattn.models.patches import call
 from visionattn.models.weights import DataSpec
@@ -81,7 +82,7 @@ class Predictor:
                     run.progress.say(line(cells(row)), say)
             else:
                 run.banding.say = say
-                write_whole(self.output, lambda place: self._write(place, rows))
+                self._write(rows)
                 what = "values" if self.opened.spec.task == "regression" else "classes"
                 say(f"{self.done} of {len(run.images)} images have {what}: {self.output}")
         # The file is written anyway: its rows have the status of each image.
@@ -128,21 +129,17 @@ class Predictor:
         numbers = range(1, self.top_k + 1)
         return [f"{what}_{i}" for i in numbers for what in ("class", "probability")]
 
-    def _write(self, path: Path, rows: Iterator[dict[str, Any]]) -> None:
+    def _write(self, rows: Iterator[dict[str, Any]]) -> None:
         assert self.output is not None
-        with open(path, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
-            if self.output.suffix == ".csv":
-                columns = [*FIELDS, *self.listing.columns, *self._columns()]
-                write_rows(file, columns, (flat(row, self.top_k) for row in rows))
-                return
-            from visionattn.cli.provenance import provenance
+        if self.output.suffix == ".csv":
+            columns = [*FIELDS, *self.listing.columns, *self._columns()]
+            write_table(self.output, columns, (flat(row, self.top_k) for row in rows))
+            return
+        from visionattn.cli.provenance import provenance
 
-            about = provenance(self.opened.device) | {"model": self.opened.notes}
-            about |= {"options": asdict(self.options)}
-            file.write(f'{{"provenance": {json.dumps(about)},\n"rows": [')
-            for number, row in enumerate(rows):
-                file.write((",\n" if number else "\n") + json.dumps(row))
-            file.write("\n]}\n")
+        about = provenance(self.opened.device) | {"model": self.opened.notes}
+        about |= {"options": asdict(self.options)}
+        write_records(self.output, {"provenance": about}, "rows", map(json.dumps, rows))
 
 
 def flat(row: dict[str, Any], top_k: int) -> dict[str, Any]:

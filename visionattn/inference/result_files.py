@@ -2,6 +2,7 @@
 work.
 """
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,19 @@ def write_table(path: Path, columns: Sequence[str], rows: Iterable[dict[str, Any
     def write(place: Path) -> None:
         with open(place, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
             write_rows(file, columns, rows)
+
+    write_whole(path, write)
+
+
+def write_records(path: Path, head: dict[str, Any], key: str, records: Iterable[str]) -> None:
+    """Write a JSON object whose last member ``key`` is a list of JSON texts, one per line."""
+
+    def write(target: Path) -> None:
+        with open(target, "w", encoding="utf-8") as file:
+            file.write(f'{json.dumps(head)[:-1]},\n"{key}": [')
+            for number, record in enumerate(records):
+                file.write(f",\n{record}" if number else f"\n{record}")
+            file.write("\n]}\n")
 
     write_whole(path, write)
 

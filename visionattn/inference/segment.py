@@ -138,10 +138,6 @@ class MaskPredictor:
         for file in (path for files in self.files for path in files.values()):
             if (image := images.get(os.path.realpath(file))) is not None:
                 raise ValueError(f"a result would replace the image {image}; choose another output")
-            if file.is_dir() and file.suffix != ".zarr":
-                raise ValueError(
-                    f"{file} is a folder, where a file would go; choose another output"
-                )
         if self.as_array:
             check_free(self.output, True)
         elif self.output.suffix.lower() in (".csv", ".json", ".geojson", ".png"):

@@ -184,8 +184,6 @@ def whole_shards(
             names(done + place) for place in range(len(shard.rows))
         ]:
             other = "rows of other images"
-        if other is not None and not any(row["status"] == "ok" for row in shard.rows):
-            break  # a run with a wrong option and no results
         if other is not None:
             raise ValueError(
                 f"{folder} holds features of another call: {other}; choose another --output, or "

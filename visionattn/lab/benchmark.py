@@ -6,7 +6,6 @@ The command ``gpu`` is in ``gpu/gpu_table.py``, which needs no library that read
 
 import argparse
 import contextlib
-import math
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from visionattn.cli.files import check_free, write_text, write_whole
 from visionattn.cli.parsing import parse, with_first
 from visionattn.cli.provenance import provenance_of, summary
 from visionattn.cli.tables import Record, csv_text, heading, line
-from visionattn.data.option_ranges import check_workers
+from visionattn.data.option_ranges import check_least, check_workers
 from visionattn.lab import papers, targets
 from visionattn.lab.case_comparison import (
     COLUMNS,
@@ -145,14 +144,6 @@ class BenchmarkOptions:
         if self.csv:
             write_text(self.csv, csv_text(records, provenance))
         return records
-
-
-def check_least(least: float, **numbers: float | Sequence[float] | None) -> None:
-    """Raise ValueError for an option with a number below ``least``; None is allowed."""
-    for name, given in numbers.items():
-        for number in given if isinstance(given, Sequence) else [given]:
-            if number is not None and not least <= number < math.inf:
-                raise ValueError(f"{name} must be at least {least:g}, got {number}")
 
 
 @dataclass
@@ -343,10 +334,6 @@ class PaperOptions(BenchmarkOptions):
     """CSV file for the rows, with provenance, next to the PNG; None: the name of the figure."""
     quick: bool = False
     """Measure few small sizes, only to show that it runs."""
-    processor_time: bool = False
-    """Measure CPU time instead of wall time, so other work on the machine does not count; requires
-    ``--threads 1``.
-    """
 
     def files(self) -> list[str | None]:
         """Return the files to write."""
@@ -359,16 +346,13 @@ class PaperOptions(BenchmarkOptions):
             raise ValueError(
                 f"figure must be one of {', '.join(papers.FIGURES)}, got {self.figure}"
             )
-        if self.processor_time and self.threads != 1:
-            raise ValueError("processor_time sums over threads; pass --threads 1")
         super().prepare()
         return papers.FIGURES[self.figure]
 
     def run(self, figure: papers.Figure, provenance: Record, show: Print) -> None:
         """Measure and draw the figure, and write its rows."""
         place = Path(self.files()[0] or "")
-        ways = {"quick": self.quick, "processor_time": self.processor_time}
-        papers.redraw(figure, place.parent, place.stem, provenance, show, **ways)
+        papers.redraw(figure, place.parent, place.stem, provenance, show, quick=self.quick)
 
 
 @dataclass
@@ -387,8 +371,6 @@ class LoaderOptions(BenchmarkOptions):
     """Batch size; None: as in the training."""
     workers: list[int] = field(default_factory=lambda: [0, 1, 2])
     """Numbers of worker processes; 0 loads in the main process."""
-    read_all: bool = False
-    """Also measure decoding each image in full, where a part or a smaller size would do."""
     rounds: int = 5
     """Number of rounds of the interleaved run."""
     seconds: float = 3.0
@@ -407,9 +389,7 @@ class LoaderOptions(BenchmarkOptions):
         for px in self.img_size or []:
             check_sizes(Case("model", "loader", px, batch=self.batch or 1))
         super().prepare()
-        return loader_cases(
-            self.names, self.img_size, self.workers, self.batch, read_all=self.read_all
-        )
+        return loader_cases(self.names, self.img_size, self.workers, self.batch)
 
     def run(self, cases: "Sequence[LoaderCase]", provenance: Record, show: Print) -> None:
         """Measure the loading throughput; print the measured steps and a row for each case."""

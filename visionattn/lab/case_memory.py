@@ -2,6 +2,7 @@
 hides an allocation.
 """
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -37,8 +38,8 @@ def case_peak_bytes(case: Case, device: str = "cpu", *, warm: bool = True) -> in
         Failed: the process failed in another way, as on a CPU without Linux.
     """
     if device != "cpu":
-        return peak_here(case.as_dict(), None, device, warm)
-    given = {"case": case.as_dict(), "threads": torch.get_num_threads(), "device": device}
+        return peak_here(asdict(case), None, device, warm)
+    given = {"case": asdict(case), "threads": torch.get_num_threads(), "device": device}
     return ask(peak_here, given | {"warm": warm}, f"{case.label} at {case.size}")
 
 

@@ -7,7 +7,7 @@ sweep varies a training configuration instead (``sweep/head_grid.py``).
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -98,10 +98,6 @@ class Case:
     def torch_dtype(self) -> torch.dtype:
         """The dtype as PyTorch's object."""
         return getattr(torch, self.dtype)
-
-    def as_dict(self) -> dict:
-        """Return the fields for JSON; ``Case(**fields)`` restores the case."""
-        return asdict(self)
 
 
 def check_sizes(case: Case) -> None:

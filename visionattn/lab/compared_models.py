@@ -176,13 +176,7 @@ def set_impl(model: nn.Module, impl: str) -> None:
 
 
 def build_network(case: Case, device: str = "cpu") -> Work:
-    """Build the model and an image in memory.
-
-    Raises:
-        ValueError: mixed precision or a training step, which only profiles run.
-    """
-    if case.amp != "none" or case.update:
-        raise ValueError(f"{case.name}: {case.work} in {case.precision} is only for profiles")
+    """Build the model and an image in memory."""
     model = build_model(case, device)
     leaves = tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
     inputs = {"image": make_image(case, model, case.size, case.size, device)}

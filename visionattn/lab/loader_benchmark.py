@@ -8,17 +8,15 @@ import re
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from copy import copy
 from dataclasses import dataclass, replace
 from itertools import count, product
 from pathlib import Path
-from typing import cast, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 from visionattn.cli.parsing import field_types, parse
 from visionattn.cli.tables import Record
 from visionattn.data.data_checks import resolved
 from visionattn.data.data_config import DataConfig
-from visionattn.data.images import ImageDataset
 from visionattn.data.splits import Splits, build_splits, train_batches
 from visionattn.data.streams import Shards
 from visionattn.lab.case_comparison import ratios_of, spread
@@ -26,7 +24,7 @@ from visionattn.training.config import TrainConfig, check
 
 PATCH_PX = 16
 """Patch size in pixels; native image sizes are multiples of it."""
-COLUMNS = {name: name for name in ("data", "img_size", "augment", "read", "batch", "workers")}
+COLUMNS = {name: name for name in ("data", "img_size", "augment", "batch", "workers")}
 COLUMNS |= {
     "images/s": "images_per_second_median",
     "from": "images_per_second_low",
@@ -69,8 +67,6 @@ class LoaderCase:
     batch: int
     img_size: int | None
     """Height and width in pixels; None: the size or sizes in the configuration."""
-    read_all: bool = False
-    """Decode each image in full, even if the format allows decoding only the needed part."""
 
     @property
     def data(self) -> DataConfig:
@@ -84,10 +80,6 @@ class LoaderCase:
     def splits(self) -> Splits:
         """The images at the size of this case."""
         splits, data = self.source.splits, resolved(self.data)
-        if self.read_all:
-            train = copy(cast(ImageDataset, splits.train))
-            train.options = replace(train.options, whole=True)
-            splits = replace(splits, train=train)
         spec = replace(splits.spec, img_size=data.img_size, fit=data.fit)
         return replace(splits, spec=replace(spec, max_patches=data.max_patches))
 
@@ -151,26 +143,21 @@ def loader_cases(
     sizes: Sequence[int] | None,
     workers: Sequence[int],
     batch: int | None,
-    *,
-    read_all: bool,
 ) -> list[LoaderCase]:
     """Open the named data sets with ``open_source``, and return the cases of one run.
 
     Raises:
-        ValueError, FileNotFoundError: invalid data, more workers than shards, or ``read_all`` for
-            data that are not image files.
+        ValueError, FileNotFoundError: invalid data, or more workers than shards.
     """
     cases = []
     for text in names:
         source = open_source(text, sizes)
         train, most = source.splits.train, max(workers)
-        if read_all and not isinstance(train, ImageDataset):
-            raise ValueError(f"{text} has no images in files that --read-all would decode")
         if isinstance(train, Shards) and most > len(train.shard_lengths):
             shards = f"{len(train.shard_lengths)} shards"
             raise ValueError(f"{text} has {shards}, too few for {most} workers")
         images = batch or source.config.batch_size
-        ways = product(workers, [images], sizes or [None], [False, True][: 1 + read_all])
+        ways = product(workers, [images], sizes or [None])
         cases += [LoaderCase(source, *way) for way in ways]
     return cases
 
@@ -271,7 +258,7 @@ def record_of(
     """Return a row as plain values, with units in the names and the ratio to ``base``."""
     rates = [reading.images / reading.seconds for reading in own]
     record: Record = {"data": case.source.label, "img_size": case.size}
-    record |= {"augment": case.data.augment, "read": "all" if case.read_all else "needed part"}
+    record |= {"augment": case.data.augment}
     record |= {"batch": case.batch, "workers": case.workers} | spread("images_per_second", rates)
     volumes = [reading.megabytes / reading.seconds for reading in own]
     record |= spread("megabytes_per_second", volumes)

@@ -131,7 +131,7 @@ def find_attribution(
         tokens = model.forward_features(inputs, sizes=sizes)
         present = model.present_patches(inputs, sizes)
         logits = model.forward_head(tokens, present=present)[0]
-        target = _target(logits, target)
+        target = checked_target(logits, target)
         margin = logits @ contrast(model, logits, target)
         if gradient:
             margin.backward()
@@ -151,7 +151,7 @@ def find_attribution(
     )
 
 
-def _target(logits: Tensor, target: int | None) -> int:
+def checked_target(logits: Tensor, target: int | None) -> int:
     """Return the index of the class, by default of the largest output, after checking both."""
     if not logits.isfinite().all():
         raise ValueError("outputs are not finite")
@@ -169,7 +169,7 @@ def _of_largest(
     """Return the attribution of a mean of the largest outputs: each of them adds its share."""
     scores = model.head(model.forward_patches(inputs, sizes))[0]
     logits = model(inputs, sizes)[0]
-    target, present = _target(logits, target), model.present_patches(inputs, sizes)
+    target, present = checked_target(logits, target), model.present_patches(inputs, sizes)
     there = torch.full(scores[0].shape, True) if present is None else present[0].cpu()
     each = scores.flatten(1).double().cpu().masked_fill(~there.flatten(), float("-inf"))
     count = min(model.top or each.shape[1], int(there.sum()))

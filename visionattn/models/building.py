@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import Any, Protocol
+from typing import Any
 
 import timm
 from timm.layers import to_2tuple
@@ -112,24 +112,14 @@ def fixed_size(model: nn.Module) -> Size | None:
     return tuple(embed.img_size) if getattr(embed, "strict_img_size", False) else None
 
 
-class Seen(Protocol):
-    """Image sizes as the model sees them; ``data.geometry.Geometry`` implements it."""
-
-    @property
-    def canvas(self) -> Size | None: ...
-
-    @property
-    def img_size(self) -> Size | None: ...
-
-
 def check_img_size(model: nn.Module, sizes: Iterable[int]) -> None:
     """Check that a model takes square images of these sizes, as ``check_geometries`` does."""
     for size in sizes:
         _check_size(model, (size, size), (size, size))
 
 
-def check_geometries(model: nn.Module, geometries: Iterable[Seen]) -> None:
-    """Check that a model takes the images of these geometries.
+def check_geometries(model: nn.Module, geometries: Iterable[Any]) -> None:
+    """Check that a model takes the images of these geometries (``data.geometry.Geometry``).
 
     Raises:
         ValueError: an image would not be a whole number of patches, or the model is built for

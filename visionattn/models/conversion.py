@@ -53,7 +53,7 @@ from visionattn.ops.attentions import get_attention
 NAME = "converted_vit"
 """timm's name of converted models; their arguments define the rest."""
 default_cfgs = generate_default_cfgs({f"{NAME}.untrained": model_cfg()})
-register(__name__, NAME, {}, former={})
+register(__name__, NAME, {})
 
 ACCEPTED = "the bodies of timm's plain ViT, DeiT, DeiT III, DINOv2, SigLIP and CLIP are accepted"
 ACTIVATIONS = {get_act_layer(name): name for name in ("gelu", "gelu_tanh", "quick_gelu", "silu")}

@@ -10,7 +10,7 @@ specification is attached as a note, and a model of ours built with weights has 
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,11 @@ from torch import nn
 from visionattn.models.mixed_blocks import places_of_blocks
 from visionattn.models.patch_heads import HEAD_ARGS
 from visionattn.models.pyramid import STRIDES
-from visionattn.models.registration import DEFAULTS, FORMER, PYRAMID, class_of, is_ours
+from visionattn.models.registration import DEFAULTS, PYRAMID, class_of, is_ours
 from visionattn.models.state_dicts import FeatureMaps, filter_pretrained
 from visionattn.models.weights import (
     FORMAT,
     DataSpec,
-    check_hash,
     described,
     read_metadata,
     read_spec,
@@ -66,14 +65,6 @@ LOCAL = dict(value_conv=3, output_gate=True)
 """Options of the models with relative position that bounded attention lacks compared with softmax:
 the finalists of ``docs/quality.md``.
 """
-FREE = ("form", "img_size", "dynamic_img_size", "dynamic_img_pad", "global_pool", "weight_init")
-FREE += ("fix_init", "device", "dtype", "features_only", "out_indices", "output_stride")
-"""Arguments that may differ from the file's, in addition to dropout rates: no weight depends on
-them.
-"""
-FITTED = ("patch_size", "horizon", "in_chans", "num_classes")
-"""Arguments to which ``pretrained=True`` adapts the loaded weights."""
-
 NOTE = "visionattn.DataSpec "
 """Prefix of the note that holds a specification as JSON."""
 
@@ -130,47 +121,27 @@ def family_cfgs(family: str, pixel: str | None = None, **fields):
     return generate_default_cfgs(cfgs)
 
 
-def register_family(
-    module: str,
-    family: str,
-    *,
-    head_dim: int = 64,
-    former: dict[str, Any] | None = None,
-    **options,
-) -> None:
+def register_family(module: str, family: str, *, head_dim: int = 64, **options) -> None:
     """Register the names of each size (short, long and pyramid) as entry points of ``module``.
 
     Args:
         module: ``__name__`` of the module that holds the family's ``default_cfgs``.
         family: prefix of the names.
         head_dim: width of a head.
-        former: options of older files that did not state them, see ``FORMER``, with heads of width
-            64; None: the same.
         options: arguments of ``VisionAttnTransformer`` that define the family.
     """
-    older = _family_names(family)
     for name, size in _family_names(family, head_dim).items():
-        before = older[name] | (options if former is None else former)
-        register(module, name, size | options, before)
+        register(module, name, size | options)
 
 
-def register(
-    module: str, name: str, args: dict[str, Any], former: dict[str, Any] | None = None
-) -> None:
+def register(module: str, name: str, args: dict[str, Any]) -> None:
     """Register a name as an entry point of ``module``.
 
     Args:
         module: ``__name__`` of the module whose ``default_cfgs`` have the name.
         name: the name.
         args: the arguments of ``VisionAttnTransformer`` for this name.
-        former: see ``FORMER``; None: no older file uses the name.
     """
-    register_model(_entry_point(module, name, args))
-    if former is not None:
-        FORMER[name] = former
-
-
-def _entry_point(module: str, name: str, args: dict[str, Any]) -> Callable[..., nn.Module]:
     DEFAULTS[name] = args
 
     def create(pretrained: bool = False, **kwargs) -> nn.Module:
@@ -178,9 +149,7 @@ def _entry_point(module: str, name: str, args: dict[str, Any]) -> Callable[..., 
         path = overlay.get("file") if pretrained else _checkpoint_of_caller()
         stated, spec = {}, None
         if path:
-            if Path(path).is_file():  # timm reports a missing file
-                check_hash(Path(path))
-            stated, spec = _args_of_file(path, name, DEFAULTS[name], kwargs, fitted=pretrained)
+            stated, spec = _args_of_file(path, name, DEFAULTS[name], kwargs)
         args = DEFAULTS[name] | stated | kwargs
         if not pretrained:
             return _build(name, pretrained, args)
@@ -194,7 +163,7 @@ def _entry_point(module: str, name: str, args: dict[str, Any]) -> Callable[..., 
     create.__name__ = create.__qualname__ = name
     create.__module__ = module
     create.__doc__ = f"{name}: " + ", ".join(f"{key} {value}" for key, value in args.items())
-    return create
+    register_model(create)
 
 
 def _checkpoint_of_caller() -> Any:
@@ -214,8 +183,6 @@ def _args_of_file(
     name: str,
     defaults: Mapping[str, Any],
     given: Mapping[str, Any],
-    *,
-    fitted: bool,
 ) -> tuple[dict[str, Any], Any]:
     """Return the arguments that one of our files states and ``given`` does not, and the
     ``DataSpec`` of its images.
@@ -227,10 +194,9 @@ def _args_of_file(
         name: the requested model, which may be a pyramid over the file's model.
         defaults: the arguments of ``name``.
         given: arguments of the call.
-        fitted: whether weights are adapted to ``FITTED``.
 
     Raises:
-        ValueError: the file has another attention, or ``given`` contradicts it; one line.
+        ValueError: the file has another attention; one line.
     """
     try:
         metadata = read_metadata(path)
@@ -252,14 +218,6 @@ def _args_of_file(
         stated["num_classes"] = spec.num_classes
     if "pyramid_channels" not in defaults:
         stated.pop("pyramid_channels", None)
-    free = FREE + FITTED if fitted else FREE
-    for key, value in given.items():
-        if key in free or "drop" in key or key not in stated:
-            continue
-        if _comparable(key, value) != _comparable(key, stated[key]):
-            raise ValueError(
-                f"expected {key} {stated[key]!r} as in {path}, got {value!r}; leave it out"
-            )
     return {key: value for key, value in stated.items() if key not in given}, spec
 
 
@@ -279,12 +237,6 @@ def _of_body(stated: dict[str, Any]) -> dict[str, Any]:
     if body.get("softmax_blocks"):
         body["softmax_blocks"] = [n % depth for n in body["softmax_blocks"] if n % depth < last]
     return body
-
-
-def _comparable(key: str, value: Any) -> Any:
-    if key == "patch_size":
-        return tuple(to_2tuple(value))
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _build(name: str, pretrained: bool, args: dict[str, Any]) -> nn.Module:

@@ -245,11 +245,23 @@ def runner(path: Path, format: str) -> Callable[[Tensor], list[Tensor]]:
     """
     if format == "onnx":
         import onnxruntime
+        from onnxruntime.capi.onnxruntime_pybind11_state import (
+            Fail,
+            InvalidArgument,
+            RuntimeException,
+        )
 
         how = onnxruntime.SessionOptions()
         how.intra_op_num_threads = torch.get_num_threads()
         session = onnxruntime.InferenceSession(path, how, providers=["CPUExecutionProvider"])
-        return lambda x: [torch.from_numpy(y) for y in session.run(None, {INPUT: x.numpy()})]
+
+        def run_session(x: Tensor) -> list[Tensor]:
+            try:
+                return [torch.from_numpy(y) for y in session.run(None, {INPUT: x.numpy()})]
+            except (Fail, InvalidArgument, RuntimeException) as error:
+                raise RuntimeError(first_line(error)) from error
+
+        return run_session
     if format == "torch":
         run = torch.export.load(path).module()
     else:
@@ -290,7 +302,7 @@ def _trials(
         wanted = _listed(whole(images))
         try:
             found = run(images)
-        except Exception as error:  # of any runtime
+        except UNEXPORTABLE as error:
             said = f"{_tried(size)}: the file does not run ({first_line(error)})"
             raise ValueError(said) from error
         shapes = [[list(y.shape) for y in of] for of in (found, wanted)]

@@ -41,7 +41,11 @@ def options_of_blocks(
             block that does not exist.
     """
     exact, single = places_of_blocks(softmax_blocks, depth), isinstance(attention, str)
-    names = [attention] * depth if single else _names(attention, depth)
+    names = [attention] * depth if single else list(attention)
+    if len(names) != depth:
+        raise ValueError(
+            f"attention: expected a name, or {depth}, one for each block, got {len(names)}"
+        )
     kinds = {name: get_attention(name) for i, name in enumerate(names) if single or i not in exact}
     given = {
         name: value
@@ -94,19 +98,6 @@ def places_of_blocks(indices: Sequence[int], depth: int, name: str = "softmax_bl
                 f"{name}: there is no block {i}; the {depth} blocks are 0 to {depth - 1}"
             )
     return sorted({i % depth for i in indices})
-
-
-def _names(attention: Sequence[str], depth: int) -> list[str]:
-    """Return the names of a list, after checking its type and length."""
-    if not isinstance(attention, list | tuple) or not all(isinstance(x, str) for x in attention):
-        raise ValueError(
-            f"attention: expected a name, or a list of names, one for each block, got {attention!r}"
-        )
-    if len(attention) != depth:
-        raise ValueError(
-            f"attention: expected a name, or {depth}, one for each block, got {len(attention)}"
-        )
-    return list(attention)
 
 
 def first_counted(blocks: Iterable[nn.Module]) -> RelativeTables | None:

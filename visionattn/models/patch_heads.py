@@ -71,9 +71,6 @@ class PatchModel(nn.Module):
                 f"{type(backbone).__name__} gives a pyramid of maps, and this head takes the "
                 "features of patches; take the model without _pyramid, or a decoder for pyramids"
             )
-        for option, value in {"head_hidden": head_hidden, "head_depth": head_depth}.items():
-            if type(value) is not int or value < 0:
-                raise ValueError(f"{option} must be a whole number from 0 on, got {value!r:.80}")
         if not head_hidden and (head_drop or head_depth):
             option = "head_depth" if head_depth else "head_drop"
             raise ValueError(f"{option} follows a hidden layer; name its width, head_hidden")

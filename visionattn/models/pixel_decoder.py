@@ -6,7 +6,6 @@ function.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -120,7 +119,12 @@ class PixelDecoder(nn.Module):
         drop_path: float = 0.0,
     ):
         super().__init__()
-        _check(in_chans, num_classes, embed_dim, depth, levels, output, mixtures, conditioned)
+        if output not in OUTPUTS:
+            raise ValueError(f"output {output!r}: expected {' or '.join(OUTPUTS)}")
+        if mixtures is not None and output != "mixture":
+            raise ValueError("mixtures have no effect without output='mixture'")
+        if conditioned and not num_classes:
+            raise ValueError("conditioned: there are no classes; num_classes says how many")
         if relative == "none" and not (rows is None and reach is None):
             raise ValueError("rows and reach have no effect: there is no relative position")
         self.in_chans, self.num_classes, self.levels = in_chans, num_classes, levels
@@ -252,7 +256,6 @@ class PixelDecoder(nn.Module):
             ValueError: a block or its attention, whose parts ``step`` calls separately, is replaced
                 or has hooks.
         """
-        self._check_size(size)
         for number, block in enumerate(self.blocks):
             check_unchanged(f"blocks.{number}", block, Block)
             check_unchanged(f"blocks.{number}.attn", block.attn, RasterAttention)
@@ -302,17 +305,12 @@ class PixelDecoder(nn.Module):
                 f"{list(images.shape)}"
             )
         size = images.shape[2], images.shape[3]
-        self._check_size(size)
         if is_readable(images) and images.numel() and int(images.max()) >= self.levels:
             raise ValueError(
                 f"expected values 0 to {self.levels - 1} for levels {self.levels}, got "
                 f"{int(images.max())}; pass a larger --model.args.levels"
             )
         return images.permute(0, 2, 3, 1).flatten(1).long(), size
-
-    def _check_size(self, size: Size) -> None:
-        if min(size) < 1:
-            raise ValueError(f"images of {size[0]} x {size[1]} pixels have no pixels")
 
     def _layout(self, size: Size) -> TokenLayout:
         return TokenLayout(0, Grid(size[0], size[1] * self.in_chans))
@@ -348,7 +346,6 @@ class PixelDecoder(nn.Module):
         """Return the output of the blocks for the start token and the first values,
         ``[B, t + 1, D]``.
         """
-        self._check_size(size)
         batch, given = values.shape
         rows, columns, channels = self._places(size)
         tokens = len(rows) * len(columns) * len(channels)
@@ -429,35 +426,3 @@ def sinusoids(length: int, device: torch.device | str = "cpu") -> Tensor:
     whole = (place + 0.5) / length * math.pi * torch.tensor([1.0, 2.0, 4.0, 8.0], device=device)
     angles = torch.cat([along, whole], 1)
     return torch.cat([angles.sin(), angles.cos()], 1)
-
-
-def _check(
-    in_chans: int,
-    num_classes: int,
-    embed_dim: int,
-    depth: int,
-    levels: int,
-    output: str,
-    mixtures: int | None,
-    conditioned: bool,
-) -> None:
-    """Raise ValueError for numbers out of range and for incompatible options."""
-    least: Sequence[tuple[str, int, int]] = (
-        ("in_chans", in_chans, 1),
-        ("num_classes", num_classes, 0),
-        ("embed_dim", embed_dim, 1),
-        ("depth", depth, 1),
-        ("levels", levels, 2),
-        ("mixtures", 1 if mixtures is None else mixtures, 1),
-    )
-    for name, value, lowest in least:
-        if type(value) is not int or value < lowest:
-            raise ValueError(f"{name}: expected a whole number from {lowest} on, got {value!r}")
-    if output not in OUTPUTS:
-        raise ValueError(f"output {output!r}: expected {' or '.join(OUTPUTS)}")
-    if mixtures is not None and output != "mixture":
-        raise ValueError("mixtures have no effect without output='mixture'")
-    if not isinstance(conditioned, bool):
-        raise ValueError(f"conditioned: expected true or false, got {conditioned!r}")
-    if conditioned and not num_classes:
-        raise ValueError("conditioned: there are no classes; num_classes says how many")

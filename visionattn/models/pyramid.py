@@ -29,7 +29,7 @@ class SimplePyramid(nn.Module):
         channels: channels of each of the four maps.
 
     Raises:
-        ValueError: another stride, or channels below 1.
+        ValueError: another stride.
 
     Source: Li et al. 2022, "Exploring plain vision transformer backbones for object detection",
     section 3; the layers follow its published code.
@@ -42,8 +42,6 @@ class SimplePyramid(nn.Module):
                 f"patch_size {patch_px}: maps at strides {', '.join(map(str, STRIDES))} need a "
                 f"patch of a power of two px up to {LARGEST_PATCH}"
             )
-        if not isinstance(channels, int) or isinstance(channels, bool) or channels < 1:
-            raise ValueError(f"pyramid_channels: expected a whole number from 1, got {channels!r}")
         dd = {"device": device, "dtype": dtype}
         self.levels = nn.ModuleList(
             _level(dim, patch_px, stride, channels, dd) for stride in STRIDES

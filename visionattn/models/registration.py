@@ -24,10 +24,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {}
 """The arguments of each of our names."""
 WRITERS: dict[str, type[nn.Module]] = {}
 """Autoregressive image models by name; they are not vision transformers."""
-FORMER: dict[str, dict[str, Any]] = {}
-"""The arguments of each name in file formats 1 and 2, where files did not state them."""
-MOST_BLOCKS = 10_000
-"""The most blocks of a model."""
 STATED_ELSEWHERE = ("img_size", "in_chans", "num_classes", "device", "dtype")
 
 
@@ -67,9 +63,7 @@ def register_writer(module: str, name: str, kind: type[nn.Module]) -> None:
     register_model(create)
 
 
-def complete(
-    name: str, args: dict[str, Any], defaults: dict[str, dict[str, Any]] = DEFAULTS
-) -> dict[str, Any]:
+def complete(name: str, args: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a model completed with the defaults of its name and class.
 
     They build the same model even if defaults change later. Arguments of other models are
@@ -79,14 +73,13 @@ def complete(
     Args:
         name: a name of timm.
         args: the given arguments; ``STATED_ELSEWHERE`` is not completed.
-        defaults: the arguments of names.
     """
     if name not in WRITERS and not (is_model(name) and is_ours(name)):
         return args
     kind = WRITERS.get(name, VisionAttnTransformer)
     parameters = inspect.signature(kind).parameters.values()
     of_class = {p.name: p.default for p in parameters if p.default is not None}
-    whole = of_class | defaults.get(name.partition(".")[0], {})
+    whole = of_class | DEFAULTS.get(name.partition(".")[0], {})
     rest = {key: value for key, value in whole.items() if key not in STATED_ELSEWHERE}
     return args | {key: value for key, value in rest.items() if key not in args}
 
@@ -105,12 +98,9 @@ def create(
             other tasks are ``PatchClassifier``.
 
     Raises:
-        ValueError: the model is not for the task (see ``Segmenter``), has more than ``MOST_BLOCKS``
-            blocks, or as the model for its arguments.
+        ValueError: the model is not for the task (see ``Segmenter``), or as the model for its
+            arguments.
     """
-    depth = args.get("depth")
-    if isinstance(depth, int) and depth > MOST_BLOCKS:  # building them would take hours
-        raise ValueError(f"depth must be at most {MOST_BLOCKS:,}, got {depth:,}; use fewer blocks")
     if (task == "generate") != (name in WRITERS):
         wrong = "generates no images; pass --model.name pixel_decoder"
         if name in WRITERS:
@@ -132,16 +122,8 @@ def split_args(args: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 def with_head(
     body: nn.Module, task: str, num_classes: int, head: dict[str, Any]
 ) -> Segmenter | PatchClassifier:
-    """Return the model of a task on the patch features of a body.
-
-    Raises:
-        ValueError: an argument of the head is for another task, or as the model.
-    """
-    kind, other = (
-        (Segmenter, "head_top") if task == "segmentation" else (PatchClassifier, "head_stride")
-    )
-    if other in head:
-        raise ValueError(f"{other} does nothing for data.task {task}; leave it out")
+    """Return the model of a task on the patch features of a body."""
+    kind = Segmenter if task == "segmentation" else PatchClassifier
     return kind(body, num_classes, **head)
 
 

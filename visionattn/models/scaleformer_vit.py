@@ -10,9 +10,8 @@ default_cfgs = family_cfgs(
 register_family(
     __name__,
     "scaleformer_vit",
-    former=dict(attention="kernelized"),
     attention="kernelized",
     **LOCAL,
 )
 _pixel = PIXEL | dict(attention="kernelized")
-register(__name__, "scaleformer_vit_pixel", _pixel, former=_pixel)
+register(__name__, "scaleformer_vit_pixel", _pixel)

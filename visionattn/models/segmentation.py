@@ -46,8 +46,6 @@ class Segmenter(PatchModel):
         super().__init__(backbone, **head)
         rows, columns = self.patch_px
         self.stride = math.gcd(rows, columns) if head_stride is None else head_stride
-        if type(self.stride) is not int:
-            raise ValueError(f"head_stride must be a whole number, got {self.stride!r:.80}")
         if self.stride < 1 or rows % self.stride or columns % self.stride:
             raise ValueError(
                 f"head_stride {self.stride} does not divide the sides of a patch of {rows} x "

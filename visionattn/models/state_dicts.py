@@ -8,6 +8,7 @@ happens there. With ``strict`` false, nothing is adapted.
 import math
 import warnings
 from collections.abc import Mapping
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -41,16 +42,8 @@ def resample_table(table: Tensor, shape: torch.Size) -> Tensor:
     """Resample a relative table ``[h, 2R+1, (2R+1,) d]`` to another horizon by interpolation
     between its outermost classes.
 
-    The centre stays the centre. Another number of heads or another width cannot be resampled.
-
-    Raises:
-        ValueError: heads, width or the number of axes differ.
+    The centre stays the centre. Heads, width and the number of axes are the same.
     """
-    if not _resamples(table, shape):
-        raise ValueError(
-            f"relative table {tuple(table.shape)} cannot become {tuple(shape)}: only the horizon "
-            f"may differ"
-        )
     sides = tuple(shape[1:-1])
     if tuple(table.shape[1:-1]) == sides:
         return table
@@ -214,12 +207,9 @@ def shorten(names: list[str], most: int = 12) -> str:
 
 def _ranges(numbers: list[int]) -> str:
     """Format integers as ranges, ``{0-8,10}``; a single number stays plain."""
-    runs: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
+    # Consecutive numbers have the same distance from their places.
+    pairs = groupby(enumerate(sorted(set(numbers))), lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in run] for _, run in pairs]
     written = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
     return f"{{{written}}}" if len(numbers) > 1 else written
 

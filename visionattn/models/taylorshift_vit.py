@@ -24,10 +24,9 @@ register_family(
     __name__,
     "taylorshift_vit",
     head_dim=32,
-    former=dict(attention="taylorshift"),
     attention="taylorshift",
     **LOCAL,
 )
 register_family(__name__, "taylorshift_abs_vit", attention="taylorshift", **PUBLISHED)
 _pixel = PIXEL | dict(attention="taylorshift") | PUBLISHED
-register(__name__, "taylorshift_vit_pixel", _pixel, former=_pixel)
+register(__name__, "taylorshift_vit_pixel", _pixel)

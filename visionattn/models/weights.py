@@ -5,7 +5,6 @@ This module owns the format of our weight files and ``DataSpec``, the contract b
 its images. It is independent of training.
 """
 
-import hashlib
 import json
 import math
 import pickle
@@ -25,14 +24,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
-from typing_extensions import TypedDict
 
 from visionattn.cli.files import first_line, write_whole
-from visionattn.cli.untrusted import SHOWN, brief, from_json
+from visionattn.cli.untrusted import SHOWN, brief
 from visionattn.model_config import Fit, Task
 from visionattn.models.pyramid import STRIDES
 from visionattn.models.registration import (
-    FORMER,
     PYRAMID,
     check_reads,
     complete,
@@ -43,11 +40,7 @@ from visionattn.models.segmentation import IGNORED
 from visionattn.models.state_dicts import FeatureMaps
 
 FORMAT = "visionattn"
-FORMAT_VERSION = 3
-READABLE_VERSIONS = ("1", "2", "3")
-"""Version 1 had neither ``fit`` nor ``max_patches``: its images were resized and cropped. Before
-version 3, files held only the given arguments of our models, without defaults.
-"""
+FORMAT_VERSION = "3"
 LOADING_ARGS = frozenset(
     {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"}
 )
@@ -81,8 +74,6 @@ UNBUILDABLE = (
 """Exceptions of timm models for arguments that they do not take, in addition to ``ValueError``."""
 OPTIONAL = ("thresholds", "target_mean", "target_std")
 """Fields of ``DataSpec`` that files lack unless they are set."""
-HASH_IN_NAME = re.compile(r"-([0-9a-f]{8,64})\.[^.]*$")
-"""First digits of the SHA-256 of a file in its name."""
 LONGEST_ARGS = 200
 """Maximum number of characters of a model's arguments in an error."""
 
@@ -220,7 +211,7 @@ def save_model(
         spec: specification of its images.
         notes: further metadata for the file.
     """
-    metadata = {"format": FORMAT, "version": str(FORMAT_VERSION), "model": name}
+    metadata = {"format": FORMAT, "version": FORMAT_VERSION, "model": name}
     metadata |= {"args": json.dumps(complete(name, args)), "data": json.dumps(spec.stored())}
     metadata |= notes or {}
     tensors = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
@@ -277,10 +268,10 @@ def load_model(
         raise ValueError(
             f"{path} does not describe its model; load weights of other projects with --init-from"
         )
-    if metadata.get("version") not in READABLE_VERSIONS:
+    if metadata.get("version") != FORMAT_VERSION:
         raise ValueError(
-            f"{path} has format {brief(metadata.get('version'))}, this visionattn reads formats "
-            f"{', '.join(READABLE_VERSIONS)}"
+            f"{path} has format {brief(metadata.get('version'))}, this visionattn reads format "
+            f"{FORMAT_VERSION}"
         )
     name, args, spec = described(metadata, path)
     try:
@@ -313,15 +304,6 @@ def load_model(
     return loaded
 
 
-class Kept(TypedDict, total=False):
-    """Fields of timm's configuration that a file may hold: ``KEPT``."""
-
-    interpolation: str
-    crop_pct: float
-    crop_mode: str
-    license: str
-
-
 def _tell_timm(model: nn.Module, text: str, path: str | Path) -> None:
     """Update a model's ``pretrained_cfg`` with the image description of its file.
 
@@ -329,11 +311,11 @@ def _tell_timm(model: nn.Module, text: str, path: str | Path) -> None:
         ValueError: the file's text is malformed; one line.
     """
     try:
-        kept = from_json(Kept, text, "pretrained_cfg")
-    except ValueError as error:
+        kept = {key: value for key, value in json.loads(text).items() if key in KEPT}
+    except (AttributeError, ValueError) as error:
         raise ValueError(f"{path} has a damaged description of its model: {error}") from error
     spec, size = model.data_spec, model.patch_embed.img_size
-    model.pretrained_cfg |= {key: value for key, value in kept.items() if key in KEPT} | dict(
+    model.pretrained_cfg |= kept | dict(
         mean=spec.mean,
         std=spec.std,
         num_classes=spec.num_classes,
@@ -370,8 +352,7 @@ def described(metadata: dict[str, str], path: str | Path) -> tuple[str, dict[str
     # Arguments that load other weights could fetch any file: a checkpoint does not need them.
     if loading := LOADING_ARGS.intersection(args):
         raise ValueError(f"{path} refers to other weights ({', '.join(sorted(loading))}); refused")
-    stated = metadata.get("version") not in ("1", "2")
-    return name, complete(name, args, {} if stated else FORMER), spec
+    return name, args, spec
 
 
 def read_spec(text: str) -> DataSpec:
@@ -496,10 +477,9 @@ def read_safetensors(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is not a safetensors file, is truncated, or fails ``check_hash``.
+        ValueError: it is not a safetensors file, or is truncated.
     """
     path = existing(path)
-    check_hash(path)
     try:
         return open_safetensors(path)
     except SafetensorError as error:
@@ -529,35 +509,12 @@ def existing(path: str | Path) -> Path:
     """
     path = Path(path)
     if path.is_dir():
-        inside = sorted(path.glob("*.safetensors"))
-        best = next((each for each in inside if each.stem == "best"), *inside[:1] or [None])
-        way_out = f"name the weights in it, {best}" if best else "name a file of weights"
-        raise FileNotFoundError(f"no checkpoint at {path}: it is a folder; {way_out}")
+        way_out = f"it is a folder; name the weights in it, {path / 'best.safetensors'}"
+        raise FileNotFoundError(f"no checkpoint at {path}: {way_out}")
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint at {path}")
     with open(path, "rb"):  # safetensors reports a file without permission as missing
         return path
-
-
-def check_hash(path: Path) -> None:
-    """Check the SHA-256 of a file if its name has the first digits: ``NAME-abcdef12.safetensors``.
-
-    The names follow ``torch.hub``, with 8 or more hexadecimal digits and at least one letter, which
-    dates lack. Other names are not checked.
-
-    Raises:
-        ValueError: the file has another SHA-256.
-    """
-    named = HASH_IN_NAME.search(path.name)
-    if named is None or named[1].isdigit():
-        return
-    with open(path, "rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if not found.startswith(named[1]):
-        raise ValueError(
-            f"{path} is damaged: expected SHA-256 {named[1]}... by its name, got "
-            f"{found[: len(named[1])]}...; get it again, or rename a file that you changed"
-        )
 
 
 def open_safetensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -589,7 +546,7 @@ def read_pickle(path: str | Path) -> Any:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it would run code, is a safetensors file, is truncated, or is not a checkpoint.
+        ValueError: it might run code, is truncated, or is not a checkpoint.
     """
     path = existing(path)
     try:
@@ -598,36 +555,14 @@ def read_pickle(path: str | Path) -> Any:
             warnings.filterwarnings("ignore", message="Detected pickle protocol")
             with torch.serialization.safe_globals([Namespace]):
                 return torch.load(file, map_location="cpu", weights_only=True)
-    except PermissionError:
-        raise
     except UNREADABLE as error:
-        if is_safetensors(path):
+        if is_pickle(path) and re.search(r"GLOBAL|global|Unsupported (class|operand)", str(error)):
             raise ValueError(
-                f"{path} is a safetensors file, which holds only weights, not a file of torch.save"
-            ) from error
-        refused = re.search(r"(?:GLOBAL|global:?|class) ([\w.]+\.[\w.]+)", str(error))
-        if refused and is_pickle(path):
-            raise ValueError(
-                f"{path} would run code when unpickled ({refused[1]}) and is refused: save plain "
-                "tensors instead"
-            ) from error
-        if "Unsupported operand" in str(error):
-            raise ValueError(
-                f"{path} is not a torch.save file of tensors and might run code when unpickled; "
-                "refused"
+                f"{path} might run code when unpickled and is refused: save plain tensors instead"
             ) from error
         raise ValueError(
             f"{path} is a truncated or damaged checkpoint: {first_line(error)}"
         ) from error
-
-
-def is_safetensors(path: Path) -> bool:
-    """Return whether the header of a safetensors file can be read."""
-    try:
-        with safe_open(path, framework="pt"):
-            return True
-    except SafetensorError:
-        return False
 
 
 def read_state_dict(path: str | Path) -> dict[str, Tensor]:
@@ -638,35 +573,19 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it cannot be read, would run code, holds no named tensors, or fails
-            ``check_hash``.
+        ValueError: it cannot be read, or would run code.
     """
     path = existing(path)
-    check_hash(path)
     try:
         tensors = open_safetensors(path)[1]
     except SafetensorError:
-        tensors = _tensors_in(_read_other(path))
-    if not tensors:
-        raise ValueError(f"{path} has no named tensors")
+        tensors = _tensors_in(read_pickle(path))
     for wrapper in ("module.", "_orig_mod.", "module."):
         # A wrapper prefixes all tensors of its model; a model with a part of that name has others
         # too.
         if all(key.startswith(wrapper) for key in tensors if "." in key):
             tensors = {key.removeprefix(wrapper): value for key, value in tensors.items()}
     return tensors
-
-
-def _read_other(path: Path) -> Any:
-    """Read a file of ``torch.save``; the error for a file in neither format names both."""
-    try:
-        return read_pickle(path)
-    except ValueError as second:
-        if is_pickle(path):
-            raise
-        raise ValueError(
-            f"{path} is truncated or neither a safetensors file nor a torch.save file of tensors"
-        ) from second
 
 
 def _tensors_in(content: Any) -> dict[str, Tensor]:

@@ -48,11 +48,6 @@ class AttentionKind:
     a ``layout`` even without relative position.
     """
 
-    @property
-    def operations(self) -> tuple[str, ...]:
-        """Return its names in tables of costs; the causal operation has its own name."""
-        return (self.name, f"{self.name} causal") if self.causal else (self.name,)
-
 
 ATTENTIONS: dict[str, AttentionKind] = {
     kind.name: kind

@@ -98,7 +98,7 @@ def differentiate(
     names, known = list(inputs), [*inputs, *results]
     places = {"grad": 0} | {f"d_{name}": i for i, name in enumerate(results)}
     upstream = [name for name in asked if name in places]
-    tensors = [n for n in asked if n in results or (n in inputs and _is_tensor(inputs[n]))]
+    tensors = [n for n in asked if n in results or inputs.get(n) in (Tensor, Tensor | None)]
     options = [name for name in asked if name in inputs and name not in tensors]
     needs = ["needs"] if "needs" in asked else []
     assert [*upstream, *tensors, *options, *needs] == list(asked), f"{backward}: their order"
@@ -164,10 +164,6 @@ def _parameters(function: Callable) -> dict[str, object]:
     """Return the parameters of an operator or a function, with their annotations."""
     parameters = inspect.signature(_FUNCTIONS.get(function, function)).parameters
     return {name: parameter.annotation for name, parameter in parameters.items()}
-
-
-def _is_tensor(annotation: object) -> bool:
-    return annotation in (Tensor, Tensor | None)
 
 
 def _may_be_none(annotation: object) -> bool:

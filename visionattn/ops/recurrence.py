@@ -22,7 +22,6 @@ from visionattn.ops.feature_maps import (
     FeatureMap,
     elu1,
     get_feature_map,
-    is_per_token,
     key_features,
     query_features,
 )
@@ -39,8 +38,6 @@ class PastTable:
     """
 
     def __init__(self, relative: Flat, tokens: int):
-        if relative.layout is not None:
-            raise ValueError("relative: expected Flat without a layout: every token takes a step")
         past = relative.table[:, : relative.table.shape[1] // 2 + 1].flip(1)
         # Converted once for all steps, to the dtype of sums.
         past = past.to(accumulation_dtype(past))
@@ -139,16 +136,8 @@ class RecurrentState:
 
         Returns:
             ``[B, h, 1, e]`` in the dtype of v.
-
-        Raises:
-            ValueError: a feature map whose keys depend on each other.
         """
         phi, dtype = get_feature_map(feature_map), self.S.dtype
-        if not is_per_token(phi):
-            raise ValueError(
-                'a feature_map such as "softmax" has no steps: its keys depend on each other; take '
-                '"elu1" or "relu"'
-            )
         with without_autocast(q):
             query = q.to(dtype)
             with_mass = F.pad(v.to(dtype), (0, 1), value=1.0)
@@ -180,11 +169,6 @@ class RecurrentState:
         else:  # one class: all keys
             far += with_mass
         sums.addcmul_(torch.matmul(phi_q, table.last), far, value=times / many)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return its contents as tensors by name."""
-        held = {"S": self.S, "recent": self.recent, "far": self.far}
-        return held | {"count": torch.tensor(self.count)}
 
 
 @dataclass
@@ -231,12 +215,7 @@ class KeyValueCache:
 
         Returns:
             ``[B, h, 1, e]`` in the dtype of v.
-
-        Raises:
-            ValueError: the cache is full.
         """
-        if self.count == self.keys.shape[2]:
-            raise ValueError(f"the cache is full: it has room for {self.keys.shape[2]} tokens")
         self.keys[:, :, self.count] = k[:, :, 0]
         self.values[:, :, self.count] = v[:, :, 0]
         self.count += 1
@@ -253,8 +232,3 @@ class KeyValueCache:
                 near += _by_head(q.to(keys.dtype), own)
             out = torch.bmm(scores.softmax(2), values)
         return out.unflatten(0, q.shape[:2]).to(v.dtype)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return its contents as tensors by name."""
-        keys, values = (x[:, :, : self.count].contiguous() for x in (self.keys, self.values))
-        return {"keys": keys, "values": values, "count": torch.tensor(self.count)}

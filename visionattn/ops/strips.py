@@ -139,10 +139,6 @@ def strip_attention(
 
     Returns:
         ``[B, h, n, e]`` in the dtype of the state.
-
-    Raises:
-        ValueError: shapes that do not fit, ``seen`` of another relative position, or missing
-            patches.
     """
     mean, mass = _mean(q, state, relative, strip, seen)
     if isinstance(state, KernelState) and state.feature_map == "elu1" and is_tiny(mass):
@@ -163,29 +159,10 @@ def _mean(
     content = attend(q, state)
     if relative is None:
         return content.divide(), content.mass
-    _check(q, relative, strip, seen)
     total = state.count.to(content.mass.dtype)
     with without_autocast(q):
         more = strip_sums(q.to(content.values.dtype), seen, relative, strip, total)
     return content.divide_with(more, 0), content.mass
-
-
-def _check(q: Tensor, relative: RelativePosition, strip: Strip | None, seen: Seen | None) -> None:
-    wanted = SeenLines if isinstance(relative, Axial) else SeenRows
-    if strip is None or not isinstance(seen, wanted):
-        raise ValueError(
-            f"{type(relative).__name__}: expected a strip and {wanted.__name__}, got "
-            f"{type(strip).__name__} and {type(seen).__name__}"
-        )
-    layout = relative.layout
-    if layout is None or layout.kept is not None or layout.present is not None:
-        raise ValueError("strips are of grids whose patches are all present; give such a layout")
-    if layout.grid != strip.grid or not 0 <= strip.first < strip.last <= strip.grid.height:
-        raise ValueError(f"{strip}: no rows of the layout's {layout.grid}")
-    if q.shape[2] != strip.rows * strip.grid.width:
-        raise ValueError(
-            f"q: expected {strip.rows * strip.grid.width} patches of {strip}, got {q.shape[2]}"
-        )
 
 
 def strip_sums(
@@ -218,17 +195,12 @@ def _sums_of_classes(
         seen_span(relative, strip),
         strip.grid,
     )
-    own, dim, shape, wanted = slice(strip.first, strip.last), 2, (strip.rows, width), "{} x {}"
-    far, values, lines = [seen.above, seen.below], seen.values, halo.stop - halo.start
+    own, dim, shape = slice(strip.first, strip.last), 2, (strip.rows, width)
+    far, values = [seen.above, seen.below], seen.values
     if isinstance(relative, Flat):
         own, dim, shape = slice(own.start * width, own.stop * width), 3, (1, q.shape[2])
-        table, height, width, wanted = table.unsqueeze(1), 1, height * width, "{}"
+        table, height, width = table.unsqueeze(1), 1, height * width
         far, values = [None if x is None else x.unsqueeze(2) for x in far], values.unsqueeze(2)
-    if values.shape[dim] != lines or (dim == 2 and values.shape[3] != width):
-        raise ValueError(
-            f"seen: expected values of {wanted.format(lines, width)} patches, got "
-            f"{list(seen.values.shape[2:-1])}"
-        )
     above, below = (None if x is None else x.unsqueeze(dim).to(q.dtype) for x in far)
     values = [x for x in (above, values.to(q.dtype), below) if x is not None]
     before = own.start - halo.start + (above is not None)
@@ -251,11 +223,6 @@ def _axial_sums(
 ) -> Sums:
     (height, width), queries = strip.grid, q.unflatten(2, (strip.rows, strip.grid.width))
     rows, columns = (x.to(q.dtype) for x in (seen.rows, seen.columns))
-    if (rows.shape[2], columns.shape[2]) != (height, width):
-        raise ValueError(
-            f"seen: expected sums of {height} rows and {width} columns, got {rows.shape[2]} and "
-            f"{columns.shape[2]}"
-        )
     own = slice(strip.first, strip.last)
     by_row = _line_sums(queries, relative.rows.to(q.dtype), rows, width, own, factor)
     across = queries.transpose(2, 3)

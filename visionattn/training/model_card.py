@@ -22,7 +22,7 @@ from visionattn.data.geometry import geometry_of
 from visionattn.models.building import patch_size
 from visionattn.models.conversion import HUBS, SOURCES, is_file
 from visionattn.models.registration import is_ours
-from visionattn.models.weights import Kept, described, read_metadata
+from visionattn.models.weights import described, read_metadata
 from visionattn.training.checkpoint import best_figures
 from visionattn.training.config import TrainConfig
 from visionattn.training.distil.distil_config import DistilConfig
@@ -57,7 +57,8 @@ def card_of(path: Path, model: nn.Module, *, title: str, source: str, license: s
     metadata = read_metadata(path)
     name, args, spec = described(metadata, path)
     converted = metadata.get("converted_from")
-    kept = from_json(Kept, metadata.get("pretrained_cfg", "{}"), f"pretrained_cfg of {path}")
+    text = metadata.get("pretrained_cfg", "{}")
+    kept = from_json(dict[str, Any], text, f"pretrained_cfg of {path}")
     text = files(__package__).joinpath("card.jinja").read_text(encoding="utf-8")
     template = jinja2.Template(
         text, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True

@@ -47,13 +47,7 @@ def read_image(reader: Reader, view: View, options: ReadOptions) -> np.ndarray:
         One of ``DAMAGED_IMAGE``: the image cannot be read; ValueError also if bands are missing or
             its values have no known range.
     """
-    bands, box = bands_of(reader, options), view.box
-    if options.whole:
-        everything = Box(0, 0, reader.height, reader.width)
-        stored = reader.read(everything, reader.height, reader.width, bands)
-        stored = stored[box.top : box.top + box.height, box.left : box.left + box.width]
-    else:
-        stored = reader.read(box, *view.content, bands)
+    stored = reader.read(view.box, *view.content, bands_of(reader, options))
     return resize(channels_of(stored, reader, options), *view.content)
 
 

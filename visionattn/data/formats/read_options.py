@@ -27,8 +27,6 @@ class ReadOptions:
         found: ``value_range`` was measured on a few files: a range stated in a file has priority,
             and values above the range are an error.
         max_pixels: maximum number of pixels of a file that are decoded at once.
-        whole: decode the whole image at its full size, whatever part and size is wanted; for
-            comparisons.
         level: level to read from files that hold several sizes, from 0, the largest.
     """
 
@@ -38,7 +36,6 @@ class ReadOptions:
     page: int | None = None
     found: bool = False
     max_pixels: int = LARGEST_IMAGE_PX
-    whole: bool = False
     level: int = 0
 
     def __post_init__(self) -> None:

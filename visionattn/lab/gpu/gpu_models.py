@@ -23,11 +23,11 @@ from visionattn.lab.gpu.gpu_operations import Bench
 from visionattn.lab.gpu.gpu_rows import GpuRow
 from visionattn.lab.gpu.gpu_timing import Call, fresh_memory, in_words, seconds_of
 from visionattn.lab.measure import peak_bytes
+from visionattn.lab.model_step import ModelStep
 from visionattn.models.devices import autocast
 from visionattn.models.registration import is_ours
 from visionattn.ops.gpu.launch import launching_with
 from visionattn.training.config import OptimConfig
-from visionattn.training.optimize import OptimizerStep
 
 CHECK_DEPTH = 2
 """Number of blocks to check; all are alike."""
@@ -135,15 +135,10 @@ def work_of(case: Case, images: Tensor, bench: Bench, name: str | None = None) -
     model = compiled(make_model(case, bench, name), case, bench)
     if not case.update:
         return partial(infer, model, images)
-    step = OptimizerStep(model, OptimConfig(lr=1e-5), bench.device, case.amp, initial_scale=1.0)
-    targets = torch.zeros(len(images), dtype=torch.int64, device=bench.device)
-
-    def run() -> None:
-        model.zero_grad(set_to_none=True)
-        step.add_gradients(model, images, targets)
-        step.update()
-
-    return run
+    how = dict(backward=True, update=True, optim=OptimConfig(lr=1e-5))
+    step = ModelStep(model, bench.device, case.amp, **how)
+    step.place(images)
+    return step.run
 
 
 def measure_model(row: GpuRow, bench: Bench) -> Record:

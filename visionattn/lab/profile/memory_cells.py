@@ -2,12 +2,13 @@
 allocation.
 """
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from visionattn.cli.files import write_whole
 from visionattn.cli.fresh_process import ask
 from visionattn.cli.memory import resident_bytes
 from visionattn.lab.cases import Case
@@ -23,6 +24,8 @@ WARM_UP_PATCHES = 8
 """Patches per side of the warm-up image, with which libraries, threads and the optimizer allocate
 their memory before the measurement.
 """
+MAX_EVENTS = 1_000_000
+"""The most events of PyTorch's recording."""
 PARTS = ("peak", "reserved", "above", "parameters", "gradients", "optimizer", "activations")
 """The measured parts; ``measure`` defines them."""
 
@@ -53,7 +56,7 @@ def measure(case: Case, device: str, budget_bytes: int | None) -> dict[str, int 
         Failed: the process failed in another way; the text is its last line on standard error, or
             the signal that killed it.
     """
-    given = {"case": case.as_dict(), "device": device, "budget_bytes": budget_bytes}
+    given = {"case": asdict(case), "device": device, "budget_bytes": budget_bytes}
     given["threads"] = torch.get_num_threads()
     return ask(measure_here, given, f"{case.name} at {case.size} px")
 
@@ -114,15 +117,15 @@ def place(step: ModelStep, case: Case) -> None:
 
 
 def snapshot_here(case: dict[str, Any], device: str, threads: int, path: str) -> None:
-    """Write the allocations of a pass for a case given as plain values. There is no budget, because
-    the recording itself takes memory.
+    """Write the allocations of a pass on a GPU, for a case given as plain values, for PyTorch's
+    memory viewer. There is no budget, because the recording itself takes memory.
     """
-    from visionattn.lab.profile.allocation_snapshot import write_snapshot
-
     torch.set_num_threads(threads)
     step = warm_step(Case(**case), device)
     place(step, Case(**case))
-    write_snapshot(Path(path), step)
+    torch.cuda.memory._record_memory_history(max_entries=MAX_EVENTS)
+    step.run()
+    write_whole(Path(path), lambda place: torch.cuda.memory._dump_snapshot(str(place)))
 
 
 def limit_memory(device: str, budget_bytes: int | None, slack_bytes: int) -> None:

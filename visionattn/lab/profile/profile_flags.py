@@ -1,12 +1,12 @@
 """Define and check the flags of ``visionattn profile``, and list the cases that they select."""
 
-import math
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Literal
 
 from visionattn.cli.files import check_folder, check_free
+from visionattn.data.option_ranges import check_least, check_signs
 from visionattn.lab.cases import PASSES, PRECISIONS, Case
 from visionattn.lab.compared_models import has_forms
 from visionattn.ops.attentions import FormChoice
@@ -72,7 +72,7 @@ class ProfileConfig:
     fit_from: int = 1024
     """Smallest image size in pixels for the fit of the growth exponent, which needs two sizes."""
     snapshot: str | None = None
-    """File for the allocations of one cell; view it at https://pytorch.org/memory_viz."""
+    """On a GPU, file for the allocations of one cell; view it at https://pytorch.org/memory_viz."""
     output: str | None = None
     """Folder for memory.csv, memory.png and memory.md; created if missing."""
     overwrite: bool = False
@@ -116,11 +116,9 @@ def check_options(config: ProfileConfig) -> None:
     for name in ("models", "passes", "precision", "form"):
         if not getattr(config, name):
             raise ValueError(f"{name} is empty")
-    for name in ("img_size", "batch", "depth", "threads", "budget_gib", "fit_from"):
-        given = getattr(config, name)
-        for value in given if isinstance(given, list) else [given]:
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} must be above 0, got {value}")
+    check_least(1, img_size=config.img_size, batch=config.batch, depth=config.depth)
+    check_least(1, threads=config.threads, fit_from=config.fit_from)
+    check_signs({"budget_gib": config.budget_gib}, {})
     if config.form != ["auto"] and not any(map(has_forms, config.models)):
         raise ValueError(
             f"form has no effect: {', '.join(config.models)} have no forms; visionattn's models "

@@ -18,8 +18,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 
-from typing_extensions import TypedDict
-
 from visionattn.cli.files import (
     add_line,
     added_to,
@@ -34,7 +32,7 @@ from visionattn.cli.interruption import Interruption
 from visionattn.cli.parsing import yaml_text
 from visionattn.cli.progress import Progress
 from visionattn.cli.tables import Record
-from visionattn.cli.untrusted import checked, from_json, intact
+from visionattn.cli.untrusted import from_json
 from visionattn.lab.sweep.head_grid import SweepCell, SweepPlan
 from visionattn.training.config import TrainConfig
 from visionattn.training.run_folder import STATUS, Ended, can_go_on
@@ -53,33 +51,6 @@ POLL_SECONDS = 0.05
 RESULTS = ("best_epoch", "validation_accuracy", "test_accuracy", "test_loss", "test_images")
 RESULTS += ("train_seconds",)
 """Recorded values of the result of a training."""
-
-
-class Ending(TypedDict):
-    """Columns in ``ENDINGS`` that the next call needs; others are allowed."""
-
-    status: str
-    reason: str | None
-    exit_code: int
-    cell_seconds: float
-    attempts: int
-
-
-class EndingLine(TypedDict):
-    """A line of ``ENDINGS``."""
-
-    name: str
-    columns: Ending
-
-
-class MeasurementLine(TypedDict):
-    """A line of ``MEASUREMENTS``."""
-
-    name: str
-    columns: Record
-
-
-LINES = {ENDINGS: list[EndingLine], MEASUREMENTS: list[MeasurementLine]}
 
 
 class SweepFolder:
@@ -119,8 +90,6 @@ class SweepFolder:
                 f"{self.path} holds a sweep of another training ({' '.join(changed).strip()}); "
                 "choose another --output, or --overwrite"
             )
-        for name in () if overwrite else KEPT:
-            self.known(name)
 
     @contextmanager
     def opened(self, base: TrainConfig, *, overwrite: bool) -> Iterator[None]:
@@ -148,9 +117,7 @@ class SweepFolder:
     def known(self, name: str) -> dict[str, Record]:
         """Return the records of trainings (``ENDINGS``) or networks (``MEASUREMENTS``) by name."""
         path = self.path / name
-        with intact(path, "delete its line, or --overwrite starts over"):
-            lines = checked(LINES[name], read_lines(path), name)
-        return {line["name"]: line["columns"] for line in lines}
+        return {line["name"]: line["columns"] for line in read_lines(path)}
 
     def keep(self, name: str, of: str, columns: Record) -> None:
         """Write the record of a training or a network."""

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from visionattn.cli.parsing import field_types, parse, split_options
+from visionattn.cli.parsing import parse
+from visionattn.data.option_ranges import check_least
 from visionattn.ops.attentions import ATTENTIONS, FormChoice
 from visionattn.training.config import TrainConfig, check
 
@@ -81,11 +82,8 @@ def check_options(config: SweepConfig) -> None:
         raise ValueError("--base is missing: the YAML file of a training, or a name such as digits")
     if not config.heads:
         raise ValueError("--heads is missing: head counts such as 4 8 16")
-    numbers = {"heads": config.heads, "img_size": config.img_size or [], "jobs": [config.jobs]}
-    numbers |= {"measure_batch": [config.measure_batch], "measure_rounds": [config.measure_rounds]}
-    for name, values in numbers.items():
-        if min(values, default=1) < 1:
-            raise ValueError(f"{name} must be above 0, got {min(values)}")
+    check_least(1, heads=config.heads, img_size=config.img_size, jobs=config.jobs)
+    check_least(1, measure_batch=config.measure_batch, measure_rounds=config.measure_rounds)
     usual = SweepConfig.measure_batch, SweepConfig.measure_rounds
     if not config.measure and (config.measure_batch, config.measure_rounds) != usual:
         raise ValueError("measure_batch and measure_rounds have no effect with measure false")
@@ -139,12 +137,6 @@ def parse_sweep(argv: Sequence[str]) -> SweepConfig:
     Raises:
         ValueError, FileNotFoundError: a flag is wrong; one line.
     """
-    of_training = field_types(TrainConfig).keys() - field_types(SweepConfig).keys()
-    for flag, _ in split_options(argv):
-        name = flag.replace("-", "_")
-        if name in of_training or name.startswith("model.args."):
-            way_out = _elsewhere(name) or f"--set {name}=VALUE changes it"
-            raise ValueError(f"--{name} is an option of the training in --base; {way_out}")
     config = parse(
         SweepConfig,
         argv,

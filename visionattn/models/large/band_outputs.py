@@ -10,7 +10,14 @@ from timm.layers import AttentionPoolLatent
 from torch import Tensor, nn
 
 from visionattn.layout import Grid
-from visionattn.models.attribution import Attribution, contrast, described, divides, shares_of
+from visionattn.models.attribution import (
+    Attribution,
+    checked_target,
+    contrast,
+    described,
+    divides,
+    shares_of,
+)
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.large.attention_of_strips import softmax_of, softmax_part
 from visionattn.models.large.source_sink import MapWriter, Sink
@@ -126,11 +133,7 @@ class Evidenced(Pooled):
     def result(self, again: Pieces) -> Attribution:
         """Return the attribution."""
         logits: Tensor = super().result(again)[0]
-        if not logits.isfinite().all():
-            raise ValueError("outputs are not finite")
-        target = int(logits.argmax()) if self.target is None else self.target
-        if not 0 <= target < len(logits):
-            raise ValueError(f"there is no class {target}; the classes are 0 to {len(logits) - 1}")
+        target = checked_target(logits, self.target)
         weights = contrast(self.model, logits, target).double()
         margin = float((logits.double() @ weights).detach())
         patches, channels, rest = None, None, None

@@ -37,11 +37,6 @@ class PatchedImage:
         self.body, self.source, self.prepare = body, source, prepare or as_fractions
         self.patch = body.patch_embed.patch_size
         self.waited_s = 0.0
-        if not all(hasattr(source, name) for name in ("height", "width", "read")):
-            raise ValueError(
-                f"expected a source, got {type(source).__name__}: visionattn.forward_tiled opens "
-                "paths, arrays and tensors"
-            )
         said = f"image of {source.height} x {source.width} pixels"
         if source.height < self.patch[0] or source.width < self.patch[1]:
             raise ValueError(f"{said} is smaller than a patch of {self.patch[0]} x {self.patch[1]}")

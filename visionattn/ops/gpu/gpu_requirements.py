@@ -4,13 +4,11 @@ Each operation defines in its own ``*_triton.py`` the widths and options that it
 Nothing here imports Triton, and nothing depends on N.
 """
 
-import math
 import os
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from importlib.metadata import version
 from importlib.util import find_spec
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -21,45 +19,26 @@ CAPABILITIES = ("8.0", "9.0", "10.0")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 Widest = Mapping[int, tuple[int, int]]
 """The largest d and e of an operation, by the bits of an element."""
-NOT_BY_AUTO: Mapping[tuple[str, torch.dtype], float] = MappingProxyType({})
-"""Minimum number of query rows (batch x heads x N) for kernels under ``impl="auto"``, by operation
-("taylorshift", "kernelized") and dtype.
-
-Below it kernels were slower than eager operations; infinity means never. It is empty because
-nothing has been measured yet.
-"""
 
 
-def takes_kernels(impl: str, operation: str, q: Tensor, why_not: Callable[[], str | None]) -> bool:
+def takes_kernels(impl: str, q: Tensor, why_not: Callable[[], str | None]) -> bool:
     """Return whether the kernels run: "eager" never, "auto" on a GPU that supports the inputs,
     "triton" always.
 
     Args:
         impl: "auto", "eager" or "triton".
-        operation: name in ``NOT_BY_AUTO``.
         why_not: returns the reason against the kernels for these inputs, or None; called only if
             needed.
 
     Raises:
         NotImplementedError: impl="triton" without a kernel; the message gives the reason.
     """
-    if impl == "eager" or (impl == "auto" and (not _on_gpu(q) or _left_to_eager(operation, q))):
+    if impl == "eager" or (impl == "auto" and not _on_gpu(q)):
         return False
     reason = why_not()
     if impl == "triton" and reason is not None:
         raise NotImplementedError(f'impl="triton": {reason}')
     return reason is None
-
-
-def _left_to_eager(operation: str, q: Tensor) -> bool:
-    """Return whether eager operations were faster at this size.
-
-    A compiled graph serves all sizes, so there only infinity counts.
-    """
-    least = NOT_BY_AUTO.get((operation, q.dtype), 0)
-    if torch.compiler.is_compiling():
-        return least == math.inf
-    return least > q.shape[0] * q.shape[1] * q.shape[2]
 
 
 def _on_gpu(x: Tensor) -> bool:

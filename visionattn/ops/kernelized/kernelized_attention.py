@@ -157,14 +157,13 @@ def _form_taken(
     tokens.
     """
     options = dict(key_mask=key_mask, relative=relative, feature_map=name, causal=causal, form=form)
-    operation = "kernelized causal" if causal else "kernelized"
-    if takes_kernels(impl, operation, q, partial(why_not, q, k, v, **options)):
+    if takes_kernels(impl, q, partial(why_not, q, k, v, **options)):
         return "triton"
     if torch.compiler.is_compiling() or form == "efficient":
         return form
     if not causal and name != "given":
         rows = relative.table.shape[1] if isinstance(relative, Joint) else 0
-        few = "direct" in (form, form_of_shapes(operation, q.shape, v.shape, rows))
+        few = "direct" in (form, form_of_shapes("kernelized", q.shape, v.shape, rows))
         if few and takes_pairs(q, v, relative):
             return "pairs"
     return form_taken(form, causal, q.shape, v.shape)

@@ -138,7 +138,7 @@ def _form_taken(
     """
     auto, compiling = form == "auto", torch.compiler.is_compiling()
     reason = partial(why_not, q, k, v, key_mask=key_mask, relative=relative)
-    if takes_kernels(impl, "taylorshift", q, reason):
+    if takes_kernels(impl, q, reason):
         # Without a temperature, the error of the efficient form depends on entries, and reading
         # them would wait for the GPU.
         if auto and temperature is None:
