@@ -1,5 +1,7 @@
 """Files of weights are read by what they hold, whatever their first bytes and their names."""
 
+import hashlib
+import re
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -155,17 +157,27 @@ OPENERS = {
 
 
 @pytest.mark.parametrize("opener", OPENERS)
-def test_a_float16_file_is_loaded_in_float32(tmp_path, opener):
+def test_a_float16_file_is_loaded_if_it_has_the_hash_in_its_name(tmp_path, opener):
     vit = timm.create_model("test_vit", num_classes=4)
     from_softmax(vit).save(tmp_path / "best.safetensors")
     metadata, whole = read_safetensors(tmp_path / "best.safetensors")
     wanted = {name: value.half() for name, value in whole.items()}
     path = tmp_path / "student.safetensors"
     save_file(wanted, path, metadata=metadata)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    path = path.rename(tmp_path / f"student-{digest[:10]}.safetensors")
     found = OPENERS[opener](path).state_dict()
     assert {value.dtype for value in found.values()} == {torch.float32}
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], value.float()) for name, value in wanted.items())
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    other = hashlib.sha256(content).hexdigest()
+    said = f"expected SHA-256 {digest[:10]}... by its name, got {other[:10]}...; get it again"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        OPENERS[opener](path)
+    load_model(path.rename(tmp_path / "student-20261129.safetensors"))  # a date is no hash
 
 
 def test_best_weights_say_how_good_they_are(tmp_path):

@@ -34,6 +34,7 @@ from visionattn.models.state_dicts import FeatureMaps, filter_pretrained
 from visionattn.models.weights import (
     FORMAT,
     DataSpec,
+    check_hash,
     described,
     read_metadata,
     read_spec,
@@ -149,6 +150,8 @@ def register(module: str, name: str, args: dict[str, Any]) -> None:
         path = overlay.get("file") if pretrained else _checkpoint_of_caller()
         stated, spec = {}, None
         if path:
+            if Path(path).is_file():  # timm reports a missing file
+                check_hash(Path(path))
             stated, spec = _args_of_file(path, name, DEFAULTS[name], kwargs)
         args = DEFAULTS[name] | stated | kwargs
         if not pretrained:

@@ -5,6 +5,7 @@ This module owns the format of our weight files and ``DataSpec``, the contract b
 its images. It is independent of training.
 """
 
+import hashlib
 import json
 import math
 import pickle
@@ -74,6 +75,8 @@ UNBUILDABLE = (
 """Exceptions of timm models for arguments that they do not take, in addition to ``ValueError``."""
 OPTIONAL = ("thresholds", "target_mean", "target_std")
 """Fields of ``DataSpec`` that files lack unless they are set."""
+HASH_IN_NAME = re.compile(r"-([0-9a-f]{8,64})\.[^.]*$")
+"""First digits of the SHA-256 of a file in its name."""
 LONGEST_ARGS = 200
 """Maximum number of characters of a model's arguments in an error."""
 
@@ -477,9 +480,10 @@ def read_safetensors(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is not a safetensors file, or is truncated.
+        ValueError: it is not a safetensors file, is truncated, or fails ``check_hash``.
     """
     path = existing(path)
+    check_hash(path)
     try:
         return open_safetensors(path)
     except SafetensorError as error:
@@ -509,12 +513,35 @@ def existing(path: str | Path) -> Path:
     """
     path = Path(path)
     if path.is_dir():
-        way_out = f"it is a folder; name the weights in it, {path / 'best.safetensors'}"
-        raise FileNotFoundError(f"no checkpoint at {path}: {way_out}")
+        inside = sorted(path.glob("*.safetensors"))
+        best = next((each for each in inside if each.stem == "best"), *inside[:1] or [None])
+        way_out = f"name the weights in it, {best}" if best else "name a file of weights"
+        raise FileNotFoundError(f"no checkpoint at {path}: it is a folder; {way_out}")
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint at {path}")
     with open(path, "rb"):  # safetensors reports a file without permission as missing
         return path
+
+
+def check_hash(path: Path) -> None:
+    """Check the SHA-256 of a file if its name has the first digits: ``NAME-abcdef12.safetensors``.
+
+    The names follow ``torch.hub``, with 8 or more hexadecimal digits and at least one letter, which
+    dates lack. Other names are not checked.
+
+    Raises:
+        ValueError: the file has another SHA-256.
+    """
+    named = HASH_IN_NAME.search(path.name)
+    if named is None or named[1].isdigit():
+        return
+    with open(path, "rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if not found.startswith(named[1]):
+        raise ValueError(
+            f"{path} is damaged: expected SHA-256 {named[1]}... by its name, got "
+            f"{found[: len(named[1])]}...; get it again, or rename a file that you changed"
+        )
 
 
 def open_safetensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -573,13 +600,17 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it cannot be read, or would run code.
+        ValueError: it cannot be read, would run code, holds no named tensors, or fails
+            ``check_hash``.
     """
     path = existing(path)
+    check_hash(path)
     try:
         tensors = open_safetensors(path)[1]
     except SafetensorError:
         tensors = _tensors_in(read_pickle(path))
+    if not tensors:
+        raise ValueError(f"{path} has no named tensors")
     for wrapper in ("module.", "_orig_mod.", "module."):
         # A wrapper prefixes all tensors of its model; a model with a part of that name has others
         # too.
