@@ -273,42 +273,9 @@ def test_a_fault_of_the_program_is_not_taken_for_bad_input():
         run_tool(lambda: 1 / 0)
 
 
-@pytest.mark.parametrize(
-    ("flag", "said"),
-    [
-        (
-            "--data.aug.turn",
-            "unknown option --data.aug.turn; it was removed: --data.augment takes a preset",
-        ),
-        (
-            "--data.mask-classes",
-            "unknown option --data.mask-classes; it was removed: classes of --data.masks",
-        ),
-        (
-            "--init-model",
-            "unknown option --init-model; it was removed: `visionattn convert` makes a file",
-        ),
-        ("--data", "unknown option --data; the nearest is --data.name; a file of options is for"),
-    ],
-)
-def test_options_that_are_gone_name_what_takes_their_place(flag, said):
-    with pytest.raises(ValueError) as caught:
-        parse_train([flag, "1"])
-    assert str(caught.value).startswith(said)
-
-
-def test_a_configuration_of_a_former_version_names_what_is_gone(tmp_path):
-    path = tmp_path / "config.yaml"
-    former = (
-        "data: {aug: {turn: null}, download: false}\noptim: {warmup_lr: 1.0e-06}\nlog_every: null"
-    )
-    path.write_text(former)  # options that do nothing, as every config.yaml had them
-    assert parse_train(["--config", str(path)]).epochs == 10
-    path.write_text("data: {aug: {turn: 5}}\n")
-    with pytest.raises(
-        ValueError, match="config.yaml: unknown key data.aug; it was removed: --data.augment"
-    ):
-        parse_train(["--config", str(path)])
+def test_a_group_of_options_is_not_taken_for_one_option():
+    with pytest.raises(ValueError, match="unknown option --data; the nearest is --data.name"):
+        parse_train(["--data", "1"])
 
 
 def test_the_other_values_of_a_stage_are_its_own_defaults(tmp_path):

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from filelock import FileLock, Timeout, lock_descriptor
+from safetensors import SafetensorError
 
 from visionattn.cli.interruption import undone_at_end
 from visionattn.cli.tables import sized
@@ -99,7 +100,6 @@ def whole_folder(path: str | Path, *, replaces: str | None = None) -> Iterator[P
             or the unfinished folder.
     """
     target = Path(path)
-    _settle(target)
     check_new(target, replaces=replaces)
     with named(path), _beside(target, folder=True) as place:
         yield place
@@ -112,34 +112,14 @@ def whole_folder(path: str | Path, *, replaces: str | None = None) -> Iterator[P
         _rename_folder(place, target)
 
 
-def _former(target: Path) -> Path:
-    """Return the name of a folder from the moment another one takes its place until it is deleted.
-    It is no unfinished name: ``forget_unfinished`` must not delete the folder.
-    """
-    return Continued.beside(target, folder=True).with_suffix(".former")
-
-
-def _settle(target: Path) -> None:
-    """Complete a ``_rename_folder`` that a kill interrupted: delete the former folder if the new
-    one has its name, else rename it back.
-    """
-    former = _former(target)
-    with suppress(OSError):  # there is none, as usual, or another process was faster
-        if os.path.lexists(target):
-            shutil.rmtree(former)
-        else:
-            os.rename(former, target)
-
-
 def _rename_folder(place: Path, target: Path) -> None:
-    """Rename a finished folder to its target, then delete the former target."""
-    former = _former(target)
-    with ExitStack() as undo:
-        if target.exists():
-            os.rename(target, former)
-            undo.callback(os.rename, former, target)
-        os.rename(place, target)
-        undo.pop_all()
+    """Rename a finished folder to its target, and delete the former target, which counts as
+    unfinished from the moment another one takes its place.
+    """
+    former = _unfinished_name(target)
+    if target.exists():
+        os.rename(target, former)
+    os.rename(place, target)
     shutil.rmtree(former, ignore_errors=True)
 
 
@@ -220,7 +200,7 @@ class Continued:
         self._path, self._folder = Path(path), folder
         self._overwrite = overwrite
         if folder:
-            _settle(self._path)
+            forget_unfinished(self._path)
             if not overwrite:
                 check_new(self._path)
         else:
@@ -386,11 +366,10 @@ def named(path: str | Path) -> Iterator[None]:
         if error.filename is None or unfinished:
             error.filename = str(path)
         raise
-    except Exception as error:
-        # torch wraps the system's error; Rust libraries write its number into the text.
+    except (RuntimeError, SafetensorError) as error:
+        # torch wraps the system's error; safetensors writes its number into the text.
         said = re.search(r"\(os error (\d+)\)", str(error))
-        context = error.__context__ if isinstance(error, RuntimeError) else None
-        number = int(said[1]) if said else getattr(context, "errno", None)
+        number = int(said[1]) if said else getattr(error.__context__, "errno", None)
         if number is None:
             raise
         raise OSError(number, os.strerror(number), str(path)) from error
