@@ -278,10 +278,10 @@ class ImageDataset(Dataset):
 
     def _item(self, reader: Reader, index: int, key: SampleKey, keep: Keep) -> Item:
         """Return an image as the model sees it, with its class or its mask."""
-        size, masks, cache = (reader.height, reader.width), self.masks, self.cache
+        size = (reader.height, reader.width)
         # If each view occurs only once, whole pictures are kept.
         cropped = key.geometry.crop is not None or (self.augment is not None and self.augment.crops)
-        whole = cache is None or cropped
+        whole = self.cache is None or cropped
         if whole:
             reader.keep, keep = keep, not_kept
 
@@ -289,18 +289,21 @@ class ImageDataset(Dataset):
             return keep((view.box, view.content), partial(read_image, reader, view, self.options))
 
         label = self.labels[key.index]
-        if masks is None:
+        if self.masks is None:
             label = int(label) if label.ndim == 0 else label
             return see(size, read, label, key, self.seed, self.augment)
-        keep_mask, classes = not_kept, partial(masks.read, index, size)
-        if cache is not None:
-            keep_mask = cache.keep(masks.files, index, masks.classes, masks.max_pixels, size)
-
-        def read_mask(view: View) -> np.ndarray:
-            return keep_mask((view.box, view.content), lambda: cut_mask(classes(), view))
-
-        mask = keep_mask("whole", classes) if whole else read_mask
+        mask = self.mask_of(index, size) if whole else partial(self.mask_of, index, size)
         return see(size, read, mask, key, self.seed, self.augment)
+
+    def mask_of(self, index: int, size: Size, view: View | None = None) -> np.ndarray:
+        """Return the classes of an image's pixels, or of a view's, at the size of its content."""
+        masks, keep = self.masks, not_kept
+        if self.cache is not None:
+            keep = self.cache.keep(masks.files, index, masks.classes, masks.max_pixels, size)
+        read = partial(masks.read, index, size)
+        if view is None:
+            return keep("whole", read)
+        return keep((view.box, view.content), lambda: cut_mask(read(), view))
 
     def __getitem__(self, key: SampleKey) -> Item | Unreadable:
         index = int(self.indices[key.index])

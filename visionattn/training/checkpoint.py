@@ -36,7 +36,7 @@ from visionattn.models.conversion import (
     open_teacher,
 )
 from visionattn.models.mixed_blocks import places_of_blocks
-from visionattn.models.registration import DEFAULTS, complete, is_ours, split_args, with_head
+from visionattn.models.registration import DEFAULTS, is_ours, split_args, with_head
 from visionattn.models.weight_placement import place_weights
 from visionattn.models.weights import (
     FORMAT,
@@ -231,17 +231,6 @@ class States:
                     "resume with the same"
                 )
         return replace(model, name=NAME, args=state["config"]["model"]["args"])
-
-    def former_defaults(self, name: str) -> dict[str, Any]:
-        """Return the former values of model defaults that changed since the state was saved."""
-        if self.newest.get("name") != name:
-            return {}
-        given, held = self.newest["config"]["model"].get("args", {}), self.newest["args"]
-        return {
-            key: held[key]
-            for key, value in complete(name, {}).items()
-            if key not in given and key in held and held[key] != value
-        }
 
     def batches(self, config: TrainConfig) -> dict[str, Any]:
         """Return the options of the newest state that ``batch_size auto`` determines: batch size

@@ -345,6 +345,7 @@ def _check_features(config: TrainConfig) -> None:
         "freeze": config.freeze is not None,
         "show_batch": config.show_batch is not None,
         "model.grad_checkpointing": config.model.grad_checkpointing,
+        "data.cache without masks": config.data.cache and config.data.task != "segmentation",
     }
     for key, given in idle.items():
         if given:

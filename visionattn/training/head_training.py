@@ -28,30 +28,8 @@ IMAGE_OPTIONS += ("value_range", "page", "mean", "std", "crop_around")
 """Options of images that act when features are extracted."""
 
 
-class ModelFiles:
-    """Write and read the checkpoint of a run."""
-
-    def save(
-        self,
-        path: Path,
-        model: nn.Module,
-        name: str,
-        args: dict[str, Any],
-        spec: DataSpec,
-        *,
-        notes: dict[str, str],
-    ) -> None:
-        """Write a checkpoint; arguments as for ``save_model``."""
-        save_model(path, model, name, args, spec, notes=notes)
-
-    def load(self, path: Path) -> tuple[nn.Module, DataSpec]:
-        """Return the model to evaluate and the specification of its inputs."""
-        model = load_model(path)
-        return model, model.data_spec
-
-
 @dataclass(frozen=True)
-class HeadFiles(ModelFiles):
+class HeadFiles:
     """Write checkpoints of model and head, from a run with only the head.
 
     Args:
@@ -88,13 +66,13 @@ class HeadFiles(ModelFiles):
         of_images = {key: getattr(self.images, key) for key in seen}
         save_model(path, whole, name, args, replace(spec, **of_images), notes=notes)
 
-    def load(self, path: Path) -> tuple[nn.Module, DataSpec]:
+    def load(self, path: Path) -> nn.Module:
         """Return the head as a model of maps that are not standardized."""
         model = load_model(path)
         raw = dict(mean=(0.0,) * len(self.maps.mean), std=(1.0,) * len(self.maps.std))
-        spec = replace(self.maps, **raw, thresholds=model.data_spec.thresholds)
+        model.data_spec = replace(self.maps, **raw, thresholds=model.data_spec.thresholds)
         model.backbone, model.norms = kept_body(model), nn.ModuleList([nn.Identity()])
-        return model, spec
+        return model
 
 
 class PatchClasses(PixelClasses):
@@ -196,5 +174,8 @@ def prepare_maps(
     if isinstance(model, Segmenter) and model.cells == (1, 1) and model.encoder is None:
         parts["train"] = PatchSamples(parts["train"], seed)
     built = replace(chosen, name=name, args=args | head)
-    lines = [f"only the head learns, on features of {name}, blocks {body.taken}, in {folder}"]
+    lines = [
+        f"only the head learns, on features of {name}, blocks {body.taken}, in {folder}; "
+        "data.workers is 0"
+    ]
     return Splits(**parts, spec=spec), model, built, HeadFiles(body, images, spec), lines

@@ -34,7 +34,7 @@ from visionattn.models.devices import autocast, random_state, restore_random_sta
 from visionattn.models.large.row_parallel import cut_rows
 from visionattn.models.patches import input_size, takes_sizes
 from visionattn.models.registration import complete
-from visionattn.models.weights import DataSpec
+from visionattn.models.weights import DataSpec, load_model, save_model
 from visionattn.training.checkpoint import PARTS, BestFigures, States, changes, check_options
 from visionattn.training.config import TrainConfig
 from visionattn.training.distributed import (
@@ -49,7 +49,7 @@ from visionattn.training.distributed import (
 from visionattn.training.epoch_advice import one_class, overfitting
 from visionattn.training.evaluate import Evaluation, OutputEvaluation, Tally, evaluate
 from visionattn.training.freezing import begin_training
-from visionattn.training.head_training import ModelFiles
+from visionattn.training.head_training import HeadFiles
 from visionattn.training.mistakes import SplitName, by_class
 from visionattn.training.nonfinite_modules import name_fault
 from visionattn.training.objectives import Objective, objective_of
@@ -100,7 +100,7 @@ class Trainer:
         processes: the processes that train together. Each has a trainer, and all call the same
             methods in the same order.
         objective: the training objective; None: set by the task of the data.
-        files: writes and reads the best weights.
+        files: writes and reads the best weights of a head; None: they are the model's.
     """
 
     def __init__(
@@ -113,10 +113,11 @@ class Trainer:
         states: States | None = None,
         processes: Processes | None = None,
         objective: Objective | None = None,
-        files: ModelFiles | None = None,
+        files: HeadFiles | None = None,
     ):
         self.config, self.splits, self.spec = config, splits, splits.spec
-        self.files = files or ModelFiles()
+        self.save_best = files.save if files else save_model
+        self.load_best = files.load if files else load_model
         self.model, self.args, self.device = model, args, device
         self.states, self.processes = states, processes or Processes()
         self.objective = objective or objective_of(splits.spec, config.optim, config.loss)
@@ -599,7 +600,7 @@ class Trainer:
             spec = with_thresholds(self.spec, result)
             self.keep_classes("validation", tally, self.validation, record, spec)
             self.processes.on_first(
-                lambda: self.files.save(
+                lambda: self.save_best(
                     record.folder / BEST, model, name, self.args, spec, notes=notes
                 )
             )
@@ -656,9 +657,9 @@ class Trainer:
         """Load the best weights from the disk, and evaluate them once on the test images."""
         checkpoint, test = record.folder / BEST, None
         if self.splits.test is not None:
-            model, spec = self.processes.on_first(lambda: self.files.load(checkpoint))
-            model = model.to(self.device)
-            images, tally = self.batches_of(self.splits.test), Tally.of(self.spec)
+            model = self.processes.on_first(lambda: self.load_best(checkpoint)).to(self.device)
+            spec, tally = model.data_spec, Tally.of(self.spec)
+            images = self.batches_of(self.splits.test)
             test = self.evaluate(model, images, interruption, record, "test images", tally, spec)
             self.keep_classes("test", tally, images, record, spec)
             figures = {"accuracy": test.accuracy, "top5": test.top5, "loss": test.loss}
