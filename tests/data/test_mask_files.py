@@ -1,9 +1,7 @@
 """Masks in files: pairs of files, meanings of values, errors, and augmentation."""
 
-import struct
 import unicodedata
 import warnings
-import zlib
 from contextlib import nullcontext
 
 import numpy as np
@@ -69,20 +67,6 @@ def coloured(mask, path):
     Image.fromarray(np.array(COLOURS, np.uint8)[mask]).save(path)
 
 
-def in_four_bits(mask, path):
-    """Grey PNGs of 4 bits, which no library that we have writes."""
-    height, width = mask.shape
-    padded = np.pad(mask, ((0, 0), (0, width % 2)))
-    rows = padded[:, ::2] << 4 | padded[:, 1::2]
-    lines = zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows))
-    head = struct.pack(">IIBBBBB", width, height, 4, 0, 0, 0, 0)
-    content = b"\x89PNG\r\n\x1a\n"
-    for kind, data in ((b"IHDR", head), (b"IDAT", lines), (b"IEND", b"")):
-        sums = struct.pack(">I", zlib.crc32(kind + data))
-        content += struct.pack(">I", len(data)) + kind + data + sums
-    path.write_bytes(content)
-
-
 def now_and_then_in_one_bit(mask, path):
     Image.fromarray(mask * 255 if int(path.stem) % 2 else mask > 0).save(path)
 
@@ -107,7 +91,6 @@ def items(dataset):
         (with_palette, ".png", {}),
         (values(0, 1, 2, dtype=np.uint16, byteorder=">"), ".tif", {}),
         (values(0, 1, 2, photometric="miniswhite"), ".tif", {}),
-        (in_four_bits, ".png", {}),
         (values(0, 1, 2, mode="RGB"), ".bmp", {}),
         (coloured, ".png", {"masks": {"colours": COLOURS}}),
     ],

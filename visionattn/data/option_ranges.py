@@ -14,13 +14,20 @@ FEW_WORKERS, WORKERS_PER_CORE = 64, 16
 """Maximum number of loading processes: on any machine, and per core."""
 
 
+def refuse(*rules: tuple[object, str]) -> None:
+    """Raise ValueError with the text of the first rule whose condition holds."""
+    for holds, text in rules:
+        if holds:
+            raise ValueError(text)
+
+
 def check_workers(count: int, key: str) -> None:
     """Raise ValueError for a number of processes that would overload the machine."""
     most = max(FEW_WORKERS, WORKERS_PER_CORE * (os.cpu_count() or 1))
-    if count < 0:
-        raise ValueError(f"{key} must be at least 0, got {count}")
-    if count > most:
-        raise ValueError(f"{key} must be at most {most} on {os.cpu_count()} cores, got {count}")
+    refuse(
+        (count < 0, f"{key} must be at least 0, got {count}"),
+        (count > most, f"{key} must be at most {most} on {os.cpu_count()} cores, got {count}"),
+    )
 
 
 def check_signs(positive: dict[str, float | None], not_negative: dict[str, float | None]) -> None:
@@ -50,11 +57,12 @@ def check_ranges(config: DataConfig) -> None:
         f"data.img_size_choices[{i}]": size for i, size in enumerate(config.img_size_choices or [])
     }
     check_signs(positive, {})
-    if not 0 <= config.crop_around <= 1:
-        raise ValueError(f"data.crop_around must be in [0, 1], got {config.crop_around}")
+    around, share = config.crop_around, config.val_fraction
+    refuse(
+        (not 0 <= around <= 1, f"data.crop_around must be in [0, 1], got {around}"),
+        (not 0 < share < 1, f"data.val_fraction must be in (0, 1), got {share}"),
+    )
     check_workers(config.workers, "data.workers")
-    if not 0 < config.val_fraction < 1:
-        raise ValueError(f"data.val_fraction must be in (0, 1), got {config.val_fraction}")
     fold_of(config.fold)
     try:
         re.compile(config.group_from or "")

@@ -33,6 +33,7 @@ from visionattn.data.formats import (
     read_blocks,
 )
 from visionattn.data.images import ImageDataset, unreadable
+from visionattn.data.option_ranges import refuse
 from visionattn.data.splits import build_splits, check_root
 
 COLUMNS = ("band", "mean", "std", "smallest", "largest", "images", "pixels")
@@ -133,15 +134,20 @@ def parse_stats(argv: Sequence[str]) -> StatsConfig:
         example=EXAMPLE,
         defaults={"data.name": "folder"},
     )
-    if config.data.name != "folder" or (config.data.root or "").startswith("wds/"):
-        raise ValueError(
+    data = config.data
+    refuse(
+        (
+            data.name != "folder" or (data.root or "").startswith("wds/"),
             "stats measures images in folders, tars and tables: --data.root FOLDER; "
-            f"{config.data.root or config.data.name} has known means"
-        )
-    if config.output is None:
-        raise ValueError("--output is missing: the YAML file for the result, such as stats.yaml")
-    check_root(config.data)
-    check_free(Path(config.output), config.overwrite)
+            f"{data.root or data.name} has known means",
+        ),
+        (
+            config.output is None,
+            "--output is missing: the YAML file for the result, such as stats.yaml",
+        ),
+    )
+    check_root(data)
+    check_free(Path(str(config.output)), config.overwrite)
     return config
 
 

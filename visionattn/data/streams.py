@@ -29,6 +29,7 @@ from visionattn.data.folder_walk import LeftOut, by_split, listed
 from visionattn.data.formats.reader import require
 from visionattn.data.geometry import Geometry
 from visionattn.data.images import see_array
+from visionattn.data.option_ranges import refuse
 
 if TYPE_CHECKING:
     from visionattn.data.augment import Augment
@@ -92,14 +93,16 @@ def open_shards(
         ValueError, FileNotFoundError: one line with the reason.
     """
     require("readers", "webdataset", what=f"data root {root}")
-    if num_classes is None:
-        raise ValueError(
-            f"data root {root} does not state the number of classes; pass --data.args.num_classes"
-        )
-    if on_error != "skip":
-        raise ValueError(
-            f"timm's reader of {root} leaves unreadable images out; pass --data.on_error skip"
-        )
+    refuse(
+        (
+            num_classes is None,
+            f"data root {root} does not state the number of classes; pass --data.args.num_classes",
+        ),
+        (
+            on_error != "skip",
+            f"timm's reader of {root} leaves unreadable images out; pass --data.on_error skip",
+        ),
+    )
     # A folder is checked here, for a plain error; addresses and pipes are left to timm's reader.
     place = root.removeprefix("wds/")
     if (

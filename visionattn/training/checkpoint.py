@@ -248,13 +248,6 @@ class States:
             return "no state was saved yet"
         return f"the state of step {self.step} is kept, --resume continues from it"
 
-    def explain(self, error: OSError) -> OSError:
-        """Return the error with ``kept`` at its end."""
-        if error.errno is None:
-            return OSError(f"{error}; {self.kept()}")
-        name = error.filename or str(self.folder)
-        return OSError(error.errno, f"{error.strerror}; {self.kept()}", str(name))
-
 
 def check_options(
     old: dict[str, Any], new: dict[str, Any], *, amid_epoch: bool, done: bool
@@ -483,17 +476,12 @@ def is_teacher(source: str, name: str) -> bool:
     """Tell whether the model ``name`` of this package starts from a timm ViT with known body, given
     by timm's name or by a file of ``visionattn train``.
     """
-    if not is_ours_by_name(name):
+    if not (timm.is_model(name) and is_ours(name)):  # is_ours takes only timm's names
         return False
     if not Path(source).is_file():
         return source.startswith(SOURCES) or timm.is_model(source)
     held = _metadata(source).get("model", "")
     return timm.is_model(held) and not is_ours(held)
-
-
-def is_ours_by_name(name: str) -> bool:
-    """Tell whether a name, possibly unknown to timm, is a model of this package."""
-    return timm.is_model(name) and is_ours(name)
 
 
 def _metadata(source: str) -> dict[str, str]:

@@ -5,7 +5,6 @@ weights.
 steps.
 """
 
-import os
 import random
 import sys
 import warnings
@@ -23,6 +22,7 @@ from visionattn.cli.exit_codes import (
     Failed,
     OutOfMemory,
     Stopped,
+    in_one_line,
     is_out_of_memory,
     tell,
 )
@@ -148,11 +148,6 @@ def train(
         Failed: a data loader process or another training process ended.
         Stopped: Ctrl-C or SIGTERM; the state is saved.
     """
-    if processes is None and (count := os.environ.get("WORLD_SIZE", "1")) != "1":
-        raise ValueError(
-            f"torchrun has started {count} processes, which must train together: with "
-            "distributed.joined() as processes, call train(config, processes=processes)"
-        )
     processes = processes or Processes()
     # Checks, the cheapest first and the reading of data last; each raises on all processes or none.
     processes.together(lambda: check(config))
@@ -341,7 +336,7 @@ def run(
         for line in [*trainer.describe(), *lines]:
             record.say(line)
         if not trainer.done and (expected := forecast(trainer, memory)):
-            record.say(expected.line)
+            record.say(expected)
         trainer.warm_up()
         try:
             trainer.fit(record, interruption)
@@ -367,7 +362,7 @@ def early_ends(trainer: Trainer, states: States) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise states.explain(error) from error
+        raise OSError(f"{in_one_line(error)}; {states.kept()}") from error
     except (RuntimeError, MemoryError, OutOfMemory) as error:
         if isinstance(error, OutOfMemory) or is_out_of_memory(error):
             images, _, height, width = trainer.input_shape

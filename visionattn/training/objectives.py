@@ -182,9 +182,6 @@ class Likelihood(Objective):
 
     unit = " bits/dim"
 
-    def __init__(self, *options: object):
-        """Accept the options of ``Objective``; none affects this loss."""
-
     def outputs(
         self, called: nn.Module, inputs: Tensor, sizes: Tensor | None, targets: Tensor
     ) -> Tensor:
@@ -205,13 +202,18 @@ class Likelihood(Objective):
             targets: classes of images, int64 ``[B]``, if all values count; or uint8 ``[B, H, W]``,
                 nonzero where values count.
         """
-        return _bits(outputs, targets)
+        bits = outputs.float() / -math.log(2)
+        if targets.ndim == 1:
+            return bits.flatten(1).mean(1)
+        counted = (targets != 0).unsqueeze(1).expand_as(bits)
+        return torch.where(counted, bits, 0).flatten(1).sum(1) / counted.flatten(1).sum(1)
 
     def judge(
         self, model: nn.Module, inputs: Tensor, sizes: Tensor | None, labels: Tensor
     ) -> Judged:
         """Evaluate a model in eval mode on a batch; ``labels`` are as for ``loss``."""
-        return Judged(_bits(self.outputs(model, inputs, sizes, labels), labels).sum(), None)
+        outputs = self.outputs(model, inputs, sizes, labels)
+        return Judged(self.each(outputs, labels).sum(), None)
 
 
 class ManyLabels(Objective):
@@ -327,12 +329,3 @@ def score_counts(known: Tensor, logits: Tensor) -> Tensor:
         bins += SCORE_BINS * (known[counted] == number)
         counts.append(bins.bincount(minlength=2 * SCORE_BINS))
     return torch.stack(counts).view(-1, 2, SCORE_BINS)
-
-
-def _bits(found: Tensor, targets: Tensor) -> Tensor:
-    """Return the bits per dimension of each image, ``[B]``."""
-    bits = found.float() / -math.log(2)
-    if targets.ndim == 1:
-        return bits.flatten(1).mean(1)
-    counted = (targets != 0).unsqueeze(1).expand_as(bits)
-    return torch.where(counted, bits, 0).flatten(1).sum(1) / counted.flatten(1).sum(1)

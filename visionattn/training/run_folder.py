@@ -39,7 +39,7 @@ from visionattn.cli.progress import Progress
 from visionattn.training.config import TrainConfig
 from visionattn.training.event_pictures import add_predictions
 from visionattn.training.run_progress import Result
-from visionattn.training.trackers import TRACKERS, Tracker
+from visionattn.training.trackers import TRACKERS, Mlflow, Wandb
 
 BEST, LAST = "best.safetensors", "last.pt"
 PREVIOUS, STATUS = "previous.pt", "status.json"
@@ -271,7 +271,7 @@ class Record:
         self.stream = (stream or sys.stdout) if writes else io.StringIO()
         self._progress: Progress | None = None
         self._events: Any = None
-        self._trackers: list[Tracker] = []
+        self._trackers: list[Mlflow | Wandb] = []
         if not writes:
             return
         from torch.utils.tensorboard import SummaryWriter

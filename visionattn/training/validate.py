@@ -125,7 +125,7 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
             keep = (
                 asdict(run.data)
                 if given.get("data.name", run.data.name) == run.data.name
-                else of_any_data(run.data)
+                else {key: getattr(run.data, key) for key in OF_ANY_DATA}
             )
             defaults = {f"data.{key}": keep[key] for key in keep if key not in CROPS}
             # Whole images may be much larger than the crops of a training batch.
@@ -169,11 +169,8 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
 
 def _same_root(data: DataConfig, other: DataConfig) -> bool:
     """Tell whether both name the same table and the same folder of images, by any path."""
-    if data.root is None or other.root is None or (data.name, other.name) != ("folder", "folder"):
-        return False
-    if data.labels != other.labels:
-        return False
-    return data.root == other.root or os.path.realpath(data.root) == os.path.realpath(other.root)
+    folders = (data.name, other.name) == ("folder", "folder") and data.labels == other.labels
+    return folders and os.path.realpath(data.root or "") == os.path.realpath(other.root or "")
 
 
 SEEN = {
@@ -189,11 +186,8 @@ CROPS = ("crop", "crop_around", "crops", "features")
 """Data options of a training that evaluation ignores."""
 
 
-def of_any_data(data: DataConfig) -> dict[str, Any]:
-    """Return the data options of a run that mean the same for another data set."""
-    return {
-        key: getattr(data, key) for key in ("root", "val_fraction", "on_error", "cache", "workers")
-    }
+OF_ANY_DATA = ("root", "val_fraction", "on_error", "cache", "workers")
+"""Data options of a training that mean the same for another data set."""
 
 
 class Validation:

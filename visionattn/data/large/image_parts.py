@@ -279,10 +279,8 @@ def _name_of(image: object) -> str:
 
 def _open(image: Any, options: ReadOptions) -> Reader:
     if isinstance(image, Tensor):
-        try:
-            image = image.detach().cpu().numpy()
-        except TypeError as error:  # numpy has no bfloat16
-            raise ValueError(f"a tensor of {image.dtype}; convert it to float32") from error
+        # numpy has no bfloat16
+        image = (image.float() if image.dtype == torch.bfloat16 else image).detach().cpu().numpy()
         image = image.transpose(1, 2, 0) if image.ndim == 3 else image
     if hasattr(image, "shape") and hasattr(image, "dtype") and hasattr(image, "__getitem__"):
         reader = ArrayImage([with_axes(image)], None, options.page)

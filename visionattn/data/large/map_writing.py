@@ -233,15 +233,6 @@ class TiffSink(NpySink):
     Writing a TIFF cannot be resumed, so the map is an ``.npy`` until it is finished.
     """
 
-    def _begin(self) -> None:
-        if self.dtype.name in ("int64", "uint64", "bool"):
-            raise ValueError(f"{self.path}: a TIFF is not written of {self.dtype}; take another")
-        if self._shape[0] > 2**16 - 1:
-            raise ValueError(
-                f"{self.path}: {self._shape[0]:,} bands, and a TIFF has 65,535 at most"
-            )
-        super()._begin()
-
     def _bytes(self) -> int:
         # The TIFF is written next to the .npy; incompressible data grows slightly.
         return math.ceil(2.01 * super()._bytes())
