@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 
 from visionattn.cli.interruption import undone_at_end
 from visionattn.cli.tables import sized
+from visionattn.cli.untrusted import refuse
 
 UNFINISHED = ".visionattn.tmp"
 """Suffix of unfinished files and folders."""
@@ -128,13 +129,15 @@ def check_new(path: Path, *, replaces: str | None = None) -> None:
     or not writable. An existing folder with a file named ``replaces`` is allowed.
     """
     known = replaces is not None and path.is_dir() and not path.is_symlink()
-    if os.path.lexists(path) and not (known and (path / str(replaces)).is_file()):
-        raise ValueError(f"{path} exists; pass a new folder")
     parent = path.absolute().parent
-    if not parent.is_dir():
-        raise ValueError(f"no folder {parent} for {path.name}")
-    if not os.access(parent, os.W_OK):
-        raise ValueError(f"no permission to write to {parent}")
+    refuse(
+        (
+            os.path.lexists(path) and not (known and (path / str(replaces)).is_file()),
+            f"{path} exists; pass a new folder",
+        ),
+        (not parent.is_dir(), f"no folder {parent} for {path.name}"),
+        (not os.access(parent, os.W_OK), f"no permission to write to {parent}"),
+    )
 
 
 def _unfinished_name(target: Path) -> Path:
@@ -399,12 +402,14 @@ def check_free(path: Path, overwrite: bool) -> None:
         raise ValueError(f"{path} cannot be written: it is a folder; pass a file")
     target = target_of(path)
     folder = target.absolute().parent
-    if not folder.is_dir():
-        raise ValueError(f"no folder {folder} for {path.name}")
-    if not os.access(folder, os.W_OK):
-        raise ValueError(f"{path} cannot be written: no permission to write to {folder}")
-    if path.exists() and not overwrite:
-        raise ValueError(f"{path} exists; --overwrite replaces it")
+    refuse(
+        (not folder.is_dir(), f"no folder {folder} for {path.name}"),
+        (
+            not os.access(folder, os.W_OK),
+            f"{path} cannot be written: no permission to write to {folder}",
+        ),
+        (path.exists() and not overwrite, f"{path} exists; --overwrite replaces it"),
+    )
 
 
 def check_folder(folder: Path, way_out: str) -> None:

@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from visionattn.cli.commands import program, typed
 from visionattn.cli.shipped_configs import find_config
-from visionattn.cli.untrusted import brief, checked, from_yaml, read_yaml
+from visionattn.cli.untrusted import brief, checked, from_yaml, read_yaml, refuse
 
 Config = TypeVar("Config")
 LARGEST_WHOLE = 2**63 - 1
@@ -78,10 +78,16 @@ def parse(
     for name in names:
         value = reduce(getattr, name.split("."), config)
         most = MOST.get(name.rpartition(".")[2], LARGEST_WHOLE)
-        if isinstance(value, int) and abs(value) > most:
-            raise ValueError(f"{name} must be at most {most:,}, got {brief(value)}")
-        if value == "" or (isinstance(value, list) and "" in value):
-            raise ValueError(f"{name} is empty; pass a value or omit it")
+        refuse(
+            (
+                isinstance(value, int) and abs(value) > most,
+                f"{name} must be at most {most:,}, got {brief(value)}",
+            ),
+            (
+                value == "" or (isinstance(value, list) and "" in value),
+                f"{name} is empty; pass a value or omit it",
+            ),
+        )
     if "print_config" in given:
         print(yaml_text(asdict(config)), end="")
         raise SystemExit(0)

@@ -18,10 +18,9 @@ os.environ.setdefault(
 import albumentations as A
 
 from visionattn.cli.files import first_line
-from visionattn.cli.untrusted import read_yaml
+from visionattn.cli.untrusted import read_yaml, refuse
 from visionattn.data.data_config import PRESETS
 from visionattn.data.geometry import Box, Size
-from visionattn.data.option_ranges import refuse
 from visionattn.models.segmentation import IGNORED
 
 _BOX_STREAM, _CALL_STREAM = 1, 2

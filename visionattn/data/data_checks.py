@@ -3,17 +3,18 @@
 ``option_ranges.py`` checks ranges of numbers, and ``mask_values.py`` the options of masks.
 """
 
+import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from visionattn.cli.untrusted import checked
+from visionattn.cli.untrusted import checked, refuse
 from visionattn.data.data_config import PRESETS, DataConfig
 from visionattn.data.digits_and_canvas import CanvasArgs
 from visionattn.data.documents import LARGEST_PIECE_PX, SMALLEST_SIZE_PX
 from visionattn.data.formats import check_reading
 from visionattn.data.geometry import Size, check_geometry, check_sides, pixels, sides
-from visionattn.data.option_ranges import check_ranges, refuse
+from visionattn.data.option_ranges import check_ranges
 from visionattn.data.synthetic_images import SHORTEST, DrawnArgs
 from visionattn.model_config import VECTOR_TASKS
 
@@ -210,24 +211,25 @@ def check_size(config: DataConfig, both: Size) -> None:
 
 def check_crops(config: DataConfig) -> None:
     """Raise ValueError for training crops that are no size, cut no image, or need masks."""
-    if config.crop is None:
-        if config.crop_around or config.crops != 1:
-            raise ValueError(
-                "data.crop_around and data.crops need --data.crop; pass it or omit them"
-            )
-        return
-    check_sides(config.crop, "data.crop")
-    crop, limit = sides(config.crop), sides(config.img_size)
-    if limit is not None and crop[0] >= limit[0] and crop[1] >= limit[1]:
-        raise ValueError(
+    if config.crop is not None:
+        check_sides(config.crop, "data.crop")
+    crop, limit = sides(config.crop) or (0, 0), sides(config.img_size) or (math.inf, math.inf)
+    refuse(
+        (
+            config.crop is None and (config.crop_around or config.crops != 1),
+            "data.crop_around and data.crops need --data.crop; pass it or omit them",
+        ),
+        (
+            crop[0] >= limit[0] and crop[1] >= limit[1],
             f"data.crop {pixels(crop)} is not smaller than data.img_size, {pixels(limit)}; use a "
-            "smaller crop or a larger data.img_size"
-        )
-    if config.crop_around and config.task != "segmentation":
-        raise ValueError(
+            "smaller crop or a larger data.img_size",
+        ),
+        (
+            config.crop_around and config.task != "segmentation",
             f"data.crop_around needs masks (data.task segmentation), got {config.task}; omit it "
-            "for crops anywhere"
-        )
+            "for crops anywhere",
+        ),
+    )
 
 
 def check_augment(config: DataConfig, *allowed: str, files: bool = True) -> None:

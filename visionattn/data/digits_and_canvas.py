@@ -11,9 +11,9 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
+from visionattn.cli.untrusted import refuse
 from visionattn.data.batches import SampleKey
 from visionattn.data.geometry import Box
-from visionattn.data.option_ranges import refuse
 from visionattn.data.synthetic_images import (
     DISTRACTOR,
     FIRST_CLASS,

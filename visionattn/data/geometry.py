@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from visionattn.data.option_ranges import refuse
+from visionattn.cli.untrusted import refuse
 from visionattn.model_config import Fit
 from visionattn.models.weights import DataSpec
 

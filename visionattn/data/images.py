@@ -208,7 +208,8 @@ class ImageDataset(Dataset):
         self.source, self.indices = source, indices
         self.labels, self.seed = labels, seed
         self.augment = augment
-        self._sizes: np.ndarray | None = None
+        self.known_sizes: np.ndarray | None = None
+        """The result of ``sizes`` once it is known."""
 
     def __len__(self):
         return len(self.labels)
@@ -217,19 +218,14 @@ class ImageDataset(Dataset):
         """Return height and width of each image in pixels, ``[n, 2]``, from the file headers; 0 for
         an unreadable image.
         """
-        if self._sizes is None:
+        if self.known_sizes is None:
             found = []
             with ThreadPoolExecutor(SIZE_THREADS) as pool, Progress(len(self)) as progress:
                 for size in pool.map(self._size, self.indices.tolist()):
                     found.append(size)
                     progress.advance(1, size == (0, 0))
-            self._sizes = np.array(found, dtype=np.int64).reshape(-1, 2)
-        return self._sizes
-
-    @property
-    def known_sizes(self) -> np.ndarray | None:
-        """Return ``sizes()`` if they have been read, else None."""
-        return self._sizes
+            self.known_sizes = np.array(found, dtype=np.int64).reshape(-1, 2)
+        return self.known_sizes
 
     def canvases(self, geometry: Geometry) -> np.ndarray:
         """Return the size of the model's input for each image, ``[n, 2]``."""
@@ -313,10 +309,10 @@ class ImageDataset(Dataset):
         try:
             with open_image(self.source.open(index), self.options) as reader:
                 size = (reader.height, reader.width)
-                if self._sizes is not None and size != tuple(self._sizes[key.index]):
+                if self.known_sizes is not None and size != tuple(self.known_sizes[key.index]):
                     raise ValueError(
                         "its size has changed since the start of the run"
-                        if self._sizes[key.index].any()
+                        if self.known_sizes[key.index].any()
                         else "it was unreadable at the start of the run and is readable now"
                     )
                 item = self._item(reader, index, key, keep if reader.single_file else not_kept)

@@ -11,11 +11,10 @@ import cv2
 import numpy as np
 from PIL import Image
 
-from visionattn.cli.untrusted import checked, read_yaml
+from visionattn.cli.untrusted import checked, read_yaml, refuse
 from visionattn.data.data_config import DataConfig
 from visionattn.data.formats.reader import NotAsAsked
 from visionattn.data.formats.tiff_pages import MIN_IS_WHITE, PHOTOMETRIC
-from visionattn.data.option_ranges import refuse
 from visionattn.models.segmentation import IGNORED
 
 INDEXED = ("1", "L", "P", "I", "I;16", "I;16B")

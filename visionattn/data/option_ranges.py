@@ -6,19 +6,13 @@ import os
 import re
 from math import isfinite
 
+from visionattn.cli.untrusted import refuse
 from visionattn.data.data_config import DataConfig
 
 LARGEST = 1e9
 """No rate, weight or limit of a training exceeds it: such a number is a mistake."""
 FEW_WORKERS, WORKERS_PER_CORE = 64, 16
 """Maximum number of loading processes: on any machine, and per core."""
-
-
-def refuse(*rules: tuple[object, str]) -> None:
-    """Raise ValueError with the text of the first rule whose condition holds."""
-    for holds, text in rules:
-        if holds:
-            raise ValueError(text)
 
 
 def check_workers(count: int, key: str) -> None:

@@ -23,6 +23,7 @@ from visionattn.cli.files import check_free, write_text
 from visionattn.cli.parsing import parse
 from visionattn.cli.progress import Progress
 from visionattn.cli.tables import heading, line
+from visionattn.cli.untrusted import refuse
 from visionattn.data.batches import Unreadable
 from visionattn.data.data_config import DataConfig
 from visionattn.data.formats import (
@@ -33,7 +34,6 @@ from visionattn.data.formats import (
     read_blocks,
 )
 from visionattn.data.images import ImageDataset, unreadable
-from visionattn.data.option_ranges import refuse
 from visionattn.data.splits import build_splits, check_root
 
 COLUMNS = ("band", "mean", "std", "smallest", "largest", "images", "pixels")

@@ -17,6 +17,7 @@ import torch
 from timm.data.readers import create_reader
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from visionattn.cli.untrusted import refuse
 from visionattn.data.batches import (
     ORDER_STREAM,
     Batch,
@@ -29,7 +30,6 @@ from visionattn.data.folder_walk import LeftOut, by_split, listed
 from visionattn.data.formats.reader import require
 from visionattn.data.geometry import Geometry
 from visionattn.data.images import see_array
-from visionattn.data.option_ranges import refuse
 
 if TYPE_CHECKING:
     from visionattn.data.augment import Augment

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from visionattn.cli.files import first_line, flush_folder, write_whole
-from visionattn.cli.untrusted import brief, from_json
+from visionattn.cli.untrusted import brief, from_json, refuse
 from visionattn.data.data_checks import WHOLE
 from visionattn.data.folder_walk import composed, listed
 from visionattn.data.splits import Splits
@@ -289,16 +289,18 @@ def check_options(
         if was != is_now:
             until = " until the epoch is over" if key in counted else ""
             raise ValueError(f"the run has {key} {was}, not {is_now}; resume with the same{until}")
-    if new["init_from"] not in (None, old["init_from"]):
-        raise ValueError(
+    had, has = old["optim"]["ema_decay"], new["optim"]["ema_decay"]
+    refuse(
+        (
+            new["init_from"] not in (None, old["init_from"]),
             f"init_from {new['init_from']} applies only at the start of a run, and a resumed run "
-            "keeps its own weights; leave it out"
-        )
-    if bool(old["optim"]["ema_decay"]) != bool(new["optim"]["ema_decay"]):
-        raise ValueError(
-            f"the run has optim.ema_decay {old['optim']['ema_decay']}; it cannot be switched on or "
-            "off halfway"
-        )
+            "keeps its own weights; leave it out",
+        ),
+        (
+            bool(had) != bool(has),
+            f"the run has optim.ema_decay {had}; it cannot be switched on or off halfway",
+        ),
+    )
     return changed
 
 

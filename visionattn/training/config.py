@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Literal
 
+from visionattn.cli.untrusted import refuse
 from visionattn.data.data_config import DataConfig
-from visionattn.data.option_ranges import check_ranges, check_signs, refuse
+from visionattn.data.option_ranges import check_ranges, check_signs
 from visionattn.model_config import VECTOR_TASKS, Fit, ModelConfig
 
 

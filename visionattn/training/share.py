@@ -17,8 +17,7 @@ from torch import nn
 
 from visionattn.cli.files import check_new, first_line, whole_folder, write_text
 from visionattn.cli.parsing import parse, with_first
-from visionattn.cli.untrusted import brief
-from visionattn.data.option_ranges import refuse
+from visionattn.cli.untrusted import brief, refuse
 from visionattn.models.building import patch_size
 from visionattn.models.entry_points import images_cfg
 from visionattn.models.weights import check_finite, described, load_model, read_metadata

@@ -22,6 +22,7 @@ from visionattn.cli.exit_codes import NonFinite
 from visionattn.cli.files import write_json
 from visionattn.cli.interruption import Interruption
 from visionattn.cli.progress import Progress
+from visionattn.cli.untrusted import refuse
 from visionattn.data.batches import Batch, EvalBatches, seed_batch
 from visionattn.data.geometry import geometry_of
 from visionattn.data.images import ImageDataset
@@ -625,7 +626,7 @@ class Trainer:
             "seconds": round(position.epoch_seconds, 3),
         }
         # Then the metrics, and the state last: all that it counts as done is on the disk.
-        position.next_epoch()
+        position.epoch, position.batch, position.epoch_seconds = position.epoch + 1, 0, 0.0
         self.sums = EpochSums()
         self.history.append(values)
         more = {f"val_{key}": value for key, value in pixel_figures(result).items()}
@@ -768,27 +769,29 @@ class Trainer:
             amid_epoch=state["position"]["batch"] > 0,
             done=done >= self.config.epochs,
         )
-        if state["images"] != self.images():
-            raise ValueError(
+        found = changes(state["listing"], self.listing, self.splits)
+        features, was, now = self.config.data.features, state["data"]["mean"], self.spec.mean
+        refuse(
+            (
+                state["images"] != self.images(),
                 "the run has {} training and {} validation images, here are {} and {}; resume with "
-                "the same".format(*state["images"], *self.images())
-            )
-        if found := changes(state["listing"], self.listing, self.splits):
-            raise ValueError(
+                "the same".format(*state["images"], *self.images()),
+            ),
+            (
+                found,
                 f"the images are not those that the run began with: {found}; resume with the same, "
-                "or --overwrite starts over"
-            )
-        if (state["data"]["colours"] or ()) != (self.spec.colours or ()):
-            raise ValueError(
-                "the run took the values of its masks for other classes; --overwrite starts over"
-            )
-        if self.config.data.features is not None:
-            was, now = state["data"]["mean"], self.spec.mean
-            if len(was) != len(now) or not np.allclose(was, now):
-                raise ValueError(
-                    f"data.features {self.config.data.features} are not the features that the run "
-                    "began with; resume with the same, or --overwrite starts over"
-                )
+                "or --overwrite starts over",
+            ),
+            (
+                (state["data"]["colours"] or ()) != (self.spec.colours or ()),
+                "the run took the values of its masks for other classes; --overwrite starts over",
+            ),
+            (
+                features is not None and (len(was) != len(now) or not np.allclose(was, now)),
+                f"data.features {features} are not the features that the run began with; resume "
+                "with the same, or --overwrite starts over",
+            ),
+        )
         load_whole(self.model, state["model"])
         if self.ema:
             load_whole(self.ema.module, state["ema"])

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from visionattn.data.option_ranges import refuse
+from visionattn.cli.untrusted import refuse
 from visionattn.models.weights import DataSpec
 
 LARGEST_IMAGE_PX = 2**30

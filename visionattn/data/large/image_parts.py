@@ -248,7 +248,7 @@ def open_source(
             line with its name.
     """
     with ExitStack() as failed:
-        name = name or _name_of(image)
+        name = name or _path_of(image) or f"the {'array' if hasattr(image, 'shape') else 'image'}"
         try:
             reader = _open(image, options or ReadOptions())
             failed.callback(reader.close)
@@ -271,10 +271,6 @@ def _path_of(image: object) -> str | None:
         return os.fspath(image)
     name = getattr(image, "name", None)
     return name if hasattr(image, "read") and isinstance(name, str) else None
-
-
-def _name_of(image: object) -> str:
-    return _path_of(image) or ("the array" if hasattr(image, "shape") else "the image")
 
 
 def _open(image: Any, options: ReadOptions) -> Reader:

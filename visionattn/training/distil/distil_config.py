@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from visionattn.cli.parsing import config_files, parse
+from visionattn.cli.untrusted import refuse
 from visionattn.data.data_config import DataConfig
-from visionattn.data.option_ranges import check_signs, refuse
+from visionattn.data.option_ranges import check_signs
 from visionattn.model_config import ModelConfig
 from visionattn.models.conversion import NAME, OF_ATTENTION, RATES, StudentOptions
 from visionattn.models.weights import DataSpec

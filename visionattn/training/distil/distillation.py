@@ -8,6 +8,7 @@ the configuration of the distillation.
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -33,11 +34,11 @@ from visionattn.training.distil.distil_config import (
 )
 from visionattn.training.distil.imitation import block_losses
 from visionattn.training.distil.student import (
-    Preparing,
     Taught,
     check_student,
     images_of,
     open_taught,
+    prepare_student,
 )
 from visionattn.training.distributed import Processes
 from visionattn.training.run_folder import (
@@ -251,7 +252,7 @@ class Whole:
             replace(run, resume=going, overwrite=False),
             stream=self.stream,
             processes=processes,
-            prepare=Preparing(self.config, self.taught, blocks, former),
+            prepare=partial(prepare_student, self.config, self.taught, blocks, former),
             again=lambda _: again,
         )
         return reached(result)
