@@ -324,8 +324,8 @@ def test_masks_that_teach_nothing_are_refused(tmp_path, levels, more, words):
 @pytest.mark.parametrize(
     ("train", "val", "note", "error"),
     [
-        ((0, 1), (0, 255), "255 does not count in .*, where all else is class 0", "validation"),
-        ((0, 255), (0, 1), "255 does not count in .*, where all else is class 0", "training"),
+        ((0, 1), (0, 255), None, "validation"),
+        ((0, 255), (0, 1), None, "training"),
         ((0, 1), (0, 0), "only class 0 counts in the 4 validation masks; their mean IoU", None),
         ((0, 1), (0, 2), "no pixel of the 4 training masks has the class 2", None),
     ],
@@ -336,7 +336,7 @@ def test_splits_whose_masks_disagree_are_named(tmp_path, train, val, note, error
     words = f"only class 0 counts in the 4 {error} masks, as the value 255 does not count"
     with (
         pytest.raises(ValueError, match=words) if error else nullcontext(),
-        pytest.warns(UserWarning, match=note),
+        pytest.warns(UserWarning, match=note) if note else nullcontext(),
     ):
         check_trained(opened(tmp_path))
 

@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from timm.utils import natural_key
-
 from visionattn.data.formats import extensions, is_folder_format
 
 TEXTS = frozenset(
@@ -124,6 +122,15 @@ def counted(suffixes: Counter[str]) -> str:
 def composed(name: str) -> str:
     """Return a name in Unicode's composed form (NFC): macOS writes é as e and an accent."""
     return unicodedata.normalize("NFC", name)
+
+
+def natural_key(text: str) -> list[str | int]:
+    """Return the natural sort key of a name: numbers within it count by value.
+
+    timm does the same, but its key treats ``²`` as a number.
+    """
+    parts = re.split(r"(\d+)", text.lower())
+    return [int(part) if place % 2 else part for place, part in enumerate(parts)]
 
 
 def in_order(path: str) -> tuple[list, str]:

@@ -90,10 +90,14 @@ def _check_said(said: MasksSaid, source: str) -> None:
         ),
         (wrong_paths, f"{source}.layers wants paths with {{name}}, got {''.join(wrong_paths[:1])}"),
     )
-    for key, given in (("classes", named), ("colours", colours)):
-        if given is not None and not 2 <= len(given) <= IGNORED:
-            raise ValueError(f"{source}.{key} must name 2 to {IGNORED} classes, got {len(given)}")
     refuse(
+        *(
+            (
+                given is not None and not 2 <= len(given) <= IGNORED,
+                f"{source}.{key} must name 2 to {IGNORED} classes, got {len(given or [])}",
+            )
+            for key, given in (("classes", named), ("colours", colours))
+        ),
         (
             named is not None and (len(set(named)) < len(named) or not all(named)),
             f"{source}.classes must be names, each once, got {named}",

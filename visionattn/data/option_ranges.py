@@ -31,13 +31,17 @@ def check_signs(positive: dict[str, float | None], not_negative: dict[str, float
     ``LARGEST``. None is skipped.
     """
     for key, value in (positive | not_negative).items():
-        low = "above" if key in positive else "at least"
-        if value is not None and (
-            not isfinite(value) or value < 0 or (value == 0 and key in positive)
-        ):
-            raise ValueError(f"{key} must be {low} 0, got {value}")
-        if isinstance(value, float) and value > LARGEST:
-            raise ValueError(f"{key} must be at most {LARGEST:.0e}, got {value}")
+        low, number = "above" if key in positive else "at least", 1 if value is None else value
+        refuse(
+            (
+                not isfinite(number) or number < 0 or (number == 0 and key in positive),
+                f"{key} must be {low} 0, got {value}",
+            ),
+            (
+                isinstance(number, float) and number > LARGEST,
+                f"{key} must be at most {LARGEST:.0e}, got {value}",
+            ),
+        )
 
 
 def check_ranges(config: DataConfig) -> None:

@@ -120,11 +120,13 @@ def open_shards(
     available = list(_load_info(place).get("splits", {}))
     splits = by_split(available, root)
     LeftOut([name for name in available if name not in splits.values()]).warn(root)
-    for split in () if judged else ("train", "validation"):
-        if split not in splits:
-            raise ValueError(
-                f"_info.json of {place} has no {split} split; it has {listed(available) or 'none'}"
-            )
+    there = listed(available) or "none"
+    refuse(
+        *(
+            (split not in splits, f"_info.json of {place} has no {split} split; it has {there}")
+            for split in (() if judged else ("train", "validation"))
+        )
+    )
     return {
         split: Shards(
             place,

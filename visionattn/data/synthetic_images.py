@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from visionattn.data.batches import Item, SampleKey
 from visionattn.data.geometry import Geometry, Size, View, pixels
 from visionattn.data.images import cut_mask, fill, see_array
+from visionattn.data.option_ranges import check_signs
 
 TEST_SEED = 20
 Split = Literal["train", "validation", "test"]
@@ -38,9 +39,8 @@ class DrawnArgs:
     """Images of the validation split and of the test split, each."""
 
     def __post_init__(self) -> None:
-        for key in ("train_images", "eval_images"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"data.args.{key} must be above 0, got {getattr(self, key)}")
+        counts = {"train_images": self.train_images, "eval_images": self.eval_images}
+        check_signs({f"data.args.{key}": count for key, count in counts.items()}, {})
 
 
 class DrawnDataset(Dataset):

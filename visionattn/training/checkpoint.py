@@ -112,8 +112,6 @@ def check_sums(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as file:
             bad = file.testzip()
-    except PermissionError:
-        raise
     except (*UNREADABLE, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(
             f"{path} is a truncated or damaged checkpoint: {first_line(error)}"
@@ -442,12 +440,16 @@ def started_model(
         return converted.model, chosen, converted.args, lines
     if model.name == NAME:
         held = _args_in(source)
-        for key, asked in model.args.items():
-            if key in held and key not in OPTIONS and held[key] != asked:
-                raise ValueError(
-                    f"the weights to start from have {key} {brief(held[key])}, model.args "
-                    f"{brief(asked)}; {NONE_GIVEN}"
+        refuse(
+            *(
+                (
+                    key in held and key not in OPTIONS and held[key] != asked,
+                    f"the weights to start from have {key} {brief(held.get(key))}, model.args "
+                    f"{brief(asked)}; {NONE_GIVEN}",
                 )
+                for key, asked in model.args.items()
+            )
+        )
         model = replace(model, args=held | model.args)
     made, args = build_model(model, spec)
     return made, model, args, place_weights(made, model.name, source).lines() if first else []

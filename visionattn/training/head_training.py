@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from visionattn.cli.untrusted import refuse
 from visionattn.data.data_config import DataConfig
 from visionattn.data.geometry import geometry_of
 from visionattn.data.images import ImageDataset
@@ -135,11 +136,10 @@ def prepare_maps(
     """
     folder, usual = str(data.features), DataConfig()
     kept = FeatureFolder(folder)
-    for key in IMAGE_OPTIONS:
-        if getattr(data, key) != getattr(usual, key):
-            raise ValueError(
-                f"data.{key} changes images, and data.features has their features; leave it out"
-            )
+    changes = "data.{} changes images, and data.features has their features; leave it out"
+    refuse(
+        *((getattr(data, key) != getattr(usual, key), changes.format(key)) for key in IMAGE_OPTIONS)
+    )
     path = kept.folder / BACKBONE
     body = load_model(path)
     name, args, images = described(read_metadata(path), path)
@@ -150,13 +150,20 @@ def prepare_maps(
         f"model.args.{key}": args.get(key) == x for key, x in chosen.args.items() if key not in head
     }
     given |= {chosen.name: chosen.name in (name, ModelConfig.name)}
-    if wrong := [key for key, same in given.items() if not same]:
-        raise ValueError(
-            f"data.features {folder} has features of {name}, blocks {body.taken}; {wrong[0]} would "
-            "be for another model, leave it out"
-        )
-    if not isinstance(splits.train, ImageDataset):
-        raise ValueError(f"data.features {folder} is for a folder of images; leave it out")
+    refuse(
+        *(
+            (
+                not same,
+                f"data.features {folder} has features of {name}, blocks {body.taken}; {key} would "
+                "be for another model, leave it out",
+            )
+            for key, same in given.items()
+        ),
+        (
+            not isinstance(splits.train, ImageDataset),
+            f"data.features {folder} is for a folder of images; leave it out",
+        ),
+    )
     spec = splits.spec
     how = dict(leaves_out=takes_sizes(body))
     geometry = geometry_of(images, body.patch_px)

@@ -26,6 +26,7 @@ from visionattn.cli.files import (
     reserve_bytes,
     write_whole,
 )
+from visionattn.cli.untrusted import refuse
 from visionattn.data.formats.reader import Closing, Georeference, require
 
 Shape = tuple[int, int, int]
@@ -361,11 +362,14 @@ def open_sink(
     """
     path = Path(path)
     suffix = path.suffix.lower()
-    if suffix not in SINKS:
-        raise ValueError(f"{path} ends in none of {', '.join(SINKS)}")
     asked = None if dtype is None else np.dtype(dtype)
-    if asked is not None and asked.kind != "f":
-        raise ValueError(f"{path}: expected a type of floats, got {asked}")
+    refuse(
+        (suffix not in SINKS, f"{path} ends in none of {', '.join(SINKS)}"),
+        (
+            asked is not None and asked.kind != "f",
+            f"{path}: expected a type of floats, got {asked}",
+        ),
+    )
     if suffix == ".zarr":
         require("arrays", "zarr", what="a zarr array")
         if not overwrite and (path / ZARR).is_file():

@@ -17,7 +17,7 @@ import torch
 from visionattn.cli.commands import typed
 from visionattn.cli.files import unfinished, write_text
 from visionattn.cli.parsing import parse, yaml_text
-from visionattn.cli.untrusted import from_json, read_csv
+from visionattn.cli.untrusted import from_json, read_csv, refuse
 from visionattn.data.geometry import geometry_of
 from visionattn.data.splits import check_root, eval_batches
 from visionattn.models.building import patch_size
@@ -156,12 +156,17 @@ def check_same(config: DistilConfig, folder: Path) -> None:
     if done:
         fixed += [*SETTLED, *(f"{letter}." for letter in done)]
     old = parse(DistilConfig, ["--config", str(folder / DISTIL)])
-    for line in differences(asdict(old), asdict(config)):
-        if line.strip().startswith(tuple(fixed)):
-            raise ValueError(
-                f"the distillation in {folder} is another one: {line.strip()}; resume with the "
-                "same, or --overwrite starts over"
+    changed = [line.strip() for line in differences(asdict(old), asdict(config))]
+    refuse(
+        *(
+            (
+                line.startswith(tuple(fixed)),
+                f"the distillation in {folder} is another one: {line}; resume with the same, or "
+                "--overwrite starts over",
             )
+            for line in changed
+        )
+    )
 
 
 def checked_teacher(config: DistilConfig) -> Taught:
