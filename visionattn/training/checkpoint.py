@@ -19,6 +19,7 @@ import timm
 import torch
 from torch import nn
 
+from visionattn.cli.exit_codes import in_one_line
 from visionattn.cli.files import first_line, flush_folder, write_whole
 from visionattn.cli.untrusted import brief, from_json, refuse
 from visionattn.data.data_checks import WHOLE
@@ -195,10 +196,8 @@ class States:
                 return state, "; ".join(reasons)
             except FileNotFoundError:
                 reasons.append(f"{path} is missing")
-            except OSError as error:
-                reasons.append(f"{path}: {error.strerror or error}")
-            except ValueError as error:
-                reasons.append(str(error))
+            except (OSError, ValueError) as error:
+                reasons.append(in_one_line(error))
         return None, "; ".join(reasons)
 
     @cached_property
@@ -324,11 +323,9 @@ def changes(old: dict[str, Any] | None, new: dict[str, Any] | None, splits: Spli
     if old is None or new is None:
         return ""
     was, now = (list(map(composed, listing["class_names"])) for listing in (old, new))
-    if set(was) != set(now):
-        gone, come = set(was) - set(now), set(now) - set(was)
-        return f"classes that are gone: {_some(gone)}; new ones: {_some(come)}"
     if was != now:
-        return f"the classes were in the order {listed(was)}, and are {listed(now)}"
+        gone, come = (listed(sorted({*a} - {*b})) or "none" for a, b in ((was, now), (now, was)))
+        return f"classes that are gone: {gone}; new ones: {come}; or another order"
     words = []
     for part in PARTS:
         held = [listing.get(part, torch.empty(0)) for listing in (old, new)]
@@ -339,10 +336,6 @@ def changes(old: dict[str, Any] | None, new: dict[str, Any] | None, splits: Spli
             more = ", ..." if len(places) > 3 else ""
             words.append(f"{len(places)} of {len(held[0])} {part} images differ ({names}{more})")
     return "; ".join(words)
-
-
-def _some(names: set[str]) -> str:
-    return ", ".join(sorted(names)[:3]) or "none"
 
 
 @dataclass(frozen=True)
