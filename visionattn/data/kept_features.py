@@ -8,7 +8,6 @@ import math
 import os
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -217,10 +216,6 @@ class PatchSamples(KeptDataset):
         self.__dict__ |= maps.__dict__
         self.seed = seed
         self._classes = dict[int, np.ndarray]()
-        for number, row in enumerate(self.rows):
-            if row["status"] == "ok":
-                with suppress(*DAMAGED_IMAGE):  # each sample of it reports the error
-                    self._mask(number)
 
     def __getitem__(self, key: SampleKey) -> Item | Unreadable:
         item = super().__getitem__(key)

@@ -72,7 +72,8 @@ class HeadFiles:
         model = load_model(path)
         raw = dict(mean=(0.0,) * len(self.maps.mean), std=(1.0,) * len(self.maps.std))
         model.data_spec = replace(self.maps, **raw, thresholds=model.data_spec.thresholds)
-        model.backbone, model.norms = kept_body(model), nn.ModuleList([nn.Identity()])
+        model.backbone = patch_heads.KeptMaps(model.width, model.patch_px)
+        model.norms = nn.ModuleList([nn.Identity()])
         return model
 
 
@@ -108,11 +109,6 @@ def standardize(layer: nn.Conv2d, mean: Tensor, std: Tensor) -> None:
     weight = layer.weight.double() / std.view(1, -1, 1, 1)
     layer.bias.copy_(layer.bias.double() - weight.flatten(1) @ mean)
     layer.weight.copy_(weight)
-
-
-def kept_body(model: patch_heads.PatchModel) -> patch_heads.KeptMaps:
-    """Return the body that takes the place of a model's own where maps are the inputs."""
-    return patch_heads.KeptMaps(model.width, model.patch_px)
 
 
 def prepare_maps(
@@ -177,7 +173,8 @@ def prepare_maps(
         raise ValueError(f"data.features {folder} has no maps of {body.width} channels")
     of_maps = dict(in_chans=body.width, mean=mean, std=std, fit="native", img_size=None)
     spec = replace(spec, **of_maps, max_patches=None, bands=None, value_range=None, page=None)
-    model = with_head(kept_body(body), spec.task, spec.num_classes, head)
+    maps = patch_heads.KeptMaps(body.width, body.patch_px)
+    model = with_head(maps, spec.task, spec.num_classes, head)
     if isinstance(model, Segmenter) and model.cells == (1, 1) and model.encoder is None:
         parts["train"] = PatchSamples(parts["train"], seed)
     built = replace(chosen, name=name, args=args | head)

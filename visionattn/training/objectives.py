@@ -72,7 +72,9 @@ class Objective:
         self, config: OptimConfig, kind: LossConfig | None = None, spec: DataSpec | None = None
     ):
         self.kind, self.smoothing = kind or LossConfig(), config.label_smoothing
-        self.criterion = make_criterion(config)
+        plain = type(self) is Objective and self.kind == LossConfig()
+        self.criterion = make_criterion(config) if plain else None
+        """The mean loss of images with one class, also with mixed images; None: from ``each``."""
         self.spec = spec
 
     def called(self, model: nn.Module) -> nn.Module:
@@ -100,7 +102,7 @@ class Objective:
 
     def loss(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return the mean loss of a batch, each image times its weight, ``[B]``; None: 1."""
-        if weights is None and self.kind == LossConfig():
+        if weights is None and self.criterion is not None:
             return self.criterion(outputs, targets)
         return weighted_mean(self.each(outputs, targets), weights)
 
@@ -151,10 +153,6 @@ class PixelClasses(Objective):
         """Return placeholder masks, uint8 ``[images, H, W]``."""
         return torch.zeros(images, *size, dtype=torch.uint8)
 
-    def loss(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return the mean loss of a batch, each image times its weight, ``[B]``; None: 1."""
-        return weighted_mean(self.each(outputs, targets), weights)
-
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of each image, ``[B]``, for logits ``[B, classes, H, W]`` and classes
         uint8 ``[B, H, W]``; ``IGNORED`` pixels do not count.
@@ -188,10 +186,6 @@ class Likelihood(Objective):
         """Return the log-likelihood of every value in nats, ``[B, C, H, W]``."""
         decoder = next(each for each in called.modules() if isinstance(each, PixelDecoder))
         return called(inputs, targets) if decoder.conditioned else called(inputs)
-
-    def loss(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return the mean bits per dimension, each image times its weight, ``[B]``; None: 1."""
-        return weighted_mean(self.each(outputs, targets), weights)
 
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the bits per dimension of each image, ``[B]``, for log-likelihoods ``[B, C, H,
@@ -234,10 +228,6 @@ class ManyLabels(Objective):
     def plain(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of each image in evaluations, ``[B]``: binary cross-entropy."""
         return label_losses(outputs, targets)
-
-    def loss(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return the mean loss of a batch, each image times its weight, ``[B]``; None: 1."""
-        return weighted_mean(self.each(outputs, targets), weights)
 
     def judge(
         self, model: nn.Module, inputs: Tensor, sizes: Tensor | None, labels: Tensor
