@@ -416,13 +416,21 @@ def check_folder(folder: Path, way_out: str) -> None:
     """Raise ValueError if a folder cannot be created or written to; the error ends with
     ``way_out``.
     """
-    for place in (folder, *folder.parents):
-        if place.exists() and not place.is_dir():
-            raise ValueError(f"{place} is a file, so {folder} cannot be a folder; {way_out}")
     absolute = folder.absolute()
     existing = next(path for path in (absolute, *absolute.parents) if path.is_dir())
-    if not os.access(existing, os.W_OK):
-        raise ValueError(f"no permission to write to {existing}; {way_out}")
+    refuse(
+        *(
+            (
+                place.exists() and not place.is_dir(),
+                f"{place} is a file, so {folder} cannot be a folder; {way_out}",
+            )
+            for place in (folder, *folder.parents)
+        ),
+        (
+            not os.access(existing, os.W_OK),
+            f"no permission to write to {existing}; {way_out}",
+        ),
+    )
 
 
 def lock(path: Path, taken: str) -> TextIO:

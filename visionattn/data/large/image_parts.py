@@ -16,6 +16,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from visionattn.cli.untrusted import refuse
 from visionattn.data.formats import (
     DAMAGED_IMAGE,
     NotAsAsked,
@@ -107,11 +108,16 @@ class ImageSource(Closing):
             UnreadablePart: it cannot be read; one line with the rows and the file.
             ValueError: there are no such rows or columns.
         """
-        for part, most, what in ((rows, self.height, "rows"), (columns, self.width, "columns")):
-            if part.step not in (None, 1) or not 0 <= part.start < part.stop <= most:
-                raise ValueError(
-                    f"expected {what} {part.start} to {part.stop} of {self.name}, which has {most}"
+        sides = (rows, self.height, "rows"), (columns, self.width, "columns")
+        refuse(
+            *(
+                (
+                    part.step not in (None, 1) or not 0 <= part.start < part.stop <= most,
+                    f"expected {what} {part.start} to {part.stop} of {self.name}, which has {most}",
                 )
+                for part, most, what in sides
+            )
+        )
         try:
             return self._read(rows, columns)
         except DAMAGED_IMAGE as error:
