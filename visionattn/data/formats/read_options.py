@@ -101,7 +101,7 @@ def check_reading(
     refuse(
         (
             bands is not None and (not bands or min(bands) < 1),
-            f"{prefix}bands must be numbers from 1, got {bands}",
+            f"{prefix}bands must be numbers from 1, got {list(bands or ())}",
         ),
         (page is not None and page < 1, f"{prefix}page must be at least 1, got {page}"),
         (
@@ -116,7 +116,7 @@ def check_reading(
                 or value_range[0] >= value_range[1]
             ),
             f"{prefix}value_range must be two finite numbers, the lower one first, got "
-            f"{value_range}",
+            f"{list(value_range or ())}",
         ),
     )
 
