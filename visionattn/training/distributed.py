@@ -39,7 +39,6 @@ from visionattn.cli.exit_codes import (
     OutOfMemory,
     Stopped,
     exit_code,
-    in_one_line,
     is_out_of_memory,
 )
 from visionattn.cli.files import first_line
@@ -240,10 +239,14 @@ class Processes:
         if error is None:
             return None
         place = "" if self.first else f" ({self.name})"
-        kind = next(kind for kind in SHARED if isinstance(error, kind))
-        kind = OutOfMemory if kind is RuntimeError and is_out_of_memory(error) else kind
-        made = kind(f"{in_one_line(error)}{place}")
-        made.place = place
+        if isinstance(error, OSError) and error.filename and error.strerror:
+            made = OSError(error.errno, error.strerror + place, error.filename)
+        else:
+            kind = next(kind for kind in SHARED if isinstance(error, kind))
+            made = (OutOfMemory if kind is RuntimeError and is_out_of_memory(error) else kind)(
+                f"{error}{place}"
+            )
+        made.place = place  # type: ignore[attr-defined]
         return made
 
     def set_timeout(self, seconds: float) -> None:
