@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from visionattn.cli.parsing import field_types
 from visionattn.command import SUBCOMMANDS, main
+from visionattn.inference.feature_options import ExtractOptions
+from visionattn.inference.inference_options import PredictOptions
+from visionattn.training.config import TrainConfig, ValidateConfig
 
 ROOT = Path(__file__).parents[2]
 TOOLS = sorted((ROOT / "tools").glob("*.py"))
@@ -111,3 +115,8 @@ def test_help_shows_a_default_list_as_it_is_typed(capsys):
     with pytest.raises(SystemExit):
         main(["benchmark", "models", "--help"])
     assert "(default: 224 512)" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("kind", [TrainConfig, ValidateConfig, PredictOptions, ExtractOptions])
+def test_the_most_used_options_are_options(kind):
+    assert set(kind.MOST_USED) <= set(field_types(kind))

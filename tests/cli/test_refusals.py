@@ -126,13 +126,10 @@ def test_images_that_are_not_there_are_said_before_anything_about_where_results_
 def test_lines_are_bounded_and_keep_both_ends():
     path = "/a/long/path" * 12
     assert bounded(f"no file at {path}; name another") == f"no file at {path}; name another"
-    value, error = "x" * 5000, ValueError
-    line = in_one_line(error(f"lr must be a number, got {value}; leave it out"))
+    value = "x" * 5000
+    line = in_one_line(ValueError(f"lr must be a number, got {value}; leave it out"))
     assert line.startswith("lr must be a number, got xxx") and line.endswith("xxx; leave it out")
-    assert " ... " in line and len(line) < 300
-    many = in_one_line(error("names: " + " ".join(map(str, range(3000))) + "; name fewer"))
-    assert many.startswith("names: 0 1 2 ") and many.endswith("2999; name fewer")
-    assert len(many) <= LONGEST
+    assert "xxx ... xxx" in line and len(line) <= LONGEST
     assert len(in_one_line(FileNotFoundError(2, "No such file or directory", value))) <= LONGEST
 
 

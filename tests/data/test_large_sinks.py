@@ -271,9 +271,6 @@ def test_names_shapes_and_types_that_no_map_has_are_one_line(tmp_path):
     ):
         with pytest.raises(ValueError, match=f"^[^\\n]*{said}[^\\n]*$"):
             open_sink(tmp_path / name, **options)
-    for name, dtype, said in (
-        ("map.npy", np.complex64, "expected a map of numbers"),
-        ("map.tif", np.int64, "a TIFF is not written of int64"),
-    ):
-        with open_sink(tmp_path / name) as sink, pytest.raises(ValueError, match=said):
-            sink.begin(SHAPE, dtype)
+    said = "expected a map of numbers"
+    with open_sink(tmp_path / "map.npy") as sink, pytest.raises(ValueError, match=said):
+        sink.begin(SHAPE, np.complex64)

@@ -278,11 +278,6 @@ def test_sources_that_a_model_does_not_take_are_one_line(tmp_path):
     for image, options, said in (
         ([1, 2], None, "the image: expected a path, an array or a tensor, got list"),
         (np.zeros((2, 3, 4, 5)), None, "the array: expected an array of numbers"),
-        (
-            torch.zeros(3, 4, 5, dtype=torch.bfloat16),
-            None,
-            "a tensor of torch.bfloat16; convert it",
-        ),
         (path, COLOURED, f"{path}: the image has 5 bands; choose bands"),
         (path, ReadOptions(bands=(6,)), f"{path}: expected band 6, the image has 5 bands"),
         (path, ReadOptions(page=2), f"{path}: expected page 2, the image has 1 page"),

@@ -1,9 +1,7 @@
 """Masks in files: pairs of files, meanings of values, errors, and augmentation."""
 
-import struct
 import unicodedata
 import warnings
-import zlib
 from contextlib import nullcontext
 
 import numpy as np
@@ -69,20 +67,6 @@ def coloured(mask, path):
     Image.fromarray(np.array(COLOURS, np.uint8)[mask]).save(path)
 
 
-def in_four_bits(mask, path):
-    """Grey PNGs of 4 bits, which no library that we have writes."""
-    height, width = mask.shape
-    padded = np.pad(mask, ((0, 0), (0, width % 2)))
-    rows = padded[:, ::2] << 4 | padded[:, 1::2]
-    lines = zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows))
-    head = struct.pack(">IIBBBBB", width, height, 4, 0, 0, 0, 0)
-    content = b"\x89PNG\r\n\x1a\n"
-    for kind, data in ((b"IHDR", head), (b"IDAT", lines), (b"IEND", b"")):
-        sums = struct.pack(">I", zlib.crc32(kind + data))
-        content += struct.pack(">I", len(data)) + kind + data + sums
-    path.write_bytes(content)
-
-
 def now_and_then_in_one_bit(mask, path):
     Image.fromarray(mask * 255 if int(path.stem) % 2 else mask > 0).save(path)
 
@@ -107,7 +91,6 @@ def items(dataset):
         (with_palette, ".png", {}),
         (values(0, 1, 2, dtype=np.uint16, byteorder=">"), ".tif", {}),
         (values(0, 1, 2, photometric="miniswhite"), ".tif", {}),
-        (in_four_bits, ".png", {}),
         (values(0, 1, 2, mode="RGB"), ".bmp", {}),
         (coloured, ".png", {"masks": {"colours": COLOURS}}),
     ],
@@ -341,8 +324,8 @@ def test_masks_that_teach_nothing_are_refused(tmp_path, levels, more, words):
 @pytest.mark.parametrize(
     ("train", "val", "note", "error"),
     [
-        ((0, 1), (0, 255), "255 does not count in .*, where all else is class 0", "validation"),
-        ((0, 255), (0, 1), "255 does not count in .*, where all else is class 0", "training"),
+        ((0, 1), (0, 255), None, "validation"),
+        ((0, 255), (0, 1), None, "training"),
         ((0, 1), (0, 0), "only class 0 counts in the 4 validation masks; their mean IoU", None),
         ((0, 1), (0, 2), "no pixel of the 4 training masks has the class 2", None),
     ],
@@ -353,7 +336,7 @@ def test_splits_whose_masks_disagree_are_named(tmp_path, train, val, note, error
     words = f"only class 0 counts in the 4 {error} masks, as the value 255 does not count"
     with (
         pytest.raises(ValueError, match=words) if error else nullcontext(),
-        pytest.warns(UserWarning, match=note),
+        pytest.warns(UserWarning, match=note) if note else nullcontext(),
     ):
         check_trained(opened(tmp_path))
 

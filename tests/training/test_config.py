@@ -188,15 +188,6 @@ def test_every_configuration_of_the_repository_is_valid_and_has_a_header(path):
         (["--optim.layer_decay", "1.1"], "optim.layer_decay must be in (0, 1], got 1.1"),
         (["--data.val_fraction", "1"], "data.val_fraction must be in (0, 1), got 1.0"),
         (["--data.img_size_choices", "96", "0"], "data.img_size_choices[1] must be above 0, got 0"),
-        (
-            ["--data.img_size_choices", "[]"],
-            "data.img_size_choices is empty; name the sizes, or leave it out to train at "
-            "data.img_size",
-        ),
-        (
-            ["--data.img_size_choices", "96", "32", "96"],
-            "data.img_size_choices [96, 32, 96] names a size twice; name each once",
-        ),
         (["--optim.min_lr", "1"], "optim.min_lr 1.0 is above optim.lr 0.001, the peak"),
         (["--optim.drop_epochs", "0"], "optim.drop_epochs must be above 0, got 0.0"),
         (
@@ -206,10 +197,6 @@ def test_every_configuration_of_the_repository_is_valid_and_has_a_header(path):
         (
             ["--optim.drop_epochs", "1"],
             "optim.drop_epochs must be above optim.warmup_epochs 1.0 and below epochs 10, got 1.0",
-        ),
-        (
-            ["--optim.drop_epochs", "3", "--optim.min_lr", "1e-3"],
-            "optim.drop_epochs has no effect: optim.min_lr is optim.lr, 0.001",
         ),
         (
             ["--optim.warmup_epochs", "10"],
@@ -273,42 +260,9 @@ def test_a_fault_of_the_program_is_not_taken_for_bad_input():
         run_tool(lambda: 1 / 0)
 
 
-@pytest.mark.parametrize(
-    ("flag", "said"),
-    [
-        (
-            "--data.aug.turn",
-            "unknown option --data.aug.turn; it was removed: --data.augment takes a preset",
-        ),
-        (
-            "--data.mask-classes",
-            "unknown option --data.mask-classes; it was removed: classes of --data.masks",
-        ),
-        (
-            "--init-model",
-            "unknown option --init-model; it was removed: `visionattn convert` makes a file",
-        ),
-        ("--data", "unknown option --data; the nearest is --data.name; a file of options is for"),
-    ],
-)
-def test_options_that_are_gone_name_what_takes_their_place(flag, said):
-    with pytest.raises(ValueError) as caught:
-        parse_train([flag, "1"])
-    assert str(caught.value).startswith(said)
-
-
-def test_a_configuration_of_a_former_version_names_what_is_gone(tmp_path):
-    path = tmp_path / "config.yaml"
-    former = (
-        "data: {aug: {turn: null}, download: false}\noptim: {warmup_lr: 1.0e-06}\nlog_every: null"
-    )
-    path.write_text(former)  # options that do nothing, as every config.yaml had them
-    assert parse_train(["--config", str(path)]).epochs == 10
-    path.write_text("data: {aug: {turn: 5}}\n")
-    with pytest.raises(
-        ValueError, match="config.yaml: unknown key data.aug; it was removed: --data.augment"
-    ):
-        parse_train(["--config", str(path)])
+def test_a_group_of_options_is_not_taken_for_one_option():
+    with pytest.raises(ValueError, match="unknown option --data; the nearest is --data.name"):
+        parse_train(["--data", "1"])
 
 
 def test_the_other_values_of_a_stage_are_its_own_defaults(tmp_path):

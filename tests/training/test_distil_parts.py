@@ -24,7 +24,7 @@ from visionattn.models import from_softmax
 from visionattn.training.distil.distil_config import StageConfig, stage_data, stage_run
 from visionattn.training.distil.distillation import begin
 from visionattn.training.distil.imitation import Imitating, Imitation, block_losses
-from visionattn.training.distil.student import Preparing, carry, images_of, open_taught
+from visionattn.training.distil.student import carry, images_of, open_taught, prepare_student
 from visionattn.training.distributed import Processes
 
 CPU = torch.device("cpu")
@@ -177,11 +177,11 @@ def test_the_options_of_a_stage_reach_its_run_and_its_student(tmp_path):
     run = stage_run(config, "c", data, {})
     assert (run.epochs, run.batch_size, run.optim.lr) == (2, 5, 2e-3)
     assert stage_run(config, "a", data, {}).batch_size == config.batch_size
-    made = Preparing(config, taught, [], None)(run, CPU, resumed=False, first=True)
+    made = prepare_student(config, taught, [], None, run, CPU, resumed=False, first=True)
     assert made.model.grad_checkpointing and made.objective.teacher_size == "tiled"
     plain = replace(config, grad_checkpointing=False)
     run = stage_run(plain, "b", data, {})
-    made = Preparing(plain, taught, [], None)(run, CPU, resumed=False, first=True)
+    made = prepare_student(plain, taught, [], None, run, CPU, resumed=False, first=True)
     assert not made.model.grad_checkpointing and made.objective.teacher_size == "same"
 
 

@@ -2,29 +2,14 @@
 by default.
 """
 
-import json
-from dataclasses import replace
-
 import pytest
 import torch
 from timm import create_model, list_models
 
-from tests.helpers.resumed_runs import (
-    best_of,
-    config_of,
-    finished_run,
-    interrupt,
-    run,
-    state_of,
-    stop_after,
-)
-from tests.helpers.small_runs import MODEL, SPEC, same
-from visionattn.cli.exit_codes import Stopped
+from tests.helpers.small_runs import MODEL, SPEC
 from visionattn.models.entry_points import LOCAL
 from visionattn.models.registration import DEFAULTS, complete, is_ours
 from visionattn.models.weights import load_model, save_model
-
-pytestmark = pytest.mark.usefixtures("small_data")
 
 NAME = "scaleformer_vit_t"
 NEW = dict(output_gate=True, value_conv=3, global_pool="avg", relative="axial")
@@ -36,12 +21,6 @@ def before(monkeypatch):
     """Let the name stand for a model without the later options."""
     plain = {key: value for key, value in DEFAULTS[NAME].items() if key not in LOCAL}
     monkeypatch.setitem(DEFAULTS, NAME, plain)
-
-
-@pytest.fixture
-def whole(tmp_path_factory, before):
-    """The folder of a run of before that nothing happens to."""
-    return finished_run(tmp_path_factory.mktemp("whole"))
 
 
 @pytest.fixture
@@ -87,27 +66,3 @@ def test_complete_arguments_build_the_same_model(name, monkeypatch):
 def size_of(name):
     """What data, not names, say of the pixel models and of those that come with weights."""
     return {key: DEFAULTS[name][key] for key in ("img_size", "in_chans") if key in DEFAULTS[name]}
-
-
-def stopped_run(output, monkeypatch):
-    """A run of three epochs that is stopped in the second one, and its configuration."""
-    config = config_of(output)
-    with monkeypatch.context() as patch:
-        stop_after(patch, 6, interrupt)
-        with pytest.raises(Stopped):
-            run(config)
-    return config, output / "small"
-
-
-def test_runs_go_on_as_the_model_they_began_as(tmp_path, monkeypatch, later, whole):
-    config, folder = stopped_run(tmp_path, monkeypatch)
-    later()
-    said = run(replace(config, resume=True))
-    assert "model.args.output_gate is False, the default when the run began" in said
-    assert said.count("the default when the run began") == 3  # pooling is given
-    ours, theirs = (state_of(of) | {"config": None} for of in (folder, whole))
-    same(ours, theirs)
-    (metadata, weights), (_, expected) = best_of(folder), best_of(whole)
-    same(weights, expected)
-    assert json.loads(metadata["args"])["value_conv"] == 0 and metadata["version"] == "3"
-    assert load_model(folder / "best.safetensors").blocks[0].attn.output_gate is None

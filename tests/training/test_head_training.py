@@ -24,7 +24,7 @@ from visionattn.inference.extraction import Extraction
 from visionattn.inference.feature_options import parse_extract
 from visionattn.model_config import ModelConfig
 from visionattn.models.weights import load_model
-from visionattn.training.config import OptimConfig, TrainConfig
+from visionattn.training.config import LossConfig, OptimConfig, TrainConfig
 from visionattn.training.engine import train
 from visionattn.training.head_training import prepare_maps
 
@@ -292,6 +292,7 @@ def test_features_are_found_by_the_end_of_their_paths(root, tmp_path):
         (dict(model=ModelConfig(args=dict(depth=2))), "model.args.depth would be for another"),
         (dict(init_from="x"), "not with init_from"),
         (dict(freeze="backbone"), "not with freeze"),
+        (dict(data=dict(cache="pixels")), "not with data.cache without masks"),
         (dict(data=dict(root="classes/train")), "has no features of"),
     ],
     ids=str,
@@ -313,3 +314,11 @@ def test_what_does_not_go_with_kept_features_is_refused_in_one_line(
         (root / "classes" / "train" / "red" / "strange.png").unlink(missing_ok=True)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "small").exists()
+
+
+def test_samples_of_patches_are_balanced_already(root, tmp_path):
+    config = config_of(
+        root, tmp_path, "segmentation", {}, loss=LossConfig(class_weights="balanced")
+    )
+    with pytest.raises(ValueError, match="samples a fixed share of patches with objects; leave it"):
+        train(config, stream=io.StringIO())

@@ -28,7 +28,7 @@ from tests.helpers.small_runs import Quadrants, quadrants, rows, same
 from visionattn.cli.exit_codes import Stopped
 from visionattn.data.batches import ORDER_STREAM, SampleKey, TrainBatches, Unreadable, seed_batch
 from visionattn.data.data_config import DataConfig
-from visionattn.training import engine, head_training
+from visionattn.training import engine, trainer
 
 pytestmark = [
     pytest.mark.usefixtures("small_data"),
@@ -96,8 +96,8 @@ def test_a_run_killed_at_random_moments_and_resumed_ends_as_one_never_interrupte
 
 def test_a_run_killed_with_its_first_best_weights_on_the_disk_goes_on(tmp_path, rare):
     def prepare() -> None:
-        real = head_training.save_model
-        head_training.save_model = lambda *arguments, **options: (
+        real = trainer.save_model
+        trainer.save_model = lambda *arguments, **options: (
             real(*arguments, **options),
             os.kill(os.getpid(), signal.SIGKILL),
         )

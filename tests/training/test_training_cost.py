@@ -327,8 +327,7 @@ def test_an_epoch_computes_its_steps_and_its_evaluation(tmp_path, timed, checkpo
     trainer.position.epoch, trainer.config.model.grad_checkpointing = 2, checkpointing
     told = forecast(trainer, Expected(1 << 20, None))
     step, epoch = forwards * 2 * 8 * 0.256, forwards * 64 * 0.256 + 23 * 0.256
-    assert timed == [(8, 16, 16)] and told.seconds == pytest.approx(3 * epoch)
-    assert told.line == (
+    assert timed == [(8, 16, 16)] and told == (
         "64 images of 16 x 16 px, 16 patches; peak memory: 1 MiB estimated; estimated time: "
         f"{lasting(step)} per step, {lasting(epoch)} per epoch, {lasting(3 * epoch)} in total"
     )
@@ -340,9 +339,9 @@ def test_the_median_of_batches_is_timed_unless_the_model_is_cut(tmp_path, monkey
     trainer = small_trainer(small_config(tmp_path))
     shapes = np.array([[4, 8 * n, 8] for n in range(20, 0, -1)])
     monkeypatch.setattr(type(trainer.batches), "shapes", lambda own: shapes)
-    assert forecast(trainer, Expected(1, 2)).seconds > 0 and timed == [(4, 88, 8)]
+    assert "in total" in forecast(trainer, Expected(1, 2)) and timed == [(4, 88, 8)]
     trainer.spread.kind = "fsdp"
-    told = forecast(trainer, Expected(2 << 20, 1 << 20)).line
+    told = forecast(trainer, Expected(2 << 20, 1 << 20))
     assert len(timed) == 1 and told.endswith(
         "peak memory: 2 MiB estimated, 1 MiB available, which may not be enough; estimated "
         "time: known after the first steps"

@@ -222,8 +222,8 @@ CHECKED = [
     ("regression", {"loss.name": "focal"}, "loss.name focal is for classes; leave it out for data"),
     ("multilabel", {"loss.name": "l1"}, "loss.name l1 is for data.task regression, got multilabel"),
     ("multilabel", {"loss.name": "dice"}, "loss.name dice compares masks, for data"),
-    ("multilabel", {"monitor": "r2"}, "monitor r2 is for data.task regression, got multilabel; use "
-     "map, f1 or loss"),
+    ("multilabel", {"monitor": "r2"}, "monitor r2 is for data.task regression, got multilabel; "
+     "use one of map, f1, loss"),
     ("classification", {"monitor": "map"}, "monitor map is for data.task multilabel"),
 ]  # fmt: skip
 

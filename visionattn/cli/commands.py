@@ -4,7 +4,6 @@ Every printed command is ``visionattn NAME``. Where that script is not on the pa
 ``python -m visionattn NAME`` with the running Python.
 """
 
-import os
 import shlex
 import shutil
 import sys
@@ -23,7 +22,8 @@ def _caller() -> list[str]:
     script = shutil.which(PACKAGE)
     if script and Path(script).parent == Path(sys.executable).parent:
         return [PACKAGE]
-    return [python_command(), "-m", PACKAGE]
+    python = "python" if shutil.which("python") == sys.executable else sys.executable
+    return [python, "-m", PACKAGE]
 
 
 def started(name: str) -> tuple[str, ...]:
@@ -40,14 +40,3 @@ def program(name: str) -> str:
     """
     file = Path(sys.argv[0])
     return file.name if file.parent.name == "tools" else f"{PACKAGE} {name}"
-
-
-def python_command() -> str:
-    """Return the shortest command that calls this Python from the current folder."""
-    return "python" if shutil.which("python") == sys.executable else from_here(sys.executable)
-
-
-def from_here(path: str | Path) -> str:
-    """Return a path relative to the current folder if it lies inside, or else absolute."""
-    path = os.path.abspath(path)
-    return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path

@@ -145,21 +145,11 @@ def in_one_line(error: BaseException) -> str:
     return bounded(" ".join(text.split())) or type(error).__name__
 
 
-LONGEST, LONGEST_WORD = 600, 200
-"""The most characters of a line, and of a word in a line that is too long."""
+LONGEST = 600
+"""The most characters of a line."""
 
 
 def bounded(line: str) -> str:
-    """Return a line of at most ``LONGEST`` characters.
-
-    A longer line loses the middle of its longest words first, and then its own middle.
-    """
-    if len(line) <= LONGEST:
-        return line
-    return _cut(" ".join(_cut(word, LONGEST_WORD) for word in line.split(" ")), LONGEST)
-
-
-def _cut(text: str, most: int) -> str:
-    """Return a text of at most ``most`` characters; a longer one loses its middle."""
-    half = (most - 5) // 2
-    return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"
+    """Return a line of at most ``LONGEST`` characters; a longer one loses its middle."""
+    half = (LONGEST - 5) // 2
+    return line if len(line) <= LONGEST else f"{line[:half]} ... {line[-half:]}"

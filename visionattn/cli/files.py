@@ -22,9 +22,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from filelock import FileLock, Timeout, lock_descriptor
+from safetensors import SafetensorError
 
 from visionattn.cli.interruption import undone_at_end
 from visionattn.cli.tables import sized
+from visionattn.cli.untrusted import refuse
 
 UNFINISHED = ".visionattn.tmp"
 """Suffix of unfinished files and folders."""
@@ -99,7 +101,6 @@ def whole_folder(path: str | Path, *, replaces: str | None = None) -> Iterator[P
             or the unfinished folder.
     """
     target = Path(path)
-    _settle(target)
     check_new(target, replaces=replaces)
     with named(path), _beside(target, folder=True) as place:
         yield place
@@ -112,34 +113,14 @@ def whole_folder(path: str | Path, *, replaces: str | None = None) -> Iterator[P
         _rename_folder(place, target)
 
 
-def _former(target: Path) -> Path:
-    """Return the name of a folder from the moment another one takes its place until it is deleted.
-    It is no unfinished name: ``forget_unfinished`` must not delete the folder.
-    """
-    return Continued.beside(target, folder=True).with_suffix(".former")
-
-
-def _settle(target: Path) -> None:
-    """Complete a ``_rename_folder`` that a kill interrupted: delete the former folder if the new
-    one has its name, else rename it back.
-    """
-    former = _former(target)
-    with suppress(OSError):  # there is none, as usual, or another process was faster
-        if os.path.lexists(target):
-            shutil.rmtree(former)
-        else:
-            os.rename(former, target)
-
-
 def _rename_folder(place: Path, target: Path) -> None:
-    """Rename a finished folder to its target, then delete the former target."""
-    former = _former(target)
-    with ExitStack() as undo:
-        if target.exists():
-            os.rename(target, former)
-            undo.callback(os.rename, former, target)
-        os.rename(place, target)
-        undo.pop_all()
+    """Rename a finished folder to its target, and delete the former target, which counts as
+    unfinished from the moment another one takes its place.
+    """
+    former = _unfinished_name(target)
+    if target.exists():
+        os.rename(target, former)
+    os.rename(place, target)
     shutil.rmtree(former, ignore_errors=True)
 
 
@@ -148,13 +129,15 @@ def check_new(path: Path, *, replaces: str | None = None) -> None:
     or not writable. An existing folder with a file named ``replaces`` is allowed.
     """
     known = replaces is not None and path.is_dir() and not path.is_symlink()
-    if os.path.lexists(path) and not (known and (path / str(replaces)).is_file()):
-        raise ValueError(f"{path} exists; pass a new folder")
     parent = path.absolute().parent
-    if not parent.is_dir():
-        raise ValueError(f"no folder {parent} for {path.name}")
-    if not os.access(parent, os.W_OK):
-        raise ValueError(f"no permission to write to {parent}")
+    refuse(
+        (
+            os.path.lexists(path) and not (known and (path / str(replaces)).is_file()),
+            f"{path} exists; pass a new folder",
+        ),
+        (not parent.is_dir(), f"no folder {parent} for {path.name}"),
+        (not os.access(parent, os.W_OK), f"no permission to write to {parent}"),
+    )
 
 
 def _unfinished_name(target: Path) -> Path:
@@ -220,7 +203,7 @@ class Continued:
         self._path, self._folder = Path(path), folder
         self._overwrite = overwrite
         if folder:
-            _settle(self._path)
+            forget_unfinished(self._path)
             if not overwrite:
                 check_new(self._path)
         else:
@@ -386,11 +369,10 @@ def named(path: str | Path) -> Iterator[None]:
         if error.filename is None or unfinished:
             error.filename = str(path)
         raise
-    except Exception as error:
-        # torch wraps the system's error; Rust libraries write its number into the text.
+    except (RuntimeError, SafetensorError) as error:
+        # torch wraps the system's error; safetensors writes its number into the text.
         said = re.search(r"\(os error (\d+)\)", str(error))
-        context = error.__context__ if isinstance(error, RuntimeError) else None
-        number = int(said[1]) if said else getattr(context, "errno", None)
+        number = int(said[1]) if said else getattr(error.__context__, "errno", None)
         if number is None:
             raise
         raise OSError(number, os.strerror(number), str(path)) from error
@@ -420,25 +402,35 @@ def check_free(path: Path, overwrite: bool) -> None:
         raise ValueError(f"{path} cannot be written: it is a folder; pass a file")
     target = target_of(path)
     folder = target.absolute().parent
-    if not folder.is_dir():
-        raise ValueError(f"no folder {folder} for {path.name}")
-    if not os.access(folder, os.W_OK):
-        raise ValueError(f"{path} cannot be written: no permission to write to {folder}")
-    if path.exists() and not overwrite:
-        raise ValueError(f"{path} exists; --overwrite replaces it")
+    refuse(
+        (not folder.is_dir(), f"no folder {folder} for {path.name}"),
+        (
+            not os.access(folder, os.W_OK),
+            f"{path} cannot be written: no permission to write to {folder}",
+        ),
+        (path.exists() and not overwrite, f"{path} exists; --overwrite replaces it"),
+    )
 
 
 def check_folder(folder: Path, way_out: str) -> None:
     """Raise ValueError if a folder cannot be created or written to; the error ends with
     ``way_out``.
     """
-    for place in (folder, *folder.parents):
-        if place.exists() and not place.is_dir():
-            raise ValueError(f"{place} is a file, so {folder} cannot be a folder; {way_out}")
     absolute = folder.absolute()
     existing = next(path for path in (absolute, *absolute.parents) if path.is_dir())
-    if not os.access(existing, os.W_OK):
-        raise ValueError(f"no permission to write to {existing}; {way_out}")
+    refuse(
+        *(
+            (
+                place.exists() and not place.is_dir(),
+                f"{place} is a file, so {folder} cannot be a folder; {way_out}",
+            )
+            for place in (folder, *folder.parents)
+        ),
+        (
+            not os.access(existing, os.W_OK),
+            f"no permission to write to {existing}; {way_out}",
+        ),
+    )
 
 
 def lock(path: Path, taken: str) -> TextIO:

@@ -50,16 +50,13 @@ def memory_there_is(device: torch.device, processes: int = 1) -> int | None:
     if not sys.platform.startswith("linux"):
         return None
     left = [free for free in (free_of_machine(), free_of_groups()) if free is not None]
-    return taken_bytes(device) + min(left) // processes if left else None
+    return taken_bytes(device) + min(left) // processes
 
 
-def free_of_machine(root: Path = Path("/")) -> int | None:
-    """Return the bytes of RAM that are available without swapping; None if unknown."""
-    try:
-        found = re.search(r"^MemAvailable:\s+(\d+) kB$", (root / "proc/meminfo").read_text(), re.M)
-    except OSError:
-        return None
-    return 1024 * int(found.group(1)) if found else None
+def free_of_machine(root: Path = Path("/")) -> int:
+    """Return the bytes of RAM that are available without swapping."""
+    text = (root / "proc/meminfo").read_text()
+    return 1024 * int(re.search(r"^MemAvailable:\s+(\d+) kB$", text, re.M).group(1))
 
 
 def free_of_groups(root: Path = Path("/")) -> int | None:

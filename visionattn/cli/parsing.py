@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from visionattn.cli.commands import program, typed
 from visionattn.cli.shipped_configs import find_config
-from visionattn.cli.untrusted import brief, checked, from_yaml, read_yaml
+from visionattn.cli.untrusted import brief, checked, from_yaml, read_yaml, refuse
 
 Config = TypeVar("Config")
 LARGEST_WHOLE = 2**63 - 1
@@ -35,24 +35,6 @@ HELP_WIDTH = 100
 """Columns of the help, at most."""
 ALIKE = 0.6
 """Similarity, from 0 to 1, from which a known name is proposed in place of a wrong one."""
-GONE = {
-    "data.aug": "--data.augment takes a preset, or a file of albumentations.save",
-    "data.mask_classes": "classes of --data.masks, or of classes.yaml in the folder of masks",
-    "data.mask_colours": "colours of --data.masks, or of classes.yaml in the folder of masks",
-    "data.mask_ignored": "ignored of --data.masks, or of classes.yaml in the folder of masks",
-    "data.num_classes": "--data.args.num_classes",
-    "data.download": "--data.args.download",
-    "data.range_found": "leave it out",
-    "optim.warmup_lr": "warm-up starts at 1e-6; omit it",
-    "eval_batch_size": "evaluation uses batch_size; omit it",
-    "log_every": "metrics.jsonl has a line every 50 steps, or 200 lines; omit it",
-    "sequence_ranks": "--parallel NUMBER",
-    "init_model": "`visionattn convert` makes a file for --init_from",
-}
-"""Removed training options of version 0.1, with their replacements."""
-
-FORMER_WARMUP_LR = 1e-6
-"""Default of the removed option ``optim.warmup_lr``."""
 
 
 def parse(
@@ -96,10 +78,16 @@ def parse(
     for name in names:
         value = reduce(getattr, name.split("."), config)
         most = MOST.get(name.rpartition(".")[2], LARGEST_WHOLE)
-        if isinstance(value, int) and abs(value) > most:
-            raise ValueError(f"{name} must be at most {most:,}, got {brief(value)}")
-        if value == "" or (isinstance(value, list) and "" in value):
-            raise ValueError(f"{name} is empty; pass a value or omit it")
+        refuse(
+            (
+                isinstance(value, int) and abs(value) > most,
+                f"{name} must be at most {most:,}, got {brief(value)}",
+            ),
+            (
+                value == "" or (isinstance(value, list) and "" in value),
+                f"{name} is empty; pass a value or omit it",
+            ),
+        )
     if "print_config" in given:
         print(yaml_text(asdict(config)), end="")
         raise SystemExit(0)
@@ -256,8 +244,6 @@ def way_out(name: str, names: Iterable[str], dashes: str = "") -> str:
     name = name[:200]
     if f"{name}.name" in names:
         return f"the nearest is {dashes}{name}.name; a file of options is for --config"
-    if place := _replacement(name, names):
-        return f"it was removed: {place}"
     leaf = name.rpartition(".")[2]
     initials = "".join(part[:1] for part in leaf.split("_"))
 
@@ -270,14 +256,6 @@ def way_out(name: str, names: Iterable[str], dashes: str = "") -> str:
 
     best = max(names, key=likeness)
     return f"the nearest is {dashes}{best}" if likeness(best) >= ALIKE else "--help lists all"
-
-
-def _replacement(name: str, names: Iterable[str]) -> str | None:
-    """Return the replacement of a removed option of training; None for any other name."""
-    if not any(each.startswith("data.") for each in names):
-        return None
-    places = (place for key, place in GONE.items() if f"{name}.".startswith(f"{key}."))
-    return next(places, None)
 
 
 def config_files(argv: Sequence[str]) -> list[str]:
@@ -304,18 +282,11 @@ def _values_of_file(path: str | os.PathLike[str], names: Mapping[str, Any]) -> d
                 walk(value, inner)
             elif inner in names:
                 found[inner] = value
-            elif not (_replacement(inner, names) and _is_former_default(value)):
+            else:
                 raise ValueError(f"{path}: unknown key {brief(inner)}; {way_out(inner, names)}")
 
     walk(read_yaml(path) or {}, "")
     return found
-
-
-def _is_former_default(value: Any) -> bool:
-    """Return whether a removed option does nothing: ``config.yaml`` of a run has every option."""
-    if isinstance(value, dict):
-        return all(each is None for each in value.values())
-    return value in (None, False, FORMER_WARMUP_LR)
 
 
 def _print_help(config_class: type, command: str, description: str, example: str | None) -> None:

@@ -37,6 +37,13 @@ EXPECTED = {
 """Expected values in words, by the type of pydantic's error or the first word of that type."""
 
 
+def refuse(*rules: tuple[object, str]) -> None:
+    """Raise ValueError with the text of the first rule whose condition holds."""
+    for holds, text in rules:
+        if holds:
+            raise ValueError(text)
+
+
 def checked(kind: Any, value: Any, name: str) -> Any:
     """Convert a value to a type: mappings to dataclasses, lists to tuples, texts to numbers.
 
@@ -99,7 +106,8 @@ def _part(location: Sequence[Any], value: Any, name: str) -> tuple[int, str]:
     depth = 0
     for key in location:
         if isinstance(value, dict) and key in value:
-            value, name, depth = value[key], under(name, key), depth + 1
+            value, depth = value[key], depth + 1
+            name = f"{name}.{brief(key)}" if name else brief(key)
         elif isinstance(value, (list, tuple)) and isinstance(key, int) and key < len(value):
             value, name, depth = value[key], f"{name}[{key}]", depth + 1
     return depth, name
@@ -115,11 +123,6 @@ def _expected(error: Any) -> str:
     if kind == "is_instance_of":
         return f"a {error['ctx']['class'].lower()}"
     return EXPECTED.get(kind) or EXPECTED.get(kind.partition("_")[0]) or error["msg"]
-
-
-def under(name: str, key: Any) -> str:
-    """Return the name of a key's value for an error: ``name.key``, or the key without a name."""
-    return ".".join(filter(None, [name, brief(key)]))
 
 
 def brief(value: Any, most: int = SHOWN) -> str:

@@ -18,7 +18,7 @@ os.environ.setdefault(
 import albumentations as A
 
 from visionattn.cli.files import first_line
-from visionattn.cli.untrusted import read_yaml
+from visionattn.cli.untrusted import read_yaml, refuse
 from visionattn.data.data_config import PRESETS
 from visionattn.data.geometry import Box, Size
 from visionattn.models.segmentation import IGNORED
@@ -174,10 +174,16 @@ class Augment:
 
 def _check_bands(name: str, bands: int) -> None:
     """Raise ValueError for a preset whose changes of colour need another number of bands."""
-    if name == "three" and bands == 1:
-        raise ValueError("augment three converts to greyscale, but the images have one band")
-    if name == "rand" and bands not in (1, 3):
-        raise ValueError(f"augment rand needs images of 1 or 3 bands, got {bands}")
+    refuse(
+        (
+            name == "three" and bands == 1,
+            "augment three converts to greyscale, but the images have one band",
+        ),
+        (
+            name == "rand" and bands not in (1, 3),
+            f"augment rand needs images of 1 or 3 bands, got {bands}",
+        ),
+    )
 
 
 def _preset(name: str, bands: int, border: int) -> list[A.BasicTransform]:

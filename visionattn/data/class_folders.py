@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from visionattn.cli.untrusted import refuse
 from visionattn.data.folder_walk import (
     LeftOut,
     below,
@@ -112,7 +113,11 @@ def open_masked_tree(root: str) -> tuple[Placed, list[str]]:
     images = {path: name for path, (kind, name) in known.items() if kind == IMAGES}
     if not images:
         raise ValueError(f"data root {root} has no folder images with images; {MASKED_LAYOUT}")
-    left_out.folders = [each[0] for each in visited if len(each) == 1 and not _may_hold(each[0])]
+    left_out.folders = [
+        each[0]
+        for each in visited
+        if len(each) == 1 and each[0].lower() not in (IMAGES, MASKS) and not split_of(each[0])
+    ]
     folders = [name[:-1] for name in images.values()]
     places = _places(folders, [], False, None, root, left_out)
     masks: dict[Folders, str] = {}
@@ -142,11 +147,6 @@ def _kind_of(parts: Folders) -> tuple[str, Folders]:
         if kind in (IMAGES, MASKS):
             return kind, parts[:at] + parts[at + 1 :]
     return "", parts
-
-
-def _may_hold(folder: str) -> bool:
-    """Return whether a top-level folder may hold images and masks."""
-    return folder.lower() in (IMAGES, MASKS) or split_of(folder) is not None
 
 
 def _stem(name: Folders) -> Folders:
@@ -233,13 +233,17 @@ def _places(
         place is None and (not splits or not each or each[0] in splits)
         for place, each in zip(places, folders, strict=True)
     )
-    if {*(splits.values() or ["train"])} - {place[0] for place in places if place}:
-        raise ValueError(f"{root} has images outside of class folders; {LAYOUT}")
-    if {place[1].lower() for place in places if place} == {IMAGES, MASKS}:
-        raise ValueError(
+    refuse(
+        (
+            {*(splits.values() or ["train"])} - {place[0] for place in places if place},
+            f"{root} has images outside of class folders; {LAYOUT}",
+        ),
+        (
+            {place[1].lower() for place in places if place} == {IMAGES, MASKS},
             f"data folder {root} has the folders images and masks; pass --data.task segmentation, "
-            "or rename them if they are classes"
-        )
+            "or rename them if they are classes",
+        ),
+    )
     empty = [] if flat else _without_images(folders, visited, splits)
     if empty and labelled and known is None:
         raise ValueError(

@@ -3,11 +3,12 @@
 ``option_ranges.py`` checks ranges of numbers, and ``mask_values.py`` the options of masks.
 """
 
+import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from visionattn.cli.untrusted import checked
+from visionattn.cli.untrusted import checked, refuse
 from visionattn.data.data_config import PRESETS, DataConfig
 from visionattn.data.digits_and_canvas import CanvasArgs
 from visionattn.data.documents import LARGEST_PIECE_PX, SMALLEST_SIZE_PX
@@ -79,12 +80,16 @@ def resolved(config: DataConfig) -> DataConfig:
     usual = usual if config.max_patches is None else None
     img_size = usual if config.img_size is None else config.img_size
     check_geometry(fit, img_size, config.max_patches, prefix="data.")
-    if config.batch_patches is not None and fit != "native":
-        raise ValueError(
-            f"data.batch_patches is only for fit native; with fit {fit} use batch_size"
-        )
-    if config.img_size_choices is not None and config.max_patches is not None:
-        raise ValueError("pass either data.img_size_choices or data.max_patches, not both")
+    refuse(
+        (
+            config.batch_patches is not None and fit != "native",
+            f"data.batch_patches is only for fit native; with fit {fit} use batch_size",
+        ),
+        (
+            config.img_size_choices is not None and config.max_patches is not None,
+            "pass either data.img_size_choices or data.max_patches, not both",
+        ),
+    )
     args = asdict(args_of(config)) if config.name in ARGS else config.args
     return replace(config, fit=fit, img_size=img_size, args=args)
 
@@ -96,22 +101,30 @@ def check_data(config: DataConfig) -> None:
     for size in (config.img_size, *(config.img_size_choices or ())):
         if size is not None:
             check_size(config, sides(size))
-    if config.task == "segmentation" and config.name not in (*DRAWN, "folder"):
-        raise ValueError(
-            f"{config.name} has no masks; data.task segmentation is for "
-            f"{', '.join(sorted(DRAWN))} and folder"
-        )
-    if config.task in VECTOR_TASKS and (config.name != "folder" or config.labels is None):
-        raise ValueError(
-            f"data.task {config.task} reads labels from a table: --data.name folder with "
-            "--data.labels"
-        )
-    if config.task == "generate":
-        check_writing(config)
-    elif config.name == "copy":
-        raise ValueError("copy has no classes; expected data.task generate")
-    if config.features is not None:
-        raise ValueError("data.features is for visionattn train; leave it out")
+    name, task, written = config.name, config.task, config.task == "generate"
+    refuse(
+        (
+            task == "segmentation" and name not in (*DRAWN, "folder"),
+            f"{name} has no masks; data.task segmentation is for {', '.join(sorted(DRAWN))} and "
+            "folder",
+        ),
+        (
+            task in VECTOR_TASKS and (name != "folder" or config.labels is None),
+            f"data.task {task} reads labels from a table: --data.name folder with --data.labels",
+        ),
+        (
+            written and name not in LEVELS,
+            f"{name} has one-hot grey levels for classification; for data.task generate use "
+            f"{name.removesuffix('_pixel')}",
+        ),
+        (
+            written and name == "documents" and config.fit != "crop",
+            "data.task generate uses crops of documents at their own scale, not fit "
+            f"{config.fit}; omit data.fit",
+        ),
+        (name == "copy" and not written, "copy has no classes; expected data.task generate"),
+        (config.features is not None, "data.features is for visionattn train; leave it out"),
+    )
     check_crops(config)
     check_reading(config.bands, config.value_range, config.page, config.max_pixels)
     _check_acts(config)
@@ -168,69 +181,55 @@ def args_of(config: DataConfig) -> Any:
     return checked(ARGS[config.name], config.args, "data.args") if config.name in ARGS else None
 
 
-def check_writing(config: DataConfig) -> None:
-    """Raise ValueError for data whose values cannot be generated one after the other."""
-    if config.name not in LEVELS:
-        other = config.name.removesuffix("_pixel")
-        raise ValueError(
-            f"{config.name} has one-hot grey levels for classification; for data.task generate use "
-            f"{other}"
-        )
-    if config.name == "documents" and config.fit != "crop":
-        raise ValueError(
-            f"data.task generate uses crops of documents at their own scale, not fit {config.fit}; "
-            "omit data.fit"
-        )
-
-
 def check_size(config: DataConfig, both: Size) -> None:
     """Raise ValueError for a height and width that do not suit a data set of drawn images."""
-    size = min(both)
-    if config.name == "copy" and (both[0] != 1 or both[1] < SHORTEST):
-        raise ValueError(
+    size, pages = min(both), config.name == "documents"
+    pieces = pages and config.task == "generate"
+    smallest = args_of(config).smallest_px if config.name == "canvas" else 0
+    refuse(
+        (
+            config.name == "copy" and (both[0] != 1 or both[1] < SHORTEST),
             f"copy has sequences of one row and {SHORTEST} values at least; expected an img_size "
-            f"such as 1 128, got {both[0]} {both[1]}"
-        )
-    if config.task == "generate" and config.name == "documents":
-        if size > LARGEST_PIECE_PX:
-            raise ValueError(
-                f"pieces of documents of {size} pixels are too large to generate; expected "
-                f"{LARGEST_PIECE_PX} at most"
-            )
-        return
-    if config.name == "documents" and size < SMALLEST_SIZE_PX:
-        raise ValueError(
+            f"such as 1 128, got {both[0]} {both[1]}",
+        ),
+        (
+            pieces and size > LARGEST_PIECE_PX,
+            f"pieces of documents of {size} pixels are too large to generate; expected "
+            f"{LARGEST_PIECE_PX} at most",
+        ),
+        (
+            pages and not pieces and size < SMALLEST_SIZE_PX,
             f"documents of {size} pixels are too small for their marks; expected "
-            f"{SMALLEST_SIZE_PX} or more"
-        )
-    args = args_of(config)
-    if isinstance(args, CanvasArgs) and size < args.smallest_px:
-        raise ValueError(
-            f"canvas of {size} pixels is too small for its digits; expected {args.smallest_px} or "
-            "more"
-        )
+            f"{SMALLEST_SIZE_PX} or more",
+        ),
+        (
+            size < smallest,
+            f"canvas of {size} pixels is too small for its digits; expected {smallest} or more",
+        ),
+    )
 
 
 def check_crops(config: DataConfig) -> None:
     """Raise ValueError for training crops that are no size, cut no image, or need masks."""
-    if config.crop is None:
-        if config.crop_around or config.crops != 1:
-            raise ValueError(
-                "data.crop_around and data.crops need --data.crop; pass it or omit them"
-            )
-        return
-    check_sides(config.crop, "data.crop")
-    crop, limit = sides(config.crop), sides(config.img_size)
-    if limit is not None and crop[0] >= limit[0] and crop[1] >= limit[1]:
-        raise ValueError(
+    if config.crop is not None:
+        check_sides(config.crop, "data.crop")
+    crop, limit = sides(config.crop) or (0, 0), sides(config.img_size) or (math.inf, math.inf)
+    refuse(
+        (
+            config.crop is None and (config.crop_around or config.crops != 1),
+            "data.crop_around and data.crops need --data.crop; pass it or omit them",
+        ),
+        (
+            crop[0] >= limit[0] and crop[1] >= limit[1],
             f"data.crop {pixels(crop)} is not smaller than data.img_size, {pixels(limit)}; use a "
-            "smaller crop or a larger data.img_size"
-        )
-    if config.crop_around and config.task != "segmentation":
-        raise ValueError(
+            "smaller crop or a larger data.img_size",
+        ),
+        (
+            config.crop_around and config.task != "segmentation",
             f"data.crop_around needs masks (data.task segmentation), got {config.task}; omit it "
-            "for crops anywhere"
-        )
+            "for crops anywhere",
+        ),
+    )
 
 
 def check_augment(config: DataConfig, *allowed: str, files: bool = True) -> None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
+from visionattn.cli.untrusted import refuse
 from visionattn.data.batches import SampleKey
 from visionattn.data.geometry import Box
 from visionattn.data.synthetic_images import (
@@ -50,20 +51,24 @@ class CanvasArgs(DrawnArgs):
     def __post_init__(self) -> None:
         super().__post_init__()
         smallest, largest = self.digit_px
-        if self.distractors is not None and self.distractors < 0:
-            raise ValueError(f"data.args.distractors must be at least 0, got {self.distractors}")
-        if self.whole_digits not in (1, 2):
-            raise ValueError(f"data.args.whole_digits must be 1 or 2, got {self.whole_digits}")
-        if not 8 <= smallest <= largest:
-            raise ValueError(
+        whole = self.whole_digits
+        refuse(
+            (
+                (self.distractors or 0) < 0,
+                f"data.args.distractors must be at least 0, got {self.distractors}",
+            ),
+            (whole not in (1, 2), f"data.args.whole_digits must be 1 or 2, got {whole}"),
+            (
+                not 8 <= smallest <= largest,
                 "data.args.digit_px: expected the smallest and largest side of digits, at least 8 "
-                f"pixels, got {[smallest, largest]}"
-            )
-        if self.whole_digits == 2 and largest < math.ceil(LARGER * smallest):
-            raise ValueError(
+                f"pixels, got {[smallest, largest]}",
+            ),
+            (
+                whole == 2 and largest < math.ceil(LARGER * smallest),
                 f"data.args.digit_px {smallest} {largest}: of two whole digits the larger is "
-                f"{LARGER} times as large or more; expected a wider range"
-            )
+                f"{LARGER} times as large or more; expected a wider range",
+            ),
+        )
 
     @property
     def smallest_px(self) -> int:
@@ -234,16 +239,8 @@ def draw_canvas(
 
     Returns:
         ``Canvas``: image, label, the boxes of the parts, and the mask or None.
-
-    Raises:
-        ValueError: the canvas is too small.
     """
     smallest, largest = task.digit_px
-    if min(height, width) < task.smallest_px:
-        raise ValueError(
-            f"canvas of {height} x {width} pixels is too small for digits of up to {largest}; "
-            f"use at least {task.smallest_px} pixels"
-        )
 
     def warp():
         if not vary:

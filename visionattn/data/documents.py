@@ -151,15 +151,7 @@ def draw_page(
         height, width: size of the page in pixels, at least ``SMALLEST_PAGE_PX`` each.
         label: which of ``CLASS_NAMES`` marks the page; None: no mark.
         masked: also make the mask.
-
-    Raises:
-        ValueError: the page is too small.
     """
-    if min(height, width) < SMALLEST_PAGE_PX:
-        raise ValueError(
-            f"page of {height} x {width} pixels is too small for marks of up to {MARK_PX[1]}; "
-            f"use at least {SMALLEST_PAGE_PX} pixels"
-        )
     # Draw the mark's appearance before anything that depends on the size of the page.
     size_px, tilt = int(rng.integers(MARK_PX[0], MARK_PX[1] + 1)), rng.uniform(-8, 8)
     down, right = rng.random(2)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from visionattn.cli.untrusted import refuse
 from visionattn.model_config import Fit
 from visionattn.models.weights import DataSpec
 
@@ -235,19 +236,20 @@ def check_geometry(
     """
     if img_size is not None:
         check_sides(img_size, f"{prefix}img_size")
-    if max_patches is not None and max_patches < 1:
-        raise ValueError(f"{prefix}max_patches must be above 0, got {max_patches}")
-    if max_patches is not None and fit != "native":
-        raise ValueError(
-            f"{prefix}max_patches is only for fit native; with fit {fit} use {prefix}img_size"
-        )
-    if max_patches is not None and img_size is not None:
-        raise ValueError(
+    limited = max_patches is not None
+    refuse(
+        (limited and max_patches < 1, f"{prefix}max_patches must be above 0, got {max_patches}"),
+        (
+            limited and fit != "native",
+            f"{prefix}max_patches is only for fit native; with fit {fit} use {prefix}img_size",
+        ),
+        (
+            limited and img_size is not None,
             f"{prefix}img_size and {prefix}max_patches both limit the image size; set one of them "
-            "to null"
-        )
-    if img_size is None and fit != "native":
-        raise ValueError(f"{prefix}fit {fit} needs {prefix}img_size")
+            "to null",
+        ),
+        (img_size is None and fit != "native", f"{prefix}fit {fit} needs {prefix}img_size"),
+    )
 
 
 def check_sides(size: int | Sequence[int], key: str) -> None:
@@ -256,10 +258,11 @@ def check_sides(size: int | Sequence[int], key: str) -> None:
         raise ValueError(
             f"{key}: expected one number of pixels, or height and width, got {list(size)}"
         )
-    if max(sides(size)) > LARGEST_SIDE_PX:
-        raise ValueError(f"{key} must be at most {LARGEST_SIDE_PX:,}, got {max(sides(size)):,}")
-    if min(sides(size)) < 1:
-        raise ValueError(f"{key} must be above 0, got {min(sides(size))}")
+    low, high = sorted(sides(size))
+    refuse(
+        (high > LARGEST_SIDE_PX, f"{key} must be at most {LARGEST_SIDE_PX:,}, got {high:,}"),
+        (low < 1, f"{key} must be above 0, got {low}"),
+    )
 
 
 def centre_box(height: int, width: int, size: Size) -> Box:

@@ -208,7 +208,8 @@ class ImageDataset(Dataset):
         self.source, self.indices = source, indices
         self.labels, self.seed = labels, seed
         self.augment = augment
-        self._sizes: np.ndarray | None = None
+        self.known_sizes: np.ndarray | None = None
+        """The result of ``sizes`` once it is known."""
 
     def __len__(self):
         return len(self.labels)
@@ -217,19 +218,14 @@ class ImageDataset(Dataset):
         """Return height and width of each image in pixels, ``[n, 2]``, from the file headers; 0 for
         an unreadable image.
         """
-        if self._sizes is None:
+        if self.known_sizes is None:
             found = []
             with ThreadPoolExecutor(SIZE_THREADS) as pool, Progress(len(self)) as progress:
                 for size in pool.map(self._size, self.indices.tolist()):
                     found.append(size)
                     progress.advance(1, size == (0, 0))
-            self._sizes = np.array(found, dtype=np.int64).reshape(-1, 2)
-        return self._sizes
-
-    @property
-    def known_sizes(self) -> np.ndarray | None:
-        """Return ``sizes()`` if they have been read, else None."""
-        return self._sizes
+            self.known_sizes = np.array(found, dtype=np.int64).reshape(-1, 2)
+        return self.known_sizes
 
     def canvases(self, geometry: Geometry) -> np.ndarray:
         """Return the size of the model's input for each image, ``[n, 2]``."""
@@ -278,10 +274,10 @@ class ImageDataset(Dataset):
 
     def _item(self, reader: Reader, index: int, key: SampleKey, keep: Keep) -> Item:
         """Return an image as the model sees it, with its class or its mask."""
-        size, masks, cache = (reader.height, reader.width), self.masks, self.cache
+        size = (reader.height, reader.width)
         # If each view occurs only once, whole pictures are kept.
         cropped = key.geometry.crop is not None or (self.augment is not None and self.augment.crops)
-        whole = cache is None or cropped
+        whole = self.cache is None or cropped
         if whole:
             reader.keep, keep = keep, not_kept
 
@@ -289,18 +285,21 @@ class ImageDataset(Dataset):
             return keep((view.box, view.content), partial(read_image, reader, view, self.options))
 
         label = self.labels[key.index]
-        if masks is None:
+        if self.masks is None:
             label = int(label) if label.ndim == 0 else label
             return see(size, read, label, key, self.seed, self.augment)
-        keep_mask, classes = not_kept, partial(masks.read, index, size)
-        if cache is not None:
-            keep_mask = cache.keep(masks.files, index, masks.classes, masks.max_pixels, size)
-
-        def read_mask(view: View) -> np.ndarray:
-            return keep_mask((view.box, view.content), lambda: cut_mask(classes(), view))
-
-        mask = keep_mask("whole", classes) if whole else read_mask
+        mask = self.mask_of(index, size) if whole else partial(self.mask_of, index, size)
         return see(size, read, mask, key, self.seed, self.augment)
+
+    def mask_of(self, index: int, size: Size, view: View | None = None) -> np.ndarray:
+        """Return the classes of an image's pixels, or of a view's, at the size of its content."""
+        masks, keep = self.masks, not_kept
+        if self.cache is not None:
+            keep = self.cache.keep(masks.files, index, masks.classes, masks.max_pixels, size)
+        read = partial(masks.read, index, size)
+        if view is None:
+            return keep("whole", read)
+        return keep((view.box, view.content), lambda: cut_mask(read(), view))
 
     def __getitem__(self, key: SampleKey) -> Item | Unreadable:
         index = int(self.indices[key.index])
@@ -310,10 +309,10 @@ class ImageDataset(Dataset):
         try:
             with open_image(self.source.open(index), self.options) as reader:
                 size = (reader.height, reader.width)
-                if self._sizes is not None and size != tuple(self._sizes[key.index]):
+                if self.known_sizes is not None and size != tuple(self.known_sizes[key.index]):
                     raise ValueError(
                         "its size has changed since the start of the run"
-                        if self._sizes[key.index].any()
+                        if self.known_sizes[key.index].any()
                         else "it was unreadable at the start of the run and is readable now"
                     )
                 item = self._item(reader, index, key, keep if reader.single_file else not_kept)

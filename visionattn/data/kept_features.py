@@ -7,9 +7,8 @@ no model.
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from visionattn.cli.tables import read_rows
 from visionattn.data.batches import AUGMENT_STREAM, Item, SampleKey, Unreadable
 from visionattn.data.formats import DAMAGED_IMAGE
 from visionattn.data.geometry import Geometry, Size
-from visionattn.data.images import ImageDataset, cut_mask, fill_mask, unreadable
+from visionattn.data.images import ImageDataset, fill_mask, unreadable
 from visionattn.models.segmentation import IGNORED
 
 INDEX, BACKBONE = "index.csv", "backbone.safetensors"
@@ -57,6 +56,7 @@ class FeatureFolder:
         ) as file:
             self.rows = list(read_rows(file))
         self.by_path = {os.path.realpath(row["path"]): row for row in self.rows}
+        self.shard = cache(open_shard)
 
     def of(self, names: Sequence[str], root: str) -> list[dict[str, str]]:
         """Return the row of the index for each image.
@@ -89,27 +89,23 @@ class FeatureFolder:
         """Return the last parts of the path of an image."""
         return "/".join(row["path"].split(os.sep)[-length:])
 
-    @contextmanager
-    def _open(self, row: dict[str, str]) -> Iterator[Any]:
-        """Open the file of a map; raise OSError or ValueError if it is missing or damaged."""
-        path = self.folder / row["shard"]
-        try:
-            with safe_open(path, framework="pt") as file:
-                yield file
-        except SafetensorError as error:
-            raise ValueError(f"{path} is damaged: {first_line(error)}") from error
-
     def read(self, row: dict[str, str]) -> Tensor:
-        """Return a map ``[D, H, W]``; errors as in ``_open``."""
-        with self._open(row) as file:
-            return file.get_tensor(row["key"])
+        """Return a map ``[D, H, W]``; errors as in ``open_shard``."""
+        return self.shard(self.folder / row["shard"]).get_tensor(row["key"])
 
     def shape(self, row: dict[str, str]) -> tuple[int, int, int]:
         """Return the shape of a map; zeros without a map."""
         if row["status"] != "ok":
             return (0, 0, 0)
-        with self._open(row) as file:
-            return tuple(file.get_slice(row["key"]).get_shape())
+        return tuple(self.shard(self.folder / row["shard"]).get_slice(row["key"]).get_shape())
+
+
+def open_shard(path: Path) -> Any:
+    """Open a file of maps; raise OSError or ValueError if it is missing or damaged."""
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged: {first_line(error)}") from error
 
 
 class KeptDataset(ImageDataset):
@@ -196,16 +192,9 @@ class KeptDataset(ImageDataset):
 
     def _mask(self, number: int) -> np.ndarray:
         """Return the classes of the pixels of whole patches."""
-        index, view = int(self.indices[number]), self.view(number)
-        row, masks = self.rows[number], self.masks
+        row, view = self.rows[number], self.view(number)
         size = int(row["height"]), int(row["width"])
-        read = partial(masks.read, index, size)
-        if self.cache is not None:
-            keep = self.cache.keep(masks.files, index, masks.classes, masks.max_pixels, size)
-            mask = keep((view.box, view.content), lambda: cut_mask(read(), view))
-        else:
-            mask = cut_mask(read(), view)
-        mask = fill_mask(mask, view)
+        mask = fill_mask(self.mask_of(int(self.indices[number]), size, view), view)
         whole = (self.shapes[number, 1:] * self.geometry.patch_px).tolist()
         missing = [(0, px - got) for px, got in zip(whole, mask.shape, strict=True)]
         return np.pad(mask, missing, constant_values=IGNORED)
@@ -227,10 +216,6 @@ class PatchSamples(KeptDataset):
         self.__dict__ |= maps.__dict__
         self.seed = seed
         self._classes = dict[int, np.ndarray]()
-        for number, row in enumerate(self.rows):
-            if row["status"] == "ok":
-                with suppress(*DAMAGED_IMAGE):  # each sample of it reports the error
-                    self._mask(number)
 
     def __getitem__(self, key: SampleKey) -> Item | Unreadable:
         item = super().__getitem__(key)

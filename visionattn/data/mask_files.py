@@ -22,7 +22,6 @@ from visionattn.data.formats.reader import NotAsAsked, damage
 from visionattn.data.geometry import Size
 from visionattn.data.mask_values import (
     BLACK_AND_WHITE,
-    GREY_STEP,
     NUMBERS,
     MaskClasses,
     Pairs,
@@ -225,15 +224,6 @@ def _numbers(files: MaskFiles, kinds: dict[Pairs, int], root: str) -> tuple[str,
             f"the masks of {root} have the values {', '.join(map(str, there))}, so that {empty} "
             f"of {count} classes have no pixel; if values are colours, pass one colour per class: "
             f"--data.masks '{{colours: {colours}}}'"
-        )
-    having = [pairs for pairs in kinds if (IGNORED, IGNORED * GREY_STEP) in pairs]
-    alone = all({value for value, _ in pairs} <= {0, IGNORED} for pairs in having)
-    if having and alone and ignored == IGNORED and not files.classes.stated:
-        warnings.warn(
-            f"255 does not count in {files.files.name(kinds[having[0]])}, where all else is class "
-            f"0, as other masks have values up to {max(counted)}; where it is an object, write its "
-            "class",
-            stacklevel=5,
         )
     return tuple(map(str, range(count)))
 

@@ -3,7 +3,6 @@
 This module turns the pixels of one mask into classes. ``mask_files.py`` finds masks.
 """
 
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import cv2
 import numpy as np
 from PIL import Image
 
-from visionattn.cli.untrusted import checked, read_yaml
+from visionattn.cli.untrusted import checked, read_yaml, refuse
 from visionattn.data.data_config import DataConfig
 from visionattn.data.formats.reader import NotAsAsked
 from visionattn.data.formats.tiff_pages import MIN_IS_WHITE, PHOTOMETRIC
@@ -75,38 +74,61 @@ def said_of_masks(config: DataConfig) -> MasksSaid:
 def _check_said(said: MasksSaid, source: str) -> None:
     """Raise ValueError for what contradicts itself or is out of range."""
     names, colours, ignored = said.classes, said.colours, said.ignored
-    if said.layers is None and said.images is not None:
-        raise ValueError(f"{source}.images is for {source}.layers; leave it out")
-    if said.layers is not None:
-        if (names, colours, ignored) != (None, None, None):
-            raise ValueError(f"{source}.layers names all classes; leave out the rest but images")
-        if wrong := [path for path in said.layers.values() if "{name}" not in path]:
-            raise ValueError(f"{source}.layers wants paths with {{name}}, got {wrong[0]}")
-        names = [BACKGROUND, *said.layers]
-    for key, given in (("classes", names), ("colours", colours)):
-        if given is not None and not 2 <= len(given) <= IGNORED:
-            raise ValueError(f"{source}.{key} must name 2 to {IGNORED} classes, got {len(given)}")
-    if names is not None and (len(set(names)) < len(names) or not all(names)):
-        raise ValueError(f"{source}.classes must be names, each once, got {names}")
-    for colour in colours or []:
-        if not _is_colour(colour):
-            raise ValueError(
-                f"{source}.colours wants red, green and blue of each class, 0 to 255, got {colour}"
+    paths = [] if said.layers is None else list(said.layers.values())
+    wrong_paths = [path for path in paths if "{name}" not in path]
+    wrong_colours = [colour for colour in colours or [] if not _is_colour(colour)]
+    named = names if said.layers is None else [BACKGROUND, *said.layers]
+    number = isinstance(ignored, int) and 0 <= ignored <= 65535
+    refuse(
+        (
+            said.layers is None and said.images is not None,
+            f"{source}.images is for {source}.layers; leave it out",
+        ),
+        (
+            said.layers is not None and (names, colours, ignored) != (None, None, None),
+            f"{source}.layers names all classes; leave out the rest but images",
+        ),
+        (wrong_paths, f"{source}.layers wants paths with {{name}}, got {''.join(wrong_paths[:1])}"),
+    )
+    refuse(
+        *(
+            (
+                given is not None and not 2 <= len(given) <= IGNORED,
+                f"{source}.{key} must name 2 to {IGNORED} classes, got {len(given or [])}",
             )
-    if colours is not None and len(set(map(tuple, colours))) < len(colours):
-        raise ValueError(f"{source}.colours has a colour twice; each class has its own")
-    if names is not None and colours is not None and len(names) != len(colours):
-        raise ValueError(
-            f"{source}.classes names {len(names)} classes and {source}.colours {len(colours)}"
-        )
-    if ignored is None:
-        return
-    if colours is not None and not _is_colour(ignored):
-        raise ValueError(f"{source}.ignored must be red, green and blue, 0 to 255, got {ignored}")
-    if colours is None and not (isinstance(ignored, int) and 0 <= ignored <= 65535):
-        raise ValueError(f"{source}.ignored must be one value from 0 to 65535, got {ignored}")
-    if ignored in (colours or range(len(names or []))):
-        raise ValueError(f"{source}.ignored {ignored} is the value of a class; name another one")
+            for key, given in (("classes", named), ("colours", colours))
+        ),
+        (
+            named is not None and (len(set(named)) < len(named) or not all(named)),
+            f"{source}.classes must be names, each once, got {named}",
+        ),
+        (
+            wrong_colours,
+            f"{source}.colours wants red, green and blue of each class, 0 to 255, got "
+            f"{wrong_colours[:1]}",
+        ),
+        (
+            len(set(map(tuple, colours or []))) < len(colours or []),
+            f"{source}.colours has a colour twice; each class has its own",
+        ),
+        (
+            named and colours and len(named) != len(colours),
+            f"{source}.classes names {len(named or [])} classes and {source}.colours "
+            f"{len(colours or [])}",
+        ),
+        (
+            colours and ignored is not None and not _is_colour(ignored),
+            f"{source}.ignored must be red, green and blue, 0 to 255, got {ignored}",
+        ),
+        (
+            not colours and ignored is not None and not number,
+            f"{source}.ignored must be one value from 0 to 65535, got {ignored}",
+        ),
+        (
+            ignored in (colours or range(len(named or []))),
+            f"{source}.ignored {ignored} is the value of a class; name another one",
+        ),
+    )
 
 
 def _is_colour(value: Any) -> bool:
@@ -131,17 +153,14 @@ class MaskClasses:
     @classmethod
     def of(cls, said: MasksSaid) -> "MaskClasses":
         """Return the settings from what the user has defined."""
-        colours = None
-        if said.colours is not None:
-            colours = tuple((red, green, blue) for red, green, blue in said.colours)
-        ignored: int | tuple[int, int, int] | None = None if colours else IGNORED
-        if said.ignored is not None:
-            given = said.ignored
-            ignored = given if isinstance(given, int) else (given[0], given[1], given[2])
         if said.layers is not None:
             return cls((BACKGROUND, *said.layers), ignored=None, named=True)
+        colours: Any = said.colours and tuple(map(tuple, said.colours))
         names = tuple(said.classes or map(str, range(len(colours or ()))))
         named = bool(said.classes or said.colours)
+        ignored: Any = None if colours else IGNORED
+        if said.ignored is not None:
+            ignored = said.ignored if isinstance(said.ignored, int) else tuple(said.ignored)
         return cls(names, colours, ignored, said.ignored is not None, named)
 
     def classes(self, mask: Image.Image) -> np.ndarray:
@@ -239,16 +258,6 @@ def used_values(values: np.ndarray) -> list[int]:
     return np.unique(values).tolist()
 
 
-def _step(mask: Image.Image) -> int:
-    """Return the factor by which Pillow scales 2-bit or 4-bit grey levels to 255; 1 if it does not.
-    Call it before Pillow reads the pixels.
-    """
-    tiles: Any = getattr(mask, "tile", None)
-    how = tiles[0].args if tiles else ""
-    found = re.match("L;([24])", str(how if isinstance(how, str) else how[0]))
-    return 255 // (2 ** int(found[1]) - 1) if found else 1
-
-
 def _zero_is_white(mask: Image.Image) -> bool:
     """Return whether a mask is a TIFF that shows 0 as white and its largest value as black."""
     return getattr(mask, "tag_v2", {}).get(PHOTOMETRIC) == MIN_IS_WHITE
@@ -269,10 +278,8 @@ def _values(mask: Image.Image, *, coloured: bool) -> tuple[np.ndarray, dict[int,
         values = cv2.LUT(values, np.array([each & 255 for each in palette], np.uint8))
         return values, {value: _grey(value) for value in used_values(values)}
     if mask.mode in INDEXED:
-        step, most = _step(mask), 65535 if mask.mode.startswith("I;16") else 255
-        values, white = np.asarray(mask), _zero_is_white(mask)
-        if mask.mode == "1":
-            values, step = values.astype(np.uint8) * 255, 255
+        step, most = 255 if mask.mode == "1" else 1, 65535 if mask.mode.startswith("I;16") else 255
+        values, white = np.asarray(mask) * np.uint8(step), _zero_is_white(mask)
         if white and most == 255:  # Pillow has inverted these
             values = 255 - values
         values = values // step

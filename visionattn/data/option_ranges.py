@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from math import inf, isfinite
 
+from visionattn.cli.untrusted import refuse
 from visionattn.data.data_config import DataConfig
 
 LARGEST = 1e9
@@ -18,10 +19,10 @@ FEW_WORKERS, WORKERS_PER_CORE = 64, 16
 def check_workers(count: int, key: str) -> None:
     """Raise ValueError for a number of processes that would overload the machine."""
     most = max(FEW_WORKERS, WORKERS_PER_CORE * (os.cpu_count() or 1))
-    if count < 0:
-        raise ValueError(f"{key} must be at least 0, got {count}")
-    if count > most:
-        raise ValueError(f"{key} must be at most {most} on {os.cpu_count()} cores, got {count}")
+    refuse(
+        (count < 0, f"{key} must be at least 0, got {count}"),
+        (count > most, f"{key} must be at most {most} on {os.cpu_count()} cores, got {count}"),
+    )
 
 
 def check_least(least: float, **numbers: float | Sequence[float] | None) -> None:
@@ -39,13 +40,17 @@ def check_signs(positive: dict[str, float | None], not_negative: dict[str, float
     ``LARGEST``. None is skipped.
     """
     for key, value in (positive | not_negative).items():
-        low = "above" if key in positive else "at least"
-        if value is not None and (
-            not isfinite(value) or value < 0 or (value == 0 and key in positive)
-        ):
-            raise ValueError(f"{key} must be {low} 0, got {value}")
-        if isinstance(value, float) and value > LARGEST:
-            raise ValueError(f"{key} must be at most {LARGEST:.0e}, got {value}")
+        low, number = "above" if key in positive else "at least", 1 if value is None else value
+        refuse(
+            (
+                not isfinite(number) or number < 0 or (number == 0 and key in positive),
+                f"{key} must be {low} 0, got {value}",
+            ),
+            (
+                isinstance(number, float) and number > LARGEST,
+                f"{key} must be at most {LARGEST:.0e}, got {value}",
+            ),
+        )
 
 
 def check_ranges(config: DataConfig) -> None:
@@ -59,11 +64,12 @@ def check_ranges(config: DataConfig) -> None:
         f"data.img_size_choices[{i}]": size for i, size in enumerate(config.img_size_choices or [])
     }
     check_signs(positive, {})
-    if not 0 <= config.crop_around <= 1:
-        raise ValueError(f"data.crop_around must be in [0, 1], got {config.crop_around}")
+    around, share = config.crop_around, config.val_fraction
+    refuse(
+        (not 0 <= around <= 1, f"data.crop_around must be in [0, 1], got {around}"),
+        (not 0 < share < 1, f"data.val_fraction must be in (0, 1), got {share}"),
+    )
     check_workers(config.workers, "data.workers")
-    if not 0 < config.val_fraction < 1:
-        raise ValueError(f"data.val_fraction must be in (0, 1), got {config.val_fraction}")
     fold_of(config.fold)
     try:
         re.compile(config.group_from or "")

@@ -201,7 +201,7 @@ def geometry_choices(
 ) -> tuple[Geometry, ...]:
     """Return the geometries to choose from for each training batch."""
     geometry = training_geometry(spec, config, patch_px)
-    if config.img_size_choices is None:
+    if not config.img_size_choices:
         return (geometry,)
     return tuple(replace(geometry, img_size=sides(size)) for size in config.img_size_choices)
 

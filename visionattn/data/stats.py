@@ -23,6 +23,7 @@ from visionattn.cli.files import check_free, write_text
 from visionattn.cli.parsing import parse
 from visionattn.cli.progress import Progress
 from visionattn.cli.tables import heading, line
+from visionattn.cli.untrusted import refuse
 from visionattn.data.batches import Unreadable
 from visionattn.data.data_config import DataConfig
 from visionattn.data.formats import (
@@ -133,15 +134,20 @@ def parse_stats(argv: Sequence[str]) -> StatsConfig:
         example=EXAMPLE,
         defaults={"data.name": "folder"},
     )
-    if config.data.name != "folder" or (config.data.root or "").startswith("wds/"):
-        raise ValueError(
+    data = config.data
+    refuse(
+        (
+            data.name != "folder" or (data.root or "").startswith("wds/"),
             "stats measures images in folders, tars and tables: --data.root FOLDER; "
-            f"{config.data.root or config.data.name} has known means"
-        )
-    if config.output is None:
-        raise ValueError("--output is missing: the YAML file for the result, such as stats.yaml")
-    check_root(config.data)
-    check_free(Path(config.output), config.overwrite)
+            f"{data.root or data.name} has known means",
+        ),
+        (
+            config.output is None,
+            "--output is missing: the YAML file for the result, such as stats.yaml",
+        ),
+    )
+    check_root(data)
+    check_free(Path(str(config.output)), config.overwrite)
     return config
 
 

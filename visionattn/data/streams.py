@@ -17,6 +17,7 @@ import torch
 from timm.data.readers import create_reader
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from visionattn.cli.untrusted import refuse
 from visionattn.data.batches import (
     ORDER_STREAM,
     Batch,
@@ -92,14 +93,16 @@ def open_shards(
         ValueError, FileNotFoundError: one line with the reason.
     """
     require("readers", "webdataset", what=f"data root {root}")
-    if num_classes is None:
-        raise ValueError(
-            f"data root {root} does not state the number of classes; pass --data.args.num_classes"
-        )
-    if on_error != "skip":
-        raise ValueError(
-            f"timm's reader of {root} leaves unreadable images out; pass --data.on_error skip"
-        )
+    refuse(
+        (
+            num_classes is None,
+            f"data root {root} does not state the number of classes; pass --data.args.num_classes",
+        ),
+        (
+            on_error != "skip",
+            f"timm's reader of {root} leaves unreadable images out; pass --data.on_error skip",
+        ),
+    )
     # A folder is checked here, for a plain error; addresses and pipes are left to timm's reader.
     place = root.removeprefix("wds/")
     if (
@@ -117,11 +120,13 @@ def open_shards(
     available = list(_load_info(place).get("splits", {}))
     splits = by_split(available, root)
     LeftOut([name for name in available if name not in splits.values()]).warn(root)
-    for split in () if judged else ("train", "validation"):
-        if split not in splits:
-            raise ValueError(
-                f"_info.json of {place} has no {split} split; it has {listed(available) or 'none'}"
-            )
+    there = listed(available) or "none"
+    refuse(
+        *(
+            (split not in splits, f"_info.json of {place} has no {split} split; it has {there}")
+            for split in (() if judged else ("train", "validation"))
+        )
+    )
     return {
         split: Shards(
             place,

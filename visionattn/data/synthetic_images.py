@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from visionattn.data.batches import Item, SampleKey
 from visionattn.data.geometry import Geometry, Size, View, pixels
 from visionattn.data.images import cut_mask, fill, see_array
+from visionattn.data.option_ranges import check_signs
 
 TEST_SEED = 20
 Split = Literal["train", "validation", "test"]
@@ -38,9 +39,8 @@ class DrawnArgs:
     """Images of the validation split and of the test split, each."""
 
     def __post_init__(self) -> None:
-        for key in ("train_images", "eval_images"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"data.args.{key} must be above 0, got {getattr(self, key)}")
+        counts = {"train_images": self.train_images, "eval_images": self.eval_images}
+        check_signs({f"data.args.{key}": count for key, count in counts.items()}, {})
 
 
 class DrawnDataset(Dataset):
@@ -144,11 +144,6 @@ def patch_labels(mask: np.ndarray, grid: Size, values: int) -> np.ndarray:
     return np.where(inked, 1 + counts.argmax(0), BACKGROUND)
 
 
-def word_lengths(length: int) -> tuple[int, int]:
-    """Return the minimum and maximum length of w in sequences of ``length`` values."""
-    return length // 4, (length - 2) // 2
-
-
 def draw_sequence(rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Return ``0 w 0 w`` and zeros up to the end: 0 is the separator, and w a random word of
     symbols from 1 on, of random length.
@@ -166,8 +161,7 @@ def draw_sequence(rng: np.random.Generator, length: int) -> tuple[np.ndarray, np
         Values from 0 to ``SYMBOLS``, and a mask of the values that count, 0 or 1; both uint8
         ``[N]``.
     """
-    shortest, longest = word_lengths(length)
-    size = int(rng.integers(shortest, longest + 1))
+    size = int(rng.integers(length // 4, (length - 2) // 2 + 1))
     word = rng.integers(1, SYMBOLS + 1, size, dtype=np.uint8)
     values, counted = np.zeros((2, length), np.uint8)
     values[1 : size + 1] = word

@@ -36,6 +36,9 @@ def foreground_pixel(mask: np.ndarray, rng: np.random.Generator) -> tuple[int, i
     """Draw a class of a mask other than the first, then row and column of one of its pixels; None
     if all pixels have the first class or are ignored.
     """
+    # Only rows that are not all background: a mask may have millions of pixels, and few of objects.
+    rows = np.flatnonzero(cv2.reduce(mask, 1, cv2.REDUCE_SUM, dtype=cv2.CV_32S))
+    mask = mask[rows]
     counts = cv2.calcHist([mask], [0], None, [IGNORED], [0, IGNORED])
     classes = 1 + np.flatnonzero(counts[1:])
     if not len(classes):
@@ -47,4 +50,4 @@ def foreground_pixel(mask: np.ndarray, rng: np.random.Generator) -> tuple[int, i
     number = int(rng.integers(ends[-1]))
     row = int(np.searchsorted(ends, number, side="right"))
     column = rng.choice(np.flatnonzero(hits[row]))
-    return row, int(column)
+    return int(rows[row]), int(column)

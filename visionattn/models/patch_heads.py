@@ -80,6 +80,8 @@ class PatchModel(nn.Module):
             )
         self.patch_px = to_2tuple(patch_px)
         """Height and width of a patch in pixels."""
+        self.places = (1, 1) if isinstance(backbone, KeptMaps) else self.patch_px
+        """Rows and columns of a patch in the inputs."""
         self.taken = places_of_blocks(
             [-1] if head_blocks is None else head_blocks, len(backbone.blocks), "head_blocks"
         )
@@ -152,12 +154,11 @@ class PatchModel(nn.Module):
 
     def filled(self, x: Tensor, sizes: Tensor | None) -> Tensor | None:
         """Return the rows and columns of patches that images fill, int64 ``[B, 2]``; None: all."""
-        in_patches = isinstance(self.backbone, KeptMaps)
-        return filled_grids(x, sizes, (1, 1) if in_patches else self.patch_px)
+        return filled_grids(x, sizes, self.places)
 
     def present_patches(self, x: Tensor, sizes: Tensor | None) -> Tensor | None:
         """Return True for the patches that images fill, bool ``[B, H*W]``; None: all."""
-        down, across = (1, 1) if isinstance(self.backbone, KeptMaps) else self.patch_px
+        down, across = self.places
         grid = Grid(-(-x.shape[2] // down), -(-x.shape[3] // across))
         return present_places(self.filled(x, sizes), grid)
 

@@ -100,12 +100,11 @@ def first(batches: Iterable[Batch], name: str) -> list[tuple[int, Batch]]:
     Raises:
         ValueError: no image can be read.
     """
-    found, images = [], 0
+    found = []
     for number, batch in enumerate(batches):
         if len(batch.labels):
             found.append((number, batch))
-            images += len(batch.labels)
-        if images >= MOST_PICTURES:
+        if sum(len(each.labels) for _, each in found) >= MOST_PICTURES:
             break
     if not found:
         raise ValueError(f"none of the {name} images can be read, so there is nothing to show")

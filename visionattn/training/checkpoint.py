@@ -19,8 +19,9 @@ import timm
 import torch
 from torch import nn
 
+from visionattn.cli.exit_codes import in_one_line
 from visionattn.cli.files import first_line, flush_folder, write_whole
-from visionattn.cli.untrusted import brief, from_json
+from visionattn.cli.untrusted import brief, from_json, refuse
 from visionattn.data.data_checks import WHOLE
 from visionattn.data.folder_walk import composed, listed
 from visionattn.data.splits import Splits
@@ -36,7 +37,7 @@ from visionattn.models.conversion import (
     open_teacher,
 )
 from visionattn.models.mixed_blocks import places_of_blocks
-from visionattn.models.registration import DEFAULTS, complete, is_ours, split_args, with_head
+from visionattn.models.registration import DEFAULTS, is_ours, split_args, with_head
 from visionattn.models.weight_placement import place_weights
 from visionattn.models.weights import (
     FORMAT,
@@ -112,8 +113,6 @@ def check_sums(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as file:
             bad = file.testzip()
-    except PermissionError:
-        raise
     except (*UNREADABLE, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(
             f"{path} is a truncated or damaged checkpoint: {first_line(error)}"
@@ -197,10 +196,8 @@ class States:
                 return state, "; ".join(reasons)
             except FileNotFoundError:
                 reasons.append(f"{path} is missing")
-            except OSError as error:
-                reasons.append(f"{path}: {error.strerror or error}")
-            except ValueError as error:
-                reasons.append(str(error))
+            except (OSError, ValueError) as error:
+                reasons.append(in_one_line(error))
         return None, "; ".join(reasons)
 
     @cached_property
@@ -232,17 +229,6 @@ class States:
                 )
         return replace(model, name=NAME, args=state["config"]["model"]["args"])
 
-    def former_defaults(self, name: str) -> dict[str, Any]:
-        """Return the former values of model defaults that changed since the state was saved."""
-        if self.newest.get("name") != name:
-            return {}
-        given, held = self.newest["config"]["model"].get("args", {}), self.newest["args"]
-        return {
-            key: held[key]
-            for key, value in complete(name, {}).items()
-            if key not in given and key in held and held[key] != value
-        }
-
     def batches(self, config: TrainConfig) -> dict[str, Any]:
         """Return the options of the newest state that ``batch_size auto`` determines: batch size
         and data with ``batch_patches``. Empty without a state.
@@ -258,13 +244,6 @@ class States:
         if self.step is None:
             return "no state was saved yet"
         return f"the state of step {self.step} is kept, --resume continues from it"
-
-    def explain(self, error: OSError) -> OSError:
-        """Return the error with ``kept`` at its end."""
-        if error.errno is None:
-            return OSError(f"{error}; {self.kept()}")
-        name = error.filename or str(self.folder)
-        return OSError(error.errno, f"{error.strerror}; {self.kept()}", str(name))
 
 
 def check_options(
@@ -307,16 +286,18 @@ def check_options(
         if was != is_now:
             until = " until the epoch is over" if key in counted else ""
             raise ValueError(f"the run has {key} {was}, not {is_now}; resume with the same{until}")
-    if new["init_from"] not in (None, old["init_from"]):
-        raise ValueError(
+    had, has = old["optim"]["ema_decay"], new["optim"]["ema_decay"]
+    refuse(
+        (
+            new["init_from"] not in (None, old["init_from"]),
             f"init_from {new['init_from']} applies only at the start of a run, and a resumed run "
-            "keeps its own weights; leave it out"
-        )
-    if bool(old["optim"]["ema_decay"]) != bool(new["optim"]["ema_decay"]):
-        raise ValueError(
-            f"the run has optim.ema_decay {old['optim']['ema_decay']}; it cannot be switched on or "
-            "off halfway"
-        )
+            "keeps its own weights; leave it out",
+        ),
+        (
+            bool(had) != bool(has),
+            f"the run has optim.ema_decay {had}; it cannot be switched on or off halfway",
+        ),
+    )
     return changed
 
 
@@ -342,11 +323,9 @@ def changes(old: dict[str, Any] | None, new: dict[str, Any] | None, splits: Spli
     if old is None or new is None:
         return ""
     was, now = (list(map(composed, listing["class_names"])) for listing in (old, new))
-    if set(was) != set(now):
-        gone, come = set(was) - set(now), set(now) - set(was)
-        return f"classes that are gone: {_some(gone)}; new ones: {_some(come)}"
     if was != now:
-        return f"the classes were in the order {listed(was)}, and are {listed(now)}"
+        gone, come = (listed(sorted({*a} - {*b})) or "none" for a, b in ((was, now), (now, was)))
+        return f"classes that are gone: {gone}; new ones: {come}; or another order"
     words = []
     for part in PARTS:
         held = [listing.get(part, torch.empty(0)) for listing in (old, new)]
@@ -357,10 +336,6 @@ def changes(old: dict[str, Any] | None, new: dict[str, Any] | None, splits: Spli
             more = ", ..." if len(places) > 3 else ""
             words.append(f"{len(places)} of {len(held[0])} {part} images differ ({names}{more})")
     return "; ".join(words)
-
-
-def _some(names: set[str]) -> str:
-    return ", ".join(sorted(names)[:3]) or "none"
 
 
 @dataclass(frozen=True)
@@ -458,12 +433,16 @@ def started_model(
         return converted.model, chosen, converted.args, lines
     if model.name == NAME:
         held = _args_in(source)
-        for key, asked in model.args.items():
-            if key in held and key not in OPTIONS and held[key] != asked:
-                raise ValueError(
-                    f"the weights to start from have {key} {brief(held[key])}, model.args "
-                    f"{brief(asked)}; {NONE_GIVEN}"
+        refuse(
+            *(
+                (
+                    key in held and key not in OPTIONS and held[key] != asked,
+                    f"the weights to start from have {key} {brief(held.get(key))}, model.args "
+                    f"{brief(asked)}; {NONE_GIVEN}",
                 )
+                for key, asked in model.args.items()
+            )
+        )
         model = replace(model, args=held | model.args)
     made, args = build_model(model, spec)
     return made, model, args, place_weights(made, model.name, source).lines() if first else []
@@ -494,17 +473,12 @@ def is_teacher(source: str, name: str) -> bool:
     """Tell whether the model ``name`` of this package starts from a timm ViT with known body, given
     by timm's name or by a file of ``visionattn train``.
     """
-    if not is_ours_by_name(name):
+    if not (timm.is_model(name) and is_ours(name)):  # is_ours takes only timm's names
         return False
     if not Path(source).is_file():
         return source.startswith(SOURCES) or timm.is_model(source)
     held = _metadata(source).get("model", "")
     return timm.is_model(held) and not is_ours(held)
-
-
-def is_ours_by_name(name: str) -> bool:
-    """Tell whether a name, possibly unknown to timm, is a model of this package."""
-    return timm.is_model(name) and is_ours(name)
 
 
 def _metadata(source: str) -> dict[str, str]:

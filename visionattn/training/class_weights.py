@@ -6,6 +6,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from visionattn.data.images import ImageDataset
+from visionattn.data.kept_features import PatchSamples
 from visionattn.data.splits import Splits
 from visionattn.training.config import LossConfig
 
@@ -53,8 +54,14 @@ def class_counts(dataset: Dataset, classes: int) -> np.ndarray:
     ``[classes]``; unreadable masks do not count.
 
     Raises:
-        ValueError: images and masks are drawn or streamed, so that their classes are unknown.
+        ValueError: images and masks are drawn or streamed, so that their classes are unknown; or
+            samples are balanced already.
     """
+    if isinstance(dataset, PatchSamples):
+        raise ValueError(
+            "loss.class_weights balanced counts pixels, and data.features samples a fixed share of "
+            "patches with objects; leave it out, or give numbers"
+        )
     if isinstance(dataset, ImageDataset) and dataset.masks is not None:
         return dataset.masks.pixel_counts(dataset.indices, classes)
     labels = getattr(dataset, "labels", None)

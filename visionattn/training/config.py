@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Literal
 
+from visionattn.cli.untrusted import refuse
 from visionattn.data.data_config import DataConfig
 from visionattn.data.option_ranges import check_ranges, check_signs
 from visionattn.model_config import VECTOR_TASKS, Fit, ModelConfig
@@ -207,6 +208,7 @@ MONITORS = {
     "segmentation": ("mean_iou", "accuracy", "f1", "loss"),
     "multilabel": ("map", "f1", "loss"),
     "regression": ("r2", "mae", "rmse", "loss"),
+    "generate": ("loss",),
 }
 """Values of ``monitor`` by task."""
 NUMBER_LOSSES = ("l1", "smooth_l1", "mse")
@@ -243,88 +245,70 @@ def check(config: TrainConfig) -> None:
         "optim.mixup": optim.mixup,
         "optim.cutmix": optim.cutmix,
     }
-    if isinstance(config.loss.class_weights, list):
-        for number, weight in enumerate(config.loss.class_weights):
-            not_negative[f"loss.class_weights[{number}]"] = weight
+    weights = config.loss.class_weights
+    given = enumerate(weights if isinstance(weights, list) else [])
+    not_negative |= {f"loss.class_weights[{number}]": weight for number, weight in given}
     check_signs(positive, not_negative)
     check_ranges(data)
-    # Shares: the value, and whether 0 and 1 are allowed.
-    shares = {
-        "optim.layer_decay": (optim.layer_decay, False, True),
-        "optim.label_smoothing": (optim.label_smoothing, True, False),
-        "optim.ema_decay": (optim.ema_decay, False, False),
-    }
-    for key, (value, zero, one) in shares.items():
-        if value is not None and not (
-            0 < value < 1 or (zero and value == 0) or (one and value == 1)
-        ):
-            raise ValueError(
-                f"{key} must be in {'[' if zero else '('}0, 1{']' if one else ')'}, got {value}"
-            )
-    if config.show_batch is not None and not config.show_batch.endswith(".png"):
-        raise ValueError(f"show_batch must be a file that ends in .png, got {config.show_batch}")
+    refuse(
+        (
+            not 0 < (1 if optim.layer_decay is None else optim.layer_decay) <= 1,
+            f"optim.layer_decay must be in (0, 1], got {optim.layer_decay}",
+        ),
+        (
+            not 0 <= optim.label_smoothing < 1,
+            f"optim.label_smoothing must be in [0, 1), got {optim.label_smoothing}",
+        ),
+        (
+            optim.ema_decay is not None and not 0 < optim.ema_decay < 1,
+            f"optim.ema_decay must be in (0, 1), got {optim.ema_decay}",
+        ),
+    )
     _check_together(config)
 
 
 def _check_together(config: TrainConfig) -> None:
     """Raise ValueError for options that contradict each other."""
-    data, optim = config.data, config.optim
+    data, optim, drop = config.data, config.optim, config.optim.drop_epochs
     if data.features is not None:
         _check_features(config)
-    if config.show_batch is not None and config.resume:
-        raise ValueError("show_batch draws the first batch of the first epoch; leave resume out")
-    if optim.min_lr > optim.lr:
-        raise ValueError(f"optim.min_lr {optim.min_lr} is above optim.lr {optim.lr}, the peak")
-    if optim.warmup_epochs >= config.epochs:
-        raise ValueError(
-            f"expected optim.warmup_epochs below epochs {config.epochs}, got "
-            f"{optim.warmup_epochs}; pass --optim.warmup_epochs {config.epochs / 2:g}"
-        )
-    if optim.drop_epochs is not None:
-        _check_drop(config, optim.drop_epochs)
-    if data.img_size_choices is not None and not data.img_size_choices:
-        raise ValueError(
-            "data.img_size_choices is empty; name the sizes, or leave it out to train at "
-            "data.img_size"
-        )
-    if len(set(data.img_size_choices or [])) < len(data.img_size_choices or []):
-        raise ValueError(
-            f"data.img_size_choices {data.img_size_choices} names a size twice; name each once"
-        )
-    if data.fit == "pad" and (optim.mixup or optim.cutmix):
-        raise ValueError(
-            "optim.mixup and optim.cutmix blend images that fill the same size, which data.fit pad "
-            "does not give; use native, stretch or crop, or leave them out"
-        )
-    if data.task == "segmentation" and (optim.mixup or optim.cutmix):
-        raise ValueError(
-            "optim.mixup and optim.cutmix mix the classes of images, and data.task segmentation "
-            "has classes of pixels; leave them out"
-        )
-    if data.crop is not None and (optim.mixup or optim.cutmix):
-        raise ValueError(
-            "optim.mixup and optim.cutmix need images without padding, and crops of small images "
-            "are padded; leave them out"
-        )
-    if data.task in VECTOR_TASKS and (optim.mixup or optim.cutmix):
-        raise ValueError(
-            "optim.mixup and optim.cutmix mix two classes, and data.task "
-            f"{data.task} has several numbers per image; leave them out"
-        )
-    allowed = MONITORS.get(data.task)
-    if config.monitor is not None and allowed and config.monitor not in allowed:
-        tasks = " and ".join(task for task in MONITORS if config.monitor in MONITORS[task])
-        raise ValueError(
-            f"monitor {config.monitor} is for data.task {tasks}, got {data.task}; use "
-            f"{', '.join(allowed[:-1])} or {allowed[-1]}"
-        )
-    if config.freeze is not None and not (config.init_from or config.resume):
-        raise ValueError(
-            f"freeze {config.freeze} would keep random weights; name pretrained ones with "
-            "init_from, e.g. vit_small_patch16_224"
-        )
+    if optim.mixup or optim.cutmix:
+        _check_mixing(config)
     if data.task == "generate":
         _check_writing(config)
+    allowed, monitor = MONITORS[data.task], config.monitor
+    tasks = " and ".join(task for task in MONITORS if monitor in MONITORS[task])
+    refuse(
+        (
+            optim.min_lr > optim.lr,
+            f"optim.min_lr {optim.min_lr} is above optim.lr {optim.lr}, the peak",
+        ),
+        (
+            optim.warmup_epochs >= config.epochs,
+            f"expected optim.warmup_epochs below epochs {config.epochs}, got "
+            f"{optim.warmup_epochs}; pass --optim.warmup_epochs "
+            f"{config.epochs / 2:g}",
+        ),
+        (
+            drop is not None and not optim.warmup_epochs < drop < config.epochs,
+            f"optim.drop_epochs must be above optim.warmup_epochs {optim.warmup_epochs} and below "
+            f"epochs {config.epochs}, got {drop}",
+        ),
+        (
+            monitor is not None and monitor not in allowed,
+            f"monitor {monitor} is for data.task {tasks}, got {data.task}; use one of "
+            f"{', '.join(allowed)}",
+        ),
+        (
+            config.freeze is not None and not (config.init_from or config.resume),
+            f"freeze {config.freeze} would keep random weights; name pretrained ones with "
+            "init_from, e.g. vit_small_patch16_224",
+        ),
+        (
+            config.resume and config.overwrite,
+            "resume continues a run and overwrite deletes it; pass only one",
+        ),
+    )
     _check_loss(config)
     for name in config.log or ():
         found = find_spec(name)
@@ -332,38 +316,44 @@ def _check_together(config: TrainConfig) -> None:
             raise ValueError(f"log {name} needs the package {name}; pip install {name}")
     if config.parallel == "sequence" or isinstance(config.parallel, int):
         _check_sequence(config)
-    if config.resume and config.overwrite:
-        raise ValueError("resume continues a run and overwrite deletes it; pass only one")
 
 
 def _check_features(config: TrainConfig) -> None:
     """Raise ValueError for options that act on images or on the model of kept features."""
+    data = config.data
     idle = {
-        f"data.name {config.data.name}": config.data.name != "folder",
-        f"data.task {config.data.task}": config.data.task == "generate",
+        f"data.name {data.name}": data.name != "folder",
+        f"data.task {data.task}": data.task == "generate",
         "init_from": config.init_from is not None,
         "freeze": config.freeze is not None,
         "show_batch": config.show_batch is not None,
         "model.grad_checkpointing": config.model.grad_checkpointing,
+        "data.cache without masks": data.cache is not None and data.task != "segmentation",
     }
-    for key, given in idle.items():
-        if given:
-            raise ValueError(
-                "data.features trains a head on features of a folder of images, with the model "
-                f"that made them; not with {key}"
-            )
+    text = (
+        "data.features trains a head on features of a folder of images, with the model that made "
+        "them; not with {}"
+    )
+    refuse(*((given, text.format(key)) for key, given in idle.items()))
 
 
-def _check_drop(config: TrainConfig, drop_epochs: float) -> None:
-    """Raise ValueError if the learning rate would never reach its peak, or never drop."""
-    optim = config.optim
-    if not optim.warmup_epochs < drop_epochs < config.epochs:
-        raise ValueError(
-            f"optim.drop_epochs must be above optim.warmup_epochs {optim.warmup_epochs} and below "
-            f"epochs {config.epochs}, got {drop_epochs}"
-        )
-    if optim.min_lr == optim.lr:
-        raise ValueError(f"optim.drop_epochs has no effect: optim.min_lr is optim.lr, {optim.lr}")
+def _check_mixing(config: TrainConfig) -> None:
+    """Raise ValueError for images and losses that mixup and cutmix do not mix."""
+    data, loss = config.data, config.loss
+    reasons = {
+        "blend images that fill the same size, which data.fit pad does not give; use native, "
+        "stretch or crop, or leave them out": data.fit == "pad",
+        "mix the classes of images, and data.task segmentation has classes of pixels; leave them "
+        "out": data.task == "segmentation",
+        "need images without padding, and crops of small images are padded; leave them "
+        "out": data.crop is not None,
+        f"mix two classes, and data.task {data.task} has several numbers per image; leave them "
+        "out": data.task in VECTOR_TASKS,
+        "give images shares of classes, which only the unweighted cross_entropy takes; leave them "
+        "out, or loss.name and loss.class_weights": loss.name != "cross_entropy"
+        or loss.class_weights is not None,
+    }
+    refuse(*((holds, f"optim.mixup and optim.cutmix {text}") for text, holds in reasons.items()))
 
 
 def _check_writing(config: TrainConfig) -> None:
@@ -376,58 +366,42 @@ def _check_writing(config: TrainConfig) -> None:
         "loss.name": config.loss.name != "cross_entropy",
         "loss.class_weights": config.loss.class_weights,
     }
-    for name, given in idle.items():
-        if given:
-            raise ValueError(
-                f"data.task generate learns the values of whole images, which {name} changes; "
-                f"omit {name}"
-            )
-    if config.monitor not in (None, "loss"):
-        raise ValueError(
-            f"data.task generate has no classes for monitor {config.monitor}; use loss, or leave "
-            "it out"
-        )
+    text = "data.task generate learns the values of whole images, which {0} changes; omit {0}"
+    refuse(*((given, text.format(name)) for name, given in idle.items()))
 
 
 def _check_loss(config: TrainConfig) -> None:
     """Raise ValueError for a loss that does not fit the task or the other options."""
-    loss, optim = config.loss, config.optim
-    if config.data.task == "regression":
-        idle = {
-            f"loss.name {loss.name}": loss.name not in ("cross_entropy", *NUMBER_LOSSES),
-            "loss.class_weights": loss.class_weights is not None,
-            "optim.label_smoothing": optim.label_smoothing,
-        }
-        for name, given in idle.items():
-            if given:
-                raise ValueError(f"{name} is for classes; leave it out for data.task regression")
-        return
-    if loss.name in NUMBER_LOSSES:
-        raise ValueError(
-            f"loss.name {loss.name} is for data.task regression, got {config.data.task}; leave it "
-            "out"
-        )
-    if "dice" in loss.name and config.data.task != "segmentation":
-        raise ValueError(
+    loss, task, smoothing = config.loss, config.data.task, config.optim.label_smoothing
+    numbers, weighted = task == "regression", loss.class_weights is not None
+    for_classes = "{} is for classes; leave it out for data.task regression"
+    refuse(
+        (
+            numbers and loss.name not in ("cross_entropy", *NUMBER_LOSSES),
+            for_classes.format(f"loss.name {loss.name}"),
+        ),
+        (numbers and weighted, for_classes.format("loss.class_weights")),
+        (numbers and smoothing, for_classes.format("optim.label_smoothing")),
+        (
+            not numbers and loss.name in NUMBER_LOSSES,
+            f"loss.name {loss.name} is for data.task regression, got {task}; leave it out",
+        ),
+        (
+            "dice" in loss.name and task != "segmentation",
             f"loss.name {loss.name} compares masks, for data.task segmentation; use cross_entropy "
-            f"or focal for {config.data.task}"
-        )
-    if loss.name == "dice" and loss.class_weights is not None:
-        raise ValueError(
+            f"or focal for {task}",
+        ),
+        (
+            loss.name == "dice" and weighted,
             "loss.name dice weighs all classes alike; leave loss.class_weights out, or use "
-            "cross_entropy_dice"
-        )
-    if loss.name in ("focal", "dice") and optim.label_smoothing:
-        raise ValueError(
+            "cross_entropy_dice",
+        ),
+        (
+            loss.name in ("focal", "dice") and smoothing,
             f"optim.label_smoothing changes the cross-entropy, and loss.name is {loss.name}; leave "
-            "it out"
-        )
-    changed = loss.name != "cross_entropy" or loss.class_weights is not None
-    if changed and (optim.mixup or optim.cutmix):
-        raise ValueError(
-            "optim.mixup and optim.cutmix give images shares of classes, which only the unweighted "
-            "cross_entropy takes; leave them out, or loss.name and loss.class_weights"
-        )
+            "it out",
+        ),
+    )
 
 
 def _check_sequence(config: TrainConfig) -> None:
@@ -438,9 +412,8 @@ def _check_sequence(config: TrainConfig) -> None:
         "data.crop": config.data.crop is not None,
         f"data.task {config.data.task}": config.data.task != "classification",
     }
-    for name, given in idle.items():
-        if given:
-            raise ValueError(
-                f"parallel sequence shares the rows of images that fill their canvas among "
-                f"processes, for classes of images and without compiling; not with {name}"
-            )
+    text = (
+        "parallel sequence shares the rows of images that fill their canvas among processes, for "
+        "classes of images and without compiling; not with {}"
+    )
+    refuse(*((given, text.format(name)) for name, given in idle.items()))

@@ -5,7 +5,6 @@ weights.
 steps.
 """
 
-import os
 import random
 import sys
 import warnings
@@ -23,6 +22,7 @@ from visionattn.cli.exit_codes import (
     Failed,
     OutOfMemory,
     Stopped,
+    in_one_line,
     is_out_of_memory,
     tell,
 )
@@ -49,7 +49,7 @@ from visionattn.training.distributed import (
 )
 from visionattn.training.fold_summary import summarise_folds
 from visionattn.training.freezing import freeze
-from visionattn.training.head_training import ModelFiles, PatchClasses, prepare_maps
+from visionattn.training.head_training import HeadFiles, PatchClasses, prepare_maps
 from visionattn.training.objectives import Objective
 from visionattn.training.run_folder import (
     BEST,
@@ -82,7 +82,7 @@ class Prepared:
     """Lines about its weights, to print."""
     objective: Objective | None = None
     """The training objective; None: set by the task of the data."""
-    files: ModelFiles | None = None
+    files: HeadFiles | None = None
     """Writes and reads the best weights; None: as the model is."""
 
 
@@ -148,11 +148,6 @@ def train(
         Failed: a data loader process or another training process ended.
         Stopped: Ctrl-C or SIGTERM; the state is saved.
     """
-    if processes is None and (count := os.environ.get("WORLD_SIZE", "1")) != "1":
-        raise ValueError(
-            f"torchrun has started {count} processes, which must train together: with "
-            "distributed.joined() as processes, call train(config, processes=processes)"
-        )
     processes = processes or Processes()
     # Checks, the cheapest first and the reading of data last; each raises on all processes or none.
     processes.together(lambda: check(config))
@@ -247,18 +242,14 @@ def build(
     """Check data, model, sizes and memory; return the trainer, its expected memory, and lines about
     its batches and initial weights.
     """
-    held: dict[str, Any] = {}
     if resumed:
-        chosen = processes.on_first(lambda: states.started_as(config))
-        config = replace(config, model=chosen)
-        held = processes.on_first(lambda: states.former_defaults(chosen.name))
+        config = replace(config, model=processes.on_first(lambda: states.started_as(config)))
 
     def prepared() -> Prepared:
         if config.threads:
             torch.set_num_threads(config.threads)
         seed_everything(config.seed)
-        own = replace(config, model=replace(config.model, args=held | config.model.args))
-        made = prepare(own, device, resumed=resumed, first=processes.first)
+        made = prepare(config, device, resumed=resumed, first=processes.first)
         kind = choose_kind(replace(config, batch_size="auto"), processes.size)
         check_model(made.model, made.built.name, processes.size, kind)
         patch_px, spec = patch_size(made.model), made.splits.spec
@@ -303,11 +294,6 @@ def go_on(trainer: Trainer, states: States) -> list[str]:
     processes, name = trainer.processes, trainer.config.model.name
     state, lines = processes.on_first(lambda: states.load(trainer.model, name))
     states.step = state["position"]["step"]
-    lines += [
-        f"model.args.{key} is {value}, the default when the run began"
-        for key, value in trainer.args.items()
-        if key not in trainer.config.model.args and key != "img_size"  # a data option
-    ]
     lines += trainer.restore(state)
     recalled, trainer.position = processes.on_first(
         lambda: (recall_best(trainer.position, states.folder / BEST), trainer.position)
@@ -350,7 +336,7 @@ def run(
         for line in [*trainer.describe(), *lines]:
             record.say(line)
         if not trainer.done and (expected := forecast(trainer, memory)):
-            record.say(expected.line)
+            record.say(expected)
         trainer.warm_up()
         try:
             trainer.fit(record, interruption)
@@ -376,7 +362,7 @@ def early_ends(trainer: Trainer, states: States) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise states.explain(error) from error
+        raise OSError(f"{in_one_line(error)}; {states.kept()}") from error
     except (RuntimeError, MemoryError, OutOfMemory) as error:
         if isinstance(error, OutOfMemory) or is_out_of_memory(error):
             images, _, height, width = trainer.input_shape

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from visionattn.cli.untrusted import refuse
 from visionattn.data.data_config import DataConfig
 from visionattn.data.geometry import geometry_of
 from visionattn.data.images import ImageDataset
@@ -28,30 +29,8 @@ IMAGE_OPTIONS += ("value_range", "page", "mean", "std", "crop_around")
 """Options of images that act when features are extracted."""
 
 
-class ModelFiles:
-    """Write and read the checkpoint of a run."""
-
-    def save(
-        self,
-        path: Path,
-        model: nn.Module,
-        name: str,
-        args: dict[str, Any],
-        spec: DataSpec,
-        *,
-        notes: dict[str, str],
-    ) -> None:
-        """Write a checkpoint; arguments as for ``save_model``."""
-        save_model(path, model, name, args, spec, notes=notes)
-
-    def load(self, path: Path) -> tuple[nn.Module, DataSpec]:
-        """Return the model to evaluate and the specification of its inputs."""
-        model = load_model(path)
-        return model, model.data_spec
-
-
 @dataclass(frozen=True)
-class HeadFiles(ModelFiles):
+class HeadFiles:
     """Write checkpoints of model and head, from a run with only the head.
 
     Args:
@@ -88,13 +67,14 @@ class HeadFiles(ModelFiles):
         of_images = {key: getattr(self.images, key) for key in seen}
         save_model(path, whole, name, args, replace(spec, **of_images), notes=notes)
 
-    def load(self, path: Path) -> tuple[nn.Module, DataSpec]:
+    def load(self, path: Path) -> nn.Module:
         """Return the head as a model of maps that are not standardized."""
         model = load_model(path)
         raw = dict(mean=(0.0,) * len(self.maps.mean), std=(1.0,) * len(self.maps.std))
-        spec = replace(self.maps, **raw, thresholds=model.data_spec.thresholds)
-        model.backbone, model.norms = kept_body(model), nn.ModuleList([nn.Identity()])
-        return model, spec
+        model.data_spec = replace(self.maps, **raw, thresholds=model.data_spec.thresholds)
+        model.backbone = patch_heads.KeptMaps(model.width, model.patch_px)
+        model.norms = nn.ModuleList([nn.Identity()])
+        return model
 
 
 class PatchClasses(PixelClasses):
@@ -131,11 +111,6 @@ def standardize(layer: nn.Conv2d, mean: Tensor, std: Tensor) -> None:
     layer.weight.copy_(weight)
 
 
-def kept_body(model: patch_heads.PatchModel) -> patch_heads.KeptMaps:
-    """Return the body that takes the place of a model's own where maps are the inputs."""
-    return patch_heads.KeptMaps(model.width, model.patch_px)
-
-
 def prepare_maps(
     data: DataConfig, chosen: ModelConfig, splits: Splits, seed: int
 ) -> tuple[Splits, nn.Module, ModelConfig, HeadFiles, list[str]]:
@@ -157,11 +132,10 @@ def prepare_maps(
     """
     folder, usual = str(data.features), DataConfig()
     kept = FeatureFolder(folder)
-    for key in IMAGE_OPTIONS:
-        if getattr(data, key) != getattr(usual, key):
-            raise ValueError(
-                f"data.{key} changes images, and data.features has their features; leave it out"
-            )
+    changes = "data.{} changes images, and data.features has their features; leave it out"
+    refuse(
+        *((getattr(data, key) != getattr(usual, key), changes.format(key)) for key in IMAGE_OPTIONS)
+    )
     path = kept.folder / BACKBONE
     body = load_model(path)
     name, args, images = described(read_metadata(path), path)
@@ -172,13 +146,20 @@ def prepare_maps(
         f"model.args.{key}": args.get(key) == x for key, x in chosen.args.items() if key not in head
     }
     given |= {chosen.name: chosen.name in (name, ModelConfig.name)}
-    if wrong := [key for key, same in given.items() if not same]:
-        raise ValueError(
-            f"data.features {folder} has features of {name}, blocks {body.taken}; {wrong[0]} would "
-            "be for another model, leave it out"
-        )
-    if not isinstance(splits.train, ImageDataset):
-        raise ValueError(f"data.features {folder} is for a folder of images; leave it out")
+    refuse(
+        *(
+            (
+                not same,
+                f"data.features {folder} has features of {name}, blocks {body.taken}; {key} would "
+                "be for another model, leave it out",
+            )
+            for key, same in given.items()
+        ),
+        (
+            not isinstance(splits.train, ImageDataset),
+            f"data.features {folder} is for a folder of images; leave it out",
+        ),
+    )
     spec = splits.spec
     how = dict(leaves_out=takes_sizes(body))
     geometry = geometry_of(images, body.patch_px)
@@ -192,9 +173,13 @@ def prepare_maps(
         raise ValueError(f"data.features {folder} has no maps of {body.width} channels")
     of_maps = dict(in_chans=body.width, mean=mean, std=std, fit="native", img_size=None)
     spec = replace(spec, **of_maps, max_patches=None, bands=None, value_range=None, page=None)
-    model = with_head(kept_body(body), spec.task, spec.num_classes, head)
+    maps = patch_heads.KeptMaps(body.width, body.patch_px)
+    model = with_head(maps, spec.task, spec.num_classes, head)
     if isinstance(model, Segmenter) and model.cells == (1, 1) and model.encoder is None:
         parts["train"] = PatchSamples(parts["train"], seed)
     built = replace(chosen, name=name, args=args | head)
-    lines = [f"only the head learns, on features of {name}, blocks {body.taken}, in {folder}"]
+    lines = [
+        f"only the head learns, on features of {name}, blocks {body.taken}, in {folder}; "
+        "data.workers is 0"
+    ]
     return Splits(**parts, spec=spec), model, built, HeadFiles(body, images, spec), lines

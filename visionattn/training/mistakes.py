@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 from torch.utils.data import Dataset
 
-from visionattn.cli.untrusted import read_json
+from visionattn.cli.untrusted import read_json, refuse
 from visionattn.data.batches import SampleKey, Unreadable
 from visionattn.data.geometry import Geometry
 from visionattn.models.weights import DataSpec
@@ -204,21 +204,22 @@ def read_by_class(path: Path) -> ByClass:
     named = [(label, said) for label, said, _ in found.confusions]
     named += [(each.label, each.said) for each in found.mistakes]
     pictures = [each.picture for each in found.mistakes if each.picture is not None]
-    wanted = {
-        f"its version is {found.version}, known is {VERSION}": found.version == VERSION,
-        "the images of all classes are not all images": found.images
-        == sum(own for own, _, _ in found.classes)
-        > 0,
-        "more images of a class are right than there are": all(
-            0 <= right <= own for own, right, _ in found.classes
+    unequal = found.images != sum(own for own, _, _ in found.classes)
+    wrong = (
+        (found.version != VERSION, f"its version is {found.version}, known is {VERSION}"),
+        (unequal or found.images < 1, "the images of all classes are not all images"),
+        (
+            any(not 0 <= right <= own for own, right, _ in found.classes),
+            "more images of a class are right than there are",
         ),
-        "a mistake is made less than once": all(often > 0 for _, _, often in found.confusions),
-        "it has not one name for each class": len(found.class_names) in (0, len(classes)),
-        "a class is none": all(each in classes for pair in named for each in pair),
-        "a picture is none": all(map(ADDRESS.fullmatch, pictures)),
-        "a picture is too large": all(len(each) <= 2 * MOST_BYTES for each in pictures),
-    }
-    for what, holds in wanted.items():
-        if not holds:
-            raise ValueError(f"{path} is damaged: {what}")
+        (any(often < 1 for _, _, often in found.confusions), "a mistake is made less than once"),
+        (
+            len(found.class_names) not in (0, len(classes)),
+            "it has not one name for each class",
+        ),
+        (any(each not in classes for pair in named for each in pair), "a class is none"),
+        (not all(map(ADDRESS.fullmatch, pictures)), "a picture is none"),
+        (any(len(each) > 2 * MOST_BYTES for each in pictures), "a picture is too large"),
+    )
+    refuse(*((holds, f"{path} is damaged: {what}") for holds, what in wrong))
     return found

@@ -74,7 +74,9 @@ class Objective:
         self, config: OptimConfig, kind: LossConfig | None = None, spec: DataSpec | None = None
     ):
         self.kind, self.smoothing = kind or LossConfig(), config.label_smoothing
-        self.criterion = make_criterion(config)
+        plain = type(self) is Objective and self.kind == LossConfig()
+        self.criterion = make_criterion(config) if plain else None
+        """The mean loss of images with one class, also with mixed images; None: from ``each``."""
         self.spec = spec
 
     def called(self, model: nn.Module) -> nn.Module:
@@ -102,7 +104,7 @@ class Objective:
 
     def loss(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return the mean loss of a batch, each image times its weight, ``[B]``; None: 1."""
-        if weights is None and self.kind == LossConfig():
+        if weights is None and self.criterion is not None:
             return self.criterion(outputs, targets)
         return weighted_mean(self.each(outputs, targets), weights)
 
@@ -153,10 +155,6 @@ class PixelClasses(Objective):
         """Return placeholder masks, uint8 ``[images, H, W]``."""
         return torch.zeros(images, *size, dtype=torch.uint8)
 
-    def loss(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return the mean loss of a batch, each image times its weight, ``[B]``; None: 1."""
-        return weighted_mean(self.each(outputs, targets), weights)
-
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of each image, ``[B]``, for logits ``[B, classes, H, W]`` and classes
         uint8 ``[B, H, W]``; ``IGNORED`` pixels do not count.
@@ -184,19 +182,12 @@ class Likelihood(Objective):
 
     unit = " bits/dim"
 
-    def __init__(self, *options: object):
-        """Accept the options of ``Objective``; none affects this loss."""
-
     def outputs(
         self, called: nn.Module, inputs: Tensor, sizes: Tensor | None, targets: Tensor
     ) -> Tensor:
         """Return the log-likelihood of every value in nats, ``[B, C, H, W]``."""
         decoder = next(each for each in called.modules() if isinstance(each, PixelDecoder))
         return called(inputs, targets) if decoder.conditioned else called(inputs)
-
-    def loss(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return the mean bits per dimension, each image times its weight, ``[B]``; None: 1."""
-        return weighted_mean(self.each(outputs, targets), weights)
 
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the bits per dimension of each image, ``[B]``, for log-likelihoods ``[B, C, H,
@@ -207,13 +198,18 @@ class Likelihood(Objective):
             targets: classes of images, int64 ``[B]``, if all values count; or uint8 ``[B, H, W]``,
                 nonzero where values count.
         """
-        return _bits(outputs, targets)
+        bits = outputs.float() / -math.log(2)
+        if targets.ndim == 1:
+            return bits.flatten(1).mean(1)
+        counted = (targets != 0).unsqueeze(1).expand_as(bits)
+        return torch.where(counted, bits, 0).flatten(1).sum(1) / counted.flatten(1).sum(1)
 
     def judge(
         self, model: nn.Module, inputs: Tensor, sizes: Tensor | None, labels: Tensor
     ) -> Judged:
         """Evaluate a model in eval mode on a batch; ``labels`` are as for ``loss``."""
-        return Judged(_bits(self.outputs(model, inputs, sizes, labels), labels).sum(), None)
+        outputs = self.outputs(model, inputs, sizes, labels)
+        return Judged(self.each(outputs, labels).sum(), None)
 
 
 class ManyLabels(Objective):
@@ -234,10 +230,6 @@ class ManyLabels(Objective):
     def plain(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of each image in evaluations, ``[B]``: binary cross-entropy."""
         return label_losses(outputs, targets)
-
-    def loss(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return the mean loss of a batch, each image times its weight, ``[B]``; None: 1."""
-        return weighted_mean(self.each(outputs, targets), weights)
 
     def judge(
         self, model: nn.Module, inputs: Tensor, sizes: Tensor | None, labels: Tensor
@@ -329,12 +321,3 @@ def score_counts(known: Tensor, logits: Tensor) -> Tensor:
         bins += SCORE_BINS * (known[counted] == number)
         counts.append(bins.bincount(minlength=2 * SCORE_BINS))
     return torch.stack(counts).view(-1, 2, SCORE_BINS)
-
-
-def _bits(found: Tensor, targets: Tensor) -> Tensor:
-    """Return the bits per dimension of each image, ``[B]``."""
-    bits = found.float() / -math.log(2)
-    if targets.ndim == 1:
-        return bits.flatten(1).mean(1)
-    counted = (targets != 0).unsqueeze(1).expand_as(bits)
-    return torch.where(counted, bits, 0).flatten(1).sum(1) / counted.flatten(1).sum(1)

@@ -36,10 +36,11 @@ from visionattn.cli.files import (
 )
 from visionattn.cli.parsing import yaml_text
 from visionattn.cli.progress import Progress
+from visionattn.cli.untrusted import refuse
 from visionattn.training.config import TrainConfig
 from visionattn.training.event_pictures import add_predictions
 from visionattn.training.run_progress import Result
-from visionattn.training.trackers import TRACKERS, Tracker
+from visionattn.training.trackers import TRACKERS, Mlflow, Wandb
 
 BEST, LAST = "best.safetensors", "last.pt"
 PREVIOUS, STATUS = "previous.pt", "status.json"
@@ -111,16 +112,18 @@ def run_folder(config: TrainConfig) -> Path:
     folder = named_folder(config.output, config.run, NAMES)
     # A run that was refused, e.g. because it did not fit into memory, leaves only its status.
     filled = folder.is_dir() and any(each.name not in (STATUS, LOCK) for each in folder.iterdir())
-    if config.resume and not can_go_on(folder):
-        raise ValueError(
+    way_on = "--resume continues it, " if can_go_on(folder) else ""
+    refuse(
+        (
+            config.resume and not way_on,
             f"nothing to resume: {folder / LAST} does not exist; check --run and --output, or omit "
-            "--resume to start the run"
-        )
-    if filled and not (config.resume or config.overwrite):
-        way_on = "--resume continues it, " if can_go_on(folder) else ""
-        raise ValueError(
-            f"{folder} is not empty; {way_on}--overwrite deletes it, --run NAME writes elsewhere"
-        )
+            "--resume to start the run",
+        ),
+        (
+            filled and not (config.resume or config.overwrite),
+            f"{folder} is not empty; {way_on}--overwrite deletes it, --run NAME writes elsewhere",
+        ),
+    )
     return folder
 
 
@@ -271,7 +274,7 @@ class Record:
         self.stream = (stream or sys.stdout) if writes else io.StringIO()
         self._progress: Progress | None = None
         self._events: Any = None
-        self._trackers: list[Tracker] = []
+        self._trackers: list[Mlflow | Wandb] = []
         if not writes:
             return
         from torch.utils.tensorboard import SummaryWriter

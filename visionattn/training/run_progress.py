@@ -49,11 +49,6 @@ class Position:
     best_epoch: int = 0
     """The epoch of these weights, counted from 1; 0 before there are any."""
 
-    def next_epoch(self) -> None:
-        """Count the epoch as finished."""
-        self.epoch, self.batch = self.epoch + 1, 0
-        self.epoch_seconds = 0.0
-
 
 @dataclass
 class EpochSums:

@@ -17,7 +17,7 @@ from torch import nn
 
 from visionattn.cli.files import check_new, first_line, whole_folder, write_text
 from visionattn.cli.parsing import parse, with_first
-from visionattn.cli.untrusted import brief
+from visionattn.cli.untrusted import brief, refuse
 from visionattn.models.building import patch_size
 from visionattn.models.entry_points import images_cfg
 from visionattn.models.weights import check_finite, described, load_model, read_metadata
@@ -55,19 +55,21 @@ def parse_share(argv: Sequence[str]) -> ShareConfig:
     words = with_first(argv, "checkpoint")
     about = "Write a checkpoint in the formats of timm and transformers, with a model card."
     config = parse(ShareConfig, words, command="share", description=about, example=EXAMPLE)
-    for key, what in (("checkpoint", "the best.safetensors of a run"), ("to", "a folder or hub")):
-        if getattr(config, key) is None:
-            raise ValueError(f"--{key} is missing: {what}")
-    if config.license is not None and not LICENSE.fullmatch(config.license):
-        raise ValueError(
-            f"license must be an identifier such as apache-2.0, got {brief(config.license)}"
-        )
-    if SCHEME.match(config.to) and not HUB.fullmatch(config.to):
-        raise ValueError(
-            f"to must be a folder's plain path or hf-hub:ORG/NAME, got {brief(config.to)}"
-        )
-    if not HUB.fullmatch(config.to):
-        check_new(Path(config.to))
+    to = config.to or ""
+    refuse(
+        (config.checkpoint is None, "--checkpoint is missing: the best.safetensors of a run"),
+        (config.to is None, "--to is missing: a folder or hub"),
+        (
+            not LICENSE.fullmatch(config.license or "unknown"),
+            f"license must be an identifier such as apache-2.0, got {brief(config.license)}",
+        ),
+        (
+            SCHEME.match(to) and not HUB.fullmatch(to),
+            f"to must be a folder's plain path or hf-hub:ORG/NAME, got {brief(to)}",
+        ),
+    )
+    if not HUB.fullmatch(to):
+        check_new(Path(to))
     return config
 
 

@@ -6,19 +6,9 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from visionattn.cli.files import first_line, write_text
-
-
-class Tracker(Protocol):
-    """A run in an experiment tracker."""
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Send metrics of a step."""
-
-    def close(self, *, failed: bool) -> None:
-        """End the run."""
 
 
 class Mlflow:

@@ -22,6 +22,7 @@ from visionattn.cli.exit_codes import NonFinite
 from visionattn.cli.files import write_json
 from visionattn.cli.interruption import Interruption
 from visionattn.cli.progress import Progress
+from visionattn.cli.untrusted import refuse
 from visionattn.data.batches import Batch, EvalBatches, seed_batch
 from visionattn.data.geometry import geometry_of
 from visionattn.data.images import ImageDataset
@@ -34,7 +35,7 @@ from visionattn.models.devices import autocast, random_state, restore_random_sta
 from visionattn.models.large.row_parallel import cut_rows
 from visionattn.models.patches import input_size, takes_sizes
 from visionattn.models.registration import complete
-from visionattn.models.weights import DataSpec
+from visionattn.models.weights import DataSpec, load_model, save_model
 from visionattn.training.checkpoint import PARTS, BestFigures, States, changes, check_options
 from visionattn.training.config import TrainConfig
 from visionattn.training.distributed import (
@@ -49,7 +50,7 @@ from visionattn.training.distributed import (
 from visionattn.training.epoch_advice import one_class, overfitting
 from visionattn.training.evaluate import Evaluation, OutputEvaluation, Tally, evaluate
 from visionattn.training.freezing import begin_training
-from visionattn.training.head_training import ModelFiles
+from visionattn.training.head_training import HeadFiles
 from visionattn.training.mistakes import SplitName, by_class
 from visionattn.training.nonfinite_modules import name_fault
 from visionattn.training.objectives import Objective, objective_of
@@ -100,7 +101,7 @@ class Trainer:
         processes: the processes that train together. Each has a trainer, and all call the same
             methods in the same order.
         objective: the training objective; None: set by the task of the data.
-        files: writes and reads the best weights.
+        files: writes and reads the best weights of a head; None: they are the model's.
     """
 
     def __init__(
@@ -113,10 +114,11 @@ class Trainer:
         states: States | None = None,
         processes: Processes | None = None,
         objective: Objective | None = None,
-        files: ModelFiles | None = None,
+        files: HeadFiles | None = None,
     ):
         self.config, self.splits, self.spec = config, splits, splits.spec
-        self.files = files or ModelFiles()
+        self.save_best = files.save if files else save_model
+        self.load_best = files.load if files else load_model
         self.model, self.args, self.device = model, args, device
         self.states, self.processes = states, processes or Processes()
         self.objective = objective or objective_of(splits.spec, config.optim, config.loss)
@@ -599,7 +601,7 @@ class Trainer:
             spec = with_thresholds(self.spec, result)
             self.keep_classes("validation", tally, self.validation, record, spec)
             self.processes.on_first(
-                lambda: self.files.save(
+                lambda: self.save_best(
                     record.folder / BEST, model, name, self.args, spec, notes=notes
                 )
             )
@@ -624,7 +626,7 @@ class Trainer:
             "seconds": round(position.epoch_seconds, 3),
         }
         # Then the metrics, and the state last: all that it counts as done is on the disk.
-        position.next_epoch()
+        position.epoch, position.batch, position.epoch_seconds = position.epoch + 1, 0, 0.0
         self.sums = EpochSums()
         self.history.append(values)
         more = {f"val_{key}": value for key, value in pixel_figures(result).items()}
@@ -658,9 +660,9 @@ class Trainer:
         """Load the best weights from the disk, and evaluate them once on the test images."""
         checkpoint, test = record.folder / BEST, None
         if self.splits.test is not None:
-            model, spec = self.processes.on_first(lambda: self.files.load(checkpoint))
-            model = model.to(self.device)
-            images, tally = self.batches_of(self.splits.test), Tally.of(self.spec)
+            model = self.processes.on_first(lambda: self.load_best(checkpoint)).to(self.device)
+            spec, tally = model.data_spec, Tally.of(self.spec)
+            images = self.batches_of(self.splits.test)
             test = self.evaluate(model, images, interruption, record, "test images", tally, spec)
             self.keep_classes("test", tally, images, record, spec)
             figures = {"accuracy": test.accuracy, "top5": test.top5, "loss": test.loss}
@@ -769,27 +771,29 @@ class Trainer:
             amid_epoch=state["position"]["batch"] > 0,
             done=done >= self.config.epochs,
         )
-        if state["images"] != self.images():
-            raise ValueError(
+        found = changes(state["listing"], self.listing, self.splits)
+        features, was, now = self.config.data.features, state["data"]["mean"], self.spec.mean
+        refuse(
+            (
+                state["images"] != self.images(),
                 "the run has {} training and {} validation images, here are {} and {}; resume with "
-                "the same, or --overwrite starts over".format(*state["images"], *self.images())
-            )
-        if found := changes(state["listing"], self.listing, self.splits):
-            raise ValueError(
+                "the same, or --overwrite starts over".format(*state["images"], *self.images()),
+            ),
+            (
+                found,
                 f"the images are not those that the run began with: {found}; resume with the same, "
-                "or --overwrite starts over"
-            )
-        if (state["data"]["colours"] or ()) != (self.spec.colours or ()):
-            raise ValueError(
-                "the run took the values of its masks for other classes; --overwrite starts over"
-            )
-        if self.config.data.features is not None:
-            was, now = state["data"]["mean"], self.spec.mean
-            if len(was) != len(now) or not np.allclose(was, now):
-                raise ValueError(
-                    f"data.features {self.config.data.features} are not the features that the run "
-                    "began with; resume with the same, or --overwrite starts over"
-                )
+                "or --overwrite starts over",
+            ),
+            (
+                (state["data"]["colours"] or ()) != (self.spec.colours or ()),
+                "the run took the values of its masks for other classes; --overwrite starts over",
+            ),
+            (
+                features is not None and (len(was) != len(now) or not np.allclose(was, now)),
+                f"data.features {features} are not the features that the run began with; resume "
+                "with the same, or --overwrite starts over",
+            ),
+        )
         load_whole(self.model, state["model"])
         if self.ema:
             load_whole(self.ema.module, state["ema"])

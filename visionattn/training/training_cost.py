@@ -6,7 +6,7 @@ steps.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -293,19 +293,9 @@ def largest_images(dataset: Dataset, choices: tuple[Geometry, ...]) -> tuple[Siz
     return (rows, columns), float(pixels[pixels > 0].mean()) if pixels.any() else 1.0
 
 
-@dataclass(frozen=True)
-class Forecast:
-    """The expected cost of a training."""
-
-    line: str
-    """Images, memory and time in words."""
-    seconds: float | None
-    """Computing time of all remaining epochs, without data loading; None if unknown."""
-
-
-def forecast(trainer: Trainer, memory: Expected) -> Forecast | None:
-    """Return the expected cost of the run; None if no image can be read. All processes call it
-    together.
+def forecast(trainer: Trainer, memory: Expected) -> str | None:
+    """Return a line about the expected cost of the run; None if no image can be read. All processes
+    call it together.
 
     The time is proportional to a timed forward and to the pixels of the batches.
     """
@@ -323,7 +313,7 @@ def forecast(trainer: Trainer, memory: Expected) -> Forecast | None:
     alone = trainer.spread.kind in (None, "ddp")
     each = trainer.processes.gather(forward_seconds(trainer, tried) if alone else None)[0]
     if each is None:
-        return Forecast(f"{images}; {memory}; estimated time: known after the first steps", None)
+        return f"{images}; {memory}; estimated time: known after the first steps"
     share = FORWARD_CHECKPOINTED if config.model.grad_checkpointing else FORWARD
     per_pixel = each / math.prod(tried[1:]) / share
     trained, validated = (
@@ -332,10 +322,9 @@ def forecast(trainer: Trainer, memory: Expected) -> Forecast | None:
     step = float(np.median(trained)) * config.optim.accumulate
     epoch = float(trained.sum() + share * validated.sum())
     left = (config.epochs - trainer.position.epoch) * epoch
-    return Forecast(
+    return (
         f"{images}; {memory}; estimated time: {lasting(step)} per step, {lasting(epoch)} per "
-        f"epoch, {lasting(left)} in total",
-        left,
+        f"epoch, {lasting(left)} in total"
     )
 
 

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from visionattn.cli.files import check_free, write_text
 from visionattn.cli.parsing import field_types, flags_of, parse
 from visionattn.cli.progress import Progress
 from visionattn.cli.provenance import provenance
+from visionattn.cli.untrusted import refuse
 from visionattn.data.buckets import cell_px
 from visionattn.data.data_config import DataConfig
 from visionattn.data.folder_walk import listed
@@ -125,7 +125,7 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
             keep = (
                 asdict(run.data)
                 if given.get("data.name", run.data.name) == run.data.name
-                else of_any_data(run.data)
+                else {key: getattr(run.data, key) for key in OF_ANY_DATA}
             )
             defaults = {f"data.{key}": keep[key] for key in keep if key not in CROPS}
             # Whole images may be much larger than the crops of a training batch.
@@ -152,16 +152,25 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
         example="--checkpoint checkpoints/digits/best.safetensors --img-size 32 48 64",
         defaults=defaults,
     )
-    if config.checkpoint is None:
-        raise ValueError("--checkpoint is missing: the best.safetensors of a run")
     # The checkpoint and the flags set the preprocessing; options of the run's data are ignored.
-    for key, flag in SEEN.items():
-        usual = defaults.get(f"data.{key}", getattr(DataConfig(), key))
-        if getattr(config.data, key) != usual or f"data.{key}" in given:
-            raise ValueError(f"data.{key} is for training; name {flag} instead")
-    for key in ("augment", *CROPS):
-        if f"data.{key}" in given:
-            raise ValueError(f"data.{key} is for training; images to evaluate on stay as they are")
+    usual = {f"data.{key}": getattr(DataConfig(), key) for key in SEEN} | defaults
+    refuse(
+        (config.checkpoint is None, "--checkpoint is missing: the best.safetensors of a run"),
+        *(
+            (
+                getattr(config.data, key) != usual[f"data.{key}"] or f"data.{key}" in given,
+                f"data.{key} is for training; name {flag} instead",
+            )
+            for key, flag in SEEN.items()
+        ),
+        *(
+            (
+                f"data.{key}" in given,
+                f"data.{key} is for training; images to evaluate on stay as they are",
+            )
+            for key in ("augment", *CROPS)
+        ),
+    )
     if config.split is None and trained_on and _same_root(config.data, trained_on):
         return replace(config, split="val")
     return config
@@ -169,11 +178,8 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
 
 def _same_root(data: DataConfig, other: DataConfig) -> bool:
     """Tell whether both name the same table and the same folder of images, by any path."""
-    if data.root is None or other.root is None or (data.name, other.name) != ("folder", "folder"):
-        return False
-    if data.labels != other.labels:
-        return False
-    return data.root == other.root or os.path.realpath(data.root) == os.path.realpath(other.root)
+    folders = (data.name, other.name) == ("folder", "folder") and data.labels == other.labels
+    return folders and os.path.realpath(data.root or "") == os.path.realpath(other.root or "")
 
 
 SEEN = {
@@ -189,11 +195,8 @@ CROPS = ("crop", "crop_around", "crops", "features")
 """Data options of a training that evaluation ignores."""
 
 
-def of_any_data(data: DataConfig) -> dict[str, Any]:
-    """Return the data options of a run that mean the same for another data set."""
-    return {
-        key: getattr(data, key) for key in ("root", "val_fraction", "on_error", "cache", "workers")
-    }
+OF_ANY_DATA = ("root", "val_fraction", "on_error", "cache", "workers")
+"""Data options of a training that mean the same for another data set."""
 
 
 class Validation:
@@ -394,8 +397,6 @@ class Validation:
             said = replace(said, classes=list(self.spec.output_names))
         if colours and said.colours is None and len(said.classes or colours) == len(colours):
             said = replace(said, colours=list(map(list, colours)))
-            if isinstance(said.ignored, int):  # a grey level, although masks have colours
-                said = replace(said, ignored=[said.ignored] * 3)
         return {key: value for key, value in asdict(said).items() if value is not None}
 
     def rows(self) -> Iterator[SizeResult]:
@@ -424,20 +425,9 @@ class Validation:
                 if not is_out_of_memory(error):
                     raise
                 result = None
-            if geometry is self.geometries[0] and self.config.data.name == "folder":
-                self._tell_absent(result)
             size = geometry.img_size
             side = size[0] if size and size[0] == size[1] else size
             yield SizeResult(side, result, self.spec.task)
-
-    def _tell_absent(self, result: Evaluation | None) -> None:
-        """Warn about classes that no mask contains."""
-        ious = result.ious if result and result.ious else ()
-        names = [
-            name for name, iou in zip(self.spec.output_names, ious, strict=False) if iou is None
-        ]
-        if names:
-            warnings.warn(f"no mask has a pixel of the classes {listed(names)}", stacklevel=2)
 
     def save(self, rows: Sequence[SizeResult]) -> None:
         """Write the rows and their provenance to the file that ``config.json`` names."""

@@ -7,7 +7,6 @@ For a dataset, a few files determine the value range once for all.
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
 from typing import NamedTuple
 
 import cv2
@@ -25,14 +24,12 @@ BLOCK_PX = 2**24
 """Maximum number of pixels read at once when a whole image is inspected."""
 BITS = (8, 10, 12, 14, 16)
 """Possible numbers of bits in 16-bit integers, if the file does not state it."""
-FEW_FILES, PAGED_FILES = 8, 256
-"""Number of files that determine the value range, and number of files checked for pages."""
+FEW_FILES = 8
+"""Number of files that determine the value range, and are checked for pages."""
 MOST_HEADERS = 2048
 """Number of files checked for more than 8 bits if the inspected files have 8."""
 EIGHT_BITS = (".jpg", ".jpeg", ".gif", ".webp", ".bmp")
 """Suffixes of formats that hold 8 bits only."""
-PAGED = (".tif", ".tiff", ".btf", ".tf8", ".gif", ".webp")
-"""Suffixes of formats with pages."""
 
 
 def read_image(reader: Reader, view: View, options: ReadOptions) -> np.ndarray:
@@ -257,7 +254,7 @@ def settle(
     if seen and all(file.dtype == np.uint8 for file in seen):
         seen += _first_deep(source, indices, options)
     options, lines = _settled(seen, options, strict)
-    return options, lines + _of_pages([*seen, *_first_of_pages(source, indices, options)])
+    return options, lines + _of_pages(seen)
 
 
 def settle_one(reader: Reader, name: str, options: ReadOptions) -> tuple[ReadOptions, list[str]]:
@@ -269,20 +266,6 @@ def settle_one(reader: Reader, name: str, options: ReadOptions) -> tuple[ReadOpt
     seen = [_look(reader, name, options)]
     options, lines = _settled(seen, options, strict=False)
     return options, lines + _of_pages(seen)
-
-
-def _first_of_pages(
-    source: Source, indices: Sequence[int], options: ReadOptions
-) -> Iterator[_Seen]:
-    """Yield the first file with several pages, among the first files of paged formats; only their
-    headers are read.
-    """
-    named = (int(index) for index in indices if source.name(int(index)).lower().endswith(PAGED))
-    for index in islice(named, PAGED_FILES if options.page is None else 0):
-        with suppress(*DAMAGED_IMAGE), open_image(source.open(index), options) as reader:
-            if reader.pages > 1:
-                yield _Seen(source.name(index), reader.pages, reader.dtype, False)
-                return
 
 
 def _first_deep(source: Source, indices: Sequence[int], options: ReadOptions) -> Iterator[_Seen]:

@@ -53,9 +53,6 @@ class Raster(Reader):
             warnings.simplefilter("ignore", NotGeoreferencedWarning)
             self._raster = rasterio.open(self._path)
             self.bands = self._raster.count
-            if not self.bands:
-                self.close()
-                raise ValueError("raster without bands; name one of its parts")
             self.stored = self._raster.shape
             self.dtype = self._dtype = np.dtype(np.result_type(*self._raster.dtypes))
             self.alpha = self._raster.colorinterp[-1] == ColorInterp.alpha

@@ -5,7 +5,6 @@ This module maps Pillow's modes to bands and values, and reads at reduced sizes 
 such TIFF and JPEG 2000 through other readers.
 """
 
-import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from typing import BinaryIO, NamedTuple
 
 import cv2
 import numpy as np
-from PIL import ExifTags, Image, ImageFile
+from PIL import ExifTags, Image
 
 from visionattn.data.formats.reader import (
     BROKEN,
@@ -34,9 +33,6 @@ CONVERTED = {"1": "L", "LA": "LA", "La": "LA", "PA": "RGBA", "RGBA": "RGBA", "RG
 """Target mode of each image mode; other 8-bit modes become RGB."""
 BANDS = {"L": 1, "LA": 2, "RGB": 3, "RGBA": 4}
 _J2K_START = b"\xff\x4f\xff\x51"
-TAIL_BYTES = 2**16
-"""Number of bytes at the end of a file in which EXIF after the pixels begins."""
-EXIF = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
 WIDE = {"I;16B": 1, "LA;16B": 2, "RGB;16B": 3, "RGBA;16B": 4}
 """Number of bands by Pillow's pixel type of a 16-bit PNG."""
 _limit = threading.Lock()
@@ -71,11 +67,13 @@ class PillowImage(Reader):
         self._pixels: np.ndarray | None = None
         self._scale = 1
         self._image = self._open()
-        self._wide = wide_png(self._image, file) if self._image.format == "PNG" else None
+        pixels = getattr(self._image, "tile", [])[:1] if self._image.format == "PNG" else []
+        self._wide = next((WIDE.get(str(each.args)) for each in pixels), None)
+        """Number of bands of a 16-bit PNG; None for other images."""
         self.codestream = _codestream(file) if self._image.format == "JPEG2000" else None
         self.stored = self._image.size[::-1]
         if self._image.format != "TIFF":  # Pillow rotates TIFF itself
-            self.turn = TURNS.get(_orientation(self._image, file), TURNS[1])
+            self.turn = TURNS.get(_orientation(self._image), TURNS[1])
         self._describe()
 
     def _open(self) -> Image.Image:
@@ -99,8 +97,8 @@ class PillowImage(Reader):
         """Set the bands and values that ``read`` returns."""
         mode = self._image.mode
         if self._wide is not None:
-            self.bands, self.alpha = self._wide.bands, self._wide.bands in (2, 4)
-            self.dtype, self.bits = np.dtype(np.uint16), self._wide.bits
+            self.bands, self.alpha = self._wide, self._wide in (2, 4)
+            self.dtype = np.dtype(np.uint16)
             return
         if mode == "F" or mode.startswith("I"):
             self.mode, self.bands = mode, 1
@@ -132,20 +130,16 @@ class PillowImage(Reader):
 
     def _largest_scale(self, wanted: int) -> int:
         """Return the decoder's largest reduction factor up to the wanted one."""
-        most = 1
-        if self._image.format in ("JPEG", "MPO"):
-            most = 8
-        elif self.codestream is not None:
+        most = 8 if self._image.format in ("JPEG", "MPO") else 1
+        if self.codestream is not None:
             most = 2**self.codestream.levels
-        while most > max(1, wanted):
-            most //= 2
-        return most
+        return min(most, 1 << (max(1, wanted).bit_length() - 1))
 
     def _decode(self, scale: int) -> np.ndarray:
         """Decode the whole image, reduced by ``scale``: ``[H, W, bands]``."""
         self.check_decoded(self.stored[0] // scale, self.stored[1] // scale)
         if self._wide is not None:
-            return self._decode_wide_png(self._wide)
+            return self._decode_wide_png()
         if not getattr(self._image, "tile", True):  # already decoded at another size
             self._image = self._open()
         image = self._image
@@ -161,7 +155,7 @@ class PillowImage(Reader):
             pixels = pixels >> (16 - self.bits)  # Pillow scales these to 16 bits
         return pixels.reshape(*pixels.shape[:2], -1)
 
-    def _decode_wide_png(self, wide: "WidePng") -> np.ndarray:
+    def _decode_wide_png(self) -> np.ndarray:
         # Pillow detects damage by checksums; OpenCV would print it, and old versions ignore it.
         self._open().verify()
         self._file.seek(0)
@@ -171,7 +165,7 @@ class PillowImage(Reader):
         if pixels is None:
             raise ValueError("PNG of 16 bits that cannot be decoded")
         order = {1: [0], 2: [0, 3], 3: [2, 1, 0], 4: [2, 1, 0, 3]}[self.bands]
-        return wide.unscaled(pixels.reshape(*pixels.shape[:2], -1)[..., order])
+        return pixels.reshape(*pixels.shape[:2], -1)[..., order]
 
     def close(self) -> None:
         """Close the file."""
@@ -179,61 +173,13 @@ class PillowImage(Reader):
         self._file.close()
 
 
-def _orientation(image: Image.Image, file: BinaryIO) -> object:
-    """Return the EXIF orientation; 1 if EXIF is malformed."""
+def _orientation(image: Image.Image) -> object:
+    """Return the EXIF orientation; 1 if EXIF is malformed, or follows the pixels of a PNG."""
     try:
-        if image.format == "PNG" and not exif_follows_pixels(file):
-            exif = Image.Image.getexif(image)  # Pillow's PNG version would decode all pixels
-        else:
-            exif = image.getexif()
+        exif = Image.Image.getexif(image)  # Pillow's PNG version would decode all pixels
         return exif.get(ExifTags.Base.Orientation, 1)
     except (*DAMAGED_IMAGE, *BROKEN):
         return 1
-
-
-def exif_follows_pixels(file: BinaryIO) -> bool:
-    """Return whether a PNG may have its EXIF after its pixels, which is rare; Pillow reads EXIF
-    before the pixels only.
-    """
-    file.seek(-min(TAIL_BYTES, file.seek(0, os.SEEK_END)), os.SEEK_END)
-    tail = file.read()
-    behind = tail[max(0, tail.find(b"IDAT")) :]
-    return any(each in behind for each in EXIF)
-
-
-class WidePng(NamedTuple):
-    """Header fields of a 16-bit PNG."""
-
-    bands: int
-    bits: int | None
-
-    def unscaled(self, pixels: np.ndarray) -> np.ndarray:
-        """Return values of ``bits`` bits.
-
-        The standard asks to scale fewer bits to 16, by zeros or by repeating the upper bits; files
-        with unscaled values exist too.
-        """
-        if self.bits is None:
-            return pixels
-        low = pixels & (2 ** (16 - self.bits) - 1)
-        above = pixels >> (16 - self.bits)
-        repeated = above >> max(0, 2 * self.bits - 16)
-        scaled = not low.any() or np.array_equal(low, repeated)
-        return above if scaled else pixels
-
-
-def wide_png(image: ImageFile.ImageFile, file: BinaryIO) -> WidePng | None:
-    """Return the bands of a 16-bit PNG, and the bits of its sBIT chunk, which Pillow ignores; None
-    for other PNGs.
-    """
-    bands = WIDE.get(str(image.tile[0].args)) if image.tile else None
-    if bands is None:
-        return None
-    file.seek(0)
-    head = file.read(TAIL_BYTES).partition(b"IDAT")[0]
-    found = head.find(b"sBIT")
-    bits = max(head[found + 4 : found + 4 + bands]) if found > 0 else 16
-    return WidePng(bands, bits if bits < 16 else None)
 
 
 class _Codestream(NamedTuple):

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from visionattn.cli.untrusted import refuse
 from visionattn.models.weights import DataSpec
 
 LARGEST_IMAGE_PX = 2**30
@@ -94,23 +95,27 @@ def check_reading(
     Raises:
         ValueError: one line with the option, the allowed values and the given value.
     """
-    if bands is not None and (not bands or min(bands) < 1):
-        raise ValueError(f"{prefix}bands must be numbers from 1, got {list(bands)}")
-    if page is not None and page < 1:
-        raise ValueError(f"{prefix}page must be at least 1, got {page}")
-    if max_pixels is not None and max_pixels < 1:
-        raise ValueError(f"{prefix}max_pixels must be at least 1, got {max_pixels}")
-    if value_range is None:
-        return
-    if (
-        len(value_range) != 2
-        or not all(map(math.isfinite, value_range))
-        or value_range[0] >= value_range[1]
-    ):
-        raise ValueError(
+    refuse(
+        (
+            bands is not None and (not bands or min(bands) < 1),
+            f"{prefix}bands must be numbers from 1, got {list(bands or ())}",
+        ),
+        (page is not None and page < 1, f"{prefix}page must be at least 1, got {page}"),
+        (
+            max_pixels is not None and max_pixels < 1,
+            f"{prefix}max_pixels must be at least 1, got {max_pixels}",
+        ),
+        (
+            value_range is not None
+            and (
+                len(value_range) != 2
+                or not all(map(math.isfinite, value_range))
+                or value_range[0] >= value_range[1]
+            ),
             f"{prefix}value_range must be two finite numbers, the lower one first, got "
-            f"{list(value_range)}"
-        )
+            f"{list(value_range or ())}",
+        ),
+    )
 
 
 COLOURED = ReadOptions()

@@ -16,6 +16,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from visionattn.cli.untrusted import refuse
 from visionattn.data.formats import (
     DAMAGED_IMAGE,
     NotAsAsked,
@@ -107,11 +108,16 @@ class ImageSource(Closing):
             UnreadablePart: it cannot be read; one line with the rows and the file.
             ValueError: there are no such rows or columns.
         """
-        for part, most, what in ((rows, self.height, "rows"), (columns, self.width, "columns")):
-            if part.step not in (None, 1) or not 0 <= part.start < part.stop <= most:
-                raise ValueError(
-                    f"expected {what} {part.start} to {part.stop} of {self.name}, which has {most}"
+        sides = (rows, self.height, "rows"), (columns, self.width, "columns")
+        refuse(
+            *(
+                (
+                    part.step not in (None, 1) or not 0 <= part.start < part.stop <= most,
+                    f"expected {what} {part.start} to {part.stop} of {self.name}, which has {most}",
                 )
+                for part, most, what in sides
+            )
+        )
         try:
             return self._read(rows, columns)
         except DAMAGED_IMAGE as error:
@@ -248,7 +254,7 @@ def open_source(
             line with its name.
     """
     with ExitStack() as failed:
-        name = name or _name_of(image)
+        name = name or _path_of(image) or f"the {'array' if hasattr(image, 'shape') else 'image'}"
         try:
             reader = _open(image, options or ReadOptions())
             failed.callback(reader.close)
@@ -273,16 +279,10 @@ def _path_of(image: object) -> str | None:
     return name if hasattr(image, "read") and isinstance(name, str) else None
 
 
-def _name_of(image: object) -> str:
-    return _path_of(image) or ("the array" if hasattr(image, "shape") else "the image")
-
-
 def _open(image: Any, options: ReadOptions) -> Reader:
     if isinstance(image, Tensor):
-        try:
-            image = image.detach().cpu().numpy()
-        except TypeError as error:  # numpy has no bfloat16
-            raise ValueError(f"a tensor of {image.dtype}; convert it to float32") from error
+        # numpy has no bfloat16
+        image = (image.float() if image.dtype == torch.bfloat16 else image).detach().cpu().numpy()
         image = image.transpose(1, 2, 0) if image.ndim == 3 else image
     if hasattr(image, "shape") and hasattr(image, "dtype") and hasattr(image, "__getitem__"):
         reader = ArrayImage([with_axes(image)], None, options.page)

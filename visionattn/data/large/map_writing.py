@@ -26,6 +26,7 @@ from visionattn.cli.files import (
     reserve_bytes,
     write_whole,
 )
+from visionattn.cli.untrusted import refuse
 from visionattn.data.formats.reader import Closing, Georeference, require
 
 Shape = tuple[int, int, int]
@@ -233,15 +234,6 @@ class TiffSink(NpySink):
     Writing a TIFF cannot be resumed, so the map is an ``.npy`` until it is finished.
     """
 
-    def _begin(self) -> None:
-        if self.dtype.name in ("int64", "uint64", "bool"):
-            raise ValueError(f"{self.path}: a TIFF is not written of {self.dtype}; take another")
-        if self._shape[0] > 2**16 - 1:
-            raise ValueError(
-                f"{self.path}: {self._shape[0]:,} bands, and a TIFF has 65,535 at most"
-            )
-        super()._begin()
-
     def _bytes(self) -> int:
         # The TIFF is written next to the .npy; incompressible data grows slightly.
         return math.ceil(2.01 * super()._bytes())
@@ -370,11 +362,14 @@ def open_sink(
     """
     path = Path(path)
     suffix = path.suffix.lower()
-    if suffix not in SINKS:
-        raise ValueError(f"{path} ends in none of {', '.join(SINKS)}")
     asked = None if dtype is None else np.dtype(dtype)
-    if asked is not None and asked.kind != "f":
-        raise ValueError(f"{path}: expected a type of floats, got {asked}")
+    refuse(
+        (suffix not in SINKS, f"{path} ends in none of {', '.join(SINKS)}"),
+        (
+            asked is not None and asked.kind != "f",
+            f"{path}: expected a type of floats, got {asked}",
+        ),
+    )
     if suffix == ".zarr":
         require("arrays", "zarr", what="a zarr array")
         if not overwrite and (path / ZARR).is_file():

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from visionattn.cli.parsing import config_files, parse
+from visionattn.cli.untrusted import refuse
 from visionattn.data.data_config import DataConfig
 from visionattn.data.option_ranges import check_signs
 from visionattn.model_config import ModelConfig
@@ -157,63 +158,62 @@ def check_distil(config: DistilConfig) -> None:
     Raises:
         ValueError: a wrong value; one line with the key, the allowed values and the given value.
     """
-    if config.teacher is None:
-        raise ValueError(
+    stages, data = config.stages, config.data
+    strange = [name for name in config.options if name not in STUDENTS]
+    by_teacher = "data.{} is set by the teacher, which sees the images too; leave it out"
+    refuse(
+        (
+            config.teacher is None,
             "name a teacher, e.g. --teacher vit_small_patch16_224 --pretrained, or a file of "
-            "weights"
-        )
-    if not config.attention:
-        raise ValueError("attention is empty; give a name, or leave it out")
-    if not config.stages or config.stages != sorted(set(config.stages)):
-        raise ValueError(
-            f"stages {' '.join(config.stages) or 'is empty'}: expected some of a, b and c, each "
-            "once, in this order"
-        )
-    for name in config.options:
-        if name not in STUDENTS:
-            raise ValueError(
-                f"options.{name} is no option of a student, whose tokens are the teacher's; those "
-                f"are {', '.join(STUDENTS)}"
-            )
-    if config.data.task != "classification":
-        raise ValueError(
-            f"data.task {config.data.task} is for train; a student learns no masks and writes "
-            "nothing"
-        )
-    if config.resume and config.overwrite:
-        raise ValueError("resume goes on and overwrite deletes: give one of them")
-    for key in ("mean", "std"):
-        if getattr(config.data, key) is not None:
-            raise ValueError(
-                f"data.{key} is set by the teacher, which sees the images too; leave it out"
-            )
-    _check_search(config)
+            "weights",
+        ),
+        (not config.attention, "attention is empty; give a name, or leave it out"),
+        (
+            not stages or stages != sorted(set(stages)),
+            f"stages {' '.join(stages) or 'is empty'}: expected some of a, b and c, each once, in "
+            "this order",
+        ),
+        (
+            strange,
+            f"options.{''.join(strange[:1])} is no option of a student, whose tokens are the "
+            f"teacher's; those are {', '.join(STUDENTS)}",
+        ),
+        (
+            data.task != "classification",
+            f"data.task {data.task} is for train; a student learns no masks and writes nothing",
+        ),
+        (data.mean is not None, by_teacher.format("mean")),
+        (data.std is not None, by_teacher.format("std")),
+    )
+    if config.search_softmax_blocks is not None:
+        _check_search(config, config.search_softmax_blocks)
     for letter in config.stages:
         try:
             check(stage_run(config, letter, config.data, {}))
         except ValueError as error:
             raise ValueError(f"stage {letter}: {error}") from error
     # Also of stages that do not run.
-    stages = {letter: getattr(config, letter) for letter in "abc"}
-    check_signs({f"{letter}.epochs": stage.epochs for letter, stage in stages.items()}, {})
+    check_signs({f"{letter}.epochs": getattr(config, letter).epochs for letter in "abc"}, {})
 
 
-def _check_search(config: DistilConfig) -> None:
+def _check_search(config: DistilConfig, wanted: int) -> None:
     """Raise ValueError if ``search_softmax_blocks`` is not possible."""
-    wanted = config.search_softmax_blocks
-    if wanted is None:
-        return
-    if wanted < 1:
-        raise ValueError(f"search_softmax_blocks must be at least 1, got {wanted}")
-    if "a" not in config.stages:
-        raise ValueError("search_softmax_blocks goes by the losses of stage a: add it to stages")
-    if config.softmax_blocks or "softmax" in config.attention:
-        raise ValueError("search_softmax_blocks finds the softmax blocks: do not name any")
-    if "window" in config.attention:
-        raise ValueError(
+    refuse(
+        (wanted < 1, f"search_softmax_blocks must be at least 1, got {wanted}"),
+        (
+            "a" not in config.stages,
+            "search_softmax_blocks goes by the losses of stage a: add it to stages",
+        ),
+        (
+            config.softmax_blocks or "softmax" in config.attention,
+            "search_softmax_blocks finds the softmax blocks: do not name any",
+        ),
+        (
+            "window" in config.attention,
             "search_softmax_blocks: every second block of windows is shifted, so that windows "
-            "learnt in stage a would change with the blocks that stay softmax; name softmax_blocks"
-        )
+            "learnt in stage a would change with the blocks that stay softmax; name softmax_blocks",
+        ),
+    )
 
 
 def stage_run(

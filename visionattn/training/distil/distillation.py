@@ -5,20 +5,19 @@ run. It starts from the best weights of the previous stage. ``distil.yaml`` in t
 the configuration of the distillation.
 """
 
-import os
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from typing_extensions import TypedDict
 
 from visionattn.cli.commands import typed
 from visionattn.cli.files import unfinished, write_text
 from visionattn.cli.parsing import parse, yaml_text
-from visionattn.cli.untrusted import checked, from_json, intact, read_csv
+from visionattn.cli.untrusted import from_json, read_csv, refuse
 from visionattn.data.geometry import geometry_of
 from visionattn.data.splits import check_root, eval_batches
 from visionattn.models.building import patch_size
@@ -35,11 +34,11 @@ from visionattn.training.distil.distil_config import (
 )
 from visionattn.training.distil.imitation import block_losses
 from visionattn.training.distil.student import (
-    Preparing,
     Taught,
     check_student,
     images_of,
     open_taught,
+    prepare_student,
 )
 from visionattn.training.distributed import Processes
 from visionattn.training.run_folder import (
@@ -111,11 +110,6 @@ def distil(
         OSError: a file cannot be read or written.
         NonFinite, OutOfMemory, Failed, Stopped: as ``engine.train`` raises them.
     """
-    if processes is None and os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ValueError(
-            "torchrun has started several processes, which must train together: with "
-            "distributed.joined() as processes, call distil(config, processes=processes)"
-        )
     processes = processes or Processes()
     processes.together(lambda: check_distil(config))
     processes.set_timeout(config.dist_timeout)
@@ -162,12 +156,17 @@ def check_same(config: DistilConfig, folder: Path) -> None:
     if done:
         fixed += [*SETTLED, *(f"{letter}." for letter in done)]
     old = parse(DistilConfig, ["--config", str(folder / DISTIL)])
-    for line in differences(asdict(old), asdict(config)):
-        if line.strip().startswith(tuple(fixed)):
-            raise ValueError(
-                f"the distillation in {folder} is another one: {line.strip()}; resume with the "
-                "same, or --overwrite starts over"
+    changed = [line.strip() for line in differences(asdict(old), asdict(config))]
+    refuse(
+        *(
+            (
+                line.startswith(tuple(fixed)),
+                f"the distillation in {folder} is another one: {line}; resume with the same, or "
+                "--overwrite starts over",
             )
+            for line in changed
+        )
+    )
 
 
 def checked_teacher(config: DistilConfig) -> Taught:
@@ -258,7 +257,7 @@ class Whole:
             replace(run, resume=going, overwrite=False),
             stream=self.stream,
             processes=processes,
-            prepare=Preparing(self.config, self.taught, blocks, former),
+            prepare=partial(prepare_student, self.config, self.taught, blocks, former),
             again=lambda _: again,
         )
         return reached(result)
@@ -272,7 +271,9 @@ class Whole:
         """
         processes, table = self.processes, self.folder / BLOCKS
         if processes.on_first(table.is_file):
-            return processes.on_first(lambda: read_blocks(table))
+            return processes.on_first(
+                lambda: [int(row["block"]) for row in read_csv(table)[1] if int(row["softmax"])]
+            )
         run = parse_train(["--config", str(self.folder / "a" / CONFIG)])
         device = processes.device(run.device)
         if run.threads:  # stage a, which sets them, may have been done before
@@ -297,24 +298,6 @@ class Whole:
         for i, loss in enumerate(losses):
             self.say(f"  block {i:>3}  loss {loss:.4f}{'  stays softmax' * (i in chosen)}")
         return chosen
-
-
-class BlockRow(TypedDict):
-    """A row of ``BLOCKS``."""
-
-    block: int
-    softmax: int
-
-
-def read_blocks(path: Path) -> list[int]:
-    """Return the blocks that stay softmax.
-
-    Raises:
-        ValueError: the file is damaged; one line.
-    """
-    with intact(path, "delete it to search again"):
-        rows = checked(list[BlockRow], read_csv(path)[1], path.name)
-    return [row["block"] for row in rows if row["softmax"]]
 
 
 def is_done(folder: Path) -> bool:

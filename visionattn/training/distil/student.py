@@ -120,45 +120,41 @@ def images_of(data: DataConfig, seed: int, teachers: DataSpec) -> tuple[Splits, 
     return replace(splits, spec=spec), labelled
 
 
-@dataclass(frozen=True)
-class Preparing:
-    """Builds the student of a stage, for ``engine.train``.
+def prepare_student(
+    distil: DistilConfig,
+    taught: Taught,
+    softmax_blocks: Sequence[int],
+    former: Path | None,
+    config: TrainConfig,
+    device: torch.device,
+    *,
+    resumed: bool,
+    first: bool,
+) -> Prepared:
+    """Build the student of a stage, and open its images, for ``engine.train``.
 
     Args:
-        config: the distillation.
+        distil: the distillation.
         taught: the teacher.
         softmax_blocks: the softmax blocks of the student.
         former: weights of the previous stage; None: only the teacher's.
+        config, device, resumed, first: as for ``engine.prepare_classes``.
     """
-
-    config: DistilConfig
-    taught: Taught
-    softmax_blocks: Sequence[int]
-    former: Path | None
-
-    def __call__(
-        self, config: TrainConfig, device: torch.device, *, resumed: bool, first: bool
-    ) -> Prepared:
-        """Build the student of the run ``config``, and open its images."""
-        letter, taught = str(config.run), self.taught
-        splits, labelled = images_of(config.data, config.seed, taught.spec)
-        converted = student_of(self.config, taught.vit, self.softmax_blocks)
-        lines = []
-        if first and not resumed:
-            lines = converted.lines()
-            if self.former is not None:
-                carry(load_model(self.former), converted.model)
-                lines = [f"starts from {self.former}"]
-        if config.model.grad_checkpointing:
-            converted.model.set_grad_checkpointing(True)
-        learn(converted.model, letter, converted.new)
-        objective = Imitating(
-            taught.model.to(device),
-            letter,
-            getattr(self.config, letter).teacher_size,
-            labelled=labelled,
-        )
-        return Prepared(splits, converted.model, config.model, converted.args, lines, objective)
+    letter = str(config.run)
+    splits, labelled = images_of(config.data, config.seed, taught.spec)
+    converted = student_of(distil, taught.vit, softmax_blocks)
+    lines = []
+    if first and not resumed:
+        lines = converted.lines()
+        if former is not None:
+            carry(load_model(former), converted.model)
+            lines = [f"starts from {former}"]
+    if config.model.grad_checkpointing:
+        converted.model.set_grad_checkpointing(True)
+    learn(converted.model, letter, converted.new)
+    size = getattr(distil, letter).teacher_size
+    objective = Imitating(taught.model.to(device), letter, size, labelled=labelled)
+    return Prepared(splits, converted.model, config.model, converted.args, lines, objective)
 
 
 @torch.no_grad()
