@@ -47,7 +47,7 @@ def train(argv: Words, say: Say) -> None:
 
 
 def distil(argv: Words, say: Say) -> None:
-    """Distil with the given flags, in this process and in all others that ``torchrun`` started."""
+    """Distill with the given flags, in this process and in all others that ``torchrun`` started."""
     from visionattn.training.distil.distil_config import parse_distil
     from visionattn.training.distil.distillation import distil
     from visionattn.training.distributed import joined

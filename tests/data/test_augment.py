@@ -46,7 +46,7 @@ def test_presets_take_images_of_other_bands_or_say_that_they_do_not():
         image = picture(bands=bands)
         assert all(each.shape == image.shape for each in several(Augment(name, bands=bands), image))
     for name, bands, line in (
-        ("three", 1, "augment three converts to greyscale, but the images have one band"),
+        ("three", 1, "augment three converts to grayscale, but the images have one band"),
         ("rand", 4, "augment rand needs images of 1 or 3 bands, got 4"),
     ):
         with pytest.raises(ValueError, match=f"^{line}$"):
@@ -70,7 +70,7 @@ def test_none_changes_nothing():
 
 
 def test_aerial_draws_each_symmetry_of_a_square_equally_often():
-    """A corner lighter than the three others tells the symmetry, whatever the colour."""
+    """A corner lighter than the three others tells the symmetry, whatever the color."""
     image = np.zeros((8, 8, 3), np.uint8)
     image[:2, :3] = 200
     symmetries = [

@@ -139,7 +139,7 @@ def test_a_digit_keeps_its_class_and_its_pixels_at_every_size_of_the_canvas(held
         for canvas in canvases:
             top, left, height, width = canvas.digit
             cuts.append(canvas.image[top : top + height, left : left + width, 0].astype(float))
-        # the noise, uniform over 0.15 * 255 grey levels, is all that differs
+        # the noise, uniform over 0.15 * 255 gray levels, is all that differs
         for cut in cuts[1:]:
             assert 11 < (cut - cuts[0]).std() < 19
 

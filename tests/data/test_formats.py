@@ -294,7 +294,7 @@ def test_bands_are_picked_in_the_order_given_or_are_one_line():
     ):
         with pytest.raises(NotAsAsked, match=f"^{line}[^\n]*$"):
             seen(tiff(pattern(bands)), bands=wanted)
-    # of four bands the first three are the colours, the fourth is transparency or infrared
+    # of four bands the first three are the colors, the fourth is transparency or infrared
     four = pattern(4)
     np.testing.assert_array_equal(seen(tiff(four)), four[..., :3])
 

@@ -81,7 +81,7 @@ def test_an_image_smaller_than_a_patch_is_one_line():
 
 
 def write_pages(root, shapes, classes=("a", "b")):
-    """Pages whose grey level is their number."""
+    """Pages whose gray level is their number."""
     for number, (height, width) in enumerate(shapes):
         folder = root / classes[number % len(classes)]
         folder.mkdir(parents=True, exist_ok=True)

@@ -70,7 +70,7 @@ def coloured(mask, path):
 
 
 def in_four_bits(mask, path):
-    """Grey PNGs of 4 bits, which no library that we have writes."""
+    """Gray PNGs of 4 bits, which no library that we have writes."""
     height, width = mask.shape
     padded = np.pad(mask, ((0, 0), (0, width % 2)))
     rows = padded[:, ::2] << 4 | padded[:, 1::2]
@@ -269,7 +269,7 @@ def grey(level, dtype=np.uint8):
 SPOILED = {
     "it has 33 x 18 pixels, its image 33 x 17": np.zeros((33, 18), np.uint8),
     "it has the value 3; with 3 classes expected 0 to 2 or 255, which does": grey(3),
-    "the colour of each class with data.masks.colours": np.stack([grey(9), grey(0), grey(9)], 2),
+    "the color of each class with data.masks.colours": np.stack([grey(9), grey(0), grey(9)], 2),
     "it has pixels of the kind float; expected the number of a class": grey(0.5, np.float32),
     "cannot be read": None,
 }
@@ -287,7 +287,7 @@ def test_a_wrong_mask_is_the_image_that_cannot_be_read(tmp_path):
         assert "masks/deep/2." in found.reason and "\n" not in str(found)
     assert not isinstance(item(splits, 1), Unreadable)
     splits = opened(write(tmp_path / "b", coloured), masks={"colours": COLOURS[:2]})
-    assert "it has the colour 0 90 255, which is none of data.masks.colours" in str(item(splits, 0))
+    assert "it has the color 0 90 255, which is none of data.masks.colours" in str(item(splits, 0))
 
 
 def test_a_folder_without_whole_pairs_is_refused(tmp_path):
@@ -325,7 +325,7 @@ def test_a_folder_without_whole_pairs_is_refused(tmp_path):
         (
             (0, 128, 255),
             {},
-            "127 of 129 classes have no pixel; if values are colours, give the one",
+            "127 of 129 classes have no pixel; if values are colors, give the one",
         ),
         ((0, 255), {"masks": {"ignored": 0}}, "it has the value 255; expected 0 to 254 or 0"),
     ],

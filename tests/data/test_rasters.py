@@ -1,4 +1,4 @@
-"""Rasters and TIFF files give the values, colours and holes that GDAL or a formula says."""
+"""Rasters and TIFF files give the values, colors and holes that GDAL or a formula says."""
 
 import io
 import warnings
@@ -258,7 +258,7 @@ CASES = {
     "BigTIFF": lambda f: laid_out(f, "int16", bigtiff=True, rowsperstrip=8),
     "big-endian": lambda f: laid_out(f, "float32", byteorder=">", tile=(16, 16)),
     "signed": lambda f: stored(f, pattern(3, np.int16, 900), {"value_range": (50, 800)}),
-    "four colours": lambda f: stored(f, pattern(4), photometric="rgb", extrasamples=[0]),
+    "four colors": lambda f: stored(f, pattern(4), photometric="rgb", extrasamples=[0]),
     "npy": lambda f: array(f, "npy", pattern(7)),
     "npy of bits": lambda f: array(f, "npy", pattern(1)[..., 0] > 99),
     "zarr": lambda f: array(f, "zarr", pattern(2, np.uint16, 200)),

@@ -73,7 +73,7 @@ CASES = [
     ),
     (
         dict(name="digits_pixel", task="generate"),
-        "digits_pixel has one-hot grey levels for classifica",
+        "digits_pixel has one-hot gray levels for classifica",
     ),
     (dict(name="documents", task="generate", img_size=300), "pieces of documents of 300 pixels ar"),
     (dict(name="documents", task="generate", fit="pad"), "data.task generate uses crops of docu"),
@@ -119,7 +119,7 @@ MEANINGS = [
     (dict(classes=["a"]), ".classes must name 2 to 255 classes, got 1"),
     (dict(classes=["a", "a"]), ".classes must be names, each once, got"),
     (dict(colours=[[0, 0], [1, 1]]), ".colours wants red, green and blue of each class, 0 to 255"),
-    (dict(colours=[[0] * 3] * 2), ".colours has a colour twice; each class"),
+    (dict(colours=[[0] * 3] * 2), ".colours has a color twice; each class"),
     (dict(colours=THREE, classes=["a", "b"]), ".classes names 2 classes and "),
     (dict(ignored=-1), ".ignored must be one value from 0 to 65535, got -1"),
     (dict(ignored=[255]), ".ignored must be one value from 0 to 65535, got [255]"),

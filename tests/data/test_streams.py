@@ -29,7 +29,7 @@ unclosed = pytest.mark.filterwarnings(
 
 
 def labelled(images):
-    """Members of a shard: number, grey level and class of each image."""
+    """Members of a shard: number, gray level and class of each image."""
     members = []
     for number, level, label in images:
         members.append((f"{number:04d}.png", encoded(level) if level else b"broken"))

@@ -1,5 +1,5 @@
 """Models with modules that are replaced, wrapped, parametrized or have hooks, as adapters, pruning
-and quantisation leave them.
+and quantization leave them.
 """
 
 import torch

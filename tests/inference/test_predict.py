@@ -218,7 +218,7 @@ def test_classes_without_names_or_colours_are_numbers_in_colours_of_their_own(ma
     assert run("predict", [*FLAGS, "--output", "out"]) == 0
     picture = Image.open(folder / "out" / "0.png")
     palette = np.array(picture.getpalette()).reshape(-1, 3)
-    # Colours of PASCAL VOC: aeroplane, bicycle, bird and the last one, television.
+    # Colors of PASCAL VOC: aeroplane, bicycle, bird and the last one, television.
     assert palette[:4].tolist() == [[0, 0, 0], [128, 0, 0], [0, 128, 0], [128, 128, 0]]
     assert palette[20].tolist() == [0, 64, 128] and len(np.unique(palette[:255], axis=0)) == 255
     assert "share_29" in read_csv(folder / "out" / "masks.csv")[0]

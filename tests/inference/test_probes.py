@@ -50,7 +50,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def write_classes(folder, count: int, *, seed: int) -> None:
-    """``count`` images of each class: its colour, in noise that hides it from single pixels."""
+    """``count`` images of each class: its color, in noise that hides it from single pixels."""
     rng = np.random.default_rng(seed)
     for name, colour in CLASSES.items():
         (folder / name).mkdir(parents=True)
@@ -118,7 +118,7 @@ def test_features_that_are_there_are_not_computed_again_for_a_probe(folder, caps
         assert probe("--val_fraction", "0.3") == 0
     printed = capsys.readouterr().out.splitlines()
     assert "31 of 31 images are done" in printed[1]
-    assert printed[-1] == "skipped labelled images without features: 1"
+    assert printed[-1] == "skipped labeled images without features: 1"
     found = figures(printed[-2])
     assert int(found[3]) + int(found[5]) == 29
 

@@ -61,7 +61,7 @@ say so, None where the checkpoint says it.
 
 
 def by_hand(image: np.ndarray, content: tuple[int, int], fit: str) -> np.ndarray:
-    """The model's input ``[H, W, C]``, from the definition: normalised, and 0 where absent."""
+    """The model's input ``[H, W, C]``, from the definition: normalized, and 0 where absent."""
     if image.shape[:2] != content:
         shrinks = image.shape[0] >= content[0] and image.shape[1] >= content[1]
         way = cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR
@@ -225,7 +225,7 @@ def given(tmp_path_factory):
 
 
 def inputs_of(pixels, mean=COLOUR.mean, std=COLOUR.std):
-    """Normalised ``[B, C, H, W]``, from the definition."""
+    """Normalized ``[B, C, H, W]``, from the definition."""
     scaled = (pixels / 255.0 - np.array(mean)) / np.array(std)
     return torch.tensor(scaled.transpose(0, 3, 1, 2), dtype=torch.float32)
 

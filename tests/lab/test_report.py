@@ -126,7 +126,7 @@ def test_a_curve_has_the_source_with_the_most_values(tmp_path):
     assert charts["Validation accuracy"].series[0].y == [50.0, 62.5, 62.5]
     write_lines(short, lines_of(long)[:1])
     (chart, *_) = curves_of([read_run(short, "short")])
-    assert (chart.x_name, chart.series[0].x) == ("optimiser step", [1])
+    assert (chart.x_name, chart.series[0].x) == ("optimizer step", [1])
 
 
 def folder(root):

@@ -49,5 +49,5 @@ STATES: dict[str, Callable[[Any], Any]] = {
     "weights of 5 x 5": set_at("model", "head.bias", to=torch.zeros(5, 5)),
     "weights of whole numbers": set_at("model", "head.bias", to=torch.zeros(2).long()),
     "another data set": set_at("config", "data", "name", to="digits"),
-    "another optimiser": set_at("config", "optim", "name", to="lamb"),
+    "another optimizer": set_at("config", "optim", "name", to="lamb"),
 }

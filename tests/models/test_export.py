@@ -120,7 +120,7 @@ def pixels(batch, height, width):
 
 
 def assert_prepared(found, x, model):
-    """What a file gives of pixels is what the model gives of normalised images."""
+    """What a file gives of pixels is what the model gives of normalized images."""
     mean, std = (torch.tensor(of)[:, None, None] for of in (SPEC.mean, SPEC.std))
     with torch.inference_mode():
         wanted = model((x / 255 - mean) / std)

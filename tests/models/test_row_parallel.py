@@ -25,7 +25,7 @@ from visionattn.ops.taylorshift.taylorshift_features import num_features
 BASE = dict(img_size=(28, 20), patch_size=4, embed_dim=12, depth=2, num_heads=2, num_classes=3)
 BASE |= dict(in_chans=1, mlp_ratio=2.0)
 SIZE = 3
-"""Processes: the first, the last and one with neighbours on both sides."""
+"""Processes: the first, the last and one with neighbors on both sides."""
 HEIGHT, WIDTH = 28, 20
 """Pixels of the images: 7 rows of 5 patches, so that ranks have 2, 2 and 3 rows."""
 CASES = {

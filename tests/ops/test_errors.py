@@ -217,7 +217,7 @@ CONVOLUTION = [
 def test_arguments_of_the_convolution_that_do_not_fit_are_one_line():
     given = dict(v=QKV["v"], weight=torch.ones(12, 1, 3, 3), layout=LAYOUT, key_mask=None)
     check_all(CONVOLUTION, value_convolution, given)
-    assert centred_keys(QKV["k"], ~MASK).isfinite().all()  # without keys there is nothing to centre
+    assert centred_keys(QKV["k"], ~MASK).isfinite().all()  # without keys there is nothing to center
 
 
 NUMBERS = [

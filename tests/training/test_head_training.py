@@ -33,7 +33,7 @@ BLOCKS = [0, 1]
 
 
 def paint(number: int, label: int) -> tuple[np.ndarray, np.ndarray]:
-    """A noisy image of a size of its own, with a square of one of two colours, and its mask."""
+    """A noisy image of a size of its own, with a square of one of two colors, and its mask."""
     draw = np.random.default_rng(number)
     height, width = [(40, 56), (56, 40), (48, 48)][number % 3]
     image = draw.integers(90, 160, (height, width, 3)).astype(np.uint8)

@@ -109,7 +109,7 @@ def test_an_evaluation_does_not_depend_on_its_batches(parts):
     assert result.accuracy == pytest.approx(right.sum() / counted.sum())
     assert result.ious[2] is None and result.ious[:2] == pytest.approx(wanted)
     assert result.score == result.mean_iou == pytest.approx(wanted.mean())
-    # The scores are the brightness, in which grey levels are at least two bins apart.
+    # The scores are the brightness, in which gray levels are at least two bins apart.
     known, levels = masks.numpy()[counted], images[:, 0].numpy()[counted].astype(float)
     curves = [average_precision_score(known == i, sign * levels) for i, sign in ((0, -1), (1, 1))]
     assert result.average_precisions[2] is None

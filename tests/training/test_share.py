@@ -258,7 +258,7 @@ def test_the_card_of_distilled_weights_says_whom_they_imitate(here):
     for part in (
         "they imitate `teacher.safetensors`, without labels\n",
         "- stage b of a, b: the whole net imitates the teacher's final features\n",
-        "whose licence holds for them",
+        "whose license holds for them",
     ):
         assert part in card, part
     assert "secret" not in card
@@ -277,7 +277,7 @@ def test_the_card_of_converted_weights_says_that_they_are_copied(here):
     shared()
     card = (here / "out" / "README.md").read_text()
     assert "converted from `vit_tiny_patch16_224`, and not trained since" in card
-    licence = "the licence of the weights of `vit_tiny_patch16_224` holds for them"
+    licence = "the license of the weights of `vit_tiny_patch16_224` holds for them"
     assert f"{licence}, which timm gives as apache-2.0\n" in card
     assert "Training" not in card and "license: unknown" in card
 

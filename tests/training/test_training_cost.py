@@ -116,7 +116,7 @@ class OfGpu(TrainingMemory):
 def test_on_a_gpu_what_does_not_fit_is_refused_and_auto_takes_the_most_that_does(
     tmp_path, monkeypatch, small, capsys
 ):
-    """A step takes 2560 bytes of an image, besides what the optimiser keeps."""
+    """A step takes 2560 bytes of an image, besides what the optimizer keeps."""
     config = cheap_config(tmp_path, batch_size=61, epochs=1)
     model, _ = build_model(config.model, quadrants().spec)
     kept = 2 * 4 * sum(parameter.numel() for parameter in model.parameters())

@@ -99,7 +99,7 @@ def test_batches_have_the_weights_of_their_images_on_any_number_of_processes(ima
     for rank in (0, 1):
         made[1 + rank].divide(rank, 2)
     for whole, *parts in zip(*(each.epoch(1) for each in made), strict=True):
-        # The grey level of an image tells its index, and that its weight.
+        # The gray level of an image tells its index, and that its weight.
         index = whole.images[:, 0, 0, 0].int() - torch.tensor([40, 120, 180])[whole.labels]
         mean = splits.train.weights.mean()
         wanted = (1 + index % 3) / np.mean([1 + i % 3 for n in COUNTS.values() for i in range(n)])

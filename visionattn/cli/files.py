@@ -2,7 +2,7 @@
 
 This module knows no file format. Every writer calls ``target_of``, which refuses anything but
 regular files. An unfinished file has a random name in the folder of its target; ``is_unfinished``
-recognises the name. The next write to the target deletes files left by killed processes.
+recognizes the name. The next write to the target deletes files left by killed processes.
 """
 
 import errno

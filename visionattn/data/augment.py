@@ -105,7 +105,7 @@ class Augment:
         """Draw the visible part of an image, as torchvision's ``RandomResizedCrop`` does.
 
         Its share of the area is uniform; the logarithm of its aspect ratio is uniform around
-        ``canvas``'s. Where ten draws do not fit into the image, it is the largest centred part that
+        ``canvas``'s. Where ten draws do not fit into the image, it is the largest centered part that
         has an allowed aspect ratio.
 
         Args:
@@ -173,18 +173,18 @@ class Augment:
 
 
 def _check_bands(name: str, bands: int) -> None:
-    """Raise ValueError for a preset whose changes of colour need another number of bands."""
+    """Raise ValueError for a preset whose changes of color need another number of bands."""
     if name == "three" and bands == 1:
-        raise ValueError("augment three converts to greyscale, but the images have one band")
+        raise ValueError("augment three converts to grayscale, but the images have one band")
     if name == "rand" and bands not in (1, 3):
         raise ValueError(f"augment rand needs images of 1 or 3 bands, got {bands}")
 
 
 def _preset(name: str, bands: int, border: int) -> list[A.BasicTransform]:
-    """Return the steps of a preset: flips, affine change, colour, blur, shadow, noise.
+    """Return the steps of a preset: flips, affine change, color, blur, shadow, noise.
 
     ``three`` is the 3-Augment of Touvron et al. 2022 (DeiT III, section 3). ``rand``, after Cubuk
-    et al. 2020, has two of twelve changes of colour and shape. ``documents`` moves no pixel by more
+    et al. 2020, has two of twelve changes of color and shape. ``documents`` moves no pixel by more
     than 4.5 % of the longer side. ``aerial`` draws each of the eight symmetries of a square equally
     often.
     """

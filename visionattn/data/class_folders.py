@@ -207,7 +207,7 @@ def _places(
     Args:
         folders: folders of each image.
         visited: all folders, including those without images; empty for a tar.
-        labelled, known, root: as for ``open_tree``.
+        labeled, known, root: as for ``open_tree``.
         left_out: receives files and folders that are left out.
     """
     around = _around(folders, visited, known or ())
@@ -284,7 +284,7 @@ def _without_images(
 def _are_splits(
     named: Sequence[str], folders: Sequence[Folders], labelled: bool, root: str
 ) -> bool:
-    """Return whether folders with names of splits are splits, or classes like their neighbours.
+    """Return whether folders with names of splits are splits, or classes like their neighbors.
 
     They are splits unless other folders next to them hold images too (``bus/ car/ train/``). Then
     at least two splits are needed and, for images with classes, a class in both.

@@ -173,7 +173,7 @@ def check_writing(config: DataConfig) -> None:
     if config.name not in LEVELS:
         other = config.name.removesuffix("_pixel")
         raise ValueError(
-            f"{config.name} has one-hot grey levels for classification; for data.task generate use "
+            f"{config.name} has one-hot gray levels for classification; for data.task generate use "
             f"{other}"
         )
     if config.name == "documents" and config.fit != "crop":

@@ -28,7 +28,7 @@ class DataConfig:
         "folder",
     ] = "digits"
     """``digits``, ``canvas``, ``documents`` and ``copy`` are built in; the others read ``root``.
-    ``*_pixel``: grey levels are one-hot. ``copy``, only for ``generate``, has
+    ``*_pixel``: gray levels are one-hot. ``copy``, only for ``generate``, has
     sequences that repeat a word, as images of one row; only the second word counts.
     """
     task: Task = "classification"
@@ -96,8 +96,8 @@ class DataConfig:
     """
     augment: str = "none"
     """``none``, or a preset: ``light`` (shift, scale, rotation), ``crop_flip``, ``three`` (crop,
-    flip, greyscale, solarise or blur, and colour), ``rand`` (crop, flip and random colour),
-    ``documents`` (small moves, light, noise), ``aerial`` (quarter turns, flips, colour); or a YAML
+    flip, grayscale, solarize or blur, and color), ``rand`` (crop, flip and random color),
+    ``documents`` (small moves, light, noise), ``aerial`` (quarter turns, flips, color); or a YAML
     file of ``albumentations.save``.
     """
     sampler: Literal["balanced"] | None = None
@@ -129,8 +129,8 @@ class DataConfig:
     """
     masks: dict[str, Any] = field(default_factory=dict)
     """Only for ``folder`` with masks: ``classes``, their names in the order of their values;
-    ``colours``, red, green and blue of each class, if masks have colours; ``ignored``, the value or
-    colour of ignored pixels (255). Or, for one file per class, only ``layers``: path below ``root``
+    ``colours``, red, green and blue of each class, if masks have colors; ``ignored``, the value or
+    color of ignored pixels (255). Or, for one file per class, only ``layers``: path below ``root``
     of each class from 1 on, such as ``masks/roof/{folder}/{name}.png``, where later classes cover
     earlier ones, and ``images``, the folder of the images (images). Default: ``classes.yaml`` or
     ``classes.json`` in ``root``; without such a file, classes are numbers up to the largest value.

@@ -24,7 +24,7 @@ from visionattn.data.synthetic_images import (
 
 DISTRACTORS_PER_PX = 4 / 128**2
 LARGER = 1.25
-"""Minimum ratio of the labelled digit's side to the side of a second whole digit."""
+"""Minimum ratio of the labeled digit's side to the side of a second whole digit."""
 ROOM = 1.2
 """Minimum ratio of a canvas's side to the side of its largest digit."""
 
@@ -214,7 +214,7 @@ def draw_canvas(
     task: CanvasArgs = USUAL,
     masked: bool = False,
 ) -> Canvas:
-    """Draw digit ``index`` whole, and fragments of other digits, on noisy grey.
+    """Draw digit ``index`` whole, and fragments of other digits, on noisy gray.
 
     The whole digit and the fragments get sides drawn from ``task.digit_px``, for any canvas size.
     Nothing overlaps the whole digit. Fragments overlap each other only if 40 draws found no room,
@@ -256,7 +256,7 @@ def draw_canvas(
     contrast, grey = rng.uniform(0.5, 0.7), int(rng.integers(24, 57))
     glyph = _glyph(digits.images[index], size_px, warp())
 
-    # Noise on grey, and the digit at the first drawn place: nothing is taken yet.
+    # Noise on gray, and the digit at the first drawn place: nothing is taken yet.
     image = np.frombuffer(rng.bytes(height * width), np.uint8).reshape(height, width)
     image = cv2.addWeighted(image, 0.15, image, 0.0, grey)
     taken = np.zeros((-(-height // _CELL_PX), -(-width // _CELL_PX)), bool)

@@ -42,7 +42,7 @@ class LabelTable:
 
     file: str
     rows: "DataFrame"
-    """All cells as text, empty if missing; ``path`` is relative to the root and normalised."""
+    """All cells as text, empty if missing; ``path`` is relative to the root and normalized."""
 
     def rows_of(self, images: Sequence[str], root: str) -> np.ndarray:
         """Return the number of the row of each image, int64 ``[n]``; -1 without a row, with one

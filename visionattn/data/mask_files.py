@@ -64,7 +64,7 @@ class MaskFiles:
             return self.classes.classes(mask)
 
     def pairs(self, index: int) -> Pairs:
-        """Return the values of a mask with their colours; errors as in ``read``."""
+        """Return the values of a mask with their colors; errors as in ``read``."""
         with self._open(self.files.name(index)) as mask:
             return pairs_of(mask)
 
@@ -223,7 +223,7 @@ def _numbers(files: MaskFiles, kinds: dict[Pairs, int], root: str) -> tuple[str,
         )
         raise ValueError(
             f"the masks of {root} have the values {', '.join(map(str, there))}, so that {empty} "
-            f"of {count} classes have no pixel; if values are colours, give the one of each class: "
+            f"of {count} classes have no pixel; if values are colors, give the one of each class: "
             f"--data.masks '{{colours: {colours}}}'"
         )
     having = [pairs for pairs in kinds if (IGNORED, IGNORED * GREY_STEP) in pairs]

@@ -89,7 +89,7 @@ def moments_of(stored: np.ndarray, channels: np.ndarray) -> Moments:
         stored: ``[h, w, bands]``, values of the file.
         channels: ``[h, w, C]``, uint8 or float32 in [0, 1]: the model's channels.
     """
-    if stored.shape[2] != channels.shape[2]:  # grey that became colour, or the reverse
+    if stored.shape[2] != channels.shape[2]:  # gray that became color, or the reverse
         stored = channels
     rows = []
     for band in range(channels.shape[2]):

@@ -83,7 +83,7 @@ def open_shards(
         root: the folder holds ``_info.json`` with, per split, name, num_samples, filenames and
             shard_lengths.
         num_classes: number of classes, which a stream does not state.
-        on_error: must be ``skip``, the behaviour of timm's reader.
+        on_error: must be ``skip``, the behavior of timm's reader.
         seed: seed of the order and of ``augment``.
         augment: augmentation of the training images; None: none.
         judged: whether weights are evaluated on the images, so that splits may be missing.

@@ -123,7 +123,7 @@ class HeldImages:
 def as_held(picture: Picture | bytes, index: int = 0) -> Image.Image | np.ndarray | bytes:
     """Return a picture in the form used here.
 
-    A Pillow picture is rotated upright; arrays or tensors of grey levels or colours become Pillow
+    A Pillow picture is rotated upright; arrays or tensors of gray levels or colors become Pillow
     pictures, and other bands or values an array ``[H, W, C]``.
 
     Raises:
@@ -146,7 +146,7 @@ def as_held(picture: Picture | bytes, index: int = 0) -> Image.Image | np.ndarra
         array = array[:, :, 0]
     if array.dtype.kind not in "buif" or array.ndim not in (2, 3) or not array.size:
         raise ValueError(
-            f"image {index}: expected {WANTED}, got {what}; pass normalised inputs to the model "
+            f"image {index}: expected {WANTED}, got {what}; pass normalized inputs to the model "
             "itself"
         )
     array = np.ascontiguousarray(array)

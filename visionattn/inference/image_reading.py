@@ -71,7 +71,7 @@ class ReadImages(Dataset):
         max_pixels: int | None = None,
         level: int = 0,
     ):
-        """Read images as ``spec`` asks, for any files: grey, coloured, or by their bands.
+        """Read images as ``spec`` asks, for any files: gray, colored, or by their bands.
 
         If the range of values is not given, it is measured on a few files, with a warning.
 
@@ -84,7 +84,7 @@ class ReadImages(Dataset):
             level: the level to read from files that hold several sizes.
 
         Raises:
-            ValueError: the model's channels are neither grey, coloured nor named.
+            ValueError: the model's channels are neither gray, colored nor named.
         """
         options = replace(options_of(spec, max_pixels), level=level)
         self.most_px: int | None = None

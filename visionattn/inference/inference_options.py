@@ -99,7 +99,7 @@ class InferenceOptions(OpenOptions):
     sizes unless a size is given. ``batch_size`` counts tiles and defaults to 1. None: whole images.
     """
     overlap: int | None = None
-    """Only for ``tiles``: minimum number of pixels that neighbours share. None: an eighth of
+    """Only for ``tiles``: minimum number of pixels that neighbors share. None: an eighth of
     ``tiles``.
     """
     combine: Literal["mean", "max"] | None = None

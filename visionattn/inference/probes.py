@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sklearn.pipeline import Pipeline
 
 STEPS = 1000
-"""Maximum number of optimiser steps of the linear probe."""
+"""Maximum number of optimizer steps of the linear probe."""
 MOST_OF_IMAGE = 50
 """Maximum number of background patches, and of distractor patches, per image for fitting."""
 
@@ -64,7 +64,7 @@ def divide_folder(
 def fit_linear(
     x: np.ndarray, y: np.ndarray, weights: np.ndarray | None = None
 ) -> tuple["Pipeline", str]:
-    """Fit a logistic regression on standardised features.
+    """Fit a logistic regression on standardized features.
 
     Args:
         x: features ``[n, D]``.
@@ -72,7 +72,7 @@ def fit_linear(
         weights: sample weights, ``[n]``; None: equal.
 
     Returns:
-        The classifier, and a note if the optimiser has not converged, else an empty text.
+        The classifier, and a note if the optimizer has not converged, else an empty text.
     """
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
@@ -90,13 +90,13 @@ def fit_linear(
 
 def without_features(lost: int) -> list[str]:
     """Return a line with the number of images without features, or no line."""
-    return [f"skipped labelled images without features: {lost}"] if lost else []
+    return [f"skipped labeled images without features: {lost}"] if lost else []
 
 
 def fit_probes(
     features: Iterable[tuple[str, Tensor]], division: Division, neighbours: int
 ) -> list[str]:
-    """Fit a logistic regression on standardised features, and kNN with cosine distance, and
+    """Fit a logistic regression on standardized features, and kNN with cosine distance, and
     evaluate both.
 
     Args:
@@ -108,7 +108,7 @@ def fit_probes(
         Lines with both accuracies.
 
     Raises:
-        ValueError: too few images, neighbours or classes are left to fit or to evaluate.
+        ValueError: too few images, neighbors or classes are left to fit or to evaluate.
     """
     from sklearn.neighbors import KNeighborsClassifier
 
@@ -199,7 +199,7 @@ def sampled(patches: Patches, rng: np.random.Generator) -> tuple[np.ndarray, ...
 def fit_and_judge(
     fitted: Iterable[Patches], judged: Iterable[Patches], values: int, seed: int
 ) -> DenseResult:
-    """Fit a logistic regression on standardised features of patches, and evaluate it on others.
+    """Fit a logistic regression on standardized features of patches, and evaluate it on others.
 
     Args:
         fitted, judged: the patches, image by image; only one image at a time is in memory, in

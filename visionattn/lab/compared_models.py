@@ -135,7 +135,7 @@ def build_model(case: Case, device: str = "cpu", **args: object) -> nn.Module:
 
 
 def make_image(case: Case, model: nn.Module, height: int, width: int, device: str) -> Tensor:
-    """Return seeded images ``[B, C, height, width]``: one-hot grey levels for pixel models."""
+    """Return seeded images ``[B, C, height, width]``: one-hot gray levels for pixel models."""
     shape = (case.batch, model.patch_embed.proj.in_channels, height, width)
     if device == "meta":
         return torch.empty(shape, dtype=case.torch_dtype, device=device)

@@ -11,7 +11,7 @@ class ValueConvolution(nn.Module):
     """A depth-wise convolution of the values over the grid, added to the output of an attention.
 
     It starts at zero, so that pretrained weights keep their results. It is not an ``nn.Conv2d``,
-    because some initialisers of timm would reset its weights.
+    because some initializers of timm would reset its weights.
 
     Args:
         dim: D, the width of all heads together.

@@ -265,7 +265,7 @@ class VisionAttnTransformer(VisionTransformer):
         self._share_native_layout()
 
     def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
-        """Initialise the weights as timm does; with an output gate, class and register tokens get
+        """Initialize the weights as timm does; with an output gate, class and register tokens get
         ``PREFIX_STD``.
         """
         super().init_weights(mode, needs_reset)
@@ -384,7 +384,7 @@ class VisionAttnTransformer(VisionTransformer):
         is_causal: bool = False,
         sizes: Tensor | None = None,
     ) -> Tensor:
-        """Turn images ``[B, C, H_px, W_px]`` into normalised tokens ``[B, P + n, D]``, 0 for absent
+        """Turn images ``[B, C, H_px, W_px]`` into normalized tokens ``[B, P + n, D]``, 0 for absent
         patches.
 
         See ``forward`` for the arguments.

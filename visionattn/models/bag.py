@@ -85,7 +85,7 @@ class BagEncoder(nn.Module):
         options: dict = {"attention": attention, "relative": relative}
         if self.has_places:
             options["horizon"] = horizon
-        # Features come at any scale: normalise them before the projection.
+        # Features come at any scale: normalize them before the projection.
         self.embed = nn.Sequential(nn.LayerNorm(in_features), nn.Linear(in_features, embed_dim))
         self.cls_token = (
             nn.Parameter(torch.empty(1, 1, embed_dim)) if self.num_prefix_tokens else None
@@ -109,7 +109,7 @@ class BagEncoder(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise as timm's ViTs; relative tables and norms initialise themselves."""
+        """Initialize as timm's ViTs; relative tables and norms initialize themselves."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 trunc_normal_(module.weight, std=0.02)
@@ -170,7 +170,7 @@ class BagEncoder(nn.Module):
             raise ValueError("present: a bag has no tile")
 
     def encode(self, features: Tensor, layout: TokenLayout) -> Tensor:
-        """Return the normalised tokens ``[B, P + n, D]`` after the blocks, for the finite features
+        """Return the normalized tokens ``[B, P + n, D]`` after the blocks, for the finite features
         ``[B, n, in_features]`` of tiles, or of patches, with any layout.
         """
         x = self.embed(features)

@@ -234,7 +234,7 @@ def from_softmax(
 
     The body is the teacher's: tokens, norms, MLPs, position and pooling. Its absolute position is
     resampled to each image. All weights are copied unchanged. The additions that bounded weights
-    need start with little effect: keys are centred, the convolution of the values and the relative
+    need start with little effect: keys are centered, the convolution of the values and the relative
     tables of windows are zero, the relative tables of linear blocks have their local start, and
     TaylorShift's temperatures are 4. There is no output gate: its start near zero would erase the
     effect of the weights. A model whose blocks are all ``softmax_blocks`` computes the same as the

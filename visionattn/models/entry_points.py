@@ -2,7 +2,7 @@
 describes the images of a model with weights.
 
 timm's configuration has fewer fields for images than ``DataSpec``. Its transform pads ``native``
-and ``pad`` images to a square around their centre, and has no bands or value ranges. So the whole
+and ``pad`` images to a square around their center, and has no bands or value ranges. So the whole
 specification is attached as a note, and a model of ours built with weights has it again as
 ``data_spec``.
 """
@@ -58,7 +58,7 @@ PIXEL = dict(
     mlp_ratio=1.0,
 )
 PIXEL |= dict(init_values=1e-4, global_pool="token")
-"""A model whose patches are the pixels of grey 32 x 32 images, one-hot ``[B, 256, 32, 32]``.
+"""A model whose patches are the pixels of gray 32 x 32 images, one-hot ``[B, 256, 32, 32]``.
 
 Source: TaylorShift, section 5 (class token, LayerScale from 1e-4, MLP ratio 1).
 """

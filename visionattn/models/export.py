@@ -65,7 +65,7 @@ class Trial:
 
 
 class PreparedModel(nn.Module):
-    """A model that takes the contents of image files and normalises them with its ``DataSpec``."""
+    """A model that takes the contents of image files and normalizes them with its ``DataSpec``."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -113,7 +113,7 @@ def export(
             installed; "compiled", a package of AOTInductor for CPUs like this one, which needs a
             C++ compiler.
         prepare: the file takes the contents of image files, as ``DataSpec.prepare`` does; False: it
-            takes the model's normalised input, in its dtype.
+            takes the model's normalized input, in its dtype.
         notes: further metadata.
 
     Returns:
@@ -331,7 +331,7 @@ class ExportOptions:
     ``compiled``, a package compiled by AOTInductor for CPUs like this one.
     """
     prepare: bool = False
-    """The file takes the contents of image files and normalises them; otherwise it takes normalised
+    """The file takes the contents of image files and normalizes them; otherwise it takes normalized
     float32.
     """
     output: str | None = None
@@ -379,9 +379,9 @@ def export_model(argv: Sequence[str], say: Callable[[str], None]) -> None:
     say(f"{output}: {sized(output.stat().st_size)}, format {options.format}, {seconds:.0f} s")
     if options.prepare:
         kind = "uint8" if model.data_spec.value_range is None else "float32 in [0, 1]"
-        say(f"it takes {kind} {SHAPE}, and normalises them")
+        say(f"it takes {kind} {SHAPE}, and normalizes them")
     else:
-        say(f"it takes normalised float32 {SHAPE}")
+        say(f"it takes normalized float32 {SHAPE}")
 
 
 def _opened(source: str, options: ExportOptions) -> nn.Module:

@@ -93,7 +93,7 @@ class PixelDecoder(nn.Module):
             effect.
 
     Sources: Katharopoulos et al. 2020, section 4.2 (images by linear attention); Salimans et al.
-    2017, section 2.1 (discretised logistic mixture).
+    2017, section 2.1 (discretized logistic mixture).
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class PixelDecoder(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Initialise projections as timm does; similar values get similar embeddings, and logistic
+        """Initialize projections as timm does; similar values get similar embeddings, and logistic
         distributions cover the range.
         """
         for module in self.modules():

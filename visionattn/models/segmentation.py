@@ -181,7 +181,7 @@ def probabilities_of(logits: Tensor) -> Tensor:
 
 
 def enlarged(logits: Tensor, times: int) -> Tensor:
-    """Return maps ``[B, C, H, W]`` enlarged by an integer factor, bilinearly between the centres of
+    """Return maps ``[B, C, H, W]`` enlarged by an integer factor, bilinearly between the centers of
     cells.
     """
     if times == 1:

@@ -41,7 +41,7 @@ def resample_table(table: Tensor, shape: torch.Size) -> Tensor:
     """Resample a relative table ``[h, 2R+1, (2R+1,) d]`` to another horizon by interpolation
     between its outermost classes.
 
-    The centre stays the centre. Another number of heads or another width cannot be resampled.
+    The center stays the center. Another number of heads or another width cannot be resampled.
 
     Raises:
         ValueError: heads, width or the number of axes differ.

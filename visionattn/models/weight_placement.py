@@ -46,7 +46,7 @@ class Placement:
 
 
 def place_weights(model: nn.Module, name: str, path: str | Path) -> Placement:
-    """Initialise a model from weights with another head, patch size, image size or number of
+    """Initialize a model from weights with another head, patch size, image size or number of
     channels, as far as they fit.
 
     The model's ``checkpoint_filter_fn`` renames and resamples. Tensors that still differ in shape

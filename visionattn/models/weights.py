@@ -94,7 +94,7 @@ class DataSpec:
     """
 
     in_chans: int
-    """Channels of the model's input: 256 for one-hot grey levels, else one per band."""
+    """Channels of the model's input: 256 for one-hot gray levels, else one per band."""
     num_classes: int
     """Length of the output."""
     class_names: tuple[str, ...]
@@ -104,7 +104,7 @@ class DataSpec:
     std: tuple[float, ...]
     """Standard deviation per channel of images scaled to [0, 1]; empty if values are levels."""
     encoding: Literal["grey_one_hot"] | None
-    """``grey_one_hot``: each of the 256 grey levels is a channel."""
+    """``grey_one_hot``: each of the 256 gray levels is a channel."""
     img_size: int | tuple[int, int] | None
     """Size of training images in pixels, as ``fit`` uses it: height and width, or one number for
     both; for ``native`` the longest side (None: no limit).
@@ -114,7 +114,7 @@ class DataSpec:
     max_patches: int | None = None
     """Maximum number of patches of an image, only for ``native``; None: no limit."""
     bands: tuple[int, ...] | None = None
-    """Bands of a file that become the channels, from 1; None: grey, or red, green and blue."""
+    """Bands of a file that become the channels, from 1; None: gray, or red, green and blue."""
     value_range: tuple[float, float] | None = None
     """Values that map to 0 and 1, in files of more than 8 bits; None: the range stated in the file.
     """
@@ -172,7 +172,7 @@ class DataSpec:
                 uint8.
 
         Returns:
-            float32 ``[B, in_chans, H, W]``: ``(x - mean) / std`` for x in [0, 1], or one-hot grey
+            float32 ``[B, in_chans, H, W]``: ``(x - mean) / std`` for x in [0, 1], or one-hot gray
             levels; for ``generate`` the unchanged levels, uint8.
 
         Raises:

@@ -113,7 +113,7 @@ class RandomFeatures(nn.Module):
     ``w_r``, normal and orthogonal in groups of d. The module has one buffer, ``projection [m, d]``,
     which is saved and moved with the model.
 
-    Nothing is subtracted to stabilise the exponent. A term that depends on other tokens would keep
+    Nothing is subtracted to stabilize the exponent. A term that depends on other tokens would keep
     states from adding, leak when causal, and change the balance with relative position. Inputs
     therefore have bounds in float32:
 
@@ -124,7 +124,7 @@ class RandomFeatures(nn.Module):
     - Below: the weights of a pair scale as ``exp(-(|q'|^2 + |k'|^2) / 2)`` times a random factor.
       Past ``|q'|^2 + |k'|^2`` of about 150 they become subnormal.
 
-    Normalise q and k if they may be larger. The variance of the estimate grows as
+    Normalize q and k if they may be larger. The variance of the estimate grows as
     ``exp(|q' + k'|^2)`` in any case.
 
     Args:
@@ -171,7 +171,7 @@ class RandomFeatures(nn.Module):
             self.projection.copy_(orthogonal_rows(d, num_features, generator))
 
     def reset_parameters(self) -> None:
-        """Draw new rows; modules built on the meta device need this for initialisation."""
+        """Draw new rows; modules built on the meta device need this for initialization."""
         self.redraw()
 
     def query(self, x: Tensor) -> Tensor:

@@ -151,11 +151,11 @@ def summarize(
 
     Args:
         k, v: ``[B, h, M, d]`` and ``[B, h, M, e]``, as given to the attention: the feature map or
-            the normalisation is applied here.
+            the normalization is applied here.
         kind: "kernelized" or "taylorshift".
         feature_map: only for "kernelized"; None: "elu1". Not "softmax": its keys depend on each
             other.
-        temperature: only for "taylorshift", ``[h]``; normalises keys now and queries later. None:
+        temperature: only for "taylorshift", ``[h]``; normalizes keys now and queries later. None:
             both are unchanged.
         coefficients: only for "taylorshift"; None: (0.5, 1, 1).
         key_mask: bool ``[B, M]``, True takes part.

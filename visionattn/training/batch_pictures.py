@@ -114,7 +114,7 @@ def first(batches: Iterable[Batch], name: str) -> list[tuple[int, Batch]]:
 
 def unprepared(spec: DataSpec, inputs: Tensor) -> Tensor:
     """Invert ``DataSpec.prepare``: return the images of inputs ``[B, C, H, W]``, float32 in [0, 1];
-    one-hot grey levels become ``[B, 1, H, W]``.
+    one-hot gray levels become ``[B, 1, H, W]``.
     """
     if spec.encoding == "grey_one_hot":
         return torch.einsum("bchw,c->bhw", inputs, torch.linspace(0, 1, 256))[:, None]

@@ -59,7 +59,7 @@ QUIET |= {"init_from", "parallel", "dist_timeout", "data.cache"}
 BINDING = ("seed", "optim.name", "optim.layer_decay")
 BINDING += ("data.name", "data.task", "data.val_fraction", "data.args", "data.fit")
 BINDING += ("data.masks", "freeze", "monitor")
-"""Options that must not change on resume: they affect the images, the optimiser's state or the
+"""Options that must not change on resume: they affect the images, the optimizer's state or the
 choice of the best weights.
 """
 COUNTED = ("batch_size", "optim.accumulate", "data.batch_patches", "data.max_patches")

@@ -16,10 +16,10 @@ from visionattn.model_config import VECTOR_TASKS, Fit, ModelConfig
 
 @dataclass
 class OptimConfig:
-    """Optimiser, schedule and regularisation."""
+    """Optimizer, schedule and regularization."""
 
     name: Literal["adamw", "lamb", "radam"] = "adamw"
-    """Optimiser, from timm; ``radam`` is Adam with built-in warm-up (Liu et al. 2020)."""
+    """Optimizer, from timm; ``radam`` is Adam with built-in warm-up (Liu et al. 2020)."""
     lr: float = 1e-3
     """Peak learning rate."""
     min_lr: float = 1e-5
@@ -39,7 +39,7 @@ class OptimConfig:
     clip_grad: float | None = 1.0
     """Clip gradients to this global norm; None: no clipping."""
     accumulate: int = 1
-    """Gradient accumulation: batches per optimiser step."""
+    """Gradient accumulation: batches per optimizer step."""
     label_smoothing: float = 0.0
     """Label smoothing, in [0, 1)."""
     mixup: float = 0.0
@@ -97,7 +97,7 @@ class TrainConfig:
     ``r2``, then the lower loss.
     """
     batch_size: int | Literal["auto"] = 64
-    """Images per batch, over all processes; an optimiser step takes
+    """Images per batch, over all processes; an optimizer step takes
     ``batch_size * optim.accumulate`` images. ``auto``: the largest that fits into memory, recorded
     in the run's ``config.yaml``.
     """
@@ -139,7 +139,7 @@ class TrainConfig:
     threads: int | None = None
     """CPU threads; None: torch's default."""
     save_every: int | None = 500
-    """Optimiser steps between two saved states within an epoch, from which a killed run resumes;
+    """Optimizer steps between two saved states within an epoch, from which a killed run resumes;
     None: save only after each epoch.
     """
     parallel: Literal["ddp", "fsdp", "sequence"] | int | None = None
@@ -156,7 +156,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     """The data."""
     optim: OptimConfig = field(default_factory=OptimConfig)
-    """Optimiser, learning rate and regularisation."""
+    """Optimizer, learning rate and regularization."""
     loss: LossConfig = field(default_factory=LossConfig)
     """The loss and its class weights."""
 

@@ -84,7 +84,7 @@ class Processes:
         self.rank, self.size = rank, size
         self.local_rank, self.hosts = local_rank, list(hosts)
         self.per_image = 1
-        """Number of neighbouring processes that share each image; they have the same batches."""
+        """Number of neighboring processes that share each image; they have the same batches."""
         self.store: distributed.Store | None = None
         self.speaks = rank == 0
         """Whether this process reports how the run ended."""
@@ -650,7 +650,7 @@ def load_whole(module: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 def cut_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Convert the ``state_dict`` of an optimiser of whole parameters for parameters that may be
+    """Convert the ``state_dict`` of an optimizer of whole parameters for parameters that may be
     sharded.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

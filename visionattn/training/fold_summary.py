@@ -1,4 +1,4 @@
-"""Summarise the finished folds of a cross-validation in a CSV file next to their run folders."""
+"""Summarize the finished folds of a cross-validation in a CSV file next to their run folders."""
 
 from contextlib import suppress
 from pathlib import Path

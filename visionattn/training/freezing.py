@@ -15,7 +15,7 @@ from visionattn.training.distributed import stages
 def freeze(model: nn.Module, what: Literal["backbone"] | int) -> None:
     """Freeze all parameters except the head's (``backbone``), or the parameters of the patch
     embedding and of the first ``what`` blocks. Frozen parameters get no gradient, no weight decay
-    and no optimiser state.
+    and no optimizer state.
 
     Raises:
         ValueError: the model has no head or no blocks, or fewer blocks; one line.

@@ -49,7 +49,7 @@ def card_of(path: Path, model: nn.Module, *, title: str, source: str, license: s
         model: the model with its weights.
         title: title of the card.
         source: name for ``timm.create_model``: ``hf-hub:ORG/NAME`` or ``local-dir:FOLDER``.
-        license: licence identifier of the hub; None: unknown.
+        license: license identifier of the hub; None: unknown.
 
     Raises:
         ValueError, OSError: a file of the run is damaged; one line.

@@ -20,7 +20,7 @@ MARGIN, GAP, NARROWEST, HEAD_PX, CAPTION_PX = 24, 14, 128, 60, 17
 CELL_PX, NAME_PX = 40, 160
 """Side of a cell of a confusion matrix, and the largest width of a class name."""
 BLUE = (29, 86, 184)
-"""The colour of a share of 1."""
+"""The color of a share of 1."""
 SMALL = 12
 """The usual font size."""
 
@@ -48,7 +48,7 @@ class SheetPart:
 
 def visible(image: Tensor) -> np.ndarray:
     """Convert an image ``[C, H, W]``, uint8 or float32 in [0, 1], to uint8 ``[H, W, 3]``: its first
-    three bands, or its first band as grey.
+    three bands, or its first band as gray.
     """
     values = rearrange(image[:3] if image.shape[0] >= 3 else image[:1], "c h w -> h w c").numpy()
     if values.dtype != np.uint8:
@@ -147,7 +147,7 @@ def shortened(text: str, font: ImageFont.FreeTypeFont, width: int) -> str:
 def draw_confusion(confusion: np.ndarray, names: Sequence[str]) -> Image.Image:
     """Draw a confusion matrix: a row for each true class, a column for each predicted class.
 
-    Each cell has the share of its row as colour. Its text is the count, or the share in percent if
+    Each cell has the share of its row as color. Its text is the count, or the share in percent if
     a count has more than four digits.
 
     Args:

@@ -250,7 +250,7 @@ class Record:
     Args:
         folder: the run folder; created if missing.
         config: written as ``config.yaml``.
-        step: on resume, the finished optimiser steps; later lines of an earlier process are
+        step: on resume, the finished optimizer steps; later lines of an earlier process are
             dropped.
         history: on resume, the metrics of finished epochs.
         stream: where to print; None: standard output.

@@ -29,7 +29,7 @@ class Position:
     batch: int = 0
     """Finished batches of the current epoch."""
     step: int = 0
-    """Finished optimiser steps, skipped steps included."""
+    """Finished optimizer steps, skipped steps included."""
     skipped: int = 0
     """Steps without an update, because the loss or the gradient was not finite."""
     non_finite_in_a_row: int = 0

@@ -26,7 +26,7 @@ from visionattn.training.model_card import card_of
 HUB = re.compile(r"hf-hub:([\w.-]+/[\w.-]+)")
 SCHEME = re.compile(r"(hf[-_]hub|local-dir|https?):")
 LICENSE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]{0,60}")
-"""Matches licence identifiers such as apache-2.0."""
+"""Matches license identifiers such as apache-2.0."""
 ELSEWHERE = ("tag", "label_", "test_", "description", "notes", "origin_url")
 """Name prefixes of timm's fields that describe other weights of the architecture."""
 EXAMPLE = "checkpoints/digits/best.safetensors --to checkpoints/shared --license apache-2.0"
@@ -43,7 +43,7 @@ class ShareConfig:
     to: str | None = None
     """A new folder, or ``hf-hub:ORG/NAME`` to upload."""
     license: str | None = None
-    """Licence identifier of the weights, e.g. ``apache-2.0``; None: "unknown" in the card."""
+    """License identifier of the weights, e.g. ``apache-2.0``; None: "unknown" in the card."""
 
 
 def parse_share(argv: Sequence[str]) -> ShareConfig:
@@ -112,7 +112,7 @@ def write(folder: Path, path: Path, model: nn.Module, card: str, license: str | 
         path: the file of the weights.
         model: the result of ``load_model``.
         card: the text of ``README.md``.
-        license: licence of the weights; None: unknown.
+        license: license of the weights; None: unknown.
     """
     _, args, spec = described(read_metadata(path), path)
     known = model.pretrained_cfg.items()

@@ -1,6 +1,6 @@
-"""Train a model: the loop over epochs and batches, the optimiser step, and the state for resume.
+"""Train a model: the loop over epochs and batches, the optimizer step, and the state for resume.
 
-``fit`` loops over epochs, ``train_epoch`` over batches, and ``step`` does the optimiser step.
+``fit`` loops over epochs, ``train_epoch`` over batches, and ``step`` does the optimizer step.
 """
 
 import math
@@ -88,7 +88,7 @@ SOME_PX = (224, 224)
 
 
 class Trainer:
-    """A model with its optimiser, its images, and its progress.
+    """A model with its optimizer, its images, and its progress.
 
     Args:
         config: the run.
@@ -143,7 +143,7 @@ class Trainer:
             parts = self.processes.rank, self.processes.size
         self.batches.divide(*parts, pairs=self.mix is not None)
         self.validation = self.batches_of(splits.validation)
-        # Model and optimiser.
+        # Model and optimizer.
         decay = config.optim.ema_decay
         self.ema = ModelEmaV3(model, decay=decay, use_warmup=True) if decay else None
         self.evaluated: nn.Module = self.ema.module if self.ema else model
@@ -293,7 +293,7 @@ class Trainer:
         self.progress = record.begin(name, len(self.batches), position.batch, "batches")
         batches = interruption.watch(self.batches.epoch(position.epoch, start=position.batch))
         start = time.perf_counter()
-        # A group of batches makes one optimiser step; processes agree on the group and on errors
+        # A group of batches makes one optimizer step; processes agree on the group and on errors
         # in data loading.
         while group := self.processes.together(
             lambda: list(islice(batches, self.config.optim.accumulate))
@@ -310,7 +310,7 @@ class Trainer:
             start = time.perf_counter()
 
     def step(self, group: list[Batch]) -> tuple[float, float, bool]:
-        """Do one optimiser step on a group of batches.
+        """Do one optimizer step on a group of batches.
 
         Each loss is divided by the number of images in the group. So the gradient is the mean over
         all images, independent of batches and processes.
@@ -752,7 +752,7 @@ class Trainer:
             Lines about the position of the state and the changed options.
 
         Raises:
-            ValueError: the state has other images, another optimiser, or no averaged weights
+            ValueError: the state has other images, another optimizer, or no averaged weights
                 although they are required, or is from the middle of an epoch with other batches.
         """
         done = state["position"]["epoch"]

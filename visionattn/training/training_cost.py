@@ -43,7 +43,7 @@ from visionattn.training.objectives import Objective, objective_of
 from visionattn.training.trainer import FORWARD, FORWARD_CHECKPOINTED, Trainer
 
 MOMENTS = 2
-"""Copies of the parameters' memory that the optimisers keep as state."""
+"""Copies of the parameters' memory that the optimizers keep as state."""
 PREFETCHED = 2
 """Batches that each loader process prefetches."""
 
@@ -51,7 +51,7 @@ PREFETCHED = 2
 class TrainingMemory(Memory):
     """The memory of a run at given batch shapes.
 
-    It is created before averaged weights and optimiser exist, and counts both.
+    It is created before averaged weights and optimizer exist, and counts both.
 
     Args:
         config: the run; its batch size is ignored.
@@ -104,7 +104,7 @@ class TrainingMemory(Memory):
         step = self.extended(count, self.own_part(shape))
         if step is None:
             return None
-        # An evaluation, with the optimiser's state in memory, if its batches are larger.
+        # An evaluation, with the optimizer's state in memory, if its batches are larger.
         if evaluation is not None and math.prod(evaluation) > math.prod(shape):
             step = max(step, self.extended(self.forward_bytes, self.own_part(evaluation)) or 0)
         if self.passes.device.type == "cuda":
@@ -114,7 +114,7 @@ class TrainingMemory(Memory):
         return self.base_bytes + step + loading
 
     def step_bytes(self, shape: Shape) -> int | None:
-        """Return the bytes of a step of one process, optimiser state included; None if unknown,
+        """Return the bytes of a step of one process, optimizer state included; None if unknown,
         infinity if a GPU runs out of memory.
         """
         passes, optim = self.passes, self.config.optim
@@ -144,8 +144,8 @@ class TrainingMemory(Memory):
         return None if took is None else whole_bytes(took + self.kept_bytes())
 
     def kept_bytes(self) -> float:
-        """Return the bytes of the optimiser state and of communication buffers: ``ddp`` sums
-        gradients in buffers of their size, and ``fsdp`` shards the optimiser state.
+        """Return the bytes of the optimizer state and of communication buffers: ``ddp`` sums
+        gradients in buffers of their size, and ``fsdp`` shards the optimizer state.
         """
         learnt = (x for x in self.passes.model.parameters() if x.requires_grad)
         weights = sum(x.numel() * x.element_size() for x in learnt)

@@ -394,7 +394,7 @@ class Validation:
             said = replace(said, classes=list(self.spec.output_names))
         if colours and said.colours is None and len(said.classes or colours) == len(colours):
             said = replace(said, colours=list(map(list, colours)))
-            if isinstance(said.ignored, int):  # a grey level, although masks have colours
+            if isinstance(said.ignored, int):  # a gray level, although masks have colors
                 said = replace(said, ignored=[said.ignored] * 3)
         return {key: value for key, value in asdict(said).items() if value is not None}
 

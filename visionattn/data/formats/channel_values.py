@@ -19,7 +19,7 @@ from visionattn.data.formats.reader import DAMAGED_IMAGE, NotAsAsked, Reader
 from visionattn.data.geometry import Box, View
 
 GREY = np.array([0.299, 0.587, 0.114], np.float32)
-"""Weights of red, green and blue in grey, as in Pillow (ITU-R 601-2)."""
+"""Weights of red, green and blue in gray, as in Pillow (ITU-R 601-2)."""
 TILE_ROWS = 256
 BLOCK_PX = 2**24
 """Maximum number of pixels read at once when a whole image is inspected."""
@@ -77,7 +77,7 @@ def read_blocks(reader: Reader, options: ReadOptions) -> Iterator[tuple[np.ndarr
         channels = channels_of(stored, reader, options)
         if isinstance(stored, np.ma.MaskedArray):
             empty = np.ma.getmaskarray(stored)
-            if empty.shape != channels.shape:  # grey that became colour, or the reverse
+            if empty.shape != channels.shape:  # gray that became color, or the reverse
                 empty = np.broadcast_to(empty.any(2, keepdims=True), channels.shape)
             channels = np.ma.MaskedArray(channels, empty)
         yield stored, channels
@@ -118,7 +118,7 @@ def bands_of(reader: Reader, options: ReadOptions) -> list[int] | None:
 
 
 def _coloured(pixels: np.ndarray, channels: int) -> np.ndarray:
-    """Convert grey, or red, green and blue, to the wanted number of channels."""
+    """Convert gray, or red, green and blue, to the wanted number of channels."""
     if pixels.shape[2] == channels:
         return pixels
     if channels == 3:

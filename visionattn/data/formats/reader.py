@@ -270,7 +270,7 @@ class Reader(Closing):
     def read(
         self, box: Box, height: int, width: int, bands: Sequence[int] | None = None
     ) -> np.ndarray:
-        """Read a part of the picture: the file's values in their own type, or colours, or float32
+        """Read a part of the picture: the file's values in their own type, or colors, or float32
         in physical units if the file states scale and offset.
 
         Args:

@@ -91,7 +91,7 @@ class ImageSource(Closing):
         self.held_bytes = rows * row_bytes if rows > 1 else 0
 
     def read(self, rows: slice, columns: slice) -> np.ndarray:
-        """Read a part: the file's values in their own type, or colours, or float32 in physical
+        """Read a part: the file's values in their own type, or colors, or float32 in physical
         units.
 
         Consecutive bands decode each tile, strip or chunk once, wherever they end.
@@ -151,7 +151,7 @@ class ImageSource(Closing):
 
     def prepare(self, spec: DataSpec) -> Callable[[np.ndarray], Tensor]:
         """Return a function that turns pixels into a model's input, with the bands, value range and
-        normalisation used for reading files at their own size.
+        normalization used for reading files at their own size.
 
         If the value range is unknown, the whole image is read once, here, for its largest value,
         with a warning.

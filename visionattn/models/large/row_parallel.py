@@ -252,7 +252,7 @@ class RowParallel(nn.Module):
         return slice(cuts[rank] * patch, min(height, cuts[rank + 1] * patch))
 
     def forward_features(self, x: Tensor, height: int | None = None) -> Tensor:
-        """Return the normalised tokens of this rank, ``[B, P + n, D]``; see ``forward`` for the
+        """Return the normalized tokens of this rank, ``[B, P + n, D]``; see ``forward`` for the
         arguments.
         """
         if hasattr(x, "placements"):

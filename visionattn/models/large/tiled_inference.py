@@ -48,7 +48,7 @@ class TileAxis(NamedTuple):
     starts: tuple[int, ...]
     """Starts of the tiles, in order; the last tile ends where the side ends."""
     overlap: int
-    """Distance over which the weights of a tile fall off towards its neighbours."""
+    """Distance over which the weights of a tile fall off toward its neighbors."""
 
     def in_cells(self, cell: int) -> "TileAxis":
         """Return the same axis in cells of ``cell`` pixels."""
@@ -67,7 +67,7 @@ class TileAxis(NamedTuple):
         so_far = torch.zeros(self.length, dtype=torch.float64)
         found = []
         for number, start in enumerate(self.starts):
-            # At the borders of the image this tile has no neighbour.
+            # At the borders of the image this tile has no neighbor.
             weights = torch.ones(self.tile, dtype=torch.float64)
             if number:
                 weights = weights.minimum(ramp)
@@ -97,7 +97,7 @@ def tiling(height: int, width: int, tile: int, overlap: int, patch_px: tuple[int
     Args:
         height, width: of the image in pixels; they are rounded up to whole patches.
         tile: height and width of a tile in pixels; a smaller image is one tile.
-        overlap: minimum number of pixels that neighbours share.
+        overlap: minimum number of pixels that neighbors share.
         patch_px: height and width of a patch.
 
     Raises:
@@ -167,7 +167,7 @@ def forward_tiles(
 
     Vectors (logits of classes, pooled features) become their elementwise mean or maximum over all
     tiles. Maps (feature maps, logits of pixels) are averaged where tiles overlap, with weights that
-    fall off linearly towards the borders of a tile, so that there are no seams; where all tiles
+    fall off linearly toward the borders of a tile, so that there are no seams; where all tiles
     agree, the result is exactly theirs. Incomplete patches repeat the image's last row and column.
 
     Args:
@@ -178,7 +178,7 @@ def forward_tiles(
             for ``visionattn.forward_tiles`` also a path or an array, as ``open_source`` opens it.
         tile: height and width of tiles in pixels, a whole number of patches; a smaller image is one
             tile.
-        overlap: minimum number of pixels that neighbours share, a whole number of patches; None: an
+        overlap: minimum number of pixels that neighbors share, a whole number of patches; None: an
             eighth of ``tile``, rounded up to whole patches.
         want: ``logits``, ``pooled`` features, the last feature map (``dense``), or the class of
             each pixel (``masks``) or its ``probabilities``.

@@ -17,7 +17,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def kernel(function: Callable) -> Callable:
-    """Compile with ``triton.jit`` without specialising on numbers, so that one compilation serves
+    """Compile with ``triton.jit`` without specializing on numbers, so that one compilation serves
     every N.
 
     Parameters named ``p_...`` are pointers and are left as usual.

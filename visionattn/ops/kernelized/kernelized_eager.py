@@ -267,7 +267,7 @@ def flops(q, v, causal: bool, form: str, *, backward: bool) -> int:
 
 
 def _empty_sums(q: Tensor, k: Tensor, v: Tensor, narrow: bool) -> tuple[Tensor, ...]:
-    """Return uninitialised memory for values, mass, S and Z."""
+    """Return uninitialized memory for values, mass, S and Z."""
     (batch, heads, n, d), e, dtype = q.shape, v.shape[3], accumulation_dtype(q, k, v)
     shapes = (batch, heads, n), (batch, heads, d, e), (batch, heads, d)
     values = q.new_empty(batch, heads, n, e, dtype=v.dtype if narrow else dtype)

@@ -177,7 +177,7 @@ def _chunks(q: Tensor, table: Tensor, v: Tensor, keys: Tensor, total: Tensor | N
 
 
 def _empty_sums(q: Tensor, table: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return uninitialised memory for values ``[B, h, H, W, e]`` and mass ``[B, h, H, W]``."""
+    """Return uninitialized memory for values ``[B, h, H, W, e]`` and mass ``[B, h, H, W]``."""
     return table.new_empty(*q.shape[:4], v.shape[4]), table.new_empty(q.shape[:4])
 
 

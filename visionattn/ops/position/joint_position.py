@@ -130,7 +130,7 @@ def _weights_backward(
 
 
 def _empty_sums(q: Tensor, table: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return uninitialised memory for values ``[B, h, H, W, e]`` and mass ``[B, h, H, W]``."""
+    """Return uninitialized memory for values ``[B, h, H, W, e]`` and mass ``[B, h, H, W]``."""
     dtype = wide(table.dtype)
     return tuple(  # type: ignore[return-value]
         table.new_empty(size, dtype=dtype) for size in ((*q.shape[:4], v.shape[4]), q.shape[:4])

@@ -161,7 +161,7 @@ def _flops_backward(q, k, v, temperature, state, form: str) -> int:
 
 
 def _empty_sums(q: Tensor, k: Tensor, v: Tensor, form: str) -> tuple[Tensor, ...]:
-    """Return uninitialised memory for values, mass, and the tensors that the gradient needs: state,
+    """Return uninitialized memory for values, mass, and the tensors that the gradient needs: state,
     ``K^T K``, ``sum k``.
     """
     (batch, heads, n, d), e, dtype = q.shape, v.shape[3], accumulation_dtype(q, k, v)

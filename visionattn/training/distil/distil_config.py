@@ -47,10 +47,10 @@ class StageConfig:
 
 @dataclass
 class DistilOptimConfig:
-    """Optimiser and schedule of each stage."""
+    """Optimizer and schedule of each stage."""
 
     name: Literal["adamw", "lamb"] = "adamw"
-    """Optimiser, from timm."""
+    """Optimizer, from timm."""
     min_lr: float = 1e-5
     """Final learning rate, at the end of the cosine."""
     warmup_epochs: float = 0.2
@@ -62,7 +62,7 @@ class DistilOptimConfig:
     clip_grad: float | None = 1.0
     """Clip gradients to this global norm; None: no clipping."""
     accumulate: int = 1
-    """Gradient accumulation: batches per optimiser step."""
+    """Gradient accumulation: batches per optimizer step."""
     ema_decay: float | None = None
     """Decay per step of the exponential moving average (EMA) of the weights, which is then saved.
     None: no EMA.
@@ -102,7 +102,7 @@ class DistilConfig(StudentOptions):
     and max_patches, the preprocessing is the teacher's.
     """
     optim: DistilOptimConfig = field(default_factory=DistilOptimConfig)
-    """Optimiser, learning rate and regularisation."""
+    """Optimizer, learning rate and regularization."""
     batch_size: int | Literal["auto"] = 64
     """Images per batch, over all processes. ``auto``: the largest that fits into memory."""
     grad_checkpointing: bool = False
@@ -125,7 +125,7 @@ class DistilConfig(StudentOptions):
     overwrite: bool = False
     """Delete the files of an earlier distillation in the folder."""
     save_every: int | None = 500
-    """Optimiser steps between two saved states within an epoch, from which a killed distillation
+    """Optimizer steps between two saved states within an epoch, from which a killed distillation
     resumes; None: save only after each epoch.
     """
     dist_timeout: float = 600.0
@@ -142,7 +142,7 @@ def parse_distil(argv: Sequence[str]) -> DistilConfig:
         DistilConfig,
         argv,
         command="distil",
-        description="Distil a softmax ViT into a model with linear attention, without labels.",
+        description="Distill a softmax ViT into a model with linear attention, without labels.",
         example=EXAMPLE,
     )
     files = config_files(argv)
@@ -212,7 +212,7 @@ def _check_search(config: DistilConfig) -> None:
     if "window" in config.attention:
         raise ValueError(
             "search_softmax_blocks: every second block of windows is shifted, so that windows "
-            "learnt in stage a would change with the blocks that stay softmax; name softmax_blocks"
+            "learned in stage a would change with the blocks that stay softmax; name softmax_blocks"
         )
 
 

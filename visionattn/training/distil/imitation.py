@@ -150,7 +150,7 @@ class Imitating(Objective):
     def judge(
         self, model: nn.Module, inputs: Tensor, sizes: Tensor | None, labels: Tensor
     ) -> Judged:
-        """Return the loss of a batch and, if labelled, the student's outputs."""
+        """Return the loss of a batch and, if labeled, the student's outputs."""
         pair = self.called(model)
         sizes = None if sizes is None else sizes.to(inputs.device)
         if self.stage == "a":
