@@ -70,7 +70,7 @@ def test_of_a_folder_in_place_of_weights_those_in_it_are_named(folder, capsys):
         (folder / "run" / f"{name}.safetensors").touch()
     for command in READS_WEIGHTS:
         assert main(command.split()) == 2, command
-        part = "at run: it is a folder; name the weights in it, run/best.safetensors"
+        part = "at run: it is a folder; pass the weights in it, run/best.safetensors"
         assert_one_error(capsys, part)
 
 

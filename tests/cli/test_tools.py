@@ -127,10 +127,10 @@ def test_bad_input_ends_validation_with_one_line_and_code_2(finished, tmp_path, 
     sizes.write_text("data: {img_size: 24}\n")
     before = written(folder)
     for flags, part in (
-        ([], "--checkpoint is missing"),
+        ([], "expected --checkpoint: the best.safetensors"),
         (["--checkpoint", "nowhere.safetensors"], "no checkpoint at nowhere.safetensors"),
-        (["--checkpoint", str(folder / "last.pt")], "give the best.safetensors of a run"),
-        (["--checkpoint", str(alone)], "name it, e.g. --data.name folder"),
+        (["--checkpoint", str(folder / "last.pt")], "pass the best.safetensors of a run"),
+        (["--checkpoint", str(alone)], "pass e.g. --data.name folder"),
         (["--checkpoint", str(cut), "--data.name=digits"], "truncated"),
         (
             ["--checkpoint", best, "--img-size", "20"],
@@ -160,20 +160,20 @@ def test_bad_input_ends_validation_with_one_line_and_code_2(finished, tmp_path, 
         ),
         (
             ["--checkpoint", best, "--data.img_size=32"],
-            "data.img_size is for training; name the sizes to evaluate at",
+            "data.img_size applies only to training; pass the sizes to evaluate at",
         ),
         (
             ["--checkpoint", best, "--data.img-size", "16"],
-            "data.img_size is for training; name the sizes",
+            "data.img_size applies only to training; pass the sizes",
         ),
         (
             ["--checkpoint", best, "--data.img_size_choices", "16", "24"],
-            "data.img_size_choices is for training",
+            "data.img_size_choices applies only to training",
         ),
-        (["--checkpoint", best, "--config", str(sizes)], "data.img_size is for training"),
+        (["--checkpoint", best, "--config", str(sizes)], "data.img_size applies only to training"),
         (
             ["--checkpoint", best, "--data.args.eval_images=9"],
-            "data.args is only for canvas, documents, copy",
+            "data.args needs one of canvas, documents, copy",
         ),
     ):
         assert validate(flags) == 2, flags

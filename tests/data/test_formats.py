@@ -278,7 +278,7 @@ def test_values_become_fractions_of_the_range_and_are_clipped_to_it():
     got = seen(tiff(pixels), channels=1, value_range=(-1, 3))
     np.testing.assert_allclose(got[..., 0], [[0, 0.25, 0.75], [1, 0, 1]])
     for dtype in ("float32", "uint16"):
-        said = f"^{dtype} values from 0 to 900 without a known value range; pass --data.value_range"
+        said = f"^unknown value range of {dtype} values from 0 to 900; pass --data.value_range"
         with pytest.raises(NotAsAsked, match=said):
             seen(tiff(pattern(1, np.uint16, 900).astype(dtype)))
 

@@ -164,8 +164,8 @@ def test_padding_is_empty_and_told(tmp_path):
     [
         (["--data.img_size", "15"], "img_size 15 x 15 is smaller than a patch of 16 x 16 pixels"),
         (["--data.fit", "pad", "--data.img_size", "32", "--optim.mixup", "0.5"], "optim.mixup"),
-        (["--model.name", "vit_tiny_patch16_224"], "but the model takes only 224 x 224"),
-        (["--data.root", "floats"], "without a known value range; pass --data.value_range"),
+        (["--model.name", "vit_tiny_patch16_224"], "the model accepts only 224 x 224"),
+        (["--data.root", "floats"], "; pass --data.value_range"),
     ],
 )
 def test_contradictions_end_a_training_with_one_line_and_nothing_written(

@@ -403,7 +403,7 @@ def test_physical_units_need_a_range_and_mix_with_no_other_values(tmp_path):
     with pytest.raises(ValueError, match=said):
         settle(Files([str(path)]), [0], ReadOptions(1))
     _, lines = settle(Files([str(path)]), [0], ReadOptions(1, value_range=(0, 1)))
-    assert len(lines) == 1 and "scale and offset, which are applied: data.value_range" in lines[0]
+    assert len(lines) == 1 and "data.value_range is in physical units, because" in lines[0]
     with pytest.raises(NotAsAsked, match="^values in physical units from"):
         seen(str(path), channels=1, value_range=(0, 255), found=True)
 
@@ -429,5 +429,5 @@ def test_a_kind_that_no_library_reads_is_named_in_one_line(tmp_path):
     with pytest.raises(NotAsAsked, match="has 1; its 3 channels are bands, as in --data.bands 2$"):
         seen(str(path), page=2)
     pixels = pattern(1, np.uint16).astype(np.complex64)
-    with pytest.raises(NotAsAsked, match="expected whole or real numbers, got complex64"):
+    with pytest.raises(NotAsAsked, match="expected integers or floats, got complex64"):
         open_image(str(write(tmp_path / "a.img", pixels, driver="HFA")))

@@ -108,10 +108,10 @@ def test_what_shards_lack_is_said_in_one_line(shard_root, tmp_path_factory):
     pytest.importorskip("webdataset")
     root = f"wds/{shard_root}"
     assert refused(ValueError, config_of(root, on_error="skip")) == (
-        f"data root {root} does not state the number of classes; pass --data.args.num_"
+        f"the number of classes of data root {root} is unknown; pass --data.args.num_"
     )
     assert refused(ValueError, config_of(root, num_classes=3)) == (
-        f"timm's reader of {root} leaves unreadable images out; pass --data.on_error skip"
+        f"timm's reader of {root} skips unreadable images; pass --data.on_error skip"
     )
     empty = tmp_path_factory.mktemp("empty")
     line = refused(FileNotFoundError, config_of(f"wds/{empty}", num_classes=3, on_error="skip"))
@@ -121,7 +121,7 @@ def test_what_shards_lack_is_said_in_one_line(shard_root, tmp_path_factory):
     (shard_root / "_info.json").write_text(json.dumps(info))
     with pytest.warns(UserWarning, match=f"ignored in {root}: extra"):
         assert refused(ValueError, config_of(root, num_classes=3, on_error="skip")) == (
-            f"_info.json of {shard_root} has no validation split; it has train, extra"
+            f"expected a validation split in _info.json of {shard_root}, got train, extra"
         )
 
 

@@ -117,7 +117,7 @@ REFUSED = {
         put("blocks.1.attn", lambda old: nn.Linear(24, 24).double()),
         r"^blocks\.1\.attn is a torch\.nn\.modules\.linear\.Linear",
     ),
-    "another operation": (patch_operation, "^block 1 has an operation that does not belong"),
+    "another operation": (patch_operation, "^block 1 has an operation of another attention"),
     "tokens in an MLP": (put("blocks.1.mlp", lambda old: Centred()), r"^blocks\.1 has a module"),
     "tokens in a hook": (hook("norm", lambda x: x - x.mean(1, keepdim=True)), "^norm, head or"),
     "patches that overlap": (

@@ -197,7 +197,7 @@ def test_another_bound_of_memory_goes_on_and_other_options_say_which_they_are(
     )
     assert written(folder) == kept
     assert run("features", native("--dense", "--memory_gib", "0.0007")) == 0
-    assert "resuming with band" in capsys.readouterr().out
+    assert "resuming at band" in capsys.readouterr().out
     assert [row["status"] for row in read_index(folder / "out")] == ["ok"] * 4
     assert not hidden(folder)
     painted = native("--checkpoint", "painter.safetensors", *BOUND, output="painted")
@@ -240,7 +240,7 @@ def test_what_was_stopped_goes_on_to_the_same_bytes(folder, capsys, monkeypatch,
         assert capsys.readouterr().err.endswith("the same command resumes\n")
         first = begun[:]
         assert run(name, words) == 0
-    assert "resuming with band" in capsys.readouterr().out
+    assert "resuming at band" in capsys.readouterr().out
     assert begun[len(first)] == first[-1] and len(begun) == 5
     assert {path: path.read_bytes() for path in folder.glob(made)} == wanted != {}
     assert not hidden(folder)

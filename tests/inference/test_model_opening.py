@@ -95,7 +95,7 @@ BAD = [
     ({}, "--checkpoint (the best.safetensors of a run) or"),
     ({"model": "scaleformer_vit_q"}, "the nearest is"),
     ({"model": MODEL, "args": {"num_hats": 2}}, "num_hats"),
-    ({"model": MODEL, "pretrained": True}, "there are no pretrained weights"),
+    ({"model": MODEL, "pretrained": True}, "no pretrained weights"),
     ({"model": MODEL, "pretrained": True, "checkpoint": "x"}, "pass either pretrained"),
     ({"checkpoint": "nowhere.safetensors"}, "no checkpoint at nowhere.safetensors"),
     ({"checkpoint": "cut.safetensors"}, "truncated"),

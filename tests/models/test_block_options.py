@@ -114,7 +114,7 @@ def test_a_table_resampled_to_a_longer_horizon_keeps_centre_and_corners():
     assert torch.equal(longer[:, ::2, ::2], table)
     assert torch.allclose(longer[:, 0, 1], (table[:, 0, 0] + table[:, 0, 1]) / 2)
     assert torch.equal(resample_table(longer, table.shape), table)
-    with pytest.raises(ValueError, match="only the horizon may differ"):
+    with pytest.raises(ValueError, match="up to the horizon, got"):
         resample_table(table, torch.Size((3, 5, 5, 3)))
 
 
@@ -307,8 +307,8 @@ def test_softmax_over_many_tokens_warns(monkeypatch):
     with pytest.warns(UserWarning) as caught:
         model(draw_image().float())
     expected = (
-        "softmax over 36 tokens in blocks [0, 2] takes time that grows with their square; "
-        '"window" and "kernelized" are linear in them'
+        "softmax over 36 tokens in blocks [0, 2] takes quadratic time; "
+        '"window" and "kernelized" are linear'
     )
     assert [str(one.message) for one in caught] == [expected]
 

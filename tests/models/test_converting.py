@@ -76,17 +76,17 @@ def test_the_options_of_from_softmax_reach_it(folder):
 
 REFUSED = {
     "expected a teacher, e.g. vit_small_patch16_224 or a file": [],
-    "timm knows no model of that name; the nearest is": ["vit_tinie"],
+    "; did you mean": ["vit_tinie"],
     "no checkpoint at nowhere.pth": ["nowhere.pth", *BODY],
-    "vit.pth does not name the model of its weights; name the body with --model": ["vit.pth"],
+    "vit.pth does not state the model of its weights; pass --model": ["vit.pth"],
     "vit.pth does not fit vit_tiny_patch16_224: ": ["vit.pth", "--model", "vit_tiny_patch16_224"],
     "attention 'linear': expected one of": [*STATE, "--attention", "linear"],
-    "ours.safetensors says what its model is": ["ours.safetensors", *BODY],
-    "vit_tiny_patch16_224 names its own body": ["vit_tiny_patch16_224", "--model", "test_vit"],
+    "ours.safetensors states its own model": ["ours.safetensors", *BODY],
+    "got the name vit_tiny_patch16_224": ["vit_tiny_patch16_224", "--model", "test_vit"],
     "timm cannot build vit_tiny_patch16_224 with depth='x': ": [
         *("vit_tiny_patch16_224", "--args.depth", "x")
     ],
-    "pretrained is for names of timm, and vit.pth is a file": [*STATE, "--pretrained"],
+    "pretrained needs a timm name, got the file vit.pth": [*STATE, "--pretrained"],
     "nan.pth has NaN or infinity in blocks.1.mlp.fc1.weight": ["nan.pth", *BODY],
     "garbled.pth is truncated or neither a safetensors file nor": [*("garbled.pth", *BODY)],
 }
@@ -125,7 +125,7 @@ def test_the_only_file_of_a_teacher_is_kept(folder, capsys):
     }.items():
         before = Path(output).read_bytes()
         assert convert([teacher, "--output", output, "--overwrite"]) == 2
-        message = f"{output} is of the teacher, which is kept; write to another file"
+        message = f"{output} belongs to the teacher; pass another --output"
         assert_one_error(capsys, message)
         assert Path(output).read_bytes() == before
 

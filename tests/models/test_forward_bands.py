@@ -175,7 +175,7 @@ REFUSALS = [
     (dict(attention="softmax"), {}, "block 0 is a softmax over all tokens"),
     (dict(softmax_blocks=[-1]), {}, "block 2 is a softmax over all tokens"),
     (dict(feature_map="softmax"), {}, "keys depend on each other"),
-    (dict(global_pool=""), {}, "makes no features of an image"),
+    (dict(global_pool=""), {}, "expected global_pool"),
     (dict(global_pool="prr"), {}, "cannot be computed in bands"),
     (dict(dynamic_img_size=False, img_size=32), {}, "dynamic_img_size=False fixes"),
     (
@@ -183,10 +183,10 @@ REFUSALS = [
         dict(want="rows"),
         "expected one of logits, pooled, dense, masks, probabilities, evidence",
     ),
-    ({}, dict(want="masks"), "gives no classes of pixels"),
+    ({}, dict(want="masks"), "has no classes of pixels"),
     ({}, dict(want="evidence", target=9), "there is no class 9"),
     ({}, dict(memory=1000), "below one band"),
-    ({}, dict(source=3), "expected a source, got int: visionattn.forward_tiled opens paths"),
+    ({}, dict(source=3), "expected a source, got int; open paths"),
     ({}, dict(source=Array(draw_image(40, 40)[..., :1])), "has 1 channels, and the model tak"),
     ({}, dict(source=Array(draw_image(3, 40))), "3 x 40 pixels is smaller than a patch"),
 ]
@@ -235,7 +235,7 @@ def test_quantisation_that_depends_on_all_tokens_is_refused():
         check_tiled(model)
 
 
-BY_BLOCK = "^head .*, which would not run: its weights are applied block by block, of 2 head_blo"
+BY_BLOCK = "^head .*, which bands would bypass: with 2 head_blocks, its weights are applied"
 BESIDE = "^norm, head or pooling has a module whose output for a token depends on others"
 
 

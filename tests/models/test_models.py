@@ -179,7 +179,7 @@ def test_pretrained_weights_that_do_not_exist_are_named_as_such():
         ("scaleformer_vit_t", UNTRAINED),
     ):
         with pytest.raises(
-            ValueError, match="there are no pretrained weights of scaleformer_vit_t; visionattn has"
+            ValueError, match="no pretrained weights of scaleformer_vit_t; visionattn has"
         ):
             create_model(name, pretrained=True, **args)
 

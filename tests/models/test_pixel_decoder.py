@@ -140,12 +140,12 @@ def test_every_parameter_learns_and_checkpointing_changes_nothing(kind):
 WRONG = [
     ({"attention": "taylorshift"}, "has no causal form .its linear form"),
     ({"output": "gauss"}, "output 'gauss': expected categorical or mixture"),
-    ({"mixtures": 3}, "mixtures have no effect"),
+    ({"mixtures": 3}, "mixtures need output"),
     ({"levels": 1}, "levels: expected a whole number from 2 on, got 1"),
     ({"conditioned": True}, "there are no classes"),
-    ({"relative": "none", "rows": 2}, "rows and reach have no effect"),
+    ({"relative": "none", "rows": 2}, "rows and reach need relative"),
     ({"conditioned": "x", "num_classes": 2}, "conditioned: expected true or false, got 'x'"),
-    ({"depth": 0}, "depth: expected a whole number from 1 on, got 0"),
+    ({"depth": 0}, "depth: expected an integer of at least 1, got 0"),
 ]
 
 
@@ -158,14 +158,18 @@ def test_options_and_calls_that_do_not_fit_are_refused():
     state, ended = model.begin(1, (1, 1)), model.begin(1, (1, 1))
     model.step(None, ended)
     for call, given, said in (
-        (model, (images.expand(-1, 3, -1, -1),), r"numbers \[B, 1, H, W\], got torch.uint8"),
+        (model, (images.expand(-1, 3, -1, -1),), r"integers \[B, 1, H, W\], got torch.uint8"),
         (model, (images.float(),), "got torch.float32"),
-        (model, (images, zero.expand(3)), "labels: the model is not conditioned"),
-        (named, (images.expand(-1, 2, -1, -1),), r"conditioned and wants \[3\], got none"),
+        (model, (images, zero.expand(3)), "labels need a conditioned model"),
+        (
+            named,
+            (images.expand(-1, 2, -1, -1),),
+            r"expected \[3\] for a conditioned model, got none",
+        ),
         (model.predict, (in_order(images), (5, 7)), "expected fewer than the 35 values of the ima"),
-        (model.begin, (1, (0, 7)), "images of 0 x 7 pixels have no pixels"),
+        (model.begin, (1, (0, 7)), "expected a height and width above 0, got 0 x 7"),
         (model.step, (zero, state), "values: expected none before the first one"),
-        (model.step, (zero, ended), "the images have all their 1 values"),
+        (model.step, (zero, ended), "the images are complete: all 1 values"),
     ):
         with pytest.raises(ValueError, match=said):
             call(*given)

@@ -190,14 +190,14 @@ def test_every_configuration_of_the_repository_is_valid_and_has_a_header(path):
         (["--data.img_size_choices", "96", "0"], "data.img_size_choices[1] must be above 0, got 0"),
         (
             ["--data.img_size_choices", "[]"],
-            "data.img_size_choices is empty; name the sizes, or leave it out to train at "
+            "data.img_size_choices is empty; name the sizes, or remove it to train at "
             "data.img_size",
         ),
         (
             ["--data.img_size_choices", "96", "32", "96"],
-            "data.img_size_choices [96, 32, 96] names a size twice; name each once",
+            "expected distinct sizes, got data.img_size_choices [96, 32, 96]; name each once",
         ),
-        (["--optim.min_lr", "1"], "optim.min_lr 1.0 is above optim.lr 0.001, the peak"),
+        (["--optim.min_lr", "1"], "expected optim.min_lr at most the peak optim.lr 0.001, got 1.0"),
         (["--optim.drop_epochs", "0"], "optim.drop_epochs must be above 0, got 0.0"),
         (
             ["--optim.drop_epochs", "10"],

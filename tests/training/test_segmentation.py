@@ -234,7 +234,7 @@ def test_black_and_white_masks_mean_the_same_to_all_that_read_them(tmp_path):
     # A state of a run for which 255 did not count is of other masks.
     state = torch.load(out / "last.pt", weights_only=True)
     torch.save(state | {"data": state["data"] | {"colours": None}}, out / "last.pt")
-    with pytest.raises(ValueError, match="took the values of its masks for other classes"):
+    with pytest.raises(ValueError, match="the mask values had other classes"):
         lines_of(replace(config, resume=True, epochs=7))
 
 
@@ -255,11 +255,11 @@ def test_a_body_starts_from_a_classification_and_the_head_is_new(tmp_path):
 
 
 WRONG = {
-    "--optim.mixup 0.2": "mix the classes of images",
-    "--model.args.head_blocks [7]": "head_blocks: there is no block 7; the 2 blocks are 0 to 1",
+    "--optim.mixup 0.2": "mix classes of images",
+    "--model.args.head_blocks [7]": "head_blocks: expected blocks 0 to 1 of 2, got 7",
     "--data.root nowhere": "does not exist; expected images/* and masks/*",
-    "--data.masks {classes:[dark,light,red,blue]}": "no pixel of the 10 training masks has the "
-    "class blue: add masks",
+    "--data.masks {classes:[dark,light,red,blue]}": "the 10 training masks have no "
+    "pixel of class blue; add masks",
 }
 
 

@@ -75,7 +75,9 @@ def test_images_that_are_too_low_are_found_before_the_first_step(tmp_path):
     trainer.processes.per_image = 4
     trainer.check_rows()
     trainer.processes.per_image = 5
-    with pytest.raises(ValueError, match="^an image of 4 rows of patches is too low for 5"):
+    with pytest.raises(
+        ValueError, match="^expected at least 5 rows of patches, one per process, got 4"
+    ):
         trainer.check_rows()
 
 
@@ -88,7 +90,7 @@ def test_options_that_contradict_each_other_are_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=line):
             check(replace(config, **change))
-    with pytest.raises(ValueError, match="^parallel sequence is for several processes"):
+    with pytest.raises(ValueError, match="^parallel sequence needs several processes"):
         train(config)
     assert ranks_per_image(config, 6) == 6
     assert ranks_per_image(replace(config, parallel=2), 6) == 2

@@ -181,14 +181,14 @@ def test_an_image_of_more_than_8_bits_is_named_or_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--model.name", "scaleformer_vit_t"], "gives classes and writes no images"),
+        (["--model.name", "scaleformer_vit_t"], "classifies and does not generate images"),
         (["--model.args.attention", "taylorshift"], "has no causal form (its linear form"),
         (
             ["--data.task", "classification"],
-            "got pixel_decoder, which writes images and gives no classes",
+            "got pixel_decoder, which generates images and does not",
         ),
         (["--data.fit", "pad"], "learns the values of whole images, and data.fit pad changes"),
-        (["--optim.mixup", "0.2"], "and optim.mixup changes them; leave it out"),
+        (["--optim.mixup", "0.2"], "and optim.mixup changes them; remove it"),
         (["--data.name", "documents", "--data.fit", "native"], "crops of documents at their own"),
         (["--data.name", "documents", "--model.args.conditioned", "true"], "there are no classes"),
     ],
@@ -206,14 +206,14 @@ def test_what_cannot_be_written_is_refused_in_one_line(tmp_path, capsys, flags, 
 
 def test_values_beyond_the_levels_end_a_run_in_one_line(tmp_path):
     config = config_of(tmp_path, model={"levels": 200})
-    with pytest.raises(ValueError, match="a value of the images is 255, and the model has levels"):
+    with pytest.raises(ValueError, match="expected values 0 to .* for levels .*, got 255"):
         lines_of(config)
 
 
 def test_what_reads_images_refuses_a_model_that_writes_them(run, tmp_path):
     folder, *_ = run
     best = folder / "small" / "best.safetensors"
-    said = "pixel_decoder generates images, and gives neither classes nor features"
+    said = "with classes or features, got pixel_decoder, which generates images"
     picture = str(tmp_path / "a.png")
     Image.new("L", (8, 8)).save(picture)
     calls = [

@@ -1,4 +1,4 @@
-"""Check the options of a data set, and complete them by its name.
+"""Check the options of a dataset, and complete them by its name.
 
 ``option_ranges.py`` checks ranges of numbers, and ``mask_values.py`` the options of masks.
 """
@@ -18,9 +18,9 @@ from visionattn.data.synthetic_images import SHORTEST, DrawnArgs
 from visionattn.model_config import VECTOR_TASKS
 
 EMBEDDED = ("digits", "digits_pixel", "canvas", "documents", "copy")
-"""Data sets that need no files."""
+"""Datasets that need no files."""
 DRAWN = frozenset({"canvas", "documents"})
-"""Data sets of drawn images with masks."""
+"""Datasets of drawn images with masks."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ ARGS: dict[str, type] = {
     "cifar10_pixel": Cifar10Args,
     "folder": FolderArgs,
 }
-"""Options in ``data.args`` by data set."""
+"""Options in ``data.args`` by dataset."""
 WHOLE = frozenset({"folder", "documents"})
-"""Data sets whose images are not cropped by default."""
+"""Datasets whose images are not cropped by default."""
 USUAL_PX: dict[str, int | list[int]] = {
     "digits": 32,
     "digits_pixel": 32,
@@ -63,11 +63,11 @@ USUAL_PX: dict[str, int | list[int]] = {
 WRITTEN_PX = USUAL_PX | {"canvas": 48, "documents": 32, "folder": 32}
 """Default sizes in pixels for ``data.task generate``."""
 LEVELS = ("digits", "canvas", "documents", "copy", "cifar10", "folder")
-"""Data sets whose values can be generated."""
+"""Datasets whose values can be generated."""
 
 
 def resolved(config: DataConfig) -> DataConfig:
-    """Return the checked options, with the defaults of the geometry for this data set.
+    """Return the checked options, with the default geometry of this dataset.
 
     Raises:
         ValueError: they are out of range or contradict each other; one line.
@@ -80,9 +80,7 @@ def resolved(config: DataConfig) -> DataConfig:
     img_size = usual if config.img_size is None else config.img_size
     check_geometry(fit, img_size, config.max_patches, prefix="data.")
     if config.batch_patches is not None and fit != "native":
-        raise ValueError(
-            f"data.batch_patches is only for fit native; with fit {fit} use batch_size"
-        )
+        raise ValueError(f"data.batch_patches needs fit native, got {fit}; use batch_size")
     if config.img_size_choices is not None and config.max_patches is not None:
         raise ValueError("pass either data.img_size_choices or data.max_patches, not both")
     args = asdict(args_of(config)) if config.name in ARGS else config.args
@@ -90,7 +88,7 @@ def resolved(config: DataConfig) -> DataConfig:
 
 
 def check_data(config: DataConfig) -> None:
-    """Check the values, and the options that depend on the data set."""
+    """Check the values, and the options that depend on the dataset."""
     check_ranges(config)
     args_of(config)
     for size in (config.img_size, *(config.img_size_choices or ())):
@@ -98,12 +96,12 @@ def check_data(config: DataConfig) -> None:
             check_size(config, sides(size))
     if config.task == "segmentation" and config.name not in (*DRAWN, "folder"):
         raise ValueError(
-            f"{config.name} has no masks; data.task segmentation is for "
-            f"{', '.join(sorted(DRAWN))} and folder"
+            f"{config.name} has no masks; data.task segmentation needs {', '.join(sorted(DRAWN))} "
+            "or folder"
         )
     if config.task in VECTOR_TASKS and (config.name != "folder" or config.labels is None):
         raise ValueError(
-            f"data.task {config.task} reads labels from a table: --data.name folder with "
+            f"data.task {config.task} needs a label table; pass --data.name folder and "
             "--data.labels"
         )
     if config.task == "generate":
@@ -111,14 +109,14 @@ def check_data(config: DataConfig) -> None:
     elif config.name == "copy":
         raise ValueError("copy has no classes; expected data.task generate")
     if config.features is not None:
-        raise ValueError("data.features is for visionattn train; leave it out")
+        raise ValueError("data.features works only with visionattn train; remove it")
     check_crops(config)
     check_reading(config.bands, config.value_range, config.page, config.max_pixels)
     _check_acts(config)
 
 
 def _check_acts(config: DataConfig) -> None:
-    """Raise ValueError for an option without effect for the data set."""
+    """Raise ValueError for an option without effect on the dataset."""
     folder, drawn = config.name == "folder", config.name in (*DRAWN, "copy")
     masked = folder and config.task == "segmentation"
     stream = folder and (config.root or "").startswith("wds/")
@@ -150,21 +148,19 @@ def _check_acts(config: DataConfig) -> None:
         for key in keys:
             if not acts and getattr(config, key) != getattr(usual, key):
                 task = "" if config.task == DataConfig.task else f", data.task {config.task}"
-                raise ValueError(f"data.{key} is only for {whose}; omit it for {config.name}{task}")
+                raise ValueError(f"data.{key} needs {whose}, got {config.name}{task}; remove it")
     if folder and not stream and args_of(config).num_classes is not None:
-        raise ValueError(
-            "data.args.num_classes is only for wds/... (other data state it themselves); omit it"
-        )
+        raise ValueError("data.args.num_classes needs data.root wds/...; remove it")
 
 
 def args_of(config: DataConfig) -> Any:
     """Return the options in ``data.args``, completed and checked.
 
     Raises:
-        ValueError: it is for other data, or a name or a value is wrong; one line.
+        ValueError: it does not apply to the dataset, or a name or a value is wrong; one line.
     """
     if config.args and config.name not in ARGS:
-        raise ValueError(f"data.args is only for {', '.join(ARGS)}; omit it for {config.name}")
+        raise ValueError(f"data.args needs one of {', '.join(ARGS)}, got {config.name}; remove it")
     return checked(ARGS[config.name], config.args, "data.args") if config.name in ARGS else None
 
 
@@ -173,68 +169,67 @@ def check_writing(config: DataConfig) -> None:
     if config.name not in LEVELS:
         other = config.name.removesuffix("_pixel")
         raise ValueError(
-            f"{config.name} has one-hot gray levels for classification; for data.task generate use "
-            f"{other}"
+            f"{config.name} has one-hot gray levels; for data.task generate use {other}"
         )
     if config.name == "documents" and config.fit != "crop":
         raise ValueError(
-            f"data.task generate uses crops of documents at their own scale, not fit {config.fit}; "
-            "omit data.fit"
+            "data.task generate uses crops of documents at their own scale, got fit "
+            f"{config.fit}; remove data.fit"
         )
 
 
 def check_size(config: DataConfig, both: Size) -> None:
-    """Raise ValueError for a height and width that do not suit a data set of drawn images."""
+    """Raise ValueError for a height and width that do not suit a dataset of drawn images."""
     size = min(both)
     if config.name == "copy" and (both[0] != 1 or both[1] < SHORTEST):
         raise ValueError(
-            f"copy has sequences of one row and {SHORTEST} values at least; expected an img_size "
-            f"such as 1 128, got {both[0]} {both[1]}"
+            f"copy needs one row of at least {SHORTEST} values, got img_size {both[0]} {both[1]}; "
+            "use e.g. 1 128"
         )
     if config.task == "generate" and config.name == "documents":
         if size > LARGEST_PIECE_PX:
             raise ValueError(
-                f"pieces of documents of {size} pixels are too large to generate; expected "
-                f"{LARGEST_PIECE_PX} at most"
+                f"expected pieces of documents of at most {LARGEST_PIECE_PX} pixels for data.task "
+                f"generate, got {size}"
             )
         return
     if config.name == "documents" and size < SMALLEST_SIZE_PX:
         raise ValueError(
-            f"documents of {size} pixels are too small for their marks; expected "
-            f"{SMALLEST_SIZE_PX} or more"
+            f"documents of {size} pixels are too small for their marks; use at least "
+            f"{SMALLEST_SIZE_PX}"
         )
     args = args_of(config)
     if isinstance(args, CanvasArgs) and size < args.smallest_px:
         raise ValueError(
-            f"canvas of {size} pixels is too small for its digits; expected {args.smallest_px} or "
-            "more"
+            f"canvas of {size} pixels is too small for its digits; use at least {args.smallest_px}"
         )
 
 
 def check_crops(config: DataConfig) -> None:
-    """Raise ValueError for training crops that are no size, cut no image, or need masks."""
+    """Raise ValueError for training crops that are invalid, not smaller than the images, or need
+    masks.
+    """
     if config.crop is None:
         if config.crop_around or config.crops != 1:
             raise ValueError(
-                "data.crop_around and data.crops need --data.crop; pass it or omit them"
+                "data.crop_around and data.crops need --data.crop; pass it, or remove them"
             )
         return
     check_sides(config.crop, "data.crop")
     crop, limit = sides(config.crop), sides(config.img_size)
     if limit is not None and crop[0] >= limit[0] and crop[1] >= limit[1]:
         raise ValueError(
-            f"data.crop {pixels(crop)} is not smaller than data.img_size, {pixels(limit)}; use a "
+            f"expected data.crop below data.img_size {pixels(limit)}, got {pixels(crop)}; use a "
             "smaller crop or a larger data.img_size"
         )
     if config.crop_around and config.task != "segmentation":
         raise ValueError(
-            f"data.crop_around needs masks (data.task segmentation), got {config.task}; omit it "
-            "for crops anywhere"
+            f"data.crop_around needs data.task segmentation, got {config.task}; remove it"
         )
 
 
 def check_augment(config: DataConfig, *allowed: str, files: bool = True) -> None:
-    """Check that an augmentation supports this data set.
+    """Check that an augmentation supports this dataset.
 
     Args:
         config: names the augmentation.
@@ -255,6 +250,6 @@ def check_augment(config: DataConfig, *allowed: str, files: bool = True) -> None
         )
     if not Path(chosen).is_file():
         raise FileNotFoundError(
-            f"data.augment {chosen} is neither a file nor one of {', '.join(PRESETS)}; "
-            "albumentations.save(transform, path, 'yaml') writes one"
+            f"expected a file or one of {', '.join(PRESETS)} for data.augment, got {chosen}; "
+            "albumentations.save(transform, path, 'yaml') writes a file"
         )

@@ -61,8 +61,8 @@ class CanvasArgs(DrawnArgs):
             )
         if self.whole_digits == 2 and largest < math.ceil(LARGER * smallest):
             raise ValueError(
-                f"data.args.digit_px {smallest} {largest}: of two whole digits the larger is "
-                f"{LARGER} times as large or more; expected a wider range"
+                f"expected data.args.digit_px with a largest side of at least {LARGER} times the "
+                f"smallest for two whole digits, got {smallest} {largest}"
             )
 
     @property
@@ -127,7 +127,7 @@ def digit_splits(val_fraction: float, seed: int) -> dict[Split, Digits]:
     Source: Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI 1998, as shipped by
     scikit-learn.
     """
-    from sklearn.datasets import load_digits  # takes a second
+    from sklearn.datasets import load_digits  # importing takes a second
 
     bunch = load_digits()
     images = np.round(bunch.images * (255 / 16)).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""Preprocessing geometry: how an image of any size is fitted to the size at which a model sees it.
+"""Preprocessing geometry: how an image of any size is fitted to the model's input size.
 
 This module computes sizes: which part of an image is read, at how many pixels, and how much of the
 model's input it fills. It is pure arithmetic, for training and for every command; ``images.py``
@@ -18,7 +18,7 @@ Size = tuple[int, int]
 
 
 LARGEST_SIDE_PX = 2**20
-"""Maximum side of an image; resizing libraries take no larger ones."""
+"""Maximum side of an image; resizing libraries support no larger one."""
 
 
 class TooSmall(ValueError):
@@ -238,9 +238,7 @@ def check_geometry(
     if max_patches is not None and max_patches < 1:
         raise ValueError(f"{prefix}max_patches must be above 0, got {max_patches}")
     if max_patches is not None and fit != "native":
-        raise ValueError(
-            f"{prefix}max_patches is only for fit native; with fit {fit} use {prefix}img_size"
-        )
+        raise ValueError(f"{prefix}max_patches needs fit native, got {fit}; use {prefix}img_size")
     if max_patches is not None and img_size is not None:
         raise ValueError(
             f"{prefix}img_size and {prefix}max_patches both limit the image size; set one of them "

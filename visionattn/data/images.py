@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 REFUSED = (NotAsAsked, TooSmall)
 """Exceptions for an intact file that does not match the options and the model."""
 _CROP_STREAM = 3
-"""Follows the key of a sample; ``augment.py`` has 1 and 2."""
+"""Random stream after the key of a sample; ``augment.py`` uses 1 and 2."""
 SIZE_THREADS = 8
 """Number of threads that read image sizes; they mostly wait for the disk."""
 WELL_KNOWN = 20_000
@@ -314,7 +314,7 @@ class ImageDataset(Dataset):
                     raise ValueError(
                         "its size has changed since the start of the run"
                         if self._sizes[key.index].any()
-                        else "it was unreadable at the start of the run and is readable now"
+                        else "it was unreadable at the start of the run, but is readable now"
                     )
                 item = self._item(reader, index, key, keep if reader.single_file else not_kept)
         except DAMAGED_IMAGE as error:

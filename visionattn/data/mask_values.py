@@ -36,12 +36,12 @@ NUMBERS: Pairs = frozenset({(0, 0), (1, GREY_STEP)})
 BACKGROUND = "background"
 """Name of class 0 of masks with one file per class."""
 CLASS_FILES = ("classes.yaml", "classes.json")
-"""Files in the folder of images and masks that say what ``data.masks`` could say."""
+"""Files in the folder of images and masks with the content of ``data.masks``."""
 
 
 @dataclass(frozen=True)
 class MasksSaid:
-    """What the user says of masks."""
+    """The user's description of masks."""
 
     classes: list[str] | None = None
     """Names, in the order of their values from 0 on, or of ``colours``."""
@@ -58,7 +58,7 @@ class MasksSaid:
 
 
 def said_of_masks(config: DataConfig) -> MasksSaid:
-    """Return what ``data.masks`` says, or else a file of ``CLASS_FILES`` in ``data.root``.
+    """Return the content of ``data.masks``, or else of a file of ``CLASS_FILES`` in ``data.root``.
 
     Raises:
         ValueError: a name or a value is wrong, out of range, or contradicts another; one line.
@@ -73,31 +73,35 @@ def said_of_masks(config: DataConfig) -> MasksSaid:
 
 
 def _check_said(said: MasksSaid, source: str) -> None:
-    """Raise ValueError for what contradicts itself or is out of range."""
+    """Raise ValueError for values that contradict each other or are out of range."""
     names, colours, ignored = said.classes, said.colours, said.ignored
     if said.layers is None and said.images is not None:
-        raise ValueError(f"{source}.images is for {source}.layers; leave it out")
+        raise ValueError(f"{source}.images needs {source}.layers; remove it")
     if said.layers is not None:
         if (names, colours, ignored) != (None, None, None):
-            raise ValueError(f"{source}.layers names all classes; leave out the rest but images")
+            raise ValueError(
+                f"{source}.layers names all classes; remove all other keys except images"
+            )
         if wrong := [path for path in said.layers.values() if "{name}" not in path]:
-            raise ValueError(f"{source}.layers wants paths with {{name}}, got {wrong[0]}")
+            raise ValueError(f"expected paths with {{name}} in {source}.layers, got {wrong[0]}")
         names = [BACKGROUND, *said.layers]
     for key, given in (("classes", names), ("colours", colours)):
         if given is not None and not 2 <= len(given) <= IGNORED:
-            raise ValueError(f"{source}.{key} must name 2 to {IGNORED} classes, got {len(given)}")
+            raise ValueError(f"expected 2 to {IGNORED} classes in {source}.{key}, got {len(given)}")
     if names is not None and (len(set(names)) < len(names) or not all(names)):
-        raise ValueError(f"{source}.classes must be names, each once, got {names}")
+        raise ValueError(f"expected distinct names in {source}.classes, got {names}")
     for colour in colours or []:
         if not _is_colour(colour):
             raise ValueError(
-                f"{source}.colours wants red, green and blue of each class, 0 to 255, got {colour}"
+                f"expected red, green and blue of each class, 0 to 255, in {source}.colours, got "
+                f"{colour}"
             )
     if colours is not None and len(set(map(tuple, colours))) < len(colours):
-        raise ValueError(f"{source}.colours has a color twice; each class has its own")
+        raise ValueError(f"expected distinct colors in {source}.colours, one per class")
     if names is not None and colours is not None and len(names) != len(colours):
         raise ValueError(
-            f"{source}.classes names {len(names)} classes and {source}.colours {len(colours)}"
+            f"expected as many {source}.classes as {source}.colours, got {len(names)} and "
+            f"{len(colours)}"
         )
     if ignored is None:
         return
@@ -106,7 +110,7 @@ def _check_said(said: MasksSaid, source: str) -> None:
     if colours is None and not (isinstance(ignored, int) and 0 <= ignored <= 65535):
         raise ValueError(f"{source}.ignored must be one value from 0 to 65535, got {ignored}")
     if ignored in (colours or range(len(names or []))):
-        raise ValueError(f"{source}.ignored {ignored} is the value of a class; name another one")
+        raise ValueError(f"{source}.ignored {ignored} is the value of a class; pass another value")
 
 
 def _is_colour(value: Any) -> bool:
@@ -130,7 +134,7 @@ class MaskClasses:
 
     @classmethod
     def of(cls, said: MasksSaid) -> "MaskClasses":
-        """Return the settings from what the user has defined."""
+        """Return the settings that the user has defined."""
         colours = None
         if said.colours is not None:
             colours = tuple((red, green, blue) for red, green, blue in said.colours)
@@ -173,13 +177,9 @@ class MaskClasses:
             return IGNORED
         count = len(self.names) or IGNORED
         if not 0 <= value < count:
-            not_counted = (
-                "" if self.ignored is None else f" or {self.ignored}, which does not count"
-            )
+            not_counted = "" if self.ignored is None else f" or {self.ignored}, which is ignored"
             known = f"with {count} classes " if self.names else ""
-            raise NotAsAsked(
-                f"it has the value {value}; {known}expected 0 to {count - 1}{not_counted}"
-            )
+            raise NotAsAsked(f"{known}expected values 0 to {count - 1}{not_counted}, got {value}")
         return value
 
     def _of_colour(self, colour: int, known: dict[int, int]) -> int:
@@ -188,8 +188,8 @@ class MaskClasses:
         wanted = ", ".join(" ".join(map(str, each)) for each in (self.colours or ())[:8])
         given = f"the color {colour >> 16} {colour >> 8 & 255} {colour & 255}"
         raise NotAsAsked(
-            f"it has {given if colour >= 0 else 'a value above 255'}, which is none of "
-            f"data.masks.colours ({wanted}) and not data.masks.ignored"
+            f"expected a color of data.masks.colours ({wanted}) or data.masks.ignored, got "
+            f"{given if colour >= 0 else 'a value above 255'}"
         )
 
     def may_be_binary(self, pairs: Pairs) -> bool:
@@ -282,16 +282,13 @@ def _values(mask: Image.Image, *, coloured: bool) -> tuple[np.ndarray, dict[int,
         }
     if mask.mode not in GREY and not coloured:
         kind = "float" if mask.mode == "F" else mask.mode
-        raise NotAsAsked(
-            f"it has pixels of the kind {kind}; expected the number of a class for each"
-        )
+        raise NotAsAsked(f"expected a class number per pixel, got pixels of the kind {kind}")
     red, green, blue = (np.asarray(band) for band in mask.convert("RGB").split())
     if np.array_equal(red, green) and np.array_equal(red, blue):
         return red, {value: _grey(value) for value in used_values(red)}
     if not coloured:
         raise NotAsAsked(
-            "it has colors without a stated meaning: give the color of each class with "
-            "data.masks.colours"
+            "it has colors of unknown classes; pass the color of each class in data.masks.colours"
         )
     values = red.astype(np.uint32) << 16 | green.astype(np.uint16) << 8 | blue
     return values, {value: value for value in used_values(values)}

@@ -135,11 +135,11 @@ def parse_stats(argv: Sequence[str]) -> StatsConfig:
     )
     if config.data.name != "folder" or (config.data.root or "").startswith("wds/"):
         raise ValueError(
-            "stats measures images in folders, tars and tables: --data.root FOLDER; "
-            f"{config.data.root or config.data.name} has known means"
+            "stats measures images in folders, tars and tables, got "
+            f"{config.data.root or config.data.name}; pass --data.root FOLDER"
         )
     if config.output is None:
-        raise ValueError("--output is missing: the YAML file for the result, such as stats.yaml")
+        raise ValueError("expected --output: a YAML file for the result, such as stats.yaml")
     check_root(config.data)
     check_free(Path(config.output), config.overwrite)
     return config
@@ -154,7 +154,7 @@ def measure(
         dataset: the images; their geometry is ignored.
         options: which bands, and which values are black and white.
         threads: number of reading threads; the result does not depend on it.
-        skip: leave out unreadable images, with a warning.
+        skip: skip unreadable images, with a warning.
 
     Returns:
         The statistics, and the number of images.
@@ -176,7 +176,7 @@ def measure(
             else:
                 raise ValueError(str(found))
     if total is None:
-        raise ValueError("no image could be read")
+        raise ValueError("no image can be read; check the files")
     return total, images
 
 

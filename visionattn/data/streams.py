@@ -94,11 +94,11 @@ def open_shards(
     require("readers", "webdataset", what=f"data root {root}")
     if num_classes is None:
         raise ValueError(
-            f"data root {root} does not state the number of classes; pass --data.args.num_classes"
+            f"the number of classes of data root {root} is unknown; pass --data.args.num_classes"
         )
     if on_error != "skip":
         raise ValueError(
-            f"timm's reader of {root} leaves unreadable images out; pass --data.on_error skip"
+            f"timm's reader of {root} skips unreadable images; pass --data.on_error skip"
         )
     # A folder is checked here, for a plain error; addresses and pipes are left to timm's reader.
     place = root.removeprefix("wds/")
@@ -108,8 +108,7 @@ def open_shards(
         and not (Path(place) / "_info.json").is_file()
     ):
         raise FileNotFoundError(
-            f"no _info.json in {place}; expected one with the shards of each split, as timm writes "
-            "it"
+            f"no _info.json in {place}; expected timm's list of the shards of each split"
         )
     # timm has no public way to list the splits.
     from timm.data.readers.reader_wds import _load_info
@@ -120,7 +119,8 @@ def open_shards(
     for split in () if judged else ("train", "validation"):
         if split not in splits:
             raise ValueError(
-                f"_info.json of {place} has no {split} split; it has {listed(available) or 'none'}"
+                f"expected a {split} split in _info.json of {place}, got "
+                f"{listed(available) or 'none'}"
             )
     return {
         split: Shards(
@@ -169,8 +169,8 @@ class _StreamBatches:
     ):
         if choices[0].canvas is None:
             raise ValueError(
-                f"{shards.root} is a stream without image sizes, which fit native needs; use fit "
-                "pad, stretch or crop, with img_size"
+                f"fit native needs image sizes, which the stream {shards.root} does not state; "
+                "use fit pad, stretch or crop with img_size"
             )
         self.shards, self.batch_size = shards, batch_size
         self.choices = choices
@@ -185,8 +185,8 @@ class _StreamBatches:
         """
         if size > 1:
             raise ValueError(
-                f"{self.shards.root} is a stream of shards, which one process trains on; unpack it "
-                "to a folder of images to train on several"
+                f"a stream of shards supports only one training process ({self.shards.root}); "
+                "unpack it to a folder to train on several"
             )
 
     def shapes(self) -> np.ndarray:
@@ -209,9 +209,8 @@ class _StreamBatches:
             labels = batch.labels
             if labels.max() >= self.shards.num_classes or labels.min() < 0:
                 raise ValueError(
-                    f"an image of {self.shards.root} has label {labels.max().item()}; with "
-                    f"num_classes {self.shards.num_classes} expected 0 to "
-                    f"{self.shards.num_classes - 1}"
+                    f"expected labels 0 to {self.shards.num_classes - 1} (num_classes "
+                    f"{self.shards.num_classes}), got {labels.max().item()} in {self.shards.root}"
                 )
             yield batch
 

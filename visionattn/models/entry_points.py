@@ -217,8 +217,8 @@ def _args_of_file(
     *,
     fitted: bool,
 ) -> tuple[dict[str, Any], Any]:
-    """Return the arguments that one of our files states and ``given`` does not, and the
-    ``DataSpec`` of its images.
+    """Return the arguments in one of our files that are missing in ``given``, and the ``DataSpec``
+    of its images.
 
     For other files return no arguments and None.
 
@@ -234,7 +234,7 @@ def _args_of_file(
     """
     try:
         metadata = read_metadata(path)
-    except (ValueError, OSError):  # timm reads it, or reports why not
+    except (ValueError, OSError):  # timm reads the file or reports the error
         return {}, None
     if metadata.get("format") != FORMAT:
         return {}, None
@@ -244,8 +244,8 @@ def _args_of_file(
     own = DEFAULTS[source.partition(".")[0]].get("attention")
     if own != defaults.get("attention") and "attention" not in given:
         raise ValueError(
-            f"{path} holds a {source}, of attention {own}, and {name} is of "
-            f"{defaults.get('attention')}; create {source}, or the pyramid of its family"
+            f"expected attention {defaults.get('attention')} for {name}, got a {source} with "
+            f"attention {own} ({path}); create {source}, or the pyramid of its family"
         )
     stated = _of_body(stated) | {"in_chans": spec.in_chans}
     if spec.task != "segmentation":
@@ -258,7 +258,7 @@ def _args_of_file(
             continue
         if _comparable(key, value) != _comparable(key, stated[key]):
             raise ValueError(
-                f"expected {key} {stated[key]!r} as in {path}, got {value!r}; leave it out"
+                f"expected {key} {stated[key]!r} as in {path}, got {value!r}; remove it"
             )
     return {key: value for key, value in stated.items() if key not in given}, spec
 
@@ -300,8 +300,7 @@ def _build(name: str, pretrained: bool, args: dict[str, Any]) -> nn.Module:
             known = [each for each in DEFAULTS if is_model_pretrained(each)]
             others = f"; visionattn has some of {', '.join(known)}" if known else ""
             raise ValueError(
-                f"there are no pretrained weights of {name}{others}; build it with "
-                "pretrained=False, or name a file of weights with "
+                f"no pretrained weights of {name}{others}; build it with pretrained=False, or pass "
                 'pretrained_cfg_overlay=dict(file="...")'
             )
     args.pop("output_stride", None)

@@ -64,8 +64,8 @@ class PixelDecoder(nn.Module):
 
     Tokens are values, row by row from the top left, the channels of a pixel next to each other:
     images ``[B, C, H, W]`` are sequences ``[B, N]`` with ``N = H * W * C``. Token i holds value i -
-    1 and the place of value i, and predicts value i. Height and width are free; how well a model
-    works at sizes that it was not trained on depends on training.
+    1 and the place of value i, and predicts value i. Images may have any height and width; quality
+    at other sizes than in training is not guaranteed.
 
     Args:
         in_chans: C.
@@ -84,7 +84,7 @@ class PixelDecoder(nn.Module):
         output: "categorical": a probability for each level; "mixture": a mixture of logistic
             distributions, each integrated over the width of a level.
         mixtures: number of distributions; None: 10.
-        conditioned: whether images depend on a class: every call then takes labels.
+        conditioned: whether images depend on a class, so that every call needs labels.
         init_values: initial value of LayerScale; None: no LayerScale.
         proj_drop, drop_path: dropout after projections, and of residual branches.
 
@@ -122,7 +122,7 @@ class PixelDecoder(nn.Module):
         super().__init__()
         _check(in_chans, num_classes, embed_dim, depth, levels, output, mixtures, conditioned)
         if relative == "none" and not (rows is None and reach is None):
-            raise ValueError("rows and reach have no effect: there is no relative position")
+            raise ValueError("rows and reach need relative position; remove them")
         self.in_chans, self.num_classes, self.levels = in_chans, num_classes, levels
         self.embed_dim, self.attention, self.output = embed_dim, attention, output
         self.conditioned = conditioned
@@ -274,9 +274,9 @@ class PixelDecoder(nn.Module):
         """
         if (values is None) != (state.position == 0):
             wanted = "none before the first one" if state.position == 0 else "the last ones"
-            raise ValueError(f"values: expected {wanted}, at position {state.position}")
+            raise ValueError(f"values: expected {wanted} at position {state.position}")
         if state.position == state.values:
-            raise ValueError(f"the images have all their {state.values} values")
+            raise ValueError(f"the images are complete: all {state.values} values are generated")
         pixel, channel = divmod(state.position, self.in_chans)
         rows, columns, channels = state.places
         y, x = divmod(pixel, state.size[1])
@@ -298,21 +298,21 @@ class PixelDecoder(nn.Module):
         """Return the values of images in raster order, int64 ``[B, N]``, and the image size."""
         if images.ndim != 4 or images.shape[1] != self.in_chans or images.is_floating_point():
             raise ValueError(
-                f"expected whole numbers [B, {self.in_chans}, H, W], got {images.dtype} "
+                f"expected integers [B, {self.in_chans}, H, W], got {images.dtype} "
                 f"{list(images.shape)}"
             )
         size = images.shape[2], images.shape[3]
         self._check_size(size)
         if is_readable(images) and images.numel() and int(images.max()) >= self.levels:
             raise ValueError(
-                f"a value of the images is {int(images.max())}, and the model has levels "
-                f"{self.levels}: expected 0 to {self.levels - 1}"
+                f"expected values 0 to {self.levels - 1} for levels {self.levels}, got "
+                f"{int(images.max())}"
             )
         return images.permute(0, 2, 3, 1).flatten(1).long(), size
 
     def _check_size(self, size: Size) -> None:
         if min(size) < 1:
-            raise ValueError(f"images of {size[0]} x {size[1]} pixels have no pixels")
+            raise ValueError(f"expected a height and width above 0, got {size[0]} x {size[1]}")
 
     def _layout(self, size: Size) -> TokenLayout:
         return TokenLayout(0, Grid(size[0], size[1] * self.in_chans))
@@ -323,11 +323,13 @@ class PixelDecoder(nn.Module):
         """
         if self.class_embed is None:
             if labels is not None:
-                raise ValueError("labels: the model is not conditioned; build it with conditioned")
+                raise ValueError(
+                    "labels need a conditioned model; remove them, or build it with conditioned"
+                )
             return self._like.new_zeros(self.embed_dim)
         if labels is None or tuple(labels.shape) != (batch,):
             got = "none" if labels is None else list(labels.shape)
-            raise ValueError(f"labels: the model is conditioned and wants [{batch}], got {got}")
+            raise ValueError(f"labels: expected [{batch}] for a conditioned model, got {got}")
         return self.class_embed(labels)
 
     def _places(self, size: Size) -> tuple[Tensor, Tensor, Tensor]:
@@ -452,12 +454,12 @@ def _check(
     )
     for name, value, lowest in least:
         if type(value) is not int or value < lowest:
-            raise ValueError(f"{name}: expected a whole number from {lowest} on, got {value!r}")
+            raise ValueError(f"{name}: expected an integer of at least {lowest}, got {value!r}")
     if output not in OUTPUTS:
         raise ValueError(f"output {output!r}: expected {' or '.join(OUTPUTS)}")
     if mixtures is not None and output != "mixture":
-        raise ValueError("mixtures have no effect without output='mixture'")
+        raise ValueError("mixtures need output='mixture'; remove them")
     if not isinstance(conditioned, bool):
         raise ValueError(f"conditioned: expected true or false, got {conditioned!r}")
     if conditioned and not num_classes:
-        raise ValueError("conditioned: there are no classes; num_classes says how many")
+        raise ValueError("conditioned needs classes; pass num_classes")

@@ -27,7 +27,7 @@ WRITERS: dict[str, type[nn.Module]] = {}
 FORMER: dict[str, dict[str, Any]] = {}
 """The arguments of each name in file formats 1 and 2, where files did not state them."""
 MOST_BLOCKS = 10_000
-"""The most blocks of a model."""
+"""Maximum number of blocks of a model."""
 STATED_ELSEWHERE = ("img_size", "in_chans", "num_classes", "device", "dtype")
 
 
@@ -49,15 +49,13 @@ def register_writer(module: str, name: str, kind: type[nn.Module]) -> None:
     Args:
         module: ``__name__`` of the calling module.
         name: its name.
-        kind: its class, which takes ``in_chans``, ``num_classes`` and its options.
+        kind: its class, with the arguments ``in_chans``, ``num_classes`` and its options.
     """
     WRITERS[name] = kind
 
     def create(pretrained: bool = False, **kwargs) -> nn.Module:
         if pretrained:
-            raise ValueError(
-                f"there are no pretrained weights of {name}; build it with pretrained=False"
-            )
+            raise ValueError(f"no pretrained weights of {name}; build it with pretrained=False")
         timms = ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
         return kind(**{key: value for key, value in kwargs.items() if key not in timms})
 
@@ -105,16 +103,16 @@ def create(
             other tasks are ``PatchClassifier``.
 
     Raises:
-        ValueError: the model is not for the task (see ``Segmenter``), has more than ``MOST_BLOCKS``
-            blocks, or as the model for its arguments.
+        ValueError: the model does not support the task (see ``Segmenter``), has more than
+            ``MOST_BLOCKS`` blocks, or refuses its arguments.
     """
     depth = args.get("depth")
-    if isinstance(depth, int) and depth > MOST_BLOCKS:  # building them would take hours
+    if isinstance(depth, int) and depth > MOST_BLOCKS:  # building more would take hours
         raise ValueError(f"depth must be at most {MOST_BLOCKS:,}, got {depth:,}; use fewer blocks")
     if (task == "generate") != (name in WRITERS):
-        wrong = "gives classes and writes no images"
+        wrong = "classifies and does not generate images"
         if name in WRITERS:
-            wrong = "writes images and gives no classes"
+            wrong = "generates images and does not classify"
         raise ValueError(f"expected a model for data.task {task}, got {name}, which {wrong}")
     head, rest = split_args(args)
     if task != "segmentation" and not head:
@@ -135,13 +133,14 @@ def with_head(
     """Return the model of a task on the patch features of a body.
 
     Raises:
-        ValueError: an argument of the head is for another task, or as the model.
+        ValueError: an argument of the head belongs to another task, or the model refuses its
+            arguments.
     """
     kind, other = (
         (Segmenter, "head_top") if task == "segmentation" else (PatchClassifier, "head_stride")
     )
     if other in head:
-        raise ValueError(f"{other} does nothing for data.task {task}; leave it out")
+        raise ValueError(f"{other} has no effect for data.task {task}; remove it")
     return kind(body, num_classes, **head)
 
 
@@ -152,6 +151,6 @@ def check_reads(model: nn.Module) -> None:
     name = next((name for name, kind in WRITERS.items() if isinstance(model, kind)), None)
     if name is not None:
         raise ValueError(
-            f"{name} generates images, and gives neither classes nor features of images; use "
+            f"expected a model with classes or features, got {name}, which generates images; use "
             "visionattn generate"
         )

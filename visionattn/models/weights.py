@@ -78,7 +78,9 @@ UNBUILDABLE = (
     RuntimeError,
     TypeError,
 )
-"""Exceptions of timm models for arguments that they do not take, in addition to ``ValueError``."""
+"""Exceptions of timm models for arguments that they do not accept, in addition to
+``ValueError``.
+"""
 OPTIONAL = ("thresholds", "target_mean", "target_std")
 """Fields of ``DataSpec`` that files lack unless they are set."""
 HASH_IN_NAME = re.compile(r"-([0-9a-f]{8,64})\.[^.]*$")
@@ -168,8 +170,8 @@ class DataSpec:
 
         Args:
             images: ``[B, C, H, W]``, uint8, float32 in [0, 1] for files of more than 8 bits, or
-                float16 feature maps; C is ``in_chans``, or 1 for ``grey_one_hot``, which takes only
-                uint8.
+                float16 feature maps; C is ``in_chans``, or 1 for ``grey_one_hot``, which accepts
+                only uint8.
 
         Returns:
             float32 ``[B, in_chans, H, W]``: ``(x - mean) / std`` for x in [0, 1], or one-hot gray
@@ -275,12 +277,12 @@ def load_model(
     metadata, tensors = read_safetensors(path)
     if metadata.get("format") != FORMAT:
         raise ValueError(
-            f"{path} does not describe its model; load weights of other projects with --init-from"
+            f"{path} does not state its model; pass weights of other projects as --init-from"
         )
     if metadata.get("version") not in READABLE_VERSIONS:
         raise ValueError(
-            f"{path} has format {brief(metadata.get('version'))}, this visionattn reads formats "
-            f"{', '.join(READABLE_VERSIONS)}"
+            f"expected format {', '.join(READABLE_VERSIONS)}, got "
+            f"{brief(metadata.get('version'))} ({path}); use the visionattn that wrote it"
         )
     name, args, spec = described(metadata, path)
     try:
@@ -302,7 +304,7 @@ def load_model(
         model = getattr(model, "backbone", model)
     if pyramid and "pyramid_channels" not in args:
         if not is_ours(name):
-            raise ValueError(f"{path} holds a {name}, and a pyramid is for models of visionattn")
+            raise ValueError(f"a pyramid needs a model of visionattn, got a {name} ({path})")
         options = dict(checkpoint_path=str(path), features_only=features_only)
         model = timm.create_model(name, **options, **PYRAMID)
     elif features_only:
@@ -355,7 +357,7 @@ def described(metadata: dict[str, str], path: str | Path) -> tuple[str, dict[str
             read_spec(metadata["data"]),
         )
         if not isinstance(args, dict):
-            raise ValueError(f"args must be names and values, got {brief(args)}")
+            raise ValueError(f"expected args to be names and values, got {brief(args)}")
         # macOS writes é as e and an accent: names are compared in their composed form.
         names = tuple(unicodedata.normalize("NFC", name) for name in spec.class_names)
         spec = replace(spec, class_names=names)
@@ -369,17 +371,19 @@ def described(metadata: dict[str, str], path: str | Path) -> tuple[str, dict[str
         )
     # Arguments that load other weights could fetch any file: a checkpoint does not need them.
     if loading := LOADING_ARGS.intersection(args):
-        raise ValueError(f"{path} refers to other weights ({', '.join(sorted(loading))}); refused")
+        raise ValueError(
+            f"{path} refers to other weights ({', '.join(sorted(loading))}), which is not allowed"
+        )
     stated = metadata.get("version") not in ("1", "2")
     return name, complete(name, args, {} if stated else FORMER), spec
 
 
 def read_spec(text: str) -> DataSpec:
-    """Return the specification of images that a file of weights or a note has as JSON. pydantic is
-    no part of making a model, so ``check_spec`` checks it.
+    """Return the specification of images from the JSON of a file of weights or a note. Building
+    models must not need pydantic, so ``check_spec`` checks it.
 
     Raises:
-        ValueError: it is garbled; one line.
+        ValueError: it is malformed; one line.
     """
     try:
         fields = json.loads(text)
@@ -437,8 +441,8 @@ def check_spec(spec: DataSpec) -> None:
     for key, is_wrong in wrong.items():
         if is_wrong:
             raise ValueError(
-                f"data.{key} is {brief(getattr(spec, key))}, which does not go with "
-                f"in_chans {spec.in_chans} and num_classes {spec.num_classes}"
+                f"data.{key} {brief(getattr(spec, key))} does not fit in_chans {spec.in_chans} "
+                f"and num_classes {spec.num_classes}"
             )
 
 
@@ -488,7 +492,7 @@ def check_finite(tensors: dict[str, Tensor], path: str | Path) -> None:
     """
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise ValueError(f"{path} has NaN or infinity in {name}")
+            raise ValueError(f"expected finite weights, got NaN or infinity in {name} ({path})")
 
 
 def read_safetensors(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -531,7 +535,7 @@ def existing(path: str | Path) -> Path:
     if path.is_dir():
         inside = sorted(path.glob("*.safetensors"))
         best = next((each for each in inside if each.stem == "best"), *inside[:1] or [None])
-        way_out = f"name the weights in it, {best}" if best else "name a file of weights"
+        way_out = f"pass the weights in it, {best}" if best else "pass a file of weights"
         raise FileNotFoundError(f"no checkpoint at {path}: it is a folder; {way_out}")
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint at {path}")
@@ -556,7 +560,7 @@ def check_hash(path: Path) -> None:
     if not found.startswith(named[1]):
         raise ValueError(
             f"{path} is damaged: expected SHA-256 {named[1]}... by its name, got "
-            f"{found[: len(named[1])]}...; get it again, or rename a file that you changed"
+            f"{found[: len(named[1])]}...; download it again, or rename a file that you changed"
         )
 
 
@@ -571,8 +575,8 @@ def explain_safetensors(path: Path, error: SafetensorError) -> ValueError:
     """Return the error for a file that safetensors could not read."""
     if is_pickle(path):
         return ValueError(
-            f"{path} is a pickle of torch.save, not a safetensors file; give the best.safetensors "
-            "of a run"
+            f"expected a safetensors file, got a pickle of torch.save ({path}); pass the "
+            "best.safetensors of a run"
         )
     return ValueError(f"{path} is truncated or not a safetensors file: {first_line(error)}")
 
@@ -603,18 +607,17 @@ def read_pickle(path: str | Path) -> Any:
     except UNREADABLE as error:
         if is_safetensors(path):
             raise ValueError(
-                f"{path} is a safetensors file, which holds only weights, not a file of torch.save"
+                f"expected a file of torch.save, got a safetensors file ({path})"
             ) from error
         refused = re.search(r"(?:GLOBAL|global:?|class) ([\w.]+\.[\w.]+)", str(error))
         if refused and is_pickle(path):
             raise ValueError(
-                f"{path} would run code when unpickled ({refused[1]}) and is refused: save plain "
-                "tensors instead"
+                f"{path} would run code when unpickled ({refused[1]}); save plain tensors instead"
             ) from error
         if "Unsupported operand" in str(error):
             raise ValueError(
-                f"{path} is not a torch.save file of tensors and might run code when unpickled; "
-                "refused"
+                "expected a torch.save file of tensors, got one that might run code when "
+                f"unpickled ({path})"
             ) from error
         raise ValueError(
             f"{path} is a truncated or damaged checkpoint: {first_line(error)}"
@@ -648,9 +651,9 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
     except SafetensorError:
         tensors = _tensors_in(_read_other(path))
     if not tensors:
-        raise ValueError(f"{path} has no named tensors")
+        raise ValueError(f"expected named tensors in {path}, got none")
     for wrapper in ("module.", "_orig_mod.", "module."):
-        # A wrapper prefixes all tensors of its model; a model with a part of that name has others
+        # A wrapper prefixes all tensors of its model; a model with a part of that name has others,
         # too.
         if all(key.startswith(wrapper) for key in tensors if "." in key):
             tensors = {key.removeprefix(wrapper): value for key, value in tensors.items()}

@@ -33,8 +33,8 @@ class OptimConfig:
     weight_decay: float = 0.05
     """Decoupled weight decay; biases, norms, positions and temperatures are exempt."""
     layer_decay: float | None = None
-    """Factor on the learning rate from each layer to the next lower layer, in (0, 1]; None: the
-    same rate for all layers.
+    """Layer-wise learning-rate decay: factor from each layer to the next lower layer, in (0, 1].
+    None: the same rate for all layers.
     """
     clip_grad: float | None = 1.0
     """Clip gradients to this global norm; None: no clipping."""
@@ -81,7 +81,7 @@ class TrainConfig:
         *("data.name", "data.root", "data.task", "data.img_size", "model.name", "init_from"),
         *("epochs", "batch_size", "optim.lr"),
     )
-    """Options at the top of the help."""
+    """Flags at the top of the help."""
 
     epochs: int = 10
     """Number of passes over the training images."""
@@ -97,9 +97,9 @@ class TrainConfig:
     ``r2``, then the lower loss.
     """
     batch_size: int | Literal["auto"] = 64
-    """Images per batch, over all processes; an optimizer step takes
-    ``batch_size * optim.accumulate`` images. ``auto``: the largest that fits into memory, recorded
-    in the run's ``config.yaml``.
+    """Images per batch, over all processes; an optimizer step uses ``batch_size *
+    optim.accumulate`` images. ``auto``: the largest that fits into memory, recorded in the run's
+    ``config.yaml``.
     """
     run: str | None = None
     """Name of the run folder; None: the name of the first config file, or of data and model."""
@@ -111,25 +111,25 @@ class TrainConfig:
     """Delete the files of an earlier run in the run folder."""
     init_from: str | None = None
     """Initial weights: a checkpoint of visionattn, or a timm name such as
-    ``vit_small_patch16_224``, whose weights timm downloads if needed. A timm ViT is converted to
-    the model ``converted_vit``. For a state dict, first make a checkpoint with
-    ``visionattn convert``. A resumed run keeps its own weights.
+    ``vit_small_patch16_224``. timm downloads missing weights, and its ViT is converted to the model
+    ``converted_vit``. For a state dict, first make a checkpoint with ``visionattn convert``. A
+    resumed run keeps its own weights.
     """
     freeze: Literal["backbone"] | int | None = None
     """Parts that keep their initial weights: ``backbone``, everything except the head (linear
     probing); or a number N, the patch embedding and the first N blocks. None: train everything.
     """
     log: list[Literal["mlflow", "wandb"]] | None = None
-    """Send metrics also to MLflow or Weights & Biases, whose environment variables choose server
-    and offline mode: ``mlflow`` (``pip install mlflow``), ``wandb`` (``pip install wandb``), or
-    both. TensorBoard events are always written.
+    """Experiment trackers for the metrics: ``mlflow`` (``pip install mlflow``), ``wandb`` (Weights
+    & Biases, ``pip install wandb``), or both. Their environment variables set server and offline
+    mode. TensorBoard events are always written.
     """
     show_batch: str | None = None
-    """Only draw the first training and validation batches, as the model sees them, to this PNG
-    file; train nothing.
+    """Draw the first training and validation batches, as the model sees them, to this PNG file, and
+    do not train.
     """
     device: str = "auto"
-    """``cpu``, ``cuda``, or ``auto``: the GPU if there is one."""
+    """``cpu``, ``cuda``, or ``auto``: the GPU if available."""
     amp: Literal["none", "bf16", "fp16"] = "none"
     """Automatic mixed precision (AMP)."""
     compile: bool = False
@@ -139,17 +139,15 @@ class TrainConfig:
     threads: int | None = None
     """CPU threads; None: torch's default."""
     save_every: int | None = 500
-    """Optimizer steps between two saved states within an epoch, from which a killed run resumes;
-    None: save only after each epoch.
-    """
+    """Save a state to resume from every N optimizer steps. None: only after each epoch."""
     parallel: Literal["ddp", "fsdp", "sequence"] | int | None = None
     """With ``torchrun``: each process holds the whole model (``ddp``), a shard of it (``fsdp``), or
     the whole model and some rows of each image (``sequence``). A number means ``sequence`` with
     this many processes per image. None: ``ddp``.
     """
     dist_timeout: float = 600.0
-    """With ``torchrun``: timeout in seconds for an answer of the other processes, after which the
-    run ends. Work of a single process, such as saving or downloading, must take less.
+    """With ``torchrun``: timeout in seconds for the other processes; after it the run ends. It must
+    be longer than work that only one process does, such as saving or downloading.
     """
     model: ModelConfig = field(default_factory=ModelConfig)
     """The model."""
@@ -166,7 +164,7 @@ class ValidateConfig:
     """An evaluation of a checkpoint at several image sizes."""
 
     MOST_USED = ("checkpoint", "img_size", "fit", "data.root", "split", "batch_size", "json")
-    """Options at the top of the help."""
+    """Flags at the top of the help."""
 
     checkpoint: str | None = None
     """The ``best.safetensors`` of a run, or another file that ``visionattn.load_model`` reads."""
@@ -179,12 +177,12 @@ class ValidateConfig:
     (center crop); None: as in training.
     """
     max_patches: int | None = None
-    """With ``native``, instead of ``img_size``: the most patches of an image."""
+    """With ``native``, instead of ``img_size``: maximum number of patches per image."""
     data: DataConfig = field(default_factory=DataConfig)
     """The data; defaults come from ``config.yaml`` in the folder of the checkpoint."""
     split: Literal["train", "val", "test", "all"] | None = None
-    """Split to evaluate; ``all`` is for image folders. None: the validation images of the training
-    folder, all images of another folder, or the test images of other data if there are any.
+    """Split to evaluate; ``all`` needs an image folder. None: the validation images of the training
+    folder, all images of another folder, or the test images of other data if available.
     """
     seed: int = 0
     """Seed of the splits of built-in data sets; the default comes from ``config.yaml`` in the
@@ -193,7 +191,7 @@ class ValidateConfig:
     batch_size: int | Literal["auto"] = 64
     """Images per batch. ``auto``: the largest batch that fits into memory."""
     device: str = "auto"
-    """``cpu``, ``cuda``, or ``auto``: the GPU if there is one."""
+    """``cpu``, ``cuda``, or ``auto``: the GPU if available."""
     amp: Literal["none", "bf16", "fp16", "auto"] = "none"
     """Automatic mixed precision (AMP). ``auto``: bf16 if the CPU or GPU has bf16 units."""
     threads: int | None = None
@@ -272,9 +270,11 @@ def _check_together(config: TrainConfig) -> None:
     if data.features is not None:
         _check_features(config)
     if config.show_batch is not None and config.resume:
-        raise ValueError("show_batch draws the first batch of the first epoch; leave resume out")
+        raise ValueError("show_batch draws the first batch of the first epoch; remove --resume")
     if optim.min_lr > optim.lr:
-        raise ValueError(f"optim.min_lr {optim.min_lr} is above optim.lr {optim.lr}, the peak")
+        raise ValueError(
+            f"expected optim.min_lr at most the peak optim.lr {optim.lr}, got {optim.min_lr}"
+        )
     if optim.warmup_epochs >= config.epochs:
         raise ValueError(
             f"expected optim.warmup_epochs below epochs {config.epochs}, got "
@@ -284,44 +284,44 @@ def _check_together(config: TrainConfig) -> None:
         _check_drop(config, optim.drop_epochs)
     if data.img_size_choices is not None and not data.img_size_choices:
         raise ValueError(
-            "data.img_size_choices is empty; name the sizes, or leave it out to train at "
-            "data.img_size"
+            "data.img_size_choices is empty; name the sizes, or remove it to train at data.img_size"
         )
     if len(set(data.img_size_choices or [])) < len(data.img_size_choices or []):
         raise ValueError(
-            f"data.img_size_choices {data.img_size_choices} names a size twice; name each once"
+            f"expected distinct sizes, got data.img_size_choices {data.img_size_choices}; name "
+            "each once"
         )
     if data.fit == "pad" and (optim.mixup or optim.cutmix):
         raise ValueError(
-            "optim.mixup and optim.cutmix blend images that fill the same size, which data.fit pad "
-            "does not give; use native, stretch or crop, or leave them out"
+            "optim.mixup and optim.cutmix need images without padding, got data.fit pad; use "
+            "native, stretch or crop, or remove them"
         )
     if data.task == "segmentation" and (optim.mixup or optim.cutmix):
         raise ValueError(
-            "optim.mixup and optim.cutmix mix the classes of images, and data.task segmentation "
-            "has classes of pixels; leave them out"
+            "optim.mixup and optim.cutmix mix classes of images, got data.task segmentation; "
+            "remove them"
         )
     if data.crop is not None and (optim.mixup or optim.cutmix):
         raise ValueError(
-            "optim.mixup and optim.cutmix need images without padding, and crops of small images "
-            "are padded; leave them out"
+            "optim.mixup and optim.cutmix need images without padding, but crops of small images "
+            "are padded; remove them"
         )
     if data.task in VECTOR_TASKS and (optim.mixup or optim.cutmix):
         raise ValueError(
-            "optim.mixup and optim.cutmix mix two classes, and data.task "
-            f"{data.task} has several numbers per image; leave them out"
+            f"optim.mixup and optim.cutmix need one class per image, got data.task {data.task}; "
+            "remove them"
         )
     allowed = MONITORS.get(data.task)
     if config.monitor is not None and allowed and config.monitor not in allowed:
         tasks = " and ".join(task for task in MONITORS if config.monitor in MONITORS[task])
         raise ValueError(
-            f"monitor {config.monitor} is for data.task {tasks}, got {data.task}; use "
+            f"monitor {config.monitor} needs data.task {tasks}, got {data.task}; use "
             f"{', '.join(allowed[:-1])} or {allowed[-1]}"
         )
     if config.freeze is not None and not (config.init_from or config.resume):
         raise ValueError(
-            f"freeze {config.freeze} would keep random weights; name pretrained ones with "
-            "init_from, e.g. vit_small_patch16_224"
+            f"freeze {config.freeze} would keep random weights; pass pretrained weights with "
+            "--init-from, e.g. vit_small_patch16_224"
         )
     if data.task == "generate":
         _check_writing(config)
@@ -348,10 +348,7 @@ def _check_features(config: TrainConfig) -> None:
     }
     for key, given in idle.items():
         if given:
-            raise ValueError(
-                "data.features trains a head on features of a folder of images, with the model "
-                f"that made them; not with {key}"
-            )
+            raise ValueError(f"data.features trains only a head on stored features; remove {key}")
 
 
 def _check_drop(config: TrainConfig, drop_epochs: float) -> None:
@@ -380,12 +377,12 @@ def _check_writing(config: TrainConfig) -> None:
         if given:
             raise ValueError(
                 f"data.task generate learns the values of whole images, and {name} changes them; "
-                "leave it out"
+                "remove it"
             )
     if config.monitor not in (None, "loss"):
         raise ValueError(
-            f"data.task generate has no classes for monitor {config.monitor}; use loss, or leave "
-            "it out"
+            f"monitor {config.monitor} needs classes, got data.task generate; use loss, or remove "
+            "it"
         )
 
 
@@ -400,33 +397,32 @@ def _check_loss(config: TrainConfig) -> None:
         }
         for name, given in idle.items():
             if given:
-                raise ValueError(f"{name} is for classes; leave it out for data.task regression")
+                raise ValueError(f"{name} needs classes, got data.task regression; remove it")
         return
     if loss.name in NUMBER_LOSSES:
         raise ValueError(
-            f"loss.name {loss.name} is for data.task regression, got {config.data.task}; leave it "
-            "out"
+            f"loss.name {loss.name} needs data.task regression, got {config.data.task}; remove it"
         )
     if "dice" in loss.name and config.data.task != "segmentation":
         raise ValueError(
-            f"loss.name {loss.name} compares masks, for data.task segmentation; use cross_entropy "
-            f"or focal for {config.data.task}"
+            f"loss.name {loss.name} needs data.task segmentation, got {config.data.task}; use "
+            "cross_entropy or focal"
         )
     if loss.name == "dice" and loss.class_weights is not None:
         raise ValueError(
-            "loss.name dice weighs all classes alike; leave loss.class_weights out, or use "
+            "loss.name dice weights all classes equally; remove loss.class_weights, or use "
             "cross_entropy_dice"
         )
     if loss.name in ("focal", "dice") and optim.label_smoothing:
         raise ValueError(
-            f"optim.label_smoothing changes the cross-entropy, and loss.name is {loss.name}; leave "
-            "it out"
+            f"optim.label_smoothing needs a cross-entropy loss, got loss.name {loss.name}; remove "
+            "it"
         )
     changed = loss.name != "cross_entropy" or loss.class_weights is not None
     if changed and (optim.mixup or optim.cutmix):
         raise ValueError(
-            "optim.mixup and optim.cutmix give images shares of classes, which only the unweighted "
-            "cross_entropy takes; leave them out, or loss.name and loss.class_weights"
+            "optim.mixup and optim.cutmix need the unweighted cross_entropy; remove them, or "
+            "loss.name and loss.class_weights"
         )
 
 
@@ -441,6 +437,6 @@ def _check_sequence(config: TrainConfig) -> None:
     for name, given in idle.items():
         if given:
             raise ValueError(
-                f"parallel sequence shares the rows of images that fill their canvas among "
-                f"processes, for classes of images and without compiling; not with {name}"
+                "parallel sequence needs data.task classify, images without padding and no "
+                f"compilation; remove {name}"
             )

@@ -1,6 +1,6 @@
-"""Train only a head on the patch features that ``visionattn features --dense --blocks`` has kept.
+"""Train only a head on the patch features that ``visionattn features --dense --blocks`` stored.
 
-The run sees feature maps in place of images. Its checkpoint has model and head, and takes images.
+The inputs of the run are feature maps. Its checkpoint has model and head, and accepts images.
 """
 
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ from visionattn.training.objectives import PixelClasses
 
 IMAGE_OPTIONS = ("fit", "img_size", "img_size_choices", "max_patches", "crop", "augment", "bands")
 IMAGE_OPTIONS += ("value_range", "page", "mean", "std", "crop_around")
-"""Options of images that act when features are extracted."""
+"""Image options that apply when features are extracted."""
 
 
 class ModelFiles:
@@ -125,14 +125,14 @@ class CellLogits(nn.Module):
 
 @torch.no_grad()
 def standardize(layer: nn.Conv2d, mean: Tensor, std: Tensor) -> None:
-    """Change a linear layer of standardized maps into the same layer of maps."""
+    """Fold the standardization of its input into a linear layer, in place."""
     weight = layer.weight.double() / std.view(1, -1, 1, 1)
     layer.bias.copy_(layer.bias.double() - weight.flatten(1) @ mean)
     layer.weight.copy_(weight)
 
 
 def kept_body(model: patch_heads.PatchModel) -> patch_heads.KeptMaps:
-    """Return the body that takes the place of a model's own where maps are the inputs."""
+    """Return the body that replaces a model's own if inputs are feature maps."""
     return patch_heads.KeptMaps(model.width, model.patch_px)
 
 
@@ -152,7 +152,7 @@ def prepare_maps(
         maps; the options of the whole model; its files; and lines about the features.
 
     Raises:
-        ValueError, FileNotFoundError: an option does not go with kept features, or they are of
+        ValueError, FileNotFoundError: an option contradicts the stored features, or they are of
             other images; one line.
     """
     folder, usual = str(data.features), DataConfig()
@@ -160,7 +160,7 @@ def prepare_maps(
     for key in IMAGE_OPTIONS:
         if getattr(data, key) != getattr(usual, key):
             raise ValueError(
-                f"data.{key} changes images, and data.features has their features; leave it out"
+                f"data.{key} changes images, but data.features are already extracted; remove it"
             )
     path = kept.folder / BACKBONE
     body = load_model(path)
@@ -174,11 +174,11 @@ def prepare_maps(
     given |= {chosen.name: chosen.name in (name, ModelConfig.name)}
     if wrong := [key for key, same in given.items() if not same]:
         raise ValueError(
-            f"data.features {folder} has features of {name}, blocks {body.taken}; {wrong[0]} would "
-            "be for another model, leave it out"
+            f"{wrong[0]} differs from the model of data.features {folder} ({name}, blocks "
+            f"{body.taken}); remove it"
         )
     if not isinstance(splits.train, ImageDataset):
-        raise ValueError(f"data.features {folder} is for a folder of images; leave it out")
+        raise ValueError(f"data.features {folder} needs data.name folder; remove it")
     spec = splits.spec
     how = dict(leaves_out=takes_sizes(body))
     geometry = geometry_of(images, body.patch_px)
@@ -189,12 +189,15 @@ def prepare_maps(
     }
     mean, std = (tuple(each.tolist()) for each in parts["train"].moments())
     if len(mean) != body.width:
-        raise ValueError(f"data.features {folder} has no maps of {body.width} channels")
+        raise ValueError(
+            f"expected feature maps of {body.width} channels in data.features {folder}; extract "
+            "them again"
+        )
     of_maps = dict(in_chans=body.width, mean=mean, std=std, fit="native", img_size=None)
     spec = replace(spec, **of_maps, max_patches=None, bands=None, value_range=None, page=None)
     model = with_head(kept_body(body), spec.task, spec.num_classes, head)
     if isinstance(model, Segmenter) and model.cells == (1, 1) and model.encoder is None:
         parts["train"] = PatchSamples(parts["train"], seed)
     built = replace(chosen, name=name, args=args | head)
-    lines = [f"only the head learns, on features of {name}, blocks {body.taken}, in {folder}"]
+    lines = [f"training only the head, on features of {name}, blocks {body.taken}, in {folder}"]
     return Splits(**parts, spec=spec), model, built, HeadFiles(body, images, spec), lines

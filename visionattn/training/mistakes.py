@@ -22,15 +22,15 @@ from visionattn.models.weights import DataSpec
 
 VERSION = 1
 MOST_MISTAKES, MOST_PAIRS = 12, 2000
-"""The most mistakes with pictures, and the most pairs of a class and a wrong prediction; 2,000
+"""Maximum number of mistakes with pictures, and of pairs of a class and a wrong prediction; 2,000
 pairs cover 45 classes.
 """
 MOST_PX, MOST_PX_WIDE, WIDE = (900, 600), (600, 1200), 1.5
-"""The largest height and width of a picture in pixels; the second pair for images whose width is
-more than ``WIDE`` times their height.
+"""Maximum height and width of a picture in pixels; the second pair applies if the width is more
+than ``WIDE`` times the height.
 """
 MOST_BYTES = 150_000
-"""The most bytes of a picture."""
+"""Maximum bytes of a picture."""
 SMALL_PX = 64
 """Images of at most 64 x 64 px become PNG, others JPEG."""
 QUALITIES = (85, 70, 50, 30)
@@ -199,23 +199,24 @@ def read_by_class(path: Path) -> ByClass:
         ValueError: the file has other content, or a number is out of range; one line.
         OSError: the file cannot be read.
     """
-    found: ByClass = read_json(ByClass, path, "the run writes it anew where it is evaluated again")
+    found: ByClass = read_json(ByClass, path, "evaluate the run again to rewrite it")
     classes = range(len(found.classes))
     named = [(label, said) for label, said, _ in found.confusions]
     named += [(each.label, each.said) for each in found.mistakes]
     pictures = [each.picture for each in found.mistakes if each.picture is not None]
     wanted = {
         f"its version is {found.version}, known is {VERSION}": found.version == VERSION,
-        "the images of all classes are not all images": found.images
+        "the images of the classes do not add up to all images": found.images
         == sum(own for own, _, _ in found.classes)
         > 0,
-        "more images of a class are right than there are": all(
+        "a class has more correct predictions than images": all(
             0 <= right <= own for own, right, _ in found.classes
         ),
-        "a mistake is made less than once": all(often > 0 for _, _, often in found.confusions),
-        "it has not one name for each class": len(found.class_names) in (0, len(classes)),
-        "a class is none": all(each in classes for pair in named for each in pair),
-        "a picture is none": all(map(ADDRESS.fullmatch, pictures)),
+        "a mistake has a count below 1": all(often > 0 for _, _, often in found.confusions),
+        "the number of names differs from the number of classes": len(found.class_names)
+        in (0, len(classes)),
+        "a class does not exist": all(each in classes for pair in named for each in pair),
+        "a picture is not a data URL": all(map(ADDRESS.fullmatch, pictures)),
         "a picture is too large": all(len(each) <= 2 * MOST_BYTES for each in pictures),
     }
     for what, holds in wanted.items():

@@ -156,7 +156,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
     own = optimizer.state_dict()["param_groups"]
     if [group["params"] for group in own] != [group["params"] for group in saved["param_groups"]]:
         raise ValueError(
-            "the saved optimizer has other groups of parameters; resume with the optimizer options "
+            "the saved optimizer has other parameter groups; resume with the optimizer options "
             "of the run"
         )
     # LAMB keeps its step count in the group.

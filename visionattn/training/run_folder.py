@@ -46,7 +46,7 @@ PREVIOUS, STATUS = "previous.pt", "status.json"
 CONFIG, METRICS = "config.yaml", "metrics.jsonl"
 SUMMARY = "summary.csv"
 BY_CLASS = {"validation": "validation.json", "test": "test.json"}
-"""Files with the results by class of the best weights, by split."""
+"""Files with the results of the best weights for each class, by split."""
 IDS = tuple(f"{name}.id" for name in TRACKERS)
 """Files with the identifier of the run in each tracker."""
 NAMES = (BEST, LAST, PREVIOUS, STATUS, CONFIG, METRICS, SUMMARY, *BY_CLASS.values(), *IDS)
@@ -83,14 +83,14 @@ class Ended(TypedDict, total=False):
 
 
 def named_folder(output: str, run: str | None, names: Sequence[str]) -> Path:
-    """Return the folder ``run`` in ``output`` after checking that files with these names can be
-    written to it; write nothing.
+    """Return the folder ``run`` in ``output``, and check that files with these names can be
+    written; write nothing.
 
     Raises:
         ValueError: unusable name, unwritable folder, or a folder in use by another process.
     """
     if not run or Path(run).name != run or run in (".", ".."):
-        raise ValueError(f"run must be the name of a folder within {output}, got {run!r}")
+        raise ValueError(f"expected run to be the name of a folder within {output}, got {run!r}")
     folder = Path(output) / run
     check_folder(folder, "choose another output or run")
     if (folder / LOCK).exists():
@@ -119,7 +119,8 @@ def run_folder(config: TrainConfig) -> Path:
     if filled and not (config.resume or config.overwrite):
         way_on = "--resume continues it, " if can_go_on(folder) else ""
         raise ValueError(
-            f"{folder} is not empty; {way_on}--overwrite deletes it, --run NAME writes elsewhere"
+            f"{folder} is not empty; {way_on}--overwrite deletes it, --run NAME writes to another "
+            "folder"
         )
     return folder
 
@@ -170,16 +171,16 @@ def held(folder: Path) -> Iterator[None]:
         ValueError: another run uses the folder.
     """
     taken = (
-        f"another process is running in {folder}; wait for it or end it, or --run NAME writes "
-        "elsewhere"
+        f"another process is running in {folder}; wait for it or end it, or pass --run NAME for "
+        "another folder"
     )
     with locked(folder / LOCK, taken):
         yield
 
 
 class Status:
-    """Write ``running`` to ``status.json`` on entry and the outcome of the run on exit, and lock
-    the folder in between.
+    """Lock the run folder in a context. Write ``running`` to ``status.json`` on entry, and the
+    outcome on exit.
 
     A status is ``running`` (which stays after a kill), ``finished``, ``stopped`` (Ctrl-C or
     SIGTERM), ``nan``, ``oom`` or ``failed``.

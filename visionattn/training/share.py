@@ -43,7 +43,7 @@ class ShareConfig:
     to: str | None = None
     """A new folder, or ``hf-hub:ORG/NAME`` to upload."""
     license: str | None = None
-    """License identifier of the weights, e.g. ``apache-2.0``; None: "unknown" in the card."""
+    """License identifier of the weights, e.g. ``apache-2.0``. None: the card says "unknown"."""
 
 
 def parse_share(argv: Sequence[str]) -> ShareConfig:
@@ -57,15 +57,13 @@ def parse_share(argv: Sequence[str]) -> ShareConfig:
     config = parse(ShareConfig, words, command="share", description=about, example=EXAMPLE)
     for key, what in (("checkpoint", "the best.safetensors of a run"), ("to", "a folder or hub")):
         if getattr(config, key) is None:
-            raise ValueError(f"--{key} is missing: {what}")
+            raise ValueError(f"expected --{key}: {what}")
     if config.license is not None and not LICENSE.fullmatch(config.license):
         raise ValueError(
-            f"license must be an identifier such as apache-2.0, got {brief(config.license)}"
+            f"expected a license identifier such as apache-2.0, got {brief(config.license)}"
         )
     if SCHEME.match(config.to) and not HUB.fullmatch(config.to):
-        raise ValueError(
-            f"to must be a folder's plain path or hf-hub:ORG/NAME, got {brief(config.to)}"
-        )
+        raise ValueError(f"expected --to to be a folder or hf-hub:ORG/NAME, got {brief(config.to)}")
     if not HUB.fullmatch(config.to):
         check_new(Path(config.to))
     return config
@@ -85,8 +83,8 @@ def share(config: ShareConfig) -> list[str]:
     kinds |= {"multilabel": "gives several classes per image", "regression": "gives numbers"}
     if what := kinds.get(model.data_spec.task):
         raise ValueError(
-            f"{path} {what}, which timm and transformers have no models for; "
-            "visionattn.load_model reads the file itself"
+            f"{path} {what}, which timm and transformers do not support; read the file with "
+            "visionattn.load_model"
         )
     check_finite(model.state_dict(), path)
     if hub := HUB.fullmatch(config.to):
@@ -139,17 +137,17 @@ def upload(path: Path, model: nn.Module, card: str, license: str | None, *, name
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError
 
-    # The base class of the HTTP library's errors, whichever library the hub's client uses.
+    # The base class of HTTP errors, for any HTTP library of the hub's client.
     bases = [each for each in HfHubHTTPError.__mro__ if each.__module__ != "builtins"]
     if get_token() is None:
-        raise ValueError("there is no token for the hub; hf auth login keeps one, or set HF_TOKEN")
+        raise ValueError("expected a token for the hub; run hf auth login, or set HF_TOKEN")
     api = HfApi(library_name="visionattn")
     try:
         if api.file_exists(name, "config.json"):
-            raise ValueError(f"hf-hub:{name} holds a model already; choose another name")
+            raise ValueError(f"hf-hub:{name} already holds a model; choose another name")
         with TemporaryDirectory() as folder:
             write(Path(folder), path, model, card, license)
             api.create_repo(name, exist_ok=True)
             api.upload_folder(repo_id=name, folder_path=folder, commit_message="Add model")
     except tuple(bases) as error:
-        raise OSError(f"the hub does not take {name}: {first_line(error)}") from error
+        raise OSError(f"the hub refused {name}: {first_line(error)}") from error

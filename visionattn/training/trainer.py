@@ -84,7 +84,7 @@ ERRORS = ("MAE", "RMSE")
 FORWARD, FORWARD_CHECKPOINTED = 1 / 3, 1 / 4
 """Ratio of the time of a forward without gradients to the time of a step."""
 SOME_PX = (224, 224)
-"""Height and width in pixels of a placeholder image, if any size works."""
+"""Height and width in pixels of a placeholder image for models without a fixed size."""
 
 
 class Trainer:
@@ -135,8 +135,8 @@ class Trainer:
         )
         if self.mix and getattr(self.batches, "weights", None) is not None:
             raise ValueError(
-                f"the column weight of {config.data.labels} is for single images, and optim.mixup "
-                "and optim.cutmix mix two; leave them or the column out"
+                "optim.mixup and optim.cutmix do not work with the column weight of "
+                f"{config.data.labels}; remove them or the column"
             )
         parts = self.processes.data_rank, self.processes.data_size
         if isinstance(self.batches, StreamTrainBatches):  # only one process knows the order
@@ -151,7 +151,7 @@ class Trainer:
         kind = choose_kind(config, self.processes.size)
         self.called = self.objective.called(model)
         if kind == "sequence" and self.called is not model:
-            raise ValueError("parallel sequence works only for classes of images; use ddp")
+            raise ValueError("parallel sequence needs data.task classify; use ddp")
         self.spread = Spread(
             kind,
             self.called,
@@ -240,7 +240,7 @@ class Trainer:
     def where(self) -> str:
         """Return the current phase of the run in words."""
         if self.done:
-            return "the training is done, the test images are not"
+            return "the training is done, the test is not"
         return f"epoch {self.position.epoch + 1} of {self.config.epochs}"
 
     def fit(self, record: Record, interruption: Interruption) -> None:
@@ -257,8 +257,8 @@ class Trainer:
         position = self.position
         if position.epoch >= self.config.epochs and not position.best_epoch:
             raise ValueError(
-                f"all {position.epoch} epochs are done and their best weights are lost; --epochs "
-                f"{position.epoch + 1} trains one more and keeps its weights"
+                f"all {position.epoch} epochs are done, but their best weights are lost; pass "
+                f"--epochs {position.epoch + 1} to train one more"
             )
         self.clock = time.perf_counter()
         if self.states and self.states.step is None:
@@ -281,8 +281,8 @@ class Trainer:
             )
         if position.step and position.skipped == position.step:
             raise NonFinite(
-                f"none of the {position.step} steps had a finite loss and gradient: nothing was "
-                "learnt"
+                f"none of the {position.step} steps had a finite loss and gradient, so the "
+                "weights did not change; try a lower optim.lr"
             )
 
     def train_epoch(self, record: Record, interruption: Interruption) -> None:
@@ -508,8 +508,8 @@ class Trainer:
         tally: Tally,
         spec: DataSpec | None = None,
     ) -> Evaluation:
-        """Evaluate in the precision of the training; ``what`` names the images, ``tally`` records
-        the prediction for each, and ``spec`` has their thresholds (None: choose them).
+        """Evaluate in the training precision. ``what`` names the images, ``tally`` records each
+        prediction, and ``spec`` has the thresholds (None: choose them).
 
         Raises:
             NonFinite: the loss is not finite.
@@ -528,8 +528,8 @@ class Trainer:
             )
         if not math.isfinite(result.loss):
             raise NonFinite(
-                f"the loss on the {what} is {result.loss} ({self.where()}): the weights give "
-                "values that are not finite"
+                f"the loss on the {what} is {result.loss} ({self.where()}): the outputs are not "
+                "finite; try a lower optim.lr"
             )
         return result
 
@@ -541,8 +541,8 @@ class Trainer:
         record: Record,
         spec: DataSpec,
     ) -> None:
-        """Write the results by class of the best weights with their worst mistakes, if images have
-        classes; and their predictions to TensorBoard.
+        """Write the predictions of the best weights to TensorBoard and, if images have classes, the
+        results by class with the worst mistakes.
 
         Args:
             split: the evaluated split.
@@ -565,7 +565,7 @@ class Trainer:
             elif len(rows):
                 about = {"epoch": epoch, "root": self.config.data.root}
                 inputs = getattr(self.splits, split)
-                # Mistakes show images, also where the inputs are maps.
+                # Mistakes show images, even if the inputs are feature maps.
                 images = getattr(inputs, "pictures", inputs)
                 geometry = getattr(inputs, "geometry", self.geometry)
                 found = by_class(rows, images, spec, geometry, split=split, **about)
@@ -623,7 +623,8 @@ class Trainer:
             "left_out": self.batches.left_out + self.validation.left_out,
             "seconds": round(position.epoch_seconds, 3),
         }
-        # Then the metrics, and the state last: all that it counts as done is on the disk.
+        # Write the metrics next and the state last, so that everything it counts as done is on the
+        # disk.
         position.next_epoch()
         self.sums = EpochSums()
         self.history.append(values)
@@ -638,7 +639,7 @@ class Trainer:
             f"{values['seconds']:.1f} s"
         )
         advice = [overfitting(self.history)]
-        if result.only != self.only:  # once, not after each epoch that predicts the same class
+        if result.only != self.only:  # warn once, not after each epoch
             advice.append(one_class(result.only, self.spec))
         self.only = result.only
         for line in filter(None, advice):
@@ -718,7 +719,7 @@ class Trainer:
         }
 
     def images(self) -> list[int]:
-        """Return the numbers of training and validation images."""
+        """Count the training and validation images."""
         return [len(self.splits.train), len(self.splits.validation)]
 
     def state(self) -> dict[str, Any]:
@@ -758,8 +759,8 @@ class Trainer:
         done = state["position"]["epoch"]
         if self.config.epochs < done:
             raise ValueError(
-                f"epochs {self.config.epochs}: the run has finished {done} epochs; resume with "
-                f"{done} or more"
+                f"expected epochs at least {done}, which the run has finished, got "
+                f"{self.config.epochs}"
             )
         changed = check_options(
             state["config"],
@@ -769,24 +770,25 @@ class Trainer:
         )
         if state["images"] != self.images():
             raise ValueError(
-                "the run has {} training and {} validation images, here are {} and {}; resume with "
-                "the same".format(*state["images"], *self.images())
+                "expected {} training and {} validation images, as in the run, got {} and {}; "
+                "resume with the same images".format(*state["images"], *self.images())
             )
         if found := changes(state["listing"], self.listing, self.splits):
             raise ValueError(
-                f"the images are not those that the run began with: {found}; resume with the same, "
-                "or --overwrite starts over"
+                f"the images changed since the start of the run: {found}; resume with the same "
+                "images, or pass --overwrite to start over"
             )
         if (state["data"]["colours"] or ()) != (self.spec.colours or ()):
             raise ValueError(
-                "the run took the values of its masks for other classes; --overwrite starts over"
+                "the mask values had other classes at the start of the run; pass --overwrite to "
+                "start over"
             )
         if self.config.data.features is not None:
             was, now = state["data"]["mean"], self.spec.mean
             if len(was) != len(now) or not np.allclose(was, now):
                 raise ValueError(
-                    f"data.features {self.config.data.features} are not the features that the run "
-                    "began with; resume with the same, or --overwrite starts over"
+                    f"data.features {self.config.data.features} changed since the start of the "
+                    "run; resume with the same features, or pass --overwrite to start over"
                 )
         load_whole(self.model, state["model"])
         if self.ema:

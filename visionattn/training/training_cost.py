@@ -49,7 +49,7 @@ PREFETCHED = 2
 
 
 class TrainingMemory(Memory):
-    """The memory of a run at given batch shapes.
+    """Memory of a run at given batch shapes.
 
     It is created before averaged weights and optimizer exist, and counts both.
 
@@ -64,8 +64,8 @@ class TrainingMemory(Memory):
 
     doing = "a step on "
     evaluates = False
-    """Whether the evaluation of whole images needs more than a step on crops; ``bytes_of`` and the
-    ways out are then about an evaluation.
+    """Whether evaluating whole images needs more memory than a step on crops; if so, ``bytes_of``
+    and the advice describe an evaluation.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ def loading_bytes(config: DataConfig, dataset: Dataset, spec: DataSpec, shape: S
     """
     images, height, width = shape
     channels = 1 if spec.encoding else spec.in_chans
-    # Maps have many channels for each patch.
+    # Feature maps have many channels per patch.
     batch = int(images * getattr(dataset, "bytes_per_pixel", channels) * height * width)
     if not config.workers:
         return batch
@@ -266,16 +266,16 @@ def with_batch(
         return replace(config, batch_size=taken), [images_that_fit(taken, size)]
     if config.data.batch_patches is not None:
         raise ValueError(
-            f"batch_size auto chooses data.batch_patches, which is {config.data.batch_patches}; "
-            "leave one of them out"
+            f"batch_size auto sets data.batch_patches, got {config.data.batch_patches}; remove "
+            "one of the two"
         )
     # The number of patches in the largest images that fit.
     patches = taken * (size[0] * size[1] // memory.cell_px)
     most = min(LARGEST_BATCH * memory.least, count)
     average = min(most, sensible(max(1, int(patches * memory.cell_px / mean))))
     line = (
-        f"batch_size auto: {patches} patches fit, {taken} of the largest images and {average} on "
-        "average"
+        f"batch_size auto: {patches} patches fit, or {taken} of the largest images, {average} "
+        "average ones"
     )
     data = replace(config.data, batch_patches=patches)
     return replace(config, batch_size=average, data=data), [line]

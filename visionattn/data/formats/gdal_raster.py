@@ -55,7 +55,7 @@ class Raster(Reader):
             self.bands = self._raster.count
             if not self.bands:
                 self.close()
-                raise ValueError("raster without bands; name one of its parts")
+                raise ValueError("raster without bands; pass the path of one of its parts")
             self.stored = self._raster.shape
             self.dtype = self._dtype = np.dtype(np.result_type(*self._raster.dtypes))
             self.alpha = self._raster.colorinterp[-1] == ColorInterp.alpha
@@ -70,7 +70,7 @@ class Raster(Reader):
             self.bits = int(bits or 8)
         if self.dtype.kind not in "uif":
             self.close()
-            raise NotAsAsked(f"expected whole or real numbers, got {self.dtype}")
+            raise NotAsAsked(f"expected integers or floats, got {self.dtype}")
         nodata = self._raster.nodatavals
         nodata = nodata[:-1] if self.alpha and nodata[-1] is None else nodata
         meaning = Meaning(

@@ -72,7 +72,7 @@ TABLE = (
         + (".jp2", ".j2k", ".pbm", ".pgm", ".ppm"),
     ),
 )
-"""The last row takes all files that no other row matches."""
+"""The last row accepts all files that match no other row."""
 
 
 def extensions() -> frozenset[str]:

@@ -48,8 +48,8 @@ class ReadOptions:
             object.__setattr__(self, "channels", len(self.bands))
         elif self.channels not in (1, 3):
             raise ValueError(
-                f"the model takes {self.channels} channels; images in files are read with 1 or 3, "
-                "or with as many as data.bands names"
+                f"expected 1 or 3 channels for image files, got a model of {self.channels}; pass "
+                "data.bands"
             )
         if self.value_range is not None:
             object.__setattr__(self, "value_range", tuple(self.value_range))

@@ -74,7 +74,7 @@ def _with_rasterio(image: "TiffImage", file: BinaryIO) -> Reader:
     what = "TIFF with nodata, scale, offset or a mask"
     require("raster", "rasterio", what=what)
     if image.pages > 1:
-        raise NotAsAsked(f"{what} and {image.pages} pages; write each page into a file of its own")
+        raise NotAsAsked(f"{what} and {image.pages} pages; write each page to its own file")
     from visionattn.data.formats.gdal_raster import Raster
 
     return Raster(file, None)

@@ -164,7 +164,7 @@ class ImageSource(Closing):
             It raises ``NotAsAsked`` for values without a known range, or above it.
 
         Raises:
-            ValueError: the model takes other bands or another number of them; one line.
+            ValueError: the model needs other bands or another number of bands; one line.
             UnreadablePart, or one of ``DAMAGED_IMAGE``: the image cannot be read.
         """
         options = self._options or options_of(spec)
@@ -176,7 +176,7 @@ class ImageSource(Closing):
         channels = 1 if spec.encoding == "grey_one_hot" else spec.in_chans
         if options.channels != channels:
             raise NotAsAsked(
-                f"{self.name}: the model takes {channels} channels, and {options.channels} are read"
+                f"{self.name}: expected {channels} channels, as the model's, got {options.channels}"
             )
         for line in lines:
             warnings.warn(as_flags(line), stacklevel=2)

@@ -123,9 +123,9 @@ class MapSink(Closing):
             cast = band.astype(self.dtype)
         if self.dtype.kind == "f" and (np.isinf(cast) & np.isfinite(band)).any():
             raise ValueError(
-                f"{self.path}: rows {rows.start:,} to {rows.stop:,} have values up to "
-                f"{np.abs(band[np.isfinite(band)]).max():,.6g}, and {self.dtype} holds at most "
-                f"{np.finfo(self.dtype).max:,.6g}; use float32"
+                f"{self.path}: expected values up to {np.finfo(self.dtype).max:,.6g} for "
+                f"{self.dtype}, got {np.abs(band[np.isfinite(band)]).max():,.6g} in rows "
+                f"{rows.start:,} to {rows.stop:,}; use float32"
             )
         return cast
 
@@ -182,8 +182,8 @@ class NpySink(MapSink):
         return stream.getvalue()
 
     def _write(self, rows: slice, band: np.ndarray) -> None:
-        # Not through a memory map: its pages count as memory of this process, and a full disk would
-        # kill it without a message.
+        # Use no memory map: its pages count as memory of this process, and a full disk would kill
+        # it without a message.
         _, height, width = self._shape
         start, row_bytes = len(self._head()), width * self.dtype.itemsize
         with self._place.open() as file:
@@ -235,10 +235,11 @@ class TiffSink(NpySink):
 
     def _begin(self) -> None:
         if self.dtype.name in ("int64", "uint64", "bool"):
-            raise ValueError(f"{self.path}: a TIFF is not written of {self.dtype}; take another")
+            raise ValueError(f"{self.path}: TIFF does not support {self.dtype}; use .npy or .zarr")
         if self._shape[0] > 2**16 - 1:
             raise ValueError(
-                f"{self.path}: {self._shape[0]:,} bands, and a TIFF has 65,535 at most"
+                f"{self.path}: expected at most 65,535 bands for a TIFF, got {self._shape[0]:,}; "
+                "use .npy or .zarr"
             )
         super()._begin()
 
@@ -371,14 +372,14 @@ def open_sink(
     path = Path(path)
     suffix = path.suffix.lower()
     if suffix not in SINKS:
-        raise ValueError(f"{path} ends in none of {', '.join(SINKS)}")
+        raise ValueError(f"expected a path that ends in {', '.join(SINKS)}, got {path}")
     asked = None if dtype is None else np.dtype(dtype)
     if asked is not None and asked.kind != "f":
         raise ValueError(f"{path}: expected a type of floats, got {asked}")
     if suffix == ".zarr":
         require("arrays", "zarr", what="a zarr array")
         if not overwrite and (path / ZARR).is_file():
-            raise ValueError(f"{path} exists; --overwrite replaces it")
+            raise ValueError(f"{path} exists; pass --overwrite to replace it")
         check_new(path, replaces=ZARR if overwrite else None)
         return ZarrSink(path, overwrite, asked)
     check_free(path, overwrite)

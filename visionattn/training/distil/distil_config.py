@@ -23,7 +23,7 @@ EXAMPLE = (
 EXAMPLE += "--data.name digits --b.epochs 1 --run try_distil --overwrite"
 STAGES = ("a", "b", "c")
 STUDENTS = (*OF_ATTENTION, *RATES, "drop_path_rate", "pos_antialias")
-"""Options of ``from_softmax`` that a student may have; its tokens equal the teacher's."""
+"""Options of ``from_softmax`` that do not change the tokens, so that they equal the teacher's."""
 
 
 @dataclass
@@ -41,7 +41,7 @@ class StageConfig:
     teacher_size: Literal["same", "tiled"] = "same"
     """Image size of the teacher. ``same``: the student's size, with the teacher's absolute position
     resampled. ``tiled``: tiles of the teacher's own size, with prefix tokens from the whole image
-    resized to it. Needs fit crop or stretch and a size that is a multiple of the tile.
+    resized to it. Needs fit crop or stretch, and a size that is a multiple of the teacher's.
     """
 
 
@@ -82,9 +82,9 @@ class DistilConfig(StudentOptions):
     ``blocks.csv`` lists the loss of each block.
     """
     init_from: str | None = None
-    """Weights of an earlier student, from which the first stage starts, e.g. the
-    ``a/best.safetensors`` of a stage a that several students share. A block that is softmax now
-    takes the teacher's attention.
+    """Initial weights of the first stage: the weights of an earlier student, e.g. the
+    ``a/best.safetensors`` of a stage a shared by several students. A block that is now softmax gets
+    the teacher's attention.
     """
     stages: list[Literal["a", "b", "c"]] = field(default_factory=lambda: ["a", "b"])
     """Stages to run, in this order. ``a``: each block imitates the teacher's attention on the
@@ -98,8 +98,8 @@ class DistilConfig(StudentOptions):
     c: StageConfig = _stage(lr=1e-4)
     """Stage c."""
     data: DataConfig = field(default_factory=DataConfig)
-    """The images; classes are not used, and a folder needs no class folders. Without fit, img_size
-    and max_patches, the preprocessing is the teacher's.
+    """The images; classes are ignored, and a folder needs no class folders. Without fit, img_size
+    and max_patches, preprocessing is the teacher's.
     """
     optim: DistilOptimConfig = field(default_factory=DistilOptimConfig)
     """Optimizer, learning rate and regularization."""
@@ -110,7 +110,7 @@ class DistilConfig(StudentOptions):
     seed: int = 0
     """Seed of initial weights, order of images, augmentation, and splits of built-in data sets."""
     device: str = "auto"
-    """``cpu``, ``cuda``, or ``auto``: the GPU if there is one."""
+    """``cpu``, ``cuda``, or ``auto``: the GPU if available."""
     amp: Literal["none", "bf16", "fp16"] = "none"
     """Automatic mixed precision (AMP) of student and teacher."""
     threads: int | None = None
@@ -125,11 +125,9 @@ class DistilConfig(StudentOptions):
     overwrite: bool = False
     """Delete the files of an earlier distillation in the folder."""
     save_every: int | None = 500
-    """Optimizer steps between two saved states within an epoch, from which a killed distillation
-    resumes; None: save only after each epoch.
-    """
+    """Save a state to resume from every N optimizer steps. None: only after each epoch."""
     dist_timeout: float = 600.0
-    """With ``torchrun``: timeout in seconds for an answer of the other processes."""
+    """With ``torchrun``: timeout in seconds for the other processes."""
 
 
 def parse_distil(argv: Sequence[str]) -> DistilConfig:
@@ -159,41 +157,39 @@ def check_distil(config: DistilConfig) -> None:
     """
     if config.teacher is None:
         raise ValueError(
-            "name a teacher, e.g. --teacher vit_small_patch16_224 --pretrained, or a file of "
-            "weights"
+            "expected a teacher; pass e.g. --teacher vit_small_patch16_224 --pretrained, or a "
+            "file of weights"
         )
     if not config.attention:
-        raise ValueError("attention is empty; give a name, or leave it out")
+        raise ValueError("attention is empty; pass a name, or remove it")
     if not config.stages or config.stages != sorted(set(config.stages)):
         raise ValueError(
-            f"stages {' '.join(config.stages) or 'is empty'}: expected some of a, b and c, each "
-            "once, in this order"
+            "expected stages from a, b and c, each at most once and in this order, got "
+            f"{' '.join(config.stages) or 'none'}"
         )
     for name in config.options:
         if name not in STUDENTS:
             raise ValueError(
-                f"options.{name} is no option of a student, whose tokens are the teacher's; those "
-                f"are {', '.join(STUDENTS)}"
+                f"options.{name} would change the tokens, which must equal the teacher's; allowed "
+                f"options: {', '.join(STUDENTS)}"
             )
     if config.data.task != "classification":
         raise ValueError(
-            f"data.task {config.data.task} is for train; a student learns no masks and writes "
-            "nothing"
+            f"distil needs data.task classify, got {config.data.task}; for other tasks use "
+            "visionattn train"
         )
     if config.resume and config.overwrite:
-        raise ValueError("resume goes on and overwrite deletes: give one of them")
+        raise ValueError("resume continues a distillation and overwrite deletes it; pass only one")
     for key in ("mean", "std"):
         if getattr(config.data, key) is not None:
-            raise ValueError(
-                f"data.{key} is set by the teacher, which sees the images too; leave it out"
-            )
+            raise ValueError(f"data.{key} is set by the teacher; remove it")
     _check_search(config)
     for letter in config.stages:
         try:
             check(stage_run(config, letter, config.data, {}))
         except ValueError as error:
             raise ValueError(f"stage {letter}: {error}") from error
-    # Also of stages that do not run.
+    # Check the options of stages that do not run, too.
     stages = {letter: getattr(config, letter) for letter in "abc"}
     check_signs({f"{letter}.epochs": stage.epochs for letter, stage in stages.items()}, {})
 
@@ -206,13 +202,13 @@ def _check_search(config: DistilConfig) -> None:
     if wanted < 1:
         raise ValueError(f"search_softmax_blocks must be at least 1, got {wanted}")
     if "a" not in config.stages:
-        raise ValueError("search_softmax_blocks goes by the losses of stage a: add it to stages")
+        raise ValueError("search_softmax_blocks needs the losses of stage a; add a to stages")
     if config.softmax_blocks or "softmax" in config.attention:
-        raise ValueError("search_softmax_blocks finds the softmax blocks: do not name any")
+        raise ValueError("search_softmax_blocks chooses the softmax blocks; remove softmax_blocks")
     if "window" in config.attention:
         raise ValueError(
-            "search_softmax_blocks: every second block of windows is shifted, so that windows "
-            "learned in stage a would change with the blocks that stay softmax; name softmax_blocks"
+            "search_softmax_blocks does not work with window attention, because the shift of a "
+            "block's windows depends on the chosen blocks; pass softmax_blocks instead"
         )
 
 
@@ -248,12 +244,12 @@ def stage_run(
 
 
 def stage_data(config: DistilConfig, letter: str, seen: DataSpec) -> DataConfig:
-    """Return the data of a stage, with its image size.
+    """Return the data configuration of a stage, with its image size.
 
     Args:
         config: the distillation.
         letter: the stage.
-        seen: the teacher's data specification, the default of the preprocessing.
+        seen: the teacher's data specification, which gives the default preprocessing.
     """
     data, stage = config.data, getattr(config, letter)
     if data.fit is None and data.img_size is None and data.max_patches is None:
