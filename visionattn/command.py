@@ -240,7 +240,7 @@ SUBCOMMANDS = {
     "look": Subcommand(look, "draw the attribution map of a class over images"),
     "generate": Subcommand(generate, "generate or complete images with a pixel decoder"),
     "share": Subcommand(share, "write a checkpoint in the formats of timm and transformers"),
-    "convert": Subcommand(convert, "convert a timm ViT and its weights into a model of visionattn"),
+    "convert": Subcommand(convert, "convert a timm ViT and its weights to a model of visionattn"),
     "export": Subcommand(export, "export a model to ONNX, torch.export, or compiled"),
     "sweep": Subcommand(sweep, "train and measure one configuration with different head counts"),
     "profile": Subcommand(profile, "measure peak memory of models at several image sizes"),
@@ -310,7 +310,8 @@ def main(argv: Words | None = None) -> int:
         return 0
     near = get_close_matches(name, SUBCOMMANDS, 1, 0)[0]
     print(
-        f"error: visionattn has no command {name:.80}; the nearest is {near}, --help lists all",
+        f"error: visionattn has no command {name:.80}; did you mean {near}? --help lists all "
+        "commands",
         file=sys.stderr,
     )
     return 2

@@ -75,7 +75,7 @@ def test_of_a_folder_in_place_of_weights_those_in_it_are_named(folder, capsys):
 
 
 EMPTY = {
-    "train --init-from=": "init_from is empty; pass a value or omit it",
+    "train --init-from=": "init_from is empty; pass a value, or remove it",
     "train --data.root=": "data.root is empty",
     "validate --checkpoint best.safetensors --data.name digits --json=": "json is empty",
     "features --model scaleformer_vit_t --checkpoint= --images images --output out": "checkpoint",

@@ -89,13 +89,13 @@ def test_validation_prints_a_row_per_size_and_keeps_it_with_its_origin(finished,
 
 
 BAD_FLAGS = {
-    "--optim.learning_rate 1": "unknown option --optim.learning_rate; the nearest is --optim.lr",
+    "--optim.learning_rate 1": "unknown option --optim.learning_rate; did you mean --optim.lr?",
     "--optim.lr fast": "optim.lr must be a number, got fast",
     "--config nowhere.yaml": "no configuration file at nowhere.yaml",
     "--data.name folder": "root",
     "--data.name folder --data.root nowhere": "nowhere",
     "--data.name cifar10 --data.root nowhere": "nowhere",
-    "--model.name scaleformer_vit_q": "timm knows no model 'scaleformer_vit_q'; the nearest is",
+    "--model.name scaleformer_vit_q": "timm model, got 'scaleformer_vit_q'; did you mean",
     "--model.args.num_heads 3": "3",
     "--model.args.pretrained true": "pretrained",
     "--model.args.depth 1000000000": "depth must be at most 10,000, got 1,000,000,000",
@@ -140,7 +140,7 @@ def test_bad_input_ends_validation_with_one_line_and_code_2(finished, tmp_path, 
         (["--checkpoint", best, "--img-size", "0"], "img_size must be above 0, got 0"),
         (
             ["--checkpoint", best, "--img-sizes", "16"],
-            "unknown option --img-sizes; the nearest is --img_size",
+            "unknown option --img-sizes; did you mean --img_size?",
         ),
         (
             ["--checkpoint", best, "--img-size", "big"],
@@ -256,7 +256,7 @@ ALONE = sorted({path.stem for path in (ROOT / "tools").glob("*.py")} - SEVERAL)
 
 def test_tools_that_run_as_one_process_are_not_started_by_torchrun(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    line = "error: this tool runs as one process; start it without torchrun\n"
+    line = "error: this command runs as one process; start it without torchrun\n"
     for name in ALONE:
         for rank, said in (("0", line), ("1", "")):
             monkeypatch.setenv("RANK", rank)

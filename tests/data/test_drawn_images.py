@@ -268,5 +268,7 @@ def test_a_patch_is_what_most_of_its_ink_is_where_a_sixteenth_is_inked():
     exact = np.zeros((16, 32), np.uint8)  # 16 of 256 pixels, and 15
     exact[2, :16], exact[2, 16:31] = 2, 2
     assert patch_labels(exact, (1, 2), 3).tolist() == [[2, 0]]
-    with pytest.raises(ValueError, match="8 x 18 pixels is not a whole number of patches"):
+    with pytest.raises(
+        ValueError, match="expected whole patches in a grid of .*, got an image of 8 x 18 pixels"
+    ):
         patch_labels(mask, (2, 4), 5)

@@ -132,7 +132,7 @@ def test_more_pixels_than_are_allowed_are_not_decoded_and_the_size_is_read_all_t
         assert read_size(io.BytesIO(content), small) == (HEIGHT, WIDTH)
         with (
             open_image(io.BytesIO(content), small) as reader,
-            pytest.raises(ValueError, match=f"^.*exceed data.max_pixels {most - 1:,}; raise it"),
+            pytest.raises(ValueError, match=f"expected at most data.max_pixels {most - 1:,}, got"),
         ):
             read_image(reader, view, small)
 
@@ -343,7 +343,10 @@ def test_values_outside_the_range_that_was_found_are_an_error():
     assert options.value_range == (0, 4095)
     for pixels, said in (
         (pattern(1, np.uint16, 5000), "values up to 5,000, while other images end"),
-        (pattern(1, np.uint8, 3).astype(np.float32) / 4, "^float32 values from 0 to 0.75 without"),
+        (
+            pattern(1, np.uint8, 3).astype(np.float32) / 4,
+            "^unknown value range of float32 values from 0 to 0.75",
+        ),
         (
             pattern(1, np.uint8, 90).astype(np.int16) - 7,
             "^values from -7, while other images",

@@ -162,7 +162,10 @@ def test_padding_is_empty_and_told(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (["--data.img_size", "15"], "img_size 15 x 15 is smaller than a patch of 16 x 16 pixels"),
+        (
+            ["--data.img_size", "15"],
+            "expected img_size at least a patch of 16 x 16 pixels, got 15 x 15",
+        ),
         (["--data.fit", "pad", "--data.img_size", "32", "--optim.mixup", "0.5"], "optim.mixup"),
         (["--model.name", "vit_tiny_patch16_224"], "the model accepts only 224 x 224"),
         (["--data.root", "floats"], "; pass --data.value_range"),

@@ -88,12 +88,18 @@ def test_images_without_a_row_are_left_out_with_a_warning(root, table):
         ({"paths": [], "label": []}, "has no rows"),
         ({"label": LABELS, "split": ["x", "y", *["val"] * 20]}, "2 of 22 rows have a split other "),
         ({"label": LABELS, "group": ["", *"a" * 21]}, "1 of 22 rows have no group; first: bir"),
-        ({"label": LABELS, "weight": [-1.5] * 22}, "22 of 22 rows lack a number of 0 or more in w"),
+        (
+            {"label": LABELS, "weight": [-1.5] * 22},
+            "22 of 22 rows do not have a number of 0 or more in w",
+        ),
         (
             {"label": LABELS, "weight": ["", *[1] * 21]},
-            "1 of 22 rows lack a number of 0 or more in ",
+            "1 of 22 rows do not have a number of 0 or more in ",
         ),
-        ({"label": LABELS, "weight": ["x"] * 22}, "22 of 22 rows lack a number of 0 or more in "),
+        (
+            {"label": LABELS, "weight": ["x"] * 22},
+            "22 of 22 rows do not have a number of 0 or more in ",
+        ),
     ],
 )
 def test_malformed_rows_are_one_line(root, table, options, line):
@@ -107,10 +113,25 @@ def test_malformed_rows_are_one_line(root, table, options, line):
 @pytest.mark.parametrize(
     ("task", "columns", "options", "line"),
     [
-        ("multilabel", {"a": [2] * 22}, {}, "rows lack 0, 1 or an empty cell in a; the first"),
+        (
+            "multilabel",
+            {"a": [2] * 22},
+            {},
+            "rows do not have 0, 1 or an empty cell in a; first",
+        ),
         ("multilabel", {}, {}, "expected the column label, got path"),
-        ("regression", {"label": [None, *[1.0] * 21]}, {}, "1 of 22 rows lack a number in label"),
-        ("regression", {"label": ["inf"] * 22}, {}, "22 of 22 rows lack a number in label; the fi"),
+        (
+            "regression",
+            {"label": [None, *[1.0] * 21]},
+            {},
+            "1 of 22 rows do not have a number in label",
+        ),
+        (
+            "regression",
+            {"label": ["inf"] * 22},
+            {},
+            "22 of 22 rows do not have a number in label; first",
+        ),
         ("regression", {"a": [1] * 22}, {"columns": ["b"]}, "expected the column b, got path, a"),
     ],
 )

@@ -399,7 +399,7 @@ def test_jpeg_2000_of_aperio_is_rgb(tmp_path, code, suffix):
 
 def test_physical_units_need_a_range_and_mix_with_no_other_values(tmp_path):
     path, *_ = scaled(tmp_path, [1e-4], [-0.1])
-    said = "a.tif: values in physical units from -0.1 to 0.7 without a known value range"
+    said = "a.tif: unknown value range of values in physical units from -0.1 to 0.7"
     with pytest.raises(ValueError, match=said):
         settle(Files([str(path)]), [0], ReadOptions(1))
     _, lines = settle(Files([str(path)]), [0], ReadOptions(1, value_range=(0, 1)))

@@ -75,7 +75,7 @@ CASES = [
         dict(name="digits_pixel", task="generate"),
         "digits_pixel has one-hot gray levels for classifica",
     ),
-    (dict(name="documents", task="generate", img_size=300), "pieces of documents of 300 pixels ar"),
+    (dict(name="documents", task="generate", img_size=300), "expected pieces of documents of at m"),
     (dict(name="documents", task="generate", fit="pad"), "data.task generate uses crops of docu"),
     (
         FOLDER | dict(task="generate", mean=[0.5] * 3),
@@ -155,8 +155,8 @@ def test_means_are_as_many_as_channels(tmp_path):
     spec = build_splits(config_of(tmp_path, **given), 3).spec
     assert (spec.mean, spec.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
     for changes, line in (
-        (dict(mean=[0.1]), "data.mean has 1 numbers for 3 channels"),
+        (dict(mean=[0.1]), "expected 3 numbers for data.mean, one per channel, got 1"),
         (dict(std=[1, 1, 0]), "data.std must be finite and above 0, got [1, 1, 0]"),
-        (dict(bands=[1]), "data.mean has 3 numbers for 1 channels"),
+        (dict(bands=[1]), "expected 1 numbers for data.mean, one per channel, got 3"),
     ):
         assert refused(ValueError, config_of(tmp_path, **given | changes)) == line

@@ -244,13 +244,13 @@ def test_a_call_gives_what_the_command_writes(masks):
 
 def test_the_body_gives_feature_maps_and_no_vectors(masks, capsys):
     assert run("features", [*FLAGS, "--output", "f"]) == 2
-    assert_one_error(capsys, "has feature maps and no image vector")
+    assert_one_error(capsys, "has a head on patches and no feature vector")
     maps = visionattn.extract_features("best.safetensors", "images", dense=True)
     assert [tuple(each.shape) for each in maps[:2]] == [(16, 2, 3), (16, 3, 5)]
     model = load_model("best.safetensors")
     of_module = visionattn.extract_features(model, "images", dense=True)
     assert all(torch.equal(*pair) for pair in zip(of_module, maps, strict=True))
-    with pytest.raises(ValueError, match="no image vector"):
+    with pytest.raises(ValueError, match="no feature vector of an image"):
         visionattn.extract_features(model, "images")
 
 

@@ -75,7 +75,7 @@ def test_both_accuracies_equal_scikit_learn_and_neighbours_by_hand(folder, capsy
     write_classes(folder / "images" / "train", 30, seed=1)
     write_classes(folder / "images" / "val", 17, seed=2)
     assert probe("--neighbours", "99") == 2
-    assert_one_error(capsys, "neighbours 99 of 90 images to fit on; name fewer")
+    assert_one_error(capsys, "expected neighbours at most 90, the images to fit on, got 99")
     assert probe("--neighbours", "7") == 0
     x, y = {"train": [], "val": []}, {"train": [], "val": []}
     for row in read_index(folder / "out"):

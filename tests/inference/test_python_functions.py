@@ -277,10 +277,10 @@ def test_what_cannot_be_done_is_one_line(given, tmp_path):
     torch.save(model.state_dict(), tmp_path / "plain.pt")
     no_classes = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=0)
     for asked, images, options, part in (
-        (tmp_path / "plain.pt", folder, {}, "does not name the model of its weights; build the"),
+        (tmp_path / "plain.pt", folder, {}, "does not state the model of its weights; build the"),
         (linear, folder, {}, "set its data_spec to a visionattn.DataSpec"),
-        (no_classes, folder, {}, "has no classes to predict"),
-        (model, folder, {"device": "cpu"}, "omit device"),
+        (no_classes, folder, {}, "expected a model with classes"),
+        (model, folder, {"device": "cpu"}, "remove device"),
         (model, folder, {"img_size": "own"}, "img_size must be a whole number or a list"),
         (model, [], {}, "there are no images"),
         (model, [str(folder), pixels[0]], {}, "got both"),

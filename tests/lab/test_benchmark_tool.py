@@ -37,7 +37,7 @@ def test_the_printed_rows_are_written_with_what_they_depend_on(main, tmp_path, c
     assert rows[0]["command"].startswith("visionattn benchmark operations kernelized")
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert main([*words(named), *SMALL, "--csv", str(csv)]) == 2
-    assert f"{csv} exists; --overwrite replaces it" in capsys.readouterr().err
+    assert f"{csv} exists; pass --overwrite to replace it" in capsys.readouterr().err
 
 
 def test_models_are_compared_with_twin_and_timm(main, capsys):

@@ -365,7 +365,7 @@ BAD = {
     "--budget-gib -1": "budget_gib must be above 0, got -1",
     "--depth 99": "depth 99: taylorshift_vit_t has 12 blocks",
     "--models": "--models needs a value",
-    "--output kept": "memory.csv exists; --overwrite replaces it",
+    "--output kept": "memory.csv exists; pass --overwrite to replace it",
     "--output kept/memory.csv": "memory.csv is a file",
     "--models taylorshift_vit_t --snapshot nowhere/new.pickle": "no folder",
     "--device abacus": "device 'abacus' is not available",

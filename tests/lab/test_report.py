@@ -333,11 +333,11 @@ BAD_INPUT = {
     "nowhere": "no run or sweep at nowhere",
     ".": "pass the runs in it, e.g. run",
     "run/metrics.jsonl": "CSV file of a sweep or memory profile; pass other folders",
-    "run": "report.html exists; --overwrite replaces it",
+    "run": "report.html exists; pass --overwrite to replace it",
     "run --output nowhere/a.html": "nowhere for a.html",
     "run --output page.pdf": "output page.pdf: the file name must end in .html",
     "run --images -1": "images must be from 0 to 100, got -1",
-    "run --runs run": "the first word and --runs give the same option",
+    "run --runs run": "the first word and --runs set the same option",
 }
 
 

@@ -289,7 +289,7 @@ def test_more_trainings_at_a_time_than_fit_are_refused_and_one_that_does_not_fit
     network_costs.tell_expected(plan, cells, 3, lines.append)
     memory = "peak memory: up to 4.0 GiB for each of 3 parallel trainings, 10.0 GiB available"
     assert lines == [f"6 trainings: {memory}; estimated time: 6.0 s in total"]
-    with pytest.raises(DoesNotFit, match="4 parallel trainings would take .*; --jobs 2 would fit"):
+    with pytest.raises(DoesNotFit, match="4 parallel trainings would need .*; --jobs 2 would fit"):
         network_costs.tell_expected(plan, cells, 4, lines.append)
 
 

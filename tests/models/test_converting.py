@@ -48,7 +48,9 @@ def test_a_file_becomes_a_file_of_ours(folder, capsys, words):
     printed = capsys.readouterr()
     lines = printed.out.splitlines()
     assert printed.err == "" and "32 of 34 tensors come from vit_tiny_patch16_224" in lines
-    assert "made for 32 x 32 px" in printed.out and "(1 of kernelized, 1 of softmax)" in printed.out
+    assert (
+        "image size 32 x 32 px" in printed.out and "(1 of kernelized, 1 of softmax)" in printed.out
+    )
     assert lines[-1].endswith("--data.name folder --data.root FOLDER")
     model, given = load_model("out.safetensors"), folder.state_dict()
     own, spec = model.state_dict(), model.data_spec
@@ -87,7 +89,7 @@ REFUSED = {
         *("vit_tiny_patch16_224", "--args.depth", "x")
     ],
     "pretrained needs a timm name, got the file vit.pth": [*STATE, "--pretrained"],
-    "nan.pth has NaN or infinity in blocks.1.mlp.fc1.weight": ["nan.pth", *BODY],
+    "got NaN or infinity in blocks.1.mlp.fc1.weight": ["nan.pth", *BODY],
     "garbled.pth is truncated or neither a safetensors file nor": [*("garbled.pth", *BODY)],
 }
 
@@ -107,7 +109,7 @@ def test_what_is_wrong_is_one_line_and_nothing_is_written(folder, capsys):
 def test_a_file_that_is_there_is_kept_unless_it_is_to_be_replaced(folder, capsys):
     Path("out.safetensors").write_text("mine")
     assert convert([*STATE, "--output", "out.safetensors"]) == 2
-    assert_one_error(capsys, "out.safetensors exists; --overwrite replaces it")
+    assert_one_error(capsys, "out.safetensors exists; pass --overwrite to replace it")
     assert Path("out.safetensors").read_text() == "mine"
     assert convert([*STATE, "--output", "out.safetensors", "--overwrite"]) == 0
     assert convert(STATE) == 2

@@ -309,7 +309,7 @@ REFUSED = [
     (["scaleformer_vit_t", "--output", "no/a.onnx"], "no folder"),
     (
         ["vit_tiny_patch16_224", "--output", "a.onnx"],
-        "vit_tiny_patch16_224 is not a visionattn model",
+        "model of visionattn, got vit_tiny_patch16_224",
     ),
     (["garbled.safetensors", "--output", "a.onnx"], "garbled.safetensors is truncated or not a"),
     (
@@ -317,7 +317,10 @@ REFUSED = [
         "pretrained and args need",
     ),
     (["best.safetensors", *WORDS, "--output", "a.onnx"], "args need a model name"),
-    (["best.safetensors", "--output", "there.onnx"], "there.onnx exists; --overwrite replaces it"),
+    (
+        ["best.safetensors", "--output", "there.onnx"],
+        "there.onnx exists; pass --overwrite to replace it",
+    ),
     (["scaleformer_vit_t", "--pretrained", "true", "--output", "a.onnx"], "no pretrained weights"),
     (
         ["scaleformer_vit_t", "--prepare", "true", *WORDS, "--output", "a.onnx"],

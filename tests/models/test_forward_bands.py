@@ -172,8 +172,8 @@ def test_a_pass_stays_within_its_bound_of_memory(args):
 
 
 REFUSALS = [
-    (dict(attention="softmax"), {}, "block 0 is a softmax over all tokens"),
-    (dict(softmax_blocks=[-1]), {}, "block 2 is a softmax over all tokens"),
+    (dict(attention="softmax"), {}, "got softmax over all tokens in block 0"),
+    (dict(softmax_blocks=[-1]), {}, "got softmax over all tokens in block 2"),
     (dict(feature_map="softmax"), {}, "keys depend on each other"),
     (dict(global_pool=""), {}, "expected global_pool"),
     (dict(global_pool="prr"), {}, "cannot be computed in bands"),
@@ -187,7 +187,7 @@ REFUSALS = [
     ({}, dict(want="evidence", target=9), "there is no class 9"),
     ({}, dict(memory=1000), "below one band"),
     ({}, dict(source=3), "expected a source, got int; open paths"),
-    ({}, dict(source=Array(draw_image(40, 40)[..., :1])), "has 1 channels, and the model tak"),
+    ({}, dict(source=Array(draw_image(40, 40)[..., :1])), "channels, as the model's, got 1"),
     ({}, dict(source=Array(draw_image(3, 40))), "3 x 40 pixels is smaller than a patch"),
 ]
 

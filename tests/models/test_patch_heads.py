@@ -137,7 +137,7 @@ def test_a_segmentation_becomes_the_classifier_of_its_largest_patches(tmp_path):
     with pytest.raises(ValueError, match="leave seed out"):
         argv = [str(path), "--top-patches", "3", "--seed", "1", "--output", f"{output}2"]
         convert(argv, lambda line: None)
-    with pytest.raises(ValueError, match="is for a segmentation model"):
+    with pytest.raises(ValueError, match="needs a segmentation model"):
         convert([str(output), "--top-patches", "3", "--output", f"{output}2"], lambda line: None)
 
 

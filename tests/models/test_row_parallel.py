@@ -305,7 +305,7 @@ def test_what_does_not_fit_is_refused_in_one_line(found):
 
 
 NEED_ALL = {
-    "block 1 is a softmax over all tokens": {"softmax_blocks": [1]},
+    "got softmax over all tokens in block 1": {"softmax_blocks": [1]},
     "expected feature_map .*, got softmax, whose keys": {"feature_map": "softmax"},
     "form=.direct. needs all tokens": {"form": "direct"},
     "patch_drop_rate would drop parts of rows": {"patch_drop_rate": 0.5},
@@ -341,7 +341,7 @@ def test_changes_that_count_are_not_refused_and_those_that_would_be_left_out_are
 
 
 def test_without_a_process_group_there_is_nobody_to_share_with():
-    with pytest.raises(ValueError, match="^there is no process group: start the program with tor"):
+    with pytest.raises(ValueError, match="^no process group; start the program with torchrun"):
         parallelize(VisionAttnTransformer(**BASE))
 
 

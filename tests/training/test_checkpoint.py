@@ -241,7 +241,7 @@ def test_weights_of_which_nothing_fits_are_refused(tmp_path):
     model = small_model()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     with pytest.raises(
-        ValueError, match="nothing of .*cnn.safetensors fits the model scaleformer_vit_t"
+        ValueError, match="no tensor of .*cnn.safetensors fits the model scaleformer_vit_t"
     ) as error:
         place_weights(model, "scaleformer_vit_t", tmp_path / "cnn.safetensors")
     assert "\n" not in str(error.value)

@@ -304,7 +304,7 @@ def test_several_processes_are_for_torchrun_to_start_and_for_the_caller_to_join(
         train(small_config(tmp_path / "out", parallel="ddp"))
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(
-        ValueError, match="^torchrun has started 2 processes, .* with distributed.joined"
+        ValueError, match="^torchrun has started 2 processes; .*with distributed.joined"
     ):
         train(small_config(tmp_path / "out"))
     assert not (tmp_path / "out").exists()

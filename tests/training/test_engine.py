@@ -283,7 +283,7 @@ def test_a_folder_in_use_is_refused_and_overwriting_deletes_only_what_a_run_wrot
         ({"epochs": 0}, "epochs must be above 0"),
         ({"device": "abacus"}, "device 'abacus' is not available"),
         ({"init_from": "nowhere.pt"}, "no checkpoint at nowhere.pt"),
-        ({"model": {"num_headz": 4}}, "has no argument num_headz; the nearest is num_heads$"),
+        ({"model": {"num_headz": 4}}, "has no argument num_headz; did you mean num_heads\\?$"),
         ({"model": {"embed_dim": 0}}, "^embed_dim: expected an integer of at least 1, got 0$"),
         (
             {"model": {"norm_layer": "foo"}},

@@ -84,7 +84,7 @@ def test_images_that_are_too_low_are_found_before_the_first_step(tmp_path):
 def test_options_that_contradict_each_other_are_refused(tmp_path):
     config = small_config(tmp_path, parallel="sequence")
     for change, line in (
-        ({"data": replace(config.data, fit="pad")}, "not with data.fit pad"),
+        ({"data": replace(config.data, fit="pad")}, "remove data.fit pad"),
         ({"data": replace(config.data, task="segmentation")}, "not with data.task segmentation"),
         ({"parallel": 0}, "parallel must be above 0"),
     ):

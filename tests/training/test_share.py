@@ -314,12 +314,12 @@ def test_a_checkpoint_without_its_run_has_a_card_without_figures(here):
 
 
 REFUSED = {
-    "": "--checkpoint is missing",
-    "best.safetensors": "--to is missing: a folder or hub",
+    "": "expected --checkpoint: ",
+    "best.safetensors": "expected --to: a folder or hub",
     "nowhere.safetensors --to out": "no checkpoint at nowhere.safetensors",
     "notes.txt --to out": "notes.txt is truncated or not a safetensors file",
     "plain.safetensors --to out": "does not state its model",
-    "nan.safetensors --to out": "has NaN or infinity in blocks.1.mlp.fc1.bias",
+    "nan.safetensors --to out": "got NaN or infinity in blocks.1.mlp.fc1.bias",
     "best.safetensors --to there": "there exists; pass a new folder",
     "best.safetensors --to hf_hub:a/b": "expected --to to be a folder or hf-hub:ORG/NAME",
     "best.safetensors --to out --license none,really": "expected a license identifier such as",

@@ -190,7 +190,10 @@ def test_an_image_of_more_than_8_bits_is_named_or_left_out(tmp_path):
         (["--data.fit", "pad"], "learns the values of whole images, and data.fit pad changes"),
         (["--optim.mixup", "0.2"], "and optim.mixup changes them; remove it"),
         (["--data.name", "documents", "--data.fit", "native"], "crops of documents at their own"),
-        (["--data.name", "documents", "--model.args.conditioned", "true"], "there are no classes"),
+        (
+            ["--data.name", "documents", "--model.args.conditioned", "true"],
+            "conditioned needs classes",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

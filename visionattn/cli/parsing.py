@@ -36,18 +36,18 @@ HELP_WIDTH = 100
 ALIKE = 0.6
 """Similarity, from 0 to 1, from which a known name is proposed in place of a wrong one."""
 GONE = {
-    "data.aug": "--data.augment takes a preset, or a file of albumentations.save",
+    "data.aug": "--data.augment with a preset, or a file of albumentations.save",
     "data.mask_classes": "classes of --data.masks, or of classes.yaml in the folder of masks",
     "data.mask_colours": "colours of --data.masks, or of classes.yaml in the folder of masks",
     "data.mask_ignored": "ignored of --data.masks, or of classes.yaml in the folder of masks",
     "data.num_classes": "--data.args.num_classes",
     "data.download": "--data.args.download",
-    "data.range_found": "leave it out",
-    "optim.warmup_lr": "warm-up starts at 1e-6; omit it",
-    "eval_batch_size": "evaluation uses batch_size; omit it",
-    "log_every": "metrics.jsonl has a line every 50 steps, or 200 lines; omit it",
+    "data.range_found": "remove it",
+    "optim.warmup_lr": "warm-up starts at 1e-6; remove it",
+    "eval_batch_size": "evaluation uses batch_size; remove it",
+    "log_every": "metrics.jsonl has a line every 50 steps, or 200 lines; remove it",
     "sequence_ranks": "--parallel NUMBER",
-    "init_model": "`visionattn convert` makes a file for --init_from",
+    "init_model": "convert a file for --init_from with `visionattn convert`",
 }
 """Removed training options of version 0.1, with their replacements."""
 
@@ -99,7 +99,7 @@ def parse(
         if isinstance(value, int) and abs(value) > most:
             raise ValueError(f"{name} must be at most {most:,}, got {brief(value)}")
         if value == "" or (isinstance(value, list) and "" in value):
-            raise ValueError(f"{name} is empty; pass a value or omit it")
+            raise ValueError(f"{name} is empty; pass a value, or remove it")
     if "print_config" in given:
         print(yaml_text(asdict(config)), end="")
         raise SystemExit(0)
@@ -169,7 +169,7 @@ def flags_of(argv: Sequence[str], names: Mapping[str, Any]) -> dict[str, Any]:
         except ValueError as error:
             raise ValueError(f"--{flag} cannot be read: {error}") from error
         if isinstance(found[name], list) and not accepts(kind, list) and kind is not Any:
-            raise ValueError(f"--{flag} takes one value, got {brief(' '.join(words))}")
+            raise ValueError(f"--{flag} expects one value, got {brief(' '.join(words))}")
     return found
 
 
@@ -202,7 +202,7 @@ def with_first(argv: Sequence[str], flag: str) -> list[str]:
         return list(argv)
     words = [f"--{flag}", *argv]
     if [name for name, _ in split_options(words)].count(flag) > 1:
-        raise ValueError(f"the first word and --{flag} give the same option; omit one")
+        raise ValueError(f"the first word and --{flag} set the same option; remove one")
     return words
 
 
@@ -218,7 +218,7 @@ def split_options(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
             options.append(("help" if word == "-h" else flag, [value] if equals else []))
             closed = bool(equals)
         elif closed or re.match(r"-[A-Za-z]", word):
-            raise ValueError(f"{brief(word)} belongs to no option; options begin with --")
+            raise ValueError(f"expected an option that begins with --, got {brief(word)}")
         else:
             options[-1][1].append(word)
     return options
@@ -255,7 +255,7 @@ def way_out(name: str, names: Iterable[str], dashes: str = "") -> str:
     """
     name = name[:200]
     if f"{name}.name" in names:
-        return f"the nearest is {dashes}{name}.name; a file of options is for --config"
+        return f"did you mean {dashes}{name}.name? Pass a file of options with --config"
     if place := _replacement(name, names):
         return f"it was removed: {place}"
     leaf = name.rpartition(".")[2]
@@ -269,7 +269,7 @@ def way_out(name: str, names: Iterable[str], dashes: str = "") -> str:
         return max(whole, by_leaf, by_initials) + 0.01 * whole
 
     best = max(names, key=likeness)
-    return f"the nearest is {dashes}{best}" if likeness(best) >= ALIKE else "--help lists all"
+    return f"did you mean {dashes}{best}?" if likeness(best) >= ALIKE else "--help lists all"
 
 
 def _replacement(name: str, names: Iterable[str]) -> str | None:

@@ -26,7 +26,9 @@ STRONGEST = 0.8
 LEAST_PX, MOST_TIMES = 512, 16
 """Images are enlarged by an integer factor up to ``LEAST_PX`` pixels."""
 LETTER_SHARE, LEAST_LETTER = 90, 13
-"""The letter height is a fraction of the longest side, and at least ``LEAST_LETTER`` pixels."""
+"""Fraction of the longest side that is the letter height, which is at least ``LEAST_LETTER``
+pixels.
+"""
 BOXED = 5
 """Number of patches with the highest attribution that are boxed."""
 EXTREME_SHARE, MOST_EXTREME = 0.005, 1000
@@ -244,7 +246,7 @@ def row(canvas: BackgroundImage, found: TokenWeights, term: str, head: int | Non
         if share * count >= 2 or share == 0.5
     )
     lines = [
-        f"{what.get(term, 'Shares of place in the weights')} with which the {who} sees the "
+        f"{what.get(term, 'Shares of position in the weights')} with which the {who} sees the "
         f"patches in block {found.block}, {heads}, in multiples of 1 / {count:,}, the weight of "
         f"each patch if all were equal. Colors follow ranks: {above}.",
         _terms(found),
@@ -266,7 +268,9 @@ def _terms(found: TokenWeights) -> str:
     said = f"Patches have {own} of the weight"
     if found.relative is not None:
         place = f"{100 * float(found.relative.sum()):.1f} %"
-        said = f"Of the weight {own} are for the content of patches and {place} for their place"
+        said = (
+            f"Of the weight, {own} depend on the content of patches and {place} on their position"
+        )
     return said + (f", {100 * found.prefix:.1f} % prefix tokens." if found.prefix else ".")
 
 
@@ -338,11 +342,11 @@ def tables(found: Sequence[tuple[int, Tensor]], signed: bool) -> Picture:
     what = (
         "lengths of the entries that are added to scores"
         if signed
-        else "weights that a query of zeros gives to each offset"
+        else "weights of each offset for a query of zeros"
     )
     lines = (
         f"Relative position, block by block and head by head: {what}. The middle is the patch "
-        "itself, and keys above it are drawn above; the outermost entries are for all larger "
+        "itself; keys above it are drawn above. The outermost entries apply to all larger "
         "offsets. Colors are logarithmic, from the smallest to the largest value of a head, "
         "printed below.",
     )

@@ -120,8 +120,7 @@ def find_attribution(
             holds one block and the tokens between blocks.
 
     Raises:
-        ValueError: the the outputs are not finite; check the weights and the image, or the class
-            does not exist.
+        ValueError: the outputs are not finite, or the class does not exist.
     """
     if isinstance(model, PatchClassifier):
         return _of_largest(model, inputs, sizes, target)
