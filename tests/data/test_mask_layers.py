@@ -112,8 +112,8 @@ def test_a_mask_of_another_size_names_its_file(tmp_path):
             {"layers": {"red": "truth/red.tif"}},
             "expected paths with {name} in data.masks.layers, got truth/red.tif",
         ),
-        ({"layers": {}}, "expected 2 to 255 classes in data.masks.layers, got 1"),
-        ({"images": "pictures"}, "data.masks.images is for data.masks.layers"),
+        ({"layers": {}}, "expected 2 to 255 classes in data.masks.classes, got 1"),
+        ({"images": "pictures"}, "data.masks.images needs data.masks.layers"),
     ],
 )
 def test_contradictions_are_refused(tmp_path, masks, words):

@@ -350,7 +350,7 @@ def test_a_snapshot_is_named_and_where_there_is_none_the_exit_code_says_so(
 
 
 BAD = {
-    "--models scaleformer_vit_q": "timm knows no model 'scaleformer_vit_q'",
+    "--models scaleformer_vit_q": "taylorshift_vit_s), got 'scaleformer_vit_q'",
     "--models resnet18": "resnet18",
     "--img-size 1000": "not a whole number of 16-pixel patches; the nearest that fit: 992 or 1008",
     "--img-size 0": "img_size must be above 0, got 0",
@@ -359,11 +359,11 @@ BAD = {
     "--models vit_tiny_patch16_224 --form direct": "form has no effect: "
     "vit_tiny_patch16_224 have no forms",
     "--checkpointing with": "checkpointing has no effect in inference",
-    "--snapshot new.pickle": "snapshot holds one cell, and these are 2",
-    "--snapshot new.pickle --largest": "snapshot holds one cell, and these are many",
-    "--largest --img-size 64": "largest searches for the image size; omit img_size",
+    "--snapshot new.pickle": "expected one cell for snapshot, got 2",
+    "--snapshot new.pickle --largest": "expected one cell for snapshot, got many",
+    "--largest --img-size 64": "largest searches for the image size; remove img_size",
     "--budget-gib -1": "budget_gib must be above 0, got -1",
-    "--depth 99": "depth 99: taylorshift_vit_t has 12 blocks",
+    "--depth 99": "expected depth at most 12 for taylorshift_vit_t, got 99",
     "--models": "--models needs a value",
     "--output kept": "memory.csv exists; pass --overwrite to replace it",
     "--output kept/memory.csv": "memory.csv is a file",

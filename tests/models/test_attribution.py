@@ -135,7 +135,7 @@ def test_what_is_not_in_the_weights_is_not_divided_among_patches(change):
     change(model)
     found = find_attribution(model, image(), gradient=False)
     assert found.patches is None and found.rest is None
-    assert found.how.startswith("no contributions of patches with pooling 'max'")
+    assert found.how.startswith("the output has no contributions of patches with pooling 'max'")
 
 
 @pytest.mark.parametrize("pool", POOLS)
@@ -207,7 +207,10 @@ def test_poolings_that_divide_nothing_say_so():
     assert token.how.startswith("only the class token is pooled")
     assert token.gradient.shape == (20, 28)
     pooled = find_attribution(build(global_pool="map"), image())
-    assert pooled.patches is None and "no contributions of patches with pooling 'map'" in pooled.how
+    assert (
+        pooled.patches is None
+        and "the output has no contributions of patches with pooling 'map'" in pooled.how
+    )
 
 
 def test_prefix_tokens_that_are_pooled_are_in_the_rest():

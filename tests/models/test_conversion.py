@@ -280,7 +280,7 @@ WRONG = {
     "got embed_dim; others are the teacher's, 24": dict(embed_dim=48),
     "expected options among relative, horizon, .*, got layers": dict(layers=2),
     "horizon=2 has no effect, because all blocks": dict(horizon=2, softmax_blocks=range(3)),
-    "num_heads 5 does not divide the width 24": dict(num_heads=5),
+    "expected num_heads that divides the width 24": dict(num_heads=5),
     "cannot be converted with these options: value_conv='wide'": dict(value_conv="wide"),
 }
 

@@ -126,7 +126,7 @@ def test_block_without_a_layout_says_which_argument_to_pass():
 
 def test_masks_of_pairs_and_causality_are_refused():
     model = small("scaleformer_vit_t")
-    with pytest.raises(ValueError, match="no weights of single pairs to mask"):
+    with pytest.raises(ValueError, match="linear attention cannot mask single pairs"):
         model(image(""), attn_mask=torch.ones(16, 16, dtype=torch.bool))
     for name in ("scaleformer_vit_t", "taylorshift_vit_t"):
         with pytest.raises(ValueError, match="causal"):

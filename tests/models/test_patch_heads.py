@@ -134,7 +134,7 @@ def test_a_segmentation_becomes_the_classifier_of_its_largest_patches(tmp_path):
     logits = model.forward_cells(x).flatten(2)
     wanted = (logits[:, 1:] - logits[:, :1]).sort(2, descending=True).values[:, :, :3].mean(2)
     torch.testing.assert_close(made.double()(x), wanted)
-    with pytest.raises(ValueError, match="leave seed out"):
+    with pytest.raises(ValueError, match="remove seed"):
         argv = [str(path), "--top-patches", "3", "--seed", "1", "--output", f"{output}2"]
         convert(argv, lambda line: None)
     with pytest.raises(ValueError, match="needs a segmentation model"):

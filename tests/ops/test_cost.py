@@ -160,13 +160,13 @@ def test_sizes_that_are_none_are_refused_in_one_line():
     ]
     for name, sizes in functions:
         for which, size in itertools.product(sizes, (0, -3, 2.0, True, "7")):
-            wanted = re.escape(f"{size!r}: expected a whole number from 1") + "$"
+            wanted = re.escape(f"{size!r}: expected an integer of at least 1") + "$"
             with pytest.raises(ValueError, match=wanted):
                 getattr(published_costs, name)(**sizes | {which: size})
     for bad in ({"d": 0}, {"n": -3}, {"m": 2.5}, {"heads": "7"}, {"batch": True}):
         sizes = {"n": 5, "m": 7, "d": 3, "e": 4} | bad
         with pytest.raises(
-            ValueError, match=f"^{next(iter(bad))}=.*: expected a whole number from"
+            ValueError, match=f"^{next(iter(bad))}=.*: expected an integer of at least"
         ):
             form_choice.choose_form(operation="taylorshift", **sizes)
 

@@ -176,9 +176,12 @@ KERNELIZED = [
 WINDOWS = [
     ("expected layout, or relative, which has its own, got neither", {"layout": None}),
     ("expected layout, or relative, which has its own, got both", joint()),
-    ("expected Joint or Axial, got Flat", {"layout": None, "relative": Flat(LINE, LAYOUT)}),
+    (
+        "expected Joint or Axial for windows on a grid, got Flat",
+        {"layout": None, "relative": Flat(LINE, LAYOUT)},
+    ),
     ("mean", {"layout": None, "relative": Axial(LINE, LINE, LAYOUT, normalization="mean")}),
-    ("window_size: expected a whole number of patches from 1, got 0", {"window_size": 0}),
+    ("window_size: expected an integer of at least 1 patch, got 0", {"window_size": 0}),
     ("window_size got 2.5", {"window_size": 2.5}),
     ("layout has 18 tokens, got 17 queries", {"layout": LAYOUT._replace(num_prefix=3)}),
     ("value_drop 1.5", {"value_drop": 1.5}),
@@ -221,9 +224,9 @@ def test_arguments_of_the_convolution_that_do_not_fit_are_one_line():
 
 
 NUMBERS = [
-    ("expected numbers of queries from 0 to 16, got 0 to 17", {"rows": torch.tensor([0, 17])}),
+    ("expected indices of queries from 0 to 16, got 0 to 17", {"rows": torch.tensor([0, 17])}),
     ("from 0 to 16, got -1 to -1", {"rows": torch.tensor([-1])}),
-    ("expected int64 [Q], numbers of queries, got torch.float32", {"rows": torch.tensor([1.0])}),
+    ("expected int64 [Q], indices of queries, got torch.float32", {"rows": torch.tensor([1.0])}),
     ("expected int64 [Q]", {"rows": torch.tensor(1)}),
 ]
 ROW_OPTIONS = {
@@ -319,7 +322,7 @@ def test_options_of_states_that_do_not_fit_are_one_line():
         step(ONE["q"], ONE["k"].to("meta"), ONE["v"])
     with wrong("one token"):
         step(**QKV)
-    with wrong("its own options; leave feature_map out"):
+    with wrong("its own options; remove feature_map"):
         step(**ONE, state=kernel, feature_map="relu")
     with wrong("state: expected a KernelState got tuple"):
         step(**ONE, state=(k, v))
@@ -329,8 +332,8 @@ GRID, STRIP = Grid(4, 3), Strip(Grid(4, 3), 1, 3)
 ROWS_OF_VALUES = draw(1, 3, 4, 3, 4, seed=2)
 WIDE = Joint(draw_table(3, 5, 5, 5, seed=5), TokenLayout(0, GRID), "mean")
 STRIPS = [
-    ("no rows of the layout", {"strip": Strip(GRID, 2, 5)}),
-    ("no rows of the layout", {"strip": Strip(Grid(4, 4), 1, 3)}),
+    ("expected rows of Grid", {"strip": Strip(GRID, 2, 5)}),
+    ("expected rows of Grid", {"strip": Strip(Grid(4, 4), 1, 3)}),
     ("expected a strip and SeenRows", {"strip": None}),
     ("expected a strip and SeenRows", {"seen": None}),
     ("expected 3 patches", {"strip": Strip(GRID, 1, 2)}),
@@ -360,7 +363,7 @@ def test_names_and_sizes_that_are_none_are_one_line():
     with wrong("form 'linear': expected one of auto, direct, efficient"):
         check_form("linear")
     for width, number in SIZES:
-        with wrong(f"1 or more, got {width} and {number}"):
+        with wrong(f"at least 1, got {width} and {number}"):
             RandomFeatures(width, number)
     with wrong("layout no negative number"):
         count_classes(TokenLayout(16, Grid(-1, 1)), (1, 1))

@@ -201,7 +201,7 @@ def test_steps_are_the_rows_of_the_definitions(horizon, heads, normalization, fe
     cache = KeyValueCache.begin(SHAPE, TOKENS, dtype=torch.float64)
     wanted = reference.softmax_attention(**inputs, causal=True, bias=bias)
     assert relative_error(recurrent(inputs, cache, *past), wanted) < 1e-12
-    with pytest.raises(ValueError, match="the cache is full: it has room for 23 tokens"):
+    with pytest.raises(ValueError, match="the cache is full: expected at most 23 tokens"):
         cache.step(*(inputs[name][:, :, :1] for name in "qkv"))
 
 

@@ -62,7 +62,7 @@ def benchmark(argv: Sequence[str], show: Print) -> None:
         return
     if name not in COMMANDS:
         wanted = ", ".join([*COMMANDS, "gpu"])
-        raise ValueError(f"expected one of {wanted}, got {name[:80]!r}; --help says what they do")
+        raise ValueError(f"expected one of {wanted}, got {name[:80]!r}; see --help")
     command, before = COMMANDS[name], torch.get_num_threads()
     options = parse(
         command,
@@ -221,7 +221,9 @@ class CaseOptions(BenchmarkOptions):
         if self.form not in (None, ["auto"]) and all(
             case.form == "auto" for cases in groups for case in cases
         ):
-            raise ValueError(f"form has no effect: {', '.join(self.names)} have no forms")
+            raise ValueError(
+                f"form has no effect, because {', '.join(self.names)} have no forms; remove it"
+            )
         for cases in groups:
             self.baseline_of(cases)
             for case in cases:

@@ -129,7 +129,7 @@ def open_source(text: str, sizes: Sequence[int] | None) -> LoaderSource:
     for option in options:
         name, _, value = option.partition("=")
         if name in OWN_FLAGS:
-            raise ValueError(f"{text}: {name} is given by {OWN_FLAGS[name]}")
+            raise ValueError(f"{text}: {name} is set by {OWN_FLAGS[name]}; remove it")
         if not value or (name not in known and not name.startswith("args.")):
             raise ValueError(
                 f"{text}: expected options like augment=none, of {', '.join(known)}; got {option}"
@@ -142,7 +142,7 @@ def open_source(text: str, sizes: Sequence[int] | None) -> LoaderSource:
         data = replace(data, img_size=sizes[0], img_size_choices=list(sizes))
     splits = build_splits(data, config.seed)
     if len(splits.train) == 0:
-        raise ValueError(f"{text}: there are no training images")
+        raise ValueError(f"expected training images, got none ({text})")
     return LoaderSource(text, config, splits)
 
 
@@ -241,7 +241,7 @@ def read_batches(
             if number >= 3 * processes and now - began >= seconds:
                 break
     if not images:
-        raise ValueError(f"{case.source.label}: none of the images can be read")
+        raise ValueError(f"no image of {case.source.label} can be read")
     return Reading(images, size / 1e6, max(now - began, 1e-9))
 
 

@@ -100,7 +100,7 @@ class Attention(nn.Module):
         if num_heads < 1 or dim % num_heads:
             divisors = ", ".join(str(n) for n in range(1, dim + 1) if dim % n == 0)
             raise ValueError(
-                f"num_heads {num_heads} does not divide the width {dim}; expected one of {divisors}"
+                f"expected num_heads that divides the width {dim} ({divisors}), got {num_heads}"
             )
         # Checks first: an option without effect is refused, not ignored.
         kind = get_attention(attention)
@@ -188,8 +188,8 @@ class Attention(nn.Module):
             return native
         wanted = "none is known" if native is None else f"the native one has {native.num_tokens}"
         raise ValueError(
-            f"{tokens} tokens without a grid ({wanted}): pass layout=TokenLayout(num_prefix, "
-            f"Grid(height, width))"
+            f"expected a layout for {tokens} tokens ({wanted}); pass "
+            "layout=TokenLayout(num_prefix, Grid(height, width))"
         )
 
     def _options(self, is_causal: bool) -> dict[str, Any]:
@@ -389,8 +389,7 @@ def _key_mask(attn_mask: Tensor | None, x: Tensor) -> Tensor | None:
     }:
         raise ValueError(
             f"attn_mask: expected a bool mask of keys, [{batch}, 1, 1, {tokens}] or [{batch}, "
-            f"{tokens}], got "
-            f"{attn_mask.dtype} {tuple(attn_mask.shape)}; linear attention has no weights of "
-            f"single pairs to mask"
+            f"{tokens}], got {attn_mask.dtype} {tuple(attn_mask.shape)}; linear attention cannot "
+            "mask single pairs"
         )
     return attn_mask.reshape(batch, tokens)

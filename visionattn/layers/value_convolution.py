@@ -24,7 +24,7 @@ class ValueConvolution(nn.Module):
     def __init__(self, dim: int, side: int, device=None, dtype=None):
         super().__init__()
         if side < 1 or side % 2 == 0:
-            raise ValueError(f"value_conv: expected an odd side of 1 patch or more, got {side}")
+            raise ValueError(f"value_conv: expected an odd side of at least 1 patch, got {side}")
         self.reach = side // 2
         """Reach of the kernel: rows and columns of patches on each side of a patch."""
         self.weight = nn.Parameter(torch.empty(dim, 1, side, side, device=device, dtype=dtype))

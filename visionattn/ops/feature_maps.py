@@ -152,7 +152,7 @@ class RandomFeatures(nn.Module):
         super().__init__()
         if not all(isinstance(size, Integral) and size >= 1 for size in (d, num_features)):
             raise ValueError(
-                f"RandomFeatures: expected whole d and num_features of 1 or more, got {d} and "
+                f"RandomFeatures: expected integers d and num_features of at least 1, got {d} and "
                 f"{num_features}"
             )
         rows = torch.empty(num_features, d, device=device, dtype=dtype or torch.float32)
@@ -184,7 +184,7 @@ class RandomFeatures(nn.Module):
         num_features, d = self.projection.shape
         if x.shape[-1] != d:
             raise ValueError(
-                f"RandomFeatures of width {d}: got queries or keys of width {x.shape[-1]}"
+                f"RandomFeatures: expected queries and keys of width {d}, got {x.shape[-1]}"
             )
         x = x.to(accumulation_dtype(x)) * d**-0.25
         exponent = product(x, self.projection.to(x).mT) - x.square().sum(-1, keepdim=True) / 2
@@ -311,7 +311,7 @@ def _checked(features: Tensor, name: str, x: Tensor, width: int | None) -> Tenso
         )
     if width is not None and features.shape[3] != width:
         raise ValueError(
-            f"feature_map.{name}: expected {width} features, as many as on the other side, got "
-            f"{features.shape[3]}"
+            f"feature_map.{name}: expected {width} features, as many as for the other operand, "
+            f"got {features.shape[3]}"
         )
     return features

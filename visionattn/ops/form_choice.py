@@ -50,7 +50,7 @@ def check_sizes(least: int, **sizes: int) -> None:
     """Raise ValueError for a size that is not an integer of at least ``least``."""
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < least:
-            raise ValueError(f"{name}={size!r}: expected a whole number from {least}")
+            raise ValueError(f"{name}={size!r}: expected an integer of at least {least}")
 
 
 def packed_operations(n: int, m: int, d: int, e: int) -> int:

@@ -155,8 +155,8 @@ def differentiate(
 
 def _refuse(ctx, *grads):
     raise NotImplementedError(
-        "attention of visionattn has no second derivative: call backward() without "
-        "create_graph=True, or take the definition in visionattn/ops/reference.py"
+        "attention of visionattn has no second derivative; call backward() without "
+        "create_graph=True, or use visionattn/ops/reference.py"
     )
 
 

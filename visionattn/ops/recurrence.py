@@ -40,7 +40,9 @@ class PastTable:
 
     def __init__(self, relative: Flat, tokens: int):
         if relative.layout is not None:
-            raise ValueError("relative: expected Flat without a layout: every token takes a step")
+            raise ValueError(
+                "relative: expected Flat without a layout, because every token is a step"
+            )
         past = relative.table[:, : relative.table.shape[1] // 2 + 1].flip(1)
         # Converted once for all steps, to the dtype of sums.
         past = past.to(accumulation_dtype(past))
@@ -236,7 +238,7 @@ class KeyValueCache:
             ValueError: the cache is full.
         """
         if self.count == self.keys.shape[2]:
-            raise ValueError(f"the cache is full: it has room for {self.keys.shape[2]} tokens")
+            raise ValueError(f"the cache is full: expected at most {self.keys.shape[2]} tokens")
         self.keys[:, :, self.count] = k[:, :, 0]
         self.values[:, :, self.count] = v[:, :, 0]
         self.count += 1

@@ -179,9 +179,9 @@ def _check(q: Tensor, relative: RelativePosition, strip: Strip | None, seen: See
         )
     layout = relative.layout
     if layout is None or layout.kept is not None or layout.present is not None:
-        raise ValueError("strips are of grids whose patches are all present; give such a layout")
+        raise ValueError("expected a layout whose patches are all present")
     if layout.grid != strip.grid or not 0 <= strip.first < strip.last <= strip.grid.height:
-        raise ValueError(f"{strip}: no rows of the layout's {layout.grid}")
+        raise ValueError(f"expected rows of {layout.grid}, got {strip}")
     if q.shape[2] != strip.rows * strip.grid.width:
         raise ValueError(
             f"q: expected {strip.rows * strip.grid.width} patches of {strip}, got {q.shape[2]}"

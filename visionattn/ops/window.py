@@ -302,12 +302,12 @@ def _table_of(relative: RelativePosition | None) -> Tensor | None:
 
 def _check(layout: TokenLayout | None, relative: RelativePosition | None, window_size: int) -> None:
     if isinstance(relative, Flat):
-        raise ValueError("relative: windows are of a grid, expected Joint or Axial, got Flat")
+        raise ValueError("relative: expected Joint or Axial for windows on a grid, got Flat")
     if (layout is None) == (relative is None):
         said = "neither" if layout is None else "both"
         raise ValueError(f"expected layout, or relative, which has its own, got {said}")
     if relative is not None and relative.normalization != "sum":
-        raise ValueError('normalization="mean" has no meaning under a softmax; leave it at "sum"')
+        raise ValueError('normalization="mean" is undefined for a softmax; use "sum"')
     check_window_size(window_size)
 
 
@@ -315,7 +315,7 @@ def check_window_size(window_size: int) -> None:
     """Raise ValueError unless it is an integer of at least 1."""
     if not isinstance(window_size, int) or isinstance(window_size, bool) or window_size < 1:
         raise ValueError(
-            f"window_size: expected a whole number of patches from 1, got {window_size!r}"
+            f"window_size: expected an integer of at least 1 patch, got {window_size!r}"
         )
 
 

@@ -123,18 +123,17 @@ def check_options(config: ProfileConfig) -> None:
                 raise ValueError(f"{name} must be above 0, got {value}")
     if config.form != ["auto"] and not any(map(has_forms, config.models)):
         raise ValueError(
-            f"form has no effect: {', '.join(config.models)} have no forms; visionattn's models "
-            "have"
+            f"form needs models of visionattn, got {', '.join(config.models)}; remove it"
         )
     if config.checkpointing != "without" and config.passes == ["inference"]:
         raise ValueError("checkpointing has no effect in inference; pass --passes forward+backward")
     if config.largest and config.img_size:
-        raise ValueError("largest searches for the image size; omit img_size")
+        raise ValueError("largest searches for the image size; remove img_size")
     if config.snapshot:
         count = len(config.series()) * len(config.sizes_px)
         if count != 1:
             raise ValueError(
-                f"snapshot holds one cell, and these are {count or 'many'}: name one model, size, "
+                f"expected one cell for snapshot, got {count or 'many'}; pass one model, size, "
                 "pass, precision and form"
             )
         check_free(Path(config.snapshot), config.overwrite)

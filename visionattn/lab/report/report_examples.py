@@ -157,7 +157,7 @@ def drawn(run: Run, count: int) -> tuple[Validation, list[Item]]:
     validation = Validation(parse_validate(flags))
     dataset = validation.dataset
     if isinstance(dataset, Shards):
-        raise ValueError("the images come as a stream, from which none can be picked")
+        raise ValueError("the images are a stream, which has no indices")
     found: dict[int, Item] = {}
     for index in np.random.default_rng(0).permutation(len(dataset)).tolist():
         sample = dataset[SampleKey(index, 0, validation.geometries[0])]
@@ -166,7 +166,7 @@ def drawn(run: Run, count: int) -> tuple[Validation, list[Item]]:
         if len(found) == count:
             break
     if not found:
-        raise ValueError("none of the images can be read")
+        raise ValueError("no image can be read")
     return validation, [found[index] for index in sorted(found)]
 
 

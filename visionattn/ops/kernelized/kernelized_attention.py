@@ -46,8 +46,7 @@ def _check_causal(feature_map: FeatureMap, relative: RelativePosition | None) ->
     if relative is not None and not isinstance(relative, Flat):
         kind = type(relative).__name__
         raise ValueError(
-            f"causal: expected relative position along the sequence, Flat, got {kind}, which is "
-            f"for a grid"
+            f"causal: expected relative position Flat, along the sequence, got {kind} for a grid"
         )
     if relative is not None and relative.layout is not None and relative.layout.kept is not None:
         raise ValueError(
