@@ -1,4 +1,4 @@
-"""Loaders of all data sets: order, sizes, keys, workers, and images that cannot be read."""
+"""Loaders of all datasets: order, sizes, keys, workers, and images that cannot be read."""
 
 import gc
 import multiprocessing

@@ -73,7 +73,7 @@ CASES = [
     ),
     (
         dict(name="digits_pixel", task="generate"),
-        "digits_pixel has one-hot gray levels for classifica",
+        "digits_pixel has one-hot gray levels; for data.task",
     ),
     (dict(name="documents", task="generate", img_size=300), "expected pieces of documents of at m"),
     (dict(name="documents", task="generate", fit="pad"), "data.task generate uses crops of docu"),
@@ -116,17 +116,20 @@ CASES = [
     (MASKED | dict(root=__file__), f"data root {__file__} is not a folder; expected images/*"),
 ]
 MEANINGS = [
-    (dict(classes=["a"]), ".classes, got 1"),
-    (dict(classes=["a", "a"]), ".classes, got ['a', 'a']"),
-    (dict(colours=[[0, 0], [1, 1]]), "expected red, green and blue of each class, 0 to 255, in"),
-    (dict(colours=[[0] * 3] * 2), ".colours, one per class"),
-    (dict(colours=THREE, classes=["a", "b"]), ".colours, got 2 and 3"),
-    (dict(ignored=-1), ".ignored must be one value from 0 to 65535, got -1"),
-    (dict(ignored=[255]), ".ignored must be one value from 0 to 65535, got [255]"),
-    (dict(colours=THREE, ignored=255), ".ignored must be red, green and blue, 0 to 255, got 255"),
-    (dict(colours=THREE, ignored=THREE[1]), ".ignored [200, 30, 30] is the value of a class; pass"),
-    (dict(classes=["a", "b"], ignored=1), ".ignored 1 is the value of a class; pass another value"),
-    (dict(names=["a", "b"]), " has an unknown key names"),
+    (dict(classes=["a"]), "expected 2 to 255 classes in {}.classes, got 1"),
+    (dict(classes=["a", "a"]), "expected distinct names in {}.classes, got ['a', 'a']"),
+    (dict(colours=[[0, 0], [1, 1]]), "expected red, green and blue of each class, 0 to 255, in {}"),
+    (dict(colours=[[0] * 3] * 2), "expected distinct colors in {}.colours, one per class"),
+    (dict(colours=THREE, classes=["a", "b"]), "expected as many {0}.classes as {0}.colours, got 2"),
+    (dict(ignored=-1), "{}.ignored must be one value from 0 to 65535, got -1"),
+    (dict(ignored=[255]), "{}.ignored must be one value from 0 to 65535, got [255]"),
+    (dict(colours=THREE, ignored=255), "{}.ignored must be red, green and blue, 0 to 255, got 255"),
+    (dict(colours=THREE, ignored=THREE[1]), "{}.ignored [200, 30, 30] is the value of a class"),
+    (
+        dict(classes=["a", "b"], ignored=1),
+        "{}.ignored 1 is the value of a class; pass another value",
+    ),
+    (dict(names=["a", "b"]), "{} has an unknown key names"),
 ]
 
 
@@ -143,10 +146,10 @@ def test_wrong_meanings_of_masks_are_refused_from_options_and_files(tmp_path):
     (tmp_path / "images").mkdir()
     for given, line in MEANINGS:
         error = refused(ValueError, DataConfig(**MASKED, masks=given))
-        assert error.startswith(f"data.masks{line}"), (given, error)
+        assert error.startswith(line.format("data.masks")), (given, error)
         path.write_text(json.dumps(given))
         error = refused(ValueError, DataConfig(**MASKED | dict(root=str(tmp_path))))
-        assert error.startswith(f"{path}{line}"), (given, error)
+        assert error.startswith(line.format(path)), (given, error)
 
 
 def test_means_are_as_many_as_channels(tmp_path):
@@ -156,7 +159,7 @@ def test_means_are_as_many_as_channels(tmp_path):
     assert (spec.mean, spec.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
     for changes, line in (
         (dict(mean=[0.1]), "expected 3 numbers for data.mean, one per channel, got 1"),
-        (dict(std=[1, 1, 0]), "data.std must be finite and above 0, got [1, 1, 0]"),
+        (dict(std=[1, 1, 0]), "expected data.std to be finite and above 0, got [1, 1, 0]"),
         (dict(bands=[1]), "expected 1 numbers for data.mean, one per channel, got 3"),
     ):
         assert refused(ValueError, config_of(tmp_path, **given | changes)) == line

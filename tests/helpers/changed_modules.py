@@ -107,7 +107,10 @@ CALLED = {
 }
 """Changes that count."""
 REFUSED = {
-    "hook on block": (hook("blocks.1", torch.sin), r"^blocks\.1 has hooks, which would be bypassed"),
+    "hook on block": (
+        hook("blocks.1", torch.sin),
+        r"^blocks\.1 has hooks, which would be bypassed",
+    ),
     "hook before attention": (hook_before("blocks.1.attn"), r"^blocks\.1\.attn has hooks"),
     "hook on patches": (hook("patch_embed", torch.sin), "^patch_embed has hooks"),
     "hook on model": (hook("", torch.sin), "^the model has hooks"),

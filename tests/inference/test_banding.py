@@ -159,7 +159,7 @@ def test_a_model_that_cannot_be_computed_so_says_why(folder, capsys):
     assert run("predict", native(*BOUND, output="out.csv")) == 3
     assert "they cannot run band by band: " in capsys.readouterr().err
     assert written(folder) == before
-    with pytest.raises(OutOfMemory, match="1 image of 136 x 64 pixels would take about "):
+    with pytest.raises(OutOfMemory, match="1 image of 136 x 64 pixels would need about "):
         visionattn.predict("best.safetensors", "images", img_size="native", memory_gib=0.0005)
 
 

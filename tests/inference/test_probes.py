@@ -183,7 +183,7 @@ def test_the_command_probes_the_maps_that_it_wrote_and_pixels(folder, capsys):
         "canvas: 30 validation and 30 test images; distractors null, "
         "digit_px (16, 40), whole_digits 1, val_fraction 0.1, seed 0"
     )
-    # By hand: the maps of the files, the masks and pixels of the data set.
+    # By hand: the maps of the files, the masks and pixels of the dataset.
     maps, pixels = [], []
     for split in ("validation", "test"):
         data = CanvasDataset(digit_splits(0.1, 0)[split], split, 30, 0)

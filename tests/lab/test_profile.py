@@ -356,8 +356,8 @@ BAD = {
     "--img-size 0": "img_size must be above 0, got 0",
     "--passes forward": "passes[0] must be one of inference, forward+backward, training_step, got "
     "forward",
-    "--models vit_tiny_patch16_224 --form direct": "form has no effect: "
-    "vit_tiny_patch16_224 have no forms",
+    "--models vit_tiny_patch16_224 --form direct": "form needs models of "
+    "visionattn, got vit_tiny_patch16_224",
     "--checkpointing with": "checkpointing has no effect in inference",
     "--snapshot new.pickle": "expected one cell for snapshot, got 2",
     "--snapshot new.pickle --largest": "expected one cell for snapshot, got many",

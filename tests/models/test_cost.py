@@ -187,7 +187,7 @@ def test_a_batch_that_does_not_fit_is_refused_and_one_that_may_just_do_is_not(me
     with pytest.raises(DoesNotFit) as refused:
         check(memory(there), (9, 32, 48))
     assert str(refused.value) == (
-        "9 images of 32 x 48 pixels would take about 0 MiB of memory, but 0 MiB are available; "
+        "9 images of 32 x 48 pixels would need about 0 MiB of memory, but 0 MiB are available; "
         "--batch-size 4 would fit; --batch-size auto uses the largest batch that fits"
     )
 
@@ -263,7 +263,7 @@ def test_on_a_gpu_the_peak_of_a_pass_counts_against_what_is_free(monkeypatch):
         with pytest.raises(DoesNotFit) as refused:
             check(memory, (64, 32, 48))
         assert str(refused.value) == (
-            "64 images of 32 x 48 pixels would take more than the available memory (0 MiB); "
+            "64 images of 32 x 48 pixels would need more than the available memory (0 MiB); "
             "--batch-size 16 would fit; --batch-size auto uses the largest batch that fits"
         )
         assert memory.way_out((1, 256, 384)) == "--img-size 128 192 would fit"

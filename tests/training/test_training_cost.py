@@ -83,7 +83,7 @@ def test_what_does_not_fit_is_refused_with_the_batch_that_would(
         lines_of(config)
     assert exit_code(refused.value) == 3
     text = str(refused.value)
-    assert "a step on 32 images of 32 x 32 pixels would take about" in text
+    assert "a step on 32 images of 32 x 32 pixels would need about" in text
     batch_size = int(re.search(r"--batch-size (\d+) would fit", text)[1])
     assert memory.bytes_of((batch_size, 32, 32)) <= there
     assert f"--optim.accumulate {math.ceil(32 / batch_size)} " in text
@@ -126,7 +126,7 @@ def test_on_a_gpu_what_does_not_fit_is_refused_and_auto_takes_the_most_that_does
         assert run_tool(lambda: lines_of(config)) == 3
     error, status = capsys.readouterr().err, tmp_path / "small" / STATUS
     assert error.startswith(
-        "error: a step on 61 images of 16 x 16 pixels would take more than the available "
+        "error: a step on 61 images of 16 x 16 pixels would need more than the available "
         "memory (0 MiB); --batch-size 8 would fit, with --optim.accumulate 8 for as many images in "
         "a step; --batch-size auto uses the largest batch that fits, and model.grad_check"
     )

@@ -123,7 +123,7 @@ def test_what_does_not_fit_is_refused_with_what_would_and_writes_nothing(
     code, lines, error = evaluate(*flags, f"--json={tmp_path / 'rows.json'}")
     assert code == 3 and lines == [] and not list(tmp_path.iterdir())
     assert re.fullmatch(
-        r"error: 7 images of 64 x 64 pixels would take about \d+ MiB of memory, but \d+ "
+        r"error: 7 images of 64 x 64 pixels would need about \d+ MiB of memory, but \d+ "
         r"MiB are available; --batch-size (2|4) would fit; --batch-size auto uses the "
         r"largest batch that fits\n",
         error,

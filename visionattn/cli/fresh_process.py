@@ -70,7 +70,7 @@ def ask(
     """Return the result of ``function(**given)``, called in a fresh process.
 
     Args:
-        function: a module-level function of the package; takes and returns JSON values.
+        function: a module-level function of the package; arguments and result are JSON values.
         given: its arguments.
         what: name of the measured work, for the error.
         returning: as for ``environment``.

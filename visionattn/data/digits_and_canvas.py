@@ -218,9 +218,9 @@ def draw_canvas(
 
     The whole digit and the fragments get sides drawn from ``task.digit_px``, for any canvas size.
     Nothing overlaps the whole digit. Fragments overlap each other only if 40 draws found no room,
-    and a fragment that cannot be placed even so is left out (on canvases below 96 pixels, with four
+    and a fragment that cannot be placed even so is omitted (on canvases below 96 pixels, with four
     per 128). The side and appearance of the whole digit are drawn first, so that a generator in the
-    same state gives the same digit on a canvas of another size. A second whole digit is left out if
+    same state gives the same digit on a canvas of another size. A second whole digit is omitted if
     there is no room.
 
     Args:

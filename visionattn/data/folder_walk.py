@@ -1,5 +1,5 @@
 """The files below a folder: which are images, which folders are splits, the order of names, and the
-message about files left out.
+message about unused files.
 
 This module skips hidden files, pipes, sockets and devices, and opens no image.
 """

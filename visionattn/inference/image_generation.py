@@ -71,7 +71,7 @@ def generate(model: nn.Module | str | Path, count: int | None = None, **options:
             its device and unchanged; or a checkpoint of a training with ``data.task: generate``.
         count: see ``GenerateOptions``.
         options: further fields of ``visionattn.inference.generate_options.GenerateOptions``;
-            ``classes`` may be numbers, and ``complete`` takes images as ``predict`` does.
+            ``classes`` may be numbers, and ``complete`` accepts images like ``predict``.
 
     Raises:
         ValueError, FileNotFoundError: the model generates no images, or an option or an image is

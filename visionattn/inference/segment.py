@@ -240,9 +240,8 @@ class MaskPredictor:
 
 
 def judged(outcome: Outcome, geometry: Geometry) -> Outcome:
-    """Return the outcome of an image with its mask at the size of the file, uint8
-    ``[height, width]``, or its probabilities ``[classes, height, width]``, which are NaN where the
-    model has not seen the image.
+    """Return the outcome of an image with its mask, uint8 ``[height, width]``, or its probabilities
+    ``[classes, height, width]``, at the size of the file. Probabilities of unseen pixels are NaN.
 
     The mask is removed if the logits of any pixel are not finite.
     """

@@ -375,7 +375,7 @@ class PaperOptions(BenchmarkOptions):
 
 @dataclass
 class LoaderOptions(BenchmarkOptions):
-    """The data pipeline without a model, by YAML files of trainings or names of data sets. Options
+    """The Data pipeline without a model, for YAML files of trainings or names of datasets. Options
     follow plus signs: configs/canvas.yaml+augment=none, folder+root=PATH.
     """
 

@@ -128,7 +128,7 @@ class Work:
     """The function of a case with its tensors; call it to run the case once."""
 
     function: Callable[..., Tensor]
-    """The operation or model; takes the tensors by name."""
+    """The operation or model; called with the tensors by name."""
     tensors: dict[str, Tensor]
     leaves: tuple[Tensor, ...]
     """Tensors whose gradients the backward pass computes."""

@@ -141,7 +141,7 @@ def png(path: Path, charts: Sequence[Chart], *, title: str = "", notes: Sequence
     Args:
         path: the file.
         charts: in reading order; an empty chart shows a note.
-        title: title of the figure, with the data set.
+        title: title of the figure, with the dataset.
         notes: text below the charts.
     """
     from matplotlib.figure import Figure

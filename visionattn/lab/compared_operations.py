@@ -272,9 +272,9 @@ def check_forms(
     limit: float,
     tokens: int,
 ) -> str | None:
-    """Compare the results of ``run`` with the definition in the form of the case, or in each form
-    for "auto", which may choose another form at the size of the check. Return the error in words,
-    or None.
+    """Compare the results of ``run`` with the definition, in the form of the case. For "auto",
+    compare each form, because the size of the check may lead to another choice. Return the error in
+    words, or None.
 
     Args:
         case: the case to check.

@@ -77,7 +77,7 @@ def slope_of(x: Sequence[float], y: Sequence[float]) -> float | None:
     """Return the slope of the least-squares line of ``log y`` over ``log x`` for the larger half of
     the sizes, at least two; None for fewer than two points.
 
-    Small sizes are left out, because the overhead of a call dominates there.
+    Small sizes are skipped, because the overhead of a call dominates there.
     """
     return slope(sorted(zip(x, y, strict=True))[-max(2, math.ceil(len(x) / 2)) :])
 

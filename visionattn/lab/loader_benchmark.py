@@ -52,7 +52,7 @@ OWN_FLAGS = {
 
 @dataclass(frozen=True, eq=False)
 class LoaderSource:
-    """A data set to load as in training."""
+    """A dataset to load as in training."""
 
     label: str
     """The name as typed."""
@@ -62,7 +62,7 @@ class LoaderSource:
 
 @dataclass(frozen=True)
 class LoaderCase:
-    """A data set with the settings of its loader."""
+    """A dataset with the settings of its loader."""
 
     source: LoaderSource
     workers: int
@@ -114,12 +114,12 @@ def open_source(text: str, sizes: Sequence[int] | None) -> LoaderSource:
     """Find the training images of ``configs/canvas.yaml+augment=none`` or ``folder+root=/data``.
 
     Args:
-        text: the YAML file of a training, or the name of a data set; options of the data follow,
+        text: the YAML file of a training, or the name of a dataset; options of the data follow,
             each after a plus sign.
         sizes: image sizes in pixels to check; None: the sizes in the configuration.
 
     Raises:
-        ValueError, FileNotFoundError: no such file, data set or option, or invalid data; one line.
+        ValueError, FileNotFoundError: no such file, dataset or option, or invalid data; one line.
     """
     base, *options = re.split(r"\+(?=[\w.]+(?:=|\+|$))", text)
     known = [name for name in field_types(DataConfig) if name not in OWN_FLAGS]
@@ -154,7 +154,7 @@ def loader_cases(
     *,
     read_all: bool,
 ) -> list[LoaderCase]:
-    """Open the named data sets with ``open_source``, and return the cases of one run.
+    """Open the named datasets with ``open_source``, and return the cases of one run.
 
     Raises:
         ValueError, FileNotFoundError: invalid data, more workers than shards, or ``read_all`` for
@@ -222,7 +222,7 @@ def read_batches(
     per worker. Leave no worker running.
 
     Args:
-        case: the data set and the settings of its loader.
+        case: the dataset and the settings of its loader.
         seconds: minimum measured time.
         epoch: the epoch that gives the order of images; the next epochs follow.
         clock: returns seconds.

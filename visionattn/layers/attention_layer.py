@@ -193,7 +193,7 @@ class Attention(nn.Module):
         )
 
     def _options(self, is_causal: bool) -> dict[str, Any]:
-        """Return the options that this operation takes in addition to the common ones."""
+        """Return the options that this operation accepts in addition to the common ones."""
         kind = self.kind
         taken = {
             "form": (kind.forms, self.form),

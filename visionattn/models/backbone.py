@@ -395,7 +395,7 @@ class VisionAttnTransformer(VisionTransformer):
         """Return True for each patch of images ``[B, C, H_px, W_px]`` that is not absent, row by
         row, bool ``[B, H*W]``.
 
-        ``forward_head`` takes this mask. None if ``sizes`` is None: no patch is absent.
+        ``forward_head`` accepts this mask. None if ``sizes`` is None: no patch is absent.
         """
         rows, columns = self.patch_embed.patch_size
         grid = Grid(-(-x.shape[2] // rows), -(-x.shape[3] // columns))

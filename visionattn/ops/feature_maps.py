@@ -291,7 +291,7 @@ def key_features(
 ) -> Tensor:
     """Return the features ``[B, h, M, f]`` of ``k [B, h, M, d]``.
 
-    Contents of keys that ``key_mask [B, M]`` leaves out have no effect.
+    Contents of keys that ``key_mask [B, M]`` excludes have no effect.
 
     Raises:
         ValueError: features of another shape, or f other than ``width``.

@@ -113,7 +113,7 @@ def form_of_shapes(operation: str, q: Sequence[int], v: Sequence[int], class_row
 
 
 def crossover(operation: str, d: int, *, heads: int = 1, batch: int = 1) -> int | None:
-    """Return the smallest number of tokens N = M for which ``choose_form`` takes the efficient
+    """Return the smallest number of tokens N = M for which ``choose_form`` chooses the efficient
     form.
 
     v is as wide as q. Return None if the direct form is taken up to 2^24 tokens.

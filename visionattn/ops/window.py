@@ -345,8 +345,8 @@ def window_attention(
     Windows begin at the top left; at the bottom and right borders they are as large as the grid
     allows. Time and memory are linear in the patches: each patch has at most ``P + window_size^2``
     keys. Only the weights of a few windows are in memory at a time, forward and backward. With 6
-    heads of width 64 and float32, peak memory is 13 MiB above the result, and in a training step 39
-    MiB above result and gradients, for 4,096 and for 16,384 patches alike (measured with torch's
+    heads of width 64 and float32, peak memory is 13 MiB above the result; in a training step it is
+    39 MiB above result and gradients. Both hold for 4,096 and 16,384 patches (measured with torch's
     profiler on a CPU).
 
     Args:

@@ -135,7 +135,7 @@ class TrainConfig:
     compile: bool = False
     """Compile the model with ``torch.compile``."""
     seed: int = 0
-    """Seed of initial weights, order of images, augmentation, and splits of built-in data sets."""
+    """Seed of initial weights, order of images, augmentation, and splits of built-in datasets."""
     threads: int | None = None
     """CPU threads; None: torch's default."""
     save_every: int | None = 500
@@ -185,8 +185,8 @@ class ValidateConfig:
     folder, all images of another folder, or the test images of other data if available.
     """
     seed: int = 0
-    """Seed of the splits of built-in data sets; the default comes from ``config.yaml`` in the
-    folder of the checkpoint.
+    """Seed of the splits of built-in datasets; the default comes from ``config.yaml`` in the folder
+    of the checkpoint.
     """
     batch_size: int | Literal["auto"] = 64
     """Images per batch. ``auto``: the largest batch that fits into memory."""

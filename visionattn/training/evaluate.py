@@ -166,7 +166,7 @@ class Tally:
 
     def rows(self, numbers: Sequence[int] | None) -> np.ndarray:
         """Return a row for each image, float64 ``[N, 5]``: class, predicted class, the log
-        probability of each, and the index of the image in the data set. With ``add_values``, the
+        probability of each, and the index of the image in the dataset. With ``add_values``, the
         rows are labels, values and the index, ``[N, 2 K + 1]``.
 
         Args:

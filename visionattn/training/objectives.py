@@ -141,8 +141,8 @@ class Objective:
 
 class PixelClasses(Objective):
     """Learn the classes of pixels. The cross-entropy or focal loss of an image is the mean over its
-    pixels except ignored ones, Dice compares its mask as a whole, and the loss of a batch is the
-    mean over its images.
+    pixels except ignored ones; Dice compares its whole mask. The loss of a batch is the mean over
+    its images.
     """
 
     measure = "mean IoU"

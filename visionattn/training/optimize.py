@@ -29,7 +29,7 @@ class OptimizerStep:
         config: optimizer, loss and clipping.
         device: device of the model.
         amp: mixed precision: ``none``, ``bf16`` or ``fp16``; ``fp16`` scales the loss.
-        loss: takes outputs and targets; None: the classification loss of ``config``.
+        loss: a function of outputs and targets; None: the classification loss of ``config``.
         initial_scale: initial loss scale of ``fp16``. The default overflows in the first steps,
             which are skipped.
 
@@ -72,7 +72,7 @@ class OptimizerStep:
             forward: the forward pass of training.
             inputs: ``[B, C, H, W]``.
             targets: the targets of the loss.
-            weights: weights of the images, ``[B]``, for a ``loss`` that takes them; None: 1.
+            weights: weights of the images, ``[B]``, for a ``loss`` that accepts them; None: 1.
             share: the weight of this batch's mean in the loss.
             factor: the weight of the loss in the gradient.
 

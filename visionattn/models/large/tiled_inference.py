@@ -173,9 +173,8 @@ def forward_tiles(
     Args:
         model: any module for ``[B, C, H, W]``; ``pooled`` and ``dense`` need timm's
             ``forward_head`` and ``forward_intermediates``.
-        image: ``[B, C, H, W]`` as the model takes it, or a ``PartSource`` that is read tile by
-        tile;
-            for ``visionattn.forward_tiles`` also a path or an array, as ``open_source`` opens it.
+        image: the model's input ``[B, C, H, W]``, or a ``PartSource`` that is read tile by tile;
+        for ``visionattn.forward_tiles`` also a path or an array, as ``open_source`` opens it.
         tile: height and width of tiles in pixels, a whole number of patches; a smaller image is one
             tile.
         overlap: minimum number of pixels that neighbors share, a whole number of patches; None: an

@@ -89,10 +89,10 @@ def kernelized_attention(
         value_drop: drop whole rows of v with this probability and scale up the others; see
             ``drop_values``.
         generator: random generator for value_drop.
-        form: "efficient" is O((N + M) d e), "direct" O(N M d); "auto" takes the form that
+        form: "efficient" is O((N + M) d e), "direct" O(N M d); "auto" chooses the form that
             ``form_choice.py`` expects to be faster. They agree to rounding.
         impl: "triton" runs the GPU kernels or raises the reason why not, "eager" runs PyTorch
-            operations; "auto" takes kernels on a GPU if they exist (``kernelized_triton.py``). They
+            operations; "auto" uses kernels on a GPU if available (``kernelized_triton.py``). They
             agree within the precision of the inputs.
 
     Returns:

@@ -295,7 +295,7 @@ def kernel_sums(
         feature_map: "elu1", "relu", or "given": q and k are features already.
         causal: query i attends to keys ``j <= i`` only, queries from M on to all keys.
         form: "direct" works on blocks of scores, O(N M (d + e)); "efficient" is O((N + M) d e);
-            "auto" takes the form expected to be faster, at run time under a compiler too.
+            "auto" chooses the form expected to be faster, at run time under a compiler too.
         narrow: round the sums of values to the dtype of v, for a mean without gradient.
 
     Returns:

@@ -10,8 +10,8 @@ row y' the weight ``phi(q) . r_clip(y' - y)`` with ``phi = elu1``, for any colum
 A row of queries is then a ``W x C`` by ``C x e`` product. The two ends are running sums, in the
 backward pass too, never differences. The columns of a grid are the rows of its transposed views.
 
-The operator takes queries and values of any dtype and strides, and works in the dtype of the table
-on bands of rows that stay in cache. Autograd saves no copies, and R may cover the whole grid.
+The operator accepts queries and values of any dtype and strides, and works in the dtype of the
+table on bands of rows that stay in cache. Autograd saves no copies, and R may cover the whole grid.
 Layouts and masks are handled elsewhere.
 """
 

@@ -7,7 +7,7 @@ r_ab`` and ``phi = elu1``. Two forms compute it: products of tiles with windows 
 (``tiled_position.py``), linear in the number of patches, and on small grids a weight for each pair
 of places, which is cheaper there (``direct_is_faster``).
 
-The operator takes queries and values of any dtype and strides, and multiplies in the dtype of the
+The operator accepts queries and values of any dtype and strides, and multiplies in the dtype of the
 table, some heads at a time. Autograd saves no copies.
 """
 

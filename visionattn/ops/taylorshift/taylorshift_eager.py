@@ -193,7 +193,7 @@ def taylor_sums(
         key_mask: bool ``[B, M]``, True takes part.
         a, b, c: coefficients, ``a > 0``.
         form: "direct" completes the square and works on blocks of scores, O(N M d); "efficient"
-            uses the packed products of each key, O((N + M) d^2 e); "auto" takes the form expected
+            uses the packed products of each key, O((N + M) d^2 e); "auto" chooses the form expected
             to be faster.
 
     Returns:

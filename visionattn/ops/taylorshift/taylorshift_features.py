@@ -39,7 +39,7 @@ BUFFER_BYTES = 1 << 23
 CHUNK_TOKENS = (128, 512)
 MOST_CANCELLATION = {torch.float32: 2.0**13, torch.float64: 2.0**28}
 """Limit, by the dtype of sums, on the size of the efficient form's terms relative to a query's
-mass; above it "auto" takes the direct form.
+mass; above it "auto" chooses the direct form.
 
 The error of the result, relative to the largest value, is up to a quarter of eps times this limit:
 2.5e-4 in float32, 1.5e-8 in float64.

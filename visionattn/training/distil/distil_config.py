@@ -108,7 +108,7 @@ class DistilConfig(StudentOptions):
     grad_checkpointing: bool = False
     """Gradient checkpointing of the student's blocks in stages b and c: less memory, more time."""
     seed: int = 0
-    """Seed of initial weights, order of images, augmentation, and splits of built-in data sets."""
+    """Seed of initial weights, order of images, augmentation, and splits of built-in datasets."""
     device: str = "auto"
     """``cpu``, ``cuda``, or ``auto``: the GPU if available."""
     amp: Literal["none", "bf16", "fp16"] = "none"
