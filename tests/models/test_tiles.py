@@ -273,7 +273,7 @@ WRONG = [
     ({"prepare": prepared}, "prepare needs a source, got a tensor"),
     ({"sink": Bands(None)}, "a sink needs a map"),
     ({"image": torch.zeros(3, 64, 64)}, r"expected images \[B, C, H, W\]"),
-    ({"sink": Bands(None), "image": IMAGE.expand(2, -1, -1, -1)}, "there are 2"),
+    ({"sink": Bands(None), "image": IMAGE.expand(2, -1, -1, -1)}, "for a sink, got 2"),
     ({"model": nn.Flatten(), "want": "dense"}, "has no forward_intermediates"),
     ({"model": nn.AvgPool2d(8, 10), "overlap": 0}, "expected tile, overlap and image in whole"),
     ({"model": nn.Flatten(2), "overlap": 4}, r"outputs of shape \[3, 1024\]"),

@@ -278,7 +278,7 @@ def test_what_is_for_classes_of_images_refuses_masks(run, tmp_path, capsys):
     assert share([best, "--to", str(tmp_path / "shared")]) == 2
     assert_one_error(capsys, "gives classes of pixels")
     assert convert([best, "--output", str(tmp_path / "c.safetensors")]) == 2
-    assert_one_error(capsys, "gives classes of pixels")
+    assert_one_error(capsys, "got a model with classes of pixels")
     assert read_metadata(best)["model"] == "scaleformer_vit_t" and not list(tmp_path.iterdir())
 
 

@@ -58,7 +58,7 @@ class GenerateOptions:
     device: str = "auto"
     """``cpu``, ``cuda``, or ``auto``: the GPU if available."""
     threads: int | None = None
-    """CPU threads; None: torch's default."""
+    """CPU threads; None: chosen by torch."""
     amp: Literal["none", "bf16"] = "none"
     """Automatic mixed precision."""
     output: str | None = None

@@ -63,7 +63,7 @@ class OpenOptions:
     device: str = "auto"
     """``cpu``, ``cuda``, or ``auto``: the GPU if available."""
     threads: int | None = None
-    """CPU threads; None: torch's default."""
+    """CPU threads; None: chosen by torch."""
     seed: int = 0
     """Seed of random weights."""
     output: str | None = None

@@ -111,7 +111,7 @@ class BenchmarkOptions:
     csv: str | None = None
     """CSV file for the rows, with provenance."""
     threads: int | None = None
-    """CPU threads; None: torch's default."""
+    """CPU threads; None: chosen by torch."""
     overwrite: bool = False
     """Replace existing files."""
 

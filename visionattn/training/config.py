@@ -137,7 +137,7 @@ class TrainConfig:
     seed: int = 0
     """Seed of initial weights, order of images, augmentation, and splits of built-in datasets."""
     threads: int | None = None
-    """CPU threads; None: torch's default."""
+    """CPU threads; None: chosen by torch."""
     save_every: int | None = 500
     """Save a state to resume from every N optimizer steps. None: only after each epoch."""
     parallel: Literal["ddp", "fsdp", "sequence"] | int | None = None
@@ -195,7 +195,7 @@ class ValidateConfig:
     amp: Literal["none", "bf16", "fp16", "auto"] = "none"
     """Automatic mixed precision (AMP). ``auto``: bf16 if the CPU or GPU has bf16 units."""
     threads: int | None = None
-    """CPU threads; None: torch's default."""
+    """CPU threads; None: chosen by torch."""
     json: str | None = None
     """JSON file for the rows, with device, precision, versions and configuration."""
 

@@ -59,7 +59,7 @@ class ProfileConfig:
     device: str = "auto"
     """``auto``: the GPU if there is one, else the CPU."""
     threads: int | None = None
-    """CPU threads; None: torch's default."""
+    """CPU threads; None: chosen by torch."""
     budget_gib: float | None = None
     """Memory budget in GiB: a cell with a higher peak counts as out of memory. The peak is the
     memory that PyTorch reserves on a GPU, or the whole process on a CPU. None: all memory of the

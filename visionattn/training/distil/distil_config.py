@@ -114,7 +114,7 @@ class DistilConfig(StudentOptions):
     amp: Literal["none", "bf16", "fp16"] = "none"
     """Automatic mixed precision (AMP) of student and teacher."""
     threads: int | None = None
-    """CPU threads; None: torch's default."""
+    """CPU threads; None: chosen by torch."""
     output: str = "checkpoints"
     """Parent of the distillation's folder."""
     run: str | None = None
