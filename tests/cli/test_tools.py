@@ -144,7 +144,7 @@ def test_bad_input_ends_validation_with_one_line_and_code_2(finished, tmp_path, 
         ),
         (
             ["--checkpoint", best, "--img-size", "big"],
-            "img_size[0] must be a whole number or a list, got big",
+            "img_size[0] must be an integer or a list, got big",
         ),
         (["--checkpoint", best, "--batch_size", "0"], "batch_size must be above 0, got 0"),
         (["--checkpoint", best, "--seed", "-1"], "seed must be at least 0, got -1"),

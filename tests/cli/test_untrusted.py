@@ -57,7 +57,7 @@ def test_values_of_a_type_are_returned_as_it_says():
 
 REFUSED = [
     (int, 1.5, "it must be an integer, got 1.5"),
-    (int | Literal["auto"], "many", "it must be a whole number or auto, got many"),
+    (int | Literal["auto"], "many", "it must be an integer or auto, got many"),
     (float, math.nan, "it must be a finite number, got nan"),
     (str, None, "it must be text, got null"),
     (bool, "perhaps", "it must be true or false, got perhaps"),

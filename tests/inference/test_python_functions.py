@@ -281,7 +281,7 @@ def test_what_cannot_be_done_is_one_line(given, tmp_path):
         (linear, folder, {}, "set its data_spec to a visionattn.DataSpec"),
         (no_classes, folder, {}, "expected a model with classes"),
         (model, folder, {"device": "cpu"}, "remove device"),
-        (model, folder, {"img_size": "own"}, "img_size must be a whole number or a list"),
+        (model, folder, {"img_size": "own"}, "img_size must be an integer or a list"),
         (model, [], {}, "there are no images"),
         (model, [str(folder), pixels[0]], {}, "got both"),
         (model, pixels[0].astype(str), {}, r"image 0: expected numbers, \[H, W\]"),
