@@ -218,7 +218,7 @@ def test_files_of_others_are_neither_deleted_nor_replaced(folder, capsys):
     mine = folder / "out" / "features-2024.safetensors"
     mine.parent.mkdir()
     mine.write_bytes(b"mine")
-    refused(capsys, "choose another --output")
+    refused(capsys, "pass another --output")
     assert written(folder / "out") == {mine.name: b"mine"}
     mine.unlink()
     assert extract() == 0
