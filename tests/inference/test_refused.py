@@ -66,7 +66,7 @@ REFUSED = [
     ("masks", "--output out --map_format tif", "map_format needs --save probabilities and a fold"),
     ("masks", "--output m.tif --images a.png --save probabilities --map_format tif", "map_format"),
     ("masks", "--output out --outline 1", "outline needs --save geojson or coco"),
-    ("masks", "--output out --save coco --outline roof", "no class roof; classes are 0, 1, 2"),
+    ("masks", "--output out --save coco --outline roof", "no class roof; the classes are 0, 1, 2"),
     ("masks", "--output out --save probabilities --map_format zarr", "a zarr array needs zarr"),
     ("features", "--output null", "expected --output: "),
     ("features", "--output full", "full holds other files (notes.txt)"),
@@ -102,7 +102,7 @@ REFUSED = [
     ("map", "--batch_size 2", "batch_size has no effect on the map of one image"),
     ("map", "--checkpoint softmax.safetensors", "cannot be written band by band: "),
     ("predict", "--overlap 8", "overlap needs --tiles"),
-    ("tiles", "--tiles 20", "expected tile in whole 8-pixel patches, got 20 pixels; use 16"),
+    ("tiles", "--tiles 20", "expected tiles in whole 8-pixel patches, got 20 pixels; use 16"),
     ("tiles", "--overlap 4", "expected overlap in whole"),
     ("tiles", "--overlap 24", "overlap from 0 to below tile"),
     (
@@ -127,7 +127,7 @@ REFUSED = [
     ("native", "--img_size 4 24", "expected img_size at least a patch of 8 x 8 pixels, got 4 x 24"),
     ("native", "--fit pad --img_size 20 24", "20 x 24 pixels is not a whole number of 8-pixel"),
     ("native", "--fit whole", "fit must be one of native, pad, stretch, crop"),
-    ("map", "--img_size 64", "slide.tif of 133 x 104 px would be preprocessed (center crop to 64"),
+    ("map", "--img_size 64", "got slide.tif of 133 x 104 px with preprocessing center crop to 64"),
     # What no image has.
     ("native", "--bands 4 5 6", " expected band 6, the image has 3 bands"),
     ("native", "--page 3", " expected page 3, the image has 1 page"),
@@ -157,7 +157,7 @@ REFUSED = [
     ("look", "--blocks 2", "expected blocks 0 to 1 of 2, got 2"),
     ("look", "--head 3", "expected head 0 to 2 of 3, got 3"),
     ("look", "b.png --queries 30,3 --img-size native", "b.png: expected a query within the part"),
-    ("look", "--queries 9,2", "40 x 40 pixels from 0,8 on"),
+    ("look", "--queries 9,2", "40 x 40 pixels from 0,8"),
     ("look", "--queries left", "expected queries class, top, or"),
     ("look", "--queries class", "has no class token"),
     ("look", "--target oak", "no class oak; the classes are ash, birch"),
@@ -171,7 +171,7 @@ REFUSED = [
     (
         "untold",
         "--complete tiny.png b.png",
-        "b.png becomes 24 x 24 px, and the generated images have",
+        "got 24 x 24 px (b.png); complete images of one size",
     ),
     ("untold", "--checkpoint five.safetensors", "expected 1 or 3 channels for"),
 ]

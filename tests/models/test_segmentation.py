@@ -105,9 +105,9 @@ HEADS = [
     (dict(name="scaleformer_vit_t_pyramid"), "with patch features, got the pyramid"),
 ]
 SPECS = [
-    (dict(num_classes=0), "data.num_classes is 0"),
-    (dict(colours=((0, 0, 0),)), "data.colours is"),
-    (dict(colours=((0, 0, -1), (0, 0, 0))), "data.colours is"),
+    (dict(num_classes=0), "data.num_classes 0"),
+    (dict(colours=((0, 0, 0),)), "data.colours "),
+    (dict(colours=((0, 0, -1), (0, 0, 0))), "data.colours "),
 ]
 
 

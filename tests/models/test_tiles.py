@@ -263,7 +263,7 @@ IMAGE = torch.zeros(1, 3, 64, 64)
 
 
 WRONG = [
-    ({"tile": 40}, "expected tile in whole 16-pixel patches, got 40 pixels; use 32 or 48"),
+    ({"tile": 40}, "expected tiles in whole 16-pixel patches, got 40 pixels; use 32 or 48"),
     ({"overlap": 8}, "expected overlap in whole 16-pixel patches, got 8 pixels"),
     ({"overlap": 32}, "overlap from 0 to below tile"),
     ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
