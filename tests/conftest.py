@@ -49,7 +49,7 @@ def started_quickly(quick_python, monkeypatch):
 
 @pytest.fixture(scope="session")
 def trained_classifier(tmp_path_factory):
-    """A run whose classes are colours of one quadrant (``tests/helpers/trained_models.py``)."""
+    """A run whose classes are colors of one quadrant (``tests/helpers/trained_models.py``)."""
     from tests.helpers.trained_models import train_classifier
 
     return train_classifier(tmp_path_factory.mktemp("classifier"))
@@ -57,7 +57,7 @@ def trained_classifier(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def trained_segmenter(tmp_path_factory):
-    """A run whose classes of pixels are three colours."""
+    """A run whose classes of pixels are three colors."""
     from tests.helpers.trained_models import train_segmenter
 
     return train_segmenter(tmp_path_factory.mktemp("segmenter"))

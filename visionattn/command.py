@@ -47,7 +47,7 @@ def train(argv: Words, say: Say) -> None:
 
 
 def distil(argv: Words, say: Say) -> None:
-    """Distil with the given flags, in this process and in all others that ``torchrun`` started."""
+    """Distill with the given flags, in this process and in all others that ``torchrun`` started."""
     from visionattn.training.distil.distil_config import parse_distil
     from visionattn.training.distil.distillation import distil
     from visionattn.training.distributed import joined
@@ -240,7 +240,7 @@ SUBCOMMANDS = {
     "look": Subcommand(look, "draw the attribution map of a class over images"),
     "generate": Subcommand(generate, "generate or complete images with a pixel decoder"),
     "share": Subcommand(share, "write a checkpoint in the formats of timm and transformers"),
-    "convert": Subcommand(convert, "convert a timm ViT and its weights into a model of visionattn"),
+    "convert": Subcommand(convert, "convert a timm ViT and its weights to a model of visionattn"),
     "export": Subcommand(export, "export a model to ONNX, torch.export, or compiled"),
     "sweep": Subcommand(sweep, "train and measure one configuration with different head counts"),
     "profile": Subcommand(profile, "measure peak memory of models at several image sizes"),
@@ -310,7 +310,8 @@ def main(argv: Words | None = None) -> int:
         return 0
     near = get_close_matches(name, SUBCOMMANDS, 1, 0)[0]
     print(
-        f"error: visionattn has no command {name:.80}; the nearest is {near}, --help lists all",
+        f"error: visionattn has no command {name:.80}; did you mean {near}? --help lists all "
+        "commands",
         file=sys.stderr,
     )
     return 2

@@ -1,6 +1,6 @@
-"""The words of a user about a model: its name and arguments, its task, and how images fit it.
+"""Define a user's description of a model: its name and arguments, its task, and its preprocessing.
 
-The module imports no library, so that a wrong option is answered before torch is imported.
+The module imports no library, so that a wrong option is reported before torch is imported.
 """
 
 from dataclasses import dataclass, field
@@ -23,12 +23,11 @@ class ModelConfig:
     name: str = "scaleformer_vit_t"
     """A timm name: one of our models or any other timm model."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the model, e.g. ``{num_heads: 6, patch_size: 8}``, which replace all of
-    a configuration's; ``--model.args.num_heads 6`` changes one. With ``data.task``
-    segmentation also of its head: ``head_blocks``, the blocks whose features it uses (default: the
-    last), and ``head_stride``, the side in pixels of the cells that get a logit (default: a patch).
+    """Keyword arguments of the model, e.g. ``{num_heads: 6, patch_size: 8}``; they replace all
+    arguments of a configuration, while ``--model.args.num_heads 6`` changes one. For ``data.task``
+    segmentation also arguments of the head: ``head_blocks``, blocks whose features it uses
+    (default: the last), and ``head_stride``, side in pixels of a cell with one logit (default: a
+    patch).
     """
     grad_checkpointing: bool = False
-    """Save only the inputs of blocks for the backward pass and recompute the rest: less memory,
-    more time.
-    """
+    """Gradient checkpointing: recompute blocks in the backward pass; less memory, more time."""

@@ -59,10 +59,11 @@ def test_help_wrong_names_and_mistyped_options_are_answered_without_torch():
     assert re.search(r"^visionattn \d+\.\d+\.\d+$", done.stdout, re.MULTILINE)
     first, usage, *_ = said = done.stderr.splitlines()
     assert (
-        first == "error: visionattn has no command sweeps; the nearest is sweep, --help lists all"
+        first == "error: visionattn has no command sweeps; did you mean sweep? "
+        "--help lists all commands"
     )
     assert usage.startswith("usage: visionattn COMMAND")
-    assert said[-4:] == ["error: unknown option --sede; the nearest is --seed"] * 4
+    assert said[-4:] == ["error: unknown option --sede; did you mean --seed?"] * 4
 
 
 def test_commands_are_printed_as_the_script_beside_this_python_or_as_the_package(monkeypatch):
@@ -85,7 +86,7 @@ def test_shipped_configurations_are_found_by_name_and_files_go_first(tmp_path, m
     assert shipped_configs.find_config("digits") == ROOT / "configs" / "digits.yaml"
     (tmp_path / "digits.yaml").write_text("epochs: 2\n")
     assert shipped_configs.find_config("digits.yaml") == Path("digits.yaml")
-    near = "the nearest shipped one is digits"
+    near = "did you mean the shipped digits?"
     listed = f"shipped are {', '.join(files)}"
     for name, rest in {"digitz": near, "xyz": listed, "a/digitz.yaml": "check the path"}.items():
         with pytest.raises(FileNotFoundError) as error:

@@ -67,7 +67,7 @@ def test_places_that_cannot_be_written_to_are_refused_with_a_way_out(tmp_path, m
     with pytest.raises(ValueError, match=r"file is a file, so .*file/a cannot be a folder; away$"):
         check_folder(tmp_path / "file" / "a", "away")
     for path, overwrite, part in (
-        ("file", False, "file exists; --overwrite replaces it"),
+        ("file", False, "file exists; pass --overwrite to replace it"),
         ("no/file", True, "no folder .*no for file"),
         (".", True, "cannot be written"),
     ):

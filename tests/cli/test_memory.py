@@ -81,7 +81,7 @@ def test_what_is_clearly_too_much_is_refused_and_what_may_just_do_is_not():
         check_fits(expected, there, "a step", lambda: pytest.fail("asked for a way out"))
     with pytest.raises(
         DoesNotFit,
-        match="a step would take about 3.0 GiB of memory, but 2.0 GiB are available; a smaller one",
+        match="a step would need about 3.0 GiB of memory, but 2.0 GiB are available; a smaller one",
     ):
         check_fits(3 * GIB, 2 * GIB, "a step", lambda: "a smaller one")
     assert issubclass(DoesNotFit, OutOfMemory)

@@ -70,12 +70,12 @@ def test_of_a_folder_in_place_of_weights_those_in_it_are_named(folder, capsys):
         (folder / "run" / f"{name}.safetensors").touch()
     for command in READS_WEIGHTS:
         assert main(command.split()) == 2, command
-        part = "at run: it is a folder; name the weights in it, run/best.safetensors"
+        part = "at run: it is a folder; pass the weights in it, run/best.safetensors"
         assert_one_error(capsys, part)
 
 
 EMPTY = {
-    "train --init-from=": "init_from is empty; pass a value or omit it",
+    "train --init-from=": "init_from is empty; pass a value, or remove it",
     "train --data.root=": "data.root is empty",
     "validate --checkpoint best.safetensors --data.name digits --json=": "json is empty",
     "features --model scaleformer_vit_t --checkpoint= --images images --output out": "checkpoint",
@@ -134,18 +134,18 @@ def test_lines_are_bounded_and_keep_both_ends():
 
 
 ABSURD = {
-    "benchmark operations taylorshift sdpa --tokens 1000000000000": "its inputs take",
-    "benchmark operations taylorshift --tokens 64 999999999999999999": "its inputs take",
-    "benchmark operations kernelized --tokens 64 --width 1000000000000": "its inputs take",
-    "benchmark operations kernelized --tokens 64 --heads 1000000000000000": "its inputs take",
-    "benchmark operations kernelized+joint --tokens 64 --horizon 1000000000": "its inputs take",
-    "benchmark operations sdpa --tokens 64 --batch 999999999999999999": "its inputs take",
+    "benchmark operations taylorshift sdpa --tokens 1000000000000": "its inputs need",
+    "benchmark operations taylorshift --tokens 64 999999999999999999": "its inputs need",
+    "benchmark operations kernelized --tokens 64 --width 1000000000000": "its inputs need",
+    "benchmark operations kernelized --tokens 64 --heads 1000000000000000": "its inputs need",
+    "benchmark operations kernelized+joint --tokens 64 --horizon 1000000000": "its inputs need",
+    "benchmark operations sdpa --tokens 64 --batch 999999999999999999": "its inputs need",
     "benchmark operations taylorshift --form direct --tokens 8000000000 --width 1": "its inputs",
-    "benchmark models vit_tiny_patch16_224 --img-size 100000000": "its inputs take",
-    "benchmark models scaleformer_vit_t --img-size 64 1000000000000": "its inputs take",
-    "benchmark loader digits --img-size 1000000000": "its inputs take",
-    "profile --models scaleformer_vit_t --depth 1 --img-size 1000000000": "its inputs take",
-    "profile --models scaleformer_vit_t --img-size 256 --batch 1000000000000": "its inputs take",
+    "benchmark models vit_tiny_patch16_224 --img-size 100000000": "its inputs need",
+    "benchmark models scaleformer_vit_t --img-size 64 1000000000000": "its inputs need",
+    "benchmark loader digits --img-size 1000000000": "its inputs need",
+    "profile --models scaleformer_vit_t --depth 1 --img-size 1000000000": "its inputs need",
+    "profile --models scaleformer_vit_t --img-size 256 --batch 1000000000000": "its inputs need",
 }
 
 

@@ -89,13 +89,13 @@ def test_validation_prints_a_row_per_size_and_keeps_it_with_its_origin(finished,
 
 
 BAD_FLAGS = {
-    "--optim.learning_rate 1": "unknown option --optim.learning_rate; the nearest is --optim.lr",
+    "--optim.learning_rate 1": "unknown option --optim.learning_rate; did you mean --optim.lr?",
     "--optim.lr fast": "optim.lr must be a number, got fast",
     "--config nowhere.yaml": "no configuration file at nowhere.yaml",
     "--data.name folder": "root",
     "--data.name folder --data.root nowhere": "nowhere",
     "--data.name cifar10 --data.root nowhere": "nowhere",
-    "--model.name scaleformer_vit_q": "timm knows no model 'scaleformer_vit_q'; the nearest is",
+    "--model.name scaleformer_vit_q": "timm model, got 'scaleformer_vit_q'; did you mean",
     "--model.args.num_heads 3": "3",
     "--model.args.pretrained true": "pretrained",
     "--data.img_size 30": "is not a whole number of 8-pixel patches; the nearest that fit: 24 "
@@ -126,10 +126,10 @@ def test_bad_input_ends_validation_with_one_line_and_code_2(finished, tmp_path, 
     sizes.write_text("data: {img_size: 24}\n")
     before = written(folder)
     for flags, part in (
-        ([], "--checkpoint is missing"),
+        ([], "expected --checkpoint: the best.safetensors"),
         (["--checkpoint", "nowhere.safetensors"], "no checkpoint at nowhere.safetensors"),
-        (["--checkpoint", str(folder / "last.pt")], "give the best.safetensors of a run"),
-        (["--checkpoint", str(alone)], "name it, e.g. --data.name folder"),
+        (["--checkpoint", str(folder / "last.pt")], "pass the best.safetensors of a run"),
+        (["--checkpoint", str(alone)], "pass e.g. --data.name folder"),
         (["--checkpoint", str(cut), "--data.name=digits"], "truncated"),
         (
             ["--checkpoint", best, "--img-size", "20"],
@@ -139,11 +139,11 @@ def test_bad_input_ends_validation_with_one_line_and_code_2(finished, tmp_path, 
         (["--checkpoint", best, "--img-size", "0"], "img_size must be above 0, got 0"),
         (
             ["--checkpoint", best, "--img-sizes", "16"],
-            "unknown option --img-sizes; the nearest is --img_size",
+            "unknown option --img-sizes; did you mean --img_size?",
         ),
         (
             ["--checkpoint", best, "--img-size", "big"],
-            "img_size[0] must be a whole number or a list, got big",
+            "img_size[0] must be an integer or a list, got big",
         ),
         (["--checkpoint", best, "--batch_size", "0"], "batch_size must be above 0, got 0"),
         (["--checkpoint", best, "--seed", "-1"], "seed must be at least 0, got -1"),
@@ -159,20 +159,20 @@ def test_bad_input_ends_validation_with_one_line_and_code_2(finished, tmp_path, 
         ),
         (
             ["--checkpoint", best, "--data.img_size=32"],
-            "data.img_size is for training; name the sizes to evaluate at",
+            "data.img_size applies only to training; pass the sizes to evaluate at",
         ),
         (
             ["--checkpoint", best, "--data.img-size", "16"],
-            "data.img_size is for training; name the sizes",
+            "data.img_size applies only to training; pass the sizes",
         ),
         (
             ["--checkpoint", best, "--data.img_size_choices", "16", "24"],
-            "data.img_size_choices is for training",
+            "data.img_size_choices applies only to training",
         ),
-        (["--checkpoint", best, "--config", str(sizes)], "data.img_size is for training"),
+        (["--checkpoint", best, "--config", str(sizes)], "data.img_size applies only to training"),
         (
             ["--checkpoint", best, "--data.args.eval_images=9"],
-            "data.args is only for canvas, documents, copy",
+            "data.args needs one of canvas, documents, copy",
         ),
     ):
         assert validate(flags) == 2, flags
@@ -255,7 +255,7 @@ ALONE = sorted({path.stem for path in (ROOT / "tools").glob("*.py")} - SEVERAL)
 
 def test_tools_that_run_as_one_process_are_not_started_by_torchrun(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    line = "error: this tool runs as one process; start it without torchrun\n"
+    line = "error: this command runs as one process; start it without torchrun\n"
     for name in ALONE:
         for rank, said in (("0", line), ("1", "")):
             monkeypatch.setenv("RANK", rank)

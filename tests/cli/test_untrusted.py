@@ -56,18 +56,18 @@ def test_values_of_a_type_are_returned_as_it_says():
 
 
 REFUSED = [
-    (int, 1.5, "it must be a whole number, got 1.5"),
-    (int | Literal["auto"], "many", "it must be a whole number or auto, got many"),
+    (int, 1.5, "it must be an integer, got 1.5"),
+    (int | Literal["auto"], "many", "it must be an integer or auto, got many"),
     (float, math.nan, "it must be a finite number, got nan"),
     (str, None, "it must be text, got null"),
     (bool, "perhaps", "it must be true or false, got perhaps"),
     (list[str], "x", "it must be a list, got x"),
     (dict[str, str], "x", "it must be names and values, got x"),
-    (list[int | list[int]], [1, [2, "x"]], "it[1][1] must be a whole number, got x"),
+    (list[int | list[int]], [1, [2, "x"]], "it[1][1] must be an integer, got x"),
     (tuple[int, int], [1, 2, 3], "it has 3 values: Tuple should have at most 2 items"),
     (Literal["one", "two"], "three", "it must be one of one, two, got three"),
     (Point, {}, "it has no x"),
-    (Point, {"x": 1, "xx": 2}, "it has an unknown key xx; the nearest is x"),
+    (Point, {"x": 1, "xx": 2}, "it has an unknown key xx; did you mean x?"),
     (Point | None, {"x": "a"}, "it.x must be a number, got a"),
     (Entry, {"kind": "two", "where": []}, "it.where must be names and values, got an empty list"),
     (torch.Tensor, [1], "it must be a tensor, got a list of 1"),
@@ -107,7 +107,7 @@ def test_numbers_of_yaml_may_have_an_exponent_alone():
     "text, part",
     [
         ("a: [", "while parsing a flow node"),
-        ("epochs: 1\nepochs: 2", "the key epochs comes twice"),
+        ("epochs: 1\nepochs: 2", "the key epochs occurs twice; remove one"),
         ("a: !!int x", "invalid literal for int"),
         ("a: !!python/object:os.system x", "could not determine a constructor"),
         ("[" * 10_000, "it has too many levels"),

@@ -46,7 +46,7 @@ def test_presets_take_images_of_other_bands_or_say_that_they_do_not():
         image = picture(bands=bands)
         assert all(each.shape == image.shape for each in several(Augment(name, bands=bands), image))
     for name, bands, line in (
-        ("three", 1, "augment three converts to greyscale, but the images have one band"),
+        ("three", 1, "augment three needs color images, got one band; use another preset"),
         ("rand", 4, "augment rand needs images of 1 or 3 bands, got 4"),
     ):
         with pytest.raises(ValueError, match=f"^{line}$"):
@@ -70,7 +70,7 @@ def test_none_changes_nothing():
 
 
 def test_aerial_draws_each_symmetry_of_a_square_equally_often():
-    """A corner lighter than the three others tells the symmetry, whatever the colour."""
+    """A corner lighter than the three others tells the symmetry, whatever the color."""
     image = np.zeros((8, 8, 3), np.uint8)
     image[:2, :3] = 200
     symmetries = [
@@ -143,8 +143,8 @@ def test_a_file_moves_masks_along_and_depends_on_nothing_but_the_key(tmp_path):
 
 WRONG = {
     "[1, 2": "is not a YAML file",
-    "a: 1": "is not an albumentations pipeline for images of 3 bands",
-    "transform: {__class_fullname__: os.system, p: 1.0}": "is not an albumentations pipeline",
+    "a: 1": "expected an albumentations pipeline for 3 bands",
+    "transform: {__class_fullname__: os.system, p: 1.0}": "expected an albumentations pipeline",
 }
 
 
@@ -160,7 +160,7 @@ def test_other_files_are_refused_in_one_line(tmp_path, text):
 
 def test_a_pipeline_for_other_bands_or_sizes_is_refused(tmp_path):
     path = saved(tmp_path, A.CLAHE(p=1))
-    with pytest.raises(ValueError, match="for images of 5 bands"):
+    with pytest.raises(ValueError, match="pipeline for 5 bands"):
         Augment(path, bands=5)
     augment = Augment(saved(tmp_path, A.CenterCrop(20, 20, p=1)))
     with pytest.raises(ValueError, match=r"expected images of \[37, 53, 3\] .* got \[20, 20, 3\]"):
@@ -172,6 +172,6 @@ def test_a_file_augments_only_training_images(tmp_path):
     splits = build_splits(DataConfig(name="digits", img_size=16, augment=path), 3)
     assert splits.train.augment is not None and splits.validation.augment is None
     with pytest.raises(
-        FileNotFoundError, match="^data.augment other.yaml is neither a file nor one of"
+        FileNotFoundError, match="^expected a file or one of .* for data.augment, got other.yaml"
     ):
         build_splits(DataConfig(name="digits", augment="other.yaml"), 3)

@@ -141,7 +141,7 @@ def test_class_folders_without_a_split_or_with_a_damaged_file_are_one_line(class
 def test_missing_or_damaged_files_say_how_to_fetch_them(root, damage):
     file = root / "cifar-10-batches-py" / "data_batch_3"
     file.unlink() if damage == "missing" else file.write_bytes(b"else")
-    said = f"^no complete CIFAR-10 in {root}; download it with --data.args.download true$"
+    said = f"^no complete CIFAR-10 in {root}; pass --data.args.download true to download it$"
     with pytest.raises(FileNotFoundError, match=said):
         build_splits(config_of(root), 3)
 

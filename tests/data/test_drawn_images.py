@@ -139,7 +139,7 @@ def test_a_digit_keeps_its_class_and_its_pixels_at_every_size_of_the_canvas(held
         for canvas in canvases:
             top, left, height, width = canvas.digit
             cuts.append(canvas.image[top : top + height, left : left + width, 0].astype(float))
-        # the noise, uniform over 0.15 * 255 grey levels, is all that differs
+        # the noise, uniform over 0.15 * 255 gray levels, is all that differs
         for cut in cuts[1:]:
             assert 11 < (cut - cuts[0]).std() < 19
 
@@ -268,5 +268,7 @@ def test_a_patch_is_what_most_of_its_ink_is_where_a_sixteenth_is_inked():
     exact = np.zeros((16, 32), np.uint8)  # 16 of 256 pixels, and 15
     exact[2, :16], exact[2, 16:31] = 2, 2
     assert patch_labels(exact, (1, 2), 3).tolist() == [[2, 0]]
-    with pytest.raises(ValueError, match="8 x 18 pixels is not a whole number of patches"):
+    with pytest.raises(
+        ValueError, match="expected whole patches in a grid of .*, got an image of 8 x 18 pixels"
+    ):
         patch_labels(mask, (2, 4), 5)

@@ -81,7 +81,7 @@ def test_an_image_smaller_than_a_patch_is_one_line():
 
 
 def write_pages(root, shapes, classes=("a", "b")):
-    """Pages whose grey level is their number."""
+    """Pages whose gray level is their number."""
     for number, (height, width) in enumerate(shapes):
         folder = root / classes[number % len(classes)]
         folder.mkdir(parents=True, exist_ok=True)
@@ -162,10 +162,13 @@ def test_padding_is_empty_and_told(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (["--data.img_size", "15"], "img_size 15 x 15 is smaller than a patch of 16 x 16 pixels"),
+        (
+            ["--data.img_size", "15"],
+            "expected img_size at least a patch of 16 x 16 pixels, got 15 x 15",
+        ),
         (["--data.fit", "pad", "--data.img_size", "32", "--optim.mixup", "0.5"], "optim.mixup"),
-        (["--model.name", "vit_tiny_patch16_224"], "but the model takes only 224 x 224"),
-        (["--data.root", "floats"], "without a known value range; pass --data.value_range"),
+        (["--model.name", "vit_tiny_patch16_224"], "the model accepts only 224 x 224"),
+        (["--data.root", "floats"], "; pass --data.value_range"),
     ],
 )
 def test_contradictions_end_a_training_with_one_line_and_nothing_written(

@@ -74,7 +74,7 @@ def test_floats_are_written_as_float16_where_that_is_asked_and_holds_them(tmp_pa
     with open_sink(path, dtype="float16") as sink:
         sink.begin(SHAPE, values.dtype)
         write_bands(sink, values)
-        said = "rows 0 to 16 have values up to 70,000, and float16 holds at most 65,504; use"
+        said = "expected values up to 65,504 for float16, got 70,000 in rows 0 to 16; use"
         with pytest.raises(ValueError, match=f"^{path}: {said}"):
             sink.write(0, np.full((5, 16, 59), -70_000, np.float32))
         sink.finish()
@@ -233,7 +233,7 @@ def test_a_disk_without_room_is_told_before_anything_is_written(tmp_path, monkey
     usage = SimpleNamespace(free=2**30)
     monkeypatch.setattr(files.shutil, "disk_usage", lambda path: usage)
     for suffix, needed in ((".zarr", 3 * 2**29), (".npy", 3 * 2**29), (".tif", 3 * 2**30)):
-        said = f" needs up to {sized(needed)} of disk space, but {sized(2**30)} "
+        said = f" needs up to {sized(needed)} of disk space, got {sized(2**30)} "
         path = tmp_path / f"map{suffix}"
         with open_sink(path) as sink, pytest.raises(ValueError, match=said):
             sink.begin((384, 1024, 1024), np.float32)
@@ -263,11 +263,11 @@ def test_names_shapes_and_types_that_no_map_has_are_one_line(tmp_path):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "mine").write_text("kept")
     for name, options, said in (
-        ("map.png", {}, "map.png ends in none of .zarr, .npy, .tif, .tiff"),
+        ("map.png", {}, "expected a path that ends in .zarr, .npy, .tif, .tiff, got .*map.png"),
         ("gone/map.npy", {}, "no folder"),
         ("map.npy", {"dtype": "uint8"}, "map.npy: expected a type of floats, got uint8"),
         ("there.zarr", {"overwrite": True}, "there.zarr exists; pass a new folder"),
-        ("there.npy", {"overwrite": True}, "there.npy cannot be written: it is a folder"),
+        ("there.npy", {"overwrite": True}, "expected a file to write, got the folder"),
     ):
         with pytest.raises(ValueError, match=f"^[^\\n]*{said}[^\\n]*$"):
             open_sink(tmp_path / name, **options)

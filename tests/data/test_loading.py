@@ -1,4 +1,4 @@
-"""Loaders of all data sets: order, sizes, keys, workers, and images that cannot be read."""
+"""Loaders of all datasets: order, sizes, keys, workers, and images that cannot be read."""
 
 import gc
 import multiprocessing
@@ -150,7 +150,7 @@ def test_a_worker_that_cannot_hand_over_what_it_loaded_ends_with_a_line(capfd):
     with pytest.raises(RuntimeError, match="^DataLoader worker .* exited unexpectedly"):
         list(loader)
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("note: a process that loads images cannot pass them on: ")
+    assert line.startswith("note: a data loader process cannot pass on its images: ")
     assert "File too large" in line and line.endswith("(workers 0)")
 
 

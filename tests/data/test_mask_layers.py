@@ -89,7 +89,9 @@ def test_pixels_are_counted_by_class(tmp_path):
 def test_an_image_without_any_mask_file_is_an_error(tmp_path):
     write(tmp_path)
     (tmp_path / "truth/b. Testing Set/2. Red/X_05_R.tif").unlink()
-    with pytest.raises(FileNotFoundError, match="X_05.png has no mask of data.masks.layers; the"):
+    with pytest.raises(
+        FileNotFoundError, match="X_05.png has no mask of data.masks.layers; expected"
+    ):
         opened(tmp_path)
 
 
@@ -105,10 +107,13 @@ def test_a_mask_of_another_size_names_its_file(tmp_path):
 @pytest.mark.parametrize(
     ("masks", "words"),
     [
-        ({"layers": LAYERS, "classes": ["a", "b"]}, "leave out the rest but images"),
-        ({"layers": {"red": "truth/red.tif"}}, "wants paths with {name}, got truth/red.tif"),
-        ({"layers": {}}, "must name 2 to 255 classes, got 1"),
-        ({"images": "pictures"}, "data.masks.images is for data.masks.layers"),
+        ({"layers": LAYERS, "classes": ["a", "b"]}, "remove all other keys except images"),
+        (
+            {"layers": {"red": "truth/red.tif"}},
+            "expected paths with {name} in data.masks.layers, got truth/red.tif",
+        ),
+        ({"layers": {}}, "expected 2 to 255 classes in data.masks.classes, got 1"),
+        ({"images": "pictures"}, "data.masks.images needs data.masks.layers"),
     ],
 )
 def test_contradictions_are_refused(tmp_path, masks, words):
@@ -119,6 +124,6 @@ def test_contradictions_are_refused(tmp_path, masks, words):
 
 def test_a_missing_folder_of_images_is_named(tmp_path):
     with pytest.raises(
-        FileNotFoundError, match="images, the folder of data.masks.images, does not"
+        FileNotFoundError, match="images, which does not exist; check data.masks.images"
     ):
         opened(tmp_path, masks={"layers": LAYERS})

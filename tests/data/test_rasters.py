@@ -1,4 +1,4 @@
-"""Rasters and TIFF files give the values, colours and holes that GDAL or a formula says."""
+"""Rasters and TIFF files give the values, colors and holes that GDAL or a formula says."""
 
 import io
 import warnings
@@ -258,7 +258,7 @@ CASES = {
     "BigTIFF": lambda f: laid_out(f, "int16", bigtiff=True, rowsperstrip=8),
     "big-endian": lambda f: laid_out(f, "float32", byteorder=">", tile=(16, 16)),
     "signed": lambda f: stored(f, pattern(3, np.int16, 900), {"value_range": (50, 800)}),
-    "four colours": lambda f: stored(f, pattern(4), photometric="rgb", extrasamples=[0]),
+    "four colors": lambda f: stored(f, pattern(4), photometric="rgb", extrasamples=[0]),
     "npy": lambda f: array(f, "npy", pattern(7)),
     "npy of bits": lambda f: array(f, "npy", pattern(1)[..., 0] > 99),
     "zarr": lambda f: array(f, "zarr", pattern(2, np.uint16, 200)),
@@ -399,11 +399,11 @@ def test_jpeg_2000_of_aperio_is_rgb(tmp_path, code, suffix):
 
 def test_physical_units_need_a_range_and_mix_with_no_other_values(tmp_path):
     path, *_ = scaled(tmp_path, [1e-4], [-0.1])
-    said = "a.tif: values in physical units from -0.1 to 0.7 without a known value range"
+    said = "a.tif: unknown value range of values in physical units from -0.1 to 0.7"
     with pytest.raises(ValueError, match=said):
         settle(Files([str(path)]), [0], ReadOptions(1))
     _, lines = settle(Files([str(path)]), [0], ReadOptions(1, value_range=(0, 1)))
-    assert len(lines) == 1 and "scale and offset, which are applied: data.value_range" in lines[0]
+    assert len(lines) == 1 and "data.value_range is in physical units, because" in lines[0]
     with pytest.raises(NotAsAsked, match="^values in physical units from"):
         seen(str(path), channels=1, value_range=(0, 255), found=True)
 
@@ -429,5 +429,5 @@ def test_a_kind_that_no_library_reads_is_named_in_one_line(tmp_path):
     with pytest.raises(NotAsAsked, match="has 1; its 3 channels are bands, as in --data.bands 2$"):
         seen(str(path), page=2)
     pixels = pattern(1, np.uint16).astype(np.complex64)
-    with pytest.raises(NotAsAsked, match="expected whole or real numbers, got complex64"):
+    with pytest.raises(NotAsAsked, match="expected integers or floats, got complex64"):
         open_image(str(write(tmp_path / "a.img", pixels, driver="HFA")))

@@ -16,23 +16,23 @@ THREE = [[0, 0, 0], [200, 30, 30], [0, 90, 255]]
 
 CASES = [
     # Options that are for other data.
-    (dict(bands=[1]), "data.bands is only for folder; omit it for digits"),
-    (dict(cache="x"), "data.cache is only for images in files that are not streamed; omit it"),
-    (FOLDER | dict(root="wds/x", cache="x"), "data.cache is only for images in files that are not"),
-    (FOLDER | dict(args={"num_classes": 3}), "data.args.num_classes is only for wds/... (other d"),
-    (dict(root="x"), "data.root is only for images in files (--data.name folder); omit it"),
+    (dict(bands=[1]), "data.bands needs folder, got digits; remove it"),
+    (dict(cache="x"), "data.cache needs images in files that are not streamed, got digits"),
+    (FOLDER | dict(root="wds/x", cache="x"), "data.cache needs images in files that are not"),
+    (FOLDER | dict(args={"num_classes": 3}), "data.args.num_classes needs data.root wds/..."),
+    (dict(root="x"), "data.root needs images in files (--data.name folder), got digits; "),
     (dict(name="cifar10", args={"download": 3}), "data.args.download must be true or false, got"),
     (
         dict(masks={"classes": ["a", "b"]}),
-        "data.masks is only for folder with data.task segmentation",
+        "data.masks needs folder with data.task segmentation",
     ),
-    (dict(task="segmentation"), "digits has no masks; data.task segmentation is for canvas, doc"),
-    (dict(args={"train_images": 7}), "data.args is only for canvas, documents, copy, cifar10"),
+    (dict(task="segmentation"), "digits has no masks; data.task segmentation needs canvas, doc"),
+    (dict(args={"train_images": 7}), "data.args needs one of canvas, documents, copy, cifar10"),
     (
         dict(name="canvas", augment="a.yaml"),
         "augment a.yaml is not available for canvas; use none,",
     ),
-    (dict(name="documents", max_patches=9), "data.max_patches is only for images that are read"),
+    (dict(name="documents", max_patches=9), "data.max_patches needs images that are read"),
     (
         dict(name="digits", augment="three"),
         "augment three is not available for digits; use none, l",
@@ -40,9 +40,9 @@ CASES = [
     # Missing roots.
     (
         dict(name="folder"),
-        "data folder needs a root; expected train/<class>/* and val/<class>/*, or",
+        "data.name folder needs data.root; expected train/<class>/* and val/<class>/*, or",
     ),
-    (dict(name="cifar10"), "cifar10 needs a root: the folder of cifar-10-"),
+    (dict(name="cifar10"), "cifar10 needs data.root: a folder with cifar-10-"),
     # Numbers.
     (dict(workers=-1), "data.workers must be at least 0, got -1"),
     (dict(workers=10**6), "data.workers must be at most "),
@@ -54,32 +54,32 @@ CASES = [
         "data.img_size: expected one number of pixels, or height and width, got [",
     ),
     (dict(img_size=2**21), "data.img_size must be at most 1,048,576, got 2,097,152"),
-    (dict(batch_patches=4), "data.batch_patches is only for fit native; with fit crop use"),
-    (dict(max_patches=4), "data.max_patches is only for fit native; with fit"),
+    (dict(batch_patches=4), "data.batch_patches needs fit native, got crop; use"),
+    (dict(max_patches=4), "data.max_patches needs fit native, got"),
     (FOLDER | dict(max_patches=0), "data.max_patches must be above 0, got 0"),
     (FOLDER | dict(max_patches=9, img_size=9), "data.img_size and data.max_patches both limit the"),
     (FOLDER | dict(max_patches=9, img_size_choices=[9]), "pass either data.img_size_choices or "),
     (FOLDER | dict(fit="pad"), "data.fit pad needs data.img_size"),
     (
         dict(name="canvas", img_size=40),
-        "canvas of 40 pixels is too small for its digits; expected 4",
+        "canvas of 40 pixels is too small for its digits; use at least 4",
     ),
     (dict(name="documents", img_size=32), "documents of 32 pixels are too small for their marks; "),
     # Sequences and other values that are written one after the other.
     (dict(name="copy"), "copy has no classes; expected data.task generate"),
     (
         COPY | dict(img_size=[1, 3]),
-        "copy has sequences of one row and 4 values at least; expected a",
+        "copy needs one row of at least 4 values, got",
     ),
     (
         dict(name="digits_pixel", task="generate"),
-        "digits_pixel has one-hot grey levels for classifica",
+        "digits_pixel has one-hot gray levels; for data.task",
     ),
-    (dict(name="documents", task="generate", img_size=300), "pieces of documents of 300 pixels ar"),
+    (dict(name="documents", task="generate", img_size=300), "expected pieces of documents of at m"),
     (dict(name="documents", task="generate", fit="pad"), "data.task generate uses crops of docu"),
     (
         FOLDER | dict(task="generate", mean=[0.5] * 3),
-        "data.mean is only for other tasks than generate;",
+        "data.mean needs other tasks than generate,",
     ),
     # Drawn data.
     (dict(name="canvas", args={"distractors": -1}), "data.args.distractors must be at least 0, go"),
@@ -92,20 +92,20 @@ CASES = [
     (dict(name="canvas", args={"fragments": 4}), "data.args has an unknown key fragments"),
     (
         dict(name="canvas", args={"digit_px": [20, 24], "whole_digits": 2}),
-        "data.args.digit_px 20 24: of two whole digits the larger is 1.25 times as large or more",
+        "expected data.args.digit_px with a largest side of at least 1.25 times",
     ),
     # How files are read.
     (FOLDER | dict(bands=[0, 2]), "data.bands must be numbers from 1, got [0, 2]"),
     (FOLDER | dict(page=0), "data.page must be at least 1, got 0"),
     (FOLDER | dict(value_range=[0, math.inf]), "data.value_range must be two finite numbers, the "),
-    (FOLDER | dict(root="wds/x", bands=[1]), "timm's reader of wds/x decodes RGB of the fir"),
+    (FOLDER | dict(root="wds/x", bands=[1]), "timm's reader of wds/x reads only RGB of the fir"),
     # Tables of labels.
-    (FOLDER | dict(labels="a.csv", task="generate"), "data.labels is only for tasks with"),
-    (FOLDER | dict(labels="a.csv", root="hfds/x"), "data.labels is only for folders and tars"),
-    (FOLDER | dict(columns=["a"]), "data.columns is only for data.labels"),
+    (FOLDER | dict(labels="a.csv", task="generate"), "data.labels needs tasks with"),
+    (FOLDER | dict(labels="a.csv", root="hfds/x"), "data.labels needs folders and tars"),
+    (FOLDER | dict(columns=["a"]), "data.columns needs data.labels"),
     (
         FOLDER | dict(task="regression"),
-        "data.task regression reads labels from a table: --data",
+        "data.task regression needs a label table; pass --data",
     ),
     (
         FOLDER | dict(fold="0/5"),
@@ -113,20 +113,23 @@ CASES = [
     ),
     (FOLDER | dict(group_from="("), "data.group_from ( is no regular expression: "),
     # Masks.
-    (MASKED | dict(root=__file__), f"data root {__file__} is no folder, expected images/*"),
+    (MASKED | dict(root=__file__), f"data root {__file__} is not a folder; expected images/*"),
 ]
 MEANINGS = [
-    (dict(classes=["a"]), ".classes must name 2 to 255 classes, got 1"),
-    (dict(classes=["a", "a"]), ".classes must be names, each once, got"),
-    (dict(colours=[[0, 0], [1, 1]]), ".colours wants red, green and blue of each class, 0 to 255"),
-    (dict(colours=[[0] * 3] * 2), ".colours has a colour twice; each class"),
-    (dict(colours=THREE, classes=["a", "b"]), ".classes names 2 classes and "),
-    (dict(ignored=-1), ".ignored must be one value from 0 to 65535, got -1"),
-    (dict(ignored=[255]), ".ignored must be one value from 0 to 65535, got [255]"),
-    (dict(colours=THREE, ignored=255), ".ignored must be red, green and blue, 0 to 255, got 255"),
-    (dict(colours=THREE, ignored=THREE[1]), ".ignored [200, 30, 30] is the value of a class; name"),
-    (dict(classes=["a", "b"], ignored=1), ".ignored 1 is the value of a class; name another one"),
-    (dict(names=["a", "b"]), " has an unknown key names"),
+    (dict(classes=["a"]), "expected 2 to 255 classes in {}.classes, got 1"),
+    (dict(classes=["a", "a"]), "expected distinct names in {}.classes, got ['a', 'a']"),
+    (dict(colours=[[0, 0], [1, 1]]), "expected red, green and blue of each class, 0 to 255, in {}"),
+    (dict(colours=[[0] * 3] * 2), "expected distinct colors in {}.colours, one per class"),
+    (dict(colours=THREE, classes=["a", "b"]), "expected as many {0}.classes as {0}.colours, got 2"),
+    (dict(ignored=-1), "{}.ignored must be one value from 0 to 65535, got -1"),
+    (dict(ignored=[255]), "{}.ignored must be one value from 0 to 65535, got [255]"),
+    (dict(colours=THREE, ignored=255), "{}.ignored must be red, green and blue, 0 to 255, got 255"),
+    (dict(colours=THREE, ignored=THREE[1]), "{}.ignored [200, 30, 30] is the value of a class"),
+    (
+        dict(classes=["a", "b"], ignored=1),
+        "{}.ignored 1 is the value of a class; pass another value",
+    ),
+    (dict(names=["a", "b"]), "{} has an unknown key names"),
 ]
 
 
@@ -143,10 +146,10 @@ def test_wrong_meanings_of_masks_are_refused_from_options_and_files(tmp_path):
     (tmp_path / "images").mkdir()
     for given, line in MEANINGS:
         error = refused(ValueError, DataConfig(**MASKED, masks=given))
-        assert error.startswith(f"data.masks{line}"), (given, error)
+        assert error.startswith(line.format("data.masks")), (given, error)
         path.write_text(json.dumps(given))
         error = refused(ValueError, DataConfig(**MASKED | dict(root=str(tmp_path))))
-        assert error.startswith(f"{path}{line}"), (given, error)
+        assert error.startswith(line.format(path)), (given, error)
 
 
 def test_means_are_as_many_as_channels(tmp_path):
@@ -155,8 +158,8 @@ def test_means_are_as_many_as_channels(tmp_path):
     spec = build_splits(config_of(tmp_path, **given), 3).spec
     assert (spec.mean, spec.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
     for changes, line in (
-        (dict(mean=[0.1]), "data.mean has 1 numbers for 3 channels"),
-        (dict(std=[1, 1, 0]), "data.std must be finite and above 0, got [1, 1, 0]"),
-        (dict(bands=[1]), "data.mean has 3 numbers for 1 channels"),
+        (dict(mean=[0.1]), "expected 3 numbers for data.mean, one per channel, got 1"),
+        (dict(std=[1, 1, 0]), "expected data.std to be finite and above 0, got [1, 1, 0]"),
+        (dict(bands=[1]), "expected 1 numbers for data.mean, one per channel, got 3"),
     ):
         assert refused(ValueError, config_of(tmp_path, **given | changes)) == line

@@ -149,7 +149,7 @@ def test_bad_flags_are_one_line(pictures, tmp_path, capsys):
     root, _ = pictures
     (tmp_path / "there.yaml").write_text("")
     for flags, part in (
-        (words("--data.root {}", root), "--output is missing"),
+        (words("--data.root {}", root), "expected --output: a YAML file"),
         (words("--data.root {} --output {}", root, tmp_path / "there.yaml"), "--overwrite"),
         (words("--data.root wds/x --output a.yaml"), "stats measures images in folders"),
     ):

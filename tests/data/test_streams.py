@@ -29,7 +29,7 @@ unclosed = pytest.mark.filterwarnings(
 
 
 def labelled(images):
-    """Members of a shard: number, grey level and class of each image."""
+    """Members of a shard: number, gray level and class of each image."""
     members = []
     for number, level, label in images:
         members.append((f"{number:04d}.png", encoded(level) if level else b"broken"))
@@ -108,20 +108,20 @@ def test_what_shards_lack_is_said_in_one_line(shard_root, tmp_path_factory):
     pytest.importorskip("webdataset")
     root = f"wds/{shard_root}"
     assert refused(ValueError, config_of(root, on_error="skip")) == (
-        f"data root {root} does not state the number of classes; pass --data.args.num_"
+        f"the number of classes of data root {root} is unknown; pass --data.args.num_"
     )
     assert refused(ValueError, config_of(root, num_classes=3)) == (
-        f"timm's reader of {root} leaves unreadable images out; pass --data.on_error skip"
+        f"timm's reader of {root} skips unreadable images; pass --data.on_error skip"
     )
     empty = tmp_path_factory.mktemp("empty")
     line = refused(FileNotFoundError, config_of(f"wds/{empty}", num_classes=3, on_error="skip"))
-    assert line.startswith(f"no _info.json in {empty}; expected one")
+    assert line.startswith(f"no _info.json in {empty}; expected timm's list")
     info = json.loads((shard_root / "_info.json").read_text())
     info["splits"]["extra"] = info["splits"].pop("validation")
     (shard_root / "_info.json").write_text(json.dumps(info))
     with pytest.warns(UserWarning, match=f"ignored in {root}: extra"):
         assert refused(ValueError, config_of(root, num_classes=3, on_error="skip")) == (
-            f"_info.json of {shard_root} has no validation split; it has train, extra"
+            f"expected a validation split in _info.json of {shard_root}, got train, extra"
         )
 
 
@@ -130,7 +130,7 @@ def test_a_label_beyond_the_number_of_classes_is_refused_in_one_line(shard_root)
     pytest.importorskip("webdataset")
     config = config_of(f"wds/{shard_root}", num_classes=2, on_error="skip")
     batches = train_batches(build_splits(config, 3), config, batch_size=8, seed=3)
-    said = "an image of .* has label 2; with num_classes 2 expected 0 to 1"
+    said = r"expected labels 0 to 1 \(num_classes 2\), got 2 in "
     with pytest.raises(ValueError, match=said):
         list(batches.epoch(0))
 

@@ -1,5 +1,5 @@
 """Models with modules that are replaced, wrapped, parametrized or have hooks, as adapters, pruning
-and quantisation leave them.
+and quantization leave them.
 """
 
 import torch
@@ -107,7 +107,10 @@ CALLED = {
 }
 """Changes that count."""
 REFUSED = {
-    "hook on block": (hook("blocks.1", torch.sin), r"^blocks\.1 has hooks, which would not run"),
+    "hook on block": (
+        hook("blocks.1", torch.sin),
+        r"^blocks\.1 has hooks, which would be bypassed",
+    ),
     "hook before attention": (hook_before("blocks.1.attn"), r"^blocks\.1\.attn has hooks"),
     "hook on patches": (hook("patch_embed", torch.sin), "^patch_embed has hooks"),
     "hook on model": (hook("", torch.sin), "^the model has hooks"),
@@ -117,7 +120,7 @@ REFUSED = {
         put("blocks.1.attn", lambda old: nn.Linear(24, 24).double()),
         r"^blocks\.1\.attn is a torch\.nn\.modules\.linear\.Linear",
     ),
-    "another operation": (patch_operation, "^block 1 has an operation that does not belong"),
+    "another operation": (patch_operation, "^block 1 has an operation of another attention"),
     "tokens in an MLP": (put("blocks.1.mlp", lambda old: Centred()), r"^blocks\.1 has a module"),
     "tokens in a hook": (hook("norm", lambda x: x - x.mean(1, keepdim=True)), "^norm, head or"),
     "patches that overlap": (

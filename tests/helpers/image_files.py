@@ -1,4 +1,4 @@
-"""Images to read, written by the tests: each is of one grey level, which tells its class and its
+"""Images to read, written by the tests: each is of one gray level, which tells its class and its
 number.
 """
 
@@ -14,7 +14,7 @@ from visionattn.data.data_config import DataConfig
 from visionattn.data.splits import build_splits, eval_batches
 
 LEVELS = {"bird": 40, "cat": 120, "dog 2": 180, "dog 10": 220}
-"""Grey level of the images of each class, in the order that the classes are to have."""
+"""Gray level of the images of each class, in the order that the classes are to have."""
 
 
 def encoded(level, shape=(20, 28), image_format="png"):
@@ -41,7 +41,7 @@ def config_of(root, **changes):
 
 
 def levels_and_labels(split, config, batch_size=5):
-    """The grey level and the label of each image, as evaluation gives them."""
+    """The gray level and the label of each image, as evaluation gives them."""
     pairs = []
     for images, labels, *_ in eval_batches(
         split, config, batch_size=batch_size, geometry=square(config.img_size)

@@ -87,14 +87,14 @@ def write_segmenter(path: Path, spec: DataSpec = PAINTED) -> Path:
 
 
 def write_tiff(path: Path, height: int, width: int, seed: int = 1, **how: object) -> np.ndarray:
-    """A noisy colour image in tiles of 16 x 16 px; returns its pixels, ``[H, W, 3]``."""
+    """A noisy color image in tiles of 16 x 16 px; returns its pixels, ``[H, W, 3]``."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8)
     tifffile.imwrite(path, pixels, tile=(16, 16), photometric="rgb", **how)
     return pixels
 
 
 def write_image(path: Path, height: int, width: int, seed: int) -> np.ndarray:
-    """A noisy colour image; returns its pixels, ``[H, W, 3]``."""
+    """A noisy color image; returns its pixels, ``[H, W, 3]``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8)
     Image.fromarray(pixels).save(path)

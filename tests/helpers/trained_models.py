@@ -11,7 +11,7 @@ from PIL import Image
 from tests.helpers.small_runs import MODEL, lines_of, small_config
 
 CLASSES = ("ash", "birch", "cedar", "elm")
-"""An image's class is the colour of its one bright quadrant."""
+"""An image's class is the color of its one bright quadrant."""
 BRIGHT = ((150, 0, 0), (0, 150, 0), (0, 0, 150), (130, 130, 130))
 MATERIALS = ("dark", "light", "red")
 COLOURS = np.array([[20, 20, 20], [230, 230, 230], [200, 10, 10]], np.uint8)
@@ -29,7 +29,7 @@ class Trained(NamedTuple):
 
 def quadrant_image(label: int, number: int) -> np.ndarray:
     """Return noise whose quadrant ``number % 4`` (upper left, upper right, lower left, lower right)
-    has the colour of a class, uint8 ``[16, 16, 3]``.
+    has the color of a class, uint8 ``[16, 16, 3]``.
     """
     image = np.random.default_rng((number, label)).integers(0, 90, (PX, PX, 3))
     half = PX // 2

@@ -13,7 +13,7 @@ NAMES = ("ne", "nw", "se")
 
 
 def write_table(folder: Path) -> Path:
-    """Write 90 images of four grey quadrants, and a table: 0, 1 or nothing for dark and bright
+    """Write 90 images of four gray quadrants, and a table: 0, 1 or nothing for dark and bright
     quadrants in the columns of ``NAMES``, and their brightness in units of 7 from 100 on.
     """
     rng = np.random.default_rng(0)

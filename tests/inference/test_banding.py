@@ -157,9 +157,9 @@ def test_a_model_that_cannot_be_computed_so_says_why(folder, capsys):
     write_weights(folder / "best.safetensors", args=args | {"relative": "none"})
     before = written(folder)
     assert run("predict", native(*BOUND, output="out.csv")) == 3
-    assert "it cannot run band by band: " in capsys.readouterr().err
+    assert "they cannot run band by band: " in capsys.readouterr().err
     assert written(folder) == before
-    with pytest.raises(OutOfMemory, match="1 image of 136 x 64 pixels would take about "):
+    with pytest.raises(OutOfMemory, match="1 image of 136 x 64 pixels would need about "):
         visionattn.predict("best.safetensors", "images", img_size="native", memory_gib=0.0005)
 
 
@@ -197,7 +197,7 @@ def test_another_bound_of_memory_goes_on_and_other_options_say_which_they_are(
     )
     assert written(folder) == kept
     assert run("features", native("--dense", "--memory_gib", "0.0007")) == 0
-    assert "resuming with band" in capsys.readouterr().out
+    assert "resuming at band" in capsys.readouterr().out
     assert [row["status"] for row in read_index(folder / "out")] == ["ok"] * 4
     assert not hidden(folder)
     painted = native("--checkpoint", "painter.safetensors", *BOUND, output="painted")
@@ -237,10 +237,10 @@ def test_what_was_stopped_goes_on_to_the_same_bytes(folder, capsys, monkeypatch,
         stop_at(patch, {19})
         patch.setattr(forward_bands, "forward_tiled", tiled)
         assert run(name, words) == 130
-        assert capsys.readouterr().err.endswith("the same command resumes\n")
+        assert capsys.readouterr().err.endswith("run the same command to resume\n")
         first = begun[:]
         assert run(name, words) == 0
-    assert "resuming with band" in capsys.readouterr().out
+    assert "resuming at band" in capsys.readouterr().out
     assert begun[len(first)] == first[-1] and len(begun) == 5
     assert {path: path.read_bytes() for path in folder.glob(made)} == wanted != {}
     assert not hidden(folder)
@@ -267,7 +267,7 @@ def test_look_draws_the_winners_of_one_pass_over_a_smaller_picture(
         assert other["added"] == pytest.approx(one["added"], rel=1e-3)
     assert bands["rows"] == [] and "band by band" in (folder / "bands" / "index.html").read_text()
     assert run("look", [*flags, "--show", "rows", "--output", "rows"]) == 2
-    assert "band by band there are only winners" in capsys.readouterr().err
+    assert "band by band only --show winners works" in capsys.readouterr().err
 
 
 def opened(path: str) -> np.ndarray:

@@ -218,7 +218,7 @@ def test_files_of_others_are_neither_deleted_nor_replaced(folder, capsys):
     mine = folder / "out" / "features-2024.safetensors"
     mine.parent.mkdir()
     mine.write_bytes(b"mine")
-    refused(capsys, "choose another --output")
+    refused(capsys, "pass another --output")
     assert written(folder / "out") == {mine.name: b"mine"}
     mine.unlink()
     assert extract() == 0
@@ -289,19 +289,19 @@ def test_parts_that_do_not_make_a_whole_are_one_line_each_and_stay(folder, capsy
         assert_one_error(capsys, said)
         assert written(folder) == before
 
-    unmerged("out holds no parts; --shard 1/n writes the first one")
+    unmerged("out holds no parts; write the first one with --shard 1/n")
     run_parts(1, 3)
-    unmerged("part 2/3 is missing or not finished in out; call --shard 2/3")
-    refused(capsys, "out holds parts of 3 (1/3), and this is 1/4", "--shard", "1/4")
-    refused(capsys, "out holds parts, not merged; --merge")
+    unmerged("part 2/3 is missing or unfinished in out; run --shard 2/3")
+    refused(capsys, "out holds 1/3 of a division into 3, got 1/4", "--shard", "1/4")
+    refused(capsys, "out holds unmerged parts; pass --merge")
     run_parts(2, more=("--dense",))
-    unmerged("part 2/3 is of other features: kind dense there, pooled here")
+    unmerged("part 2/3 has other features: kind dense there, pooled here")
     write_image(folder / "images" / "4.png", 16, 16, 3)
     run_parts(2, more=("--overwrite",))
-    unmerged("part 2/3 is of other features: list_of_images ")
+    unmerged("part 2/3 has other features: list_of_images ")
     run_parts(1, 2, 3, more=("--overwrite", "--shard_images", "1", "--batch_size", "1"))
     (folder / "out" / "parts" / "00002-of-00003" / "features-00001.safetensors").unlink()
-    unmerged("features-00001.safetensors is missing; call --shard of this part again")
-    refused(capsys, "merge reads all settings from the parts in --output; omit images", "--merge")
+    unmerged("features-00001.safetensors is missing; run --shard of this part again")
+    refused(capsys, "merge reads all settings from the parts in --output; remove images", "--merge")
     assert extract(output="whole") == 0
     refused(capsys, "whole holds features of all images", "--shard", "1/2", output="whole")

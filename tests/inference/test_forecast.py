@@ -84,7 +84,7 @@ def test_a_line_says_sizes_patches_memory_and_the_seconds_of_all_that_is_left(
 def test_a_batch_that_does_not_fit_is_refused_with_the_size_that_does(tmp_path, alone, there):
     opened, images = given(tmp_path, [(8, 8)] * 12, img_size=64)
     there(int(0.8 * bytes_of(opened, 12, (64, 64))))
-    with pytest.raises(DoesNotFit, match=r"12 images of 64 x 64 pixels would take") as refused:
+    with pytest.raises(DoesNotFit, match=r"12 images of 64 x 64 pixels would need") as refused:
         told(opened, images, batch_size=500)
     fit = int(re.search(r"--batch-size (\d+) would fit", str(refused.value))[1])
     assert 1 <= fit < 12 and bytes_of(opened, fit, (64, 64)) <= cost.memory_there_is(None)

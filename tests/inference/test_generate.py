@@ -315,16 +315,16 @@ def test_prompts_have_the_class_under_which_their_rows_are_the_most_likely():
 PICTURE = np.zeros((5, 7), np.uint8)
 WRONG = [
     ({"count": 0}, "count must be at least 1, got 0"),
-    ({"temperature": -1.0}, "temperature must be 0 or above, and finite, got -1.0"),
+    ({"temperature": -1.0}, "temperature must be finite and at least 0, got -1.0"),
     ({"seed": -1}, "seed must be at least 0"),
     ({"img_size": 0}, "img_size must be above 0"),
     ({"keep": 0.5}, "keep needs --complete"),
-    ({"classes": ["ash"]}, "classes have no effect"),
+    ({"classes": ["ash"]}, "classes need a model trained with classes"),
     ({"img_size": (2**12, 2**13)}, "got 64 of 4096 x 8192 px; lower count or img_size"),
     ({"count": 2**24 + 1}, "expected at most 16,777,216 images"),
     ({"complete": PICTURE, "keep": 1.0}, "keep must be above 0 and below 1, got 1.0"),
-    ({"complete": PICTURE.astype(np.float32)}, "image 0: float32 values from 0 to 0 without a"),
-    ({"complete": np.full(SIZE, 300, np.uint16)}, "image 0 has another bit depth: it has no bytes"),
+    ({"complete": PICTURE.astype(np.float32)}, "image 0: unknown value range of float32 values"),
+    ({"complete": np.full(SIZE, 300, np.uint16)}, "got no bytes (image 0); convert its bit depth"),
     ({"amp": "fp16"}, "amp must be one of none, bf16"),
     ({"device": "cpu"}, "a module keeps its device"),
 ]
@@ -362,9 +362,9 @@ def test_models_that_generate_no_images_say_why():
     del silent.data_spec
     for model, said in (
         (vit, "is not a pixel decoder"),
-        (make(levels=300), "has values of 300 levels, and images at most 256"),
-        (silent, "PixelDecoder does not state its preprocessing"),
-        (wrong, "the outputs of the model are not finite by value 1"),
+        (make(levels=300), "expected at most 256 levels for images, got 300"),
+        (silent, "the preprocessing of PixelDecoder is unknown"),
+        (wrong, "the outputs of the model are not finite at value 1"),
     ):
         with pytest.raises(ValueError, match=said):
             visionattn.generate(model, 1)

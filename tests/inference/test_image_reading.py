@@ -55,15 +55,15 @@ def test_what_holds_no_images_is_refused_in_one_line(tmp_path):
     (tmp_path / "phone").mkdir()
     (tmp_path / "phone" / "a.HEIC").write_bytes(b"")
     for name, error, part in (
-        ("empty.txt", ValueError, "names no images"),
+        ("empty.txt", ValueError, "expected a path per line in"),
         ("latin.txt", ValueError, "not a UTF-8 text file"),
-        ("table.CSV", ValueError, "a list of images is a .txt file with a path"),
+        ("table.CSV", ValueError, "or a .txt file with a path per line"),
         ("phone", ValueError, "phone; it holds 1 .heic; expected files that end"),
         ("x.png", FileNotFoundError, "no image, folder or list at "),
     ):
         with pytest.raises(error, match=part):
             find_images([str(tmp_path / name)])
-    with pytest.raises(ValueError, match="--images is missing"):
+    with pytest.raises(ValueError, match="expected --images: a folder"):
         find_images([])
 
 

@@ -208,7 +208,7 @@ class Drawn:
         return np.asarray(Image.open(path)).astype(float)[:height, :width]
 
     def sampled(self, picture):
-        """The colour of the picture in the middle of each pixel of the model's input."""
+        """The color of the picture in the middle of each pixel of the model's input."""
         case = self.case
         down, right = (
             np.array([int((first + (i + 0.5) * case.each) * case.times) for i in range(count)])
@@ -230,7 +230,7 @@ class Drawn:
         return mask
 
     def assert_even(self, picture):
-        """Each pixel of the model's input is of one colour, to its edges."""
+        """Each pixel of the model's input is of one color, to its edges."""
         side = self.case.each * self.case.times
         wanted = self.sampled(picture).repeat(side, 0).repeat(side, 1)
         np.testing.assert_array_equal(picture[self.inside()], wanted.reshape(-1, 3))
@@ -241,13 +241,13 @@ class Drawn:
 
 
 def strength(colours):
-    """How strong the colour over grey paper is, from -1, blue, to 1, orange."""
+    """How strong the color over gray paper is, from -1, blue, to 1, orange."""
     more = colours[..., 0] - colours[..., 2]
     return np.where(more > 0, more / ORANGE[0], more / BLUE[2]) / 0.8
 
 
 def assert_drawn(drawn, name, wanted):
-    """Colours are as strong as is wanted; below them lies the image, pale where it is not seen."""
+    """Colors are as strong as is wanted; below them lies the image, pale where it is not seen."""
     picture, case = drawn.picture(name), drawn.case
     sampled = drawn.sampled(picture)
     np.testing.assert_allclose(strength(sampled), wanted, atol=0.01)
@@ -303,7 +303,7 @@ def test_all_pictures_show_the_numbers_where_they_are(tmp_path, monkeypatch, nam
     added = evidence.patches.numpy()[:height, :width]
     assert added.min() < 0 < added.max()
     picture = assert_drawn(drawn, "winners", of_pixels(added / np.abs(added).max()))
-    orange = (picture == ORANGE).all(-1)  # colours over paper are never as strong
+    orange = (picture == ORANGE).all(-1)  # colors over paper are never as strong
     highest = {divmod(int(place), width) for place in np.argsort(-added, axis=None)[:5]}
     for place in np.ndindex(height, width):
         assert (orange[drawn.frame(place)].mean() > 0.5) == (place in highest)
@@ -321,7 +321,7 @@ def test_all_pictures_show_the_numbers_where_they_are(tmp_path, monkeypatch, nam
     picture = assert_drawn(drawn, "block-1-1-2", of_pixels(wanted))
     assert ((picture == GREEN).all(-1) == drawn.frame(ASKED)).all()
     ranked = np.sort(row, axis=None)[::-1] * row.size
-    said = f"Colours follow ranks: half of the patches above {ranked[row.size // 2]:.3g}"
+    said = f"Colors follow ranks: half of the patches above {ranked[row.size // 2]:.3g}"
     assert said in (tmp_path / "out" / "index.html").read_text()
 
     components = principal(features[:, :height, :width])[0].numpy()

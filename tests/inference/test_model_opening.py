@@ -54,7 +54,7 @@ def test_a_seed_is_for_weights_that_a_file_does_not_give(tmp_path):
     body = {name: value for name, value in state.items() if not name.startswith("head")}
     torch.save(body, tmp_path / "part.pt")
     of_timm = {"model": SOFTMAX, "args": SOFTMAX_ARGS}
-    with pytest.raises(ValueError, match="seed 3 has no effect: .* has all weights; omit it"):
+    with pytest.raises(ValueError, match="seed 3 has no effect: .* has all weights; remove it"):
         opened(seed=3, checkpoint=str(tmp_path / "whole.pt"), **of_timm)
     part = of_timm | {"checkpoint": str(tmp_path / "part.pt")}
     heads = [opened(seed=seed, **part).model.head.weight for seed in (3, 4)]
@@ -93,23 +93,23 @@ def test_a_model_built_for_one_size_takes_others(tmp_path):
 OURS = {"checkpoint": "best.safetensors"}
 BAD = [
     ({}, "--checkpoint (the best.safetensors of a run) or"),
-    ({"model": "scaleformer_vit_q"}, "the nearest is"),
+    ({"model": "scaleformer_vit_q"}, "did you mean"),
     ({"model": MODEL, "args": {"num_hats": 2}}, "num_hats"),
-    ({"model": MODEL, "pretrained": True}, "there are no pretrained weights"),
+    ({"model": MODEL, "pretrained": True}, "no pretrained weights"),
     ({"model": MODEL, "pretrained": True, "checkpoint": "x"}, "pass either pretrained"),
     ({"checkpoint": "nowhere.safetensors"}, "no checkpoint at nowhere.safetensors"),
     ({"checkpoint": "cut.safetensors"}, "truncated"),
     ({"checkpoint": "plain.safetensors"}, "pass --model"),
-    ({"checkpoint": "plain.safetensors", "model": MODEL}, "nothing of plain.safetensors fits"),
+    ({"checkpoint": "plain.safetensors", "model": MODEL}, "no tensor of plain.safetensors fits"),
     ({"checkpoint": "garbled.pt", "model": MODEL}, "garbled.pt"),
-    (OURS | {"model": MODEL}, f"stores its model, {MODEL}; omit --model"),
+    (OURS | {"model": MODEL}, f"states its model, {MODEL}; remove --model"),
     (OURS | {"args": {"depth": 1}}, "args need --model"),
     (OURS | {"batch_size": "most"}, "batch_size must be at least 1"),
     (OURS | {"workers": 10**6}, "workers must be at most "),
     (OURS | {"device": "cuda:99"}, "is not available"),
     (
         {"model": "cait_xxs24_224", "args": {"depth": 1}, "img_size": "native"},
-        "takes only images of 224 x 224 pixels",
+        "accepts only images of 224 x 224 pixels",
     ),
 ]
 

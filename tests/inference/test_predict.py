@@ -218,7 +218,7 @@ def test_classes_without_names_or_colours_are_numbers_in_colours_of_their_own(ma
     assert run("predict", [*FLAGS, "--output", "out"]) == 0
     picture = Image.open(folder / "out" / "0.png")
     palette = np.array(picture.getpalette()).reshape(-1, 3)
-    # Colours of PASCAL VOC: aeroplane, bicycle, bird and the last one, television.
+    # Colors of PASCAL VOC: aeroplane, bicycle, bird and the last one, television.
     assert palette[:4].tolist() == [[0, 0, 0], [128, 0, 0], [0, 128, 0], [128, 128, 0]]
     assert palette[20].tolist() == [0, 64, 128] and len(np.unique(palette[:255], axis=0)) == 255
     assert "share_29" in read_csv(folder / "out" / "masks.csv")[0]
@@ -244,13 +244,13 @@ def test_a_call_gives_what_the_command_writes(masks):
 
 def test_the_body_gives_feature_maps_and_no_vectors(masks, capsys):
     assert run("features", [*FLAGS, "--output", "f"]) == 2
-    assert_one_error(capsys, "has feature maps and no image vector")
+    assert_one_error(capsys, "has a head on patches and no feature vector")
     maps = visionattn.extract_features("best.safetensors", "images", dense=True)
     assert [tuple(each.shape) for each in maps[:2]] == [(16, 2, 3), (16, 3, 5)]
     model = load_model("best.safetensors")
     of_module = visionattn.extract_features(model, "images", dense=True)
     assert all(torch.equal(*pair) for pair in zip(of_module, maps, strict=True))
-    with pytest.raises(ValueError, match="no image vector"):
+    with pytest.raises(ValueError, match="no feature vector of an image"):
         visionattn.extract_features(model, "images")
 
 

@@ -50,7 +50,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def write_classes(folder, count: int, *, seed: int) -> None:
-    """``count`` images of each class: its colour, in noise that hides it from single pixels."""
+    """``count`` images of each class: its color, in noise that hides it from single pixels."""
     rng = np.random.default_rng(seed)
     for name, colour in CLASSES.items():
         (folder / name).mkdir(parents=True)
@@ -75,7 +75,7 @@ def test_both_accuracies_equal_scikit_learn_and_neighbours_by_hand(folder, capsy
     write_classes(folder / "images" / "train", 30, seed=1)
     write_classes(folder / "images" / "val", 17, seed=2)
     assert probe("--neighbours", "99") == 2
-    assert_one_error(capsys, "neighbours 99 of 90 images to fit on; name fewer")
+    assert_one_error(capsys, "expected neighbours at most 90, the images to fit on, got 99")
     assert probe("--neighbours", "7") == 0
     x, y = {"train": [], "val": []}, {"train": [], "val": []}
     for row in read_index(folder / "out"):
@@ -118,7 +118,7 @@ def test_features_that_are_there_are_not_computed_again_for_a_probe(folder, caps
         assert probe("--val_fraction", "0.3") == 0
     printed = capsys.readouterr().out.splitlines()
     assert "31 of 31 images are done" in printed[1]
-    assert printed[-1] == "skipped labelled images without features: 1"
+    assert printed[-1] == "skipped labeled images without features: 1"
     found = figures(printed[-2])
     assert int(found[3]) + int(found[5]) == 29
 
@@ -183,7 +183,7 @@ def test_the_command_probes_the_maps_that_it_wrote_and_pixels(folder, capsys):
         "canvas: 30 validation and 30 test images; distractors null, "
         "digit_px (16, 40), whole_digits 1, val_fraction 0.1, seed 0"
     )
-    # By hand: the maps of the files, the masks and pixels of the data set.
+    # By hand: the maps of the files, the masks and pixels of the dataset.
     maps, pixels = [], []
     for split in ("validation", "test"):
         data = CanvasDataset(digit_splits(0.1, 0)[split], split, 30, 0)

@@ -61,7 +61,7 @@ say so, None where the checkpoint says it.
 
 
 def by_hand(image: np.ndarray, content: tuple[int, int], fit: str) -> np.ndarray:
-    """The model's input ``[H, W, C]``, from the definition: normalised, and 0 where absent."""
+    """The model's input ``[H, W, C]``, from the definition: normalized, and 0 where absent."""
     if image.shape[:2] != content:
         shrinks = image.shape[0] >= content[0] and image.shape[1] >= content[1]
         way = cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR
@@ -225,7 +225,7 @@ def given(tmp_path_factory):
 
 
 def inputs_of(pixels, mean=COLOUR.mean, std=COLOUR.std):
-    """Normalised ``[B, C, H, W]``, from the definition."""
+    """Normalized ``[B, C, H, W]``, from the definition."""
     scaled = (pixels / 255.0 - np.array(mean)) / np.array(std)
     return torch.tensor(scaled.transpose(0, 3, 1, 2), dtype=torch.float32)
 
@@ -277,11 +277,11 @@ def test_what_cannot_be_done_is_one_line(given, tmp_path):
     torch.save(model.state_dict(), tmp_path / "plain.pt")
     no_classes = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=0)
     for asked, images, options, part in (
-        (tmp_path / "plain.pt", folder, {}, "does not name the model of its weights; build the"),
+        (tmp_path / "plain.pt", folder, {}, "does not state the model of its weights; build the"),
         (linear, folder, {}, "set its data_spec to a visionattn.DataSpec"),
-        (no_classes, folder, {}, "has no classes to predict"),
-        (model, folder, {"device": "cpu"}, "omit device"),
-        (model, folder, {"img_size": "own"}, "img_size must be a whole number or a list"),
+        (no_classes, folder, {}, "expected a model with classes"),
+        (model, folder, {"device": "cpu"}, "remove device"),
+        (model, folder, {"img_size": "own"}, "img_size must be an integer or a list"),
         (model, [], {}, "there are no images"),
         (model, [str(folder), pixels[0]], {}, "got both"),
         (model, pixels[0].astype(str), {}, r"image 0: expected numbers, \[H, W\]"),

@@ -51,7 +51,7 @@ def test_a_probe_takes_classes_and_splits_of_the_table(capsys):
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (["--images", "images", "images/1.png"], "--labels needs one folder as --images, to which"),
+        (["--images", "images", "images/1.png"], "--labels needs one folder as --images, for"),
         (["--labels", "other.csv"], "no label table at other.csv"),
     ],
 )

@@ -73,7 +73,7 @@ def test_a_range_of_values_that_a_batch_alone_would_tell_fails_as_a_row(folder):
     assert found["status"].tolist() == ["unreadable"]
     assert "value_range" in found["reason"][0]
     assert Embed(weights, value_range=(0, 1023))(rows)["status"].tolist() == ["ok"]
-    with pytest.raises(ValueError, match="rows have no column file; there are path"):
+    with pytest.raises(ValueError, match="expected the column file, got path"):
         Embed(weights, column="file")(rows)
 
 

@@ -138,10 +138,10 @@ def test_an_address_without_a_cluster_is_one_line_within_seconds(folder, capsys,
 
 BAD = {
     "--engine ray": "engine ray needs --address: local, auto, or host:port of a cluster",
-    "--engine ray --address here": "address must be local, auto or host:port, got here",
+    "--engine ray --address here": "expected --address local, auto or host:port, got here",
     "--engine ray --address local --overwrite": "engine ray does not overwrite",
-    "--engine ray --address local --dense --output a.zarr": "folder of features, and a.zarr is a",
-    "--address local": "address is only for --engine ray; omit it",
+    "--engine ray --address local --dense --output a.zarr": "a folder as --output, got the map a",
+    "--address local": "address needs --engine ray; remove it",
     "--engine ray --address local": "engine ray needs ray: pip install 'visionattn[ray]'",
 }
 
@@ -184,7 +184,7 @@ def test_a_worker_writes_the_part_that_it_is_told_once_another_has_left_it(folde
 def test_a_worker_that_sees_other_files_says_so(folder):
     options, here, identity = given()
     code, reason = extract_part((options, str(folder / "nowhere"), identity), "1/2")
-    assert code == 2 and reason.startswith(f"{folder}/nowhere does not exist; images, weights")
+    assert code == 2 and reason.startswith(f"expected {folder}/nowhere on all nodes; put images")
     code, reason = extract_part((options, here, identity | {"weights": "others"}), "1/2")
     assert code == 2 and ": weights " in reason and " there, others here (on " in reason
     assert not (folder / "out").exists()

@@ -240,7 +240,7 @@ def test_a_network_is_cut_and_checkpointed_and_no_step_of_training():
     model = build_model(case, "meta")
     assert [block.attn.form for block in model.blocks] == ["direct"] * 2
     assert model.grad_checkpointing
-    with pytest.raises(ValueError, match="depth 13: taylorshift_vit_t has 12 blocks"):
+    with pytest.raises(ValueError, match="expected depth at most 12 for taylorshift_vit_t, got 13"):
         build_model(replace(case, depth=13), "meta")
 
 

@@ -37,7 +37,7 @@ def test_the_printed_rows_are_written_with_what_they_depend_on(main, tmp_path, c
     assert rows[0]["command"].startswith("visionattn benchmark operations kernelized")
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert main([*words(named), *SMALL, "--csv", str(csv)]) == 2
-    assert f"{csv} exists; --overwrite replaces it" in capsys.readouterr().err
+    assert f"{csv} exists; pass --overwrite to replace it" in capsys.readouterr().err
 
 
 def test_models_are_compared_with_twin_and_timm(main, capsys):
@@ -78,29 +78,29 @@ BAD_FLAGS = {
     "operations": "nothing to measure",
     "operations sdqa": "operation 'sdqa': expected one of sdpa, eager",
     "operations sdpa+joint": "sdpa has no option 'joint'; it has causal",
-    "operations kernelized+joint+axial": "one relative position at a time",
-    "models scaleformer_vit_q": "timm knows no model 'scaleformer_vit_q'",
-    "models vit_tiny_patch16_224+identity": "an identity twin is made of visionattn's models",
-    "models scaleformer_vit_t+eager": "eager attention is an option of timm's vit_*",
-    "models scaleformer_vit_t+heads=none": "options of models are identity, eager and heads=NUMBER",
-    "models scaleformer_vit_t+heads=5": "num_heads 5 does not divide the width 192",
+    "operations kernelized+joint+axial": "expected at most one relative position",
+    "models scaleformer_vit_q": "taylorshift_vit_s), got 'scaleformer_vit_q'",
+    "models vit_tiny_patch16_224+identity": "identity needs a model of visionattn",
+    "models scaleformer_vit_t+eager": "eager needs a timm vit_*",
+    "models scaleformer_vit_t+heads=none": "expected options identity, eager or heads=NUMBER",
+    "models scaleformer_vit_t+heads=5": "expected num_heads that divides the width 192",
     "models scaleformer_vit_t --img-size 65": "is not a whole number of 16-pixel patches",
     "operations sdpa --baseline eager": "baseline eager: expected one of the cases: sdpa",
     "operations sdpa --tokens 0": "tokens must be at least 1, got 0",
-    "operations sdpa --tokens 99999999999999": "its inputs take ",
+    "operations sdpa --tokens 99999999999999": "its inputs need ",
     "operations relative --horizon -1": "horizon must be at least 0, got -1",
     "operations sdpa --dtype int8": "dtype",
     "operations sdpa --seconds -1": "seconds must be at least 0, got -1",
     "operations sdpa --device cuda:99": "device 'cuda:99' is not available",
     "operations sdpa --csv nowhere/rows.csv": "nowhere for rows.csv",
-    "operations sdpa eager --form direct": "form has no effect: sdpa, eager have no forms",
+    "operations sdpa eager --form direct": "form has no effect, because sdpa, eager have no forms",
     "operations sdpa --img-size 64": "unknown option --img-size",
-    "targets --only nothing": "fits none of 37 rows",
+    "targets --only nothing": "matches none of 37 rows",
     "papers five": "figure must be one of crossover",
     "papers crossover --csv nowhere/a.csv": "nowhere for a.csv",
     "gpu": "no GPU here that PyTorch can use",
     "gpu all": "unrecognized arguments: all; --help lists the options",
-    "gpu --only nothing": "rows; the first is 'kernelized forward d = 64",
+    "gpu --only nothing": "rows; first: 'kernelized forward d = 64",
     "gpu --minutes -1": "--minutes must be at least 0, got -1",
     "gpu --csv nowhere/rows.csv": "nowhere for rows.csv",
 }

@@ -60,7 +60,7 @@ def test_a_wrong_result_has_no_time_and_ends_with_code_4(main, tmp_path, capsys,
     assert main(["gpu", "--rehearse", "--only", ONE, "--rows", str(out)]) == 4
     _, row = read_lines(out)
     assert row["status"].startswith("wrong: error 1.0e-02 of out") and row["seconds"] is None
-    assert capsys.readouterr().err == "error: 1 rows are wrong or failed; the table says how\n"
+    assert capsys.readouterr().err == "error: 1 rows are wrong or failed; see the table\n"
 
 
 @interpreted
@@ -97,7 +97,7 @@ def test_the_table_has_what_it_is_for_and_floors_are_counted():
     for part in ("512 x 512 px", "4096 x 4096 px", "1024 x 2048 px", "16384 x 16384", "step 2048"):
         assert any(part in name for name in names), part
     assert len({row.name for row in all_rows()}) == len(names)
-    with pytest.raises(ValueError, match="fits none of"):
+    with pytest.raises(ValueError, match="matches none of"):
         chosen("nothing of this name")
     ceilings = Ceilings(bytes_per_second=1e12, operations_per_second=1e14)
     # Bytes: 4 tensors of 2 x 6 heads in 2 bytes. Operations: 2 products of all pairs.
@@ -197,7 +197,7 @@ def test_a_rehearsal_runs_where_little_is_installed_and_writes_everything(tmp_pa
     assert done.stdout.splitlines()[-len(lines) :] == lines
     assert [line.split(":")[0] for line in lines[2:6]] == ["compile", "tests", "table", "tests"]
     again = subprocess.run(command, **options)
-    assert again.returncode == 2 and "take another folder with OUT=folder" in again.stderr
+    assert again.returncode == 2 and "pass another folder with OUT=folder" in again.stderr
 
 
 @interpreted

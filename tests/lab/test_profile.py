@@ -316,23 +316,23 @@ def test_the_largest_image_is_found_among_rows_of_each_series(cases, tmp_path, c
 
 
 BAD = {
-    "--models scaleformer_vit_q": "timm knows no model 'scaleformer_vit_q'",
+    "--models scaleformer_vit_q": "taylorshift_vit_s), got 'scaleformer_vit_q'",
     "--models resnet18": "resnet18",
     "--img-size 1000": "not a whole number of 16-pixel patches; the nearest that fit: 992 or 1008",
     "--img-size 0": "img_size must be at least 1, got 0",
     "--passes forward": "passes[0] must be one of inference, forward+backward, training_step, got "
     "forward",
-    "--models vit_tiny_patch16_224 --form direct": "form has no effect: "
-    "vit_tiny_patch16_224 have no forms",
+    "--models vit_tiny_patch16_224 --form direct": "form needs models of "
+    "visionattn, got vit_tiny_patch16_224",
     "--checkpointing with": "checkpointing has no effect in inference",
     "--snapshot new.pickle": "snapshot holds one cell, and these are 2",
     "--snapshot new.pickle --largest": "snapshot holds one cell, and these are many",
     "--models taylorshift_vit_t --img-size 1024 --snapshot new.pickle": "snapshot is for a GPU",
     "--largest --img-size 64": "largest searches for the image size; omit img_size",
     "--budget-gib -1": "budget_gib must be above 0, got -1",
-    "--depth 99": "depth 99: taylorshift_vit_t has 12 blocks",
+    "--depth 99": "expected depth at most 12 for taylorshift_vit_t, got 99",
     "--models": "--models needs a value",
-    "--output kept": "memory.csv exists; --overwrite replaces it",
+    "--output kept": "memory.csv exists; pass --overwrite to replace it",
     "--output kept/memory.csv": "memory.csv is a file",
     "--models taylorshift_vit_t --snapshot nowhere/new.pickle": "no folder",
     "--device abacus": "device 'abacus' is not available",

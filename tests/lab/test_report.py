@@ -126,7 +126,7 @@ def test_a_curve_has_the_source_with_the_most_values(tmp_path):
     assert charts["Validation accuracy"].series[0].y == [50.0, 62.5, 62.5]
     write_lines(short, lines_of(long)[:1])
     (chart, *_) = curves_of([read_run(short, "short")])
-    assert (chart.x_name, chart.series[0].x) == ("optimiser step", [1])
+    assert (chart.x_name, chart.series[0].x) == ("optimizer step", [1])
 
 
 def folder(root):
@@ -329,15 +329,15 @@ def test_the_rows_of_a_memory_profile_have_their_conditions_above(tmp_path):
 
 
 BAD_INPUT = {
-    "": "--runs is missing: folders of runs or sweeps",
+    "": "expected --runs: folders of runs or sweeps",
     "nowhere": "no run or sweep at nowhere",
     ".": "pass the runs in it, e.g. run",
     "run/metrics.jsonl": "CSV file of a sweep or memory profile; pass other folders",
-    "run": "report.html exists; --overwrite replaces it",
+    "run": "report.html exists; pass --overwrite to replace it",
     "run --output nowhere/a.html": "nowhere for a.html",
-    "run --output page.pdf": "output page.pdf: the file name must end in .html",
+    "run --output page.pdf": "expected --output to end in .html, got page.pdf",
     "run --images -1": "images must be from 0 to 100, got -1",
-    "run --runs run": "the first word and --runs give the same option",
+    "run --runs run": "the first word and --runs set the same option",
 }
 
 

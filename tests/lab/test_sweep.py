@@ -251,7 +251,7 @@ def test_a_folder_of_another_training_or_with_other_things_is_refused_and_kept(t
     fakes.output = tmp_path / "other"
     fakes.output.mkdir()
     (fakes.output / "thesis.txt").write_text("all of it")
-    with pytest.raises(ValueError, match="is not empty and is not a sweep"):
+    with pytest.raises(ValueError, match="expected an empty folder or a sweep"):
         fakes("2 --overwrite")
     assert [path.name for path in fakes.output.iterdir()] == ["thesis.txt"]
 
@@ -282,24 +282,24 @@ def test_more_trainings_at_a_time_than_fit_are_refused_and_one_that_does_not_fit
     network_costs.tell_expected(plan, cells, 3, lines.append)
     memory = "peak memory: up to 4.0 GiB for each of 3 parallel trainings, 10.0 GiB available"
     assert lines == [f"6 trainings: {memory}; estimated time: 6.0 s in total"]
-    with pytest.raises(DoesNotFit, match="4 parallel trainings would take .*; --jobs 2 would fit"):
+    with pytest.raises(DoesNotFit, match="4 parallel trainings would need .*; --jobs 2 would fit"):
         network_costs.tell_expected(plan, cells, 4, lines.append)
 
 
 BAD = {
-    EXAMPLE.replace("--heads 2 4", "--heads 5"): "num_heads 5 does not divide the width 16",
-    "--heads 2": "--base is missing",
-    "--base {base}": "--heads is missing",
-    "--base {base} --heads 2 3": "num_heads 3 does not divide the width 16; expected one of 1, 2",
+    EXAMPLE.replace("--heads 2 4", "--heads 5"): "expected num_heads that divides the width 16",
+    "--heads 2": "expected --base: the YAML",
+    "--base {base}": "expected --heads: head",
+    "--base {base} --heads 2 3": "expected num_heads that divides the width 16 (1, 2",
     "--base {base} --heads 2 --set model.name=resnet18 model.args={{}}": "unexpected keyword "
     "argument 'num_heads'",
     "--base {base} --heads 0": "heads must be at least 1, got 0",
     "--base {base} --heads 2 --attention linear": "attention[0] must be one of taylorshift, kern",
     "--base {base} --heads 2 --attention softmax --form "
-    "direct": "--form and --train_form have no effect: softmax attention",
+    "direct": "--form and --train_form have no effect, because softmax attention",
     "--base {base} --heads 2 --form direct --train_form "
-    "efficient": "train_form efficient is not among form direct",
-    "--base {base} --heads 2 --measure false --measure_batch 3": "no effect with measure",
+    "efficient": "expected train_form among form direct, got efficient",
+    "--base {base} --heads 2 --measure false --measure_batch 3": "need measure true",
     "--base {base} --heads 2 --set optim.lr": "set: expected KEY=VALUE",
     "--base {base} --heads 2 --epochs 1": "unknown option --epochs",
     "--base {base} --heads 2 --set run=a": "each training of the sweep has its own",
@@ -307,11 +307,11 @@ BAD = {
     "--base {base} --heads 2 --img_size 32 36": "36 x 36 pixels is not a whole number of 8-pixel",
     "--base {base} --heads 2 --set data.img_size_choices=[32] --img_size "
     "32": "would change only the evaluation",
-    "--base {base} --heads 2 --set data.fit=native": "networks on images of one size",
+    "--base {base} --heads 2 --set data.fit=native": "a sweep needs images of one size",
     "--base {base} --heads 2 --set model.name=vit_tiny_patch16_224 model.args={{}} --form "
-    "direct": "are for visionattn's models",
+    "direct": "need a model of visionattn",
     "--base {base} --heads 2 --set data.name=canvas "
-    "data.task=segmentation": "has data.task segmentation, but a sweep compares classification",
+    "data.task=segmentation": "a sweep needs data.task classification, got segmentation",
 }
 
 

@@ -48,6 +48,6 @@ STATES: dict[str, Callable[[Any], Any]] = {
     "of no version": lambda state: {k: v for k, v in state.items() if k != "version"},
     "weights of 5 x 5": set_at("model", "head.bias", to=torch.zeros(5, 5)),
     "weights of whole numbers": set_at("model", "head.bias", to=torch.zeros(2).long()),
-    "another data set": set_at("config", "data", "name", to="digits"),
-    "another optimiser": set_at("config", "optim", "name", to="lamb"),
+    "another dataset": set_at("config", "data", "name", to="digits"),
+    "another optimizer": set_at("config", "optim", "name", to="lamb"),
 }

@@ -97,7 +97,7 @@ def cases() -> Iterator[Case]:
                 f"weights validation={text!r}",
                 RESUME,
                 change_json("validation", text),
-                tolerated="the weights of a further epoch take its place",
+                tolerated="the weights of the next epoch replace it",
                 writes=("run", "events"),
             )
 

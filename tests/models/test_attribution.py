@@ -135,7 +135,7 @@ def test_what_is_not_in_the_weights_is_not_divided_among_patches(change):
     change(model)
     found = find_attribution(model, image(), gradient=False)
     assert found.patches is None and found.rest is None
-    assert found.how.startswith("pooling 'max', norm and head do not divide the output")
+    assert found.how.startswith("the output has no contributions of patches with pooling 'max'")
 
 
 @pytest.mark.parametrize("pool", POOLS)
@@ -207,7 +207,10 @@ def test_poolings_that_divide_nothing_say_so():
     assert token.how.startswith("only the class token is pooled")
     assert token.gradient.shape == (20, 28)
     pooled = find_attribution(build(global_pool="map"), image())
-    assert pooled.patches is None and "pooling 'map', norm and head do not divide" in pooled.how
+    assert (
+        pooled.patches is None
+        and "the output has no contributions of patches with pooling 'map'" in pooled.how
+    )
 
 
 def test_prefix_tokens_that_are_pooled_are_in_the_rest():
@@ -290,20 +293,20 @@ def test_what_cannot_be_looked_at_is_one_line():
     assert check_model(model) is model and block_number(model, -1) == 2
     pixels = create("scaleformer_vit_t", "segmentation", 2, 3, dict(depth=1))
     for call, given, message in (
-        (check_model, [timm.create_model("test_vit")], "^VisionTransformer is no model of vis"),
-        (check_model, [pixels], "^the model gives each pixel a class"),
+        (check_model, [timm.create_model("test_vit")], "visionattn for look, got VisionTransf"),
+        (check_model, [pixels], "^expected an image classifier for look"),
         (
             check_model,
             [timm.create_model("scaleformer_vit_t", depth=1, num_classes=0)],
-            "^the model has no classes",
+            "^expected a model with classes",
         ),
-        (watch, [model, inputs, {3: [0]}], "no block 3; the 3 blocks are 0 to 2"),
-        (watch, [model, inputs, {-4: [0]}], "no block -4; the 3 blocks are 0 to 2"),
-        (partial(watch, features=3), [model, inputs, {}], "no block 3"),
+        (watch, [model, inputs, {3: [0]}], "expected blocks 0 to 2 of 3, got 3"),
+        (watch, [model, inputs, {-4: [0]}], "expected blocks 0 to 2 of 3, got -4"),
+        (partial(watch, features=3), [model, inputs, {}], "of 3, got 3"),
         (watch, [model, inputs, {0: [35]}], "from 0 to 34"),
-        (partial(find_attribution, target=5), [model, inputs], "no class 5; the classes are 0 to"),
-        (partial(find_attribution, target=-1), [model, inputs], "no class -1; the classes are 0 "),
-        (find_attribution, [model, inputs * float("nan")], "^outputs are not finite$"),
+        (partial(find_attribution, target=5), [model, inputs], "expected class 0 to .*, got 5"),
+        (partial(find_attribution, target=-1), [model, inputs], "expected class 0 to .*, got -1"),
+        (find_attribution, [model, inputs * float("nan")], "^the outputs are not finite; "),
     ):
         with pytest.raises(ValueError, match=message):
             call(*given)

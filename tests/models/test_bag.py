@@ -98,12 +98,16 @@ BAD = {
     "places: expected int64 [1, 29, 2]": lambda f, p: (f, p.float()),
     "[1, 29, 2], row and column of each tile": lambda f, p: (f, p[:5]),
     "present: expected bool [1, 29]": lambda f, p: (f, p, torch.ones(29)),
-    "present: a bag has no tile": lambda f, p: (f, p, torch.zeros(29, dtype=torch.bool)),
-    "two tiles at row 77, column 78; leave one out": lambda f, p: (
+    "present: expected at least one tile per bag": lambda f, p: (
+        f,
+        p,
+        torch.zeros(29, dtype=torch.bool),
+    ),
+    "two at row 77, column 78; remove one": lambda f, p: (
         f,
         torch.cat([p[:27], torch.tensor([[77, 78], [77, 78]])]),
     ),
-    "give each part of the slide as a separate bag": lambda f, p: (
+    "pass each part of the slide as a separate bag": lambda f, p: (
         f[:1].expand(200, -1),
         torch.arange(200)[:, None].expand(-1, 2) * 7,
     ),

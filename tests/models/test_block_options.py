@@ -305,8 +305,8 @@ def test_softmax_over_many_tokens_warns(monkeypatch):
     with pytest.warns(UserWarning) as caught:
         model(draw_image().float())
     expected = (
-        "softmax over 36 tokens in blocks [0, 2] takes time that grows with their square; "
-        '"window" and "kernelized" are linear in them'
+        "softmax over 36 tokens in blocks [0, 2] takes quadratic time; "
+        '"window" and "kernelized" are linear'
     )
     assert [str(one.message) for one in caught] == [expected]
 
@@ -330,15 +330,15 @@ REFUSED = {
     "relative='flat': attention='window' is on a grid": dict(
         attention=["window", "kernelized"], relative="flat"
     ),
-    "window_size: expected a whole number of patches from 1, got 0": dict(
+    "window_size: expected an integer of at least 1 patch, got 0": dict(
         attention="window", window_size=0
     ),
-    "value_conv: expected an odd side of 1 patch or more, got 4": dict(value_conv=4),
+    "value_conv: expected an odd side of at least 1 patch, got 4": dict(value_conv=4),
     "centre_keys=True has no effect": dict(attention="softmax", centre_keys=True),
     "feature_map 'elu': expected one of elu1, relu, softmax, random": dict(feature_map="elu"),
     "'relu' has no effect: .*no feature": dict(attention="taylorshift", feature_map="relu"),
     'random_features=5 has no effect: .*feature_map="random"': dict(random_features=5),
-    "num_features of 1 or more, got 8 and 0": dict(feature_map="random", random_features=0),
+    "num_features of at least 1, got 8 and 0": dict(feature_map="random", random_features=0),
     "relative '2d': expected one of joint, axial, flat, none": dict(relative="2d"),
     "normalization 'l2': expected mean or sum": dict(normalization="l2"),
     "horizon: expected 0 or more patches, got -1": dict(horizon=-1),
@@ -356,7 +356,7 @@ def test_calls_that_a_layer_cannot_answer_say_why():
     """A convolution needs a grid, no causal token sees later ones, and nothing maps all pairs."""
     layout, x = TokenLayout(1, Grid(4, 5)), draw(2, 21, 24, seed=1)
     layer = Attention(24, 3, relative="joint", value_conv=3, centre_keys=True).double()
-    with pytest.raises(ValueError, match="without a grid"):
+    with pytest.raises(ValueError, match="expected a layout for"):
         layer(x)
     layer.native_layout = layout
     assert torch.equal(layer(x), layer(x, layout))

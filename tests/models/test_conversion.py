@@ -273,14 +273,14 @@ def test_models_and_parts_that_ours_have_not_are_named():
 
 
 WRONG = {
-    "there is no block 3; the 3 blocks are 0 to 2": dict(softmax_blocks=[0, 3]),
+    "expected blocks 0 to 2 of 3, got 3": dict(softmax_blocks=[0, 3]),
     "softmax_blocks: expected a list of indices of blocks, got 2": dict(softmax_blocks=2),
     "attention 'linear': expected one of": dict(attention="linear"),
     "expected a name, or 3, one for each block, got 2": dict(attention=["window", "softmax"]),
-    "got embed_dim; the rest is the teacher's, 24": dict(embed_dim=48),
+    "got embed_dim; others are the teacher's, 24": dict(embed_dim=48),
     "expected options among relative, horizon, .*, got layers": dict(layers=2),
-    "horizon=2 has no effect: all blocks": dict(horizon=2, softmax_blocks=range(3)),
-    "num_heads 5 does not divide the width 24": dict(num_heads=5),
+    "horizon=2 has no effect, because all blocks": dict(horizon=2, softmax_blocks=range(3)),
+    "expected num_heads that divides the width 24": dict(num_heads=5),
     "cannot be converted with these options: value_conv='wide'": dict(value_conv="wide"),
 }
 

@@ -48,7 +48,9 @@ def test_a_file_becomes_a_file_of_ours(folder, capsys, words):
     printed = capsys.readouterr()
     lines = printed.out.splitlines()
     assert printed.err == "" and "32 of 34 tensors come from vit_tiny_patch16_224" in lines
-    assert "made for 32 x 32 px" in printed.out and "(1 of kernelized, 1 of softmax)" in printed.out
+    assert (
+        "image size 32 x 32 px" in printed.out and "(1 of kernelized, 1 of softmax)" in printed.out
+    )
     assert lines[-1].endswith("--data.name folder --data.root FOLDER")
     model, given = load_model("out.safetensors"), folder.state_dict()
     own, spec = model.state_dict(), model.data_spec
@@ -76,13 +78,13 @@ def test_the_options_of_from_softmax_reach_it(folder):
 
 REFUSED = {
     "expected a teacher, e.g. vit_small_patch16_224 or a file": [],
-    "timm knows no model of that name; the nearest is": ["vit_tinie"],
+    "; did you mean": ["vit_tinie"],
     "no checkpoint at nowhere.pth": ["nowhere.pth", *BODY],
-    "vit.pth does not name the model of its weights; name the body with --model": ["vit.pth"],
+    "vit.pth does not state the model of its weights; pass --model": ["vit.pth"],
     "vit.pth does not fit vit_tiny_patch16_224: ": ["vit.pth", "--model", "vit_tiny_patch16_224"],
     "attention 'linear': expected one of": [*STATE, "--attention", "linear"],
-    "ours.safetensors says what its model is": ["ours.safetensors", *BODY],
-    "vit_tiny_patch16_224 names its own body": ["vit_tiny_patch16_224", "--model", "test_vit"],
+    "ours.safetensors states its own model": ["ours.safetensors", *BODY],
+    "got the name vit_tiny_patch16_224": ["vit_tiny_patch16_224", "--model", "test_vit"],
     "timm cannot build vit_tiny_patch16_224 with depth='x': ": [
         *("vit_tiny_patch16_224", "--args.depth", "x")
     ],
@@ -107,7 +109,7 @@ def test_what_is_wrong_is_one_line_and_nothing_is_written(folder, capsys):
 def test_a_file_that_is_there_is_kept_unless_it_is_to_be_replaced(folder, capsys):
     Path("out.safetensors").write_text("mine")
     assert convert([*STATE, "--output", "out.safetensors"]) == 2
-    assert_one_error(capsys, "out.safetensors exists; --overwrite replaces it")
+    assert_one_error(capsys, "out.safetensors exists; pass --overwrite to replace it")
     assert Path("out.safetensors").read_text() == "mine"
     assert convert([*STATE, "--output", "out.safetensors", "--overwrite"]) == 0
     assert convert(STATE) == 2
@@ -125,7 +127,7 @@ def test_the_only_file_of_a_teacher_is_kept(folder, capsys):
     }.items():
         before = Path(output).read_bytes()
         assert convert([teacher, "--output", output, "--overwrite"]) == 2
-        message = f"{output} is of the teacher, which is kept; write to another file"
+        message = f"{output} belongs to the teacher; pass another --output"
         assert_one_error(capsys, message)
         assert Path(output).read_bytes() == before
 

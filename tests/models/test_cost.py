@@ -187,8 +187,8 @@ def test_a_batch_that_does_not_fit_is_refused_and_one_that_may_just_do_is_not(me
     with pytest.raises(DoesNotFit) as refused:
         check(memory(there), (9, 32, 48))
     assert str(refused.value) == (
-        "9 images of 32 x 48 pixels would take about 0 MiB of memory, but 0 MiB are available; "
-        "--batch-size 4 would fit; --batch-size auto takes the largest batch that fits"
+        "9 images of 32 x 48 pixels would need about 0 MiB of memory, but 0 MiB are available; "
+        "--batch-size 4 would fit; --batch-size auto uses the largest batch that fits"
     )
 
 
@@ -207,7 +207,7 @@ WAYS_OUT = [
         {"batches": "--data.batch_patches {patches}"},
         (9, 32, 48),
         (6, 32, 48),
-        "--data.batch_patches 24 would fit; --batch-size auto takes the largest batch that fits",
+        "--data.batch_patches 24 would fit; --batch-size auto uses the largest batch that fits",
     ),
     ({}, (1, 128, 192), None, "not even an image of one patch would fit; use a smaller "),
     ({"model": FIXED}, (1, 128, 192), None, "the model accepts only this size; use a "),
@@ -226,7 +226,7 @@ def test_auto_takes_the_largest_batch_up_to_the_images_there_are_and_512(memory)
         there = int(memory().bytes_of((fit, *size)) / SHARE) + 1 if fit else 1
         assert memory(there).auto(size, count) == taken
     for model, there in ((None, None), (Looks(), 1 << 50)):
-        with pytest.raises(ValueError, match="the peak memory of this model cannot be estimated"):
+        with pytest.raises(ValueError, match="the peak memory of this model is unknown"):
             memory(there, model).auto(size, 9)
 
 
@@ -263,8 +263,8 @@ def test_on_a_gpu_the_peak_of_a_pass_counts_against_what_is_free(monkeypatch):
         with pytest.raises(DoesNotFit) as refused:
             check(memory, (64, 32, 48))
         assert str(refused.value) == (
-            "64 images of 32 x 48 pixels would take more than the available memory (0 MiB); "
-            "--batch-size 16 would fit; --batch-size auto takes the largest batch that fits"
+            "64 images of 32 x 48 pixels would need more than the available memory (0 MiB); "
+            "--batch-size 16 would fit; --batch-size auto uses the largest batch that fits"
         )
         assert memory.way_out((1, 256, 384)) == "--img-size 128 192 would fit"
 

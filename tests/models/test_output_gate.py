@@ -116,7 +116,7 @@ LAYERS = [
 
 @pytest.mark.parametrize("options, case", LAYERS)
 def test_a_layer_and_its_gradients_are_its_definition(options, case):
-    """Keys are centred; the gate is between the convolution and the norm."""
+    """Keys are centered; the gate is between the convolution and the norm."""
     assert_as_by_hand(make_layer(**options), case.layout(), case.mask())
 
 

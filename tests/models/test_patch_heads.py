@@ -86,9 +86,9 @@ def test_the_blocks_of_a_head_see_where_patches_are():
 @pytest.mark.parametrize(
     ("kind", "options", "words"),
     [
-        (PatchClassifier, dict(head_top=-1), "head_top must be a number of patches"),
-        (PatchClassifier, dict(head_depth=1), "head_depth follows a hidden layer"),
-        (PatchClassifier, dict(head_drop=0.1), "head_drop follows a hidden layer"),
+        (PatchClassifier, dict(head_top=-1), "expected head_top to be a number of patches"),
+        (PatchClassifier, dict(head_depth=1), "head_depth needs a hidden layer"),
+        (PatchClassifier, dict(head_drop=0.1), "head_drop needs a hidden layer"),
         (PatchClassifier, dict(head_blocks=[4]), "head_blocks"),
         (Segmenter, dict(head_drop=0.1), "head_drop follows a hidden layer"),
         (Segmenter, dict(head_attention="taylorshift"), "head_attention is for blocks of the head"),
@@ -111,7 +111,7 @@ def test_an_option_of_another_task_is_refused():
         create("vit_tiny_patch16_224", "classification", 3, 3, TIMM | {"head_stride": 4})
     with pytest.raises(TypeError, match="unexpected keyword argument .head_top"):
         create("vit_tiny_patch16_224", "segmentation", 3, 3, TIMM | {"head_top": 4})
-    with pytest.raises(ValueError, match="no patch features"):
+    with pytest.raises(ValueError, match="with patch features"):
         create("resnet18", "classification", 3, 3, {"head_top": 4})
 
 
@@ -132,10 +132,10 @@ def test_a_segmentation_becomes_the_classifier_of_its_largest_patches(tmp_path):
     logits = model.forward_cells(x).flatten(2)
     wanted = (logits[:, 1:] - logits[:, :1]).sort(2, descending=True).values[:, :, :3].mean(2)
     torch.testing.assert_close(made.double()(x), wanted)
-    with pytest.raises(ValueError, match="leave seed out"):
+    with pytest.raises(ValueError, match="remove seed"):
         argv = [str(path), "--top-patches", "3", "--seed", "1", "--output", f"{output}2"]
         convert(argv, lambda line: None)
-    with pytest.raises(ValueError, match="is for a segmentation model"):
+    with pytest.raises(ValueError, match="needs a segmentation model"):
         convert([str(output), "--top-patches", "3", "--output", f"{output}2"], lambda line: None)
 
 

@@ -63,7 +63,7 @@ def test_steps_call_changed_modules_and_refuse_what_they_would_leave_out():
         at_once = model.logits(images).permute(0, 3, 4, 2, 1).flatten(1, 3)
     torch.testing.assert_close(stepped(model, images, None), at_once, rtol=1e-12, atol=1e-12)
     hook("blocks.1", torch.sin)(model)
-    with pytest.raises(ValueError, match=r"^blocks\.1 has hooks, which would not run"):
+    with pytest.raises(ValueError, match=r"^blocks\.1 has hooks, which would be bypassed"):
         model.begin(1, (5, 7))
 
 
@@ -155,13 +155,17 @@ def test_options_and_calls_that_do_not_fit_are_refused():
     state, ended = model.begin(1, (1, 1)), model.begin(1, (1, 1))
     model.step(None, ended)
     for call, given, said in (
-        (model, (images.expand(-1, 3, -1, -1),), r"numbers \[B, 1, H, W\], got torch.uint8"),
+        (model, (images.expand(-1, 3, -1, -1),), r"integers \[B, 1, H, W\], got torch.uint8"),
         (model, (images.float(),), "got torch.float32"),
-        (model, (images, zero.expand(3)), "labels: the model is not conditioned"),
-        (named, (images.expand(-1, 2, -1, -1),), r"conditioned and wants \[3\], got none"),
+        (model, (images, zero.expand(3)), "labels need a conditioned model"),
+        (
+            named,
+            (images.expand(-1, 2, -1, -1),),
+            r"expected \[3\] for a conditioned model, got none",
+        ),
         (model.predict, (in_order(images), (5, 7)), "expected fewer than the 35 values of the ima"),
         (model.step, (zero, state), "values: expected none before the first one"),
-        (model.step, (zero, ended), "the images have all their 1 values"),
+        (model.step, (zero, ended), "the images are complete: all 1 values"),
     ):
         with pytest.raises(ValueError, match=said):
             call(*given)

@@ -33,7 +33,7 @@ def test_a_file_of_a_plain_vit_is_loaded_and_what_it_lacks_is_named(vit, tmp_pat
         model = create_model(name, checkpoint_path=str(tmp_path / file), **SMALL)
     listed = ", ".join(f"blocks.{{0-1}}.attn.{part}" for part in FRESH[name].split(", "))
     (line,) = (str(each.message) for each in said)
-    assert line == f"not in the weights, so that they start fresh: {listed}"
+    assert line == f"not in the weights, kept at their initial values: {listed}"
     own, given = model.state_dict(), vit.state_dict()
     if "abs" not in name:  # no absolute position, and the last norm after pooling
         del given["pos_embed"]
@@ -42,7 +42,7 @@ def test_a_file_of_a_plain_vit_is_loaded_and_what_it_lacks_is_named(vit, tmp_pat
 
 
 def test_patches_and_position_of_other_sizes_are_resampled(vit, tmp_path):
-    with pytest.warns(UserWarning, match="start fresh"):
+    with pytest.warns(UserWarning, match="kept at their initial values"):
         model = create_model(
             "taylorshift_abs_vit_t",
             checkpoint_path=str(tmp_path / "vit.pth"),
@@ -62,11 +62,11 @@ def test_the_body_of_a_segmentation_is_loaded_and_a_head_is_new(tmp_path):
     spec = DataSpec(3, 3, (), (0.5,) * 3, (0.5,) * 3, None, 32, task="segmentation")
     path = str(tmp_path / "best.safetensors")
     save_model(path, masks, "taylorshift_vit_t", args, spec)
-    with pytest.warns(UserWarning, match="start fresh: .*head.weight"):
+    with pytest.warns(UserWarning, match="kept at their initial values: .*head.weight"):
         model = create_model("taylorshift_vit_t", checkpoint_path=path, **SMALL)
     for name, value in masks.backbone.blocks.state_dict().items():
         assert torch.equal(model.blocks.state_dict()[name], value)
-    with pytest.warns(UserWarning, match="start fresh: pyramid.levels"):
+    with pytest.warns(UserWarning, match="kept at their initial values: pyramid.levels"):
         wrapper = create_model(
             "taylorshift_vit_t_pyramid", checkpoint_path=path, features_only=True, **SMALL
         )
@@ -91,7 +91,7 @@ def test_a_plain_vit_that_lacks_a_part_is_still_an_error(vit):
     state = vit.state_dict()
     del state["blocks.1.attn.proj.weight"]
     with (
-        pytest.warns(UserWarning, match="start fresh"),
+        pytest.warns(UserWarning, match="kept at their initial values"),
         pytest.raises(RuntimeError, match="blocks.1.attn.proj.weight"),
     ):
         model.load_state_dict(state)

@@ -55,7 +55,7 @@ WRONG = [
     (dict(feature_map="softmax"), "feature_map='softmax' has no causal form: its keys"),
     (dict(relative="joint"), "relative 'joint': expected flat, along the raster, or none"),
     (dict(attention="softmax", normalization="sum"), "normalization='sum' has no effect"),
-    (dict(rows=-1, reach=2), "rows -1, reach 2: expected whole numbers from 0 on"),
+    (dict(rows=-1, reach=2), "expected integers rows and reach of at least 0, got -1 and 2"),
 ]
 
 

@@ -25,7 +25,7 @@ from visionattn.ops.taylorshift.taylorshift_features import num_features
 BASE = dict(img_size=(28, 20), patch_size=4, embed_dim=12, depth=2, num_heads=2, num_classes=3)
 BASE |= dict(in_chans=1, mlp_ratio=2.0)
 SIZE = 3
-"""Processes: the first, the last and one with neighbours on both sides."""
+"""Processes: the first, the last and one with neighbors on both sides."""
 HEIGHT, WIDTH = 28, 20
 """Pixels of the images: 7 rows of 5 patches, so that ranks have 2, 2 and 3 rows."""
 CASES = {
@@ -290,12 +290,12 @@ def test_dropped_values_are_the_same_draws_of_what_all_ranks_have(found):
 def test_what_does_not_fit_is_refused_in_one_line(found):
     said = found[1]["refused"]
     starts = [
-        "an image of 1 row of patches is too low for 3 processes",
+        "expected at least 3 rows of patches, one per process, got 1 row",
         "image of 28 x 21 pixels is not a whole number of 4-pixel patches",
-        "rank 1 has rows 8 to 19 of 32, expected 12 rows of pixels, got 28",
+        "expected 12 rows of pixels on rank 1 (rows 8 to 19 of 32), got 28",
         "one image on several processes must fill its canvas",
-        "rows of pixels of the processes, 11, 11, 10: expected whole patches of 4 rows for each",
-        "images: expected them divided by rows, Shard(2), among the 3 processes, got [Shard",
+        "expected whole patches of 4 rows on each process, got 11, 11, 10 rows of pixels",
+        "images: expected images divided by rows, Shard(2), among 3 processes, got [Shard",
         "image of 32 x 20 pixels, but dynamic_img_size=False",
         "mesh: expected one dimension",
     ]
@@ -305,10 +305,10 @@ def test_what_does_not_fit_is_refused_in_one_line(found):
 
 
 NEED_ALL = {
-    "block 1 is a softmax over all tokens": {"softmax_blocks": [1]},
-    "block 0 has feature_map=.softmax., whose keys": {"feature_map": "softmax"},
-    "form=.direct. computes all pairs": {"form": "direct"},
-    "patch_drop_rate leaves no whole rows": {"patch_drop_rate": 0.5},
+    "got softmax over all tokens in block 1": {"softmax_blocks": [1]},
+    "expected feature_map .*, got softmax, whose keys": {"feature_map": "softmax"},
+    "form=.direct. needs all tokens": {"form": "direct"},
+    "patch_drop_rate would drop parts of rows": {"patch_drop_rate": 0.5},
     "global_pool='map' sees all tokens; expected max, avg, avgmax or": {"global_pool": "map"},
 }
 
@@ -322,7 +322,9 @@ def test_models_that_need_all_tokens_other_models_and_dropout_are_refused():
     ):
         check_model(torch.nn.Linear(1, 1))
     check_dropout(VisionAttnTransformer(**(BASE | dict(drop_rate=0.1, attn_drop_rate=0.1))))
-    with pytest.raises(ValueError, match=r"blocks\.0\.attn\.proj_drop drops single entries"):
+    with pytest.raises(
+        ValueError, match=r"blocks\.0\.attn\.proj_drop would drop different entries"
+    ):
         check_dropout(VisionAttnTransformer(**(BASE | dict(proj_drop_rate=0.1))))
 
 
@@ -339,7 +341,7 @@ def test_changes_that_count_are_not_refused_and_those_that_would_be_left_out_are
 
 
 def test_without_a_process_group_there_is_nobody_to_share_with():
-    with pytest.raises(ValueError, match="^there is no process group: start the program with tor"):
+    with pytest.raises(ValueError, match="^no process group; start the program with torchrun"):
         parallelize(VisionAttnTransformer(**BASE))
 
 

@@ -97,16 +97,16 @@ def test_logits_that_are_not_finite_have_no_class():
 
 
 HEADS = [
-    (dict(head_blocks=[3]), "head_blocks: there is no block 3; the 3 blocks are 0 to 2"),
-    (dict(head_blocks=[]), "head_blocks: expected a block or more, got none"),
-    (dict(head_stride=3), "head_stride 3 does not divide the sides of a patch of 8 x 8"),
+    (dict(head_blocks=[3]), "head_blocks: expected blocks 0 to 2 of 3, got 3"),
+    (dict(head_blocks=[]), "head_blocks: expected at least one block, got none"),
+    (dict(head_stride=3), "expected a head_stride that divides a patch of 8 x 8 pixels, got 3"),
     (dict(head_blocks=7), "head_blocks: expected a list of indices of blocks, got 7"),
     (dict(name="scaleformer_vit_t_pyramid"), "gives a pyramid of maps, "),
 ]
 SPECS = [
-    (dict(num_classes=0), "data.num_classes is 0"),
-    (dict(colours=((0, 0, 0),)), "data.colours is"),
-    (dict(colours=((0, 0, -1), (0, 0, 0))), "data.colours is"),
+    (dict(num_classes=0), "data.num_classes 0"),
+    (dict(colours=((0, 0, 0),)), "data.colours "),
+    (dict(colours=((0, 0, -1), (0, 0, 0))), "data.colours "),
 ]
 
 
@@ -121,7 +121,7 @@ def test_heads_and_files_of_pixels_that_cannot_be_are_one_line():
         with pytest.raises(ValueError) as caught:
             check_spec(replace(spec, **wrong))
         assert words in str(caught.value)
-    with pytest.raises(ValueError, match="ResNet has no patch features"):
+    with pytest.raises(ValueError, match="with patch features, .* got ResNet"):
         Segmenter(timm.create_model("resnet10t", num_classes=0), 2)
 
 

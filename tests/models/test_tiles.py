@@ -263,19 +263,19 @@ IMAGE = torch.zeros(1, 3, 64, 64)
 
 
 WRONG = [
-    ({"tile": 40}, "tiles of 40 pixels are no whole number of 16-pixel patches; take 32 or 48"),
-    ({"overlap": 8}, "overlap of 8 pixels are no whole number of 16-pixel patches"),
-    ({"overlap": 32}, "overlap from 0 to below them"),
+    ({"tile": 40}, "expected tiles in whole 16-pixel patches, got 40 pixels; use 32 or 48"),
+    ({"overlap": 8}, "expected overlap in whole 16-pixel patches, got 8 pixels"),
+    ({"overlap": 32}, "overlap from 0 to below tile"),
     ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
     ({"combine": "sum"}, "and one of mean, max"),
-    ({"want": "dense", "combine": "max"}, "combine max is for vectors; maps are"),
+    ({"want": "dense", "combine": "max"}, "combine max needs outputs per image, got maps"),
     ({"want": "masks"}, "gives outputs of an image, expected logits of its pixels"),
-    ({"prepare": prepared}, "prepare is for the pixels of a source"),
-    ({"sink": Bands(None)}, "a sink takes maps"),
+    ({"prepare": prepared}, "prepare needs a source, got a tensor"),
+    ({"sink": Bands(None)}, "a sink needs a map"),
     ({"image": torch.zeros(3, 64, 64)}, r"expected images \[B, C, H, W\]"),
-    ({"sink": Bands(None), "image": IMAGE.expand(2, -1, -1, -1)}, "there are 2"),
+    ({"sink": Bands(None), "image": IMAGE.expand(2, -1, -1, -1)}, "for a sink, got 2"),
     ({"model": nn.Flatten(), "want": "dense"}, "has no forward_intermediates"),
-    ({"model": nn.AvgPool2d(8, 10), "overlap": 0}, "must be whole numbers of"),
+    ({"model": nn.AvgPool2d(8, 10), "overlap": 0}, "expected tile, overlap and image in whole"),
     ({"model": nn.Flatten(2), "overlap": 4}, r"outputs of shape \[3, 1024\]"),
 ]
 

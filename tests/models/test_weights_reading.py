@@ -109,7 +109,9 @@ def test_a_pickle_is_read_whatever_its_name_and_explained_where_it_is_no_use(
     torch.save({"model": TENSORS}, path, _use_new_zipfile_serialization=zipped)
     assert same(read_state_dict(path), TENSORS)
     for read in (read_safetensors, load_model, best_figures):
-        with pytest.raises(ValueError, match=r"is a pickle of torch.save, not a safetensors file"):
+        with pytest.raises(
+            ValueError, match=r"expected a safetensors file, got a pickle of torch.save"
+        ):
             read(path)
     with pytest.raises(ValueError, match="does not state its model; pass --model"):
         open_model(InferenceOptions(checkpoint=str(path)), classifies=False)
@@ -174,7 +176,7 @@ def test_a_float16_file_is_loaded_if_it_has_the_hash_in_its_name(tmp_path, opene
     content[-1] ^= 1
     path.write_bytes(content)
     other = hashlib.sha256(content).hexdigest()
-    said = f"expected SHA-256 {digest[:10]}... by its name, got {other[:10]}...; get it again"
+    said = f"expected SHA-256 {digest[:10]}... by its name, got {other[:10]}...; download it again"
     with pytest.raises(ValueError, match=re.escape(said)):
         OPENERS[opener](path)
     load_model(path.rename(tmp_path / "student-20261129.safetensors"))  # a date is no hash

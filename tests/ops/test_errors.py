@@ -175,9 +175,12 @@ KERNELIZED = [
 WINDOWS = [
     ("expected layout, or relative, which has its own, got neither", {"layout": None}),
     ("expected layout, or relative, which has its own, got both", joint()),
-    ("expected Joint or Axial, got Flat", {"layout": None, "relative": Flat(LINE, LAYOUT)}),
+    (
+        "expected Joint or Axial for windows on a grid, got Flat",
+        {"layout": None, "relative": Flat(LINE, LAYOUT)},
+    ),
     ("mean", {"layout": None, "relative": Axial(LINE, LINE, LAYOUT, normalization="mean")}),
-    ("window_size: expected a whole number of patches from 1, got 0", {"window_size": 0}),
+    ("window_size: expected an integer of at least 1 patch, got 0", {"window_size": 0}),
     ("window_size got 2.5", {"window_size": 2.5}),
     ("layout has 18 tokens, got 17 queries", {"layout": LAYOUT._replace(num_prefix=3)}),
     ("value_drop 1.5", {"value_drop": 1.5}),
@@ -216,13 +219,13 @@ CONVOLUTION = [
 def test_arguments_of_the_convolution_that_do_not_fit_are_one_line():
     given = dict(v=QKV["v"], weight=torch.ones(12, 1, 3, 3), layout=LAYOUT, key_mask=None)
     check_all(CONVOLUTION, value_convolution, given)
-    assert centred_keys(QKV["k"], ~MASK).isfinite().all()  # without keys there is nothing to centre
+    assert centred_keys(QKV["k"], ~MASK).isfinite().all()  # without keys there is nothing to center
 
 
 NUMBERS = [
-    ("expected numbers of queries from 0 to 16, got 0 to 17", {"rows": torch.tensor([0, 17])}),
+    ("expected indices of queries from 0 to 16, got 0 to 17", {"rows": torch.tensor([0, 17])}),
     ("from 0 to 16, got -1 to -1", {"rows": torch.tensor([-1])}),
-    ("expected int64 [Q], numbers of queries, got torch.float32", {"rows": torch.tensor([1.0])}),
+    ("expected int64 [Q], indices of queries, got torch.float32", {"rows": torch.tensor([1.0])}),
     ("expected int64 [Q]", {"rows": torch.tensor(1)}),
 ]
 ROW_OPTIONS = {
@@ -318,7 +321,7 @@ def test_options_of_states_that_do_not_fit_are_one_line():
         step(ONE["q"], ONE["k"].to("meta"), ONE["v"])
     with wrong("one token"):
         step(**QKV)
-    with wrong("its own options; leave feature_map out"):
+    with wrong("its own options; remove feature_map"):
         step(**ONE, state=kernel, feature_map="relu")
     with wrong("state: expected a KernelState got tuple"):
         step(**ONE, state=(k, v))
@@ -333,7 +336,7 @@ def test_names_and_sizes_that_are_none_are_one_line():
     with wrong("form 'linear': expected one of auto, direct, efficient"):
         check_form("linear")
     for width, number in SIZES:
-        with wrong(f"1 or more, got {width} and {number}"):
+        with wrong(f"at least 1, got {width} and {number}"):
             RandomFeatures(width, number)
     with wrong("layout no negative number"):
         count_classes(TokenLayout(16, Grid(-1, 1)), (1, 1))

@@ -1,4 +1,4 @@
-"""The convolution of values against torch's own, what centring keys is for, and half precision;
+"""The convolution of values against torch's own, what centering keys is for, and half precision;
 ``test_definitions.py`` has their values on every layout.
 """
 

@@ -141,7 +141,7 @@ def test_the_command_draws_one_file_says_one_line_and_trains_nothing(tmp_path, c
     for words, message in refused.items():
         assert main(words.split()) == 2
         assert_one_error(capsys, message)
-    with pytest.raises(ValueError, match="^with show_batch nothing is trained: use "):
+    with pytest.raises(ValueError, match="^show_batch does not train; use "):
         train(small_config(tmp_path, show_batch=str(tmp_path / "x.png")))
     assert [path.name for path in tmp_path.iterdir()] == ["seen.png"]
     assert (tmp_path / "seen.png").read_bytes() == before

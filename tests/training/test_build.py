@@ -22,7 +22,7 @@ def test_a_model_that_cannot_checkpoint_says_so(monkeypatch):
     monkeypatch.setattr(VisionAttnTransformer, "set_grad_checkpointing", refuse)
     with pytest.raises(
         ValueError,
-        match="scaleformer_vit_t has no gradient checkpointing; omit model.grad_checkpointing",
+        match="scaleformer_vit_t has no gradient checkpointing; remove model.grad_checkpointing",
     ):
         build_model(ModelConfig("scaleformer_vit_t", MODEL, True), SPEC)
 

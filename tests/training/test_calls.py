@@ -59,10 +59,10 @@ def test_a_run_is_named_in_every_way_and_left_as_it_was(tmp_path):
     ("asked", "overrides", "part"),
     [
         ("digitz", None, "no configuration file at digitz"),
-        ({}, {"optim": {"learning_rate": 1}}, "--optim.learning_rate; the nearest is --optim.lr"),
-        ({"epochs": "many"}, None, "epochs must be a whole number, got many"),
-        ({"help": True}, None, "help is no key of a run"),
-        ({"model": {"args": {"act": object}}}, None, "model.args must be of numbers, texts"),
+        ({}, {"optim": {"learning_rate": 1}}, "--optim.learning_rate; did you mean --optim.lr?"),
+        ({"epochs": "many"}, None, "epochs must be an integer, got many"),
+        ({"help": True}, None, "help is not a key of a run"),
+        ({"model": {"args": {"act": object}}}, None, "mappings for model.args"),
     ],
 )
 def test_a_wrong_run_is_one_line(asked, overrides, part):

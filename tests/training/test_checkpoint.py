@@ -83,7 +83,8 @@ def test_the_previous_state_stays_until_the_new_one_reads_back(tmp_path, monkeyp
         )
         == 2
     )
-    assert capsys.readouterr().err == f"error: {last}: what was written does not read back\n"
+    said = "the written file does not read back; check the disk"
+    assert capsys.readouterr().err == f"error: {last}: {said}\n"
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
@@ -125,13 +126,13 @@ def test_files_that_are_no_models_are_one_line_each(tmp_path):
     for content, reason in (
         (half, "is truncated or not a safetensors file"),
         (b"", "is truncated or not a safetensors file"),
-        (pickle.dumps({"a": Harm(tmp_path / "harm")}), "is a pickle of torch.save, not a safeten"),
+        (pickle.dumps({"a": Harm(tmp_path / "harm")}), "expected a safetensors file, got a pickle"),
     ):
         path.write_bytes(content)
         assert reason in line() and not (tmp_path / "harm").exists()
     about = {"format": "visionattn", "version": "3", "model": "scaleformer_vit_t"}
     for metadata, reason in (
-        (None, "does not describe its model; load weights of other projects with"),
+        (None, "does not state its model; pass weights of other projects as"),
         (about, "has a damaged description of its model"),
         (about | {"version": "4"}, "has format 4, this visionattn reads format 3"),
     ):
@@ -240,7 +241,7 @@ def test_weights_of_which_nothing_fits_are_refused(tmp_path):
     model = small_model()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     with pytest.raises(
-        ValueError, match="nothing of .*cnn.safetensors fits the model scaleformer_vit_t"
+        ValueError, match="no tensor of .*cnn.safetensors fits the model scaleformer_vit_t"
     ) as error:
         place_weights(model, "scaleformer_vit_t", tmp_path / "cnn.safetensors")
     assert "\n" not in str(error.value)

@@ -76,7 +76,7 @@ def test_a_run_on_crops_counts_them_resumes_and_validates_whole_images(masked, t
     best = str(tmp_path / "whole" / "small" / "best.safetensors")
     config = parse_validate(["--checkpoint", best])
     assert (config.data.crop, config.data.crops, config.batch_size) == (None, 1, "auto")
-    with pytest.raises(ValueError, match="^data.crop is for training; images to evaluate on stay"):
+    with pytest.raises(ValueError, match="^data.crop applies only to training; remove it"):
         parse_validate(["--checkpoint", best, "--data.crop", "8"])
 
 
@@ -131,12 +131,12 @@ def test_too_large_images_and_crops_are_refused_with_their_options(
             "data.crop: expected one number of pixels, or height and width, got [16]",
         ),
         (dict(crop=0), "data.crop must be above 0, got 0"),
-        (dict(crop=32), "data.crop 32 x 32 px is not smaller than data.img_size, 32 x 32 px"),
-        (dict(crop=16, crop_around=0.5), "data.crop_around needs masks (data.task segmentation"),
-        (dict(crop=16, task="generate"), "data.crop is only for images that are neither stream"),
+        (dict(crop=32), "expected data.crop below data.img_size 32 x 32 px, got 32 x 32 px"),
+        (dict(crop=16, crop_around=0.5), "data.crop_around needs data.task segmentation"),
+        (dict(crop=16, task="generate"), "data.crop needs images that are neither stream"),
         (
             dict(crop=16, name="folder", root="wds/x", img_size=32, fit="crop", on_error="skip"),
-            "data.crop is only for images that are neither streamed nor generated",
+            "data.crop needs images that are neither streamed nor generated",
         ),
     ],
 )
@@ -148,7 +148,7 @@ def test_mixing_and_shared_rows_are_refused():
     data = DataConfig(crop=16)
     with pytest.raises(ValueError, match="^optim.mixup and optim.cutmix need images without"):
         check(TrainConfig(data=data, optim=OptimConfig(mixup=0.2)))
-    with pytest.raises(ValueError, match="^parallel sequence shares .* not with data.crop"):
+    with pytest.raises(ValueError, match="^parallel sequence needs .*; remove data.crop"):
         check(TrainConfig(data=data, parallel="sequence"))
 
 

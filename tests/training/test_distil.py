@@ -182,9 +182,9 @@ def test_students_share_a_stage_a(whole, teacher, tmp_path):
     run(config_of(tmp_path, teacher, **shared))
     same(best_of(tmp_path / "small" / "b"), best_of(whole / "b"))
     config = config_of(tmp_path / "other", teacher, **shared, options={"relative": "none"})
-    with pytest.raises(ValueError, match="former student's weights do not fit: 3 unexpected"):
+    with pytest.raises(ValueError, match="weights of the earlier student do not fit: 3 unexpected"):
         run(config)
-    with pytest.raises(ValueError, match="former student's weights do not fit"):
+    with pytest.raises(ValueError, match="weights of the earlier student do not fit"):
         run(replace(config, init_from=str(teacher)))
 
 
@@ -218,19 +218,19 @@ REFUSED = {
     "no ViT": (["--teacher", "resnet18"], "resnet18 cannot be converted"),
     "other channels": (
         ["--teacher", NAME, "--args.depth", "1"],
-        "images of 3 channels, and images of",
+        "expected images with 3 channels, as the teacher's",
     ),
-    "no such block": (["--softmax_blocks", "7"], "there is no block 7; the 3 blocks are 0 to 2"),
+    "no such block": (["--softmax_blocks", "7"], "expected blocks 0 to 2 of 3, got 7"),
     "not in tiles": (
         ["--stages", "c", "--c.teacher_size", "tiled", "--c.img_size", "40"],
         "stage c: img_size 40",
     ),
     "no patches": (["--stages", "a", "--a.img_size", "30"], "stage a: image of 30 x 30 pixels"),
-    "no stage": (["--stages", "b", "a"], "expected some of a, b and c"),
-    "tokens": (["--options.patch_size", "8"], "options.patch_size is no option of a student"),
+    "no stage": (["--stages", "b", "a"], "expected stages from a, b and c"),
+    "tokens": (["--options.patch_size", "8"], "options.patch_size would change the tokens"),
     "none": (["--search_softmax_blocks", "0"], "must be at least 1, got 0"),
-    "both": (["--search_softmax_blocks", "1", "--softmax_blocks", "1"], "do not name any"),
-    "windows": (["--search_softmax_blocks", "1", "--attention", "window"], "name softmax_blocks"),
+    "both": (["--search_softmax_blocks", "1", "--softmax_blocks", "1"], "remove softmax_blocks"),
+    "windows": (["--search_softmax_blocks", "1", "--attention", "window"], "pass softmax_blocks"),
     "values": (["--data.mean", "0.5"], "data.mean is set by the teacher"),
     "no student": (["--init-from", "none.safetensors"], "none.safetensors"),
     "learning rate": (["--b.lr", "0"], "stage b: optim.lr must be above 0"),

@@ -157,11 +157,11 @@ def test_a_tiled_teacher_gives_each_patch_the_token_that_it_has_in_its_tile(body
         (
             (40, 32),
             "crop",
-            "img_size 40 x 32 is not a whole number of tiles of the teacher's own 16",
+            "teacher_size tiled needs a multiple of the teacher's own 16",
         ),
-        ((8, 16), "stretch", "16 x 16 is$"),
-        ((32, 32), "pad", "fit pad gives others"),
-        (None, "native", "fit native gives others"),
+        ((8, 16), "stretch", "use 16 x 16$"),
+        ((32, 32), "pad", "got fit pad; use"),
+        (None, "native", "got fit native; use"),
     ],
 )
 def test_tiles_that_do_not_fit_are_refused(size, fit, said):

@@ -125,7 +125,7 @@ def test_a_block_that_is_softmax_from_now_on_has_the_teachers_attention_again():
     assert {"blocks.1.attn.qkv.weight", "blocks.1.attn.proj.bias"} <= teachers
     for name, value in own.items():
         assert torch.equal(value, (given if name in teachers else learnt)[name]), name
-    # A block that was softmax before has learnt too.
+    # A block that was softmax before has learned too.
     with torch.no_grad():
         for value in student.parameters():
             value.add_(1)

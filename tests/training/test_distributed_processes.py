@@ -119,8 +119,8 @@ def test_processes_agree_on_sums_values_and_errors(tmp_path):
             None,
             [
                 "ValueError",
-                f"process 2 on {HOST} has other images (1) than the first process (2); expected "
-                "the same data on every machine",
+                f"expected the same images on every machine, got 1 on process 2 ({HOST}) and 2 on "
+                "the first process",
             ],
         ]
         assert (each.code, json.loads(each.out)) == (2, values + errors), rank

@@ -226,7 +226,7 @@ def test_a_parameter_that_takes_no_part_in_the_loss_is_told_where_it_would_stop_
     ended = run_on(2, tmp_path, code=code, parallel=kind, epochs=1)
     if code:
         line = (
-            r"error: the parameter blocks\.1\.\S+ of the model takes no part .* use parallel "
+            r"error: parameter blocks\.1\.\S+ does not affect the loss, .* use parallel "
             r"fsdp.*\n"
         )
         assert re.fullmatch(line, ended[0].err)
@@ -263,8 +263,8 @@ def test_an_image_that_one_process_cannot_read_is_left_out_by_all(tmp_path, monk
 @pytest.mark.parametrize(
     ("size", "options", "line"),
     [
-        (3, {"batch_size": 2}, "batch_size 2 counts all 3 processes together and leaves some"),
-        (3, {"batch_size": 5, "optim": {"mixup": 0.2}}, "expected at least 6, or fewer processes"),
+        (3, {"batch_size": 2}, "so that each of 3 processes has an image, got 2"),
+        (3, {"batch_size": 5, "optim": {"mixup": 0.2}}, "expected batch_size at least 6, so that"),
         (
             4,
             {"batch_size": 1, "parallel": 2},
@@ -285,8 +285,8 @@ def test_models_that_would_train_otherwise_on_several_processes_are_refused():
         check_model(norm, "resnet10t", 2)
     check_model(norm, "resnet10t", 1)
     for args, line in (
-        ({"softmax_blocks": [0]}, "block 0 is a softmax over all tokens, in which"),
-        ({"proj_drop_rate": 0.1}, "proj_drop drops single entries of tokens"),
+        ({"softmax_blocks": [0]}, "got softmax over all tokens in block 0"),
+        ({"proj_drop_rate": 0.1}, "proj_drop would drop different entries"),
     ):
         model, _ = build_model(ModelConfig("scaleformer_vit_t", MODEL | args), SPEC)
         with pytest.raises(ValueError, match=line):
@@ -297,7 +297,7 @@ def test_models_that_would_train_otherwise_on_several_processes_are_refused():
 def test_several_processes_are_for_torchrun_to_start(tmp_path):
     with pytest.raises(
         ValueError,
-        match="^parallel ddp is for several processes: torchrun --nproc-per-node 2 tools/train.py",
+        match="^parallel ddp needs several processes; start with torchrun --nproc-per-node 2",
     ):
         train(small_config(tmp_path / "out", parallel="ddp"))
     assert not (tmp_path / "out").exists()
@@ -308,6 +308,7 @@ def test_a_stream_of_shards_is_for_one_process():
     batches = StreamTrainBatches(shards, 0, batch_size=2, choices=(square(16),))
     batches.divide(0, 1)
     with pytest.raises(
-        ValueError, match="^wds/x is a stream of shards, which one process trains on; unpack it"
+        ValueError,
+        match="^a stream of shards supports only one training process .wds/x.; unpack it",
     ):
         batches.divide(0, 2)

@@ -148,7 +148,7 @@ def test_a_loading_process_that_dies_ends_the_run_with_code_4(tmp_path, monkeypa
     )
     assert run_tool(lambda: run(config_of(tmp_path, data={"workers": 1}))) == 4
     error, status = capsys.readouterr().err, status_of(tmp_path / "small")
-    assert error.startswith("error: a process that loads data ended: DataLoader worker")
+    assert error.startswith("error: a data loader process died: DataLoader worker")
     assert error.count("\n") == 1
     assert (status["status"], status["exit_code"]) == ("failed", 4)
 
@@ -159,7 +159,7 @@ def test_the_pace_of_real_steps_is_told_once_with_the_time_that_is_left(tmp_path
     told += [pace.add(0.25, 1.0) for _ in range(40)]
     assert told.index(True) == 29 and sum(told) == 1
     assert pace.line(90, 3).startswith(
-        "measured: 1.0 s per step, 25% of it waiting for data (data.workers is 3, this machine has "
+        "measured: 1.0 s per step, 25% of it waiting for data (data.workers 3, "
     )
     assert pace.line(90, 3).endswith(" cores); about 1 min 30 s left")
 
@@ -170,6 +170,6 @@ def test_the_pace_of_real_steps_is_told_once_with_the_time_that_is_left(tmp_path
     monkeypatch.setattr(run_progress, "STARTING_STEPS", 0)
     monkeypatch.setattr(run_progress, "PACE_STEPS", 1)
     told = [line for line in run(config_of(tmp_path)).splitlines() if "waiting for data" in line]
-    assert len(told) == 1 and "data.workers is 0" in told[0]
+    assert len(told) == 1 and "data.workers 0" in told[0]
     shares = [float(row["wait_share"]) for row in rows(tmp_path / "small")]
     assert all(0 < share < 1 for share in shares) and len(shares) == 3

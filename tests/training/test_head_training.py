@@ -33,7 +33,7 @@ BLOCKS = [0, 1]
 
 
 def paint(number: int, label: int) -> tuple[np.ndarray, np.ndarray]:
-    """A noisy image of a size of its own, with a square of one of two colours, and its mask."""
+    """A noisy image of a size of its own, with a square of one of two colors, and its mask."""
     draw = np.random.default_rng(number)
     height, width = [(40, 56), (56, 40), (48, 48)][number % 3]
     image = draw.integers(90, 160, (height, width, 3)).astype(np.uint8)
@@ -227,7 +227,7 @@ def test_a_run_is_not_resumed_on_other_features(root, tmp_path, monkeypatch):
         with pytest.raises(Stopped):
             train(config, stream=io.StringIO())
     extract(kept, [root / "classes"], "--seed", "5", "--overwrite")
-    with pytest.raises(ValueError, match="are not the features that the run began with"):
+    with pytest.raises(ValueError, match="changed since the start of the run"):
         train(replace(config, resume=True), stream=io.StringIO())
 
 

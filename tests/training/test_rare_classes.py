@@ -110,7 +110,7 @@ def test_balanced_weights_of_images_are_those_of_scikit_learn(images):
     labels = splits.train.labels
     wanted = compute_class_weight("balanced", classes=np.arange(3), y=labels)
     assert found.class_weights == pytest.approx(wanted)
-    with pytest.raises(ValueError, match="^loss.class_weights needs 3 numbers, one per class, got"):
+    with pytest.raises(ValueError, match="^expected 3 loss.class_weights, one per class, got 2"):
         with_class_weights(LossConfig(class_weights=[1.0, 2.0]), splits)
     splits.train.labels = labels.clip(1)
     with pytest.raises(ValueError, match="balanced: no training image has class bird; add some"):
@@ -138,7 +138,7 @@ def test_balanced_weights_of_pixels_leave_ignored_ones_out(tmp_path):
 
 def test_drawn_images_have_no_balanced_weights():
     splits = build_splits(DataConfig(name="canvas"), 0)
-    with pytest.raises(ValueError, match="before training, and these are .*; give 10 numbers$"):
+    with pytest.raises(ValueError, match="got streamed or drawn images; pass 10 numbers$"):
         with_class_weights(LossConfig(class_weights="balanced"), splits)
 
 
@@ -231,10 +231,10 @@ def test_a_state_from_before_newer_options_goes_on():
 @pytest.mark.parametrize(
     ("task", "loss", "optim", "line"),
     [
-        ("classification", ("dice",), {}, "loss.name dice compares masks"),
-        ("segmentation", ("dice", "balanced"), {}, "loss.name dice weighs all classes alike"),
-        ("segmentation", ("focal",), {"label_smoothing": 0.1}, "optim.label_smoothing changes"),
-        ("classification", ("focal",), {"mixup": 0.2}, "optim.mixup and optim.cutmix give"),
+        ("classification", ("dice",), {}, "loss.name dice needs data.task segm"),
+        ("segmentation", ("dice", "balanced"), {}, "loss.name dice weights all classes"),
+        ("segmentation", ("focal",), {"label_smoothing": 0.1}, "optim.label_smoothing needs a"),
+        ("classification", ("focal",), {"mixup": 0.2}, "optim.mixup and optim.cutmix need"),
         ("classification", ("cross_entropy", [1.0]), {"cutmix": 1.0}, "optim.mixup and optim.c"),
         ("classification", ("cross_entropy", [1.0, -1.0]), {}, r"loss.class_weights\[1\] must be"),
         ("generate", ("focal",), {}, "data.task generate learns .* loss.name"),
@@ -260,5 +260,5 @@ def test_losses_that_do_not_fit_are_refused(task, loss, optim, line):
     ],
 )
 def test_a_sampler_is_refused_where_classes_of_images_are_unknown(data):
-    with pytest.raises(ValueError, match="^data.sampler is only for data.task classification of"):
+    with pytest.raises(ValueError, match="^data.sampler needs data.task classification of"):
         build_splits(DataConfig(sampler="balanced", **data), 0)

@@ -61,11 +61,11 @@ def test_a_checkpoint_keeps_how_its_images_were_seen_and_validation_says_it(caps
 
 
 CONTRADICTIONS = {
-    "--data.fit=pad": "data.fit is for training; name the resizing with --fit",
+    "--data.fit=pad": "data.fit applies only to training; pass the resizing with --fit",
     "--fit=stretch": "fit stretch needs img_size",
     "--max-patches=9 --img-size=32": "both limit the image size",
     "--max-patches=0": "max_patches must be above 0, got 0",
-    "--data.augment=light": "data.augment is for training; images to evaluate on stay as",
+    "--data.augment=light": "data.augment applies only to training; remove it",
     "--fit=crop --img-size=30": "is not a whole number of 8-pixel patches",
 }
 
@@ -94,7 +94,7 @@ def swap_labels(root):
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        (rename_a_class, "classes that are gone: dark; new ones: dim"),
+        (rename_a_class, "missing classes: dark; new classes: dim"),
         (exchange_a_file, "1 of 18 train images differ (pages/train/dark/06.png)"),
         (swap_labels, "2 of 18 train images differ (pages/train/dark/00.png, pages/train/light/01"),
     ],
@@ -107,7 +107,7 @@ def test_a_run_does_not_go_on_with_other_images_of_equal_number(tmp_path, capsys
     capsys.readouterr()
     assert train("--data.max_patches=24", "--resume", "--epochs=2") == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: the images are not those that the run began with: ")
+    assert error.startswith("error: the images changed since the start of the run: ")
     assert line in error and error.count("\n") == 1
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 

@@ -109,7 +109,7 @@ def test_an_evaluation_does_not_depend_on_its_batches(parts):
     assert result.accuracy == pytest.approx(right.sum() / counted.sum())
     assert result.ious[2] is None and result.ious[:2] == pytest.approx(wanted)
     assert result.score == result.mean_iou == pytest.approx(wanted.mean())
-    # The scores are the brightness, in which grey levels are at least two bins apart.
+    # The scores are the brightness, in which gray levels are at least two bins apart.
     known, levels = masks.numpy()[counted], images[:, 0].numpy()[counted].astype(float)
     curves = [average_precision_score(known == i, sign * levels) for i, sign in ((0, -1), (1, 1))]
     assert result.average_precisions[2] is None
@@ -234,7 +234,7 @@ def test_black_and_white_masks_mean_the_same_to_all_that_read_them(tmp_path):
     # A state of a run for which 255 did not count is of other masks.
     state = torch.load(out / "last.pt", weights_only=True)
     torch.save(state | {"data": state["data"] | {"colours": None}}, out / "last.pt")
-    with pytest.raises(ValueError, match="took the values of its masks for other classes"):
+    with pytest.raises(ValueError, match="the mask values had other classes"):
         lines_of(replace(config, resume=True, epochs=7))
 
 
@@ -255,11 +255,11 @@ def test_a_body_starts_from_a_classification_and_the_head_is_new(tmp_path):
 
 
 WRONG = {
-    "--optim.mixup 0.2": "mix the classes of images",
-    "--model.args.head_blocks [7]": "head_blocks: there is no block 7; the 2 blocks are 0 to 1",
+    "--optim.mixup 0.2": "mix classes of images",
+    "--model.args.head_blocks [7]": "head_blocks: expected blocks 0 to 1 of 2, got 7",
     "--data.root nowhere": "does not exist; expected images/* and masks/*",
-    "--data.masks {classes:[dark,light,red,blue]}": "no pixel of the 10 training masks has the "
-    "class blue: add masks",
+    "--data.masks {classes:[dark,light,red,blue]}": "the 10 training masks have no "
+    "pixel of class blue; add masks",
 }
 
 
@@ -278,7 +278,7 @@ def test_what_is_for_classes_of_images_refuses_masks(run, tmp_path, capsys):
     assert share([best, "--to", str(tmp_path / "shared")]) == 2
     assert_one_error(capsys, "gives classes of pixels")
     assert convert([best, "--output", str(tmp_path / "c.safetensors")]) == 2
-    assert_one_error(capsys, "gives classes of pixels")
+    assert_one_error(capsys, "got a model with classes of pixels")
     assert read_metadata(best)["model"] == "scaleformer_vit_t" and not list(tmp_path.iterdir())
 
 

@@ -75,20 +75,22 @@ def test_images_that_are_too_low_are_found_before_the_first_step(tmp_path):
     trainer.processes.per_image = 4
     trainer.check_rows()
     trainer.processes.per_image = 5
-    with pytest.raises(ValueError, match="^an image of 4 rows of patches is too low for 5"):
+    with pytest.raises(
+        ValueError, match="^expected at least 5 rows of patches, one per process, got 4"
+    ):
         trainer.check_rows()
 
 
 def test_options_that_contradict_each_other_are_refused(tmp_path):
     config = small_config(tmp_path, parallel="sequence")
     for change, line in (
-        ({"data": replace(config.data, fit="pad")}, "not with data.fit pad"),
+        ({"data": replace(config.data, fit="pad")}, "remove data.fit pad"),
         ({"data": replace(config.data, task="segmentation")}, "not with data.task segmentation"),
         ({"parallel": 0}, "parallel must be above 0"),
     ):
         with pytest.raises(ValueError, match=line):
             check(replace(config, **change))
-    with pytest.raises(ValueError, match="^parallel sequence is for several processes"):
+    with pytest.raises(ValueError, match="^parallel sequence needs several processes"):
         train(config)
     assert ranks_per_image(config, 6) == 6
     assert ranks_per_image(replace(config, parallel=2), 6) == 2

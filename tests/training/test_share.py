@@ -257,8 +257,8 @@ def test_the_card_of_distilled_weights_says_whom_they_imitate(here):
     assert re.search(loss, card) and re.search(r"- [\d.]+ % of the validation images\n", card)
     for part in (
         "they imitate `teacher.safetensors`, without labels\n",
-        "- stage b of a, b: the whole net imitates the teacher's final features\n",
-        "whose licence holds for them",
+        "- stage b of a, b: the whole network imitates the teacher's final features\n",
+        "whose license holds for them",
     ):
         assert part in card, part
     assert "secret" not in card
@@ -277,7 +277,7 @@ def test_the_card_of_converted_weights_says_that_they_are_copied(here):
     shared()
     card = (here / "out" / "README.md").read_text()
     assert "converted from `vit_tiny_patch16_224`, and not trained since" in card
-    licence = "the licence of the weights of `vit_tiny_patch16_224` holds for them"
+    licence = "the license of the weights of `vit_tiny_patch16_224` holds for them"
     assert f"{licence}, which timm gives as apache-2.0\n" in card
     assert "Training" not in card and "license: unknown" in card
 
@@ -314,17 +314,17 @@ def test_a_checkpoint_without_its_run_has_a_card_without_figures(here):
 
 
 REFUSED = {
-    "": "--checkpoint is missing",
-    "best.safetensors": "--to is missing: a folder or hub",
+    "": "expected --checkpoint: ",
+    "best.safetensors": "expected --to: a folder or hub",
     "nowhere.safetensors --to out": "no checkpoint at nowhere.safetensors",
     "notes.txt --to out": "notes.txt is truncated or not a safetensors file",
-    "plain.safetensors --to out": "does not describe its model",
-    "nan.safetensors --to out": "has NaN or infinity in blocks.1.mlp.fc1.bias",
+    "plain.safetensors --to out": "does not state its model",
+    "nan.safetensors --to out": "got NaN or infinity in blocks.1.mlp.fc1.bias",
     "best.safetensors --to there": "there exists; pass a new folder",
-    "best.safetensors --to hf_hub:a/b": "to must be a folder's plain path or hf-hub:ORG/NAME",
-    "best.safetensors --to out --license none,really": "license must be an identifier such as",
-    "best.safetensors --to hf-hub:name": "a folder's plain path or hf-hub:ORG/NAME, got hf-hub:na",
-    "best.safetensors --to hf-hub:a/b": "there is no token for the hub; hf auth login",
+    "best.safetensors --to hf_hub:a/b": "expected --to to be a folder or hf-hub:ORG/NAME",
+    "best.safetensors --to out --license none,really": "expected a license identifier such as",
+    "best.safetensors --to hf-hub:name": "to be a folder or hf-hub:ORG/NAME, got hf-hub:na",
+    "best.safetensors --to hf-hub:a/b": "expected a token for the hub; run hf auth login",
 }
 
 
@@ -376,7 +376,7 @@ def test_a_model_is_uploaded_as_it_would_be_written(here, monkeypatch, capsys):
     capsys.readouterr()
     api, files = hub_of(monkeypatch, holds=True)
     assert main(words("share best.safetensors --to hf-hub:org/trees")) == 2
-    assert_one_error(capsys, "hf-hub:org/trees holds a model already; choose another name")
+    assert_one_error(capsys, "hf-hub:org/trees already holds a model; choose another name")
     assert not api.create_repo.called and files == {}
 
 
@@ -393,7 +393,7 @@ def test_what_the_hub_refuses_is_one_line(here, monkeypatch, capsys):
         hub_of(monkeypatch, error=error)
         assert main(words("share best.safetensors --to hf-hub:org/trees")) == 2
         said = capsys.readouterr().err
-        assert re.fullmatch(r"error: the hub does not take org/trees: .+\n", said), said
+        assert re.fullmatch(r"error: the hub refused org/trees: .+\n", said), said
         assert str(error).splitlines()[0] in said and "longer" not in said
 
 

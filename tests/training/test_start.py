@@ -56,7 +56,10 @@ def test_a_teacher_in_a_file_of_ours_gives_the_body_and_the_weights(teacher):
     assert [block.attn.attention for block in model.blocks] == ["kernelized", "softmax"]
     assert built == ModelConfig("converted_vit", args) and args["drop_path_rate"] == 0.2
     assert lines[0] == path and lines[1].endswith("tensors come from vit_tiny_patch16_224")
-    assert lines[-1] == "  its images had other values: --data.mean 0.2 --data.std 0.5"
+    assert (
+        lines[-1]
+        == "  the teacher was trained with other mean and std: --data.mean 0.2 --data.std 0.5"
+    )
     rebuilt = timm.create_model("converted_vit", num_classes=4, in_chans=1, **args)
     rebuilt.load_state_dict(own)
 
@@ -69,8 +72,8 @@ def test_a_name_of_ours_says_which_attention_and_which_size(teacher):
     with pytest.raises(ValueError) as error:
         started(path, "scaleformer_vit_t")
     assert str(error.value) == (
-        "the weights to start from are 24 wide, scaleformer_vit_t 192; take a model of their size, "
-        "or converted_vit, which takes theirs"
+        "expected a model 24 wide, as the initial weights, got 192 (scaleformer_vit_t); choose a "
+        "model of this size, or converted_vit, which adopts it"
     )
     with pytest.raises(ValueError, match="are 2 deep, scaleformer_vit_t 12"):
         started(path, "scaleformer_vit_t", embed_dim=24)
@@ -80,8 +83,8 @@ def test_a_body_beside_weights_of_another_is_refused_with_the_way_on(teacher, tm
     path, vit = teacher
     converted = from_softmax(vit)
     converted.save(tmp_path / "converted.safetensors")
-    way_on = r"; leave it out \(--model.args '{}' drops what a configuration gives\)"
-    with pytest.raises(ValueError, match="are 24 wide, converted_vit 64" + way_on):
+    way_on = r"; remove it \(--model.args '{}' clears the arguments of a configuration\)"
+    with pytest.raises(ValueError, match=r"24 wide, .*got 64 \(converted_vit\)" + way_on):
         started(path, embed_dim=64)
     with pytest.raises(ValueError, match="have depth 2, model.args 4" + way_on):
         started(str(tmp_path / "converted.safetensors"), depth=4)
@@ -90,7 +93,7 @@ def test_a_body_beside_weights_of_another_is_refused_with_the_way_on(teacher, tm
 
 def test_a_state_dict_without_its_body_names_the_command_that_converts_it(tmp_path):
     torch.save({"model": {"a": torch.zeros(1)}}, tmp_path / "vit.pth")
-    said = "does not say what body its weights have; start from .*`visionattn convert .*vit.pth --m"
+    said = "does not name the model of its weights; convert it first: `visionattn convert .*vit.pth"
     with pytest.raises(ValueError, match=said):
         started(str(tmp_path / "vit.pth"))
 
@@ -120,11 +123,11 @@ def test_names_of_timm_mean_the_weights_that_timm_has(tmp_path, monkeypatch):
 def test_what_stands_against_a_start_is_one_line(teacher, tmp_path):
     path, _ = teacher
     for message, options in {
-        "converted_vit has the body of a teacher; name it with --init-from": dict(source=None),
-        "got output_gate; the rest is the teacher's": dict(output_gate=True),
+        "converted_vit needs a teacher; pass --init-from": dict(source=None),
+        "got output_gate; others are the teacher's": dict(output_gate=True),
         "model.args.num_classes is set by the data": dict(num_classes=3),
-        "got mlp_ratio; the rest is the teacher's, 4.0": dict(mlp_ratio=2),
-        "softmax_blocks: there is no block 2": dict(softmax_blocks=[2]),
+        "got mlp_ratio; others are the teacher's, 4.0": dict(mlp_ratio=2),
+        "softmax_blocks: expected blocks 0 to 1": dict(softmax_blocks=[2]),
         "expected options among .*, got layers": dict(layers=2),
     }.items():
         with pytest.raises(ValueError, match=message):

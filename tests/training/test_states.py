@@ -69,7 +69,7 @@ def flipped(content: bytes) -> bytes:
             lambda content: content[: len(content) // 2],
             "is a truncated or damaged checkpoint",
         ),
-        (flipped, "is a truncated or damaged checkpoint: wrong sum of "),
+        (flipped, "is a truncated or damaged checkpoint: wrong checksum of "),
         (None, "is missing"),
     ],
     ids=["truncated", "a bit flipped", "missing"],
@@ -98,7 +98,7 @@ def test_without_any_readable_state_a_run_ends_with_one_line_and_nothing_is_touc
     assert run_tool(lambda: run(config_of(stopped.parent, resume=True))) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and error.count("truncated") == 2
-    assert "--overwrite starts the run anew" in error
+    assert "pass --overwrite to start over" in error
     assert str(stopped / "last.pt") in error and str(stopped / "previous.pt") in error
     assert {path.name: path.read_bytes() for path in stopped.iterdir()} == before
 
@@ -187,7 +187,7 @@ def test_best_weights_lost_after_the_last_epoch_ask_for_one_more(stopped):
     (stopped / "best.safetensors").unlink()
     with pytest.raises(
         ValueError,
-        match="^all 3 epochs are done and their best weights are lost; --epochs 4 trains one more",
+        match="^all 3 epochs are done, but their best weights are lost; pass --epochs 4 to train",
     ):
         run(config_of(stopped.parent, resume=True))
     run(config_of(stopped.parent, resume=True, epochs=4))
@@ -221,8 +221,8 @@ DATA, OPTIMISATION = asdict(NATIVE.data), asdict(OptimConfig())
         ),
         (
             {"init_from": "a.pt"},
-            "init_from a.pt applies only at the start of a run, and a resumed run keeps its own "
-            "weights; leave it out",
+            "init_from a.pt applies only to a new run; a resumed run keeps its own "
+            "weights; remove it",
         ),
     ],
 )
@@ -274,7 +274,7 @@ def test_two_runs_are_never_at_work_in_one_folder(tmp_path, whole):
     for options in ({}, {"resume": True}, {"overwrite": True}):
         with pytest.raises(
             ValueError,
-            match=f"^another process is running in {folder}; wait for it or end it, or --run NAME",
+            match=f"^another process is running in {folder}; wait for it or end it, or pass",
         ):
             run(config_of(tmp_path, **options))
     with pytest.raises(ValueError, match="another process is running"), Status(folder, {}):
@@ -291,5 +291,5 @@ def test_best_weights_that_are_garbled_give_way_to_those_of_the_next_epoch(stopp
     best.write_bytes(best.read_bytes()[:2000])
     printed = run(config_of(stopped.parent, resume=True))
     assert f"{best} is truncated or not a safetensors file" in printed
-    assert "; the weights of a further epoch take its place" in printed
+    assert "; the weights of the next epoch replace it" in printed
     assert status_of(stopped)["result"]["best_epoch"] > 1 and best_of(stopped)

@@ -1,4 +1,4 @@
-"""What one optimiser step does: gradient, schedule, average, mixing, and steps without a finite
+"""What one optimizer step does: gradient, schedule, average, mixing, and steps without a finite
 loss.
 """
 

@@ -142,7 +142,7 @@ def test_overfitting_is_said_in_the_first_epoch_that_shows_it():
     [
         ({"patience": 0}, "patience must be above 0"),
         ({"freeze": -1, "init_from": "a"}, "freeze must be at least 0"),
-        ({"monitor": "mean_iou"}, "monitor mean_iou is for data.task segmentation"),
+        ({"monitor": "mean_iou"}, "monitor mean_iou needs data.task segmentation"),
         ({"freeze": "backbone"}, "freeze backbone would keep random weights"),
     ],
 )

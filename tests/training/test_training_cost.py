@@ -83,7 +83,7 @@ def test_what_does_not_fit_is_refused_with_the_batch_that_would(
         lines_of(config)
     assert exit_code(refused.value) == 3
     text = str(refused.value)
-    assert "a step on 32 images of 32 x 32 pixels would take about" in text
+    assert "a step on 32 images of 32 x 32 pixels would need about" in text
     batch_size = int(re.search(r"--batch-size (\d+) would fit", text)[1])
     assert memory.bytes_of((batch_size, 32, 32)) <= there
     assert f"--optim.accumulate {math.ceil(32 / batch_size)} " in text
@@ -116,7 +116,7 @@ class OfGpu(TrainingMemory):
 def test_on_a_gpu_what_does_not_fit_is_refused_and_auto_takes_the_most_that_does(
     tmp_path, monkeypatch, small, capsys
 ):
-    """A step takes 2560 bytes of an image, besides what the optimiser keeps."""
+    """A step takes 2560 bytes of an image, besides what the optimizer keeps."""
     config = cheap_config(tmp_path, batch_size=61, epochs=1)
     model, _ = build_model(config.model, quadrants().spec)
     kept = 2 * 4 * sum(parameter.numel() for parameter in model.parameters())
@@ -126,9 +126,9 @@ def test_on_a_gpu_what_does_not_fit_is_refused_and_auto_takes_the_most_that_does
         assert run_tool(lambda: lines_of(config)) == 3
     error, status = capsys.readouterr().err, tmp_path / "small" / STATUS
     assert error.startswith(
-        "error: a step on 61 images of 16 x 16 pixels would take more than the available "
+        "error: a step on 61 images of 16 x 16 pixels would need more than the available "
         "memory (0 MiB); --batch-size 8 would fit, with --optim.accumulate 8 for as many images in "
-        "a step; --batch-size auto takes the largest batch that fits, and model.grad_check"
+        "a step; --batch-size auto uses the largest batch that fits, and model.grad_check"
     )
     assert error.count("\n") == 1 and json.loads(status.read_text())["status"] == "oom"
     with monkeypatch.context() as patch, OnProcessor():
@@ -172,7 +172,7 @@ def test_on_a_gpu_what_does_not_fit_is_refused_and_auto_takes_the_most_that_does
             (31, 16, 16),
             {"optim": {"accumulate": 2}},
             "--batch-size 4 would fit, with --optim.accumulate 16 for as many images in a step; "
-            "--batch-size auto takes the largest batch that fits, and model.grad_"
+            "--batch-size auto uses the largest batch that fits, and model.grad_"
             "checkpointing saves memory",
         ),
         (
@@ -180,7 +180,7 @@ def test_on_a_gpu_what_does_not_fit_is_refused_and_auto_takes_the_most_that_does
             101 + 5 * 256,
             (31, 16, 16),
             {},
-            "--data.batch_patches 64 would fit, 4 such images; --batch-size auto takes ",
+            "--data.batch_patches 64 would fit, 4 such images; --batch-size auto uses ",
         ),
     ],
 )
@@ -230,9 +230,11 @@ def test_auto_chooses_patches_for_images_of_their_own_sizes(tmp_path):
     chosen, lines = with_batch(config, splits, memory)
     # 8 of the largest, of 24 patches each; a mean image has 152 pixels.
     assert (chosen.data.batch_patches, chosen.batch_size) == (8 * 24, 16)
-    assert lines == ["batch_size auto: 192 patches fit, 8 of the largest images and 16 on average"]
+    assert lines == [
+        "batch_size auto: 192 patches fit, or 8 of the largest images, 16 average ones"
+    ]
     config.data.batch_patches = 100
-    with pytest.raises(ValueError, match="chooses data.batch_patches, which is 100; leave one"):
+    with pytest.raises(ValueError, match="sets data.batch_patches, got 100; remove one"):
         with_batch(config, splits, memory)
 
 

@@ -123,8 +123,8 @@ def test_what_does_not_fit_is_refused_with_what_would_and_writes_nothing(
     code, lines, error = evaluate(*flags, f"--json={tmp_path / 'rows.json'}")
     assert code == 3 and lines == [] and not list(tmp_path.iterdir())
     assert re.fullmatch(
-        r"error: 7 images of 64 x 64 pixels would take about \d+ MiB of memory, but \d+ "
-        r"MiB are available; --batch-size (2|4) would fit; --batch-size auto takes the "
+        r"error: 7 images of 64 x 64 pixels would need about \d+ MiB of memory, but \d+ "
+        r"MiB are available; --batch-size (2|4) would fit; --batch-size auto uses the "
         r"largest batch that fits\n",
         error,
     )
@@ -198,8 +198,8 @@ def test_of_another_folder_all_images_are_judged_by_the_classes_of_the_weights(w
     with pytest.raises(ValueError) as caught:
         judged(weights, f"--data.root={strange}")
     assert str(caught.value) == (
-        f"{strange} has classes unknown to the model: dog 10; its classes: cat, dog 10; "
-        "the model's classes: bird, cat, dog 2"
+        f"classes of {strange} unknown to the model: dog 10; expected bird, cat, dog 2, got cat, "
+        "dog 10"
     )
 
 

@@ -305,7 +305,7 @@ def test_validate_and_predict_name_every_output(runs, images, tmp_path, capsys, 
     assert [";".join(each) for each in classes] == (held if held[0] is not None else
                                                     [";".join(names)] * len(paths))  # fmt: skip
     assert main([*options, "--top_k", "2"]) == 2
-    assert_one_error(capsys, "top_k is for one class per image")
+    assert_one_error(capsys, "top_k needs one class per image")
     assert main(["share", best, "--to", str(tmp_path / "shared")]) == 2
     assert_one_error(capsys, "gives several classes" if task == "multilabel" else "gives numbers")
 

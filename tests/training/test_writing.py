@@ -196,7 +196,10 @@ def test_an_image_of_more_than_8_bits_is_named_or_left_out(tmp_path):
         ),
         (["--optim.mixup", "0.2"], "which optim.mixup changes; omit optim.mixup"),
         (["--data.name", "documents", "--data.fit", "native"], "crops of documents at their own"),
-        (["--data.name", "documents", "--model.args.conditioned", "true"], "there are no classes"),
+        (
+            ["--data.name", "documents", "--model.args.conditioned", "true"],
+            "conditioned needs classes",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -219,7 +222,7 @@ def test_values_beyond_the_levels_end_a_run_in_one_line(tmp_path):
 def test_what_reads_images_refuses_a_model_that_writes_them(run, tmp_path):
     folder, *_ = run
     best = folder / "small" / "best.safetensors"
-    said = "pixel_decoder generates images, and gives neither classes nor features"
+    said = "with classes or features, got pixel_decoder, which generates images"
     picture = str(tmp_path / "a.png")
     Image.new("L", (8, 8)).save(picture)
     calls = [

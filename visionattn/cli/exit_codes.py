@@ -43,7 +43,7 @@ class Failed(Exception):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether an error reports a failed allocation, on a GPU or on the CPU."""
-    import torch  # takes a second; an error about a mistyped option does not wait for it
+    import torch  # takes a second, which a mistyped option must not wait for
 
     words = ("allocate memory", "not enough memory")
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
@@ -69,7 +69,8 @@ def run_tool(work: Callable[[], None], *, several: bool = False) -> int:
     if not several and not is_alone():
         if os.environ.get("RANK", "0") == "0":
             print(
-                "error: this tool runs as one process; start it without torchrun", file=sys.stderr
+                "error: this command runs as one process; start it without torchrun",
+                file=sys.stderr,
             )
         return 2
     for stream in (sys.stdout, sys.stderr):  # file names may be in any encoding

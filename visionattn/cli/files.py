@@ -2,7 +2,7 @@
 
 This module knows no file format. Every writer calls ``target_of``, which refuses anything but
 regular files. An unfinished file has a random name in the folder of its target; ``is_unfinished``
-recognises the name. The next write to the target deletes files left by killed processes.
+recognizes the name. The next write to the target deletes files left by killed processes.
 """
 
 import errno
@@ -65,7 +65,7 @@ def write_whole(
     An existing file keeps its permissions.
 
     Args:
-        path: the file, as ``target_of`` takes it; its folder exists.
+        path: the file, as for ``target_of``; its folder exists.
         write: writes the content to the given path, an empty file.
         check: reads the given path back and raises if the content is wrong.
         previous: new path of the existing file; None: replace it.
@@ -192,7 +192,7 @@ class Continued:
         """Create or reopen the unfinished file or folder, and lock it.
 
         Args:
-            path: the finished file, as ``target_of`` takes it, or the finished folder.
+            path: the finished file, as for ``target_of``, or the finished folder.
             folder: whether ``path`` is a folder.
             overwrite: replace an existing file once the new one is complete, and an existing folder
                 if ``finish`` allows it.
@@ -275,7 +275,8 @@ def check_room(path: Path, wanted: int) -> None:
     free = shutil.disk_usage(path.absolute().parent).free
     if wanted > free:
         raise ValueError(
-            f"{path} needs up to {sized(wanted)} of disk space, but {sized(free)} are free"
+            f"{path} needs up to {sized(wanted)} of disk space, got {sized(free)} free; free "
+            "some, or pass another path"
         )
 
 
@@ -312,7 +313,7 @@ def unfinished(folder: Path) -> list[Path]:
 
 
 def added_to(path: str | Path) -> BinaryIO:
-    """Open a file for appending, as ``target_of`` takes it."""
+    """Open a file for appending; ``path`` is as for ``target_of``."""
     return open(target_of(path), "ab")
 
 
@@ -399,7 +400,7 @@ def check_free(path: Path, overwrite: bool) -> None:
     ``target_of`` refuses it.
     """
     if path.is_dir():
-        raise ValueError(f"{path} cannot be written: it is a folder; pass a file")
+        raise ValueError(f"expected a file to write, got the folder {path}")
     target = target_of(path)
     folder = target.absolute().parent
     refuse(

@@ -27,7 +27,7 @@ KILLED = 9
 
 
 def memory_kills() -> int:
-    """Return how many processes the system has killed for lack of memory.
+    """Return the number of processes that the system has killed for lack of memory.
 
     The count covers this control group, or the machine if groups have no count; 0 if unknown. A
     process killed by SIGKILL ran out of memory if the count has grown since its start.
@@ -70,10 +70,10 @@ def ask(
     """Return the result of ``function(**given)``, called in a fresh process.
 
     Args:
-        function: a module-level function of the package; takes and returns JSON values.
+        function: a module-level function of the package; arguments and result are JSON values.
         given: its arguments.
         what: name of the measured work, for the error.
-        returning: as ``environment`` takes it.
+        returning: as for ``environment``.
 
     Raises:
         torch.OutOfMemoryError: the process ran out of memory.
@@ -99,7 +99,7 @@ def ask(
 
 
 def first_to_end() -> None:
-    """Make this process the first that the system kills when memory runs out."""
+    """Make the system kill this process first when memory runs out."""
     if Path("/proc/self/oom_score_adj").exists():
         Path("/proc/self/oom_score_adj").write_text("1000")
 

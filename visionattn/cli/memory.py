@@ -144,10 +144,10 @@ def check_fits(
     *,
     bounded: bool = False,
 ):
-    """Refuse work that clearly takes more than the available memory.
+    """Refuse work that clearly needs more than the available memory.
 
     Args:
-        expected: bytes that the work takes, possibly infinite; None if unknown.
+        expected: bytes that the work needs, possibly infinite; None if unknown.
         there: available bytes; None if unknown.
         what: name of the work, for the error.
         way_out: returns the advice for the error; called only for an error.
@@ -164,4 +164,4 @@ def check_fits(
             if expected < math.inf  # infinite: it was tried on a GPU and did not fit
             else f"more than the available memory ({room})"
         )
-        raise DoesNotFit(f"{what} would take {much}; {way_out()}")
+        raise DoesNotFit(f"{what} would need {much}; {way_out()}")

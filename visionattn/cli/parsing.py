@@ -157,7 +157,7 @@ def flags_of(argv: Sequence[str], names: Mapping[str, Any]) -> dict[str, Any]:
         except ValueError as error:
             raise ValueError(f"--{flag} cannot be read: {error}") from error
         if isinstance(found[name], list) and not accepts(kind, list) and kind is not Any:
-            raise ValueError(f"--{flag} takes one value, got {brief(' '.join(words))}")
+            raise ValueError(f"--{flag} expects one value, got {brief(' '.join(words))}")
     return found
 
 
@@ -190,7 +190,7 @@ def with_first(argv: Sequence[str], flag: str) -> list[str]:
         return list(argv)
     words = [f"--{flag}", *argv]
     if [name for name, _ in split_options(words)].count(flag) > 1:
-        raise ValueError(f"the first word and --{flag} give the same option; omit one")
+        raise ValueError(f"the first word and --{flag} set the same option; remove one")
     return words
 
 
@@ -206,7 +206,7 @@ def split_options(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
             options.append(("help" if word == "-h" else flag, [value] if equals else []))
             closed = bool(equals)
         elif closed or re.match(r"-[A-Za-z]", word):
-            raise ValueError(f"{brief(word)} belongs to no option; options begin with --")
+            raise ValueError(f"expected an option that begins with --, got {brief(word)}")
         else:
             options[-1][1].append(word)
     return options
@@ -255,7 +255,7 @@ def way_out(name: str, names: Iterable[str], dashes: str = "") -> str:
         return max(whole, by_leaf, by_initials) + 0.01 * whole
 
     best = max(names, key=likeness)
-    return f"the nearest is {dashes}{best}" if likeness(best) >= ALIKE else "--help lists all"
+    return f"did you mean {dashes}{best}?" if likeness(best) >= ALIKE else "--help lists all"
 
 
 def config_files(argv: Sequence[str]) -> list[str]:

@@ -119,7 +119,7 @@ class Progress:
 
         Args:
             model: the model; one without ``blocks`` shows nothing.
-            images: the most items of one pass.
+            images: maximum number of items of one pass.
         """
         blocks = list(getattr(model, "blocks", ()))
         count = len(blocks)

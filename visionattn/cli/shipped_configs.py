@@ -35,5 +35,5 @@ def find_config(given: str | Path) -> Path:
     near = get_close_matches(path.stem, known, n=1)
     raise FileNotFoundError(
         f"no configuration file at {given}; "
-        + (f"the nearest shipped one is {near[0]}" if near else f"shipped are {', '.join(known)}")
+        + (f"did you mean the shipped {near[0]}?" if near else f"shipped are {', '.join(known)}")
     )

@@ -21,9 +21,9 @@ from typing import Any
 from visionattn.cli.tables import from_text
 
 SHOWN = 60
-"""The most characters of a value that an error shows."""
+"""Maximum number of characters of a value in an error."""
 EXPECTED = {
-    "int": "a whole number",
+    "int": "an integer",
     "float": "a number",
     "finite_number": "a finite number",
     "bool": "true or false",
@@ -91,7 +91,7 @@ def _one_line(errors: list[Any], value: Any, name: str, kind: Any) -> str:
     if fault in ("unexpected_keyword_argument", "extra_forbidden"):
         *within, key = error["loc"][1:]
         known = [each.name for each in fields(kind)] if is_dataclass(kind) and not within else []
-        near = "".join(f"; the nearest is {each}" for each in get_close_matches(key, known, n=1))
+        near = "".join(f"; did you mean {each}?" for each in get_close_matches(key, known, n=1))
         return f"{_part(within, value, name)[1]} has an unknown key {brief(key)}{near}"
     if fault in ("too_long", "too_short"):
         return f"{part} has {error['ctx']['actual_length']} values: {error['msg']}"
@@ -174,7 +174,7 @@ def read_json(kind: Any, path: Path, way_out: str) -> Any:
     """Read a JSON file into a checked type.
 
     Args:
-        kind: as ``checked`` takes it.
+        kind: as for ``checked``.
         path: the file.
         way_out: advice at the end of the error.
 
@@ -254,7 +254,7 @@ def _yaml_loader() -> type:
             keys = [str(key.value) for key, _ in node.value]
             for key in keys:
                 if keys.count(key) > 1:
-                    raise ValueError(f"the key {brief(key)} comes twice")
+                    raise ValueError(f"the key {brief(key)} occurs twice; remove one")
             return super().construct_mapping(node, deep)
 
     number = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")

@@ -14,7 +14,7 @@ import numpy as np
 
 os.environ.setdefault(
     "NO_ALBUMENTATIONS_UPDATE", "1"
-)  # it asks the network for a newer version otherwise
+)  # otherwise it looks online for a newer version
 import albumentations as A
 
 from visionattn.cli.files import first_line
@@ -59,17 +59,17 @@ class Augment:
 
         Args:
             name: one of ``PRESETS``, or the path of a YAML file that ``albumentations.save`` wrote.
-                A ``RandomResizedCrop`` with ``p: 1`` that stands first is done by ``box``: before
-                resizing, to whatever size the model sees.
+                If its first step is a ``RandomResizedCrop`` with ``p: 1``, ``box`` does it before
+                resizing, for any input size of the model.
             bands: channels of the images.
-            smallest_crop: the least share of the area that presets keep which crop.
-            border: what lies beyond the edge of an image that a preset moves: black, the image
-                mirrored, or its outermost pixels again. None: "edge" for ``documents``, as a
-                mirrored mark would count twice; "reflect" for the others.
+            smallest_crop: minimum share of the area that cropping presets keep.
+            border: padding beyond the edge of a moved image: black, the mirrored image, or its
+                outermost pixels repeated. None: "edge" for ``documents``, because a mirrored mark
+                would count twice; "reflect" for other presets.
 
         Raises:
-            ValueError: the preset is not for these bands, or the file holds no pipeline that keeps
-                the size of such images; one line.
+            ValueError: the preset does not support these bands, or the file holds no pipeline that
+                keeps the size of such images; one line.
             OSError: the file cannot be read.
         """
         self._name = name
@@ -95,9 +95,8 @@ class Augment:
             pipeline(image=np.zeros((_TRIAL_PX, _TRIAL_PX, bands), np.uint8))
         except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(
-                f"data.augment {path} is not an albumentations pipeline for images of {bands} "
-                "bands, as albumentations.save(transform, path, 'yaml') writes it: "
-                f"{first_line(error)}"
+                f"expected an albumentations pipeline for {bands} bands in data.augment {path}, "
+                f"saved by albumentations.save(transform, path, 'yaml'): {first_line(error)}"
             ) from error
         return pipeline
 
@@ -105,12 +104,12 @@ class Augment:
         """Draw the visible part of an image, as torchvision's ``RandomResizedCrop`` does.
 
         Its share of the area is uniform; the logarithm of its aspect ratio is uniform around
-        ``canvas``'s. Where ten draws do not fit into the image, it is the largest centred part that
-        has an allowed aspect ratio.
+        ``canvas``'s. If ten draws do not fit into the image, it is the largest centered
+        part with an allowed aspect ratio.
 
         Args:
             height, width: size of the image in pixels.
-            canvas: height and width to which the part is going to be resized.
+            canvas: height and width to which the part will be resized.
             entropy: decides the draw.
         """
         if not self.crops:
@@ -134,8 +133,8 @@ class Augment:
         dtype.
 
         Args:
-            image: as it has been read and resized.
-            entropy: decides every draw; other numbers follow from it than for ``box``.
+            image: the image as read and resized.
+            entropy: decides every draw, independently of the draws of ``box``.
 
         Raises:
             ValueError: the pipeline of a file changes the size.
@@ -145,9 +144,9 @@ class Augment:
     def both(
         self, image: np.ndarray, mask: np.ndarray, entropy: tuple[int, ...]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Augment an image as a call does, and move its mask, uint8 ``[H, W]``, with it: each pixel
-        of the mask takes the nearest value, and presets write ``IGNORED`` where it comes from
-        beyond a black border. Shaded or blurred pixels keep their class.
+        """Augment an image and its mask, uint8 ``[H, W]``. Mask pixels get the nearest value, or
+        ``IGNORED`` if a preset moves them in from beyond a black border. Shaded or blurred pixels
+        keep their class.
         """
         changed = self._change({"image": image, "mask": mask}, entropy)
         return changed["image"], changed["mask"]
@@ -157,17 +156,17 @@ class Augment:
     ) -> dict[str, np.ndarray]:
         rng = np.random.default_rng((*entropy, _CALL_STREAM))
         size = given["image"].shape
-        # Only squares keep their size in a turn by 90 degrees.
+        # Only squares keep their size when rotated by 90 degrees.
         quarters = int(rng.integers(1, 4)) if size[0] == size[1] else 2
         if rng.random() < self._quarter_turns:
             given = {name: np.rot90(each, quarters) for name, each in given.items()}
-        # One state for all steps: set_random_seed would give each step the same draws.
+        # Use one random state for all steps: set_random_seed would give each step the same draws.
         self._pipeline.set_random_state(rng, random.Random(int(rng.integers(2**63))))
         changed = self._pipeline(**{name: np.ascontiguousarray(x) for name, x in given.items()})
         if changed["image"].shape != size:
             raise ValueError(
                 f"data.augment {self._name}: expected images of {list(size)} (data.img_size), got "
-                f"{list(changed['image'].shape)}; leave out the step that changes the size"
+                f"{list(changed['image'].shape)}; remove the step that changes the size"
             )
         return changed
 
@@ -187,10 +186,10 @@ def _check_bands(name: str, bands: int) -> None:
 
 
 def _preset(name: str, bands: int, border: int) -> list[A.BasicTransform]:
-    """Return the steps of a preset: flips, affine change, colour, blur, shadow, noise.
+    """Return the steps of a preset: flips, affine change, color, blur, shadow, noise.
 
     ``three`` is the 3-Augment of Touvron et al. 2022 (DeiT III, section 3). ``rand``, after Cubuk
-    et al. 2020, has two of twelve changes of colour and shape. ``documents`` moves no pixel by more
+    et al. 2020, has two of twelve changes of color and shape. ``documents`` moves no pixel by more
     than 4.5 % of the longer side. ``aerial`` draws each of the eight symmetries of a square equally
     often.
     """
@@ -203,7 +202,7 @@ def _preset(name: str, bands: int, border: int) -> list[A.BasicTransform]:
     if name == "light":
         steps.append(_affine(border, shift=0.06, scale=(0.88, 1.08), turn=10.0))
     elif name == "three":
-        # Weights of human eyes where the bands are red, green and blue; the mean of others.
+        # Luminance weights for red, green and blue; the mean for other bands.
         method = "weighted_average" if bands == 3 else "average"
         one_of = [
             A.ToGray(num_output_channels=bands, method=method, p=1 / 3),
@@ -217,7 +216,7 @@ def _preset(name: str, bands: int, border: int) -> list[A.BasicTransform]:
         shadow = A.RandomShadow(
             shadow_roi=(0, 0, 1, 1),
             num_shadows_limit=(1, 2),
-            shadow_dimension=3,  # more corners cross each other into splinters
+            shadow_dimension=3,  # with more corners the shape crosses itself
             shadow_intensity_range=(0.1, 0.4),
             p=0.3,
         )

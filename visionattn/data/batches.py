@@ -33,8 +33,8 @@ from visionattn.data.geometry import Geometry, Size
 
 Key = TypeVar("Key")
 
-# Each use of randomness has its own stream, (seed, stream, epoch, number); the canvases own 0, 1
-# and 2.
+# Each use of randomness has its own stream, (seed, stream, epoch, number); streams 0, 1 and 2
+# belong to canvases.
 ORDER_STREAM, SIZE_STREAM = 10, 11
 AUGMENT_STREAM, STEP_STREAM = 12, 13
 BATCH_STREAM = 14
@@ -50,7 +50,7 @@ class SampleKey(NamedTuple):
     geometry: Geometry
     """Preprocessing that brings the image to the model's input size."""
     draw: int | None = None
-    """Place in the epoch, if images recur in it, so that their augmentation differs; None: each
+    """Position in the epoch if images recur in it, so that their augmentation differs. None: each
     image occurs once.
     """
 
@@ -224,8 +224,8 @@ def _end_worker(error: Exception, _: object) -> None:
     own line.
     """
     print(
-        f"note: a process that loads images cannot pass them on: {first_line(error)}; provide "
-        "more shared memory (/dev/shm), or load without processes (workers 0)",
+        f"note: a data loader process cannot pass on its images: {first_line(error)}; provide "
+        "more shared memory (/dev/shm), or load in the main process (workers 0)",
         file=sys.stderr,
         flush=True,
     )
@@ -271,7 +271,7 @@ class _BatchKeys:
         self.count = (
             math.ceil(length * crops / batch_size) if self.buckets is None else self.buckets.count
         )
-        if labels is not None or crops > 1:  # with many sizes, the number of the first epoch
+        if labels is not None or crops > 1:  # with many sizes, the count of the first epoch
             self.count = len(self.batches())
 
     def __len__(self):
@@ -323,8 +323,8 @@ class _BatchKeys:
 
 
 class _Batches:
-    """Common part of training and evaluation: the loader, and the paths of images left out,
-    ``unreadable``.
+    """Common part of training and evaluation batches: the loader, and ``unreadable``, the paths of
+    skipped images.
     """
 
     def __init__(
@@ -338,7 +338,7 @@ class _Batches:
         labels: np.ndarray | None = None,
         crops: int = 1,
     ):
-        # The geometry fixes one size for all images, or images differ in size.
+        # Either the geometry fixes one size for all images, or images differ in size.
         canvases = None
         if choices[0].canvas is None:
             canvases = np.stack([dataset.canvases(each) for each in choices], 1)  # type: ignore[attr-defined]
@@ -360,7 +360,7 @@ class _Batches:
             collate_fn=numbered,
             worker_init_fn=start_worker,
             persistent_workers=config.workers > 0,
-            # leaves torch's own generator unchanged, with or without workers
+            # keeps torch's own generator unchanged, with or without workers
             generator=torch.Generator(),
         )
         # Loading processes end at once when their loader is freed. If the garbage collector frees
@@ -385,7 +385,7 @@ class _Batches:
 
     @property
     def left_out(self) -> int:
-        """Return the number of unreadable images left out so far."""
+        """Return the number of unreadable images skipped so far."""
         return len(self.unreadable)
 
     def _iterate(self) -> Iterator[tuple[Batch, list[int]]]:
@@ -403,7 +403,7 @@ class _Batches:
             yield from self._loader[0]
         except (ConnectionError, EOFError) as error:
             if isinstance(error, EOFError) and str(error):
-                raise  # from a file: a broken connection has no message
+                raise  # an error of a file; a broken connection has no message
             raise RuntimeError("DataLoader worker ended amid a batch") from error
 
     def _leave_out(self, image: Unreadable) -> None:

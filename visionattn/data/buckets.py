@@ -21,7 +21,7 @@ class Buckets:
     Args:
         bucket: index of each image's bucket, ``[n]``.
         room: number of images per batch of each bucket, ``[buckets]``.
-        unseen: indices of images that the model does not take, or whose size is unknown.
+        unseen: indices of images that the model does not accept, or of unknown size.
     """
 
     bucket: np.ndarray
@@ -98,8 +98,8 @@ def canvases(sizes: np.ndarray, geometry: Geometry) -> np.ndarray:
 
 
 def canvas_of(height: int, width: int, geometry: Geometry) -> Size:
-    """Return the model's input size for an image; (0, 0) if the model does not take it or its size
-    is unknown, which reading it will report.
+    """Return the model's input size for an image. (0, 0) if the model does not accept it or its
+    size is unknown; reading it will raise the error.
     """
     try:
         return geometry.view(height, width).canvas

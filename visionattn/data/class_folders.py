@@ -42,7 +42,7 @@ BY_PATH = frozenset(suffix for row in TABLE if row.by_path for suffix in row.suf
 Place = tuple[str, str]
 """Split and class of an image; the class is an empty text for images without classes."""
 Folders = tuple[str, ...]
-"""Names of the folders of a file, below the root."""
+"""Folder names of a file, below the root."""
 
 
 class Placed(NamedTuple):
@@ -50,7 +50,7 @@ class Placed(NamedTuple):
 
     source: Source
     places: list[Place | None]
-    """One entry per image; None: left out."""
+    """One entry per image; None: not used."""
     left_out: LeftOut
 
 
@@ -125,22 +125,22 @@ def open_masked_tree(root: str) -> tuple[Placed, list[str]]:
         if kind != MASKS or suffix_of(path) not in MASK_SUFFIXES:
             continue
         if (other := masks.setdefault(_stem(name), path)) != path:
-            raise ValueError(f"{other} and {path} are masks of the same image; keep one")
+            raise ValueError(f"expected one mask per image, got {other} and {path}; keep one")
     found = [masks.get(_stem(name), "") for name in images.values()]
     wanted = zip(images, found, places, strict=True)
     if missing := [path for path, mask, place in wanted if place and not mask]:
         swapped = [MASKS if name.lower() == IMAGES else name for name in _parts(missing[0], root)]
         raise FileNotFoundError(
-            f"{len(missing)} of {len(images)} images of {root} have no mask; the first: "
-            f"{missing[0]}, expected {Path(root, *swapped).with_suffix(MASK_SUFFIXES[0])}"
+            f"{len(missing)} of {len(images)} images of {root} have no mask; first: {missing[0]}, "
+            f"expected {Path(root, *swapped).with_suffix(MASK_SUFFIXES[0])}"
         )
     unnamed: list[Place | None] = [place and (place[0], "") for place in places]
     return Placed(Files(list(images)), unnamed, left_out), found
 
 
 def _kind_of(parts: Folders) -> tuple[str, Folders]:
-    """Return whether a path is in ``images`` or in ``masks`` (empty text: neither), and its other
-    parts, which may begin with a split.
+    """Return ``images`` or ``masks`` if a path is in this folder (else an empty text), and its
+    other parts, which may begin with a split.
     """
     for at in (0, 1) if split_of(parts[0]) else (0,):
         kind = parts[at].lower() if at < len(parts) - 1 else ""
@@ -207,8 +207,8 @@ def _places(
     Args:
         folders: folders of each image.
         visited: all folders, including those without images; empty for a tar.
-        labelled, known, root: as for ``open_tree``.
-        left_out: receives files and folders that are left out.
+        labeled, known, root: as for ``open_tree``.
+        left_out: receives unused files and folders.
     """
     around = _around(folders, visited, known or ())
     folders = [each[len(around) :] for each in folders]
@@ -288,7 +288,7 @@ def _without_images(
 def _are_splits(
     named: Sequence[str], folders: Sequence[Folders], labelled: bool, root: str
 ) -> bool:
-    """Return whether folders with names of splits are splits, or classes like their neighbours.
+    """Return whether folders with names of splits are splits, or classes like their neighbors.
 
     They are splits unless other folders next to them hold images too (``bus/ car/ train/``). Then
     at least two splits are needed and, for images with classes, a class in both.

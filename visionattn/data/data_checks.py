@@ -1,4 +1,4 @@
-"""Check the options of a data set, and complete them by its name.
+"""Check the options of a dataset, and complete them by its name.
 
 ``option_ranges.py`` checks ranges of numbers, and ``mask_values.py`` the options of masks.
 """
@@ -19,9 +19,9 @@ from visionattn.data.synthetic_images import SHORTEST, DrawnArgs
 from visionattn.model_config import VECTOR_TASKS
 
 EMBEDDED = ("digits", "digits_pixel", "canvas", "documents", "copy")
-"""Data sets that need no files."""
+"""Datasets that need no files."""
 DRAWN = frozenset({"canvas", "documents"})
-"""Data sets of drawn images with masks."""
+"""Datasets of drawn images with masks."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ ARGS: dict[str, type] = {
     "cifar10_pixel": Cifar10Args,
     "folder": FolderArgs,
 }
-"""Options in ``data.args`` by data set."""
+"""Options in ``data.args`` by dataset."""
 WHOLE = frozenset({"folder", "documents"})
-"""Data sets whose images are not cropped by default."""
+"""Datasets whose images are not cropped by default."""
 USUAL_PX: dict[str, int | list[int]] = {
     "digits": 32,
     "digits_pixel": 32,
@@ -64,11 +64,11 @@ USUAL_PX: dict[str, int | list[int]] = {
 WRITTEN_PX = USUAL_PX | {"canvas": 48, "documents": 32, "folder": 32}
 """Default sizes in pixels for ``data.task generate``."""
 LEVELS = ("digits", "canvas", "documents", "copy", "cifar10", "folder")
-"""Data sets whose values can be generated."""
+"""Datasets whose values can be generated."""
 
 
 def resolved(config: DataConfig) -> DataConfig:
-    """Return the checked options, with the defaults of the geometry for this data set.
+    """Return the checked options, with the default geometry of this dataset.
 
     Raises:
         ValueError: they are out of range or contradict each other; one line.
@@ -95,7 +95,7 @@ def resolved(config: DataConfig) -> DataConfig:
 
 
 def check_data(config: DataConfig) -> None:
-    """Check the values, and the options that depend on the data set."""
+    """Check the values, and the options that depend on the dataset."""
     check_ranges(config)
     args_of(config)
     for size in (config.img_size, *(config.img_size_choices or ())):
@@ -131,7 +131,7 @@ def check_data(config: DataConfig) -> None:
 
 
 def _check_acts(config: DataConfig) -> None:
-    """Raise ValueError for an option without effect for the data set."""
+    """Raise ValueError for an option without effect on the dataset."""
     folder, drawn = config.name == "folder", config.name in (*DRAWN, "copy")
     masked = folder and config.task == "segmentation"
     stream = folder and (config.root or "").startswith("wds/")
@@ -163,21 +163,19 @@ def _check_acts(config: DataConfig) -> None:
         for key in keys:
             if not acts and getattr(config, key) != getattr(usual, key):
                 task = "" if config.task == DataConfig.task else f", data.task {config.task}"
-                raise ValueError(f"data.{key} is only for {whose}; omit it for {config.name}{task}")
+                raise ValueError(f"data.{key} needs {whose}, got {config.name}{task}; remove it")
     if folder and not stream and args_of(config).num_classes is not None:
-        raise ValueError(
-            "data.args.num_classes is only for wds/... (other data state it themselves); omit it"
-        )
+        raise ValueError("data.args.num_classes needs data.root wds/...; remove it")
 
 
 def args_of(config: DataConfig) -> Any:
     """Return the options in ``data.args``, completed and checked.
 
     Raises:
-        ValueError: it is for other data, or a name or a value is wrong; one line.
+        ValueError: it does not apply to the dataset, or a name or a value is wrong; one line.
     """
     if config.args and config.name not in ARGS:
-        raise ValueError(f"data.args is only for {', '.join(ARGS)}; omit it for {config.name}")
+        raise ValueError(f"data.args needs one of {', '.join(ARGS)}, got {config.name}; remove it")
     return checked(ARGS[config.name], config.args, "data.args") if config.name in ARGS else None
 
 
@@ -233,7 +231,7 @@ def check_crops(config: DataConfig) -> None:
 
 
 def check_augment(config: DataConfig, *allowed: str, files: bool = True) -> None:
-    """Check that an augmentation supports this data set.
+    """Check that an augmentation supports this dataset.
 
     Args:
         config: names the augmentation.
@@ -254,6 +252,6 @@ def check_augment(config: DataConfig, *allowed: str, files: bool = True) -> None
         )
     if not Path(chosen).is_file():
         raise FileNotFoundError(
-            f"data.augment {chosen} is neither a file nor one of {', '.join(PRESETS)}; "
-            "albumentations.save(transform, path, 'yaml') writes one"
+            f"expected a file or one of {', '.join(PRESETS)} for data.augment, got {chosen}; "
+            "albumentations.save(transform, path, 'yaml') writes a file"
         )

@@ -1,4 +1,4 @@
-"""Options of images: names, sizes, augmentation.
+"""Define the options of images: names, sizes, augmentation.
 
 A docstring under each field is its help text. ``data_checks.py`` and ``training/config.py`` check
 the values.
@@ -27,31 +27,30 @@ class DataConfig:
         "cifar10_pixel",
         "folder",
     ] = "digits"
-    """``digits``, ``canvas``, ``documents`` and ``copy`` are built in; the others read ``root``.
-    ``*_pixel``: grey levels are one-hot. ``copy``, only for ``generate``, has
-    sequences that repeat a word, as images of one row; only the second word counts.
+    """Dataset. ``digits``, ``canvas``, ``documents`` and ``copy`` are built in; the others read
+    ``root``. ``*_pixel``: gray levels are one-hot. ``copy``, only for ``generate``: images of one
+    row with a word and its repetition; only the repetition counts.
     """
     task: Task = "classification"
     """``classification``: one class per image. ``multilabel``: any number of classes per image.
     ``regression``: one or more numbers per image. ``segmentation``: one class per pixel, for
     ``canvas``, ``documents`` and a ``folder`` with masks. ``generate``: no classes; a
-    ``pixel_decoder`` generates the values of images one after the other, for ``documents`` in
-    pieces of pages.
+    ``pixel_decoder`` learns autoregressive image generation (``documents``: pieces of pages).
     """
     root: str | None = None
-    """Folder with ``train/`` and ``val/`` (and optionally ``test/``), or with class folders; or a
-    tar file of such a folder, ``wds/...`` or ``hfds/...``.
+    """Folder with ``train/`` and ``val/`` (and optionally ``test/``), or with class folders; a tar
+    file of such a folder; ``wds/...`` (webdataset); or ``hfds/...`` (Hugging Face datasets).
     """
     labels: str | None = None
-    """Only for ``folder``: table of labels in place of class folders (CSV, TSV, JSON lines or
-    Parquet), with the columns ``path`` (relative to ``root``), ``label``, and optionally ``split``
-    (train, val, test), ``group`` and ``weight`` (of the image in the training loss).
+    """Only for ``folder``: label table (CSV, TSV, JSON lines or Parquet) that replaces class
+    folders. Columns: ``path`` (relative to ``root``), ``label``, and optionally ``split`` (train,
+    val, test), ``group`` and ``weight`` (of the image in the training loss).
     """
     features: str | None = None
-    """Only for ``visionattn train`` and ``folder``: the output of ``visionattn features --dense
-    --blocks`` for the images. Only a head (``model.args.head_...``) is trained on these maps; the
-    folder gives model and preprocessing. The checkpoint has both, and takes images. None: the model
-    sees images.
+    """Only for ``visionattn train`` and ``folder``: folder of ``visionattn features --dense
+    --blocks`` for the images. Trains only a head (``model.args.head_...``) on these feature maps;
+    the folder sets model and preprocessing. The checkpoint has model and head, and accepts images.
+    None: train on images.
     """
     columns: list[str] | None = None
     """Only for ``labels``: columns with the targets of ``multilabel`` (0, 1 or empty) and
@@ -60,9 +59,9 @@ class DataConfig:
     """
     fit: Fit | None = None
     """Preprocessing of images of any size. ``native``: original size, shrunk if above ``img_size``
-    or ``max_patches``. ``pad``: scaled to fit into ``img_size``, the rest is absent. ``stretch``:
-    resized to ``img_size`` with any aspect ratio. ``crop``: shorter side resized to ``img_size``,
-    the rest cut off. None: ``native`` for folders and documents, else ``crop``.
+    or ``max_patches``. ``pad``: letterbox, scaled to fit into ``img_size``; padding is absent.
+    ``stretch``: resized to ``img_size`` with any aspect ratio. ``crop``: shorter side resized to
+    ``img_size``, then center crop. None: ``native`` for folders and documents, else ``crop``.
     """
     img_size: int | list[int] | None = None
     """Size in pixels: height and width, or one number for both. With ``native`` it is the maximum;
@@ -70,19 +69,19 @@ class DataConfig:
     for canvas, 512 for documents, ``1 128`` for ``copy``.
     """
     img_size_choices: list[int] | None = None
-    """Train each batch at one of these sizes, drawn at random; evaluation uses ``img_size``."""
+    """Train each batch at a random one of these sizes; evaluation uses ``img_size``."""
     max_patches: int | None = None
-    """Only for ``native``, instead of ``img_size``: maximum number of patches per image, which
-    keeps its aspect ratio.
+    """Only for ``native``, instead of ``img_size``: maximum number of patches per image; larger
+    images are shrunk and keep their aspect ratio.
     """
     crop: int | list[int] | None = None
-    """Train on crops of this size in pixels, one number or height and width: random windows of the
-    images at the scale that ``fit`` gives, so that objects have the same size as in evaluation,
-    which sees whole images. Smaller images are padded. None: whole images.
+    """Train on random crops of this size in pixels, one number or height and width. They are cut
+    after ``fit``, so that objects have the same size as in evaluation, which uses whole images.
+    Smaller images are padded. None: whole images.
     """
     crop_around: float = 0.0
     """Only for segmentation with ``crop``: share of the crops, in [0, 1], that contain a pixel of a
-    class other than the first; classes of an image are drawn equally often. The others are
+    class other than the first; the classes of an image are drawn equally often. Other crops are
     anywhere.
     """
     crops: int = 1
@@ -96,68 +95,66 @@ class DataConfig:
     """
     augment: str = "none"
     """``none``, or a preset: ``light`` (shift, scale, rotation), ``crop_flip``, ``three`` (crop,
-    flip, greyscale, solarise or blur, and colour), ``rand`` (crop, flip and random colour),
-    ``documents`` (small moves, light, noise), ``aerial`` (quarter turns, flips, colour); or a YAML
+    flip, grayscale, solarize or blur, and color), ``rand`` (crop, flip and random color),
+    ``documents`` (small moves, light, noise), ``aerial`` (quarter turns, flips, color); or a YAML
     file of ``albumentations.save``.
     """
     sampler: Literal["balanced"] | None = None
-    """``balanced``: draw each class equally often per epoch, which keeps its number of images;
-    images of rare classes recur, with other augmentation, and some images of frequent classes wait
-    for another epoch. Only for classification. None: each image once per epoch.
+    """``balanced``: draw each class equally often; an epoch keeps its number of images. Images of
+    rare classes recur with other augmentation, and some images of frequent classes wait for another
+    epoch. Only for classification. None: each image once per epoch.
     """
     val_fraction: float = 0.1
-    """Share of the training images that is held out to select the best weights, in (0, 1), if there
-    is no ``val`` split.
-    """
+    """Without a ``val`` split: share of the training images held out for validation, in (0, 1)."""
     group_from: str | None = None
-    """Only for ``folder``: regular expression that is searched in the path of each image relative
-    to ``root``; its first group, or the whole match, names the group of the image, e.g. a patient.
-    Images of one group are never in two splits.
+    """Only for ``folder``: regular expression to search in the path of each image relative to
+    ``root``. Its first group, or the whole match, names the image's group, e.g. a patient. All
+    images of a group are in one split.
     """
     fold: str | None = None
-    """Only for ``folder`` without a ``val`` split: k-fold cross-validation. ``1/5`` holds out the
-    first of five parts of the training images, in place of ``val_fraction``. Run all five for the
-    summary.
+    """Only for ``folder`` without a ``val`` split: fold of a cross-validation. ``1/5`` validates on
+    the first of five parts of the training images, instead of ``val_fraction``. After all five runs
+    there is a summary.
     """
     args: dict[str, Any] = field(default_factory=dict)
-    """Options of single data sets. ``canvas``, ``documents`` and ``copy``: ``train_images`` per
-    epoch (20,000) and ``eval_images`` of the validation and of the test split (2,000). ``canvas``
-    also: ``distractors`` (fragments of digits; null: 4 per 128 x 128 pixels), ``digit_px``
-    (smallest and largest side of digits in pixels; [16, 40]) and ``whole_digits`` (1, or 2: the
-    larger counts). ``cifar10``, ``cifar10_pixel``: ``download`` (true fetches missing
-    data into ``root``). ``folder`` with root ``wds/...``: ``num_classes``, required.
+    """Options of some datasets, with defaults. ``canvas``, ``documents`` and ``copy``:
+    ``train_images`` per epoch (20,000), and ``eval_images`` of the validation and of the test split
+    (2,000). ``canvas`` also: ``distractors`` (fragments of digits; null: 4 per 128 x 128 pixels),
+    ``digit_px`` (smallest and largest side of digits in pixels; [16, 40]) and ``whole_digits`` (1,
+    or 2: the larger counts). ``cifar10``, ``cifar10_pixel``: ``download`` (true downloads missing
+    data to ``root``). ``folder`` with root ``wds/...``: ``num_classes``, required.
     """
     masks: dict[str, Any] = field(default_factory=dict)
-    """Only for ``folder`` with masks: ``classes``, their names in the order of their values;
-    ``colours``, red, green and blue of each class, if masks have colours; ``ignored``, the value or
-    colour of ignored pixels (255). Or, for one file per class, only ``layers``: path below ``root``
-    of each class from 1 on, such as ``masks/roof/{folder}/{name}.png``, where later classes cover
-    earlier ones, and ``images``, the folder of the images (images). Default: ``classes.yaml`` or
-    ``classes.json`` in ``root``; without such a file, classes are numbers up to the largest value.
+    """Only for ``folder`` with masks, a mapping. ``classes``: names in the order of their values.
+    ``colours``: for color masks, red, green and blue of each class. ``ignored``: value or color of
+    ignored pixels (255). Or, with one file per class, only ``layers``: path below ``root`` for each
+    class from 1 on, such as ``masks/roof/{folder}/{name}.png`` (later classes cover earlier ones),
+    and ``images``: folder of the images (images). None: ``classes.yaml`` or ``classes.json`` in
+    ``root``; without such a file, classes are numbers up to the largest value.
     """
     on_error: Literal["fail", "skip"] = "fail"
-    """Reaction to an unreadable image: ``fail`` stops the run with its path, ``skip`` leaves it out
-    with a warning.
+    """Reaction to an unreadable image: ``fail`` ends the run with its path, ``skip`` skips it with
+    a warning.
     """
     bands: list[int] | None = None
     """Only for ``folder``: bands of the files that become the model's channels, in this order,
     numbered from 1. None: red, green and blue.
     """
     value_range: list[float] | None = None
-    """Only for ``folder``: values of black and white in files of more than 8 bits. None: as the
-    file states, or 8 to 16 bits by the largest value of a few files.
+    """Only for ``folder``: values of black and white in files of more than 8 bits. None: as stated
+    in the file, or 8 to 16 bits, by the largest value in a few files.
     """
     page: int | None = None
     """Only for ``folder``: page of multi-page files, from 1. None: the first."""
     max_pixels: int | None = None
-    """Only for ``folder``: maximum number of pixels of a file that are decoded at once; a
-    file that needs more counts as unreadable. None: 2^30, about 1.07 billion.
+    """Only for ``folder``: maximum number of pixels of a file to decode at once; a file that needs
+    more is unreadable. None: 2^30, about 1.07 billion.
     """
     cache: str | None = None
-    """Only for ``folder``: directory in which decoded images and masks are kept for later epochs
-    and runs, at the size of the model's input, or at full size if training crops them. Results do
-    not change. It may be shared and deleted at any time; its disk keeps 2 GiB free. None: each
-    epoch decodes the files.
+    """Only for ``folder``: cache directory of decoded images and masks for later epochs and runs,
+    at the model's input size, or at full size if training crops them. Results do not change. Runs
+    may share it; delete it at any time. 2 GiB of its disk stay free. None: each epoch decodes the
+    files.
     """
     mean: list[float] | None = None
     """Only for ``folder``: mean per channel of values in [0, 1]; ``visionattn stats`` measures it.
@@ -166,4 +163,4 @@ class DataConfig:
     std: list[float] | None = None
     """Only for ``folder``: standard deviation per channel, likewise."""
     workers: int = 2
-    """Processes that load data; 0 loads in the main process."""
+    """Data loader processes; 0: load in the main process."""

@@ -25,7 +25,7 @@ from visionattn.data.synthetic_images import (
 
 DISTRACTORS_PER_PX = 4 / 128**2
 LARGER = 1.25
-"""Minimum ratio of the labelled digit's side to the side of a second whole digit."""
+"""Minimum ratio of the labeled digit's side to the side of a second whole digit."""
 ROOM = 1.2
 """Minimum ratio of a canvas's side to the side of its largest digit."""
 
@@ -132,7 +132,7 @@ def digit_splits(val_fraction: float, seed: int) -> dict[Split, Digits]:
     Source: Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI 1998, as shipped by
     scikit-learn.
     """
-    from sklearn.datasets import load_digits  # takes a second
+    from sklearn.datasets import load_digits  # importing takes a second
 
     bunch = load_digits()
     images = np.round(bunch.images * (255 / 16)).astype(np.uint8)
@@ -219,13 +219,13 @@ def draw_canvas(
     task: CanvasArgs = USUAL,
     masked: bool = False,
 ) -> Canvas:
-    """Draw digit ``index`` whole, and fragments of other digits, on noisy grey.
+    """Draw digit ``index`` whole, and fragments of other digits, on noisy gray.
 
     The whole digit and the fragments get sides drawn from ``task.digit_px``, for any canvas size.
     Nothing overlaps the whole digit. Fragments overlap each other only if 40 draws found no room,
-    and a fragment that cannot be placed even so is left out (on canvases below 96 pixels, with four
+    and a fragment that cannot be placed even so is omitted (on canvases below 96 pixels, with four
     per 128). The side and appearance of the whole digit are drawn first, so that a generator in the
-    same state gives the same digit on a canvas of another size. A second whole digit is left out if
+    same state gives the same digit on a canvas of another size. A second whole digit is omitted if
     there is no room.
 
     Args:
@@ -253,7 +253,7 @@ def draw_canvas(
     contrast, grey = rng.uniform(0.5, 0.7), int(rng.integers(24, 57))
     glyph = _glyph(digits.images[index], size_px, warp())
 
-    # Noise on grey, and the digit at the first drawn place: nothing is taken yet.
+    # Noise on gray, and the digit at the first drawn place: nothing is taken yet.
     image = np.frombuffer(rng.bytes(height * width), np.uint8).reshape(height, width)
     image = cv2.addWeighted(image, 0.15, image, 0.0, grey)
     taken = np.zeros((-(-height // _CELL_PX), -(-width // _CELL_PX)), bool)

@@ -60,7 +60,7 @@ def _stroke(image: np.ndarray, start: tuple, end: tuple, thickness: int) -> None
 
 
 def _symbol(image: np.ndarray, name: str, reach: float, degrees: float, thickness: int) -> None:
-    """Draw a symbol that extends ``reach`` pixels from the centre, rotated by ``degrees``."""
+    """Draw a symbol that extends ``reach`` pixels from the center, rotated by ``degrees``."""
     middle = (image.shape[0] - 1) / 2
     angles = {"bar": (0,), "pillar": (90,), "cross": (45, 135), "dot": ()}[name]
     for angle in angles:

@@ -1,5 +1,5 @@
 """The files below a folder: which are images, which folders are splits, the order of names, and the
-message about files left out.
+message about unused files.
 
 This module skips hidden files, pipes, sockets and devices, and opens no image.
 """
@@ -161,8 +161,8 @@ def by_split(names: Iterable[str], root: object) -> dict[str, str]:
             continue
         if split in found:
             raise ValueError(
-                f"data root {root} has two {split} splits, {found[split]} and {name}; expected "
-                "one: join them, or rename one"
+                f"expected one {split} split in data root {root}, got {found[split]} and {name}; "
+                "join them, or rename one"
             )
         found[split] = name
     return {split: found[split] for split in SPLIT_NAMES if split in found}

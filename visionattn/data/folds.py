@@ -43,8 +43,9 @@ def hold_out(
         return np.arange(len(labels)), np.arange(0)
     if count > min(units, most):
         raise ValueError(
-            f"{units} {'images' if groups is None else 'groups'}, and {most} images of the most "
-            f"frequent class, are too few for {count} folds; use fewer folds or add images"
+            f"too few images for {count} folds: {units} "
+            f"{'images' if groups is None else 'groups'}, {most} images in the largest class; use "
+            "fewer folds or add images"
         )
     # Importing scikit-learn takes a second.
     from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold
@@ -67,7 +68,7 @@ def groups_of(paths: Sequence[str], pattern: str) -> np.ndarray:
     found = [match and match[min(match.re.groups, 1)] for match in matches]
     if lost := [path for path, group in zip(paths, found, strict=True) if group is None]:
         raise ValueError(
-            f"data.group_from {pattern} has no match in {len(lost)} of {len(paths)} paths; the "
-            f"first: {lost[0]}"
+            f"data.group_from {pattern} has no match in {len(lost)} of {len(paths)} paths; first: "
+            f"{lost[0]}"
         )
     return np.array(found)

@@ -1,4 +1,4 @@
-"""Preprocessing geometry: how an image of any size is fitted to the size at which a model sees it.
+"""Preprocessing geometry: how an image of any size is fitted to the model's input size.
 
 This module computes sizes: which part of an image is read, at how many pixels, and how much of the
 model's input it fills. It is pure arithmetic, for training and for every command; ``images.py``
@@ -19,7 +19,7 @@ Size = tuple[int, int]
 
 
 LARGEST_SIDE_PX = 2**20
-"""Maximum side of an image; resizing libraries take no larger ones."""
+"""Maximum side of an image; resizing libraries support no larger one."""
 
 
 class TooSmall(ValueError):
@@ -58,7 +58,7 @@ class Geometry:
         fit: ``native`` keeps an image's size, and shrinks it to ``img_size`` or ``max_patches``.
             ``pad`` scales it to fit into ``img_size`` and leaves the rest empty. ``stretch``
             changes its aspect ratio to ``img_size``. ``crop`` covers ``img_size`` and cuts off the
-            rest around the centre.
+            rest around the center.
         img_size: height and width in pixels for ``pad``, ``stretch`` and ``crop``; the maximum for
             ``native`` (None: no limit).
         max_patches: maximum number of patches of an image; only for ``native``.
@@ -109,7 +109,7 @@ class Geometry:
         """
         content = self.window(view.content)
         scales = view.box.height / view.content[0], view.box.width / view.content[1]
-        # The pixels of the image whose centres are in the crop.
+        # The pixels of the image whose centers are in the crop.
         first, end = (
             [math.ceil(px * scale - 0.5) for px, scale in zip(corner, scales, strict=True)]
             for corner in ((top, left), (top + content[0], left + content[1]))
@@ -266,7 +266,7 @@ def check_sides(size: int | Sequence[int], key: str) -> None:
 
 
 def centre_box(height: int, width: int, size: Size) -> Box:
-    """Return the largest centred part of an image that has the aspect ratio of ``size``."""
+    """Return the largest centered part of an image that has the aspect ratio of ``size``."""
     scale = min(height / size[0], width / size[1])
     part = min(height, max(1, round(size[0] * scale))), min(width, max(1, round(size[1] * scale)))
     return Box((height - part[0]) // 2, (width - part[1]) // 2, *part)

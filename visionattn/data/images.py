@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 REFUSED = (NotAsAsked, TooSmall)
 """Exceptions for an intact file that does not match the options and the model."""
 _CROP_STREAM = 3
-"""Follows the key of a sample; ``augment.py`` has 1 and 2."""
+"""Random stream after the key of a sample; ``augment.py`` uses 1 and 2."""
 SIZE_THREADS = 8
 """Number of threads that read image sizes; they mostly wait for the disk."""
 WELL_KNOWN = 20_000

@@ -29,7 +29,7 @@ from visionattn.models.segmentation import IGNORED
 INDEX, BACKBONE = "index.csv", "backbone.safetensors"
 """The index of a folder of features, and the model whose maps it has."""
 SAMPLED, OBJECTS = 80, 16
-"""Patches in a sample of a map, and how many of them show an object if there is one."""
+"""Number of patches in a sample of a map, and how many of them show an object if there is one."""
 OBJECT_SHARE, BACKGROUND_SHARE = 0.5, 0.9
 """A patch has a class if the class covers more than this share of it; the second is for the
 background.
@@ -48,7 +48,7 @@ class FeatureFolder:
         for name in (INDEX, BACKBONE):
             if not (self.folder / name).is_file():
                 raise FileNotFoundError(
-                    f"data.features {folder} has no {name}; write it with visionattn features "
+                    f"no {name} in data.features {folder}; write it with visionattn features "
                     f"--dense --blocks 5 --output {folder}"
                 )
         with open(
@@ -78,8 +78,8 @@ class FeatureFolder:
             row = self.by_path.get(os.path.realpath(name)) or ends.get("/".join(place))
             if row is None:
                 raise ValueError(
-                    f"data.features {self.folder} has no features of {name}; call visionattn "
-                    "features with all images"
+                    f"no features of {name} in data.features {self.folder}; run visionattn "
+                    "features on all images"
                 )
             rows.append(row)
         return rows
@@ -117,7 +117,7 @@ class KeptDataset(ImageDataset):
         kept: their maps.
         root: the folder of the images.
         geometry: the preprocessing before the model of the maps.
-        leaves_out: whether that model leaves out the unfilled part of a canvas.
+        leaves_out: whether that model skips the padding.
 
     Raises:
         ValueError: an image has no map, or a map of another size; one line.
@@ -204,8 +204,8 @@ class PatchSamples(KeptDataset):
     """Random patches of feature maps with their classes: an ``Item`` per key whose pixels are
     float16 ``[1, SAMPLED, D]`` and whose label is uint8 ``[1, SAMPLED]``, or ``Unreadable``.
 
-    Objects fill a small part of a picture. A fixed share of patches with objects in each sample
-    takes the place of class weights, and many small samples train faster than whole maps.
+    Objects fill a small part of a picture. Each sample has a fixed share of patches with objects,
+    which replaces class weights. Many small samples train faster than whole maps.
 
     Args:
         maps: the maps, with masks. The classes of their patches stay in memory.
@@ -255,7 +255,7 @@ def patch_classes(mask: np.ndarray, patch_px: Size) -> np.ndarray:
     classes = np.full(patches.shape[:2], IGNORED, np.uint8)
     for number in np.flatnonzero(np.bincount(mask.ravel(), minlength=IGNORED)[:IGNORED]):
         share = (patches == number).mean(2)
-        # An object smaller than half a patch has its most covered one.
+        # An object smaller than half a patch gets its most covered patch.
         enough = (share > OBJECT_SHARE) | (share == share.max())
         classes[enough if number else share >= BACKGROUND_SHARE] = number
     return classes

@@ -27,13 +27,13 @@ READERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Function of pandas and its options, by suffix."""
 ABOUT = ("path", "label", "split", "group", "weight")
-"""Columns with a meaning; all other columns may be labels."""
+"""Columns with a fixed meaning; all other columns may be labels."""
 WANTED = {
     "weight": "a number of 0 or more",
     "regression": "a number",
     "multilabel": "0, 1 or an empty cell",
 }
-"""Cells of columns of numbers, by use."""
+"""Expected cells of number columns, by use."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class LabelTable:
 
     file: str
     rows: "DataFrame"
-    """All cells as text, empty if missing; ``path`` is relative to the root and normalised."""
+    """All cells as text, empty if missing; ``path`` is relative to the root and normalized."""
 
     def rows_of(self, images: Sequence[str], root: str) -> np.ndarray:
         """Return the number of the row of each image, int64 ``[n]``; -1 without a row, with one
@@ -59,12 +59,12 @@ class LabelTable:
 
         numbers = pd.Index(self.rows["path"]).get_indexer(list(map(composed, images)))
         lost = ~np.isin(np.arange(len(self.rows)), numbers)
-        self.refuse(lost, f"name no image in {root} (paths are relative to it)", "path")
+        self.refuse(lost, f"name no image in {root}; paths must be relative to it", "path")
         without = np.flatnonzero(numbers < 0)
         if len(without):
             warnings.warn(
                 f"skipped {len(without)} of {len(images)} images in {root} without a row in "
-                f"{self.file}; the first: {images[without[0]]}",
+                f"{self.file}; first: {images[without[0]]}",
                 stacklevel=2,
             )
         return numbers
@@ -97,8 +97,8 @@ class LabelTable:
         usual = ["label"]
         if known and columns and tuple(columns) != tuple(known):
             raise ValueError(
-                f"data.columns {listed(columns)} are not the model's outputs, {listed(known)}, in "
-                "this order; omit data.columns"
+                f"expected data.columns {listed(known)}, the model's outputs in order, got "
+                f"{listed(columns)}; remove data.columns"
             )
         if task == "multilabel" and columns is None:
             if "label" in self.rows:
@@ -113,8 +113,8 @@ class LabelTable:
         found = found.drop(columns="", errors="ignore")
         if strange := [name for name in found if known and name not in known]:
             raise ValueError(
-                f"{self.file} has classes unknown to the model: {listed(strange)}; the model's "
-                f"classes: {listed(known)}"
+                f"expected classes of the model ({listed(known)}), got {listed(strange)} "
+                f"({self.file})"
             )
         names = tuple(known or sorted(found, key=in_order))
         return names, found.reindex(columns=list(names), fill_value=0).to_numpy(np.float32)
@@ -135,7 +135,7 @@ class LabelTable:
         )
         fits = fits & (values >= 0) if use == "weight" else fits
         for name, right in zip(columns, np.asarray(fits).T, strict=True):
-            self.refuse(~right, f"lack {WANTED[use]} in {name}", name)
+            self.refuse(~right, f"do not have {WANTED[use]} in {name}", name)
         return values
 
     def _need(self, *columns: str) -> None:
@@ -143,7 +143,8 @@ class LabelTable:
         if missing := [name for name in columns if name not in self.rows]:
             hint = "; separate columns by commas" if len(self.rows.columns) == 1 else ""
             raise ValueError(
-                f"{self.file} needs the column {listed(missing)}; it has {listed(self.rows)}{hint}"
+                f"expected the column {listed(missing)}, got {listed(self.rows)} "
+                f"({self.file}){hint}"
             )
 
     def refuse(self, wrong: "Series | np.ndarray", reason: str, column: str) -> None:
@@ -152,7 +153,7 @@ class LabelTable:
             first = self.rows[wrong].iloc[0]
             cell = "" if column == "path" else f", {column} {first[column]!r}"
             raise ValueError(
-                f"{self.file}: {wrong.sum()} of {len(wrong)} rows {reason}; the first: "
+                f"{self.file}: {wrong.sum()} of {len(wrong)} rows {reason}; first: "
                 f"{first['path'] or '(no path)'}{cell}"
             )
 
@@ -198,7 +199,9 @@ def _read(file: str) -> "DataFrame":
     function, options = READERS[suffix]
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error", pd.errors.ParserWarning)  # a row has surplus cells
+            warnings.simplefilter(
+                "error", pd.errors.ParserWarning
+            )  # raised for a row with surplus cells
             rows = getattr(pd, function)(file, **options)
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not UTF-8 text; save the table as UTF-8") from error

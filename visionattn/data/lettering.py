@@ -1,4 +1,4 @@
-"""Colours and fonts of pictures."""
+"""Colors and fonts of pictures."""
 
 from functools import cache
 from pathlib import Path

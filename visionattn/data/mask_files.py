@@ -63,7 +63,7 @@ class MaskFiles:
             return self.classes.classes(mask)
 
     def pairs(self, index: int) -> Pairs:
-        """Return the values of a mask with their colours; errors as in ``read``."""
+        """Return the values of a mask with their colors; errors as in ``read``."""
         with self._open(self.files.name(index)) as mask:
             return pairs_of(mask)
 
@@ -188,9 +188,9 @@ def settle_classes(files: MaskFiles, root: str) -> MaskFiles:
     if settled is not None:
         values = sorted({value for value, _ in pairs})
         name = f" ({settled.names[1]})" if settled.names[1] != "1" else ""
-        rest = f", {classes.ignored} does not count" if classes.stated else ""
+        rest = f", {classes.ignored} is ignored" if classes.stated else ""
         warnings.warn(
-            f"the masks of {root} are black and white (values {', '.join(map(str, values))}): "
+            f"the masks of {root} are black and white (values {', '.join(map(str, values))}); "
             f"white is class 1{name}{rest}",
             stacklevel=4,
         )
@@ -242,15 +242,15 @@ def check_trained(splits: Any) -> None:
     found, ignored = classes_of(train, len(names))
     if len(found) < 2 and (found or ignored):
         said = _counting(train, names, "training", found, ignored)
-        raise ValueError(f"{said}; there is nothing to learn")
+        raise ValueError(f"{said}; expected at least two classes")
     missing = [name for number, name in enumerate(names) if number not in found]
     if found and missing:
-        text = f"no pixel of the {len(train)} training masks has the class {', '.join(missing)}"
+        text = f"the {len(train)} training masks have no pixel of class {', '.join(missing)}"
         count = len(splits.validation) if getattr(splits.validation, "held_out", False) else 0
-        apart = f"; --seed holds out {count} other masks" if count else ""
+        apart = f", or hold out {count} other masks with another --seed" if count else ""
         if train.masks.classes.named:
             raise ValueError(
-                f"{text}: add masks with it, or name only classes that masks have{apart}"
+                f"{text}; add masks with it, or name only classes that masks have{apart}"
             )
         warnings.warn(text + apart, stacklevel=2)
     check_judged(splits.validation, splits.spec, "validation")
@@ -275,10 +275,10 @@ def check_judged(dataset: Dataset | None, spec: DataSpec, split: str) -> None:
     if len(found) > 1 or not (found or ignored):  # unreadable masks are reported elsewhere
         return
     names = spec.class_names or tuple(map(str, range(spec.num_classes)))
-    text = f"{_counting(dataset, names, split, found, ignored)}; their mean IoU says little"
+    text = f"{_counting(dataset, names, split, found, ignored)}; their mean IoU is not informative"
     if ignored and not dataset.held_out:
         raise ValueError(text)
-    more = ", another --seed holds out others" if dataset.held_out else ""
+    more = ", or hold out others with another --seed" if dataset.held_out else ""
     warnings.warn(text + more, stacklevel=2)
 
 
@@ -299,8 +299,6 @@ def _counting(
     text += "masks" if split == "all" else f"{split} masks"
     classes = dataset.masks.classes
     if ignored and isinstance(classes.ignored, int):
-        other = (
-            "leave data.masks.ignored out" if classes.stated else "write the class's number there"
-        )
-        text += f", as the value {classes.ignored} does not count (if it is a class, {other})"
+        other = "remove data.masks.ignored" if classes.stated else "write its class number there"
+        text += f", because the value {classes.ignored} is ignored (if it is a class, {other})"
     return text

@@ -61,7 +61,9 @@ def open_layers(root: str, said: MasksSaid) -> tuple[Placed, LayerFiles]:
     """
     folder = Path(root, said.images or IMAGES)
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}, the folder of data.masks.images, does not exist")
+        raise FileNotFoundError(
+            f"expected the images in {folder}, which does not exist; check data.masks.images"
+        )
     placed = open_tree(str(folder), False, None)
     layers = []
     for path in map(Path, placed.source.paths):  # type: ignore[attr-defined]
@@ -73,7 +75,7 @@ def open_layers(root: str, said: MasksSaid) -> tuple[Placed, LayerFiles]:
         layers.append({number: str(mask) for number, mask in wanted.items() if mask.is_file()})
         if not layers[-1]:
             raise FileNotFoundError(
-                f"{path} has no mask of data.masks.layers; the first wanted: {wanted[1]}"
+                f"{path} has no mask of data.masks.layers; expected e.g. {wanted[1]}"
             )
     unnamed = [place and (place[0], "") for place in placed.places]
     return placed._replace(places=unnamed), LayerFiles(layers)

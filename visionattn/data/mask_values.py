@@ -1,4 +1,4 @@
-"""The meaning of mask values: a class number, or a colour that stands for a class.
+"""The meaning of mask values: a class number, or a color that stands for a class.
 
 This module turns the pixels of one mask into classes. ``mask_files.py`` finds masks.
 """
@@ -20,34 +20,34 @@ from visionattn.models.segmentation import IGNORED
 INDEXED = ("1", "L", "P", "I", "I;16", "I;16B")
 """Pillow modes whose values are indices; for ``P`` the index in its palette."""
 GREY = ("LA", "RGB", "RGBA", "RGBX")
-"""Pillow modes in which an index is a grey level."""
+"""Pillow modes in which an index is a gray level."""
 WHITE, GREY_STEP = 0xFFFFFF, 0x010101
-"""Packed colours: white, and the difference between two grey levels."""
+"""Packed colors: white, and the difference between two gray levels."""
 
 Pairs = frozenset[tuple[int, int]]
-"""Values of a mask, each with the packed colour (red << 16 | green << 8 | blue) that viewers show;
+"""Values of a mask, each with the packed color (red << 16 | green << 8 | blue) that viewers show;
 -1 for a value of more than 8 bits that is not white.
 """
 BLACK_AND_WHITE = ((0, 0, 0), (255, 255, 255))
-"""Class colours of black and white masks."""
+"""Class colors of black and white masks."""
 NUMBERS: Pairs = frozenset({(0, 0), (1, GREY_STEP)})
 """The classes 0 and 1 as plain numbers, in a mask without palette."""
 BACKGROUND = "background"
 """Name of class 0 of masks with one file per class."""
 CLASS_FILES = ("classes.yaml", "classes.json")
-"""Files in the folder of images and masks that say what ``data.masks`` could say."""
+"""Files in the folder of images and masks with the content of ``data.masks``."""
 
 
 @dataclass(frozen=True)
 class MasksSaid:
-    """What the user says of masks."""
+    """The user's description of masks."""
 
     classes: list[str] | None = None
     """Names, in the order of their values from 0 on, or of ``colours``."""
     colours: list[list[int]] | None = None
     """Red, green and blue of each class; None: the values of masks are indices."""
     ignored: int | list[int] | None = None
-    """The value or colour of pixels that do not count."""
+    """The value or color of pixels that do not count."""
     images: str | None = None
     """Only with ``layers``: the folder of the images below ``data.root``; None: ``images``."""
     layers: dict[str, str] | None = None
@@ -57,7 +57,7 @@ class MasksSaid:
 
 
 def said_of_masks(config: DataConfig) -> MasksSaid:
-    """Return what ``data.masks`` says, or else a file of ``CLASS_FILES`` in ``data.root``.
+    """Return the content of ``data.masks``, or else of a file of ``CLASS_FILES`` in ``data.root``.
 
     Raises:
         ValueError: a name or a value is wrong, out of range, or contradicts another; one line.
@@ -72,7 +72,7 @@ def said_of_masks(config: DataConfig) -> MasksSaid:
 
 
 def _check_said(said: MasksSaid, source: str) -> None:
-    """Raise ValueError for what contradicts itself or is out of range."""
+    """Raise ValueError for values that contradict each other or are out of range."""
     names, colours, ignored = said.classes, said.colours, said.ignored
     paths = [] if said.layers is None else list(said.layers.values())
     wrong_paths = [path for path in paths if "{name}" not in path]
@@ -144,7 +144,7 @@ class MaskClasses:
     colours: tuple[tuple[int, int, int], ...] | None = None
     """Red, green and blue of each class; None: values are indices."""
     ignored: int | tuple[int, int, int] | None = IGNORED
-    """Index or colour of ignored pixels; None: no pixel is ignored."""
+    """Index or color of ignored pixels; None: no pixel is ignored."""
     stated: bool = False
     """Whether the user has defined the ignored pixels."""
     named: bool = False
@@ -168,7 +168,7 @@ class MaskClasses:
         ignored pixels.
 
         Raises:
-            NotAsAsked: a value or a colour has no class, or the mask is of another kind.
+            NotAsAsked: a value or a color has no class, or the mask is of another kind.
         """
         values, colours = _values(mask, coloured=self.colours is not None)
         known = {_packed(each): number for number, each in enumerate(self.colours or ())}
@@ -192,23 +192,19 @@ class MaskClasses:
             return IGNORED
         count = len(self.names) or IGNORED
         if not 0 <= value < count:
-            not_counted = (
-                "" if self.ignored is None else f" or {self.ignored}, which does not count"
-            )
+            not_counted = "" if self.ignored is None else f" or {self.ignored}, which is ignored"
             known = f"with {count} classes " if self.names else ""
-            raise NotAsAsked(
-                f"it has the value {value}; {known}expected 0 to {count - 1}{not_counted}"
-            )
+            raise NotAsAsked(f"{known}expected values 0 to {count - 1}{not_counted}, got {value}")
         return value
 
     def _of_colour(self, colour: int, known: dict[int, int]) -> int:
         if colour in known:
             return known[colour]
         wanted = ", ".join(" ".join(map(str, each)) for each in (self.colours or ())[:8])
-        given = f"the colour {colour >> 16} {colour >> 8 & 255} {colour & 255}"
+        given = f"the color {colour >> 16} {colour >> 8 & 255} {colour & 255}"
         raise NotAsAsked(
-            f"it has {given if colour >= 0 else 'a value above 255'}, which is none of "
-            f"data.masks.colours ({wanted}) and not data.masks.ignored"
+            f"expected a color of data.masks.colours ({wanted}) or data.masks.ignored, got "
+            f"{given if colour >= 0 else 'a value above 255'}"
         )
 
     def may_be_binary(self, pairs: Pairs) -> bool:
@@ -237,10 +233,10 @@ class MaskClasses:
 
 
 def pairs_of(mask: Image.Image) -> Pairs:
-    """Return the values of a mask with their colours.
+    """Return the values of a mask with their colors.
 
     Raises:
-        NotAsAsked: it has colours that are not grey without a palette, or is of another kind.
+        NotAsAsked: it has colors that are not gray without a palette, or is of another kind.
     """
     return frozenset(_values(mask, coloured=False)[1].items())
 
@@ -264,9 +260,9 @@ def _zero_is_white(mask: Image.Image) -> bool:
 
 
 def _values(mask: Image.Image, *, coloured: bool) -> tuple[np.ndarray, dict[int, int]]:
-    """Return the values of a mask ``[height, width]``, and the packed colour of each, sorted.
+    """Return the values of a mask ``[height, width]``, and the packed color of each, sorted.
 
-    Colours that are all grey become their level. With ``coloured``, other colours are values too,
+    Colors that are all gray become their level. With ``coloured``, other colors are values too,
     packed.
     """
     if mask.mode == "P":
@@ -289,30 +285,27 @@ def _values(mask: Image.Image, *, coloured: bool) -> tuple[np.ndarray, dict[int,
         }
     if mask.mode not in GREY and not coloured:
         kind = "float" if mask.mode == "F" else mask.mode
-        raise NotAsAsked(
-            f"it has pixels of the kind {kind}; expected the number of a class for each"
-        )
+        raise NotAsAsked(f"expected a class number per pixel, got pixels of the kind {kind}")
     red, green, blue = (np.asarray(band) for band in mask.convert("RGB").split())
     if np.array_equal(red, green) and np.array_equal(red, blue):
         return red, {value: _grey(value) for value in used_values(red)}
     if not coloured:
         raise NotAsAsked(
-            "it has colours without a stated meaning: give the colour of each class with "
-            "data.masks.colours"
+            "it has colors of unknown classes; pass the color of each class in data.masks.colours"
         )
     values = red.astype(np.uint32) << 16 | green.astype(np.uint16) << 8 | blue
     return values, {value: value for value in used_values(values)}
 
 
 def _grey(level: int) -> int:
-    """Return the packed colour of a grey level, of 8 bits or the largest of 16 bits."""
+    """Return the packed color of a gray level, of 8 bits or the largest of 16 bits."""
     if level == 65535:
         return WHITE
     return level * GREY_STEP if 0 <= level <= 255 else -1
 
 
 def _palette(mask: Image.Image) -> list[int]:
-    """Return the packed colours of 256 values; -1 for values outside the palette."""
+    """Return the packed colors of 256 values; -1 for values outside the palette."""
     levels = mask.getpalette("RGB") or []
     colours = [_packed(tuple(levels[at : at + 3])) for at in range(0, len(levels), 3)]
     return colours + [-1] * (256 - len(colours))

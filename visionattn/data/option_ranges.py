@@ -11,7 +11,7 @@ from visionattn.cli.untrusted import refuse
 from visionattn.data.data_config import DataConfig
 
 LARGEST = 1e9
-"""No rate, weight or limit of a training exceeds it: such a number is a mistake."""
+"""Maximum rate, weight or limit of a training; a larger number is a mistake."""
 FEW_WORKERS, WORKERS_PER_CORE = 64, 16
 """Maximum number of loading processes: on any machine, and per core."""
 
@@ -83,7 +83,7 @@ def fold_of(text: str | None) -> tuple[int, int] | None:
     """Return number and count of ``data.fold``, such as ``1/5``; None without folds.
 
     Raises:
-        ValueError: it is no fold; one line.
+        ValueError: it is not a fold; one line.
     """
     if text is None:
         return None

@@ -112,7 +112,7 @@ class Found:
         """
         if self.groups is not None:
             raise ValueError(
-                "data.group_from and the column group of data.labels both define groups; omit one"
+                "data.group_from and the column group of data.labels both define groups; remove one"
             )
         indices = np.concatenate([part.indices for part in self.parts.values()])
         paths = [path_in(self.root, self.source, index) for index in indices.tolist()]
@@ -134,8 +134,8 @@ class Found:
         """
         if "train" not in self.parts:
             raise ValueError(
-                f"data root {self.root} has {' and '.join(self.parts)} images but none to train "
-                f"on; {MASKED_LAYOUT if self.masks else LAYOUT}"
+                f"no training images in data root {self.root}, only {' and '.join(self.parts)}; "
+                f"{MASKED_LAYOUT if self.masks else LAYOUT}"
             )
         parts = self._with_held_out(val_fraction, seed, fold)
         for split, part in parts.items() if parts["train"].labels.ndim == 1 else ():
@@ -143,12 +143,13 @@ class Found:
             if len(strange):
                 names = listed(self.names[label] for label in strange)
                 raise ValueError(
-                    f"classes of {self.root} that are in {split} but not in train: {names}"
+                    f"classes of {self.root} in {split} but not in train: {names}; add training "
+                    "images, or remove them"
                 )
         if "validation" not in parts:
             raise ValueError(
-                f"too few images in {self.root} to hold some out for validation; expected two of "
-                f"some class{'' if self.groups is None else ' and two groups'}"
+                f"too few images in {self.root} to hold out a validation split; expected at least "
+                f"two images of a class{'' if self.groups is None else ' and two groups'}"
             )
         return parts
 
@@ -171,8 +172,8 @@ class Found:
         """
         if strange := [name for name in self.names if names and name not in names]:
             raise ValueError(
-                f"{self.root} has classes unknown to the model: {listed(strange)}; its classes: "
-                f"{listed(self.names)}; the model's classes: {listed(names)}"
+                f"classes of {self.root} unknown to the model: {listed(strange)}; expected "
+                f"{listed(names)}, got {listed(self.names)}"
             )
         parts = self._with_held_out(val_fraction, seed, fold)
         parts["all"] = SplitImages(
@@ -198,8 +199,8 @@ class Found:
         train = self.parts.get("train")
         if fold and "validation" in self.parts:
             raise ValueError(
-                f"data.fold splits the training images, but {self.root} has a validation split; "
-                "omit data.fold or merge the split into train"
+                "data.fold needs training images without a validation split, got one in "
+                f"{self.root}; remove data.fold, or merge the split into train"
             )
         if train is None or "validation" in self.parts:
             return dict(self.parts)
@@ -219,7 +220,7 @@ class Found:
         if shared := sorted(group for group, splits in found.items() if splits > 1):
             raise ValueError(
                 f"{len(shared)} of {len(found)} groups of {self.root} have images in several "
-                f"splits; the first: {shared[0]}; move each group into one split"
+                f"splits; first: {shared[0]}; move each group into one split"
             )
 
     def datasets(
@@ -294,7 +295,7 @@ def find_images(root: str, *, labelled: bool = True, known: Sequence[str] | None
         return _open_table(root)
     if not Path(root).is_dir() and Path(root).suffix.lower() != ".tar":
         raise ValueError(
-            f"data root {root} is neither a folder nor a .tar file; decompress a compressed tar "
+            f"expected a folder or a .tar file, got data root {root}; decompress a compressed tar "
             "and name it .tar"
         )
     found = open_tree(root, labelled, known)
@@ -309,7 +310,7 @@ def find_masked(
 
     Args:
         root: the folder.
-        said: what the options say of masks.
+        said: the description of masks in the options.
         max_pixels: maximum number of pixels of a mask.
         table: splits, groups and weights of the images; None: splits of the folder.
 
@@ -317,7 +318,7 @@ def find_masked(
         ValueError, FileNotFoundError: one line with the reason.
     """
     if root.startswith(("hfds/", "wds/")) or (Path(root).exists() and not Path(root).is_dir()):
-        raise ValueError(f"data root {root} is no folder, {MASKED_LAYOUT}")
+        raise ValueError(f"data root {root} is not a folder; {MASKED_LAYOUT}")
     check_there(root, MASKED_LAYOUT)
     if said.layers is not None:
         found, layers = open_layers(root, said)
@@ -412,7 +413,7 @@ def _open_table(root: str) -> Found:
     names = next((tuple(reader.class_to_idx) for reader in readers.values()), ())
     if not names:
         raise ValueError(
-            f"{root} has no split train, val or test whose labels have names; there are: "
+            f"expected a split train, val or test with named labels in {root}, got "
             f"{listed(available)}"
         )
     LeftOut([name for name in available if name not in readers]).warn(root)

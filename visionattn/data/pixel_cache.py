@@ -83,8 +83,8 @@ class PixelCache:
         except OSError as error:
             self._full.fill_(True)
             warnings.warn(
-                f"data.cache {self.folder} is full; other images are decoded in each epoch: "
-                f"{error.strerror}",
+                f"data.cache {self.folder} is full ({error.strerror}); further images are decoded "
+                "in each epoch",
                 stacklevel=2,
             )
 

@@ -340,8 +340,8 @@ def _read_cifar10(config: DataConfig) -> tuple[dict[str, ImagesAndLabels], tuple
 
     if config.root is None:
         raise ValueError(
-            f"{config.name} needs a root: the folder of cifar-10-batches-py, or where to download "
-            "it; or a folder with train/<class>/* and test/<class>/*"
+            f"{config.name} needs data.root: a folder with cifar-10-batches-py, or for its "
+            "download; or a folder with train/<class>/* and test/<class>/*"
         )
     if Path(config.root, "train").is_dir():
         return _read_class_folders(config.root)
@@ -354,7 +354,7 @@ def _read_cifar10(config: DataConfig) -> tuple[dict[str, ImagesAndLabels], tuple
                 f"cannot download CIFAR-10 to {config.root}: {' '.join(str(error).split())}"
             ) from error
         raise FileNotFoundError(
-            f"no complete CIFAR-10 in {config.root}; download it with --data.args.download true"
+            f"no complete CIFAR-10 in {config.root}; pass --data.args.download true to download it"
         ) from error
     arrays = {name: (part.data, np.array(part.targets)) for name, part in found.items()}
     return arrays, tuple(found["train"].classes)
@@ -392,7 +392,9 @@ def _open_root(
     """
     datasets: Mapping[str, Dataset]
     if config.root is None:
-        raise ValueError(f"data folder needs a root; {LAYOUT}, a .tar file, wds/... or hfds/...")
+        raise ValueError(
+            f"data.name folder needs data.root; {LAYOUT}, a .tar file, wds/... or hfds/..."
+        )
     options = ReadOptions(
         3,
         config.bands,
@@ -407,8 +409,8 @@ def _open_root(
     if config.root.startswith("wds/") and config.task != "segmentation":
         if options != COLOURED:
             raise ValueError(
-                f"timm's reader of {config.root} decodes RGB of the first page; omit bands, "
-                "value_range, page and max_pixels, or unpack it to a folder"
+                f"timm's reader of {config.root} reads only RGB of the first page; remove bands, "
+                "value_range, page and max_pixels, or unpack the images to a folder"
             )
         names, num_classes = (), args_of(config).num_classes
         datasets = open_shards(
@@ -470,10 +472,12 @@ def _per_channel(
     if given is None:
         return usual if channels == 3 else (sum(usual) / len(usual),) * channels
     if len(given) != channels:
-        raise ValueError(f"data.{key} has {len(given)} numbers for {channels} channels")
+        raise ValueError(
+            f"expected {channels} numbers for data.{key}, one per channel, got {len(given)}"
+        )
     if not all(map(isfinite, given)) or (key == "std" and min(given) <= 0):
         wanted = "finite" + (" and above 0" if key == "std" else "")
-        raise ValueError(f"data.{key} must be {wanted}, got {given}")
+        raise ValueError(f"expected data.{key} to be {wanted}, got {given}")
     return tuple(given)
 
 

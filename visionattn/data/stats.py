@@ -90,7 +90,7 @@ def moments_of(stored: np.ndarray, channels: np.ndarray) -> Moments:
         stored: ``[h, w, bands]``, values of the file.
         channels: ``[h, w, C]``, uint8 or float32 in [0, 1]: the model's channels.
     """
-    if stored.shape[2] != channels.shape[2]:  # grey that became colour, or the reverse
+    if stored.shape[2] != channels.shape[2]:  # gray that became color, or the reverse
         stored = channels
     rows = []
     for band in range(channels.shape[2]):
@@ -160,7 +160,7 @@ def measure(
         dataset: the images; their geometry is ignored.
         options: which bands, and which values are black and white.
         threads: number of reading threads; the result does not depend on it.
-        skip: leave out unreadable images, with a warning.
+        skip: skip unreadable images, with a warning.
 
     Returns:
         The statistics, and the number of images.
@@ -182,7 +182,7 @@ def measure(
             else:
                 raise ValueError(str(found))
     if total is None:
-        raise ValueError("no image could be read")
+        raise ValueError("no image can be read; check the files")
     return total, images
 
 

@@ -84,7 +84,7 @@ def open_shards(
         root: the folder holds ``_info.json`` with, per split, name, num_samples, filenames and
             shard_lengths.
         num_classes: number of classes, which a stream does not state.
-        on_error: must be ``skip``, the behaviour of timm's reader.
+        on_error: must be ``skip``, the behavior of timm's reader.
         seed: seed of the order and of ``augment``.
         augment: augmentation of the training images; None: none.
         judged: whether weights are evaluated on the images, so that splits may be missing.
@@ -111,8 +111,7 @@ def open_shards(
         and not (Path(place) / "_info.json").is_file()
     ):
         raise FileNotFoundError(
-            f"no _info.json in {place}; expected one with the shards of each split, as timm writes "
-            "it"
+            f"no _info.json in {place}; expected timm's list of the shards of each split"
         )
     # timm has no public way to list the splits.
     from timm.data.readers.reader_wds import _load_info
@@ -174,8 +173,8 @@ class _StreamBatches:
     ):
         if choices[0].canvas is None:
             raise ValueError(
-                f"{shards.root} is a stream without image sizes, which fit native needs; use fit "
-                "pad, stretch or crop, with img_size"
+                f"fit native needs image sizes, which the stream {shards.root} does not state; "
+                "use fit pad, stretch or crop with img_size"
             )
         self.shards, self.batch_size = shards, batch_size
         self.choices = choices
@@ -190,8 +189,8 @@ class _StreamBatches:
         """
         if size > 1:
             raise ValueError(
-                f"{self.shards.root} is a stream of shards, which one process trains on; unpack it "
-                "to a folder of images to train on several"
+                f"a stream of shards supports only one training process ({self.shards.root}); "
+                "unpack it to a folder to train on several"
             )
 
     def shapes(self) -> np.ndarray:
@@ -214,9 +213,8 @@ class _StreamBatches:
             labels = batch.labels
             if labels.max() >= self.shards.num_classes or labels.min() < 0:
                 raise ValueError(
-                    f"an image of {self.shards.root} has label {labels.max().item()}; with "
-                    f"num_classes {self.shards.num_classes} expected 0 to "
-                    f"{self.shards.num_classes - 1}"
+                    f"expected labels 0 to {self.shards.num_classes - 1} (num_classes "
+                    f"{self.shards.num_classes}), got {labels.max().item()} in {self.shards.root}"
                 )
             yield batch
 

@@ -135,8 +135,8 @@ def patch_labels(mask: np.ndarray, grid: Size, values: int) -> np.ndarray:
     (rows, columns), (height, width) = grid, mask.shape
     if height % rows or width % columns:
         raise ValueError(
-            f"an image of {height} x {width} pixels is not a whole number of patches in a grid of "
-            f"{rows} x {columns}; choose another size, or fit pad, crop or stretch"
+            f"expected whole patches in a grid of {rows} x {columns}, got an image of {height} x "
+            f"{width} pixels; choose another size, or fit pad, crop or stretch"
         )
     patches = mask.reshape(rows, height // rows, columns, width // columns)
     counts = np.stack([(patches == value).sum((1, 3)) for value in range(1, values)])

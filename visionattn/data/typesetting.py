@@ -109,8 +109,8 @@ def _put(ink: np.ndarray, part: np.ndarray, top: int, left: int) -> None:
 def _words_of(
     source: Strips, room: int, draws: np.ndarray, *, most: int | None = None
 ) -> np.ndarray:
-    """Return whole words, as many as fit into ``room`` pixels but at most ``most``; ``draws`` are
-    two numbers in [0, 1).
+    """Return up to ``most`` whole words that fit into ``room`` pixels; ``draws`` are two numbers in
+    [0, 1).
     """
     number = int(draws[0] * len(source.images))
     starts, ends = source.starts[number], source.ends[number]

@@ -32,8 +32,8 @@ PREVIEW_PX, DETAIL_PX = 1000, 640
 LISTED = 10
 """Number of patches and keys listed with their numbers."""
 COMPRESSION = 3
-"""PNG compression level, 0 to 9: at the default 6, noisy images of 4,096 px take seconds longer and
-become hardly smaller.
+"""PNG compression level, 0 to 9. The default 6 takes seconds longer for noisy images of 4,096 px
+and saves little.
 """
 PageOf = Callable[[str, Sequence[dict[str, Any]]], str]
 """``page(title, parts)`` returns the page; the command passes the function of
@@ -147,8 +147,8 @@ def said(look: ClassAttribution) -> list[str]:
     lines = [f"{look.class_name}, {value}, {evidence.margin:.3g} {look.above}"]
     if look.in_bands:
         lines.append(
-            "It was computed band by band: gradients, rows of attention and features need all "
-            "patches at once, and are left out."
+            "It was computed band by band, without gradient, rows of attention and features, "
+            "which need all patches at once."
         )
     if evidence.patches is None:
         lines.append(f"{evidence.how[0].upper()}{evidence.how[1:]}.")
@@ -157,8 +157,8 @@ def said(look: ClassAttribution) -> list[str]:
         f"{seen[0]} x {seen[1]} px."
     )
     lines.append(
-        f"The patch with the highest attribution: {box.height} x {box.width} px at "
-        f"{box.top},{box.left} (down and right)."
+        f"Patch with the highest attribution: {box.height} x {box.width} px at "
+        f"{box.top},{box.left} (down, right)."
     )
     return lines
 

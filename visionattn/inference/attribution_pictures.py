@@ -1,7 +1,7 @@
 """Pictures of ``visionattn look`` and ``visionattn generate``: attribution over an image, with
 title, sentences and scale below; tables of relative position; grids of images.
 
-This module owns colours, scales and fonts. It is independent of models and files.
+This module owns colors, scales and fonts. It is independent of models and files.
 """
 
 import math
@@ -20,22 +20,24 @@ from visionattn.data.lettering import printable as shown_text
 from visionattn.inference.image_attribution import ClassAttribution, Place, TokenWeights
 
 FOR, AGAINST, QUERY = (213, 94, 0), (0, 114, 178), (0, 128, 80)
-"""Colours of evidence for the class, evidence against it, and the query token."""
+"""Colors of evidence for the class, evidence against it, and the query token."""
 STRONGEST = 0.8
-"""Opacity of the colour at the strongest attribution."""
+"""Opacity of the color at the strongest attribution."""
 LEAST_PX, MOST_TIMES = 512, 16
 """Images are enlarged by an integer factor up to ``LEAST_PX`` pixels."""
 LETTER_SHARE, LEAST_LETTER = 90, 13
-"""The letter height is a fraction of the longest side, and at least ``LEAST_LETTER`` pixels."""
+"""Fraction of the longest side that is the letter height, which is at least ``LEAST_LETTER``
+pixels.
+"""
 BOXED = 5
 """Number of patches with the highest attribution that are boxed."""
 EXTREME_SHARE, MOST_EXTREME = 0.005, 1000
-"""Share and maximum number of pixels that get the strongest colour of the gradient."""
+"""Share and maximum number of pixels that get the strongest color of the gradient."""
 CELL_PX, TABLE_PX = 7, 112
 """Minimum side of a table entry, and the side up to which entries are enlarged."""
 TILE_PX, GAP_PX, GROUND = 64, 6, "#c8c8c8"
 """Layout of a grid: smaller images are enlarged by an integer factor to at most ``TILE_PX``; width
-and colour of the gaps.
+and color of the gaps.
 """
 MARK_PX = 2
 """Width of the line that marks given rows on the left."""
@@ -58,7 +60,7 @@ class Picture:
 
 
 class BackgroundImage:
-    """The image below the attribution, in grey, pale where the model does not see it.
+    """The image below the attribution, in gray, pale where the model does not see it.
 
     Args:
         image: the file's image ``[H, W, C]``, uint8 or float32 in [0, 1], or a reduced version.
@@ -84,7 +86,7 @@ class BackgroundImage:
         return Box(top, left, bottom - top, right - left)
 
     def paint(self, strength: np.ndarray, per: Size) -> Image.Image:
-        """Return the image coloured by strengths ``[h, w]`` in [-1, 1], one per ``per`` pixels of
+        """Return the image colored by strengths ``[h, w]`` in [-1, 1], one per ``per`` pixels of
         the model's input; negative ones use ``AGAINST``.
         """
         picture = self.paper.copy()
@@ -92,7 +94,7 @@ class BackgroundImage:
         return picture
 
     def lay(self, picture: Image.Image, colours: Image.Image, mask: Image.Image, per: Size) -> None:
-        """Paste colours over the part that the model saw, one per ``per`` pixels of its input."""
+        """Paste colors over the part that the model saw, one per ``per`` pixels of its input."""
         (height, width), part = self.look.view.content, self.part
         seen, size = (0, 0, width / per[1], height / per[0]), (part.width, part.height)
         colours, mask = (
@@ -120,7 +122,7 @@ class BackgroundImage:
         """Return a picture with title, sentences and a scale below it; its own pixels are
         unchanged.
 
-        The scale has texts at its ends and its middle. A scale with a middle has colours against
+        The scale has texts at its ends and its middle. A scale with a middle has colors against
         the class.
         """
         size = letter(picture)
@@ -158,7 +160,7 @@ def letter(picture: Image.Image) -> int:
 
 
 def tinted(strength: np.ndarray, most: float) -> tuple[Image.Image, Image.Image]:
-    """Return the colours of strengths ``[h, w]`` in [-1, 1], and their opacity up to ``most``, as a
+    """Return the colors of strengths ``[h, w]`` in [-1, 1], and their opacity up to ``most``, as a
     mask.
     """
     colours = np.array((AGAINST, FOR), np.uint8)[(strength > 0).astype(np.uint8)]
@@ -167,7 +169,7 @@ def tinted(strength: np.ndarray, most: float) -> tuple[Image.Image, Image.Image]
 
 
 def _grey(image: np.ndarray) -> Image.Image:
-    """Return an image of any bands in grey: with many bands the first three count as colours, with
+    """Return an image of any bands in gray: with many bands the first three count as colors, with
     two only the first is used.
     """
     if image.dtype != np.uint8:
@@ -218,14 +220,14 @@ def gradient(canvas: BackgroundImage) -> Picture:
     picture = canvas.paint(np.clip(values / most, -1, 1), (1, 1))
     lines = [
         f"The input times the gradient of {look.output}, pixel by pixel; the {beyond:,} largest, "
-        f"up to {float(sizes[-1]):.2g}, have the colours of the ends of the scale."
+        f"up to {float(sizes[-1]):.2g}, have the colors of the ends of the scale."
     ]
     title = "Gradient times input"
     return canvas.picture("gradient", title, lines, picture, _signed(most), look.top)
 
 
 def row(canvas: BackgroundImage, found: TokenWeights, term: str, head: int | None) -> Picture:
-    """Draw the attention weights of a token over the patches, coloured by their ranks."""
+    """Draw the attention weights of a token over the patches, colored by their ranks."""
     look = canvas.look
     weights = found.term(term).numpy().astype(np.float64)
     there = np.ones(weights.shape, bool) if look.present is None else look.present.numpy()
@@ -244,9 +246,9 @@ def row(canvas: BackgroundImage, found: TokenWeights, term: str, head: int | Non
         if share * count >= 2 or share == 0.5
     )
     lines = [
-        f"{what.get(term, 'Shares of place in the weights')} with which the {who} sees the "
+        f"{what.get(term, 'Shares of position in the weights')} with which the {who} sees the "
         f"patches in block {found.block}, {heads}, in multiples of 1 / {count:,}, the weight of "
-        f"each patch if all were equal. Colours follow ranks: {above}.",
+        f"each patch if all were equal. Colors follow ranks: {above}.",
         _terms(found),
     ]
     place = "class" if found.place is None else f"{found.place[0]}-{found.place[1]}"
@@ -266,7 +268,9 @@ def _terms(found: TokenWeights) -> str:
     said = f"Patches have {own} of the weight"
     if found.relative is not None:
         place = f"{100 * float(found.relative.sum()):.1f} %"
-        said = f"Of the weight {own} are for the content of patches and {place} for their place"
+        said = (
+            f"Of the weight, {own} depend on the content of patches and {place} on their position"
+        )
     return said + (f", {100 * found.prefix:.1f} % prefix tokens." if found.prefix else ".")
 
 
@@ -338,12 +342,12 @@ def tables(found: Sequence[tuple[int, Tensor]], signed: bool) -> Picture:
     what = (
         "lengths of the entries that are added to scores"
         if signed
-        else "weights that a query of zeros gives to each offset"
+        else "weights of each offset for a query of zeros"
     )
     lines = (
         f"Relative position, block by block and head by head: {what}. The middle is the patch "
-        "itself, and keys above it are drawn above; the outermost entries are for all larger "
-        "offsets. Colours are logarithmic, from the smallest to the largest value of a head, "
+        "itself; keys above it are drawn above. The outermost entries apply to all larger "
+        "offsets. Colors are logarithmic, from the smallest to the largest value of a head, "
         "printed below.",
     )
     return Picture("tables", "Relative tables", lines, sheet, None, sheet.size)
@@ -356,7 +360,7 @@ def grid(pictures: np.ndarray, columns: int, given: Sequence[int] | None = None)
         pictures: uint8 ``[n, H, W, 1]`` or ``[n, H, W, 3]``.
         columns: pictures in a row.
         given: number of given rows of each picture, marked by a line to its left; None: no marks.
-            With marks the grid is coloured.
+            With marks the grid is colored.
     """
     count, height, width, channels = pictures.shape
     times = max(1, TILE_PX // max(height, width))

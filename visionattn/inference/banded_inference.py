@@ -107,7 +107,7 @@ class WorkFolder:
         if other is not None and not self.overwrite:
             raise ValueError(
                 f"{self.folder} has unfinished work of another call for {self.output}: {other}; "
-                "delete it, choose another --output, or restart with --overwrite"
+                "delete it, pass another --output, or restart with --overwrite"
             )
         return {} if other else found
 
@@ -119,7 +119,7 @@ class WorkFolder:
 
     def check_writable(self) -> None:
         """Raise ValueError if the folder cannot be created; one line."""
-        way_out = f"it stores unfinished work for {self.output}; choose another --output"
+        way_out = f"it stores unfinished work for {self.output}; pass another --output"
         check_folder(self._path, way_out)
 
     def __enter__(self) -> Self:
@@ -249,7 +249,7 @@ class Banding:
             check_tiled(self.opened.model, self.want)
         except ValueError as error:
             why = str(error).removesuffix(CUT)
-            self.reason = f"it cannot run band by band: {why}; use --tiles SIDE"
+            self.reason = f"they cannot run band by band: {why}; pass --tiles SIDE"
             return
         fitting = bisect_left(canvases, True, hi=len(canvases) - 1, key=self.memory.too_much)
         self.images.most_px = math.prod(canvases[fitting - 1]) if fitting else least
@@ -442,31 +442,30 @@ class MapOfImage:
         compute = last_map if hasattr(options, "dense") else compute
         if compute is last_map and not options.dense:
             raise ValueError(
-                f"--output {self.output} is for the map of an image: add --dense, or name a folder "
-                "for features of images"
+                f"--output {self.output} needs a feature map; add --dense, or pass a folder for "
+                "feature vectors"
             )
         for key in UNUSED:
             if getattr(options, key, None) != getattr(type(options)(), key, None):
                 raise ValueError(
-                    f"{key} has no effect on the map of one image, {self.output}; omit it"
+                    f"{key} has no effect on the map of one image, {self.output}; remove it"
                 )
         listing = find_images(options.images or [])
         self.path = listing.name(0)
         if len(listing) > 1:
             raise ValueError(
-                f"{self.output} holds the map of one image, got {len(listing)} images; pass a "
-                "folder"
+                f"expected one image for --output {self.output}, got {len(listing)}; pass a folder"
             )
         of_image, of_map = Path(os.path.realpath(self.path)), Path(os.path.realpath(self.output))
         if of_image in (of_map, *of_map.parents):
             raise ValueError(
-                f"{self.output} would overwrite the image {self.path}; choose another output"
+                f"{self.output} would overwrite the image {self.path}; pass another --output"
             )
         self.opened = open_model(options, classifies=compute is not last_map)
         try:
             check_tiled(self.opened.model, WANTS[compute])
         except ValueError as error:
-            raise ValueError(f"{self.output} is written band by band: {error}") from error
+            raise ValueError(f"{self.output} cannot be written band by band: {error}") from error
         reading = (options.max_pixels, options.level)
         images = ReadImages(listing, self.opened.spec, self.opened.geometry, *reading)
         self.work = folder_of(self.opened, images, options, self.output)

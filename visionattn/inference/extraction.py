@@ -43,7 +43,7 @@ from visionattn.models.patches import last_map, pooled
 from visionattn.models.registration import split_args, with_head
 from visionattn.models.weights import save_model
 
-AT_WORK = "another extraction of features is running"
+AT_WORK = "another feature extraction is running"
 MIB = 2**20
 DECIDING = ("dtype", "amp", "shard_images", "shard_mib", "tiles", "overlap", "combine")
 """Options that determine the contents of the files, in addition to the model and the images."""
@@ -82,14 +82,14 @@ def collect(options: ExtractOptions) -> Collection:
     if not options.dense:
         opened.check_pooled()
     elif not hasattr(opened.model, "forward_intermediates"):
-        raise ValueError(f"{opened.name} has no feature maps; omit --dense")
+        raise ValueError(f"{opened.name} has no feature maps; remove --dense")
     if options.drawn:  # at the size that the model needs
         listing = Drawn(options.drawing(), options.seed, opened.geometry)
     division = _divide(options, listing) if options.probe and not options.dense else None
     kind = "dense" if options.dense else "pooled"
     identity = opened.identity() | {"kind": kind, "images": len(listing)}
     identity |= {key: getattr(options, key) for key in DECIDING}
-    identity |= {"level": options.level} if options.level else {}  # as earlier versions wrote it
+    identity |= {"level": options.level} if options.level else {}  # older versions wrote no level
     identity |= {"list_of_images": listing.digest()}
     return Collection(read_as_asked(options, opened, listing), opened, division, identity)
 
@@ -101,7 +101,7 @@ def with_blocks(opened: Opened, blocks: list[int]) -> Opened:
         ValueError: it is no vision transformer, has no such block, or has a head with own blocks.
     """
     if isinstance(opened.model, PatchModel):
-        raise ValueError(f"{opened.name} has a head on certain blocks; leave blocks out")
+        raise ValueError(f"{opened.name} has a head that chooses the blocks; remove blocks")
     model = with_head(opened.model, "classification", 0, {"head_blocks": blocks})
     args = split_args(opened.args)[1] | {"head_blocks": model.taken}
     if getattr(opened.model, "dynamic_img_size", False):
@@ -118,13 +118,13 @@ def _divide(options: ExtractOptions, listing: Listing) -> Division:
         division = divide_folder(options.images[0], options.labels, **how)
     if len(division.class_names) < 2:
         raise ValueError(
-            f"probe needs two classes or more; {options.images[0]} has only "
-            f"{division.class_names[0]}"
+            f"expected at least two classes for probe, got only {division.class_names[0]} "
+            f"({options.images[0]})"
         )
     if options.neighbours > len(division.fitted):
         raise ValueError(
-            f"neighbours {options.neighbours} of {len(division.fitted)} images to fit on; name "
-            "fewer"
+            f"expected neighbours at most {len(division.fitted)}, the images to fit on, got "
+            f"{options.neighbours}"
         )
     return division
 
@@ -166,11 +166,9 @@ class Extraction:
     def _check_folder(self) -> None:
         """Raise ValueError if features cannot be written, or would be mixed with other files."""
         folder, overwrite = self.folder, self.options.overwrite
-        check_folder(folder, "choose another --output")
+        check_folder(folder, "pass another --output")
         if (folder / PARTS).exists() and (overwrite or not (folder / INDEX).exists()):
-            raise ValueError(
-                f"{folder} holds parts, not merged; --merge, or choose another --output"
-            )
+            raise ValueError(f"{folder} holds unmerged parts; pass --merge, or another --output")
         if not overwrite:
             check_ours(folder, *([] if self.options.blocks is None else [BACKBONE]))
 
@@ -243,7 +241,7 @@ class Extraction:
         except KeyboardInterrupt as error:
             again = f"the same command{' without --overwrite' * self.options.overwrite}"
             raise Stopped(
-                f"stopped; finished files stay in {self.folder}; {again} resumes"
+                f"stopped; finished files stay in {self.folder}; to resume, run {again}"
             ) from error
         index = Index(self.folder)
         cells = getattr(self.collection.listing, "cells", {})

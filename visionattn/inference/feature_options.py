@@ -29,27 +29,26 @@ class ExtractOptions(DenseOptions):
     """Features of images."""
 
     MOST_USED = ("images", "checkpoint", "model", "output", "img_size", "batch_size", "dense")
-    """Options at the top of the help."""
+    """Flags at the top of the help."""
 
     labels: str | None = None
-    """Table of images as for training (``--data.labels``), with paths relative to the only folder
-    in ``images``: its rows are the images, the index gets its columns as ``table_...``, and
-    ``probe`` takes its classes and splits.
+    """Label table as for training (``--data.labels``), with paths relative to the only folder in
+    ``images``. Its rows are the images, the index gets its columns as ``table_...``, and ``probe``
+    uses its classes and splits.
     """
     data: Literal["digits", "canvas", "documents"] | None = None
-    """Use generated images instead of ``images``: the digits that scikit-learn ships, or the
-    validation and test splits of ``canvas`` or ``documents``, at size ``img_size`` and with
-    ``seed``. If ``config.yaml`` next to ``checkpoint`` shows training on this data, its settings
-    apply unless flags override them.
+    """Built-in images instead of ``images``: the digits of scikit-learn, or the validation and test
+    splits of ``canvas`` or ``documents`` at ``img_size``, drawn with ``seed``. If the checkpoint's
+    run trained on this data, the settings of its ``config.yaml`` are the defaults.
     """
     data_args: dict[str, Any] = field(default_factory=dict)
     """Only for ``canvas`` and ``documents``: settings as in ``data.args`` of training, such as
     ``eval_images`` (here 500) or ``distractors``.
     """
     blocks: list[int] | None = None
-    """Only for ``dense``: keep the feature maps of these blocks side by side, from 0 or negative
-    from the end, each after the final norm, and the model in ``backbone.safetensors``: what
-    ``visionattn train --data.features`` takes. None: the last block, without the model.
+    """Only for ``dense``: blocks whose feature maps, each after the final norm, are concatenated;
+    from 0, or negative from the end. Also writes the model to ``backbone.safetensors``, for
+    ``visionattn train --data.features``. None: the last block, without the model.
     """
     dtype: Literal["float32", "float16"] = "float32"
     """Data type of the features in the files."""
@@ -57,8 +56,8 @@ class ExtractOptions(DenseOptions):
     """Images per file; the last batch of a file may exceed it, and rows of 16 MiB fill a file too.
     """
     shard_mib: int = 256
-    """MiB of features per file, which are kept in memory until it is full; the last batch of a file
-    may exceed it.
+    """MiB of features per file, which stay in memory until it is full; the last batch of a file may
+    exceed it.
     """
     probe: bool = False
     """Fit a linear probe and kNN on the features; ``images`` must be one folder of class folders,
@@ -72,16 +71,16 @@ class ExtractOptions(DenseOptions):
     there is no ``val/``; for ``canvas`` the share of digits used in validation images.
     """
     shard: str | None = None
-    """Part i of n of the images, as ``i/n``, i from 1 to n: written to ``parts`` within ``output``,
-    which all parts share. Any scheduler may start them, in parallel or one by one.
+    """Extract only part i of n of the images, ``i/n`` with i from 1 to n. Parts share ``output``,
+    and are written to its folder ``parts``, in parallel or one by one.
     """
     merge: bool = False
-    """Write one index over all parts in ``output``; takes no other option."""
+    """Write one index over all parts in ``output``; no other option is allowed."""
     engine: Literal["here", "ray"] = "here"
     """``ray``: extract parts on the nodes of a Ray cluster; this process merges them."""
     address: str | None = None
-    """Only for ``engine ray``: ``local`` (a cluster on this machine, for the time of the command),
-    ``auto`` (a cluster that runs here or is named by ``RAY_ADDRESS``), or host:port.
+    """Only for ``engine ray``: ``local`` (a temporary cluster on this machine), ``auto`` (the
+    cluster running here or named by ``RAY_ADDRESS``), or host:port.
     """
     parts: int | None = None
     """Only for ``engine ray``: number of parts, one process each; None: one part per 512 images."""
@@ -122,8 +121,8 @@ def parse_extract(argv: Sequence[str], **about: str) -> ExtractOptions:
 
 
 def of_run(options: ExtractOptions) -> dict[str, Any]:
-    """Return the data settings of the run next to a checkpoint, if it trained on the requested
-    data; else nothing.
+    """Return the datasettings of the run next to a checkpoint, if it trained on the requested data;
+    else nothing.
 
     Raises:
         ValueError: its ``config.yaml`` is not a configuration; one line.
@@ -151,7 +150,7 @@ def check(options: ExtractOptions) -> None:
         ValueError: one line with the option, the allowed values and the given value.
     """
     if not options.output:
-        raise ValueError("--output is missing: a folder for the features")
+        raise ValueError("expected --output: a folder for the features")
     usual = ExtractOptions()
     given = [
         each.name
@@ -161,7 +160,9 @@ def check(options: ExtractOptions) -> None:
     if options.merge:
         more = [name for name in given if name not in ("output", "merge")]
         if more:
-            raise ValueError(f"merge reads all settings from the parts in --output; omit {more[0]}")
+            raise ValueError(
+                f"merge reads all settings from the parts in --output; remove {more[0]}"
+            )
         return
     _check_parts(options)
     if (options.images is None) == (options.data is None):
@@ -173,14 +174,14 @@ def check(options: ExtractOptions) -> None:
     if options.probe and options.dense and not options.drawn:
         what = "images of files" if options.data is None else options.data
         raise ValueError(
-            f"{what} have no masks for a dense probe; omit --dense, or pass --data canvas or "
+            f"a dense probe needs masks, got {what}; remove --dense, or pass --data canvas or "
             "documents"
         )
     one_folder = options.images is None or [*map(os.path.isdir, options.images)] == [True]
     if options.probe and not one_folder:
         raise ValueError("probe needs one folder of class folders as --images")
     if options.dense and options.combine is not None:
-        raise ValueError("combine is only for vectors; omit it with --dense")
+        raise ValueError("combine needs one vector per image, got --dense; remove it")
     holds_out = options.data == "canvas" or (options.probe and not options.drawn)
     for key, acts, whose in (
         ("labels", options.images is not None, "--images"),
@@ -192,7 +193,7 @@ def check(options: ExtractOptions) -> None:
         ("parts", options.engine == "ray", "--engine ray"),
     ):
         if key in given and not acts:
-            raise ValueError(f"{key} is only for {whose}; omit it")
+            raise ValueError(f"{key} needs {whose}; remove it")
 
 
 def _check_parts(options: ExtractOptions) -> None:
@@ -206,7 +207,7 @@ def _check_parts(options: ExtractOptions) -> None:
     for wrong, text in (
         (
             ray and options.shard is not None,
-            "engine ray divides the images itself; omit shard",
+            "engine ray divides the images itself; remove shard",
         ),
         (
             options.probe and (ray or options.shard is not None),
@@ -215,7 +216,7 @@ def _check_parts(options: ExtractOptions) -> None:
         ),
         (
             ray and Path(options.output or "").suffix.lower() in SINKS,
-            f"engine ray writes a folder of features, and {options.output} is a map",
+            f"engine ray needs a folder as --output, got the map {options.output}",
         ),
         (
             ray and options.overwrite,
@@ -236,4 +237,4 @@ def check_address(address: str | None) -> None:
     named = re.fullmatch(r"[\w.-]+|\[[\da-f:]+\]", host, re.ASCII) is not None
     numbered = re.fullmatch(r"\d{1,5}", port, re.ASCII) is not None and 0 < int(port) < 2**16
     if address not in ("local", "auto") and not (named and numbered):
-        raise ValueError(f"address must be local, auto or host:port, got {brief(address)}")
+        raise ValueError(f"expected --address local, auto or host:port, got {brief(address)}")

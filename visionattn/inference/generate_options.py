@@ -37,29 +37,29 @@ class GenerateOptions:
     img_size: int | list[int] | None = None
     """Height and width in pixels, or one number for both; None: as in training."""
     classes: list[str] | None = None
-    """Names or numbers of classes, assigned to images in rotation, for a model trained with
-    classes. None: all classes; with ``complete`` the most likely class of the given rows.
+    """Names or numbers of classes, assigned to images in rotation; only for a model with classes.
+    None: all classes; with ``complete`` the most likely class of the given rows.
     """
     temperature: float = 1.0
-    """Divides log-probabilities before a level is drawn: values below 1 give more typical images, 0
-    always takes the most likely level.
+    """Sampling temperature: log-probabilities are divided by it. Below 1, images are more typical;
+    0: always the most likely level.
     """
     seed: int = 0
-    """Seed of the random numbers, which depend only on it and on the index of the image."""
+    """Seed; with the index of an image it determines the image."""
     complete: list[str] | None = None
-    """Images whose lower part is generated: folders (searched to any depth), image files, and
-    ``.txt`` files with a path per line. They are read as in training.
+    """Images to complete; their lower part is generated. Folders (searched to any depth), image
+    files, and ``.txt`` files with a path per line; preprocessing is as in training.
     """
     keep: float | None = None
-    """Share of the rows of an image of ``complete`` that is given, from the top, above 0 and below
-    1; None: 0.5.
+    """Only for ``complete``: share of the rows, from the top, that is kept, in (0, 1). None:
+    0.5.
     """
     batch_size: int = 64
     """Images that are generated together."""
     device: str = "auto"
-    """``auto`` takes a GPU if there is one."""
+    """``cpu``, ``cuda``, or ``auto``: the GPU if available."""
     threads: int | None = None
-    """CPU threads of torch; None: torch's own choice."""
+    """CPU threads; None: chosen by torch."""
     amp: Literal["none", "bf16"] = "none"
     """Automatic mixed precision."""
     output: str | None = None
@@ -86,8 +86,8 @@ def parse_generate(argv: Sequence[str]) -> GenerateOptions:
         GenerateOptions,
         with_first(argv, "checkpoint"),
         command="generate",
-        description="Generate images, or the lower part of images, with a pixel decoder, value by "
-        "value at constant cost per value. The checkpoint may stand first, without its flag.",
+        description="Autoregressive image generation: generate images, or complete the lower part "
+        "of images, with a pixel decoder. The first word may be the checkpoint, without its flag.",
         example=EXAMPLE,
     )
     check(options)
@@ -104,8 +104,8 @@ def check(options: GenerateOptions) -> None:
     check_least(0, seed=options.seed)
     if not 0 <= options.temperature < math.inf:
         raise ValueError(
-            f"temperature must be 0 or above, and finite, got {options.temperature}; 0 takes the "
-            "most likely level"
+            f"temperature must be finite and at least 0, got {options.temperature}; 0 always "
+            "chooses the most likely level"
         )
     if options.img_size is not None:
         check_geometry("stretch", options.img_size, None)
@@ -123,23 +123,24 @@ def check_output(options: GenerateOptions) -> None:
     """
     if not options.checkpoint:
         raise ValueError(
-            "--checkpoint is missing: the best.safetensors of a training with --data.task generate"
+            "expected --checkpoint: the best.safetensors of a training with --data.task generate"
         )
     if not options.output:
         raise ValueError(
-            f"--output is missing: a {PICTURE} for all images side by side, an {ARRAY}, or a folder"
+            f"expected --output: a {PICTURE} for all images in a grid, an {ARRAY}, or a folder"
         )
     path = Path(options.output)
     if options.suffix == PICTURE and (options.count or 0) > MOST_IN_PICTURE:
         raise ValueError(
-            f"a {PICTURE} has at most {MOST_IN_PICTURE:,} images side by side, got count "
-            f"{options.count:,}; pass an {ARRAY} or a folder as --output"
+            f"expected count at most {MOST_IN_PICTURE:,} for a {PICTURE}, got {options.count:,}; "
+            f"pass an {ARRAY} or a folder as --output"
         )
     if options.suffix in (PICTURE, ARRAY):
         check_free(path, options.overwrite)
     elif options.suffix:
         raise ValueError(
-            f"--output {path} must end in {PICTURE} or {ARRAY}, or be a folder without an ending"
+            f"expected --output to end in {PICTURE} or {ARRAY}, or a folder without suffix, got "
+            f"{path}"
         )
     else:
         check_picture_folder(path, SUMMARY, options.overwrite)

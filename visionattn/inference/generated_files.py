@@ -67,7 +67,7 @@ class Generating:
         channels = self.opened.spec.in_chans
         if channels not in (1, 3) and options.suffix != ARRAY:
             raise ValueError(
-                f"pictures have 1 or 3 channels, and the model generates {channels}; pass an "
+                f"expected 1 or 3 channels for pictures, got a model of {channels}; pass an "
                 f"--output that ends in {ARRAY}"
             )
         self.generation = Generation(self.opened, options, listing)

@@ -55,7 +55,8 @@ class TokenWeights(NamedTuple):
         """Return the weights for ``both``, or the shares of ``content`` or ``place``."""
         if name == "place" and self.relative is None:
             raise ValueError(
-                f"block {self.block} has no separate weights for content and place; omit --term"
+                f"block {self.block} has no separate weights for content and position; remove "
+                "--term"
             )
         if self.relative is None or name == "content":
             return self.content
@@ -136,8 +137,8 @@ class ClassAttribution:
         if (at < 0).any() or (at >= length).any():
             box = self.view.box
             raise ValueError(
-                f"query {down},{right} is outside the part of the image that the model sees, "
-                f"{box.height} x {box.width} pixels from {box.top},{box.left} on"
+                f"expected a query within the part of the image that the model sees, {box.height} "
+                f"x {box.width} pixels from {box.top},{box.left}, got {down},{right}"
             )
         row, column = ((at + 0.5) * seen / length // self.patch_px).astype(int).tolist()
         return row, column
@@ -188,27 +189,25 @@ class ImageAttribution:
     def __init__(self, opened: Opened, images: ReadImages, options: LookOptions):
         spec, self.opened, self.images, self.options = opened.spec, opened, images, options
         if spec.num_classes < 1:
-            raise ValueError(f"{opened.name} has no classes, so there is nothing to attribute")
+            raise ValueError(f"expected a model with classes, got {opened.name}")
         self.model = model = check_model(opened.model)
         self.target = None if options.target is None else class_number(options.target, spec)
         self.banding = Banding(opened, images, call)
         if isinstance(model, PatchClassifier):
             if options.show != list(SHOWN) and not {"winners", "boxes"}.issuperset(options.show):
-                raise ValueError("a head on patches has only --show winners and boxes")
+                raise ValueError("a head on patches supports only --show winners and boxes")
             self.options = replace(options, show=["winners"])
             return
         self.blocks = [block_number(model, index) for index in options.blocks]
         self.features_block = block_number(model, options.features_block)
         heads = min(block.attn.num_heads for block in model.blocks)
         if options.head is not None and not 0 <= options.head < heads:
-            raise ValueError(
-                f"there is no head {options.head}; the {heads} heads are 0 to {heads - 1}"
-            )
+            raise ValueError(f"expected head 0 to {heads - 1} of {heads}, got {options.head}")
         queries = parse_queries(options.queries)
         if queries is None:
             queries = [CLASS if model.has_class_token and model.global_pool == "token" else TOP]
         if CLASS in queries and not model.has_class_token:
-            raise ValueError(f"{opened.name} has no class token; pass places, or top")
+            raise ValueError(f"{opened.name} has no class token; pass places or top as queries")
         self.queries = queries
 
     def look(self, index: int) -> tuple[ClassAttribution, Sample]:
@@ -260,8 +259,9 @@ class ImageAttribution:
         """Compute it without the gradient, rows of attention and features."""
         if "winners" not in self.options.show or not divides(self.model):
             raise ValueError(
-                "the image does not fit into memory in one pass, and band by band there are only "
-                "winners, of models that pool by the maximum or the mean; pass a smaller --img-size"
+                "the image does not fit into memory in one pass; band by band only --show "
+                "winners works, for models that pool by maximum or mean; pass a smaller "
+                "--img-size"
             )
         evidence = self.banding.evidence(index, self.target)
         return self._look(sample, path, evidence, present=None, in_bands=True)

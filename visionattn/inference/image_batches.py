@@ -137,7 +137,7 @@ def run_batch(
         for sample in readable:
             sample.pixels = None  # the stack holds them; free their memory
         sizes = None
-        # Only a model that leaves out unfilled parts needs the filled sizes.
+        # Only a model that skips padding needs the filled sizes.
         if any(sample.present != size for sample in readable) and takes_sizes(opened.model):
             sizes = torch.tensor([sample.present for sample in readable])
         values = iter(_outputs(opened, stacked, sizes, compute, amp, dtype))
@@ -186,7 +186,7 @@ def _outputs(
         if not is_out_of_memory(error):
             height, width = images.shape[2:]
             raise ValueError(
-                f"{opened.name} does not take images of {height} x {width} pixels: "
+                f"{opened.name} does not accept images of {height} x {width} pixels: "
                 f"{first_line(error)}"
             ) from error
     if len(images) == 1:

@@ -71,7 +71,7 @@ def generate(model: nn.Module | str | Path, count: int | None = None, **options:
             its device and unchanged; or a checkpoint of a training with ``data.task: generate``.
         count: see ``GenerateOptions``.
         options: further fields of ``visionattn.inference.generate_options.GenerateOptions``;
-            ``classes`` may be numbers, and ``complete`` takes images as ``predict`` does.
+            ``classes`` may be numbers, and ``complete`` accepts images like ``predict``.
 
     Raises:
         ValueError, FileNotFoundError: the model generates no images, or an option or an image is
@@ -101,7 +101,7 @@ def open_decoder(given: nn.Module | str | Path, device: str) -> Opened:
     """
     if isinstance(given, nn.Module):
         if device != "auto":
-            raise ValueError("a module keeps its device; omit device, or move the module")
+            raise ValueError("a module keeps its device; remove device, or move the module")
         model, name, args = given, type(given).__name__, {}
         spec, place, notes = getattr(model, "data_spec", None), next(model.parameters()).device, ()
     else:
@@ -114,10 +114,12 @@ def open_decoder(given: nn.Module | str | Path, device: str) -> Opened:
             f"{(*notes, name)[0]} is not a pixel decoder; train one with --data.task generate"
         )
     if model.levels > LEVELS:
-        raise ValueError(f"{name} has values of {model.levels} levels, and images at most {LEVELS}")
+        raise ValueError(
+            f"expected at most {LEVELS} levels for images, got {model.levels} ({name})"
+        )
     if spec is None:
         raise ValueError(
-            f"{name} does not state its preprocessing; set its data_spec to a visionattn.DataSpec"
+            f"the preprocessing of {name} is unknown; set its data_spec to a visionattn.DataSpec"
         )
     geometry = Geometry(spec.fit, sides(spec.img_size), spec.max_patches)
     return Opened(model.to(place), name, args, spec, geometry, place, notes)
@@ -162,7 +164,7 @@ class Generation:
         size = size or sides(opened.spec.img_size)
         if size is None:
             raise ValueError(
-                "img_size is missing: the model was trained on images of their own sizes"
+                "expected img_size, because the model was trained on images of many sizes"
             )
         self.size, self.values = size, math.prod(size) * self.model.in_chans
         if max(self.values, self.images) > MOST:
@@ -176,7 +178,8 @@ class Generation:
         if not self.model.conditioned:
             if given is not None:
                 raise ValueError(
-                    f"classes have no effect: {self.opened.name} was trained without; omit them"
+                    f"classes need a model trained with classes, got {self.opened.name}; remove "
+                    "them"
                 )
             return []
         if given is None:
@@ -288,15 +291,15 @@ def read_prompts(listing: Listing, opened: Opened, size: Size | None) -> tuple[l
         seen, wanted = sample.pixels.shape[1:], size or (found or [sample.pixels])[0].shape[-2:]
         if tuple(seen) != tuple(wanted):
             raise ValueError(
-                f"{path} becomes {pixels(seen)}, and the generated images have {pixels(wanted)}; "
-                "complete images of one size at a time, and omit img_size"
+                f"expected images of {pixels(wanted)}, got {pixels(seen)} ({path}); complete "
+                "images of one size at a time, without img_size"
             )
         largest, levels = int(sample.pixels.max()), opened.model.levels
         if sample.pixels.dtype != torch.uint8 or largest >= levels:
             what = f"values up to {largest}" if sample.pixels.dtype == torch.uint8 else "no bytes"
             raise ValueError(
-                f"{path} has another bit depth: it has {what}, and the model has levels 0 to "
-                f"{levels - 1}; convert it first"
+                f"expected levels 0 to {levels - 1}, got {what} ({path}); convert its bit depth "
+                "first"
             )
         paths.append(path)
         found.append(sample.pixels)

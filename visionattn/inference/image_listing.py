@@ -123,7 +123,7 @@ class HeldImages:
 def as_held(picture: Picture | bytes, index: int = 0) -> Image.Image | np.ndarray | bytes:
     """Return a picture in the form used here.
 
-    A Pillow picture is rotated upright; arrays or tensors of grey levels or colours become Pillow
+    A Pillow picture is rotated upright; arrays or tensors of gray levels or colors become Pillow
     pictures, and other bands or values an array ``[H, W, C]``.
 
     Raises:
@@ -146,8 +146,8 @@ def as_held(picture: Picture | bytes, index: int = 0) -> Image.Image | np.ndarra
         array = array[:, :, 0]
     if array.dtype.kind not in "buif" or array.ndim not in (2, 3) or not array.size:
         raise ValueError(
-            f"image {index}: expected {WANTED}, got {what}; pass normalised inputs to the model "
-            "itself"
+            f"image {index}: expected {WANTED}, got {what}; pass normalized inputs directly to "
+            "the model"
         )
     array = np.ascontiguousarray(array)
     if array.dtype == np.uint8 and (array.ndim == 2 or array.shape[2] in (3, 4)):
@@ -174,8 +174,7 @@ def listing_of(images: Images) -> ListedFiles | HeldImages:
     paths = [image for image in given if isinstance(image, (str, os.PathLike))]
     if not given or 0 < len(paths) < len(given):
         raise ValueError(
-            "images are either paths or pictures in memory: "
-            + ("got both" if given else "there are no images")
+            "expected either paths or pictures in memory, " + ("got both" if given else "got none")
         )
     return find_images([os.fspath(path) for path in paths]) if paths else HeldImages(given)
 
@@ -196,7 +195,7 @@ def find_images(given: Sequence[str], labels: str | None = None) -> ListedFiles:
     """
     if not given:
         raise ValueError(
-            "--images is missing: a folder, image files, or a .txt file with a path per line"
+            "expected --images: a folder, image files, or a .txt file with a path per line"
         )
     if labels is not None:
         return _in_table(given, labels)
@@ -211,8 +210,8 @@ def find_images(given: Sequence[str], labels: str | None = None) -> ListedFiles:
             paths += _in_list(path)
         elif suffix_of(path) in TEXTS:
             raise ValueError(
-                f"{path} is not an image; a list of images is a .txt file with a path per line, "
-                "relative to the current folder"
+                "expected an image, or a .txt file with a path per line, relative to the current "
+                f"folder, got {path}"
             )
         else:
             paths.append(path)
@@ -234,7 +233,7 @@ def _in_folder(folder: str) -> list[str]:
 def _in_table(given: Sequence[str], labels: str) -> ListedFiles:
     if len(given) != 1 or not os.path.isdir(given[0]):
         raise ValueError(
-            "--labels needs one folder as --images, to which the paths of the table are relative"
+            "--labels needs one folder as --images, for the relative paths in the table"
         )
     from visionattn.data.label_table import read_labels
 
@@ -254,7 +253,7 @@ def _in_list(path: str) -> list[str]:
         raise ValueError(f"{path} is not a UTF-8 text file with a path per line") from error
     paths = [line.strip() for line in lines if line.strip()]
     if not paths:
-        raise ValueError(f"{path} names no images; expected a path per line")
+        raise ValueError(f"expected a path per line in {path}, got none")
     return paths
 
 

@@ -1,4 +1,4 @@
-"""One image from its file to the pixels that a model takes, as in validation.
+"""Read one image file as the model's input, as in validation.
 
 An unreadable image becomes a sample with a reason.
 """
@@ -37,7 +37,7 @@ UNREADABLE = (*DAMAGED_IMAGE, MemoryError, cv2.error)
 
 @dataclass
 class Sample:
-    """An image as a model takes it, or the reason why there is none."""
+    """An image as the model's input, or the reason why there is none."""
 
     height: int | None = None
     """Height of the image in its file, in pixels."""
@@ -71,7 +71,7 @@ class ReadImages(Dataset):
         max_pixels: int | None = None,
         level: int = 0,
     ):
-        """Read images as ``spec`` asks, for any files: grey, coloured, or by their bands.
+        """Read images as ``spec`` asks, for any files: gray, colored, or by their bands.
 
         If the range of values is not given, it is measured on a few files, with a warning.
 
@@ -84,7 +84,7 @@ class ReadImages(Dataset):
             level: the level to read from files that hold several sizes.
 
         Raises:
-            ValueError: the model's channels are neither grey, coloured nor named.
+            ValueError: the model's channels are neither gray, colored nor named.
         """
         options = replace(options_of(spec, max_pixels), level=level)
         self.most_px: int | None = None
@@ -175,8 +175,8 @@ class ReadImages(Dataset):
             raise ValueError(f"{self.listing.name(index)}: {reason_of(error)}") from error
 
     def check_asked(self) -> None:
-        """Read images up to the first that is not refused, usually the first of all, so that a run
-        does not begin with options that fit no image.
+        """Read images up to the first that is not refused, usually the very first, so that a run
+        does not start with options that suit no image.
 
         That image is kept for its later use, so that a large image is not read twice.
 
@@ -190,7 +190,7 @@ class ReadImages(Dataset):
                 self._checked = {index: sample}
                 return
             first = first or f"{self.listing.name(index)}: {sample.reason}"
-        those = f"none of the {count} images is readable; the first: " if count > 1 else ""
+        those = f"none of the {count} images is readable; first: " if count > 1 else ""
         raise ValueError(f"{those}{first}")
 
 

@@ -97,7 +97,7 @@ class ImageRun:
         If memory is too small for a batch, its halves are tried.
 
         Raises:
-            ValueError: the model does not take images of this size, or the folder of large images
+            ValueError: the model does not accept images of this size, or the folder of large images
                 holds other work.
             Stopped: Ctrl-C in a large image.
             Failed: a process that reads images ended.
@@ -118,7 +118,7 @@ class ImageRun:
             if not is_of_a_dead_worker(error):
                 raise
             raise Failed(
-                f"a process that reads images ended ({first_line(error)}); try --workers 0"
+                f"a data loader process died ({first_line(error)}); try --workers 0"
             ) from error
 
     def outcomes(
@@ -127,7 +127,9 @@ class ImageRun:
         """Yield ``batches``, and show progress."""
         self.progress = Progress(len(self.images), start)
         self.banding.before = self.progress.stop
-        shown = nn.Identity() if self.lines else self.opened.model  # tiles are many passes
+        shown = (
+            nn.Identity() if self.lines else self.opened.model
+        )  # with tiles an image needs many passes
         with self.progress as progress, progress.within(shown, batch_size):
             for batch in self.batches(batch_size, dtype, start):
                 yield batch
@@ -160,14 +162,14 @@ def over_tiles_of(
     check_tiles(tile, overlap, patch_px)
     if opened.geometry.fit == "pad":
         raise ValueError(
-            "fit pad, as in training, adds padding, which tiles must not contain; choose another "
-            "--fit, or omit --img-size for native sizes"
+            "tiles must not contain padding, which fit pad of training adds; pass another --fit, "
+            "or remove --img-size for native sizes"
         )
     seen, combine = opened.geometry.img_size, options.combine or "mean"
     if seen is not None and max(seen) <= tile:
         raise ValueError(
-            f"tiles of {tile} pixels have no effect: images are resized to at most {pixels(seen)}; "
-            "use smaller tiles or --img-size native"
+            "expected tiles smaller than the images, which are resized to at most "
+            f"{pixels(seen)}, got {tile} pixels; use smaller tiles or --img-size native"
         )
     found = over_tiles(
         compute if convert is None else call,
@@ -180,7 +182,7 @@ def over_tiles_of(
     )
     how = {"mean": "the mean of their outputs", "max": "the maximum of their outputs"}[combine]
     how = "maps are blended" if blended else how
-    return found, f"images are cut into tiles of {tile} px that overlap by {overlap} px: {how}"
+    return found, f"images are cut into tiles of {tile} px with an overlap of {overlap} px: {how}"
 
 
 def read_as_asked(options: InferenceOptions, opened: Opened, listing: Listing) -> ReadImages:

@@ -17,7 +17,7 @@ NATIVE = "native"
 MOST_GIB = 2**20
 OF_COMMANDS = {"images", "checkpoint", "model", "args", "pretrained", "threads", "output"}
 OF_COMMANDS |= {"overwrite", "max_pixels", "seed", "labels", "save", "map_format", "outline"}
-"""Options of commands that Python calls do not take."""
+"""Options of commands that Python calls do not have."""
 Saved = Literal["masks", "probabilities", "geojson", "coco"]
 MAP_SUFFIXES = (".npy", ".zarr", ".tif", ".tiff")
 
@@ -29,22 +29,24 @@ class OpenOptions:
     images: list[str] | None = None
     """Folders (searched to any depth), image files, and ``.txt`` files with a path per line."""
     checkpoint: str | None = None
-    """The ``best.safetensors`` of a run, or together with ``model`` other weights, e.g. a timm
-    state dict.
+    """Weights: the ``best.safetensors`` of a run, or, together with ``model``, other weights such
+    as a timm state dict.
     """
     model: str | None = None
-    """A timm name, ours or any other; not with a ``best.safetensors``, which stores its model."""
+    """A timm name, of this package or any other; not with a ``best.safetensors``, which states its
+    model.
+    """
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of ``model``, e.g. ``{num_heads: 6}``."""
     pretrained: bool = False
     """Use the pretrained weights of ``model`` from timm or visionattn."""
     img_size: int | list[int] | Literal["native"] | None = None
-    """Size in pixels: height and width, or one number for both; with ``fit native`` the maximum.
-    ``native``: each image at its own size, without a limit. None: as in training.
+    """Image size in pixels: height and width, or one number for both; with ``fit native`` the
+    maximum. ``native``: each image at its own size, without a limit. None: as in training.
     """
     fit: Fit | None = None
-    """Preprocessing of images of any size: ``native`` (whole, shrunk to a limit if given), ``pad``
-    (whole, with padding), ``stretch``, or ``crop`` (center crop). None: as in training.
+    """Preprocessing of images of any size: ``native`` (own size, shrunk to a limit if given),
+    ``pad`` (letterbox), ``stretch``, or ``crop`` (center crop). None: as in training.
     """
     max_patches: int | None = None
     """Only for ``fit native``, instead of ``img_size``: maximum number of patches per image."""
@@ -55,17 +57,17 @@ class OpenOptions:
     page: int | None = None
     """Page of the files that is read, from 1; None: as in training."""
     max_pixels: int | None = None
-    """Maximum number of pixels of a file that are decoded at once; a file that needs more counts as
-    unreadable. None: 2^30, about 1.07 billion.
+    """Maximum number of pixels of a file to decode at once; a file that needs more is unreadable.
+    None: 2^30, about 1.07 billion.
     """
     device: str = "auto"
-    """``auto`` takes a GPU if there is one."""
+    """``cpu``, ``cuda``, or ``auto``: the GPU if available."""
     threads: int | None = None
-    """CPU threads of torch; None: torch's own choice."""
+    """CPU threads; None: chosen by torch."""
     seed: int = 0
-    """Seed of weights that no file provides."""
+    """Seed of random weights."""
     output: str | None = None
-    """Destination of the results."""
+    """File or folder for the results."""
     overwrite: bool = False
     """Replace existing results."""
 
@@ -91,28 +93,26 @@ class InferenceOptions(OpenOptions):
     ``native`` 1. ``auto``: as many as fit into memory.
     """
     workers: int = 2
-    """Processes that load images; 0 loads in the main process."""
+    """Data loader processes; 0: load in the main process."""
     amp: Literal["none", "bf16", "fp16", "auto"] = "none"
     """Automatic mixed precision. ``auto``: bf16 if the CPU or GPU supports it."""
     tiles: int | None = None
-    """Side in pixels of overlapping tiles that replace whole images; images then keep their own
-    sizes unless a size is given. ``batch_size`` counts tiles and defaults to 1. None: whole images.
+    """Cut images into overlapping tiles with this side in pixels. Images keep their own sizes
+    unless a size is given; ``batch_size`` counts tiles and defaults to 1. None: whole images.
     """
     overlap: int | None = None
-    """Only for ``tiles``: minimum number of pixels that neighbours share. None: an eighth of
-    ``tiles``.
-    """
+    """Only for ``tiles``: minimum overlap of neighbors in pixels. None: an eighth of ``tiles``."""
     combine: Literal["mean", "max"] | None = None
-    """Only for ``tiles``: how vectors of all tiles are combined; None: their mean. Maps are blended
-    instead.
+    """Only for ``tiles`` and vectors: ``mean`` or ``max`` over tiles; None: ``mean``. Maps are
+    blended.
     """
     level: int = 0
     """Level to read from files that hold several sizes (slides, OME-NGFF, overviews), from 0, the
     largest.
     """
     memory_gib: float | None = None
-    """Memory limit of a pass in GiB, in addition to the model. A single image that needs more, at
-    its own size, is computed band by band, with the same result. None: the available memory.
+    """Memory limit in GiB of a forward pass, without the model. An image at its own size that needs
+    more is computed band by band, with the same result. None: the available memory.
     """
 
     @property
@@ -126,20 +126,20 @@ class PredictOptions(InferenceOptions):
     """Classes of images."""
 
     MOST_USED = ("images", "checkpoint", "output", "img_size", "batch_size", "top_k", "save")
-    """Options at the top of the help."""
+    """Flags at the top of the help."""
 
     labels: str | None = None
-    """Table of images as for training (``--data.labels``), with paths relative to the only folder
-    in ``images``: its rows are the images, and the results get its columns as ``table_...``.
+    """Label table as for training (``--data.labels``), with paths relative to the only folder in
+    ``images``. Its rows are the images, and the results get its columns as ``table_...``.
     """
     top_k: int | None = None
     """Number of classes per image, the most probable first. None: 5, in a table on standard output
     3, or fewer if the model has fewer.
     """
     save: list[Saved] | None = None
-    """Only for segmentation models: ``masks`` (PNG), ``probabilities`` (float16, a band per class),
-    ``geojson`` (polygons of classes), ``coco`` (objects of all images in ``coco.json``). None:
-    ``masks``.
+    """Only for segmentation models, the outputs to write: ``masks`` (PNG), ``probabilities``
+    (float16, a band per class), ``geojson`` (polygons of classes), ``coco`` (objects of all images
+    in ``coco.json``). None: ``masks``.
     """
     map_format: Literal["npy", "zarr", "tif"] | None = None
     """Only for ``save probabilities`` in a folder: format of the files. None: ``npy``."""
@@ -213,7 +213,7 @@ def check(options: OpenOptions) -> None:
     Raises:
         ValueError: one line with the option, the allowed values and the given value.
     """
-    # Readers of images take a second to import, which a mistyped option does not wait for.
+    # Import readers of images, which takes a second, after the check of option names.
     from visionattn.data.formats import check_reading
     from visionattn.data.geometry import check_geometry
 
@@ -238,7 +238,7 @@ def check(options: OpenOptions) -> None:
     fit, native = options.fit, options.img_size == NATIVE
     if native and (fit not in (None, NATIVE) or options.max_patches):
         other = "max_patches" if fit in (None, NATIVE) else f"fit {fit}"
-        raise ValueError(f"img_size native conflicts with {other}; omit one of them")
+        raise ValueError(f"img_size native conflicts with {other}; remove one of them")
     check_reading(options.bands, options.value_range, options.page, options.max_pixels, prefix="")
     if not native and (options.img_size is not None or options.max_patches is not None):
         check_geometry(fit or NATIVE, options.img_size, options.max_patches)
@@ -246,7 +246,7 @@ def check(options: OpenOptions) -> None:
         raise ValueError("pass either pretrained (timm's weights) or checkpoint (a file)")
     if options.needs_model and not (options.model or options.checkpoint):
         raise ValueError(
-            "--checkpoint (the best.safetensors of a run) or --model (a timm name) is missing"
+            "expected --checkpoint (the best.safetensors of a run) or --model (a timm name)"
         )
     if options.args and not options.model:
         raise ValueError("args need --model; a best.safetensors stores its own")
@@ -256,7 +256,7 @@ def _check_tiles(options: InferenceOptions) -> None:
     """Raise ValueError if options of tiles contradict others, or have no effect."""
     for key in ("overlap", "combine") if options.tiles is None else ():
         if getattr(options, key) is not None:
-            raise ValueError(f"{key} needs --tiles; pass it or omit {key}")
+            raise ValueError(f"{key} needs --tiles; pass it, or remove {key}")
     if options.tiles is not None and options.batch_size == "auto":
         raise ValueError("with --tiles, batch_size must be a number, not auto")
 
@@ -269,8 +269,8 @@ def _check_saved(options: PredictOptions) -> None:
         raise ValueError("outline needs --save geojson or coco")
     if one_file and (outlines or len(options.saved) > 1):
         raise ValueError(
-            f"--output {options.output} holds masks or probabilities of one image; pass a folder "
-            f"for --save {' '.join(options.saved)}"
+            f"expected a folder as --output for --save {' '.join(options.saved)}, got "
+            f"{options.output}"
         )
     if options.map_format and (one_file or "probabilities" not in options.saved):
         raise ValueError("map_format needs --save probabilities and a folder")

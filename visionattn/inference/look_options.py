@@ -33,7 +33,7 @@ class LookOptions(OpenOptions):
     """The attribution of a class, drawn over images."""
 
     target: str | None = None
-    """Class to attribute, by its name or number; None: the most probable class of each image."""
+    """Class to attribute, by name or number; None: the most probable class of each image."""
     show: list[Shown] = field(default_factory=lambda: list(SHOWN))
     """Pictures to draw: ``winners`` (contribution of patches through the pooling), ``gradient``
     (times the input), ``rows`` (attention weights), ``features`` (their first three principal
@@ -41,16 +41,18 @@ class LookOptions(OpenOptions):
     winning patches as GeoJSON.
     """
     queries: list[str] | None = None
-    """Tokens whose attention rows are drawn: a place in the image, down and right in pixels as
-    ``120,88``; ``class``, the class token; ``top``, the patch that adds most to the class. None:
-    ``top``, or ``class`` if only the class token is pooled.
+    """Tokens whose attention rows are drawn: a place in the image such as ``120,88`` (down and
+    right in pixels); ``class``, the class token; ``top``, the patch with the highest attribution.
+    None: ``top``, or ``class`` if only the class token is pooled.
     """
     blocks: list[int] = field(default_factory=lambda: [-1])
     """Blocks whose attention rows are drawn, from 0 (negative: from the end)."""
     head: int | None = None
     """Head whose rows are drawn, from 0; None: the mean of all heads."""
     term: Literal["both", "content", "place"] = "both"
-    """Part of the rows to draw: the whole weight, or the share of ``content`` or ``place``."""
+    """Part of the attention rows to draw: ``both`` (the weight), or the share of ``content`` or of
+    ``place`` (position).
+    """
     features_block: int = -1
     """Block whose features are drawn."""
 
@@ -70,20 +72,21 @@ def parse_look(argv: Sequence[str]) -> LookOptions:
         is_name = not os.path.exists(model) and timm.is_model(model)
         words += ["--model", model, "--pretrained"] if is_name else ["--checkpoint", model]
     if first and "images" in given:
-        raise ValueError("pass images either first or with --images, not both")
+        raise ValueError("expected images either first or with --images, got both")
     options = parse_options(
         LookOptions,
         ["--images", *first, *words] if first else words,
         command="look",
-        description="Draw the attribution of a class over each image. The checkpoint, or the name "
-        "of a model that comes with weights, and the images may stand first, without their flags.",
+        description="Draw the attribution of a class over each image. The first words may be the "
+        "checkpoint (or the name of a model with weights) and the images, without their "
+        "flags.",
         example=EXAMPLE,
     )
     if options.model and timm.is_model(options.model) and not is_ours(options.model):
-        raise ValueError(f"{options.model} is not a visionattn model, which look needs")
+        raise ValueError(f"look needs a model of visionattn, got {options.model}")
     check_asked(options)
     if not options.output:
-        raise ValueError("--output is missing: a folder for the pictures")
+        raise ValueError("expected --output: a folder for the pictures")
     check_picture_folder(Path(options.output), SUMMARY, options.overwrite)
     return options
 
@@ -113,8 +116,8 @@ def parse_queries(given: Sequence[str] | None) -> list[str | tuple[int, int]] | 
         place = re.fullmatch(r"(\d{1,9}),(\d{1,9})", word)
         if not place and word not in (CLASS, TOP):
             raise ValueError(
-                "queries must be places such as 120,88, down and right in pixels, class or top, "
-                f"got {brief(word)}"
+                "expected queries class, top, or places such as 120,88 (down and right in "
+                f"pixels), got {brief(word)}"
             )
         found.append((int(place[1]), int(place[2])) if place else word)
     return found

@@ -1,4 +1,4 @@
-"""Opening of a model for images of any size, from a timm name, from weights of ours, or from both.
+"""Open a model for images of any size, from a timm name, from weights of ours, or from both.
 
 This module decides where weights come from and which image sizes a model takes. Image files are
 handled elsewhere.
@@ -48,8 +48,8 @@ from visionattn.models.weights import (
 )
 
 ANY_SIZE = ({"dynamic_img_size": True}, {"strict_img_size": False})
-"""Arguments with which timm models take images of any size: models with absolute position, and
-models with windows.
+"""Arguments with which timm models accept images of any size: for models with absolute position,
+and for models with windows.
 """
 READ_BY = ("in_chans", "encoding", "mean", "std", "bands", "value_range", "page")
 """Fields of a ``DataSpec`` that determine the pixel values of an image at its size."""
@@ -57,7 +57,7 @@ READ_BY = ("in_chans", "encoding", "mean", "std", "bands", "value_range", "page"
 
 @dataclass(frozen=True)
 class Opened:
-    """A model in eval mode, and the images that it takes."""
+    """A model in eval mode, and the description of its images."""
 
     model: nn.Module
     name: str
@@ -70,7 +70,7 @@ class Opened:
     """Preprocessing of images of any size."""
     device: torch.device
     notes: tuple[str, ...]
-    """Source of its weights, as lines for people."""
+    """Source of its weights, as readable lines."""
     body_alone: bool = False
     """Whether it is the body of a model with a head on patches, which has feature maps but no
     vector per image.
@@ -80,8 +80,8 @@ class Opened:
         """Raise ValueError if there are no features of a whole image."""
         if self.body_alone:
             raise ValueError(
-                f"model {self.name} with a head on patches has feature maps and no image vector; "
-                "use dense"
+                f"model {self.name} has a head on patches and no feature vector of an image; pass "
+                "dense"
             )
 
     def identity(self) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def open_model(options: OpenOptions, *, classifies: bool) -> Opened:
     if metadata:
         if options.model:
             raise ValueError(
-                f"{options.checkpoint} stores its model, {brief(metadata.get('model'))}; omit "
+                f"{options.checkpoint} states its model, {brief(metadata.get('model'))}; remove "
                 "--model"
             )
         _check_seed(options)
@@ -165,7 +165,7 @@ def open_module(model: nn.Module, options: OpenOptions, *, classifies: bool) -> 
     ``pretrained_cfg`` does.
 
     Raises:
-        ValueError: its images are not specified, or it does not take this size; one line.
+        ValueError: its images are not specified, or it does not accept this size; one line.
     """
     check_reads(model)
     name = type(model).__name__
@@ -174,7 +174,7 @@ def open_module(model: nn.Module, options: OpenOptions, *, classifies: bool) -> 
         cfg = getattr(model, "pretrained_cfg", None)
         if cfg is None:
             raise ValueError(
-                f"{name} does not state its preprocessing; set its data_spec to a "
+                f"the preprocessing of {name} is unknown; set its data_spec to a "
                 "visionattn.DataSpec"
             )
         known = {field.name for field in fields(PretrainedCfg)}
@@ -189,8 +189,8 @@ def open_module(model: nn.Module, options: OpenOptions, *, classifies: bool) -> 
     geometry = _geometry(options, spec, patch_size(model))
     if fixed not in (None, geometry.canvas):
         raise ValueError(
-            f"{name} takes only images of {fixed[0]} x {fixed[1]} pixels; build it with "
-            f"dynamic_img_size=True"
+            f"{name} accepts only images of {fixed[0]} x {fixed[1]} pixels; build it with "
+            "dynamic_img_size=True"
         )
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
     return _opened(options, model, name, {}, spec, geometry, device, (), body_alone)
@@ -231,7 +231,8 @@ def _with_files(spec: DataSpec, options: OpenOptions) -> DataSpec:
     if options.bands is not None:
         if len(options.bands) != spec.in_chans:
             raise ValueError(
-                f"bands names {len(options.bands)}, and the model takes {spec.in_chans} channels"
+                f"expected {spec.in_chans} bands, one per channel of the model, got "
+                f"{len(options.bands)}"
             )
         spec = replace(spec, bands=tuple(options.bands))
     if options.value_range is not None:
@@ -281,7 +282,7 @@ def of_no_model(path: str | None) -> ValueError:
 def _free_size(
     model: nn.Module, name: str, args: dict[str, Any], spec: DataSpec, img_size: Size | None
 ) -> nn.Module:
-    """Make a model that was built for one image size take another, or any."""
+    """Make a model that was built for one image size accept another, or any."""
     fixed = fixed_size(model)
     if fixed is None or fixed == img_size:
         return model
@@ -300,7 +301,7 @@ def _free_size(
         free.load_state_dict(model.state_dict())
         free.data_spec = spec
         return free
-    raise ValueError(f"{name} takes only images of {fixed[0]} x {fixed[1]} pixels{reason}")
+    raise ValueError(f"{name} accepts only images of {fixed[0]} x {fixed[1]} pixels{reason}")
 
 
 def _by_name(
@@ -325,9 +326,9 @@ def _by_name(
         )
     if options.pretrained:
         spec = getattr(model, "data_spec", spec)  # from our weights, which hold more
-        return model, args, spec, [f"{name}, its pretrained weights"]
+        return model, args, spec, [f"{name}, pretrained weights"]
     if not options.checkpoint:
-        note = f"{name} with random weights (seed {options.seed}), as --checkpoint is missing"
+        note = f"{name} with random weights (seed {options.seed}), because there is no --checkpoint"
         return model, args, spec, [note]
     from visionattn.models.weight_placement import place_weights
 
@@ -337,7 +338,7 @@ def _by_name(
     lost = [key for key in placement.missing if key.startswith(_classifiers(cfg))]
     if classifies and lost:
         raise ValueError(
-            f"{options.checkpoint} has no weights for the classes of {name}: {lost[0]} is missing"
+            f"expected the classifier of {name} in {options.checkpoint}, but {lost[0]} is missing"
         )
     return model, args, spec, [name, *placement.lines()]
 
@@ -346,7 +347,8 @@ def _check_seed(options: OpenOptions) -> None:
     """Raise ValueError for a seed together with a checkpoint that provides all weights."""
     if options.seed and not options.seed_divides:
         raise ValueError(
-            f"seed {options.seed} has no effect: {options.checkpoint} has all weights; omit it"
+            f"seed {options.seed} has no effect, because {options.checkpoint} has all weights; "
+            "remove it"
         )
 
 

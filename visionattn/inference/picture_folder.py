@@ -23,7 +23,7 @@ def check_picture_folder(folder: Path, summary: str, overwrite: bool) -> None:
     """
     is_known = (folder / summary).is_file()
     if is_known and not overwrite:
-        raise ValueError(f"{folder} exists; --overwrite replaces it")
+        raise ValueError(f"{folder} exists; pass --overwrite to replace it")
     if overwrite and folder.is_dir() and not is_known:
         raise ValueError(
             f"{folder} has no {summary}, so --overwrite does not delete it; pass another folder"

@@ -34,7 +34,7 @@ def class_polygons(
     Args:
         mask: class of each pixel, uint8 ``[H, W]``.
         classes: the classes that are outlined.
-        names, colours: of all classes.
+        names, colors: of all classes.
         place: place of the image on the earth; without a ``transform``, coordinates are pixels.
     """
     from rasterio.features import shapes
@@ -50,7 +50,7 @@ def feature(rings: Sequence[Any], name: str, colour: Colour, **properties: Any) 
     Args:
         rings: the outer ring and holes, each a closed sequence of x and y.
         name: name of its class.
-        colour: colour of its class.
+        colour: color of its class.
         properties: further properties.
     """
     known = {"class": name, "objectType": "annotation"}

@@ -49,7 +49,9 @@ class Predictor:
         if self.output is None and options.overwrite:
             raise ValueError("overwrite needs --output")
         if self.output is not None and self.output.suffix not in SUFFIXES:
-            raise ValueError(f"--output {self.output} must end in {' or '.join(SUFFIXES)}")
+            raise ValueError(
+                f"expected --output to end in {' or '.join(SUFFIXES)}, got {self.output}"
+            )
         self.listing = find_images(options.images or [], options.labels)
         if self.output is not None:
             check_free(self.output, options.overwrite)
@@ -87,7 +89,7 @@ class Predictor:
                 say(f"{self.done} of {len(run.images)} images have {what}: {self.output}")
         # The file is written anyway: its rows have the status of each image.
         if not self.done:
-            text = f"none of the {len(run.images)} images has a result; the first: "
+            text = f"none of the {len(run.images)} images has a result; first: "
             raise self.failed[0].error(text)
 
     def _row(self, outcome: Outcome) -> dict[str, Any]:
@@ -155,7 +157,7 @@ def flat(row: dict[str, Any], top_k: int) -> dict[str, Any]:
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """Return a row for people: the path, then the classes or the reason for their absence."""
+    """Return a readable row: the path, then the classes or the reason for their absence."""
     pairs = [
         f"{each['class']} {100 * each['probability']:.1f} %" for each in row.get("classes", [])
     ]
@@ -200,16 +202,16 @@ def count_of_classes(opened: Opened, top_k: int | None, usual: int = USUAL) -> i
     """
     classes = opened.spec.num_classes
     if classes < 1:
-        raise ValueError(f"{opened.name} has no classes to predict")
+        raise ValueError(f"expected a model with classes, got {opened.name}")
     if opened.spec.task in VECTOR_TASKS:
         if top_k is not None:
             raise ValueError(
-                f"top_k is for one class per image, and {opened.name} is for data.task "
-                f"{opened.spec.task}, which gives all outputs; omit it"
+                f"top_k needs one class per image, got {opened.name} with data.task "
+                f"{opened.spec.task}, which prints all outputs; remove it"
             )
         return classes
     if top_k is not None and not 1 <= top_k <= classes:
-        raise ValueError(f"top_k must be from 1 to the model's {classes} classes, got {top_k}")
+        raise ValueError(f"expected top_k from 1 to {classes}, the model's classes, got {top_k}")
     return top_k or min(usual, classes)
 
 

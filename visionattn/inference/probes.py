@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sklearn.pipeline import Pipeline
 
 STEPS = 1000
-"""Maximum number of optimiser steps of the linear probe."""
+"""Maximum number of optimizer steps of the linear probe."""
 MOST_OF_IMAGE = 50
 """Maximum number of background patches, and of distractor patches, per image for fitting."""
 
@@ -64,7 +64,7 @@ def divide_folder(
 def fit_linear(
     x: np.ndarray, y: np.ndarray, weights: np.ndarray | None = None
 ) -> tuple["Pipeline", str]:
-    """Fit a logistic regression on standardised features.
+    """Fit a logistic regression on standardized features.
 
     Args:
         x: features ``[n, D]``.
@@ -72,7 +72,7 @@ def fit_linear(
         weights: sample weights, ``[n]``; None: equal.
 
     Returns:
-        The classifier, and a note if the optimiser has not converged, else an empty text.
+        The classifier, and a note if the optimizer has not converged, else an empty text.
     """
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
@@ -90,13 +90,13 @@ def fit_linear(
 
 def without_features(lost: int) -> list[str]:
     """Return a line with the number of images without features, or no line."""
-    return [f"skipped labelled images without features: {lost}"] if lost else []
+    return [f"skipped labeled images without features: {lost}"] if lost else []
 
 
 def fit_probes(
     features: Iterable[tuple[str, Tensor]], division: Division, neighbours: int
 ) -> list[str]:
-    """Fit a logistic regression on standardised features, and kNN with cosine distance, and
+    """Fit a logistic regression on standardized features, and kNN with cosine distance, and
     evaluate both.
 
     Args:
@@ -108,7 +108,7 @@ def fit_probes(
         Lines with both accuracies.
 
     Raises:
-        ValueError: too few images, neighbours or classes are left to fit or to evaluate.
+        ValueError: too few images, neighbors or classes are left to fit or to evaluate.
     """
     from sklearn.neighbors import KNeighborsClassifier
 
@@ -121,8 +121,9 @@ def fit_probes(
     (x, y), (x_judged, y_judged) = ((np.array(a), np.array(b)) for _, a, b in sides)
     if len(x) < neighbours or len(np.unique(y)) < 2 or not len(x_judged):
         raise ValueError(
-            f"a probe needs at least {neighbours} images (neighbours) of two classes to fit and "
-            f"one to judge; got features of {len(x)} of {len(np.unique(y))} and of {len(x_judged)}"
+            f"expected features of at least {neighbours} images (neighbours) of two classes to "
+            f"fit and of one to evaluate, got {len(x)} images of {len(np.unique(y))} classes and "
+            f"{len(x_judged)}"
         )
     linear, note = fit_linear(x, y)
     knn = KNeighborsClassifier(neighbours, metric="cosine").fit(x, y)
@@ -199,7 +200,7 @@ def sampled(patches: Patches, rng: np.random.Generator) -> tuple[np.ndarray, ...
 def fit_and_judge(
     fitted: Iterable[Patches], judged: Iterable[Patches], values: int, seed: int
 ) -> DenseResult:
-    """Fit a logistic regression on standardised features of patches, and evaluate it on others.
+    """Fit a logistic regression on standardized features of patches, and evaluate it on others.
 
     Args:
         fitted, judged: the patches, image by image; only one image at a time is in memory, in
@@ -222,17 +223,17 @@ def fit_and_judge(
     for features, known in judged:
         np.add.at(confusion, (known, probe.predict(features)), 1)
     if not confusion.any():
-        raise ValueError("no test image has features")
+        raise ValueError("no test image has features; check the report of the extraction")
     return DenseResult(confusion, len(y), note)
 
 
 def patches_of(maps: Iterator[tuple[int, Tensor]], drawn: Drawn) -> Iterator[Patches]:
-    """Yield the patches of maps with their labels; unfilled parts of the canvas are left out."""
+    """Yield the patches of maps with their labels, without unfilled parts of the canvas."""
     for index, feature_map in maps:
         mask, present = drawn.mask(index)
         rows, columns = feature_map.shape[1:]
         known = patch_labels(mask, (rows, columns), len(drawn.value_names))
-        # A partly filled patch counts, as it does for models that leave out the others.
+        # A partly filled patch counts, as for models that skip padding.
         filled = (-(-present[0] * rows // mask.shape[0]), -(-present[1] * columns // mask.shape[1]))
         part = feature_map[:, : filled[0], : filled[1]].float().numpy()
         yield rearrange(part, "d h w -> (h w) d"), known[: filled[0], : filled[1]].ravel()
@@ -278,8 +279,8 @@ def probe_folder(folder: Path, images: ReadImages, drawn: Drawn, seed: int) -> I
     each, judged = len(drawn.numbers("test")), found.confusion.sum()
     yield from without_features(len(drawn) - len(grids))
     yield (
-        f"linear probes are fitted on {found.fitted:,} patches of {each} validation images and "
-        f"judged on {judged:,} of {each} test images"
+        f"linear probes: fitted on {found.fitted:,} patches of {each} validation images, "
+        f"evaluated on {judged:,} of {each} test images"
     )
     yield probe(of_pixels).line("pixels")
     yield found.line("dense probe")

@@ -158,7 +158,7 @@ def extract_features(model: Model, images: Images, **options: Any) -> Tensor | l
             opened.check_pooled()
         method = "forward_intermediates" if asked.dense else "forward_head"
         if not hasattr(opened.model, method):
-            raise ValueError(f"{opened.name} has no such features: it has no {method}")
+            raise ValueError(f"{opened.name} has no such features, because it has no {method}")
         compute = last_map if asked.dense else pooled
         values = [outcome.value for outcome in _outcomes(opened, images, compute, asked)]
         native = opened.geometry.canvas is None
@@ -208,7 +208,7 @@ def _opened(model: Model, options: OpenOptions, *, classifies: bool) -> Iterator
     """Yield the opened model, in eval mode within the context; the caller's module is restored."""
     if isinstance(model, nn.Module):
         if options.device != "auto":
-            raise ValueError("a module keeps its device; omit device, or move the module")
+            raise ValueError("a module keeps its device; remove device, or move the module")
         options.model = type(model).__name__
         check(options)
         with in_eval(model):
@@ -219,13 +219,13 @@ def _opened(model: Model, options: OpenOptions, *, classifies: bool) -> Iterator
         options.checkpoint = os.fspath(model)
         if description(options.checkpoint) is None:
             raise ValueError(
-                f"{model} does not name the model of its weights; build the model, load them and "
-                f"pass the module"
+                f"{model} does not state the model of its weights; build the model, load them and "
+                "pass the module"
             )
     elif timm.is_model(str(model)):
         options.model, options.pretrained = str(model), True
     else:
-        raise ValueError(f"{model} is neither an existing checkpoint nor a timm model")
+        raise ValueError(f"expected an existing checkpoint or a timm model, got {model}")
     check(options)
     yield open_model(options, classifies=classifies)
 

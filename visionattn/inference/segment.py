@@ -54,7 +54,7 @@ def gives_masks(options: PredictOptions) -> bool:
     if metadata and described(metadata, options.checkpoint)[2].task == "segmentation":
         return True
     if options.save is not None:
-        raise ValueError("--save is for segmentation models; leave it out")
+        raise ValueError("--save needs a segmentation model; remove it")
     return False
 
 
@@ -71,12 +71,16 @@ class MaskPredictor:
     def __init__(self, options: PredictOptions):
         self.options = options
         if options.top_k is not None:
-            raise ValueError("top_k is for classes of images; this model gives classes of pixels")
+            raise ValueError(
+                "top_k needs a model with classes of images, got a segmentation model; remove it"
+            )
         if options.combine is not None:
-            raise ValueError("combine is for vectors; the masks of tiles are blended: leave it out")
+            raise ValueError(
+                "combine needs one vector per image, got masks, which are blended; remove it"
+            )
         if options.output is None:
             raise ValueError(
-                f"--output is missing: a folder for a PNG of each mask, or for one image a file "
+                "expected --output: a folder for a PNG of each mask, or for one image a file "
                 f"that ends in {ARRAY}"
             )
         self.output = Path(options.output)
@@ -85,7 +89,7 @@ class MaskPredictor:
         self.saved, self.as_array = options.saved, self.output.suffix == ARRAY
         if self.as_array and len(paths) > 1:
             raise ValueError(
-                f"{self.output} holds one mask, and there are {len(paths)} images; name a folder"
+                f"expected one image for --output {self.output}, got {len(paths)}; pass a folder"
             )
         self.files = self._files_of(paths)
         self.coco_names = [path.as_posix() for path in below_common(paths)]
@@ -106,7 +110,7 @@ class MaskPredictor:
         # A resumed command replaces the files of the stopped one.
         begun = self.image_run.banding.work.folder.exists()
         if there and not options.overwrite and not begun:
-            raise ValueError(f"{there[0]} exists; --overwrite replaces it")
+            raise ValueError(f"{there[0]} exists; pass --overwrite to replace it")
         images.check_asked()
 
     def _files_of(self, paths: list[str]) -> list[dict[str, Path]]:
@@ -130,7 +134,9 @@ class MaskPredictor:
         for name in wanted:
             if name not in self.names:
                 known = ", ".join(self.names)
-                raise ValueError(f"outline: there is no class {brief(name)}; classes are {known}")
+                raise ValueError(
+                    f"outline: there is no class {brief(name)}; the classes are {known}"
+                )
         return [number for number, name in enumerate(self.names) if name in wanted]
 
     def _check_output(self, paths: list[str]) -> None:
@@ -142,11 +148,11 @@ class MaskPredictor:
             check_free(self.output, True)
         elif self.output.suffix.lower() in (".csv", ".json", ".geojson", ".png"):
             raise ValueError(
-                f"--output {self.output}: this model gives masks; name a folder for them, or for "
-                f"one image a file that ends in {ARRAY}"
+                "expected a folder as --output for masks, or for one image a file that ends in "
+                f"{ARRAY}, got {self.output}"
             )
         else:
-            check_folder(self.output, "choose another output")
+            check_folder(self.output, "pass another --output")
 
     def run(self, say: Callable[[str], None]) -> None:
         """Write the masks and their table, and report the result.
@@ -169,7 +175,7 @@ class MaskPredictor:
                     rows.append(self._written(outcome, number))
                     failed += [outcome] if outcome.value is None else []
             if len(failed) == len(rows):
-                raise failed[0].error(f"none of the {len(rows)} images has a mask; the first: ")
+                raise failed[0].error(f"none of the {len(rows)} images has a mask; first: ")
             if not self.as_array:
                 self.output.mkdir(parents=True, exist_ok=True)
                 columns = [*FIELDS, *self.listing.columns, *self._columns()]
@@ -229,9 +235,8 @@ class MaskPredictor:
 
 
 def judged(outcome: Outcome, geometry: Geometry) -> Outcome:
-    """Return the outcome of an image with its mask at the size of the file, uint8
-    ``[height, width]``, or its probabilities ``[classes, height, width]``, which are NaN where the
-    model has not seen the image.
+    """Return the outcome of an image with its mask, uint8 ``[height, width]``, or its probabilities
+    ``[classes, height, width]``, at the size of the file. Probabilities of unseen pixels are NaN.
 
     The mask is removed if the logits of any pixel are not finite.
     """
@@ -277,7 +282,7 @@ def mask_files(folder: Path, paths: list[str]) -> list[Path]:
     absolute = [os.path.abspath(path) for path in paths]
     if len(set(absolute)) < len(absolute):
         twice = next(path for path in paths if absolute.count(os.path.abspath(path)) > 1)
-        raise ValueError(f"{twice} is named twice; each image has one mask")
+        raise ValueError(f"expected each image once, got {twice} twice")
     below = below_common(paths)
     names = [path.with_suffix(".png") for path in below]
     # The mask of a.jpg.png could be the mask of a.jpg: extend equal names until all differ.

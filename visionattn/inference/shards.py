@@ -156,7 +156,7 @@ def read_shard(path: Path) -> Shard | None:
             raise ValueError(f"it has version {brief(content.get('version'))}")
     except ValueError as error:
         raise ValueError(
-            f"{path} is not a feature file of this version ({error}); choose another --output"
+            f"{path} is not a feature file of this version ({error}); pass another --output"
         ) from error
     return Shard(path, content["first"], content["rows"], content["identity"])
 
@@ -186,8 +186,8 @@ def whole_shards(
             other = "rows of other images"
         if other is not None:
             raise ValueError(
-                f"{folder} holds features of another call: {other}; choose another --output, or "
-                "pass --overwrite"
+                f"{folder} holds features of another call: {other}; pass another --output, or "
+                "--overwrite"
             )
         found.append(shard)
         done += len(shard.rows)
@@ -201,8 +201,7 @@ def check_ours(folder: Path, *known: str) -> None:
     strange = [name for name in names if name not in known and not is_unfinished(name)]
     if strange and not shard_paths(folder):
         raise ValueError(
-            f"{folder} holds other files ({strange[0]}); choose another --output, or pass "
-            "--overwrite"
+            f"{folder} holds other files ({strange[0]}); pass another --output, or --overwrite"
         )
 
 
@@ -267,7 +266,7 @@ class Index:
         """
         if all_fail and self.failures == self.images:
             first = Outcome(*(self.named[0][key] for key in FROM_OUTCOME))
-            raise first.error(f"none of the {self.images} images has features; the first: ")
+            raise first.error(f"none of the {self.images} images has features; first: ")
         if self.failures:
             say(f"{self.failures} without features:")
         for row in self.named:
@@ -320,7 +319,7 @@ class CollectionPart:
         number, of = (int(found[1]), int(found[2])) if found else (0, 0)
         if not 1 <= number <= of:
             raise ValueError(
-                f"shard must be i/n with i from 1 to n and n at most {MOST_PARTS:,}, got "
+                f"expected shard i/n with i from 1 to n and n at most {MOST_PARTS:,}, got "
                 f"{brief(text)}"
             )
         return CollectionPart(number, of)
@@ -336,24 +335,22 @@ class CollectionPart:
             ValueError: there are more parts than images.
         """
         if self.of > total:
-            raise ValueError(
-                f"{self.of} parts of {total} images would leave some empty; use at most {total}"
-            )
+            raise ValueError(f"expected at most {total} parts for {total} images, got {self.of}")
         return range(total * (self.number - 1) // self.of, total * self.number // self.of)
 
     def check_division(self, output: Path) -> None:
         """Raise ValueError unless the part may be written to a folder: a new one, or one with parts
         of the same division.
         """
-        check_folder(output, "choose another --output")
+        check_folder(output, "pass another --output")
         there = parts_in(output)
         if there and there[0].of != self.of:
             raise ValueError(
-                f"{output} holds parts of {there[0].of} ({there[0]}), and this is {self}; choose "
+                f"{output} holds {there[0]} of a division into {there[0].of}, got {self}; pass "
                 f"another --output, or delete {output / PARTS}"
             )
         if not there and shard_paths(output):
-            raise ValueError(f"{output} holds features of all images; choose another --output")
+            raise ValueError(f"{output} holds features of all images; pass another --output")
         check_ours(output, PARTS, BACKBONE)
 
 
@@ -375,23 +372,23 @@ def merge(output: Path, say: Callable[[str], None], identity: dict[str, Any] | N
         ValueError: a part is missing, unfinished, or has other features; or no image has features.
             One line.
     """
-    check_folder(output, "--output is missing: the folder of the parts")
+    check_folder(output, "pass the folder of the parts as --output")
     there = parts_in(output)
     if not there:
-        raise ValueError(f"{output} holds no parts; --shard 1/n writes the first one")
+        raise ValueError(f"{output} holds no parts; write the first one with --shard 1/n")
     parts = [CollectionPart(number, there[0].of) for number in range(1, there[0].of + 1)]
     for part in parts:
         folder = part.folder(output)
         if not (folder / INDEX).is_file():
             raise ValueError(
-                f"part {part} is missing or not finished in {output}; call --shard {part}"
+                f"part {part} is missing or unfinished in {output}; run --shard {part}"
             )
         own = _read_whole(shard_path(folder, 0)).identity
         identity = identity or own
         if (other := difference(own, identity)) is not None:
             raise ValueError(
-                f"part {part} is of other features: {other}; call --shard {part} again with the "
-                "other parts' options and --overwrite"
+                f"part {part} has other features: {other}; run --shard {part} again with the "
+                "options of the other parts and --overwrite"
             )
     index = Index(output)
     index.write(row for part in parts for row in _indexed(part.folder(output), output))
@@ -405,5 +402,5 @@ def _indexed(folder: Path, output: Path) -> Iterator[dict[str, Any]]:
         for row in read_rows(file):
             place = folder / row["shard"]  # the folder itself for an image without features
             if not place.exists():
-                raise ValueError(f"{place} is missing; call --shard of this part again")
+                raise ValueError(f"{place} is missing; run --shard of this part again")
             yield row | {"shard": row["shard"] and str(place.relative_to(output))}

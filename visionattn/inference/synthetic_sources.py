@@ -95,13 +95,13 @@ class Drawn:
     def __init__(self, config: DataConfig, seed: int, geometry: Geometry):
         """Store the configuration, the seed and how a model sees images.
 
-        ``config`` takes its size and fit from ``geometry``.
+        ``geometry`` replaces the size and fit of ``config``.
 
         Raises:
             ValueError: a value is out of range, or the geometry has no size; one line.
         """
         if geometry.img_size is None:
-            raise ValueError(f"{config.name} is drawn at a size in pixels; name it: --img-size")
+            raise ValueError(f"{config.name} needs a size in pixels; pass --img-size")
         config = replace(config, fit=geometry.fit, img_size=list(geometry.img_size))
         try:
             splits = build_splits(config, seed)
@@ -163,7 +163,7 @@ class Drawn:
         return Division(fitted, judged, "test", self.class_names)
 
     def describe(self) -> str:
-        """Describe the generated images, for people."""
+        """Describe the generated images."""
         given = ", ".join(
             f"{key} {'null' if value is None else value}" for key, value in self._deciding().items()
         )

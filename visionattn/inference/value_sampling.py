@@ -35,7 +35,7 @@ def choose(logits: Tensor, temperature: float, numbers: Tensor) -> Tensor:
 
     Args:
         logits: log-probabilities up to a constant, float64 ``[B, levels]``.
-        temperature: divides them; 0 takes the most probable level, the lowest of several.
+        temperature: divides them; 0: choose the most probable level, the lowest of several.
         numbers: float64 ``[B]`` in [0, 1).
 
     Returns:
@@ -98,9 +98,12 @@ def sample_values(
         chosen = choose(logits, temperature, drawn) if is_new else given[:, place]
         nats[:, int(is_new)] -= logits.log_softmax(1).gather(1, chosen[:, None])[:, 0]
         values[:, place] = chosen
-        # Reading the sums takes as long on a GPU as a step.
+        # On a GPU, reading the sums takes as long as a step.
         is_last = place == state.values - 1
         if (place % BLOCK == 0 or is_last) and not nats.isfinite().all():
-            raise ValueError(f"the outputs of the model are not finite by value {place + 1}")
+            raise ValueError(
+                f"the outputs of the model are not finite at value {place + 1} or before; try "
+                "--amp none"
+            )
         stepped()
     return values, nats

@@ -44,7 +44,7 @@ class Stage:
     def read(self, rows: Rows) -> list[Sample]:
         """Read the images of rows, given as paths or as bytes of files."""
         if self.column not in rows:
-            raise ValueError(f"rows have no column {self.column}; there are {', '.join(rows)}")
+            raise ValueError(f"expected the column {self.column}, got {', '.join(rows)}")
         given = list(rows[self.column])
         held = [isinstance(each, (bytes, bytearray, memoryview)) for each in given]
         listing = HeldImages([*map(bytes, given)]) if all(held) else ListedFiles(given)

@@ -92,7 +92,7 @@ def extract(options: ExtractOptions, say: Callable[[str], None]) -> None:
         with connected(ray, address):
             check_nodes(ray, "CPU", options.threads or 1, "processors (threads)")
             if collection.opened.device.type == "cuda":
-                check_nodes(ray, "GPU", 1, "GPU; --device cpu takes processors")
+                check_nodes(ray, "GPU", 1, "GPU; pass --device cpu to use processors")
             (output / PARTS).mkdir(parents=True, exist_ok=True)
             taken = f"{AT_WORK} in {output}; wait for it or end it"
             with locked(output / PARTS / LOCK, taken), Progress(total, done) as progress:
@@ -154,8 +154,8 @@ def hand_out(
                 except ray.exceptions.RayError as error:
                     short = isinstance(error, ray.exceptions.OutOfMemoryError)
                     raise (OutOfMemory if short else Failed)(
-                        f"part {part} could not be done on the cluster ({type(error).__name__}: "
-                        f"{first_line(error.__cause__ or error)}); the same command resumes"
+                        f"part {part} failed on the cluster ({type(error).__name__}: "
+                        f"{first_line(error.__cause__ or error)}); run the same command to resume"
                     ) from error
                 if code:
                     kind = {3: OutOfMemory, 4: Failed}.get(code, ValueError)
@@ -164,7 +164,7 @@ def hand_out(
         if interruption.requested:
             ray.shutdown()
             raise Stopped(
-                f"stopped; finished parts stay in {options.output}; the same command resumes"
+                f"stopped; finished parts stay in {options.output}; run the same command to resume"
             )
 
 
@@ -191,7 +191,7 @@ def check_there(address: str) -> None:
 
 
 _known: dict[str, Collection] = {}
-"""The collection that this worker has open: one model and one list of images."""
+"""The collection open in this worker: one model and one list of images."""
 
 
 def extract_part(given: tuple[ExtractOptions, str, dict[str, Any]], number: str) -> tuple[int, str]:
@@ -220,12 +220,12 @@ def _collected(options: ExtractOptions, folder: str, identity: dict[str, Any]) -
         os.chdir(folder)
     except OSError as error:
         raise ValueError(
-            f"{folder} does not exist; images, weights and --output lie on a file system that all "
-            "nodes share, at the same paths"
+            f"expected {folder} on all nodes; put images, weights and --output on a shared file "
+            "system, at the same paths"
         ) from error
     collection = collect(options)
     if (other := difference(collection.identity, identity)) is not None:
-        raise ValueError(f"model or images are not as where the command was called: {other}")
+        raise ValueError(f"model or images differ from the calling machine: {other}")
     return collection
 
 

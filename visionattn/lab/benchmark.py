@@ -61,7 +61,7 @@ def benchmark(argv: Sequence[str], show: Print) -> None:
         return
     if name not in COMMANDS:
         wanted = ", ".join([*COMMANDS, "gpu"])
-        raise ValueError(f"expected one of {wanted}, got {name[:80]!r}; --help says what they do")
+        raise ValueError(f"expected one of {wanted}, got {name[:80]!r}; see --help")
     command, before = COMMANDS[name], torch.get_num_threads()
     options = parse(
         command,
@@ -110,7 +110,7 @@ class BenchmarkOptions:
     csv: str | None = None
     """CSV file for the rows, with provenance."""
     threads: int | None = None
-    """CPU threads; None: torch's default."""
+    """CPU threads; None: chosen by torch."""
     overwrite: bool = False
     """Replace existing files."""
 
@@ -212,7 +212,9 @@ class CaseOptions(BenchmarkOptions):
         if self.form not in (None, ["auto"]) and all(
             case.form == "auto" for cases in groups for case in cases
         ):
-            raise ValueError(f"form has no effect: {', '.join(self.names)} have no forms")
+            raise ValueError(
+                f"form has no effect, because {', '.join(self.names)} have no forms; remove it"
+            )
         for cases in groups:
             self.baseline_of(cases)
             for case in cases:
@@ -357,7 +359,7 @@ class PaperOptions(BenchmarkOptions):
 
 @dataclass
 class LoaderOptions(BenchmarkOptions):
-    """The data pipeline without a model, by YAML files of trainings or names of data sets. Options
+    """The Data pipeline without a model, for YAML files of trainings or names of datasets. Options
     follow plus signs: configs/canvas.yaml+augment=none, folder+root=PATH.
     """
 

@@ -114,8 +114,8 @@ def check_sizes(case: Case) -> None:
     inputs, memory = values * case.torch_dtype.itemsize, memory_there_is(torch.device("cpu"))
     if memory is not None and inputs > MARGIN * memory:
         raise ValueError(
-            f"{case.label} at {case.size:,}: its inputs take {inputs / 2**30:,.4g} GiB, and "
-            f"there are {memory / 2**30:,.4g}; name smaller sizes"
+            f"{case.label} at {case.size:,}: its inputs need {inputs / 2**30:,.4g} GiB of "
+            f"{memory / 2**30:,.4g} GiB; pass smaller sizes"
         )
 
 
@@ -124,7 +124,7 @@ class Work:
     """The function of a case with its tensors; call it to run the case once."""
 
     function: Callable[..., Tensor]
-    """The operation or model; takes the tensors by name."""
+    """The operation or model; called with the tensors by name."""
     tensors: dict[str, Tensor]
     leaves: tuple[Tensor, ...]
     """Tensors whose gradients the backward pass computes."""

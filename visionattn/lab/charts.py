@@ -1,6 +1,6 @@
 """Describe charts, and draw them with matplotlib as PNG, or as SVG for light and dark pages.
 
-This module owns the colours and line styles of all charts. It knows nothing of runs and rows.
+This module owns the colors and line styles of all charts. It knows nothing of runs and rows.
 matplotlib is imported when a chart is drawn.
 """
 
@@ -19,8 +19,8 @@ SERIES_COLOURS = {
     "light": ("#1d56b8", "#b84e0c", "#0a4a38", "#8c2f78", "#5b6470", "#6f63cc"),
     "dark": ("#6f9ff0", "#f0975a", "#a8f0c6", "#f2b6e2", "#b4bcc8", "#ab96d8"),
 }
-"""Colours of series, distinct for colour-blind readers; the first four also differ in grey. Each
-has a contrast of at least 4.5, so it also serves as a text colour.
+"""Colors of series, distinct for color-blind readers; the first four also differ in gray. Each
+has a contrast of at least 4.5, so it also serves as a text color.
 """
 NEUTRAL_COLOURS = {
     "light": {"ink": "#16191d", "muted": "#515a66", "grid": "#d5dae1", "panel": "#f6f7f9"},
@@ -30,7 +30,7 @@ DASHES = ((), (6, 3), (1.5, 2.5), (8, 3, 1.5, 3))
 """Dash and gap lengths of line styles; the first is solid."""
 MARKERS = ("o", "s", "^", "D")
 MOST_POINTS = 300
-"""Longer curves are drawn as means of neighbouring points, with a band from minimum to maximum."""
+"""Longer curves are drawn as means of neighboring points, with a band from minimum to maximum."""
 MOST_MARKED = 40
 """Curves with at most this many points have a marker at each point."""
 LABEL_WIDTH = 24
@@ -39,14 +39,14 @@ LABEL_WIDTH = 24
 
 @dataclass(frozen=True)
 class SeriesStyle:
-    """The colour and the shape (dash and marker) of a series in all charts and legends."""
+    """The color and the shape (dash and marker) of a series in all charts and legends."""
 
     colour: int
     shape: int = 0
 
     @classmethod
     def of(cls, number: int) -> "SeriesStyle":
-        """Return the look of series ``number``; the first 24 differ in colour or shape."""
+        """Return the look of series ``number``; the first 24 differ in color or shape."""
         colours = len(SERIES_COLOURS["light"])
         return cls(number % colours, (number + number // (2 * colours)) % len(DASHES))
 
@@ -121,7 +121,7 @@ class Chart:
 
 
 def page_colours() -> str:
-    """Return the colours as CSS variables of a page, for light and dark."""
+    """Return the colors as CSS variables of a page, for light and dark."""
 
     def variables(theme: str) -> str:
         named = NEUTRAL_COLOURS[theme] | series_variables(theme)
@@ -131,7 +131,7 @@ def page_colours() -> str:
 
 
 def series_variables(theme: str) -> dict[str, str]:
-    """Return the colours of series by the names of their CSS variables."""
+    """Return the colors of series by the names of their CSS variables."""
     return {f"series-{i}": colour for i, colour in enumerate(SERIES_COLOURS[theme])}
 
 
@@ -141,7 +141,7 @@ def png(path: Path, charts: Sequence[Chart], *, title: str = "", notes: Sequence
     Args:
         path: the file.
         charts: in reading order; an empty chart shows a note.
-        title: title of the figure, with the data set.
+        title: title of the figure, with the dataset.
         notes: text below the charts.
     """
     from matplotlib.figure import Figure
@@ -175,7 +175,7 @@ def svg(chart: Chart, name: str, *, legend: bool = True) -> str:
     """
     from matplotlib.figure import Figure
 
-    # matplotlib knows no CSS variables: draw each in a unique colour, and replace that colour in
+    # matplotlib knows no CSS variables: draw each in a unique color, and replace that color in
     # the SVG text below.
     variables = [*NEUTRAL_COLOURS["light"], *series_variables("light")]
     stand_ins = {variable: f"#1e00{i:02x}" for i, variable in enumerate(variables)}
@@ -279,7 +279,7 @@ def thinned(
     """Reduce a curve to at most ``MOST_POINTS`` points.
 
     Return x, y, and the lower and upper edge of its band: the spread, or the range of the
-    neighbours that were averaged.
+    neighbors that were averaged.
     """
     places, half = np.array(x, dtype=float), np.array(spread if spread else 0.0)
     if len(places) <= MOST_POINTS:

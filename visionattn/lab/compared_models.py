@@ -83,23 +83,23 @@ def read_options(case: Case) -> dict[str, str]:
     """
     if not timm.is_model(case.base):
         raise ValueError(
-            f"timm knows no model {case.base!r}; try scaleformer_vit_s, taylorshift_vit_s, "
-            f"vit_small_patch16_224"
+            "expected a timm model such as scaleformer_vit_s or vit_small_patch16_224 (or "
+            f"taylorshift_vit_s), got {case.base!r}"
         )
     found = {name: value for name, _, value in (each.partition("=") for each in case.options)}
     heads = found.get("heads", "1")
     if set(found) - {"identity", "eager", "heads"} or not heads.isdecimal() or int(heads) < 1:
         raise ValueError(
-            f"{case.name}: options of models are identity, eager and heads=NUMBER, got "
+            f"{case.name}: expected options identity, eager or heads=NUMBER, got "
             f"{'+'.join(case.options)}"
         )
     ours = is_ours(case.base)
     if "identity" in found and not ours:
-        raise ValueError(f"{case.name}: an identity twin is made of visionattn's models")
+        raise ValueError(f"{case.name}: identity needs a model of visionattn")
     if "eager" in found and (ours or not case.base.startswith("vit_")):
-        raise ValueError(f"{case.name}: eager attention is an option of timm's vit_*")
+        raise ValueError(f"{case.name}: eager needs a timm vit_*")
     if case.form != "auto" and not has_forms(case.name):
-        raise ValueError(f"{case.label}: forms are for visionattn's models that have attention")
+        raise ValueError(f"{case.label}: form needs a model of visionattn with attention")
     return found
 
 
@@ -126,7 +126,9 @@ def build_model(case: Case, device: str = "cpu", **args: object) -> nn.Module:
         unfuse(model)
     if case.depth is not None:
         if case.depth > len(model.blocks):
-            raise ValueError(f"depth {case.depth}: {case.name} has {len(model.blocks)} blocks")
+            raise ValueError(
+                f"expected depth at most {len(model.blocks)} for {case.name}, got {case.depth}"
+            )
         model.blocks = model.blocks[: case.depth]
     if case.checkpointing:
         model.set_grad_checkpointing()
@@ -135,7 +137,7 @@ def build_model(case: Case, device: str = "cpu", **args: object) -> nn.Module:
 
 
 def make_image(case: Case, model: nn.Module, height: int, width: int, device: str) -> Tensor:
-    """Return seeded images ``[B, C, height, width]``: one-hot grey levels for pixel models."""
+    """Return seeded images ``[B, C, height, width]``: one-hot gray levels for pixel models."""
     shape = (case.batch, model.patch_embed.proj.in_channels, height, width)
     if device == "meta":
         return torch.empty(shape, dtype=case.torch_dtype, device=device)

@@ -57,9 +57,9 @@ def check_name(case: Case) -> None:
     known = OPTIONS[case.base]
     for option in case.options:
         if option not in known:
-            raise ValueError(f"{case.base} has no option {option!r}; it has {', '.join(known)}")
+            raise ValueError(f"{case.base} has no option {option!r}; expected {', '.join(known)}")
     if len(set(case.options) & set(POSITIONS)) > 1:
-        raise ValueError(f"{case.name}: one relative position at a time")
+        raise ValueError(f"{case.name}: expected at most one relative position")
 
 
 def position_named(case: Case) -> str | None:
@@ -272,9 +272,9 @@ def check_forms(
     limit: float,
     tokens: int,
 ) -> str | None:
-    """Compare the results of ``run`` with the definition in the form of the case, or in each form
-    for "auto", which may choose another form at the size of the check. Return the error in words,
-    or None.
+    """Compare the results of ``run`` with the definition, in the form of the case. For "auto",
+    compare each form, because the size of the check may lead to another choice. Return the error in
+    words, or None.
 
     Args:
         case: the case to check.

@@ -77,7 +77,7 @@ def slope_of(x: Sequence[float], y: Sequence[float]) -> float | None:
     """Return the slope of the least-squares line of ``log y`` over ``log x`` for the larger half of
     the sizes, at least two; None for fewer than two points.
 
-    Small sizes are left out, because the overhead of a call dominates there.
+    Small sizes are skipped, because the overhead of a call dominates there.
     """
     return slope(sorted(zip(x, y, strict=True))[-max(2, math.ceil(len(x) / 2)) :])
 
@@ -137,7 +137,7 @@ def accuracy_column(rows: Sequence[Row]) -> str:
 
 
 def looks_of(rows: Sequence[Row]) -> dict[tuple, SeriesStyle]:
-    """Return the look of each attention and form: the colour shows the attention, dash and marker
+    """Return the look of each attention and form: the color shows the attention, dash and marker
     show the form.
     """
     attentions = [attention for (attention,) in distinct(rows, "attention")]
@@ -273,7 +273,7 @@ def size_chart(
         base, _, form = values[0].partition(" ")
         several = any(row["case"].startswith(f"{base} ") for row in rows)
         look, shape = SeriesStyle.of(count), SHAPES.get(form or "auto" * several, 0)
-        # A name has its colour and a form its dash; forms of one name differ in both.
+        # A name has its color and a form its dash; forms of one name differ in both.
         if not differ and any(" " in row["case"] for row in rows):
             look = SeriesStyle(
                 SeriesStyle.of(bases.index((base,))).colour if len(bases) > 1 else shape, shape

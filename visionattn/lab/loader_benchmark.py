@@ -50,7 +50,7 @@ OWN_FLAGS = {
 
 @dataclass(frozen=True, eq=False)
 class LoaderSource:
-    """A data set to load as in training."""
+    """A dataset to load as in training."""
 
     label: str
     """The name as typed."""
@@ -60,7 +60,7 @@ class LoaderSource:
 
 @dataclass(frozen=True)
 class LoaderCase:
-    """A data set with the settings of its loader."""
+    """A dataset with the settings of its loader."""
 
     source: LoaderSource
     workers: int
@@ -106,12 +106,12 @@ def open_source(text: str, sizes: Sequence[int] | None) -> LoaderSource:
     """Find the training images of ``configs/canvas.yaml+augment=none`` or ``folder+root=/data``.
 
     Args:
-        text: the YAML file of a training, or the name of a data set; options of the data follow,
+        text: the YAML file of a training, or the name of a dataset; options of the data follow,
             each after a plus sign.
         sizes: image sizes in pixels to check; None: the sizes in the configuration.
 
     Raises:
-        ValueError, FileNotFoundError: no such file, data set or option, or invalid data; one line.
+        ValueError, FileNotFoundError: no such file, dataset or option, or invalid data; one line.
     """
     base, *options = re.split(r"\+(?=[\w.]+(?:=|\+|$))", text)
     known = [name for name in field_types(DataConfig) if name not in OWN_FLAGS]
@@ -121,7 +121,7 @@ def open_source(text: str, sizes: Sequence[int] | None) -> LoaderSource:
     for option in options:
         name, _, value = option.partition("=")
         if name in OWN_FLAGS:
-            raise ValueError(f"{text}: {name} is given by {OWN_FLAGS[name]}")
+            raise ValueError(f"{text}: {name} is set by {OWN_FLAGS[name]}; remove it")
         if not value or (name not in known and not name.startswith("args.")):
             raise ValueError(
                 f"{text}: expected options like augment=none, of {', '.join(known)}; got {option}"
@@ -134,7 +134,7 @@ def open_source(text: str, sizes: Sequence[int] | None) -> LoaderSource:
         data = replace(data, img_size=sizes[0], img_size_choices=list(sizes))
     splits = build_splits(data, config.seed)
     if len(splits.train) == 0:
-        raise ValueError(f"{text}: there are no training images")
+        raise ValueError(f"expected training images, got none ({text})")
     return LoaderSource(text, config, splits)
 
 
@@ -144,7 +144,7 @@ def loader_cases(
     workers: Sequence[int],
     batch: int | None,
 ) -> list[LoaderCase]:
-    """Open the named data sets with ``open_source``, and return the cases of one run.
+    """Open the named datasets with ``open_source``, and return the cases of one run.
 
     Raises:
         ValueError, FileNotFoundError: invalid data, or more workers than shards.
@@ -209,7 +209,7 @@ def read_batches(
     per worker. Leave no worker running.
 
     Args:
-        case: the data set and the settings of its loader.
+        case: the dataset and the settings of its loader.
         seconds: minimum measured time.
         epoch: the epoch that gives the order of images; the next epochs follow.
         clock: returns seconds.
@@ -228,7 +228,7 @@ def read_batches(
             if number >= 3 * processes and now - began >= seconds:
                 break
     if not images:
-        raise ValueError(f"{case.source.label}: none of the images can be read")
+        raise ValueError(f"no image of {case.source.label} can be read")
     return Reading(images, size / 1e6, max(now - began, 1e-9))
 
 

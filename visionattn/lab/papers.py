@@ -211,7 +211,7 @@ WORDS = {
     "causal": "causal",
     "flat": "with relative position",
 }
-"""Operations and their options in words; options without words are left out."""
+"""Operations and their options in words; options without words are omitted."""
 
 
 def words_of(case: str) -> str:

@@ -171,7 +171,7 @@ def choose_rows(pattern: str | None, names: Sequence[str]) -> list[int]:
     chosen = [i for i, name in enumerate(names) if wanted.search(name)]
     if not chosen:
         raise ValueError(
-            f"--only {pattern!r} fits none of {len(names)} rows; the first is {names[0]!r}"
+            f"--only {pattern!r} matches none of {len(names)} rows; first: {names[0]!r}"
         )
     return chosen
 

@@ -53,8 +53,8 @@ class Attention(nn.Module):
         output_gate: multiply the output of each token (all heads, convolution included) by
             ``silu(x W)`` of that token, before ``scale_norm``; W is ``[D, D]``, without a bias.
         qkv_bias, proj_bias: biases of the two projections.
-        qk_norm: normalise q and k per head with ``norm_layer``.
-        scale_norm: normalise with ``norm_layer`` before the output projection.
+        qk_norm: normalize q and k per head with ``norm_layer``.
+        scale_norm: normalize with ``norm_layer`` before the output projection.
         attn_drop: probability, in training, of dropping a token's values for all queries; see
             ``drop_values`` in ``ops/attention_sums.py``.
         proj_drop: dropout after the output projection.
@@ -100,7 +100,7 @@ class Attention(nn.Module):
         if num_heads < 1 or dim % num_heads:
             divisors = ", ".join(str(n) for n in range(1, dim + 1) if dim % n == 0)
             raise ValueError(
-                f"num_heads {num_heads} does not divide the width {dim}; expected one of {divisors}"
+                f"expected num_heads that divides the width {dim} ({divisors}), got {num_heads}"
             )
         # Checks first: an option without effect is refused, not ignored.
         kind = get_attention(attention)
@@ -188,12 +188,12 @@ class Attention(nn.Module):
             return native
         wanted = "none is known" if native is None else f"the native one has {native.num_tokens}"
         raise ValueError(
-            f"{tokens} tokens without a grid ({wanted}): pass layout=TokenLayout(num_prefix, "
-            f"Grid(height, width))"
+            f"expected a layout for {tokens} tokens ({wanted}); pass "
+            "layout=TokenLayout(num_prefix, Grid(height, width))"
         )
 
     def _options(self, is_causal: bool) -> dict[str, Any]:
-        """Return the options that this operation takes in addition to the common ones."""
+        """Return the options that this operation accepts in addition to the common ones."""
         kind = self.kind
         taken = {
             "form": (kind.forms, self.form),
@@ -295,7 +295,7 @@ class Attention(nn.Module):
     ) -> AttentionRows:
         """Return the attention weights of chosen tokens over all tokens, in linear time and memory.
 
-        They are rows of the weights by which ``forward`` averages the values. Keys are centred as
+        They are rows of the weights by which ``forward`` averages the values. Keys are centered as
         in ``forward``. The effects of ``value_conv`` and ``output_gate`` are not weights of keys
         and are not included.
 
@@ -319,7 +319,7 @@ class Attention(nn.Module):
         """Return queries, keys and values ``[B, h, N, d]`` of tokens ``[B, N, D]``, or some of
         them.
 
-        Queries and keys are normalised; keys are not yet centred. A plain projection computes only
+        Queries and keys are normalized; keys are not yet centered. A plain projection computes only
         the requested parts.
         """
         begin = "qkv".index(which) * x.shape[2]
@@ -328,7 +328,7 @@ class Attention(nn.Module):
         if type(weight) in (Tensor, nn.Parameter):
             bias = self.qkv.bias
             parts = F.linear(x, weight[rows], None if bias is None else bias[rows])
-        else:  # also covers LoRA, quantisation and hooks
+        else:  # also covers LoRA, quantization and hooks
             parts = self.qkv(x)[..., rows].contiguous()
         # Split ``[B, N, n D]`` into n views ``[B, h, N, d]`` without a copy.
         split = parts.unflatten(2, (len(which), self.num_heads, self.head_dim))
@@ -347,7 +347,7 @@ class Attention(nn.Module):
         return summarize(k, v, self.attention, **taken)
 
     def project(self, out: Tensor, x: Tensor) -> Tensor:
-        """Gate, normalise and project the output of the heads, ``[B, N, D]``; x gives the gate."""
+        """Gate, normalize and project the output of the heads, ``[B, N, D]``; x gives the gate."""
         if self.output_gate is not None:
             out = gated(out, self.output_gate(x))
         return self.proj_drop(self.proj(self.norm(out)))
@@ -372,7 +372,7 @@ def idle_options(
         (not kind.forms, "form", f"{of} has no forms"),
         (kind.windows, "horizon", f"{of} has an entry for each offset within a window"),
         (not kind.windows, "window_size shifted", f"{of} has no windows"),
-        (kind.signed, "normalization", f"{of} normalises by itself"),
+        (kind.signed, "normalization", f"{of} normalizes by itself"),
         (relative == "none", "horizon normalization", "there is no relative position"),
     )
     return {name: reason for idle, names, reason in reasons if idle for name in names.split()}
@@ -389,8 +389,7 @@ def _key_mask(attn_mask: Tensor | None, x: Tensor) -> Tensor | None:
     }:
         raise ValueError(
             f"attn_mask: expected a bool mask of keys, [{batch}, 1, 1, {tokens}] or [{batch}, "
-            f"{tokens}], got "
-            f"{attn_mask.dtype} {tuple(attn_mask.shape)}; linear attention has no weights of "
-            f"single pairs to mask"
+            f"{tokens}], got {attn_mask.dtype} {tuple(attn_mask.shape)}; linear attention cannot "
+            "mask single pairs"
         )
     return attn_mask.reshape(batch, tokens)

@@ -15,7 +15,7 @@ class Block(nn.Module):
         num_heads: h.
         mlp_ratio: hidden width of the MLP over D.
         qkv_bias, qk_norm, scale_attn_norm, proj_bias, attn_drop, proj_drop: see ``Attention``.
-        scale_mlp_norm: normalise inside the MLP.
+        scale_mlp_norm: normalize inside the MLP.
         init_values: initial value of LayerScale; None: no LayerScale.
         drop_path: probability of dropping each residual branch.
         attn_layer: class of the attention; it receives ``attn_options``.
@@ -49,7 +49,7 @@ class Block(nn.Module):
     ):
         super().__init__()
         dd = {"device": device, "dtype": dtype}
-        # Two branches with timm's names: attention, then MLP, each normalised before and scaled
+        # Two branches with timm's names: attention, then MLP, each normalized before and scaled
         # after.
         self.norm1 = norm_layer(dim, **dd)
         self.attn = attn_layer(

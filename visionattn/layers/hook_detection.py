@@ -42,6 +42,6 @@ def check_unchanged(name: str, module: nn.Module, kind: type[nn.Module]) -> None
     """
     if (why := changed(module, kind)) is not None:
         raise ValueError(
-            f"{name or 'the model'} {why}, which would not run: only the parts of "
+            f"{name or 'the model'} {why}, which would be bypassed, because only the parts of "
             f"{kind.__name__} are called"
         )

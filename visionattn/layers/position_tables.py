@@ -1,4 +1,4 @@
-"""Relative position tables as parameters, initialised to a local pattern.
+"""Relative position tables as parameters, initialized to a local pattern.
 
 For the linear forms their entries are positive by construction.
 """

@@ -58,7 +58,9 @@ class RasterTables(nn.Module):
     ):
         super().__init__()
         if rows < 0 or reach < 0:
-            raise ValueError(f"rows {rows}, reach {reach}: expected whole numbers from 0 on")
+            raise ValueError(
+                f"expected integers rows and reach of at least 0, got {rows} and {reach}"
+            )
         if normalization not in get_args(Normalization):
             raise ValueError(f"normalization {normalization!r}: expected mean or sum")
         self.rows, self.channels = rows, channels
@@ -157,7 +159,7 @@ class RasterAttention(Attention):
                 "those that follow; take elu1, relu or random"
             )
         if normalization is not None and (self.kind.signed or relative == "none"):
-            raise ValueError(f"normalization={normalization!r} has no effect; omit it")
+            raise ValueError(f"normalization={normalization!r} has no effect; remove it")
         if relative == "flat":
             self.relative = RasterTables(
                 num_heads,

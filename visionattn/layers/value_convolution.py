@@ -11,7 +11,7 @@ class ValueConvolution(nn.Module):
     """A depth-wise convolution of the values over the grid, added to the output of an attention.
 
     It starts at zero, so that pretrained weights keep their results. It is not an ``nn.Conv2d``,
-    because some initialisers of timm would reset its weights.
+    because some initializers of timm would reset its weights.
 
     Args:
         dim: D, the width of all heads together.
@@ -24,7 +24,7 @@ class ValueConvolution(nn.Module):
     def __init__(self, dim: int, side: int, device=None, dtype=None):
         super().__init__()
         if side < 1 or side % 2 == 0:
-            raise ValueError(f"value_conv: expected an odd side of 1 patch or more, got {side}")
+            raise ValueError(f"value_conv: expected an odd side of at least 1 patch, got {side}")
         self.reach = side // 2
         """Reach of the kernel: rows and columns of patches on each side of a patch."""
         self.weight = nn.Parameter(torch.empty(dim, 1, side, side, device=device, dtype=dtype))

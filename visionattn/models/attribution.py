@@ -24,11 +24,11 @@ from visionattn.models.segmentation import Segmenter
 from visionattn.ops.attention_rows import AttentionRows
 
 POOLED = {
-    "max": "each channel of the pooled features comes from the patch where it is largest, which "
-    "wins it",
+    "max": "each channel of the pooled features comes from the patch where it is largest, "
+    "the winner",
     "avg": "the pooled features are the mean of all patches",
-    "avgmax": "half of the pooled features is the mean of all patches, and half is of those that "
-    "win",
+    "avgmax": "the pooled features are half the mean of all patches, and half the maximum over "
+    "patches",
 }
 """Poolings whose result can be divided among patches, and a description of how."""
 NORMS = (nn.Identity, nn.LayerNorm, nn.RMSNorm, RmsNorm)
@@ -76,15 +76,13 @@ def check_model(model: nn.Module) -> VisionAttnTransformer | PatchClassifier:
     """
     if isinstance(model, Segmenter):
         raise ValueError(
-            "the model gives each pixel a class, and look draws the attribution of one class of an "
-            "image; visionattn predict writes its masks"
+            "expected an image classifier for look, got a segmentation model; write its masks "
+            "with visionattn predict"
         )
     if not isinstance(model, VisionAttnTransformer | PatchClassifier):
-        raise ValueError(
-            f"{type(model).__name__} is no model of visionattn, whose blocks and pooling look reads"
-        )
+        raise ValueError(f"expected a model of visionattn for look, got {type(model).__name__}")
     if model.num_classes < 1:
-        raise ValueError("the model has no classes, so there is no output to attribute")
+        raise ValueError("expected a model with classes, got one without a classifier")
     return model
 
 
@@ -115,8 +113,8 @@ def find_attribution(
 
     Args:
         model: in eval mode; unchanged afterwards.
-        inputs: one image as the model takes it, ``[1, C, H_px, W_px]``.
-        sizes: filled size of the image, int64 ``[1, 2]``, as the model takes it.
+        inputs: one image as the model's input, ``[1, C, H_px, W_px]``.
+        sizes: filled size of the image, int64 ``[1, 2]``.
         target: index of the class; None: the class with the largest output.
         gradient: also compute the gradient. Blocks are recomputed in the backward pass, so memory
             holds one block and the tokens between blocks.
@@ -127,7 +125,7 @@ def find_attribution(
     if isinstance(model, PatchClassifier):
         return _of_largest(model, inputs, sizes, target)
     with torch.inference_mode(False), _frozen(model), torch.set_grad_enabled(gradient):
-        inputs = inputs.clone().requires_grad_(gradient)  # also works for an inference tensor
+        inputs = inputs.clone().requires_grad_(gradient)  # clone also works for an inference tensor
         tokens = model.forward_features(inputs, sizes=sizes)
         present = model.present_patches(inputs, sizes)
         logits = model.forward_head(tokens, present=present)[0]
@@ -154,11 +152,11 @@ def find_attribution(
 def checked_target(logits: Tensor, target: int | None) -> int:
     """Return the index of the class, by default of the largest output, after checking both."""
     if not logits.isfinite().all():
-        raise ValueError("outputs are not finite")
+        raise ValueError("the outputs are not finite; check the weights and the image")
     if target is None:
         target = int(logits.argmax())
     if not 0 <= target < len(logits):
-        raise ValueError(f"there is no class {target}; the classes are 0 to {len(logits) - 1}")
+        raise ValueError(f"expected class 0 to {len(logits) - 1}, got {target}")
     return target
 
 
@@ -196,7 +194,7 @@ def watch(
 
     Args:
         model: in eval mode.
-        inputs: one image as the model takes it, ``[1, C, H_px, W_px]``.
+        inputs: one image as the model's input, ``[1, C, H_px, W_px]``.
         rows: indices of tokens by index of the block: prefix tokens first, then patches row by row.
         sizes: as for ``find_attribution``.
         features: the block whose map is returned, after the final norm; None: no map.
@@ -327,12 +325,12 @@ def described(model: VisionAttnTransformer) -> str:
         return POOLED[model.global_pool]
     if model.attn_pool is None and model.global_pool == "token":
         return (
-            "only the class token is pooled, so that no patch adds to the output by itself: its "
+            "only the class token is pooled, so the output has no contributions of patches; its "
             "row of attention is shown instead"
         )
     return (
-        f"pooling {model.global_pool!r}, norm and head do not divide the output among patches: "
-        "gradient and rows of attention are shown"
+        f"the output has no contributions of patches with pooling {model.global_pool!r}, norm and "
+        "head; gradient and rows of attention are shown"
     )
 
 
@@ -417,7 +415,7 @@ def _affine(norm: nn.Module, pooled: Tensor) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _frozen(model: VisionAttnTransformer) -> Iterator[None]:
-    """Disable gradients of parameters and checkpoint the blocks; restore the model at the end."""
+    """Disable the gradients of parameters and checkpoint the blocks in the context."""
     trained = [each for each in model.parameters() if each.requires_grad]
     before = model.grad_checkpointing
     try:

@@ -37,8 +37,8 @@ from visionattn.ops.checks import refuse_tracing
 PREFIX_STD = 0.02
 """Initial standard deviation of class and register tokens in models with an output gate.
 
-timm's value is 1e-6. The gate of a token near 0 is closed: nothing would reach the token, and
-gradients through its norms would be about 1,000 times as large as the others.
+timm's value is 1e-6. The gate of a token near 0 is closed: the token would get no attention, and
+the gradients through its norms would be about 1,000 times as large as others.
 """
 MLP_LAYERS = {"mlp": Mlp, "swiglu": SwiGLU, "swiglu_packed": SwiGLUPacked}
 """MLPs of a block by name: timm's plain MLP, and two gated ones, with the gate's weights separate
@@ -187,7 +187,7 @@ class VisionAttnTransformer(VisionTransformer):
         of_blocks = iter(options_of_blocks(attention, depth, attn_options, softmax_blocks or ()))
         for name, value in (("embed_dim", embed_dim), ("in_chans", in_chans)):
             if value < 1:
-                raise ValueError(f"{name}: expected a whole number from 1 on, got {value}")
+                raise ValueError(f"{name}: expected an integer of at least 1, got {value}")
         if mlp_layer not in MLP_LAYERS:
             raise ValueError(f"mlp_layer {mlp_layer!r}: expected one of {', '.join(MLP_LAYERS)}")
         norm = get_norm_layer(norm_layer) or LayerNorm
@@ -265,7 +265,7 @@ class VisionAttnTransformer(VisionTransformer):
         self._share_native_layout()
 
     def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
-        """Initialise the weights as timm does; with an output gate, class and register tokens get
+        """Initialize the weights as timm does; with an output gate, class and register tokens get
         ``PREFIX_STD``.
         """
         super().init_weights(mode, needs_reset)
@@ -384,7 +384,7 @@ class VisionAttnTransformer(VisionTransformer):
         is_causal: bool = False,
         sizes: Tensor | None = None,
     ) -> Tensor:
-        """Turn images ``[B, C, H_px, W_px]`` into normalised tokens ``[B, P + n, D]``, 0 for absent
+        """Turn images ``[B, C, H_px, W_px]`` into normalized tokens ``[B, P + n, D]``, 0 for absent
         patches.
 
         See ``forward`` for the arguments.
@@ -395,7 +395,7 @@ class VisionAttnTransformer(VisionTransformer):
         """Return True for each patch of images ``[B, C, H_px, W_px]`` that is not absent, row by
         row, bool ``[B, H*W]``.
 
-        ``forward_head`` takes this mask. None if ``sizes`` is None: no patch is absent.
+        ``forward_head`` accepts this mask. None if ``sizes`` is None: no patch is absent.
         """
         rows, columns = self.patch_embed.patch_size
         grid = Grid(-(-x.shape[2] // rows), -(-x.shape[3] // columns))
@@ -419,7 +419,7 @@ class VisionAttnTransformer(VisionTransformer):
         return self.attn_pool(x if with_prefix else x[:, prefix:], attn_mask=scores)
 
     def _pool_refined(self, x: Tensor, present: Tensor, scores: Tensor) -> Tensor:
-        """Compute timm's ``AttentionPoolPrr``, which takes no mask itself."""
+        """Compute timm's ``AttentionPoolPrr``, which has no mask argument."""
         pool = self.attn_pool
         x = pool.pre_norm(x).unflatten(2, (pool.num_heads, -1)).transpose(1, 2)
         x = nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=scores)
@@ -453,10 +453,10 @@ class VisionAttnTransformer(VisionTransformer):
         Args:
             attn_mask, is_causal: see ``Attention.forward``.
             sizes: int64 ``[B, 2]``, height and width in pixels of each image's content, from the
-                top left. Patches wholly beyond are absent, whatever their pixels: no patch attends
-                to them, they are neither counted nor pooled, and the result equals the result of
-                the image cut to its patches, up to rounding. A partly filled patch is used
-                unchanged. None: every patch has content.
+                top left. Patches beyond it are absent, whatever their pixels: no patch attends to
+                them, and they are neither counted nor pooled. The result equals the result for the
+                cropped image, up to rounding. A partly filled patch is used unchanged. None: every
+                patch has content.
 
         Raises:
             ValueError: an image that is not a whole number of patches; sizes of another shape,
@@ -480,8 +480,8 @@ class VisionAttnTransformer(VisionTransformer):
         is_causal: bool = False,
         sizes: Tensor | None = None,
     ):
-        """Return the tokens or maps after chosen blocks; arguments and results as in timm,
-        ``sizes`` as in ``forward``.
+        """Return the tokens or maps after chosen blocks. Arguments and results are as in timm;
+        ``sizes`` is as in ``forward``.
 
         Maps are ``[B, D, H, W]``; dropped or absent patches are zero.
         """

@@ -85,7 +85,7 @@ class BagEncoder(nn.Module):
         options: dict = {"attention": attention, "relative": relative}
         if self.has_places:
             options["horizon"] = horizon
-        # Features come at any scale: normalise them before the projection.
+        # Normalize features before the projection, because their scale is arbitrary.
         self.embed = nn.Sequential(nn.LayerNorm(in_features), nn.Linear(in_features, embed_dim))
         self.cls_token = (
             nn.Parameter(torch.empty(1, 1, embed_dim)) if self.num_prefix_tokens else None
@@ -109,7 +109,7 @@ class BagEncoder(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise as timm's ViTs; relative tables and norms initialise themselves."""
+        """Initialize as timm's ViTs; relative tables and norms initialize themselves."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 trunc_normal_(module.weight, std=0.02)
@@ -167,10 +167,10 @@ class BagEncoder(nn.Module):
         if present.dtype != torch.bool or tuple(present.shape) != (batch, tiles):
             raise ValueError(f"present: expected bool [{batch}, {tiles}], got {described(present)}")
         if not present.any(1).all():
-            raise ValueError("present: a bag has no tile")
+            raise ValueError("present: expected at least one tile per bag, got none")
 
     def encode(self, features: Tensor, layout: TokenLayout) -> Tensor:
-        """Return the normalised tokens ``[B, P + n, D]`` after the blocks, for the finite features
+        """Return the normalized tokens ``[B, P + n, D]`` after the blocks, for the finite features
         ``[B, n, in_features]`` of tiles, or of patches, with any layout.
         """
         x = self.embed(features)
@@ -205,8 +205,8 @@ def layout_of(places: Tensor, present: Tensor | None, num_prefix: int, horizon: 
     batch, tiles = places.shape[:2]
     if height * width > max(FREE_PLACES, PLACES_PER_TILE * tiles):
         raise ValueError(
-            f"places: {tiles:,} tiles lie on {height:,} x {width:,} places, more than "
-            f"{PLACES_PER_TILE} for each tile; give each part of the slide as a separate bag"
+            f"places: expected at most {PLACES_PER_TILE} places per tile, got {height:,} x "
+            f"{width:,} for {tiles:,} tiles; pass each part of the slide as a separate bag"
         )
     kept = near[..., 0] * width + near[..., 1]
     if present is not None:
@@ -220,7 +220,10 @@ def layout_of(places: Tensor, present: Tensor | None, num_prefix: int, horizon: 
         bag = int(occupied.amax(1).argmax())
         place = int(occupied[bag].argmax())
         row, column = places[bag][kept[bag] == place][0].tolist()
-        raise ValueError(f"places: two tiles at row {row}, column {column}; leave one out")
+        raise ValueError(
+            f"places: expected one tile per place, got two at row {row}, column {column}; remove "
+            "one"
+        )
     filled = None
     if present is not None:
         filled = torch.zeros_like(occupied, dtype=torch.bool).scatter(1, kept, present)

@@ -33,23 +33,23 @@ def build_model(config: ModelConfig, spec: DataSpec) -> tuple[nn.Module, dict[st
         The model, and the arguments that build it again, without ``num_classes`` and ``in_chans``.
 
     Raises:
-        ValueError: timm has no such model, or it does not take these arguments.
-        RuntimeError, MemoryError: too little memory for its weights (``is_out_of_memory``).
+        ValueError: timm has no such model, or the model does not accept these arguments.
+        RuntimeError, MemoryError: not enough memory for its weights (``is_out_of_memory``).
     """
     if not timm.is_model(config.name):
         near = get_close_matches(config.name, timm.list_models(), n=1, cutoff=0)
         raise ValueError(
-            f"model.name: timm knows no model {config.name!r}; the nearest is {near[0]!r}"
+            f"model.name: expected a timm model, got {config.name!r}; did you mean {near[0]!r}?"
         )
     check_args(config)
     args = dict(config.args)
     ours = is_ours(config.name)
     sized = ours or timm.get_pretrained_cfg_value(config.name, "fixed_input_size")
-    # A timm model with one fixed size does not take native images; a later check reports that.
+    # A timm model with one fixed size does not accept native images; a later check reports that.
     if sized and spec.img_size is not None and (ours or spec.fit != "native"):
         args.setdefault("img_size", spec.img_size)
     try:
-        json.dumps(args)  # as saved with the weights
+        json.dumps(args)  # checks that they can be saved with the weights
         with warnings.catch_warnings():
             warnings.filterwarnings(
                 "ignore", message="Initializing zero-element tensors"
@@ -62,10 +62,10 @@ def build_model(config: ModelConfig, spec: DataSpec) -> tuple[nn.Module, dict[st
         if ours and unknown:
             near = get_close_matches(unknown[1], complete(config.name, {}), n=1, cutoff=0)
             raise ValueError(
-                f"model {config.name} has no argument {unknown[1]}; the nearest is {near[0]}"
+                f"model {config.name} has no argument {unknown[1]}; did you mean {near[0]}?"
             ) from error
         raise ValueError(
-            f"model {config.name} does not take these args: {describe_args(args)} "
+            f"model {config.name} does not accept these args: {describe_args(args)} "
             f"({first_line(error)})"
         ) from error
     if config.grad_checkpointing:
@@ -73,7 +73,8 @@ def build_model(config: ModelConfig, spec: DataSpec) -> tuple[nn.Module, dict[st
             model.set_grad_checkpointing(True)
         except (AttributeError, AssertionError) as error:
             raise ValueError(
-                f"model {config.name} has no gradient checkpointing; omit model.grad_checkpointing"
+                f"model {config.name} has no gradient checkpointing; remove "
+                "model.grad_checkpointing"
             ) from error
     return model, {key: value for key, value in args.items() if key not in LOADING_ARGS}
 
@@ -86,16 +87,16 @@ def check_args(config: ModelConfig) -> None:
         "checkpoint_path": "init_from",
     }.items():
         if key in config.args:
-            raise ValueError(f"model.args.{key} is set by {source}; omit it")
+            raise ValueError(f"model.args.{key} is set by {source}; remove it")
     for key, value in config.args.items():
         if value is None:  # timm drops it
             raise ValueError(
-                f"model.args.{key} null has no effect; omit it, or pass a value (0 for no "
+                f"model.args.{key} null has no effect; remove it, or pass a value (0 for no "
                 "LayerScale)"
             )
     if config.args.get("features_only"):
         raise ValueError(
-            "model.args.features_only gives a model without a head, which cannot be trained"
+            "model.args.features_only removes the head, which training needs; remove it"
         )
 
 
@@ -105,7 +106,7 @@ def patch_size(model: nn.Module) -> Size:
 
 
 def fixed_size(model: nn.Module) -> Size | None:
-    """Return the only image size in pixels (height, width) that a model takes; None if it takes
+    """Return the only image size in pixels (height, width) that a model accepts; None if it accepts
     several.
     """
     embed = getattr(model, "patch_embed", None)
@@ -113,7 +114,7 @@ def fixed_size(model: nn.Module) -> Size | None:
 
 
 def check_img_size(model: nn.Module, sizes: Iterable[int]) -> None:
-    """Check that a model takes square images of these sizes, as ``check_geometries`` does."""
+    """Check that a model accepts square images of these sizes, as ``check_geometries`` does."""
     for size in sizes:
         _check_size(model, (size, size), (size, size))
 
@@ -135,21 +136,21 @@ def _check_size(model: nn.Module, size: Size | None, limit: Size | None) -> None
     fixed, patch = fixed_size(model), patch_size(model)
     if limit is not None and any(px < of for px, of in zip(limit, patch, strict=True)):
         raise ValueError(
-            f"img_size {limit[0]} x {limit[1]} is smaller than a patch of {patch[0]} x "
-            f"{patch[1]} pixels; make it larger, or the model's patches smaller"
+            f"expected img_size at least a patch of {patch[0]} x {patch[1]} pixels, got "
+            f"{limit[0]} x {limit[1]}; use larger images or smaller patches"
         )
     if size is None:
         if fixed is not None:
             raise ValueError(
-                f"fit native gives images of many sizes, but the model takes only {fixed[0]} x "
-                f"{fixed[1]}; use fit pad, stretch or crop with img_size {fixed[0]}, or "
-                "build it with dynamic_img_size=true"
+                f"the model accepts only {fixed[0]} x {fixed[1]} pixels, got fit native with many "
+                f"sizes; use fit pad, stretch or crop with img_size {fixed[0]}, or build it with "
+                "dynamic_img_size=true"
             )
         return
     if fixed is not None and size != fixed:
         raise ValueError(
-            f"image of {size[0]} x {size[1]} pixels, but the model takes only {fixed[0]} x "
-            f"{fixed[1]}; build it with dynamic_img_size=true"
+            f"the model accepts only {fixed[0]} x {fixed[1]} pixels, got {size[0]} x {size[1]}; "
+            "build it with dynamic_img_size=true"
         )
     if padded:
         return

@@ -55,7 +55,7 @@ NAME = "converted_vit"
 default_cfgs = generate_default_cfgs({f"{NAME}.untrained": model_cfg()})
 register(__name__, NAME, {})
 
-ACCEPTED = "the bodies of timm's plain ViT, DeiT, DeiT III, DINOv2, SigLIP and CLIP are accepted"
+ACCEPTED = "supported are timm's plain ViT, DeiT, DeiT III, DINOv2, SigLIP and CLIP"
 ACTIVATIONS = {get_act_layer(name): name for name in ("gelu", "gelu_tanh", "quick_gelu", "silu")}
 """Activations other than the default, by class."""
 IDLE = ("Dropout", "DropPath", "Identity", "PatchDropout")
@@ -140,10 +140,9 @@ def body_of(vit: nn.Module) -> dict[str, Any]:
 
 
 def _check_same(vit: VisionTransformer, body: dict[str, Any]) -> None:
-    """Raise ValueError unless a ViT matches, module by module, the model built from these arguments
-    with softmax in all blocks.
+    """Check that a ViT matches, module by module, the all-softmax model built from these arguments.
 
-    Also raise if it has adapters or hooks that do more than its weights say.
+    Raise ValueError if it does not, or if it has adapters or hooks.
     """
     classes = getattr(vit.head, "out_features", 0)
     sizes = dict(in_chans=vit.in_chans, num_classes=classes)
@@ -201,7 +200,7 @@ class Converted:
     """Names in the teacher without a place in the model."""
 
     def lines(self) -> list[str]:
-        """Return a compact list of where the weights came from, for people."""
+        """Return a compact, readable list of the origin of the weights."""
         several = len(self.taken) + len(self.new)
         parts = {"resampled": self.resampled, "new": self.new, "left out": self.left_out}
         return [
@@ -233,12 +232,11 @@ def from_softmax(
     """Convert a timm ``VisionTransformer`` with its weights to one of our models.
 
     The body is the teacher's: tokens, norms, MLPs, position and pooling. Its absolute position is
-    resampled to each image. All weights are copied unchanged. The additions that bounded weights
-    need start with little effect: keys are centred, the convolution of the values and the relative
-    tables of windows are zero, the relative tables of linear blocks have their local start, and
-    TaylorShift's temperatures are 4. There is no output gate: its start near zero would erase the
-    effect of the weights. A model whose blocks are all ``softmax_blocks`` computes the same as the
-    teacher.
+    resampled to each image. All weights are copied unchanged. New parts start with little effect:
+    keys are centered, value convolutions and the relative tables of windows are zero, the relative
+    tables of linear blocks have their local start, and TaylorShift's temperatures are 4. There is
+    no output gate, because its start near zero would erase the effect of the weights. With all
+    blocks in ``softmax_blocks``, the model computes the same as the teacher.
 
     Args:
         vit: the teacher: a plain ViT, DeiT, DeiT III, DINOv2, SigLIP or CLIP of timm, of any size,
@@ -248,7 +246,7 @@ def from_softmax(
         softmax_blocks: indices of blocks (negative: from the end) that keep the teacher's softmax,
             exact and quadratic.
         num_heads: number of heads; None: the teacher's. Another number splits the same weights
-            differently, which is another function.
+            differently and computes another function.
         options: arguments of ``VisionAttnTransformer`` named in ``OPTIONS``: of the attention
             (``relative``, ``value_conv``, ...), of images (``img_size``, ``patch_size``,
             ``in_chans``, ``num_classes``, ``global_pool``, ...) and dropout rates (default 0).
@@ -257,7 +255,7 @@ def from_softmax(
             only with the teacher's value.
 
     Returns:
-        ``Converted``: the model, and lists of taken, resampled, new and left-out tensors.
+        ``Converted``: the model, and lists of copied, resampled, new and unused tensors.
 
     Raises:
         ValueError: a teacher with an unsupported body, heads that do not divide the width, blocks
@@ -268,13 +266,13 @@ def from_softmax(
         if name not in OPTIONS and (name not in body or body[name] != value):
             has = f", {brief(body[name])}" if name in body else ""
             raise ValueError(
-                f"expected options among {', '.join(OPTIONS)}, got {brief(name)}; the rest is the "
+                f"expected options among {', '.join(OPTIONS)}, got {brief(name)}; others are the "
                 f"teacher's{has}"
             )
     options = {name: value for name, value in options.items() if name in OPTIONS}
     if num_heads not in (None, body["num_heads"]):
         if body["qk_norm"] or vit.attn_pool is not None:
-            raise _refused(vit, "its norms or its pooling have heads too; leave num_heads out")
+            raise _refused(vit, "its norms or its pooling have heads, too; remove num_heads")
         body["num_heads"] = num_heads
     spec = _spec(vit, options)
     args = {**body, **_attending(attention, softmax_blocks, body["depth"]), **options}
@@ -430,26 +428,27 @@ def open_teacher(
 
     Args:
         source: a file of weights; a timm model name, with or without a tag; or ``hf-hub:...`` or
-            ``local-dir:...`` as timm takes them. A file at that path has priority.
+            ``local-dir:...`` as in timm. A file at that path has priority.
         body: timm's name of the model that a file's weights belong to; None if the file states it,
             as files of ``visionattn train`` do.
         pretrained: use timm's weights for a name, which may need a download; otherwise weights are
             random.
-        args: keyword arguments of the model. For a file of weights, numbers of classes and
-            channels, patch size and size of a square image are read from its tensors unless given.
+        args: keyword arguments of the model. For a file of weights, missing numbers of classes and
+            channels, patch size and size of a square image are read from its tensors.
 
     Raises:
         FileNotFoundError, PermissionError: the file cannot be read.
-        ValueError: timm has no such model, it does not take these arguments, or the weights do not
-            fit, are not finite or not available; before a download also if the model cannot be
-            converted; one line.
+        ValueError: timm has no such model, the model does not accept these arguments or cannot be
+            converted, or the weights do not fit, are not finite or not available; one line.
     """
     args, elsewhere = args or {}, source.startswith(SOURCES)
     if is_file(source):
         vit, lines = _from_file(existing(source), body, args)
     else:
         if body is not None:
-            raise ValueError(f"{source} names its own body; leave {body} out, which is for files")
+            raise ValueError(
+                f"--model {body} needs a file of weights, got the name {source}; remove it"
+            )
         if not elsewhere:
             check_name(source)
         if pretrained and not elsewhere:  # refuse before the download
@@ -474,14 +473,11 @@ def check_name(name: str) -> None:
     """Raise ValueError for a name that timm does not have, with the nearest one."""
     if not timm.is_model(name):
         near = get_close_matches(name, timm.list_models(), n=1, cutoff=0)[0]
-        raise ValueError(
-            f"there is no file {name:.80}, and timm knows no model of that name; the nearest is "
-            f"{near}"
-        )
+        raise ValueError(f"expected a file or a timm model, got {name:.80}; did you mean {near}?")
 
 
 def created(name: str, pretrained: bool, args: dict[str, Any]) -> nn.Module:
-    """Build a model with timm; errors take one line."""
+    """Build a model with timm; errors are one line."""
     try:
         return timm.create_model(name, pretrained=pretrained, **args)
     except (*UNBUILDABLE, OSError, ValueError) as error:
@@ -507,16 +503,18 @@ def _from_file(path: Path, body: str | None, args: dict[str, Any]) -> tuple[nn.M
         of_ours = False
     if of_ours:
         if body is not None or args:
-            raise ValueError(f"{path} says what its model is; leave the body and its args out")
+            raise ValueError(f"{path} states its own model; remove --model and --args")
         model = load_model(path)
         if isinstance(model, PatchModel):
             given = "classes of pixels" if isinstance(model, Segmenter) else "outputs of patches"
-            raise ValueError(f"{path} gives {given}; a teacher gives classes of images")
+            raise ValueError(
+                f"expected an image classifier as teacher, got a model with {given} ({path})"
+            )
         return model, [f"{path}"]
     state = read_state_dict(path)
     if body is None:
         raise ValueError(
-            f"{path} does not name the model of its weights; name the body with --model, e.g. "
+            f"{path} does not state the model of its weights; pass --model, e.g. "
             "vit_small_patch16_224"
         )
     check_name(body)
@@ -524,7 +522,7 @@ def _from_file(path: Path, body: str | None, args: dict[str, Any]) -> tuple[nn.M
     fitted = filter_checkpoint(state, vit, body)
     if misfit := describe_misfit(fitted, vit.state_dict()):
         raise ValueError(
-            f"{path} does not fit {body}: {misfit}; give the body's own arguments with --args, "
+            f"{path} does not fit {body}: {misfit}; pass the model's arguments with --args, "
             "e.g. '{depth: 6}'"
         )
     vit.load_state_dict(fitted)
@@ -538,8 +536,8 @@ def _from_file(path: Path, body: str | None, args: dict[str, Any]) -> tuple[nn.M
 
 
 def _shaped(state: dict[str, Tensor], body: str, args: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that give a body the classes, channels, patch size and image size of a
-    timm state dict.
+    """Return the arguments of a body for the classes, channels, patch size and image size of a timm
+    state dict.
 
     Given arguments have priority.
     """
@@ -570,9 +568,7 @@ def filter_checkpoint(given: dict[str, Tensor], model: nn.Module, name: str) -> 
     try:
         return dict((checkpoint_filter_fn if is_ours(name) else adapt)(dict(given), model))
     except (RuntimeError, KeyError, AssertionError) as error:
-        raise ValueError(
-            f"the weights do not suit the model {name}: {first_line(error)}"
-        ) from error
+        raise ValueError(f"the weights do not fit the model {name}: {first_line(error)}") from error
 
 
 # ``visionattn convert``; a docstring under each field is its help text
@@ -583,26 +579,26 @@ class StudentOptions:
     """The source of the weights, and the attention of the new model."""
 
     teacher: str | None = None
-    """A timm name such as ``vit_small_patch14_dinov2.lvd142m``, ``hf-hub:...``, ``local-dir:...``,
-    or a file of weights, such as a file of ``visionattn train`` with a ``vit_*`` model.
+    """Teacher: a timm name such as ``vit_small_patch14_dinov2.lvd142m``, ``hf-hub:...``,
+    ``local-dir:...``, or a file of weights, e.g. of ``visionattn train`` with a ``vit_*`` model.
     """
     pretrained: bool = False
-    """Use timm's weights for the name, which may need a download. Otherwise weights are random."""
+    """Use timm's weights of the name, downloaded if needed; otherwise weights are random."""
     model: str | None = None
-    """The timm name of the model that a file's weights belong to; files of ``visionattn train``
-    state it.
-    """
+    """For a file of weights: timm name of its model; files of ``visionattn train`` state it."""
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the teacher, e.g. ``{img_size: 518}``."""
     attention: list[str] = field(default_factory=lambda: ["kernelized"])
-    """``kernelized``, ``taylorshift`` or ``window`` for all blocks; or one name per block."""
+    """Attention of the new model: ``kernelized``, ``taylorshift`` or ``window`` for all blocks, or
+    one name per block.
+    """
     softmax_blocks: list[int] = field(default_factory=list)
     """Indices of blocks that keep the teacher's softmax; -1 is the last."""
     num_heads: int | None = None
     """Number of heads; None: the teacher's. Another number splits the same weights differently."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further attention arguments of ``visionattn.models.from_softmax``, e.g.
-    ``{value_conv: 5, centre_keys: false}``; ``convert`` takes all of its arguments.
+    """Further attention arguments of ``visionattn.models.from_softmax``, e.g. ``{value_conv: 5,
+    centre_keys: false}``; ``convert`` accepts all of its arguments.
     """
 
 
@@ -611,14 +607,14 @@ class ConvertOptions(StudentOptions):
     """A model with the weights of another."""
 
     seed: int = 0
-    """Seed of random weights and of the start of relative position."""
+    """Seed of random weights and of relative tables."""
     top_patches: int | None = None
-    """Only for a segmentation model of ``visionattn train``, without the other options: write the
-    classifier of images whose output for a class is the mean of this number of its largest patch
-    outputs, minus the output of the background, the first class.
+    """Only for a segmentation model of ``visionattn train``, without the other options: write an
+    image classifier. Its output for a class is the mean of this number of the largest patch outputs
+    of the class, each minus the output of the background, the first class.
     """
     output: str | None = None
-    """The safetensors file, which ``visionattn.load_model`` and every command read."""
+    """Safetensors file to write; ``visionattn.load_model`` and all commands read it."""
     overwrite: bool = False
     """Replace an existing file."""
 
@@ -631,7 +627,7 @@ def teacher_of(options: StudentOptions) -> tuple[nn.Module, list[str]]:
     """
     source = str(options.teacher)
     if options.pretrained and is_file(source):
-        raise ValueError(f"pretrained is for names of timm, and {source} is a file; leave it out")
+        raise ValueError(f"pretrained needs a timm name, got the file {source}; remove it")
     body = dict(body=options.model, pretrained=options.pretrained, args=options.args)
     return open_teacher(source, **body)
 
@@ -658,10 +654,10 @@ def _write_classifier(options: ConvertOptions, output: Path) -> str:
     own = ("teacher", "output", "overwrite", "top_patches")
     for key, value in vars(ConvertOptions()).items():
         if key not in own and getattr(options, key) != value:
-            raise ValueError(f"top_patches keeps the model and its weights; leave {key} out")
+            raise ValueError(f"top_patches does not change the model; remove {key}")
     model = load_model(str(options.teacher))
     if not isinstance(model, Segmenter):
-        raise ValueError(f"top_patches is for a segmentation model, and {options.teacher} is none")
+        raise ValueError(f"top_patches needs a segmentation model, got {options.teacher}")
     name, args, spec = described(read_metadata(str(options.teacher)), str(options.teacher))
     made, head = classifier_of(model, int(options.top_patches)), {"head_top": options.top_patches}
     args = {key: value for key, value in args.items() if key != "head_stride"} | head
@@ -672,7 +668,7 @@ def _write_classifier(options: ConvertOptions, output: Path) -> str:
 
 
 def convert(argv: Sequence[str], say: Callable[[str], None]) -> None:
-    """Convert as the flags of ``visionattn convert`` say, and report what happened to the weights.
+    """Convert as the flags of ``visionattn convert`` say, and report the origin of the weights.
 
     Raises:
         ValueError: a flag is wrong, or a file or a name is missing; one line.
@@ -683,19 +679,18 @@ def convert(argv: Sequence[str], say: Callable[[str], None]) -> None:
         ConvertOptions,
         with_first(argv, "teacher"),
         command="convert",
-        description="Convert a timm ViT and its weights into a model of visionattn; the first word "
+        description="Convert a timm ViT and its weights to a model of visionattn. The first word "
         "may be the teacher, without its flag.",
         example=EXAMPLE,
     )
     if options.teacher is None or options.output is None:
         raise ValueError(
-            "expected a teacher, e.g. vit_small_patch16_224 or a file of weights, and the file to "
-            "write with --output"
+            "expected a teacher, e.g. vit_small_patch16_224 or a file of weights, and --output FILE"
         )
     output, source = Path(options.output), Path(options.teacher.removeprefix(LOCAL))
     check_free(output, options.overwrite)
     if output.exists() and source.exists() and output.resolve().is_relative_to(source.resolve()):
-        raise ValueError(f"{output} is of the teacher, which is kept; write to another file")
+        raise ValueError(f"{output} belongs to the teacher; pass another --output")
     if options.top_patches is not None:
         say(_write_classifier(options, output))
         return
@@ -710,8 +705,9 @@ def convert(argv: Sequence[str], say: Callable[[str], None]) -> None:
     train = typed("train", "--model.name", converted.name, "--init-from", str(output))
     lines += [
         *converted.lines(),
-        f"{output}: {parameters:,} parameters, {len(kinds)} blocks ({several}), made for {size} px",
-        "copied weights are a start and need training; for your own data:",
+        f"{output}: {parameters:,} parameters, {len(kinds)} blocks ({several}), image size {size} "
+        "px",
+        "copied weights are only an initialization; to train on your own data:",
         f"  {train} --data.name folder --data.root FOLDER",
     ]
     say("\n".join(lines))

@@ -1,5 +1,5 @@
-"""The estimate of memory and time: cost of a forward pass or a training step, whether a batch fits,
-the largest batch or image that fits, and the time of the whole work.
+"""Estimate memory and time: the cost of a forward pass or a training step, the largest batch or
+image that fits, and the total time.
 
 On a CPU the tensors of a pass are counted without computing it. On a GPU, where out of memory is
 only an error, a pass is run and its peak memory is read. This module knows neither files nor runs.
@@ -49,7 +49,7 @@ Compute = Callable[[nn.Module, Tensor, Tensor | None], Tensor]
 LARGE_BYTES = 32 * 2**20
 """From this size on, glibc requests each block from the system and returns it when it is freed."""
 LIBRARIES_BYTES = 50 * 2**20
-"""Memory that libraries take with the first pass on a CPU: code, threads, packing buffers."""
+"""Memory that libraries allocate in the first pass on a CPU: code, threads, packing buffers."""
 WORKER_BYTES = 45 * 2**20
 """Memory of a data loading process, without images."""
 SCATTERED, SCATTERED_CHECKPOINTED = 1.2, 3.5
@@ -114,8 +114,8 @@ class Footprint(TorchDispatchMode):
         return out
 
     def _run_own(self, func, own: Callable, args: tuple, given: dict) -> object:
-        """Run one of our operators from within, once per kind of arguments: later calls take the
-        same memory.
+        """Count the tensors inside one of our operators, once per kind of arguments: later calls
+        need the same memory.
         """
         kind = (func, *map(_kind, tree_leaves((args, given))))
         if kind in self._inside:
@@ -189,7 +189,7 @@ class Passes:
         device: where it computes.
         amp: ``none``, ``bf16`` or ``fp16``.
         compute: computes the wanted outputs.
-        leaves_out: the model receives the filled sizes of images, which do not fill the canvas.
+        leaves_out: the model gets the filled sizes of images that do not fill the canvas.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class Passes:
         return whole_bytes(self.peak(work, SCATTERED, shape))
 
     def batch(self, shape: Shape) -> tuple[Tensor, Tensor | None]:
-        """Return images and, if the model takes them, their filled sizes."""
+        """Return images and, if the model accepts them, their filled sizes."""
         images, *size = shape
         channels = 1 if self.spec.encoding else self.spec.in_chans
         of_input = input_size(self.model, tuple(size))
@@ -280,7 +280,7 @@ class Passes:
         """Return the seconds of a forward pass per image, extrapolated from a smaller one for large
         images.
 
-        None if the model does not take such images, or they do not fit.
+        None if the model does not accept such images, or they do not fit.
         """
         images, rows, columns = shape
         tried, share = (rows, columns), TRIAL_PIXELS / (rows * columns)
@@ -370,7 +370,7 @@ class Memory:
 
     Attributes:
         there_bytes: memory available to this process, or the bound; None if unknown.
-        base_bytes: memory that the process takes already.
+        base_bytes: memory that the process already uses.
         bounded: whether ``there_bytes`` is the bound.
     """
 
@@ -411,10 +411,9 @@ class Memory:
         raise NotImplementedError
 
     def extended(self, count: Callable[[Shape], int | None], shape: Shape) -> int | None:
-        """Return the result of ``count`` for a batch.
+        """Return ``count`` for a batch, extrapolated for images that are too large to count.
 
-        For images too large to count, extrapolate its growth from an eighth to a half of
-        ``COUNTED_PIXELS``.
+        The extrapolation uses the growth from an eighth to a half of ``COUNTED_PIXELS``.
         """
         images, rows, columns = shape
         share = COUNTED_PIXELS / (rows * columns)
@@ -474,7 +473,7 @@ class Memory:
         """
         if self.there_bytes is None or self.bytes_of((1, *size)) is None:
             raise ValueError(
-                "batch_size auto: the peak memory of this model cannot be estimated; pass a number"
+                "batch_size auto: the peak memory of this model is unknown; pass a number"
             )
         most = min(count, LARGEST_BATCH * self.least)
         return max(self.least, self.largest_batch(size, most))
@@ -499,7 +498,7 @@ class Memory:
         fit = self.largest_batch(size, images - 1)
         if fit >= self.least:
             option = self.batch_that_fits(fit, shape)
-            return f"{option}; --batch-size auto takes the largest batch that fits{self.saves}"
+            return f"{option}; --batch-size auto uses the largest batch that fits{self.saves}"
         if self.fixed:
             return "the model accepts only this size; use a smaller model"
         found = self.largest_image(size)

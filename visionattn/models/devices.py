@@ -29,10 +29,10 @@ def autocast(device: torch.device, amp: str):
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the device with this name; ``auto`` takes a GPU if there is one.
+    """Return the device with this name; ``auto`` is a GPU if available.
 
     Raises:
-        ValueError: this machine has no such device, or the device computes nothing.
+        ValueError: this machine has no such device, or it cannot compute.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -65,7 +65,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
         torch.set_rng_state(state["torch"])
     except RuntimeError as error:
         raise ValueError(
-            f"state.random.torch is no state of a generator: {first_line(error)}"
+            f"state.random.torch is not a generator state: {first_line(error)}"
         ) from error
     if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])

@@ -2,7 +2,7 @@
 describes the images of a model with weights.
 
 timm's configuration has fewer fields for images than ``DataSpec``. Its transform pads ``native``
-and ``pad`` images to a square around their centre, and has no bands or value ranges. So the whole
+and ``pad`` images to a square around their center, and has no bands or value ranges. So the whole
 specification is attached as a note, and a model of ours built with weights has it again as
 ``data_spec``.
 """
@@ -58,7 +58,7 @@ PIXEL = dict(
     mlp_ratio=1.0,
 )
 PIXEL |= dict(init_values=1e-4, global_pool="token")
-"""A model whose patches are the pixels of grey 32 x 32 images, one-hot ``[B, 256, 32, 32]``.
+"""A model whose patches are the pixels of gray 32 x 32 images, one-hot ``[B, 256, 32, 32]``.
 
 Source: TaylorShift, section 5 (class token, LayerScale from 1e-4, MLP ratio 1).
 """
@@ -187,8 +187,8 @@ def _args_of_file(
     defaults: Mapping[str, Any],
     given: Mapping[str, Any],
 ) -> tuple[dict[str, Any], Any]:
-    """Return the arguments that one of our files states and ``given`` does not, and the
-    ``DataSpec`` of its images.
+    """Return the arguments in one of our files that are missing in ``given``, and the ``DataSpec``
+    of its images.
 
     For other files return no arguments and None.
 
@@ -203,7 +203,7 @@ def _args_of_file(
     """
     try:
         metadata = read_metadata(path)
-    except (ValueError, OSError):  # timm reads it, or reports why not
+    except (ValueError, OSError):  # timm reads the file or reports the error
         return {}, None
     if metadata.get("format") != FORMAT:
         return {}, None
@@ -213,8 +213,8 @@ def _args_of_file(
     own = DEFAULTS[source.partition(".")[0]].get("attention")
     if own != defaults.get("attention") and "attention" not in given:
         raise ValueError(
-            f"{path} holds a {source}, of attention {own}, and {name} is of "
-            f"{defaults.get('attention')}; create {source}, or the pyramid of its family"
+            f"expected attention {defaults.get('attention')} for {name}, got a {source} with "
+            f"attention {own} ({path}); create {source}, or the pyramid of its family"
         )
     stated = _of_body(stated) | {"in_chans": spec.in_chans}
     if spec.task != "segmentation":
@@ -255,8 +255,7 @@ def _build(name: str, pretrained: bool, args: dict[str, Any]) -> nn.Module:
             known = [each for each in DEFAULTS if is_model_pretrained(each)]
             others = f"; visionattn has some of {', '.join(known)}" if known else ""
             raise ValueError(
-                f"there are no pretrained weights of {name}{others}; build it with "
-                "pretrained=False, or name a file of weights with "
+                f"no pretrained weights of {name}{others}; build it with pretrained=False, or pass "
                 'pretrained_cfg_overlay=dict(file="...")'
             )
     args.pop("output_stride", None)

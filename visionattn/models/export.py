@@ -65,14 +65,14 @@ class Trial:
 
 
 class PreparedModel(nn.Module):
-    """A model that takes the contents of image files and normalises them with its ``DataSpec``."""
+    """A model that accepts the values of image files and normalizes them with its ``DataSpec``."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
 
     def forward(self, images: Tensor):
-        """Map ``[B, C, H_px, W_px]``, as ``DataSpec.prepare`` takes it, to the model's output."""
+        """Map ``[B, C, H_px, W_px]``, the input of ``DataSpec.prepare``, to the model's output."""
         return self.model(self.model.data_spec.prepare(images).to(_dtype(self.model)))
 
 
@@ -82,14 +82,14 @@ def check_exportable(model: nn.Module) -> None:
     inner = _body(model)
     if not isinstance(inner, VisionAttnTransformer):
         raise ValueError(
-            f"{name_of(model)} is not a visionattn model; use torch.onnx.export or torch.export "
-            "for timm models"
+            f"expected a model of visionattn, got {name_of(model)}; export timm models with "
+            "torch.onnx.export or torch.export"
         )
     if inner.patch_embed.strict_img_size:
         raise ValueError(
-            f"{name_of(model)} takes images of {' x '.join(map(str, inner.patch_embed.img_size))} "
-            "px only (dynamic_img_size=False), and an exported file takes any size; build it "
-            "without"
+            f"expected a model for any image size, got {name_of(model)} for "
+            f"{' x '.join(map(str, inner.patch_embed.img_size))} px only; build it without "
+            "dynamic_img_size=False"
         )
 
 
@@ -101,8 +101,8 @@ def export(
     prepare: bool = False,
     notes: dict[str, str] | None = None,
 ) -> list[Trial]:
-    """Write a model to a file, after checking that the file gives the model's output for images of
-    three sizes, one of them not square.
+    """Write a model to a file, after comparing its outputs with the model's for images of three
+    sizes, one of them not square.
 
     The file is written completely or not at all.
 
@@ -112,17 +112,17 @@ def export(
         format: "onnx"; "torch", a program that ``torch.export.load`` reads wherever torch is
             installed; "compiled", a package of AOTInductor for CPUs like this one, which needs a
             C++ compiler.
-        prepare: the file takes the contents of image files, as ``DataSpec.prepare`` does; False: it
-            takes the model's normalised input, in its dtype.
+        prepare: the input is the values of image files, as for ``DataSpec.prepare``; False: it is
+            the model's normalized input, in its dtype.
         notes: further metadata.
 
     Returns:
         The results of the comparisons.
 
     Raises:
-        ValueError: a model that cannot be exported, a missing package or compiler, or a file whose
-            output differs by more than 1e-4 (8e-3 in float16, 6e-2 in bfloat16); one line, and
-            nothing has been written.
+        ValueError: a model that cannot be exported, a missing package or compiler, or outputs that
+            differ by more than 1e-4 (8e-3 in float16, 6e-2 in bfloat16). One line; nothing is
+            written.
         OSError: the file cannot be written.
     """
     check_exportable(model)
@@ -134,8 +134,8 @@ def export(
     spec = getattr(model, "data_spec", None)
     if prepare and spec is None:
         raise ValueError(
-            f"{name_of(model)} does not state its mean and std; pass weights of visionattn train, "
-            "or omit prepare"
+            f"prepare needs the mean and std of {name_of(model)}, which are unknown; pass weights "
+            "of visionattn train, or remove prepare"
         )
     write = {"onnx": _write_onnx, "torch": _write_program, "compiled": _write_compiled}[format]
     with (
@@ -307,14 +307,17 @@ def _trials(
             raise ValueError(said) from error
         shapes = [[list(y.shape) for y in of] for of in (found, wanted)]
         if shapes[0] != shapes[1]:
-            raise ValueError(f"{_tried(size)}: the file gives {shapes[0]}, the model {shapes[1]}")
+            raise ValueError(
+                f"{_tried(size)}: expected outputs {shapes[1]}, as the model's, got {shapes[0]}"
+            )
         pairs = list(zip(found, wanted, strict=True))
         difference = max(float((a - b).abs().max()) for a, b in pairs)
         most = max(MOST_DIFFERENCE, ROUNDINGS * torch.finfo(_dtype(model)).eps)
         most *= max(1.0, *(float(b.abs().max()) for _, b in pairs))
         if not difference <= most:
             raise ValueError(
-                f"{_tried(size)}: the file is {difference:.1e} from the model, more than {most:.1e}"
+                f"{_tried(size)}: expected a difference from the model of at most {most:.1e}, got "
+                f"{difference:.1e}"
             )
         yield Trial(*size, difference)
 
@@ -328,26 +331,27 @@ def _tried(size: tuple[int, int, int]) -> str:
 
 @dataclass
 class ExportOptions:
-    """A model exported to a file for other runtimes."""
+    """Options of an export for other runtimes."""
 
     model: str | None = None
-    """The ``best.safetensors`` of a run, another file that ``visionattn.load_model`` reads, or a
-    timm name of one of our models; it may be the first word, without ``--model``.
+    """Model to export: the ``best.safetensors`` of a run, another file that
+    ``visionattn.load_model`` reads, or a timm name of a model of this package. It may be the first
+    word, without ``--model``.
     """
     pretrained: bool = False
-    """Use the pretrained weights of the name; otherwise weights are random."""
+    """Use pretrained weights of the name; otherwise weights are random."""
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of a model given by name, e.g. ``{num_classes: 10}``."""
     format: Format = "onnx"
-    """``onnx`` for ONNX Runtime and others; ``torch``, a program that ``torch.export.load`` reads;
-    ``compiled``, a package compiled by AOTInductor for CPUs like this one.
+    """File format: ``onnx`` for ONNX Runtime and others; ``torch``, a program for
+    ``torch.export.load``; ``compiled``, a package compiled by AOTInductor for CPUs like this one.
     """
     prepare: bool = False
-    """The file takes the contents of image files and normalises them; otherwise it takes normalised
-    float32.
+    """Include preprocessing: the exported model accepts values of image files and normalizes them.
+    Otherwise it accepts normalized float32.
     """
     output: str | None = None
-    """The file, ending in .onnx or .pt2."""
+    """File to write, ending in .onnx or .pt2."""
     overwrite: bool = False
     """Replace an existing file."""
     seed: int = 0
@@ -355,7 +359,7 @@ class ExportOptions:
 
 
 def export_model(argv: Sequence[str], say: Callable[[str], None]) -> None:
-    """Export as the flags of ``visionattn export`` say, and report what was written.
+    """Export as the flags of ``visionattn export`` say, and report the written file.
 
     Raises:
         ValueError, FileNotFoundError: a flag is wrong, or the model is missing, not ours or not
@@ -372,28 +376,29 @@ def export_model(argv: Sequence[str], say: Callable[[str], None]) -> None:
     )
     if options.model is None or options.output is None:
         raise ValueError(
-            "expected a model, e.g. scaleformer_vit_s or a file of weights, and the file to write "
-            "with --output"
+            "expected a model, e.g. scaleformer_vit_s or a file of weights, and --output FILE"
         )
     output, suffix = Path(options.output), SUFFIXES[options.format]
     if output.suffix != suffix:
-        raise ValueError(f"output {output}: a file of format {options.format} ends in {suffix}")
+        raise ValueError(
+            f"expected an --output that ends in {suffix} for format {options.format}, got {output}"
+        )
     check_free(output, options.overwrite)
     if output.exists() and output.resolve() == Path(options.model).resolve():
-        raise ValueError(f"{output} is the model's own file; write to another file")
+        raise ValueError(f"{output} is the model's own file; pass another --output")
     model = _opened(options.model, options)
     begun = time.perf_counter()
     trials = export(model, output, options.format, prepare=options.prepare)
     seconds = time.perf_counter() - begun
     for trial in trials:
         size = f"{trial.batch} x {trial.height} x {trial.width} px"
-        say(f"{size}: {trial.difference:.1e} from the model")
+        say(f"{size}: largest difference from the model {trial.difference:.1e}")
     say(f"{output}: {sized(output.stat().st_size)}, format {options.format}, {seconds:.0f} s")
     if options.prepare:
         kind = "uint8" if model.data_spec.value_range is None else "float32 in [0, 1]"
-        say(f"it takes {kind} {SHAPE}, and normalises them")
+        say(f"input: {kind} {SHAPE}; the file normalizes it")
     else:
-        say(f"it takes normalised float32 {SHAPE}")
+        say(f"input: normalized float32 {SHAPE}")
 
 
 def _opened(source: str, options: ExportOptions) -> nn.Module:
@@ -403,7 +408,9 @@ def _opened(source: str, options: ExportOptions) -> nn.Module:
         torch.manual_seed(options.seed)
         return created(source, options.pretrained, options.args)
     if options.pretrained or options.args:
-        raise ValueError(f"pretrained and args need a model name, got the file {source}")
+        raise ValueError(
+            f"pretrained and args need a model name, got the file {source}; remove them"
+        )
     model = load_model(source)
     check_finite(model.state_dict(), source)
     return model

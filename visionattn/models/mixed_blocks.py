@@ -25,7 +25,7 @@ def options_of_blocks(
 ) -> list[dict[str, Any]]:
     """Return the options of each block's ``Attention``.
 
-    With blocks of several kinds, each takes the options that it can use. Every second window block
+    With blocks of several kinds, each gets the options that it can use. Every second window block
     is shifted.
 
     Args:
@@ -34,7 +34,7 @@ def options_of_blocks(
         options: options of ``Attention``, given once for all blocks; None, False and "auto" are
             defaults.
         softmax_blocks: indices of blocks that use timm's own softmax, whatever ``attention`` says;
-            they take no options.
+            they have no options.
 
     Raises:
         ValueError: a wrong number of names, an unknown name, an option that no block can use, or a
@@ -60,7 +60,8 @@ def options_of_blocks(
     if 0 < depth == len(exact) and useless:
         option = useless[0]
         raise ValueError(
-            f"{option}={given[option]!r} has no effect: all blocks are in softmax_blocks"
+            f"{option}={given[option]!r} has no effect, because all blocks are in softmax_blocks; "
+            "remove it"
         )
     for option, value in given.items():
         if kinds and all(option in of for of in idle.values()):
@@ -94,9 +95,7 @@ def places_of_blocks(indices: Sequence[int], depth: int, name: str = "softmax_bl
         raise ValueError(f"{name}: expected a list of indices of blocks, got {indices!r:.80}")
     for i in indices:
         if not -depth <= i < depth:
-            raise ValueError(
-                f"{name}: there is no block {i}; the {depth} blocks are 0 to {depth - 1}"
-            )
+            raise ValueError(f"{name}: expected blocks 0 to {depth - 1} of {depth}, got {i}")
     return sorted({i % depth for i in indices})
 
 
@@ -123,7 +122,7 @@ def warn_of_softmax(blocks: nn.Sequential, x: Tensor) -> None:
     places = [i for i, block in enumerate(blocks) if block.attn.attention == "softmax"]
     if places:
         warnings.warn(
-            f"softmax over {x.shape[1]:,} tokens in blocks {places} takes time that grows with "
-            'their square; "window" and "kernelized" are linear in them',
+            f"softmax over {x.shape[1]:,} tokens in blocks {places} takes quadratic time; "
+            '"window" and "kernelized" are linear',
             stacklevel=2,
         )

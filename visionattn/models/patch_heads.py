@@ -63,20 +63,21 @@ class PatchModel(nn.Module):
         parts = ("blocks", "forward_intermediates", "prune_intermediate_layers")
         if patch_px is None or not all(hasattr(backbone, part) for part in parts):
             raise ValueError(
-                f"{type(backbone).__name__} has no patch features for a head; take a vision "
-                "transformer, such as scaleformer_vit_s or vit_small_patch16_224"
+                "expected a vision transformer with patch features, such as scaleformer_vit_s or "
+                f"vit_small_patch16_224, got {type(backbone).__name__}"
             )
         if hasattr(backbone, "pyramid"):
             raise ValueError(
-                f"{type(backbone).__name__} gives a pyramid of maps, and this head takes the "
-                "features of patches; take the model without _pyramid, or a decoder for pyramids"
+                "expected a model with patch features, got the pyramid "
+                f"{type(backbone).__name__}; use the model without _pyramid, or a decoder for "
+                "pyramids"
             )
         if not head_hidden and (head_drop or head_depth):
             option = "head_depth" if head_depth else "head_drop"
-            raise ValueError(f"{option} follows a hidden layer; name its width, head_hidden")
+            raise ValueError(f"{option} needs a hidden layer; pass its width, head_hidden")
         if head_attention != "kernelized" and not head_depth:
             raise ValueError(
-                "head_attention is for blocks of the head; name their number, head_depth"
+                "head_attention needs blocks in the head; pass their number, head_depth"
             )
         self.patch_px = to_2tuple(patch_px)
         """Height and width of a patch in pixels."""
@@ -86,7 +87,7 @@ class PatchModel(nn.Module):
             [-1] if head_blocks is None else head_blocks, len(backbone.blocks), "head_blocks"
         )
         if not self.taken:
-            raise ValueError("head_blocks: expected a block or more, got none")
+            raise ValueError("head_blocks: expected at least one block, got none")
         # timm's own method drops the parts that no chosen block needs; the final norm stays.
         backbone.prune_intermediate_layers(self.taken, prune_norm=False, prune_head=True)
         self.backbone = backbone
@@ -196,7 +197,9 @@ class PatchClassifier(PatchModel):
     def __init__(self, backbone: nn.Module, num_classes: int, *, head_top: int = 5, **head: Any):
         super().__init__(backbone, **head)
         if type(head_top) is not int or head_top < 0:
-            raise ValueError(f"head_top must be a number of patches, or 0 for all, got {head_top}")
+            raise ValueError(
+                f"expected head_top to be a number of patches, or 0 for all, got {head_top}"
+            )
         self.num_classes, self.top = num_classes, head_top
         self.head = nn.Identity()
         if num_classes:
@@ -213,7 +216,7 @@ class PatchClassifier(PatchModel):
 
         Args:
             sizes: int64 ``[B, 2]``, filled height and width of each image in pixels, for bodies
-                that leave out the rest.
+                that skip padding.
         """
         scores = self.head(self.forward_patches(x, sizes)).flatten(2).mT
         how = f"top{self.top}" if self.top else "avg"
@@ -238,7 +241,7 @@ class KeptMaps(nn.Module):
 
     @property
     def patch_embed(self) -> "KeptMaps":
-        """Return what has the size of a patch, as in other bodies."""
+        """Return the object with the patch size, as in other bodies."""
         return self
 
     def prune_intermediate_layers(self, *_, **__) -> None:

@@ -3,9 +3,9 @@ canvas, and calls of any model, ours or timm's, on such images.
 
 Patch (y, x) of an image is present if its first pixel is, and it is used unchanged, padding at its
 lower and right edges included. In the blocks, attention reads this from the ``TokenLayout``. Our
-models leave out the unfilled part of the canvas; for other models it is a black part of the image.
-FX does not trace into the functions here, so they may test arguments that can be None. Their names
-have no underscore, because FX only wraps such names.
+models skip the unfilled part of the canvas; other models see it as black. FX does not trace into
+the functions here, so they may test arguments that can be None. Their names have no underscore,
+because FX only wraps such names.
 """
 
 import inspect
@@ -272,8 +272,8 @@ def _present_of_pooled(tokens: Tensor, present: Tensor, num_prefix: int, with_pr
     wanted = (tokens.shape[0], tokens.shape[1] - num_prefix)
     if not isinstance(present, Tensor) or present.dtype != torch.bool or present.shape != wanted:
         raise ValueError(
-            f"present: expected bool {list(wanted)}, the patches of the sequence that are there, "
-            f"got {described(present)}"
+            f"present: expected bool {list(wanted)}, True for the present patches of the "
+            f"sequence, got {described(present)}"
         )
     return F.pad(present, (num_prefix, 0), value=True) if with_prefix else present
 
@@ -326,7 +326,7 @@ def scores_of_absent(
 
 
 def takes_sizes(model: nn.Module) -> bool:
-    """Return whether a model leaves out the unfilled part of a canvas."""
+    """Return whether a model skips the unfilled part of a canvas."""
     # A compiled model's own forward accepts any arguments.
     plain = getattr(model, "_orig_mod", model)
     return "sizes" in inspect.signature(getattr(plain, "backbone", plain).forward).parameters
@@ -334,14 +334,14 @@ def takes_sizes(model: nn.Module) -> bool:
 
 def input_size(model: nn.Module, size: tuple[int, int]) -> tuple[int, int]:
     """Return the rows and columns of a model's input for an image of a height and width in pixels:
-    patches if it takes feature maps (``KeptMaps``), else pixels.
+    patches for feature maps (``KeptMaps``), else pixels.
     """
     down, across = getattr(getattr(model, "backbone", model), "input_px", (1, 1))
     return size[0] // down, size[1] // across
 
 
 def call(model: Callable[..., Tensor], inputs: Tensor, sizes: Tensor | None) -> Tensor:
-    """Return the outputs per class for inputs ``[B, C, H, W]`` that images fill up to ``sizes``,
+    """Return the outputs per class for inputs ``[B, C, H, W]``. Images fill them up to ``sizes``,
     int64 ``[B, 2]`` in pixels; None: completely.
     """
     return model(inputs) if sizes is None else model(inputs, sizes=sizes.to(inputs.device))
@@ -367,7 +367,7 @@ def last_map(model: nn.Module, inputs: Tensor, sizes: Tensor | None) -> Tensor:
 
 @contextmanager
 def in_eval(model: nn.Module) -> Iterator[None]:
-    """Put a model into eval mode in the context, then restore the mode of each part."""
+    """Put a model into eval mode in the context, and restore the mode of each part."""
     training = [part for part in model.modules() if part.training]
     try:
         model.eval()

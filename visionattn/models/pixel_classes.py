@@ -1,4 +1,4 @@
-"""Classes of pixels: colours, and agreement of masks."""
+"""Classes of pixels: colors, and agreement of masks."""
 
 import numpy as np
 
@@ -9,8 +9,8 @@ from visionattn.models.weights import DataSpec
 def palette(spec: DataSpec) -> list[int]:
     """Return red, green and blue for all 256 values of a mask.
 
-    The colours come from the data, or from PASCAL VOC, whose colours are distinct. Ignored pixels
-    get the grey farthest from all class colours, usually white.
+    The colors come from the data, or from PASCAL VOC, whose colors are distinct. Ignored pixels
+    get the gray farthest from all class colors, usually white.
     """
     colours = list(spec.colours or ())
     for number in range(len(colours), IGNORED):
@@ -30,12 +30,12 @@ def palette(spec: DataSpec) -> list[int]:
 
 
 def painted(mask: np.ndarray, spec: DataSpec) -> np.ndarray:
-    """Return a mask ``[H, W]`` in colours, uint8 ``[H, W, 3]``."""
+    """Return a mask ``[H, W]`` in colors, uint8 ``[H, W, 3]``."""
     return np.array(palette(spec), np.uint8).reshape(-1, 3)[mask]
 
 
 def striped(mask: np.ndarray, spec: DataSpec) -> np.ndarray:
-    """Return a mask in colours as ``painted`` does, with stripes of two greys on ignored pixels."""
+    """Return a mask in colors as ``painted`` does, with stripes of two grays on ignored pixels."""
     colours = painted(mask, spec)
     rows, columns = np.indices(mask.shape)
     stripes = (mask == IGNORED) & ((rows + columns) % 4 < 2)

@@ -63,8 +63,8 @@ class PixelDecoder(nn.Module):
 
     Tokens are values, row by row from the top left, the channels of a pixel next to each other:
     images ``[B, C, H, W]`` are sequences ``[B, N]`` with ``N = H * W * C``. Token i holds value i -
-    1 and the place of value i, and predicts value i. Height and width are free; how well a model
-    works at sizes that it was not trained on depends on training.
+    1 and the place of value i, and predicts value i. Images may have any height and width; quality
+    at other sizes than in training is not guaranteed.
 
     Args:
         in_chans: C.
@@ -83,7 +83,7 @@ class PixelDecoder(nn.Module):
         output: "categorical": a probability for each level; "mixture": a mixture of logistic
             distributions, each integrated over the width of a level.
         mixtures: number of distributions; None: 10.
-        conditioned: whether images depend on a class: every call then takes labels.
+        conditioned: whether images depend on a class, so that every call needs labels.
         init_values: initial value of LayerScale; None: no LayerScale.
         proj_drop, drop_path: dropout after projections, and of residual branches.
 
@@ -92,7 +92,7 @@ class PixelDecoder(nn.Module):
             effect.
 
     Sources: Katharopoulos et al. 2020, section 4.2 (images by linear attention); Salimans et al.
-    2017, section 2.1 (discretised logistic mixture).
+    2017, section 2.1 (discretized logistic mixture).
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class PixelDecoder(nn.Module):
         if conditioned and not num_classes:
             raise ValueError("conditioned: there are no classes; num_classes says how many")
         if relative == "none" and not (rows is None and reach is None):
-            raise ValueError("rows and reach have no effect: there is no relative position")
+            raise ValueError("rows and reach need relative position; remove them")
         self.in_chans, self.num_classes, self.levels = in_chans, num_classes, levels
         self.embed_dim, self.attention, self.output = embed_dim, attention, output
         self.conditioned = conditioned
@@ -163,7 +163,7 @@ class PixelDecoder(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Initialise projections as timm does; similar values get similar embeddings, and logistic
+        """Initialize projections as timm does; similar values get similar embeddings, and logistic
         distributions cover the range.
         """
         for module in self.modules():
@@ -277,9 +277,9 @@ class PixelDecoder(nn.Module):
         """
         if (values is None) != (state.position == 0):
             wanted = "none before the first one" if state.position == 0 else "the last ones"
-            raise ValueError(f"values: expected {wanted}, at position {state.position}")
+            raise ValueError(f"values: expected {wanted} at position {state.position}")
         if state.position == state.values:
-            raise ValueError(f"the images have all their {state.values} values")
+            raise ValueError(f"the images are complete: all {state.values} values are generated")
         pixel, channel = divmod(state.position, self.in_chans)
         rows, columns, channels = state.places
         y, x = divmod(pixel, state.size[1])
@@ -301,7 +301,7 @@ class PixelDecoder(nn.Module):
         """Return the values of images in raster order, int64 ``[B, N]``, and the image size."""
         if images.ndim != 4 or images.shape[1] != self.in_chans or images.is_floating_point():
             raise ValueError(
-                f"expected whole numbers [B, {self.in_chans}, H, W], got {images.dtype} "
+                f"expected integers [B, {self.in_chans}, H, W], got {images.dtype} "
                 f"{list(images.shape)}"
             )
         size = images.shape[2], images.shape[3]
@@ -321,11 +321,13 @@ class PixelDecoder(nn.Module):
         """
         if self.class_embed is None:
             if labels is not None:
-                raise ValueError("labels: the model is not conditioned; build it with conditioned")
+                raise ValueError(
+                    "labels need a conditioned model; remove them, or build it with conditioned"
+                )
             return self._like.new_zeros(self.embed_dim)
         if labels is None or tuple(labels.shape) != (batch,):
             got = "none" if labels is None else list(labels.shape)
-            raise ValueError(f"labels: the model is conditioned and wants [{batch}], got {got}")
+            raise ValueError(f"labels: expected [{batch}] for a conditioned model, got {got}")
         return self.class_embed(labels)
 
     def _places(self, size: Size) -> tuple[Tensor, Tensor, Tensor]:

@@ -39,8 +39,8 @@ class SimplePyramid(nn.Module):
         super().__init__()
         if patch_px not in {1 << i for i in range(LARGEST_PATCH.bit_length())}:
             raise ValueError(
-                f"patch_size {patch_px}: maps at strides {', '.join(map(str, STRIDES))} need a "
-                f"patch of a power of two px up to {LARGEST_PATCH}"
+                f"expected a patch_size that is a power of two up to {LARGEST_PATCH}, for maps at "
+                f"strides {', '.join(map(str, STRIDES))}, got {patch_px}"
             )
         dd = {"device": device, "dtype": dtype}
         self.levels = nn.ModuleList(
@@ -62,7 +62,7 @@ def _level(dim: int, patch_px: int, stride: int, channels: int, dd: dict) -> nn.
         layers.append(nn.ConvTranspose2d(dim, half, 2, 2, **dd))
         dim, patch_px = half, patch_px // 2
     if patch_px < stride:
-        # Include the border: no patch of a grid with an odd side is left out.
+        # Include the border, so that grids with an odd side lose no patch.
         layers.append(nn.MaxPool2d(stride // patch_px, ceil_mode=True))
     for inputs, side in ((dim, 1), (channels, 3)):
         layers.append(nn.Conv2d(inputs, channels, side, padding=side // 2, bias=False, **dd))
@@ -75,8 +75,8 @@ class PyramidTransformer(VisionAttnTransformer):
     of 4, 8, 16 and 32 px.
 
     timm's ``features_only`` passes them to decoders and detectors. A forward pass classifies like
-    the model without a pyramid, and the weights of that model load here; the pyramid's layers have
-    no part in it.
+    the model without a pyramid and does not use the pyramid's layers; that model's weights load
+    here.
 
     Args:
         pyramid_channels: channels of each map.
@@ -95,7 +95,7 @@ class PyramidTransformer(VisionAttnTransformer):
         super().__init__(*args, device=device, dtype=dtype, **options)
         rows, columns = self.patch_embed.patch_size
         if rows != columns:
-            raise ValueError(f"patch_size {rows} x {columns}: a pyramid needs square patches")
+            raise ValueError(f"expected square patches for a pyramid, got {rows} x {columns}")
         self.pyramid = SimplePyramid(self.embed_dim, rows, pyramid_channels, device, dtype)
         self.pyramid_channels = pyramid_channels
         self._say_maps()
@@ -116,8 +116,8 @@ class PyramidTransformer(VisionAttnTransformer):
         own = tuple(self.patch_embed.patch_size)
         if patch_size is not None and to_2tuple(patch_size) != own:
             raise ValueError(
-                f"patch_size {patch_size}: the pyramid was made for patches of {own[0]} px; build "
-                "the model with patch_size"
+                f"expected patch_size {own[0]}, for which the pyramid was built, got "
+                f"{patch_size}; build the model with patch_size"
             )
         super().set_input_size(img_size=img_size)
         self._say_maps()
@@ -156,7 +156,7 @@ class PyramidTransformer(VisionAttnTransformer):
         is_causal: bool = False,
         sizes: Tensor | None = None,
     ):
-        """Return maps at chosen strides; arguments and results as in timm, ``sizes`` as in
+        """Return maps at chosen strides. Arguments and results are as in timm; ``sizes`` is as in
         the forward pass.
 
         Map i is ``[B, pyramid_channels, ceil(H_px / s), ceil(W_px / s)]`` with stride

@@ -45,15 +45,13 @@ def register_writer(module: str, name: str, kind: type[nn.Module]) -> None:
     Args:
         module: ``__name__`` of the calling module.
         name: its name.
-        kind: its class, which takes ``in_chans``, ``num_classes`` and its options.
+        kind: its class, with the arguments ``in_chans``, ``num_classes`` and its options.
     """
     WRITERS[name] = kind
 
     def create(pretrained: bool = False, **kwargs) -> nn.Module:
         if pretrained:
-            raise ValueError(
-                f"there are no pretrained weights of {name}; build it with pretrained=False"
-            )
+            raise ValueError(f"no pretrained weights of {name}; build it with pretrained=False")
         timms = ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
         return kind(**{key: value for key, value in kwargs.items() if key not in timms})
 
@@ -134,6 +132,6 @@ def check_reads(model: nn.Module) -> None:
     name = next((name for name, kind in WRITERS.items() if isinstance(model, kind)), None)
     if name is not None:
         raise ValueError(
-            f"{name} generates images, and gives neither classes nor features of images; use "
+            f"expected a model with classes or features, got {name}, which generates images; use "
             "visionattn generate"
         )

@@ -65,16 +65,16 @@ def _check_attention(name: str, layer: Attention) -> None:
         if not isinstance(module := getattr(layer, part), kind | None):
             raise ValueError(f"{name} has a {type(module).__name__} as {part}")
     if layer.operation is not OPERATIONS[layer.kind.name]:
-        raise ValueError(f"{name} has an operation that does not belong to its attention")
+        raise ValueError(f"{name} has an operation of another attention")
     if not layer.kind.states and not layer.kind.windows:
         raise ValueError(
-            f"{name} is a softmax over all tokens, in which every query needs every key; expected "
-            "kernelized, taylorshift or window"
+            "expected attention kernelized, taylorshift or window, got softmax over all tokens "
+            f"in {name}"
         )
     if layer.feature_map is not None and not is_per_token(get_feature_map(layer.feature_map)):
         raise ValueError(
-            f'{name} has feature_map="softmax", whose keys depend on each other; expected elu1, '
-            "relu or random"
+            "expected feature_map elu1, relu or random, got softmax, whose keys depend on each "
+            f"other, in {name}"
         )
 
 
@@ -102,7 +102,7 @@ def _check_tokens(model: nn.Module, body: VisionAttnTransformer) -> None:
         name = f"blocks.{number}"
         found = _tried(name, _parts_of(block), body.embed_dim, like, dtype)
         if found != dtype and not torch.is_autocast_enabled(like.device.type):
-            raise ValueError(f"{name} turns tokens of {dtype} into {found}; give it one dtype")
+            raise ValueError(f"{name} turns tokens of {dtype} into {found}; use one dtype")
     _tried("norm, head or pooling", last, body.embed_dim, like, dtype)
 
 

@@ -48,8 +48,8 @@ class Segmenter(PatchModel):
         self.stride = math.gcd(rows, columns) if head_stride is None else head_stride
         if self.stride < 1 or rows % self.stride or columns % self.stride:
             raise ValueError(
-                f"head_stride {self.stride} does not divide the sides of a patch of {rows} x "
-                f"{columns} pixels"
+                f"expected a head_stride that divides a patch of {rows} x {columns} pixels, got "
+                f"{self.stride}"
             )
         self.num_classes = num_classes
         self.cells = rows // self.stride, columns // self.stride
@@ -90,7 +90,7 @@ class Segmenter(PatchModel):
 
         Args:
             sizes: int64 ``[B, 2]``, filled height and width of each image in pixels, for bodies
-                that leave out the rest; logits there are undefined.
+                that skip padding; logits there are undefined.
         """
         logits = enlarged(self.forward_cells(x, sizes), self.stride)
         if getattr(self.patch_embed, "dynamic_img_pad", False):
@@ -133,9 +133,9 @@ class Segmenter(PatchModel):
 
 @torch.no_grad()
 def classifier_of(model: Segmenter, top: int) -> PatchClassifier:
-    """Return the classifier of images whose output for each class but the first, the background, is
-    the mean over its ``top`` largest patches of the difference of both logits. It shares body and
-    hidden layers with the model.
+    """Return an image classifier that shares body and hidden layers with the model. Its output for
+    a class is the mean over the ``top`` largest patches of the class's logit minus the logit of the
+    first class, the background; the first class has no output.
 
     Raises:
         ValueError: a patch has several cells, there are fewer than three classes, or as
@@ -143,8 +143,8 @@ def classifier_of(model: Segmenter, top: int) -> PatchClassifier:
     """
     if model.cells != (1, 1) or model.num_classes < 3:
         raise ValueError(
-            f"expected a logit per patch and two classes beside the background, got {model.cells} "
-            f"cells and {model.num_classes} classes"
+            "expected one logit per patch, and two classes in addition to the background, got "
+            f"{model.cells} cells and {model.num_classes} classes"
         )
     made = PatchClassifier(
         model.backbone, model.num_classes - 1, head_blocks=model.taken, head_top=top
@@ -179,7 +179,7 @@ def probabilities_of(logits: Tensor) -> Tensor:
 
 
 def enlarged(logits: Tensor, times: int) -> Tensor:
-    """Return maps ``[B, C, H, W]`` enlarged by an integer factor, bilinearly between the centres of
+    """Return maps ``[B, C, H, W]`` enlarged by an integer factor, bilinearly between the centers of
     cells.
     """
     if times == 1:

@@ -125,12 +125,11 @@ def _is_ours(name: str) -> bool:
 
 
 def fitted_whole(model: nn.Module, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state dict to load, adapted to the model if it comes from a plain ViT, a
+    """Return a state dict to load. It is adapted to the model if it comes from a plain ViT, a
     segmentation model or a model without a pyramid.
 
     One warning names the parameters that keep the model's values. A state dict with any part that
-    only our models have counts as ours: what it lacks, except a whole pyramid, is missing, and
-    torch reports that.
+    only our models have counts as ours: torch then reports missing parts, except a whole pyramid.
     """
     own, fresh = model.state_dict(), []
     if any(name.startswith(f"{BODY}blocks.") for name in given):
@@ -155,7 +154,7 @@ def _warn_of_fresh(names: list[str]) -> None:
     if names:
         parts = [".".join(n.split(".")[:3]) if n.startswith(PYRAMID) else n for n in names]
         listed = shorten(list(dict.fromkeys(parts)))
-        warnings.warn(f"not in the weights, so that they start fresh: {listed}", stacklevel=3)
+        warnings.warn(f"not in the weights, kept at their initial values: {listed}", stacklevel=3)
 
 
 def filter_pretrained(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

@@ -39,14 +39,14 @@ class Placement:
         lines = [f"  {what} ({len(names)}): {shorten(names)}" for what, names in parts if names]
         if any(".output_gate." in name for name in self.missing):
             lines.append(
-                "  output gates start near 0, so little of the copied attention passes; "
-                "--model.args.output_gate false removes them"
+                "  output gates start near 0 and suppress the copied attention; pass "
+                "--model.args.output_gate false to remove them"
             )
         return [head, *lines]
 
 
 def place_weights(model: nn.Module, name: str, path: str | Path) -> Placement:
-    """Initialise a model from weights with another head, patch size, image size or number of
+    """Initialize a model from weights with another head, patch size, image size or number of
     channels, as far as they fit.
 
     The model's ``checkpoint_filter_fn`` renames and resamples. Tensors that still differ in shape
@@ -88,7 +88,7 @@ def place_weights(model: nn.Module, name: str, path: str | Path) -> Placement:
     placed = [key for key in wanted if key in fitting]
     if not any(fitting[key].ndim > 1 for key in placed):
         raise ValueError(
-            f"nothing of {path} fits the model {name}: {describe_misfit(filtered, wanted)}"
+            f"no tensor of {path} fits the model {name}: {describe_misfit(filtered, wanted)}"
         )
     # For the list: tensors of the file that were used, under any name, and those resampled.
     origins = {id(value): key for key, value in given.items()}

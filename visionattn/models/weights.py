@@ -72,7 +72,9 @@ UNBUILDABLE = (
     RuntimeError,
     TypeError,
 )
-"""Exceptions of timm models for arguments that they do not take, in addition to ``ValueError``."""
+"""Exceptions of timm models for arguments that they do not accept, in addition to
+``ValueError``.
+"""
 OPTIONAL = ("thresholds", "target_mean", "target_std")
 """Fields of ``DataSpec`` that files lack unless they are set."""
 HASH_IN_NAME = re.compile(r"-([0-9a-f]{8,64})\.[^.]*$")
@@ -88,7 +90,7 @@ class DataSpec:
     """
 
     in_chans: int
-    """Channels of the model's input: 256 for one-hot grey levels, else one per band."""
+    """Channels of the model's input: 256 for one-hot gray levels, else one per band."""
     num_classes: int
     """Length of the output."""
     class_names: tuple[str, ...]
@@ -98,7 +100,7 @@ class DataSpec:
     std: tuple[float, ...]
     """Standard deviation per channel of images scaled to [0, 1]; empty if values are levels."""
     encoding: Literal["grey_one_hot"] | None
-    """``grey_one_hot``: each of the 256 grey levels is a channel."""
+    """``grey_one_hot``: each of the 256 gray levels is a channel."""
     img_size: int | tuple[int, int] | None
     """Size of training images in pixels, as ``fit`` uses it: height and width, or one number for
     both; for ``native`` the longest side (None: no limit).
@@ -108,7 +110,7 @@ class DataSpec:
     max_patches: int | None = None
     """Maximum number of patches of an image, only for ``native``; None: no limit."""
     bands: tuple[int, ...] | None = None
-    """Bands of a file that become the channels, from 1; None: grey, or red, green and blue."""
+    """Bands of a file that become the channels, from 1; None: gray, or red, green and blue."""
     value_range: tuple[float, float] | None = None
     """Values that map to 0 and 1, in files of more than 8 bits; None: the range stated in the file.
     """
@@ -162,11 +164,11 @@ class DataSpec:
 
         Args:
             images: ``[B, C, H, W]``, uint8, float32 in [0, 1] for files of more than 8 bits, or
-                float16 feature maps; C is ``in_chans``, or 1 for ``grey_one_hot``, which takes only
-                uint8.
+                float16 feature maps; C is ``in_chans``, or 1 for ``grey_one_hot``, which accepts
+                only uint8.
 
         Returns:
-            float32 ``[B, in_chans, H, W]``: ``(x - mean) / std`` for x in [0, 1], or one-hot grey
+            float32 ``[B, in_chans, H, W]``: ``(x - mean) / std`` for x in [0, 1], or one-hot gray
             levels; for ``generate`` the unchanged levels, uint8.
 
         Raises:
@@ -269,7 +271,7 @@ def load_model(
     metadata, tensors = read_safetensors(path)
     if metadata.get("format") != FORMAT:
         raise ValueError(
-            f"{path} does not describe its model; load weights of other projects with --init-from"
+            f"{path} does not state its model; pass weights of other projects as --init-from"
         )
     if metadata.get("version") != FORMAT_VERSION:
         raise ValueError(
@@ -296,7 +298,7 @@ def load_model(
         model = getattr(model, "backbone", model)
     if pyramid and "pyramid_channels" not in args:
         if not is_ours(name):
-            raise ValueError(f"{path} holds a {name}, and a pyramid is for models of visionattn")
+            raise ValueError(f"a pyramid needs a model of visionattn, got a {name} ({path})")
         options = dict(checkpoint_path=str(path), features_only=features_only)
         model = timm.create_model(name, **options, **PYRAMID)
     elif features_only:
@@ -340,7 +342,7 @@ def described(metadata: dict[str, str], path: str | Path) -> tuple[str, dict[str
             read_spec(metadata["data"]),
         )
         if not isinstance(args, dict):
-            raise ValueError(f"args must be names and values, got {brief(args)}")
+            raise ValueError(f"expected args to be names and values, got {brief(args)}")
         # macOS writes é as e and an accent: names are compared in their composed form.
         names = tuple(unicodedata.normalize("NFC", name) for name in spec.class_names)
         spec = replace(spec, class_names=names)
@@ -359,11 +361,11 @@ def described(metadata: dict[str, str], path: str | Path) -> tuple[str, dict[str
 
 
 def read_spec(text: str) -> DataSpec:
-    """Return the specification of images that a file of weights or a note has as JSON. pydantic is
-    no part of making a model, so ``check_spec`` checks it.
+    """Return the specification of images from the JSON of a file of weights or a note. Building
+    models must not need pydantic, so ``check_spec`` checks it.
 
     Raises:
-        ValueError: it is garbled; one line.
+        ValueError: it is malformed; one line.
     """
     try:
         fields = json.loads(text)
@@ -421,8 +423,8 @@ def check_spec(spec: DataSpec) -> None:
     for key, is_wrong in wrong.items():
         if is_wrong:
             raise ValueError(
-                f"data.{key} is {brief(getattr(spec, key))}, which does not go with "
-                f"in_chans {spec.in_chans} and num_classes {spec.num_classes}"
+                f"data.{key} {brief(getattr(spec, key))} does not fit in_chans {spec.in_chans} "
+                f"and num_classes {spec.num_classes}"
             )
 
 
@@ -472,7 +474,7 @@ def check_finite(tensors: dict[str, Tensor], path: str | Path) -> None:
     """
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise ValueError(f"{path} has NaN or infinity in {name}")
+            raise ValueError(f"expected finite weights, got NaN or infinity in {name} ({path})")
 
 
 def read_safetensors(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -515,7 +517,7 @@ def existing(path: str | Path) -> Path:
     if path.is_dir():
         inside = sorted(path.glob("*.safetensors"))
         best = next((each for each in inside if each.stem == "best"), *inside[:1] or [None])
-        way_out = f"name the weights in it, {best}" if best else "name a file of weights"
+        way_out = f"pass the weights in it, {best}" if best else "pass a file of weights"
         raise FileNotFoundError(f"no checkpoint at {path}: it is a folder; {way_out}")
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint at {path}")
@@ -540,7 +542,7 @@ def check_hash(path: Path) -> None:
     if not found.startswith(named[1]):
         raise ValueError(
             f"{path} is damaged: expected SHA-256 {named[1]}... by its name, got "
-            f"{found[: len(named[1])]}...; get it again, or rename a file that you changed"
+            f"{found[: len(named[1])]}...; download it again, or rename a file that you changed"
         )
 
 
@@ -555,8 +557,8 @@ def explain_safetensors(path: Path, error: SafetensorError) -> ValueError:
     """Return the error for a file that safetensors could not read."""
     if is_pickle(path):
         return ValueError(
-            f"{path} is a pickle of torch.save, not a safetensors file; give the best.safetensors "
-            "of a run"
+            f"expected a safetensors file, got a pickle of torch.save ({path}); pass the "
+            "best.safetensors of a run"
         )
     return ValueError(f"{path} is truncated or not a safetensors file: {first_line(error)}")
 
@@ -610,9 +612,9 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
     except SafetensorError:
         tensors = _tensors_in(read_pickle(path))
     if not tensors:
-        raise ValueError(f"{path} has no named tensors")
+        raise ValueError(f"expected named tensors in {path}, got none")
     for wrapper in ("module.", "_orig_mod.", "module."):
-        # A wrapper prefixes all tensors of its model; a model with a part of that name has others
+        # A wrapper prefixes all tensors of its model; a model with a part of that name has others,
         # too.
         if all(key.startswith(wrapper) for key in tensors if "." in key):
             tensors = {key.removeprefix(wrapper): value for key, value in tensors.items()}

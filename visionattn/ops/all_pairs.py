@@ -88,7 +88,7 @@ def _flops(q, k, v, table, *, backward: bool) -> int:
 
 
 def _empty_mean(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return uninitialised memory for the mean, with tokens before heads, and for the mass."""
+    """Return uninitialized memory for the mean, with tokens before heads, and for the mass."""
     dtype = accumulation_dtype(q, k, v)
     out = tokens_first(q, *q.shape[:3], v.shape[3], dtype=dtype)  # type: ignore[call-arg]
     return out, q.new_empty(q.shape[:3], dtype=dtype)

@@ -30,7 +30,7 @@ def value_convolution(
     and get 0.
 
     Args:
-        v: ``[B, h, P + n, e]``, as attention takes it.
+        v: ``[B, h, P + n, e]``, as for the attention.
         weight: ``[h * e, 1, K, K]``, K odd, as in a depth-wise ``nn.Conv2d``.
         layout: the places of the tokens.
         key_mask: bool ``[B, P + n]``, True takes part.

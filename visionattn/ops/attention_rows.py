@@ -142,7 +142,7 @@ def window_rows(
     """Return rows of ``window_attention``; arguments and errors as for ``taylorshift_rows``."""
     given = layout if relative is None else relative.layout
     if given is None:
-        raise ValueError("windows need to know where the tokens lie: pass layout")
+        raise ValueError("windows need the places of the tokens; pass layout")
     check_layout(given, q, k)
     if relative is None:
         key_mask = given.key_mask(key_mask)
@@ -182,10 +182,10 @@ def _seen(
 ) -> _Seen:
     check_attention(q, k, k, key_mask, relative, signed=signed)
     if not isinstance(rows, Tensor) or rows.dtype != torch.int64 or rows.ndim != 1:
-        raise ValueError(f"rows: expected int64 [Q], numbers of queries, got {described(rows)}")
+        raise ValueError(f"rows: expected int64 [Q], indices of queries, got {described(rows)}")
     if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < q.shape[2]:
         raise ValueError(
-            f"rows: expected numbers of queries from 0 to {q.shape[2] - 1}, got {int(rows.min())} "
+            f"rows: expected indices of queries from 0 to {q.shape[2] - 1}, got {int(rows.min())} "
             f"to {int(rows.max())}"
         )
     relative, mask = mask_absent(relative, key_mask)

@@ -187,7 +187,7 @@ def weighted_mean(
 def tokens_first(
     like: Tensor, batch: int, heads: int, tokens: int, width: int, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return uninitialised memory ``[B, h, N, e]`` stored as ``[B, N, h, e]``, as the projection of
+    """Return uninitialized memory ``[B, h, N, e]`` stored as ``[B, N, h, e]``, as the projection of
     all heads together wants it.
     """
     return like.new_empty(batch, tokens, heads, width, dtype=dtype).transpose(1, 2)

@@ -13,7 +13,7 @@ FormChoice = Literal["auto", "direct", "efficient"]
 """How to compute an attention.
 
 "direct" computes the weights of all pairs, quadratic in the number of tokens; "efficient" is
-linear. Both compute the same result. "auto" takes the form that ``form_choice.py`` expects to be
+linear. Both compute the same result. "auto" chooses the form that ``form_choice.py`` expects to be
 faster.
 """
 FORM_CHOICES: tuple[str, ...] = get_args(FormChoice)
@@ -28,17 +28,17 @@ class AttentionKind:
     forms: tuple[str, ...] = FORMS
     """Forms that ``form`` chooses from; empty if there is only one."""
     causal: bool = True
-    """Whether it takes ``causal``."""
+    """Whether it accepts ``causal``."""
     why_not_causal: str = ""
     """The reason if it does not."""
     temperature: bool = False
-    """Whether it takes a learned ``temperature`` per head."""
+    """Whether it accepts a learned ``temperature`` per head."""
     feature_map: bool = False
-    """Whether it takes a ``feature_map``."""
+    """Whether it accepts a ``feature_map``."""
     states: bool = True
     """Whether ``summarize`` reduces its keys and values to a state."""
     impl: bool = True
-    """Whether it takes ``impl``, because it has GPU kernels."""
+    """Whether it accepts ``impl``, because it has GPU kernels."""
     signed: bool = False
     """Whether relative tables may have entries of any sign, as softmax allows. ``normalization``
     does not apply then.

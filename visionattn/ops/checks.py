@@ -17,7 +17,7 @@ def refuse_tracing() -> None:
     """
     if torch.jit.is_tracing():
         raise ValueError(
-            "torch.jit.trace is not supported: it fixes the size of images; use "
+            "torch.jit.trace is not supported, because it fixes the image size; use "
             "torch.export.export(model, (image,)) or the command visionattn export"
         )
 
@@ -103,10 +103,7 @@ def _check_value_drop(value_drop: float, generator: torch.Generator | None) -> N
     if generator is not None and not isinstance(generator, torch.Generator):
         raise ValueError(f"generator: expected a torch.Generator, got {type(generator).__name__}")
     if generator is not None and value_drop == 0:
-        raise ValueError(
-            "generator draws which values to drop, and value_drop is 0: leave it out, or set "
-            "value_drop"
-        )
+        raise ValueError("generator needs value_drop above 0, got 0; remove it, or set value_drop")
 
 
 def check_options(
@@ -126,9 +123,7 @@ def check_options(
         raise ValueError(f"impl {impl!r}: expected one of auto, eager, triton")
     _check_value_drop(value_drop, generator)
     if generator is not None and device is not None and generator.device.type != device.type:
-        raise ValueError(
-            f"q is on {device}, generator on {generator.device}; draw where the tensors are"
-        )
+        raise ValueError(f"expected a generator on {device}, like q, got one on {generator.device}")
 
 
 def check_coefficients(coefficients: tuple[float, float, float]) -> None:

@@ -113,7 +113,7 @@ class RandomFeatures(nn.Module):
     ``w_r``, normal and orthogonal in groups of d. The module has one buffer, ``projection [m, d]``,
     which is saved and moved with the model.
 
-    Nothing is subtracted to stabilise the exponent. A term that depends on other tokens would keep
+    Nothing is subtracted to stabilize the exponent. A term that depends on other tokens would keep
     states from adding, leak when causal, and change the balance with relative position. Inputs
     therefore have bounds in float32:
 
@@ -124,7 +124,7 @@ class RandomFeatures(nn.Module):
     - Below: the weights of a pair scale as ``exp(-(|q'|^2 + |k'|^2) / 2)`` times a random factor.
       Past ``|q'|^2 + |k'|^2`` of about 150 they become subnormal.
 
-    Normalise q and k if they may be larger. The variance of the estimate grows as
+    Normalize q and k if they may be larger. The variance of the estimate grows as
     ``exp(|q' + k'|^2)`` in any case.
 
     Args:
@@ -152,7 +152,7 @@ class RandomFeatures(nn.Module):
         super().__init__()
         if not all(isinstance(size, Integral) and size >= 1 for size in (d, num_features)):
             raise ValueError(
-                f"RandomFeatures: expected whole d and num_features of 1 or more, got {d} and "
+                f"RandomFeatures: expected integers d and num_features of at least 1, got {d} and "
                 f"{num_features}"
             )
         rows = torch.empty(num_features, d, device=device, dtype=dtype or torch.float32)
@@ -171,7 +171,7 @@ class RandomFeatures(nn.Module):
             self.projection.copy_(orthogonal_rows(d, num_features, generator))
 
     def reset_parameters(self) -> None:
-        """Draw new rows; modules built on the meta device need this for initialisation."""
+        """Draw new rows; modules built on the meta device need this for initialization."""
         self.redraw()
 
     def query(self, x: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ class RandomFeatures(nn.Module):
         num_features, d = self.projection.shape
         if x.shape[-1] != d:
             raise ValueError(
-                f"RandomFeatures of width {d}: got queries or keys of width {x.shape[-1]}"
+                f"RandomFeatures: expected queries and keys of width {d}, got {x.shape[-1]}"
             )
         x = x.to(accumulation_dtype(x)) * d**-0.25
         exponent = product(x, self.projection.to(x).mT) - x.square().sum(-1, keepdim=True) / 2
@@ -291,7 +291,7 @@ def key_features(
 ) -> Tensor:
     """Return the features ``[B, h, M, f]`` of ``k [B, h, M, d]``.
 
-    Contents of keys that ``key_mask [B, M]`` leaves out have no effect.
+    Contents of keys that ``key_mask [B, M]`` excludes have no effect.
 
     Raises:
         ValueError: features of another shape, or f other than ``width``.
@@ -311,7 +311,7 @@ def _checked(features: Tensor, name: str, x: Tensor, width: int | None) -> Tenso
         )
     if width is not None and features.shape[3] != width:
         raise ValueError(
-            f"feature_map.{name}: expected {width} features, as many as on the other side, got "
-            f"{features.shape[3]}"
+            f"feature_map.{name}: expected {width} features, as many as for the other operand, "
+            f"got {features.shape[3]}"
         )
     return features

@@ -1,7 +1,7 @@
 """Handling of NaN and inf in tokens that take no part, so that they do not reach other tokens.
 
-Multiplying by 0 does not stop them: ``0 * NaN`` is NaN. Keys that a mask leaves out are set to 0
-when they are read. This module handles tokens that no mask names: queries whose results receive no
+Multiplying by 0 does not stop them: ``0 * NaN`` is NaN. Keys that a mask excludes are set to 0 when
+they are read. This module handles tokens that no mask names: queries whose results receive no
 gradient, and tokens later than a query in causal attention. Tokens that take part are unchanged:
 NaN in an attended token makes the result NaN.
 

@@ -31,7 +31,7 @@ def operator(
     """Register a function of annotated tensors and numbers as an operator under its own name.
 
     Args:
-        fake: returns results of the same shapes, dtypes and strides, in uninitialised memory.
+        fake: returns results of the same shapes, dtypes and strides, in uninitialized memory.
         flops: returns 2 times the multiply-adds of its products; it gets shapes in place of
             tensors.
 
@@ -155,8 +155,8 @@ def differentiate(
 
 def _refuse(ctx, *grads):
     raise NotImplementedError(
-        "attention of visionattn has no second derivative: call backward() without "
-        "create_graph=True, or take the definition in visionattn/ops/reference.py"
+        "attention of visionattn has no second derivative; call backward() without "
+        "create_graph=True, or use visionattn/ops/reference.py"
     )
 
 
@@ -199,7 +199,7 @@ def _by_name(asks: Callable, function: Callable) -> Callable:
 
 
 def contiguous_like(*tensors: Tensor | None, like: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Return uninitialised, contiguous memory of the shape and dtype of each tensor; for None, an
+    """Return uninitialized, contiguous memory of the shape and dtype of each tensor; for None, an
     empty tensor like ``like``.
     """
     return tuple([like.new_empty(0) if x is None else x.new_empty(x.shape) for x in tensors])

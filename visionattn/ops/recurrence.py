@@ -34,7 +34,7 @@ class PastTable:
 
     Args:
         relative: provides the table, ``[h or 1, 2R+1, d]``; without layout.
-        tokens: maximum number of tokens; entries beyond are left out.
+        tokens: maximum number of tokens; entries beyond are dropped.
     """
 
     def __init__(self, relative: Flat, tokens: int):

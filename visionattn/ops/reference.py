@@ -4,7 +4,7 @@ Every function builds the full ``[B, h, N, M]`` weights of its formula and takes
 of the values. Tests and tools compare the fast operations with it; nothing else imports it. It has
 no forms, blocks or kernels, and checks no arguments: the public operations do.
 
-A relative position is one of the objects of ``ops.position.kinds``, recognised by its fields:
+A relative position is one of the objects of ``ops.position.kinds``, recognized by its fields:
 ``rows`` and ``columns`` (Axial), a table ``[h or 1, 2R+1, 2R+1, d]`` (Joint) or a table
 ``[h or 1, 2R+1, d]`` (Flat).
 """
@@ -208,7 +208,7 @@ def relative_weights(relative, q: Tensor, present: Tensor, causal: bool = False)
 
     Args:
         relative: Flat, Axial or Joint.
-        q: ``[B, h, N, d]`` as passed to the operation: neither normalised nor scaled.
+        q: ``[B, h, N, d]`` as passed to the operation: neither normalized nor scaled.
         present: ``[B, M]`` bool, the keys that take part.
         causal: query i attends to keys 0 to i only.
 

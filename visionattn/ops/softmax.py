@@ -133,7 +133,7 @@ def softmax_attention(
     check_attention(q, k, v, key_mask, relative, signed=True)
     check_options(value_drop=value_drop, generator=generator, device=q.device)
     if relative is not None and relative.normalization != "sum":
-        raise ValueError('normalization="mean" has no meaning under a softmax; leave it at "sum"')
+        raise ValueError('normalization="mean" is undefined for a softmax; use "sum"')
     relative, key_mask = mask_absent(relative, key_mask)
     if key_mask is not None:
         k, v = (masked(x, key_mask) for x in (k, v))

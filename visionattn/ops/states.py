@@ -55,10 +55,7 @@ class _Additive:
                 differ.
         """
         if type(other) is not type(self):
-            raise ValueError(
-                f"states add to states of their kind: expected {type(self).__name__}, got "
-                f"{type(other).__name__}"
-            )
+            raise ValueError(f"expected a {type(self).__name__} to add, got {type(other).__name__}")
         for name in self.SUMS:
             a, b = (
                 f"{tuple(x.shape)} in {x.dtype} on {x.device}"
@@ -66,14 +63,14 @@ class _Additive:
             )
             if a != b:
                 raise ValueError(
-                    f"states add where {name} has the same shape, dtype and device: got {a} and {b}"
+                    f"expected states with equal shape, dtype and device of {name}, got {a} and {b}"
                 )
         added = (*self.SUMS, "count")
         for name in vars(self).keys() - added:
             a, b = getattr(self, name), getattr(other, name)
             if not _same(a, b):
                 described = " and ".join(" ".join(str(x).split()) for x in (a, b))
-                raise ValueError(f"states add where they have the same {name}: got {described}")
+                raise ValueError(f"expected states with the same {name}, got {described}")
         return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in added})
 
 
@@ -151,11 +148,11 @@ def summarize(
 
     Args:
         k, v: ``[B, h, M, d]`` and ``[B, h, M, e]``, as given to the attention: the feature map or
-            the normalisation is applied here.
+            the normalization is applied here.
         kind: "kernelized" or "taylorshift".
         feature_map: only for "kernelized"; None: "elu1". Not "softmax": its keys depend on each
             other.
-        temperature: only for "taylorshift", ``[h]``; normalises keys now and queries later. None:
+        temperature: only for "taylorshift", ``[h]``; normalizes keys now and queries later. None:
             both are unchanged.
         coefficients: only for "taylorshift"; None: (0.5, 1, 1).
         key_mask: bool ``[B, M]``, True takes part.
@@ -316,8 +313,8 @@ def step(
     check_tensors(q, k, v, None)
     if q.shape[2] != 1 or k.shape[2] != 1:
         raise ValueError(
-            f"step takes one token, got {q.shape[2]} queries and {k.shape[2]} keys; see summarize "
-            f"and attend"
+            f"step: expected one token, got {q.shape[2]} queries and {k.shape[2]} keys; use "
+            "summarize and attend"
         )
     options = dict(
         kind=kind, feature_map=feature_map, temperature=temperature, coefficients=coefficients
@@ -330,7 +327,7 @@ def step(
             f"state: expected a KernelState, a TaylorState or None, got {type(state).__name__}"
         )
     elif given:
-        raise ValueError(f"step: a state has its own options; leave {', '.join(given)} out")
+        raise ValueError(f"step: a state has its own options; remove {', '.join(given)}")
     elif isinstance(state, KernelState):
         state = state + summarize(k, v, feature_map=state.feature_map)
     else:

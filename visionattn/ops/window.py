@@ -302,12 +302,12 @@ def _table_of(relative: RelativePosition | None) -> Tensor | None:
 
 def _check(layout: TokenLayout | None, relative: RelativePosition | None, window_size: int) -> None:
     if isinstance(relative, Flat):
-        raise ValueError("relative: windows are of a grid, expected Joint or Axial, got Flat")
+        raise ValueError("relative: expected Joint or Axial for windows on a grid, got Flat")
     if (layout is None) == (relative is None):
         said = "neither" if layout is None else "both"
         raise ValueError(f"expected layout, or relative, which has its own, got {said}")
     if relative is not None and relative.normalization != "sum":
-        raise ValueError('normalization="mean" has no meaning under a softmax; leave it at "sum"')
+        raise ValueError('normalization="mean" is undefined for a softmax; use "sum"')
     check_window_size(window_size)
 
 
@@ -315,7 +315,7 @@ def check_window_size(window_size: int) -> None:
     """Raise ValueError unless it is an integer of at least 1."""
     if not isinstance(window_size, int) or isinstance(window_size, bool) or window_size < 1:
         raise ValueError(
-            f"window_size: expected a whole number of patches from 1, got {window_size!r}"
+            f"window_size: expected an integer of at least 1 patch, got {window_size!r}"
         )
 
 
@@ -345,8 +345,8 @@ def window_attention(
     Windows begin at the top left; at the bottom and right borders they are as large as the grid
     allows. Time and memory are linear in the patches: each patch has at most ``P + window_size^2``
     keys. Only the weights of a few windows are in memory at a time, forward and backward. With 6
-    heads of width 64 and float32, peak memory is 13 MiB above the result, and in a training step 39
-    MiB above result and gradients, for 4,096 and for 16,384 patches alike (measured with torch's
+    heads of width 64 and float32, peak memory is 13 MiB above the result; in a training step it is
+    39 MiB above result and gradients. Both hold for 4,096 and 16,384 patches (measured with torch's
     profiler on a CPU).
 
     Args:

@@ -27,15 +27,15 @@ from visionattn.training.picture_sheet import SheetPart, SheetPicture, draw_shee
 from visionattn.training.trainer import Trainer
 
 MOST_PICTURES = 16
-"""The most pictures of training and of validation."""
+"""Maximum number of training pictures and of validation pictures."""
 
 
 def show_batch(config: TrainConfig) -> str:
-    """Draw the first batches of a run to the file ``config.show_batch``, and return a line about
-    it.
+    """Draw the first batches of a run to the file ``config.show_batch``, and return its summary
+    line.
 
     Raises:
-        ValueError, FileNotFoundError: wrong configuration, data or file; one line, and nothing is
+        ValueError, FileNotFoundError: wrong configuration, data or file. One line; nothing is
             written.
         OSError: the file cannot be written.
     """
@@ -56,7 +56,7 @@ def first_batches(config: TrainConfig) -> list[SheetPart]:
     """Return the first pictures of training, augmented and mixed as configured, and of validation.
 
     Raises:
-        ValueError, FileNotFoundError: as in a training before its first step.
+        ValueError, FileNotFoundError: the configuration or the data are wrong.
     """
     data = config.data
     # Images do not depend on the number of loader processes, except in a stream.
@@ -107,13 +107,13 @@ def first(batches: Iterable[Batch], name: str) -> list[tuple[int, Batch]]:
         if sum(len(each.labels) for _, each in found) >= MOST_PICTURES:
             break
     if not found:
-        raise ValueError(f"none of the {name} images can be read, so there is nothing to show")
+        raise ValueError(f"expected a readable {name} image to show, got none; check the files")
     return found
 
 
 def unprepared(spec: DataSpec, inputs: Tensor) -> Tensor:
     """Invert ``DataSpec.prepare``: return the images of inputs ``[B, C, H, W]``, float32 in [0, 1];
-    one-hot grey levels become ``[B, 1, H, W]``.
+    one-hot gray levels become ``[B, 1, H, W]``.
     """
     if spec.encoding == "grey_one_hot":
         return torch.einsum("bchw,c->bhw", inputs, torch.linspace(0, 1, 256))[:, None]
@@ -134,9 +134,9 @@ def part(
     Args:
         title: the split of the batches.
         trainer: the trainer of the run.
-        batches: for each batch its images ``[B, C, H, W]``, before ``DataSpec.prepare``; their
-            ground truth from ``known``; and height and width in pixels of each image without
-            padding, ``[B, 2]``, None for no padding.
+        batches: for each batch: images ``[B, C, H, W]`` before ``DataSpec.prepare``; ground truth
+            from ``known``; height and width in pixels of each image without padding, ``[B, 2]``, or
+            None without padding.
         geometry: their preprocessing.
         changes: the augmentation, in words.
     """
@@ -150,7 +150,7 @@ def part(
             name = "image" if masked else named(spec, classes[index])
             lines = sizes(trainer.model, filled, full)
             pictures.append(SheetPicture(visible(image), filled, (name, *lines)))
-            if masked:  # the mask follows its image
+            if masked:  # the mask comes after its image
                 lines = in_mask(spec, classes[index][: filled[0], : filled[1]])
                 colours = striped(classes[index].numpy(), spec)
                 pictures.append(SheetPicture(colours, filled, ("its mask", *lines)))
@@ -165,8 +165,8 @@ def part(
 
 
 def named(spec: DataSpec, shares: Tensor) -> str:
-    """Return the name of a class, the names of several classes, numbers, or names and shares of the
-    two largest classes of a mixture.
+    """Return the ground truth as text: a class name, several class names, numbers, or the names and
+    shares of the two largest classes of a mixture.
     """
     if not len(shares):
         return "no class"

@@ -60,7 +60,7 @@ QUIET |= {"init_from", "parallel", "dist_timeout", "data.cache"}
 BINDING = ("seed", "optim.name", "optim.layer_decay")
 BINDING += ("data.name", "data.task", "data.val_fraction", "data.args", "data.fit")
 BINDING += ("data.masks", "freeze", "monitor")
-"""Options that must not change on resume: they affect the images, the optimiser's state or the
+"""Options that must not change on resume: they affect the images, the optimizer's state or the
 choice of the best weights.
 """
 COUNTED = ("batch_size", "optim.accumulate", "data.batch_patches", "data.max_patches")
@@ -72,10 +72,10 @@ TRAINED = ("optim.", "loss.", "batch_size")
 TRAINED += ("data.augment", "data.img_size_choices", "data.sampler", "data.crop")
 """Prefixes of options that affect only training steps."""
 PARTS = ("train", "validation", "test")
-"""The splits of a data set, as fields of ``Splits``."""
+"""Splits of a dataset, as fields of ``Splits``."""
 FAMILY = ("attention", "relative", "temperature_init")
 """Options that a model name of this package passes on to a converted ViT."""
-NONE_GIVEN = "leave it out (--model.args '{}' drops what a configuration gives)"
+NONE_GIVEN = "remove it (--model.args '{}' clears the arguments of a configuration)"
 """Advice for model arguments that contradict the weights."""
 
 
@@ -100,7 +100,9 @@ def save_state(path: str | Path, state: dict[str, Any], *, previous: Path | None
         try:
             check_sums(temporary)
         except ValueError as error:
-            raise OSError(errno.EIO, "what was written does not read back") from error
+            raise OSError(
+                errno.EIO, "the written file does not read back; check the disk"
+            ) from error
 
     write_whole(path, write, check=read_back, previous=previous)
     flush_folder(Path(path).parent)
@@ -118,7 +120,7 @@ def check_sums(path: Path) -> None:
             f"{path} is a truncated or damaged checkpoint: {first_line(error)}"
         ) from error
     if bad:
-        raise ValueError(f"{path} is a truncated or damaged checkpoint: wrong sum of {bad}")
+        raise ValueError(f"{path} is a truncated or damaged checkpoint: wrong checksum of {bad}")
 
 
 def read_state(path: str | Path) -> dict[str, Any]:
@@ -135,8 +137,8 @@ def read_state(path: str | Path) -> dict[str, Any]:
     check_sums(Path(path))
     if state.get("version") != STATE_VERSION:
         raise ValueError(
-            f"{path} has format {brief(state.get('version'))}, this visionattn reads format "
-            f"{STATE_VERSION}"
+            f"expected state format {STATE_VERSION}, got {brief(state.get('version'))} ({path}); "
+            "resume with the visionattn that wrote it"
         )
     return state
 
@@ -168,14 +170,14 @@ class States:
         self._spoilt, self.step = False, state["position"]["step"]
 
     def load(self, model: nn.Module, name: str) -> tuple[dict[str, Any], list[str]]:
-        """Return the newest readable state, and a line if that is not ``last.pt``.
+        """Return the newest readable state, and a line of explanation if it is not ``last.pt``.
 
         Raises:
             ValueError: no state can be read, or it is from another model; one line.
         """
         state, reason = self._read()
         if state is None:
-            raise ValueError(f"nothing to resume from: {reason}; --overwrite starts the run anew")
+            raise ValueError(f"nothing to resume from: {reason}; pass --overwrite to start over")
         misfit = describe_misfit(state["model"], model.state_dict())
         if state["name"] != name or misfit:
             raise ValueError(
@@ -187,7 +189,7 @@ class States:
         return state, [f"{reason}; resumes from {previous}, step {self.step}"] if reason else []
 
     def _read(self) -> tuple[dict[str, Any] | None, str]:
-        """Return the newest readable state, and why a newer one cannot be read."""
+        """Return the newest readable state, and the reason why a newer one cannot be read."""
         reasons = []
         for path in (self.folder / LAST, self.folder / PREVIOUS):
             try:
@@ -207,8 +209,8 @@ class States:
         return {key: state[key] for key in ("name", "args", "config")} if state else {}
 
     def started_as(self, config: TrainConfig) -> ModelConfig:
-        """Return the model of a resumed run: the converted model of the state if the flags name its
-        teacher again, else the model of the flags.
+        """Return the model of a resumed run: the state's converted model if the flags name its
+        teacher again, else the model in the flags.
 
         Raises:
             ValueError: the flags would convert the teacher to another model; one line.
@@ -240,7 +242,7 @@ class States:
         return {"batch_size": was["batch_size"], "data": data}
 
     def kept(self) -> str:
-        """Name the state on the disk, for the end of an error."""
+        """Name the saved state, for the end of an error message."""
         if self.step is None:
             return "no state was saved yet"
         return f"the state of step {self.step} is kept, --resume continues from it"
@@ -274,8 +276,8 @@ def check_options(
     idle = [line.split()[0] for line in changed if line.split()[0].startswith(TRAINED)]
     if done and idle:
         raise ValueError(
-            f"all {new['epochs']} epochs are done; another {idle[0]} has no effect; --epochs "
-            f"{new['epochs'] + 1} trains on, or leave it out"
+            f"all {new['epochs']} epochs are done, so another {idle[0]} has no effect; remove it, "
+            f"or pass --epochs {new['epochs'] + 1} to train on"
         )
     fit = new["data"]["fit"]
     native = fit == "native" or (fit is None and new["data"]["name"] in WHOLE)
@@ -330,7 +332,7 @@ def changes(old: dict[str, Any] | None, new: dict[str, Any] | None, splits: Spli
     for part in PARTS:
         held = [listing.get(part, torch.empty(0)) for listing in (old, new)]
         if len(held[0]) != len(held[1]):
-            words.append(f"{len(held[1])} {part} images, where there were {len(held[0])}")
+            words.append(f"{len(held[1])} {part} images instead of {len(held[0])}")
         elif places := (held[0] != held[1]).nonzero().flatten().tolist():
             names = ", ".join(getattr(splits, part).name(place) for place in places[:3])
             more = ", ..." if len(places) > 3 else ""
@@ -386,7 +388,7 @@ def recall_best(position: Position, path: Path) -> list[str]:
         found = best_figures(path)
     except (FileNotFoundError, ValueError) as error:
         position.best, position.best_loss, position.best_epoch = -1.0, math.inf, 0
-        return [f"{error}; the weights of a further epoch take its place"]
+        return [f"{error}; the weights of the next epoch replace it"]
     if found:
         position.best, position.best_loss = found.rank
         position.best_epoch = found.epoch
@@ -405,8 +407,8 @@ def started_model(
         first: this process gives the others its weights; only it needs initialized weights.
 
     Returns:
-        The model, its configuration (``converted_vit`` with all arguments for the body of a
-        teacher), its arguments as ``build_model`` returns them, and lines about the weights.
+        The model; its configuration (``converted_vit`` with all arguments for a teacher's body);
+        its arguments as ``build_model`` returns them; and lines about the weights.
 
     Raises:
         ValueError, FileNotFoundError: wrong model or weights; one line.
@@ -418,7 +420,7 @@ def started_model(
     if source is None:
         if model.name == NAME and "embed_dim" not in model.args:
             raise ValueError(
-                f"{NAME} has the body of a teacher; name it with --init-from, e.g. "
+                f"{NAME} needs a teacher; pass --init-from with a timm name such as "
                 "vit_small_patch16_224, or a file"
             )
         made, args = build_model(model, spec)
@@ -460,7 +462,7 @@ def _has_head(source: str | None) -> bool:
 def _on_started_body(
     config: TrainConfig, model: ModelConfig, spec: DataSpec, first: bool
 ) -> tuple[nn.Module, ModelConfig, dict[str, Any], list[str]]:
-    """Put a new head on the patch features of a body that is initialized like a classifier's."""
+    """Build a model with a new head on patch features; its body starts like a classifier's."""
     head, rest = split_args(model.args)
     body_model = replace(model, args=rest)
     body_spec = replace(spec, task="classification", num_classes=0, class_names=())
@@ -499,8 +501,8 @@ def _args_in(source: str) -> dict[str, Any]:
     metadata = _metadata(str(existing(source)))
     if metadata.get("model") != NAME:
         raise ValueError(
-            f"{source} does not say what body its weights have; start from the file that "
-            f"`visionattn convert {source} --model NAME --output FILE` makes"
+            f"{source} does not name the model of its weights; convert it first: `visionattn "
+            f"convert {source} --model NAME --output FILE`"
         )
     return described(metadata, source)[1]
 
@@ -525,10 +527,10 @@ def converted_for(vit: nn.Module, model: ModelConfig, spec: DataSpec) -> Convert
         has = body[key]
         asked = given.pop(key, family.get(key))
         if asked is not None and asked != has:
-            other = f"take a model of their size, or {NAME}, which takes theirs"
+            other = f"choose a model of this size, or {NAME}, which adopts it"
             raise ValueError(
-                f"the weights to start from are {has} {wanted}, {model.name} {asked}; "
-                f"{NONE_GIVEN if model.name == NAME else other}"
+                f"expected a model {has} {wanted}, as the initial weights, got {asked} "
+                f"({model.name}); {NONE_GIVEN if model.name == NAME else other}"
             )
     return from_softmax(vit, **given, num_classes=spec.num_classes, in_chans=spec.in_chans)
 
@@ -544,4 +546,6 @@ def _other_values(teachers: DataSpec, spec: DataSpec) -> list[str]:
     if (teachers.mean, teachers.std) == (spec.mean, spec.std) or spec.encoding is not None:
         return []
     mean, std = (" ".join(f"{x:g}" for x in of) for of in (teachers.mean, teachers.std))
-    return [f"  its images had other values: --data.mean {mean} --data.std {std}"]
+    return [
+        f"  the teacher was trained with other mean and std: --data.mean {mean} --data.std {std}"
+    ]

@@ -12,8 +12,8 @@ from visionattn.training.config import LossConfig
 
 
 def with_class_weights(loss: LossConfig, splits: Splits) -> LossConfig:
-    """Return the options of the loss with one number per class in place of ``balanced``, and with
-    the usual loss of ``regression``.
+    """Return the loss options with ``balanced`` replaced by one number per class, and with the
+    default loss of ``regression``.
 
     Raises:
         ValueError: the numbers do not match the classes, the classes of the images are unknown
@@ -27,7 +27,7 @@ def with_class_weights(loss: LossConfig, splits: Splits) -> LossConfig:
     if isinstance(loss.class_weights, list):
         if len(loss.class_weights) != spec.num_classes:
             raise ValueError(
-                f"loss.class_weights needs {spec.num_classes} numbers, one per class, got "
+                f"expected {spec.num_classes} loss.class_weights, one per class, got "
                 f"{len(loss.class_weights)}"
             )
         return loss
@@ -42,7 +42,7 @@ def with_class_weights(loss: LossConfig, splits: Splits) -> LossConfig:
         first = int(np.flatnonzero(counts == 0)[0])
         name = spec.class_names[first] if spec.class_names else first
         raise ValueError(
-            f"loss.class_weights balanced: no training {what} has class {name}; add some, or give "
+            f"loss.class_weights balanced: no training {what} has class {name}; add some, or pass "
             f"{spec.num_classes} numbers"
         )
     # The definition of scikit-learn's compute_class_weight.
@@ -67,7 +67,7 @@ def class_counts(dataset: Dataset, classes: int) -> np.ndarray:
     labels = getattr(dataset, "labels", None)
     if labels is None:
         raise ValueError(
-            "loss.class_weights balanced counts the classes of images in files before training, "
-            f"and these are streamed or drawn later; give {classes} numbers"
+            "loss.class_weights balanced needs image files to count classes in, got streamed or "
+            f"drawn images; pass {classes} numbers"
         )
     return np.bincount(labels, minlength=classes)

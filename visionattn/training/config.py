@@ -17,10 +17,10 @@ from visionattn.model_config import VECTOR_TASKS, Fit, ModelConfig
 
 @dataclass
 class OptimConfig:
-    """Optimiser, schedule and regularisation."""
+    """Optimizer, schedule and regularization."""
 
     name: Literal["adamw", "lamb", "radam"] = "adamw"
-    """Optimiser, from timm; ``radam`` is Adam with built-in warm-up (Liu et al. 2020)."""
+    """Optimizer, from timm; ``radam`` is Adam with built-in warm-up (Liu et al. 2020)."""
     lr: float = 1e-3
     """Peak learning rate."""
     min_lr: float = 1e-5
@@ -34,13 +34,13 @@ class OptimConfig:
     weight_decay: float = 0.05
     """Decoupled weight decay; biases, norms, positions and temperatures are exempt."""
     layer_decay: float | None = None
-    """Factor on the learning rate from each layer to the next lower layer, in (0, 1]; None: the
-    same rate for all layers.
+    """Layer-wise learning-rate decay: factor from each layer to the next lower layer, in (0, 1].
+    None: the same rate for all layers.
     """
     clip_grad: float | None = 1.0
     """Clip gradients to this global norm; None: no clipping."""
     accumulate: int = 1
-    """Gradient accumulation: batches per optimiser step."""
+    """Gradient accumulation: batches per optimizer step."""
     label_smoothing: float = 0.0
     """Label smoothing, in [0, 1)."""
     mixup: float = 0.0
@@ -82,7 +82,7 @@ class TrainConfig:
         *("data.name", "data.root", "data.task", "data.img_size", "model.name", "init_from"),
         *("epochs", "batch_size", "optim.lr"),
     )
-    """Options at the top of the help."""
+    """Flags at the top of the help."""
 
     epochs: int = 10
     """Number of passes over the training images."""
@@ -98,9 +98,9 @@ class TrainConfig:
     ``r2``, then the lower loss.
     """
     batch_size: int | Literal["auto"] = 64
-    """Images per batch, over all processes; an optimiser step takes
-    ``batch_size * optim.accumulate`` images. ``auto``: the largest that fits into memory, recorded
-    in the run's ``config.yaml``.
+    """Images per batch, over all processes; an optimizer step uses ``batch_size *
+    optim.accumulate`` images. ``auto``: the largest that fits into memory, recorded in the run's
+    ``config.yaml``.
     """
     run: str | None = None
     """Name of the run folder; None: the name of the first config file, or of data and model."""
@@ -112,52 +112,50 @@ class TrainConfig:
     """Delete the files of an earlier run in the run folder."""
     init_from: str | None = None
     """Initial weights: a checkpoint of visionattn, or a timm name such as
-    ``vit_small_patch16_224``, whose weights timm downloads if needed. A timm ViT is converted to
-    the model ``converted_vit``. For a state dict, first make a checkpoint with
-    ``visionattn convert``. A resumed run keeps its own weights.
+    ``vit_small_patch16_224``. timm downloads missing weights, and its ViT is converted to the model
+    ``converted_vit``. For a state dict, first make a checkpoint with ``visionattn convert``. A
+    resumed run keeps its own weights.
     """
     freeze: Literal["backbone"] | int | None = None
     """Parts that keep their initial weights: ``backbone``, everything except the head (linear
     probing); or a number N, the patch embedding and the first N blocks. None: train everything.
     """
     log: list[Literal["mlflow", "wandb"]] | None = None
-    """Send metrics also to MLflow or Weights & Biases, whose environment variables choose server
-    and offline mode: ``mlflow`` (``pip install mlflow``), ``wandb`` (``pip install wandb``), or
-    both. TensorBoard events are always written.
+    """Experiment trackers for the metrics: ``mlflow`` (``pip install mlflow``), ``wandb`` (Weights
+    & Biases, ``pip install wandb``), or both. Their environment variables set server and offline
+    mode. TensorBoard events are always written.
     """
     show_batch: str | None = None
-    """Only draw the first training and validation batches, as the model sees them, to this PNG
-    file; train nothing.
+    """Draw the first training and validation batches, as the model sees them, to this PNG file, and
+    do not train.
     """
     device: str = "auto"
-    """``cpu``, ``cuda``, or ``auto``: the GPU if there is one."""
+    """``cpu``, ``cuda``, or ``auto``: the GPU if available."""
     amp: Literal["none", "bf16", "fp16"] = "none"
     """Automatic mixed precision (AMP)."""
     compile: bool = False
     """Compile the model with ``torch.compile``."""
     seed: int = 0
-    """Seed of initial weights, order of images, augmentation, and splits of built-in data sets."""
+    """Seed of initial weights, order of images, augmentation, and splits of built-in datasets."""
     threads: int | None = None
-    """CPU threads; None: torch's default."""
+    """CPU threads; None: chosen by torch."""
     save_every: int | None = 500
-    """Optimiser steps between two saved states within an epoch, from which a killed run resumes;
-    None: save only after each epoch.
-    """
+    """Save a state to resume from every N optimizer steps. None: only after each epoch."""
     parallel: Literal["ddp", "fsdp", "sequence"] | int | None = None
     """With ``torchrun``: each process holds the whole model (``ddp``), a shard of it (``fsdp``), or
     the whole model and some rows of each image (``sequence``). A number means ``sequence`` with
     this many processes per image. None: ``ddp``.
     """
     dist_timeout: float = 600.0
-    """With ``torchrun``: timeout in seconds for an answer of the other processes, after which the
-    run ends. Work of a single process, such as saving or downloading, must take less.
+    """With ``torchrun``: timeout in seconds for the other processes; after it the run ends. It must
+    be longer than work that only one process does, such as saving or downloading.
     """
     model: ModelConfig = field(default_factory=ModelConfig)
     """The model."""
     data: DataConfig = field(default_factory=DataConfig)
     """The data."""
     optim: OptimConfig = field(default_factory=OptimConfig)
-    """Optimiser, learning rate and regularisation."""
+    """Optimizer, learning rate and regularization."""
     loss: LossConfig = field(default_factory=LossConfig)
     """The loss and its class weights."""
 
@@ -167,7 +165,7 @@ class ValidateConfig:
     """An evaluation of a checkpoint at several image sizes."""
 
     MOST_USED = ("checkpoint", "img_size", "fit", "data.root", "split", "batch_size", "json")
-    """Options at the top of the help."""
+    """Flags at the top of the help."""
 
     checkpoint: str | None = None
     """The ``best.safetensors`` of a run, or another file that ``visionattn.load_model`` reads."""
@@ -180,25 +178,25 @@ class ValidateConfig:
     (center crop); None: as in training.
     """
     max_patches: int | None = None
-    """With ``native``, instead of ``img_size``: the most patches of an image."""
+    """With ``native``, instead of ``img_size``: maximum number of patches per image."""
     data: DataConfig = field(default_factory=DataConfig)
     """The data; defaults come from ``config.yaml`` in the folder of the checkpoint."""
     split: Literal["train", "val", "test", "all"] | None = None
-    """Split to evaluate; ``all`` is for image folders. None: the validation images of the training
-    folder, all images of another folder, or the test images of other data if there are any.
+    """Split to evaluate; ``all`` needs an image folder. None: the validation images of the training
+    folder, all images of another folder, or the test images of other data if available.
     """
     seed: int = 0
-    """Seed of the splits of built-in data sets; the default comes from ``config.yaml`` in the
-    folder of the checkpoint.
+    """Seed of the splits of built-in datasets; the default comes from ``config.yaml`` in the folder
+    of the checkpoint.
     """
     batch_size: int | Literal["auto"] = 64
     """Images per batch. ``auto``: the largest batch that fits into memory."""
     device: str = "auto"
-    """``cpu``, ``cuda``, or ``auto``: the GPU if there is one."""
+    """``cpu``, ``cuda``, or ``auto``: the GPU if available."""
     amp: Literal["none", "bf16", "fp16", "auto"] = "none"
     """Automatic mixed precision (AMP). ``auto``: bf16 if the CPU or GPU has bf16 units."""
     threads: int | None = None
-    """CPU threads; None: torch's default."""
+    """CPU threads; None: chosen by torch."""
     json: str | None = None
     """JSON file for the rows, with device, precision, versions and configuration."""
 

@@ -1,7 +1,7 @@
 """Connect the processes of a ``torchrun`` run, end them together, and distribute the model: the
 whole model on each process (DDP, optionally with the rows of each image shared), or shards (FSDP2).
 
-With one process there is no group, and everything here returns at once. ``torchrun`` ends all
+With one process there is no group, and all functions return immediately. ``torchrun`` ends all
 processes when one has died or failed, and the timeout of the process group ends processes that wait
 for a stopped one. This module adds the reason: the first failing process writes it to the store,
 where the others read it.
@@ -84,7 +84,7 @@ class Processes:
         self.rank, self.size = rank, size
         self.local_rank, self.hosts = local_rank, list(hosts)
         self.per_image = 1
-        """Number of neighbouring processes that share each image; they have the same batches."""
+        """Number of neighboring processes that share each image; they have the same batches."""
         self.store: distributed.Store | None = None
         self.speaks = rank == 0
         """Whether this process reports how the run ended."""
@@ -127,8 +127,8 @@ class Processes:
             return pick_device(name)
         if name.partition(":")[2]:
             raise ValueError(
-                f"device {name} is one for all processes; say cuda, and each takes the GPU of its "
-                "number"
+                f"device {name} is a single GPU for all processes; pass cuda, and each process "
+                "gets the GPU of its local rank"
             )
         device = pick_device(name)
         if device.type != "cuda":
@@ -136,8 +136,8 @@ class Processes:
         found = torch.cuda.device_count()
         if self.local_rank >= found:
             raise ValueError(
-                f"process {self.local_rank} of this machine has no GPU, there are {found}; "
-                f"start torchrun with --nproc-per-node {found}"
+                f"process {self.local_rank} of this machine has no GPU, because there are "
+                f"{found}; start torchrun with --nproc-per-node {found}"
             )
         torch.cuda.set_device(self.local_rank)
         return torch.device("cuda", self.local_rank)
@@ -216,9 +216,9 @@ class Processes:
             if other is not None:
                 raise self.agree(
                     ValueError(
-                        f"process {other} on {self.hosts[other]} has other {what} "
-                        f"({found[other][1]}) than the first process ({found[0][1]}); expected the "
-                        "same data on every machine"
+                        f"expected the same {what} on every machine, got {found[other][1]} on "
+                        f"process {other} ({self.hosts[other]}) and {found[0][1]} on the first "
+                        "process"
                     )
                 )
 
@@ -423,8 +423,8 @@ def ranks_per_image(config: TrainConfig, size: int) -> int:
     ranks = size if config.parallel == "sequence" else config.parallel
     if size % ranks:
         raise ValueError(
-            f"parallel {ranks} does not divide the {size} process{'es' * (size > 1)} that "
-            "torchrun has started"
+            f"parallel {ranks} does not divide the {size} process{'es' * (size > 1)} of torchrun; "
+            "change --nproc-per-node or parallel"
         )
     return ranks
 
@@ -439,8 +439,8 @@ def choose_kind(config: TrainConfig, size: int) -> Kind | None:
     if size == 1:
         if config.parallel and "WORLD_SIZE" not in os.environ:
             raise ValueError(
-                f"parallel {config.parallel} is for several processes: torchrun --nproc-per-node 2 "
-                "tools/train.py ..."
+                f"parallel {config.parallel} needs several processes; start with torchrun "
+                "--nproc-per-node 2 tools/train.py ..."
             )
         return None
     parts = size // ranks_per_image(config, size)
@@ -449,11 +449,11 @@ def choose_kind(config: TrainConfig, size: int) -> Kind | None:
         return kind
     mixes, fewest = config.optim.mixup or config.optim.cutmix, config.batch_size // parts
     if fewest < (2 if mixes else 1):
-        wanted = "two images, which are mixed," if mixes else "an image"
+        wanted = "two images to mix" if mixes else "an image"
         raise ValueError(
-            f"batch_size {config.batch_size} counts all {size} processes together and leaves some "
-            f"without {wanted} of a batch; expected at least {(2 if mixes else 1) * parts}, or "
-            "fewer processes"
+            f"expected batch_size at least {(2 if mixes else 1) * parts}, so that each of {size} "
+            f"processes has {wanted}, got {config.batch_size}; use a larger batch or fewer "
+            "processes"
         )
     return kind
 
@@ -475,8 +475,8 @@ def check_model(model: nn.Module, name: str, size: int, kind: Kind | None = None
     ]
     if norms and size > 1:
         raise ValueError(
-            f"model {name} has batch norm ({norms[0]}), with other statistics on each process; "
-            "train it on one process, or choose a model with another norm"
+            f"model {name} has batch norm ({norms[0]}), whose statistics differ between "
+            "processes; train on one process, or choose a model with another norm"
         )
 
 
@@ -572,9 +572,8 @@ class Spread:
             if parameter.requires_grad and parameter.grad is None:
                 name = name.removeprefix("model.") if self._group else name
                 raise ValueError(
-                    f"the parameter {name} of the model takes no part in the loss, and "
-                    f"{self.kind} waits for its gradient; use parallel fsdp, or train on one "
-                    "process"
+                    f"parameter {name} does not affect the loss, and {self.kind} would wait for "
+                    "its gradient; use parallel fsdp, or train on one process"
                 )
 
     def evaluated(self, model: nn.Module) -> nn.Module:
@@ -650,7 +649,7 @@ def load_whole(module: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 def cut_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Convert the ``state_dict`` of an optimiser of whole parameters for parameters that may be
+    """Convert the ``state_dict`` of an optimizer of whole parameters for parameters that may be
     sharded.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -105,8 +105,8 @@ def prepare_classes(
     splits = with_targets(build_splits(data, config.seed))
     if splits.spec.num_classes == 1 and splits.spec.task not in VECTOR_TASKS:
         raise ValueError(
-            f"the only class of {config.data.root or config.data.name} is "
-            f"{''.join(splits.spec.class_names) or 0}; expected two or more to tell apart"
+            f"expected at least two classes, got only {''.join(splits.spec.class_names) or 0} "
+            f"({config.data.root or config.data.name})"
         )
     check_trained(splits)
     if of_maps:
@@ -154,7 +154,7 @@ def train(
     processes.set_timeout(config.dist_timeout)
     if config.show_batch is not None:
         raise ValueError(
-            "with show_batch nothing is trained: use `visionattn train --show-batch`, or "
+            "show_batch does not train; use `visionattn train --show-batch`, or "
             "visionattn.training.batch_pictures.show_batch(config)"
         )
     processes.together(lambda: choose_kind(config, processes.size))
@@ -218,8 +218,8 @@ def setting_up(status: Status, processes: Processes, *, replaces: bool) -> Itera
                 if not (isinstance(error, OutOfMemory) or is_out_of_memory(error)):
                     raise
                 raise OutOfMemory(
-                    f"out of memory before the first step{place_of(error)}; a smaller model takes "
-                    "less, and so does one without optim.ema_decay"
+                    f"out of memory before the first step{place_of(error)}; use a smaller model, "
+                    "or remove optim.ema_decay"
                 ) from error
     except (OutOfMemory, Failed) as error:
         if processes.first:
@@ -273,9 +273,9 @@ def build(
     # config.yaml and states record the body of a teacher, and the model of features.
     if made.built.name == CONVERTED or made.files is not None:
         config = replace(config, model=made.built)
-    if made.files is not None:  # maps are read from files as they are
+    if made.files is not None:  # feature maps are read without preprocessing
         config = replace(config, data=replace(config.data, workers=0))
-    if processes.first and stream:  # now, because reading sizes and counting memory may take long
+    if processes.first and stream:  # reading sizes and estimating memory may take long
         counts = f"{len(splits.train)} training and {len(splits.validation)} validation images"
         print(f"{config.run}: {counts}; reading image sizes", file=stream, flush=True)
     memory = TrainingMemory(config, model, splits, device, processes, made.objective)
@@ -314,7 +314,7 @@ def run(
     position, processes = trainer.position, trainer.processes
 
     def give_up() -> int:
-        """Report, from another thread, that the current operation takes too long to wait for."""
+        """Report, from another thread, that the current operation takes too long."""
         kept, command = states.kept(), again(trainer.config)
         ended = Stopped(f"stopped amid an operation of over {GRACE:.0f} s; {kept}: {command}")
         status.end(ended)
@@ -368,14 +368,14 @@ def early_ends(trainer: Trainer, states: States) -> Iterator[None]:
             images, _, height, width = trainer.input_shape
             raise OutOfMemory(
                 f"out of memory at batches of {images} images of {height} x {width} "
-                f"pixels{place_of(error)}; a smaller batch_size with optim.accumulate raised for "
-                "it does the same steps in less, and so does gradient checkpointing "
-                f"(model.grad_checkpointing); {states.kept()}"
+                f"pixels{place_of(error)}; use a smaller batch_size with a larger "
+                "optim.accumulate, or gradient checkpointing (model.grad_checkpointing); "
+                f"{states.kept()}"
             ) from error
         if "DataLoader worker" in str(error):
             said = first_line(error).removesuffix(place_of(error))
             raise Failed(
-                f"a process that loads data ended{place_of(error)}: {said}; {states.kept()}"
+                f"a data loader process died{place_of(error)}: {said}; {states.kept()}"
             ) from error
         raise
 

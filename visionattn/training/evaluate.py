@@ -33,15 +33,14 @@ class Evaluation:
     loss: float
     """Mean loss: cross-entropy in nats for classes, bits per dimension for image generation."""
     accuracy: float | None
-    """Share of images, or of pixels, whose class has the largest output, in [0, 1]; None if images
-    have no classes or other classes than the model.
+    """Accuracy of images, or of pixels, in [0, 1]; None if images have no classes or other classes
+    than the model.
     """
     top5: float | None
-    """Share of images whose class is among the five largest outputs; None for at most five classes.
-    """
+    """Top-5 accuracy, in [0, 1]; None for at most five classes."""
     images_per_second: float
     """Throughput of the model without data loading, in images per second, summed over processes.
-    The first of several batches does not count.
+    The first of several batches is not timed.
     """
     mean_iou: float | None = None
     """For segmentation, the mean of ``ious`` over the classes present in the masks."""
@@ -54,9 +53,7 @@ class Evaluation:
     f1: float | None = None
     """Macro F1: the mean F1 of the classes that are labels or predictions, in [0, 1]."""
     only: int | None = None
-    """The class of all predictions; None if several classes are predicted, or if all labels are
-    equal.
-    """
+    """The class, if all predictions have the same one and labels do not; else None."""
 
     @property
     def score(self) -> float | None:
@@ -81,7 +78,7 @@ class OutputEvaluation(Evaluation):
 
 
 EXAMPLES, MASKED_EXAMPLES = 8, 4
-"""The most images that a ``Tally`` keeps, and the most images with masks."""
+"""Maximum number of images that a ``Tally`` keeps, and of images with masks."""
 
 
 class Example(NamedTuple):
@@ -137,7 +134,7 @@ class Tally:
             self._probabilities.append(logits.softmax(1))
 
     def show(self, images: Tensor, labels: Tensor, sizes: Tensor | None, outputs: Tensor) -> None:
-        """Keep the first images as examples, as many of each class if images have classes.
+        """Keep the first images as examples, equally many of each class if images have classes.
 
         Args:
             images: as in ``Batch``.
@@ -169,7 +166,7 @@ class Tally:
 
     def rows(self, numbers: Sequence[int] | None) -> np.ndarray:
         """Return a row for each image, float64 ``[N, 5]``: class, predicted class, the log
-        probability of each, and the index of the image in the data set. With ``add_values``, the
+        probability of each, and the index of the image in the dataset. With ``add_values``, the
         rows are labels, values and the index, ``[N, 2 K + 1]``.
 
         Args:
@@ -193,8 +190,7 @@ def evaluate(
     objective: Objective | None = None,
     tally: Tally | None = None,
 ) -> Evaluation:
-    """Evaluate the model in eval mode on batches of images, each image counted once, and restore
-    its mode.
+    """Evaluate the model in eval mode on batches, counting each image once, and restore its mode.
 
     Args:
         model: on ``device``; each of several processes has the whole model, or a model for its rows
@@ -223,7 +219,7 @@ def evaluate(
         # Processes that share an image communicate as they work.
         own, scores = work() if processes.per_image > 1 else processes.together(work)
     total = processes.sum(*own)
-    if processes.per_image > 1:  # and count the same images
+    if processes.per_image > 1:  # they count the same images
         total = [each / processes.per_image for each in total]
     images, loss, correct, among_five, named, images_per_second, *counts = total
     if not images:
@@ -285,7 +281,7 @@ def _of_pixels(
 
 
 def _known(values: np.ndarray) -> tuple[float | None, ...]:
-    """Return values with None for NaN."""
+    """Replace NaN by None."""
     return tuple(None if math.isnan(value) else float(value) for value in values)
 
 
@@ -300,11 +296,11 @@ def _sums(
     objective: Objective,
     tally: Tally | None,
 ) -> tuple[tuple[float, ...], Tensor]:
-    """Return the number of images, the sums of losses, hits and hits among the ``depth`` largest
-    outputs, the number of images with classes of the model, the throughput, and counts: the counts
-    of ``confusion_of`` for segmentation, else for each class the labels, the predictions and the
-    correct predictions; row by row. Then the sums of ``score_counts``, without classes if there
-    are none.
+    """Return two parts. First: the number of images; the sums of losses, of correct predictions and
+    of top-``depth`` predictions; the number of images with classes of the model; the throughput;
+    and counts, row by row (of ``confusion_of`` for segmentation, else labels, predictions and
+    correct predictions of each class). Second: the sums of ``score_counts``, with no classes if
+    there are none.
     """
     times: list[tuple[int, float]] = []
     # Sums stay on the device until the end: reading each would wait for the device.

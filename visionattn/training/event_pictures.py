@@ -22,9 +22,9 @@ from visionattn.training.picture_sheet import (
 )
 
 MOST_PX = 640
-"""The largest width of a sheet in pixels, if captions allow."""
+"""Maximum width of a sheet in pixels; long captions may exceed it."""
 MASK_PX = 256
-"""The longest side of a drawn mask in pixels."""
+"""Maximum side of a drawn mask in pixels."""
 
 
 def add_predictions(

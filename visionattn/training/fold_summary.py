@@ -1,4 +1,4 @@
-"""Summarise the finished folds of a cross-validation in a CSV file next to their run folders."""
+"""Summarize the finished folds of a cross-validation in a CSV file next to their run folders."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -15,8 +15,8 @@ from visionattn.training.run_folder import BEST, CONFIG, STATUS
 
 
 def summarise_folds(folder: Path, config: TrainConfig, measure: str) -> list[str]:
-    """Write score and loss on the validation images of the finished folds with the seed of this
-    run, with mean and sample standard deviation, and return lines about them.
+    """Write validation score and loss of the finished folds with this run's seed, with mean and
+    sample standard deviation, and return the table as lines.
 
     Args:
         folder: the run folder; the folders of the other folds have its name with another fold.
@@ -25,7 +25,10 @@ def summarise_folds(folder: Path, config: TrainConfig, measure: str) -> list[str
     """
     own, count = fold_name(config.data.fold), fold_of(config.data.fold)[1]
     if own not in folder.name:
-        return [f"no summary over folds: the name of the run folder needs {own}, got {folder.name}"]
+        return [
+            f"no summary over folds: expected {own} in the name of the run folder, got "
+            f"{folder.name}"
+        ]
     rows, missing = list[dict[str, Any]](), list[str]()
     for fold in (f"{number}/{count}" for number in range(1, count + 1)):
         run = folder.with_name(folder.name.replace(own, fold_name(fold)))

@@ -15,7 +15,7 @@ from visionattn.training.distributed import stages
 def freeze(model: nn.Module, what: Literal["backbone"] | int) -> None:
     """Freeze all parameters except the head's (``backbone``), or the parameters of the patch
     embedding and of the first ``what`` blocks. Frozen parameters get no gradient, no weight decay
-    and no optimiser state.
+    and no optimizer state.
 
     Raises:
         ValueError: the model has no head or no blocks, or fewer blocks; one line.
@@ -30,7 +30,7 @@ def freeze(model: nn.Module, what: Literal["backbone"] | int) -> None:
 
 
 def _head(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of the head: the classifier, or what follows the patch features."""
+    """Return the head's parameters: the classifier, or the modules after the patch features."""
     if isinstance(model, PatchModel):
         of_body = set(model.backbone.parameters())
         return [parameter for parameter in model.parameters() if parameter not in of_body]
@@ -39,8 +39,8 @@ def _head(model: nn.Module) -> list[nn.Parameter]:
     parameters = [parameter for head in heads for parameter in head.parameters()]
     if not parameters:
         raise ValueError(
-            f"freeze backbone trains the head, and {type(model).__name__} has none; give a number "
-            "of blocks, or leave freeze out"
+            f"freeze backbone needs a head, and {type(model).__name__} has none; pass a number of "
+            "blocks, or remove freeze"
         )
     return parameters
 
@@ -50,8 +50,8 @@ def _lowest(model: nn.Module, count: int) -> list[nn.Parameter]:
     blocks = stages(model)
     if count > len(blocks) or not blocks:
         raise ValueError(
-            f"freeze {count}: {type(model).__name__} has {len(blocks)} blocks; give at most as "
-            "many, or backbone"
+            f"expected freeze at most {len(blocks)}, the blocks of {type(model).__name__}, got "
+            f"{count}; pass fewer, or backbone"
         )
     found, first = [], next(blocks[0].parameters())
     for parameter in model.parameters():
@@ -66,7 +66,7 @@ def begin_training(model: nn.Module, frozen: str | int | None) -> None:
     off, and running statistics stay.
 
     Args:
-        model: the model, perhaps after ``freeze``.
+        model: the model.
         frozen: the option ``freeze``; None: everything is in train mode.
     """
     model.train()

@@ -1,6 +1,6 @@
-"""Train only a head on the patch features that ``visionattn features --dense --blocks`` has kept.
+"""Train only a head on the patch features that ``visionattn features --dense --blocks`` stored.
 
-The run sees feature maps in place of images. Its checkpoint has model and head, and takes images.
+The inputs of the run are feature maps. Its checkpoint has model and head, and accepts images.
 """
 
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ from visionattn.training.objectives import PixelClasses
 
 IMAGE_OPTIONS = ("fit", "img_size", "img_size_choices", "max_patches", "crop", "augment", "bands")
 IMAGE_OPTIONS += ("value_range", "page", "mean", "std", "crop_around")
-"""Options of images that act when features are extracted."""
+"""Image options that apply when features are extracted."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class CellLogits(nn.Module):
 
 @torch.no_grad()
 def standardize(layer: nn.Conv2d, mean: Tensor, std: Tensor) -> None:
-    """Change a linear layer of standardized maps into the same layer of maps."""
+    """Fold the standardization of its input into a linear layer, in place."""
     weight = layer.weight.double() / std.view(1, -1, 1, 1)
     layer.bias.copy_(layer.bias.double() - weight.flatten(1) @ mean)
     layer.weight.copy_(weight)
@@ -127,7 +127,7 @@ def prepare_maps(
         maps; the options of the whole model; its files; and lines about the features.
 
     Raises:
-        ValueError, FileNotFoundError: an option does not go with kept features, or they are of
+        ValueError, FileNotFoundError: an option contradicts the stored features, or they are of
             other images; one line.
     """
     folder, usual = str(data.features), DataConfig()
@@ -170,7 +170,10 @@ def prepare_maps(
     }
     mean, std = (tuple(each.tolist()) for each in parts["train"].moments())
     if len(mean) != body.width:
-        raise ValueError(f"data.features {folder} has no maps of {body.width} channels")
+        raise ValueError(
+            f"expected feature maps of {body.width} channels in data.features {folder}; extract "
+            "them again"
+        )
     of_maps = dict(in_chans=body.width, mean=mean, std=std, fit="native", img_size=None)
     spec = replace(spec, **of_maps, max_patches=None, bands=None, value_range=None, page=None)
     maps = patch_heads.KeptMaps(body.width, body.patch_px)

@@ -22,15 +22,15 @@ from visionattn.models.weights import DataSpec
 
 VERSION = 1
 MOST_MISTAKES, MOST_PAIRS = 12, 2000
-"""The most mistakes with pictures, and the most pairs of a class and a wrong prediction; 2,000
+"""Maximum number of mistakes with pictures, and of pairs of a class and a wrong prediction; 2,000
 pairs cover 45 classes.
 """
 MOST_PX, MOST_PX_WIDE, WIDE = (900, 600), (600, 1200), 1.5
-"""The largest height and width of a picture in pixels; the second pair for images whose width is
-more than ``WIDE`` times their height.
+"""Maximum height and width of a picture in pixels; the second pair applies if the width is more
+than ``WIDE`` times the height.
 """
 MOST_BYTES = 150_000
-"""The most bytes of a picture."""
+"""Maximum bytes of a picture."""
 SMALL_PX = 64
 """Images of at most 64 x 64 px become PNG, others JPEG."""
 QUALITIES = (85, 70, 50, 30)
@@ -199,7 +199,7 @@ def read_by_class(path: Path) -> ByClass:
         ValueError: the file has other content, or a number is out of range; one line.
         OSError: the file cannot be read.
     """
-    found: ByClass = read_json(ByClass, path, "the run writes it anew where it is evaluated again")
+    found: ByClass = read_json(ByClass, path, "evaluate the run again to rewrite it")
     classes = range(len(found.classes))
     named = [(label, said) for label, said, _ in found.confusions]
     named += [(each.label, each.said) for each in found.mistakes]

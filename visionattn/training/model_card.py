@@ -31,9 +31,9 @@ from visionattn.training.run_folder import BEST, CONFIG, STATUS, Ended
 from visionattn.training.train_flags import parse_train
 
 MOST_CLASSES = 40
-"""The most classes that a card lists; ``config.json`` lists all."""
+"""Maximum number of classes in a card; ``config.json`` lists all."""
 UNTOLD = ("output", "resume", "overwrite", "show_batch", "parallel", "dist_timeout", "data.cache")
-"""Options that a card omits: they do not affect the weights, or are for several processes."""
+"""Options that a card omits: they do not affect the weights, or apply to several processes."""
 TOLD = ("model.name", "data.name")
 """Options that a card shows even at their defaults."""
 PATHS = ("data.root", "data.augment", "init_from", "teacher")
@@ -49,7 +49,7 @@ def card_of(path: Path, model: nn.Module, *, title: str, source: str, license: s
         model: the model with its weights.
         title: title of the card.
         source: name for ``timm.create_model``: ``hf-hub:ORG/NAME`` or ``local-dir:FOLDER``.
-        license: licence identifier of the hub; None: unknown.
+        license: license identifier of the hub; None: unknown.
 
     Raises:
         ValueError, OSError: a file of the run is damaged; one line.
@@ -93,7 +93,7 @@ def _run(checkpoint: Path) -> dict[str, Any]:
     config = parse_train(["--config", str(folder / CONFIG)])
     status: Ended = {}
     if (folder / STATUS).is_file():
-        way_out = "delete it to share without its figures"
+        way_out = "delete it to share without its metrics"
         status = read_json(Ended, folder / STATUS, way_out)
     whole, figures = None, best_figures(checkpoint)
     if (parent / DISTIL).is_file():
@@ -125,8 +125,8 @@ def _distilled(config: DistilConfig, stage: str) -> dict[str, Any]:
 
 
 def command_of(config: TrainConfig | DistilConfig) -> str:
-    """Return the command that trains or distils with a configuration: model or teacher, data, and
-    each option that is not at its default.
+    """Return the command that trains or distills with a configuration: model or teacher, data, and
+    each option that differs from its default.
     """
     kind = type(config)
     words, usual = ["visionattn", "train" if kind is TrainConfig else "distil"], kind()

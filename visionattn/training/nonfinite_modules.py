@@ -61,7 +61,7 @@ def name_fault(model: nn.Module, runs: Iterable[Callable[[], Any]]) -> str:
     names = [name for name, gradient in gradients.items() if not all_finite(gradient)]
     if names:
         return f"the gradient of {names[-1]}; the forward pass is finite"
-    return "nothing that a second pass shows"
+    return "unknown; a second pass is finite"
 
 
 def all_finite(value: Any) -> bool:

@@ -31,9 +31,9 @@ from visionattn.training.losses import (
 )
 
 MOST_CURVES = 20
-"""Evaluations keep the scores of at most this many classes."""
+"""Maximum number of classes for which evaluations keep scores."""
 SCORE_BINS, LARGEST_ODDS = 65536, 32
-"""Number of bins of scores, and the largest log odds that are told apart."""
+"""Number of score bins, and the largest log odds with a bin of their own."""
 
 
 class Judged(NamedTuple):
@@ -64,7 +64,7 @@ class Objective:
     """
 
     measure = "accuracy"
-    """The name of the score; ``Evaluation.value`` takes it."""
+    """Name of the score, for ``Evaluation.value``."""
     unit = ""
     """Unit of the loss, for printing."""
     learns_labels = True
@@ -80,8 +80,8 @@ class Objective:
         self.spec = spec
 
     def called(self, model: nn.Module) -> nn.Module:
-        """Return the module that a training step calls. It takes the arguments of ``call``, has the
-        parameters of the model, and its outputs go to ``loss``.
+        """Return the module that a training step calls. It has the arguments of ``call`` and the
+        model's parameters; its outputs go to ``loss``.
         """
         return model
 
@@ -115,7 +115,7 @@ class Objective:
     def options(self, outputs: Tensor) -> dict[str, Any]:
         """Return the options of ``class_losses`` and ``pixel_losses`` for training."""
         weights = self.kind.class_weights
-        assert not isinstance(weights, str), "with_class_weights replaces it by numbers"
+        assert not isinstance(weights, str), "with_class_weights replaces balanced by numbers"
         return {
             "weights": None if weights is None else outputs.new_tensor(weights),
             "smoothing": self.smoothing,
@@ -145,8 +145,8 @@ class Objective:
 
 class PixelClasses(Objective):
     """Learn the classes of pixels. The cross-entropy or focal loss of an image is the mean over its
-    pixels except ignored ones, Dice compares its mask as a whole, and the loss of a batch is the
-    mean over its images.
+    pixels except ignored ones; Dice compares its whole mask. The loss of a batch is the mean over
+    its images.
     """
 
     measure = "mean IoU"
@@ -280,8 +280,8 @@ def weighted_mean(losses: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def make_criterion(config: OptimConfig) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the mean cross-entropy loss of logits ``[B, classes]`` and targets: shares of classes
-    if images are mixed, else classes.
+    """Return the mean cross-entropy of logits ``[B, classes]`` and targets, as a function; targets
+    are shares of classes if images are mixed, else classes.
     """
     if config.mixup or config.cutmix:
         return SoftTargetCrossEntropy()
@@ -300,7 +300,7 @@ def confusion_of(known: Tensor, found: Tensor, classes: int) -> Tensor:
 
 
 def score_counts(known: Tensor, logits: Tensor) -> Tensor:
-    """Count pixels by class, by whether they have it (0, 1) and by score, int64 ``[classes, 2,
+    """Count pixels for each class, by membership (0, 1) and by score, int64 ``[classes, 2,
     SCORE_BINS]``; ``IGNORED`` pixels do not count.
 
     The score is the log odds of the softmax probability, in bins of equal width, so that rare

@@ -1,4 +1,4 @@
-"""Build optimiser, schedule and mixing from timm, and do the optimiser step."""
+"""Build optimizer, schedule and mixing from timm, and do the optimizer step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,10 +26,10 @@ class OptimizerStep:
 
     Args:
         model: on its device; its parameters are updated in place.
-        config: optimiser, loss and clipping.
+        config: optimizer, loss and clipping.
         device: device of the model.
         amp: mixed precision: ``none``, ``bf16`` or ``fp16``; ``fp16`` scales the loss.
-        loss: takes outputs and targets; None: the classification loss of ``config``.
+        loss: a function of outputs and targets; None: the classification loss of ``config``.
         initial_scale: initial loss scale of ``fp16``. The default overflows in the first steps,
             which are skipped.
 
@@ -72,7 +72,7 @@ class OptimizerStep:
             forward: the forward pass of training.
             inputs: ``[B, C, H, W]``.
             targets: the targets of the loss.
-            weights: weights of the images, ``[B]``, for a ``loss`` that takes them; None: 1.
+            weights: weights of the images, ``[B]``, for a ``loss`` that accepts them; None: 1.
             share: the weight of this batch's mean in the loss.
             factor: the weight of the loss in the gradient.
 
@@ -156,7 +156,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
     own = optimizer.state_dict()["param_groups"]
     if [group["params"] for group in own] != [group["params"] for group in saved["param_groups"]]:
         raise ValueError(
-            "the saved optimiser has other groups of parameters; resume with the optimiser options "
+            "the saved optimizer has other parameter groups; resume with the optimizer options "
             "of the run"
         )
     # LAMB keeps its step count in the group.

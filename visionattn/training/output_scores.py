@@ -13,7 +13,7 @@ from visionattn.models.weights import DataSpec
 
 VERSION = 1
 MOST_POINTS = 500
-"""The most images of a scatter plot."""
+"""Maximum number of images in a scatter plot."""
 SHARES = ("mAP", "AP", "F1", "IoU")
 """Metrics in [0, 1]."""
 Column = list[float | None]
@@ -182,10 +182,10 @@ def read_by_output(path: Path) -> ByOutput:
         ValueError: the file has other content; one line.
         OSError: the file cannot be read.
     """
-    found: ByOutput = read_json(
-        ByOutput, path, "the run writes it anew where it is evaluated again"
-    )
+    found: ByOutput = read_json(ByOutput, path, "evaluate the run again to rewrite it")
     columns = [*found.columns.values(), *([found.points] if found.points else [])]
     if found.version != VERSION or any(len(each) != len(found.names) for each in columns):
-        raise ValueError(f"{path} is damaged: it has not one value for each output")
+        raise ValueError(
+            f"{path} is damaged: the number of values differs from the number of outputs"
+        )
     return found

@@ -11,16 +11,16 @@ from torch import Tensor
 from visionattn.data.lettering import EDGE, HATCH, INK, MUTED, PAPER, font_of, printable
 
 MOST_PX, COLUMNS = 2400, 8
-"""The largest width of a sheet in pixels, and the most pictures in a row."""
+"""Maximum width of a sheet in pixels, and maximum number of pictures in a row."""
 ENLARGED_PX, MOST_TIMES, LEAST_PX = 256, 4, 24
 """Small pictures are enlarged by a common integer factor, up to ``ENLARGED_PX`` and ``MOST_TIMES``;
 large pictures are shrunk to a common longest side of at least ``LEAST_PX``.
 """
 MARGIN, GAP, NARROWEST, HEAD_PX, CAPTION_PX = 24, 14, 128, 60, 17
 CELL_PX, NAME_PX = 40, 160
-"""Side of a cell of a confusion matrix, and the largest width of a class name."""
+"""Side of a cell of a confusion matrix, and maximum width of a class name, in pixels."""
 BLUE = (29, 86, 184)
-"""The colour of a share of 1."""
+"""The color of a share of 1."""
 SMALL = 12
 """The usual font size."""
 
@@ -48,7 +48,7 @@ class SheetPart:
 
 def visible(image: Tensor) -> np.ndarray:
     """Convert an image ``[C, H, W]``, uint8 or float32 in [0, 1], to uint8 ``[H, W, 3]``: its first
-    three bands, or its first band as grey.
+    three bands, or its first band as gray.
     """
     values = rearrange(image[:3] if image.shape[0] >= 3 else image[:1], "c h w -> h w c").numpy()
     if values.dtype != np.uint8:
@@ -66,8 +66,8 @@ def draw_sheet(
 
     Args:
         parts: the parts in reading order, with at least one picture.
-        most_px: the largest width of the sheet in pixels, if captions allow.
-        columns: the most pictures in a row.
+        most_px: maximum width of the sheet in pixels; long captions may exceed it.
+        columns: maximum number of pictures in a row.
     """
     longest = max(max(picture.pixels.shape[:2]) for part in parts for picture in part.pictures)
     times = max(1, min(MOST_TIMES, ENLARGED_PX // longest))
@@ -147,7 +147,7 @@ def shortened(text: str, font: ImageFont.FreeTypeFont, width: int) -> str:
 def draw_confusion(confusion: np.ndarray, names: Sequence[str]) -> Image.Image:
     """Draw a confusion matrix: a row for each true class, a column for each predicted class.
 
-    Each cell has the share of its row as colour. Its text is the count, or the share in percent if
+    Each cell has the share of its row as color. Its text is the count, or the share in percent if
     a count has more than four digits.
 
     Args:

@@ -47,7 +47,7 @@ PREVIOUS, STATUS = "previous.pt", "status.json"
 CONFIG, METRICS = "config.yaml", "metrics.jsonl"
 SUMMARY = "summary.csv"
 BY_CLASS = {"validation": "validation.json", "test": "test.json"}
-"""Files with the results by class of the best weights, by split."""
+"""Files with the results of the best weights for each class, by split."""
 IDS = tuple(f"{name}.id" for name in TRACKERS)
 """Files with the identifier of the run in each tracker."""
 NAMES = (BEST, LAST, PREVIOUS, STATUS, CONFIG, METRICS, SUMMARY, *BY_CLASS.values(), *IDS)
@@ -84,14 +84,14 @@ class Ended(TypedDict, total=False):
 
 
 def named_folder(output: str, run: str | None, names: Sequence[str]) -> Path:
-    """Return the folder ``run`` in ``output`` after checking that files with these names can be
-    written to it; write nothing.
+    """Return the folder ``run`` in ``output``, and check that files with these names can be
+    written; write nothing.
 
     Raises:
         ValueError: unusable name, unwritable folder, or a folder in use by another process.
     """
     if not run or Path(run).name != run or run in (".", ".."):
-        raise ValueError(f"run must be the name of a folder within {output}, got {run!r}")
+        raise ValueError(f"expected run to be the name of a folder within {output}, got {run!r}")
     folder = Path(output) / run
     check_folder(folder, "choose another output or run")
     if (folder / LOCK).exists():
@@ -173,16 +173,16 @@ def held(folder: Path) -> Iterator[None]:
         ValueError: another run uses the folder.
     """
     taken = (
-        f"another process is running in {folder}; wait for it or end it, or --run NAME writes "
-        "elsewhere"
+        f"another process is running in {folder}; wait for it or end it, or pass --run NAME for "
+        "another folder"
     )
     with locked(folder / LOCK, taken):
         yield
 
 
 class Status:
-    """Write ``running`` to ``status.json`` on entry and the outcome of the run on exit, and lock
-    the folder in between.
+    """Lock the run folder in a context. Write ``running`` to ``status.json`` on entry, and the
+    outcome on exit.
 
     A status is ``running`` (which stays after a kill), ``finished``, ``stopped`` (Ctrl-C or
     SIGTERM), ``nan``, ``oom`` or ``failed``.
@@ -253,7 +253,7 @@ class Record:
     Args:
         folder: the run folder; created if missing.
         config: written as ``config.yaml``.
-        step: on resume, the finished optimiser steps; later lines of an earlier process are
+        step: on resume, the finished optimizer steps; later lines of an earlier process are
             dropped.
         history: on resume, the metrics of finished epochs.
         stream: where to print; None: standard output.

@@ -15,7 +15,7 @@ from visionattn.training.evaluate import Evaluation
 
 STARTING_STEPS, STARTING_SECONDS = 10, 10.0
 NO_SCORE = -1.0
-"""``Position.best`` before there is a score, and for images without one."""
+"""``Position.best`` before the first score, and for images without scores."""
 PACE_STEPS, PACE_SECONDS, LONGEST_PACE = 20, 10.0, 60.0
 """The fewest steps and seconds that ``Pace`` measures."""
 
@@ -29,7 +29,7 @@ class Position:
     batch: int = 0
     """Finished batches of the current epoch."""
     step: int = 0
-    """Finished optimiser steps, skipped steps included."""
+    """Finished optimizer steps, skipped steps included."""
     skipped: int = 0
     """Steps without an update, because the loss or the gradient was not finite."""
     non_finite_in_a_row: int = 0
@@ -62,8 +62,8 @@ class EpochSums:
     seconds: float = 0.0
 
     def add(self, loss: float, norm: float, images: int, waited: float, seconds: float) -> None:
-        """Add a step: mean loss, gradient norm, number of images, and its seconds, ``waited`` of
-        them for data.
+        """Add a step: mean loss, gradient norm, number of images, and seconds, which include
+        ``waited`` seconds for data.
         """
         self.steps, self.images = self.steps + 1, self.images + images
         self.loss, self.norm = self.loss + loss * images, self.norm + norm
@@ -115,8 +115,8 @@ class Pace:
         """
         each, share = self.seconds / self.steps, self.waited / self.seconds
         return (
-            f"measured: {lasting(each)} per step, {share:.0%} of it waiting for data (data.workers "
-            f"is {workers}, this machine has {os.cpu_count()} cores); about "
+            f"measured: {lasting(each)} per step, {share:.0%} of it waiting for data "
+            f"(data.workers {workers}, {os.cpu_count()} cores); about "
             f"{lasting(each * steps_left)} left"
         )
 
@@ -134,7 +134,7 @@ class Result:
     images_per_second: float
     """Training throughput over all steps, waiting for data included."""
     best_epoch: int
-    """The epoch, counted from 1, with the best weights on the validation images."""
+    """Epoch of the best weights on the validation images, counted from 1."""
     validation: float | None
     """Score of the best weights on the validation images; None for images without classes."""
     test: Evaluation | None
@@ -166,8 +166,8 @@ class Result:
 
 
 def sizes_worth_trying(model: nn.Module, geometry: Geometry) -> tuple[Size, ...]:
-    """Return the training size and, if the model takes other sizes, about 1.5 and 2 times that size
-    in whole patches. Empty for native image sizes.
+    """Return the training size and, if the model accepts other sizes, about 1.5 and 2 times that
+    size in whole patches. Empty for native image sizes.
     """
     size = geometry.img_size
     if size is None:

@@ -26,7 +26,7 @@ from visionattn.training.model_card import card_of
 HUB = re.compile(r"hf-hub:([\w.-]+/[\w.-]+)")
 SCHEME = re.compile(r"(hf[-_]hub|local-dir|https?):")
 LICENSE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]{0,60}")
-"""Matches licence identifiers such as apache-2.0."""
+"""Matches license identifiers such as apache-2.0."""
 ELSEWHERE = ("tag", "label_", "test_", "description", "notes", "origin_url")
 """Name prefixes of timm's fields that describe other weights of the architecture."""
 EXAMPLE = "checkpoints/digits/best.safetensors --to checkpoints/shared --license apache-2.0"
@@ -43,7 +43,7 @@ class ShareConfig:
     to: str | None = None
     """A new folder, or ``hf-hub:ORG/NAME`` to upload."""
     license: str | None = None
-    """Licence identifier of the weights, e.g. ``apache-2.0``; None: "unknown" in the card."""
+    """License identifier of the weights, e.g. ``apache-2.0``. None: the card says "unknown"."""
 
 
 def parse_share(argv: Sequence[str]) -> ShareConfig:
@@ -87,8 +87,8 @@ def share(config: ShareConfig) -> list[str]:
     kinds |= {"multilabel": "gives several classes per image", "regression": "gives numbers"}
     if what := kinds.get(model.data_spec.task):
         raise ValueError(
-            f"{path} {what}, which timm and transformers have no models for; "
-            "visionattn.load_model reads the file itself"
+            f"{path} {what}, which timm and transformers do not support; read the file with "
+            "visionattn.load_model"
         )
     check_finite(model.state_dict(), path)
     if hub := HUB.fullmatch(config.to):
@@ -114,7 +114,7 @@ def write(folder: Path, path: Path, model: nn.Module, card: str, license: str | 
         path: the file of the weights.
         model: the result of ``load_model``.
         card: the text of ``README.md``.
-        license: licence of the weights; None: unknown.
+        license: license of the weights; None: unknown.
     """
     _, args, spec = described(read_metadata(path), path)
     known = model.pretrained_cfg.items()
@@ -141,17 +141,17 @@ def upload(path: Path, model: nn.Module, card: str, license: str | None, *, name
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError
 
-    # The base class of the HTTP library's errors, whichever library the hub's client uses.
+    # The base class of HTTP errors, for any HTTP library of the hub's client.
     bases = [each for each in HfHubHTTPError.__mro__ if each.__module__ != "builtins"]
     if get_token() is None:
-        raise ValueError("there is no token for the hub; hf auth login keeps one, or set HF_TOKEN")
+        raise ValueError("expected a token for the hub; run hf auth login, or set HF_TOKEN")
     api = HfApi(library_name="visionattn")
     try:
         if api.file_exists(name, "config.json"):
-            raise ValueError(f"hf-hub:{name} holds a model already; choose another name")
+            raise ValueError(f"hf-hub:{name} already holds a model; choose another name")
         with TemporaryDirectory() as folder:
             write(Path(folder), path, model, card, license)
             api.create_repo(name, exist_ok=True)
             api.upload_folder(repo_id=name, folder_path=folder, commit_message="Add model")
     except tuple(bases) as error:
-        raise OSError(f"the hub does not take {name}: {first_line(error)}") from error
+        raise OSError(f"the hub refused {name}: {first_line(error)}") from error

@@ -38,7 +38,7 @@ class Mlflow:
         """Send metrics of a step."""
         try:
             self.mlflow.log_metrics(metrics, step=step)
-        except self.error as error:  # must not end hours of training
+        except self.error as error:  # a tracker must not end the training
             warnings.warn(f"mlflow lacks step {step}: {first_line(error)}", stacklevel=2)
 
     def close(self, *, failed: bool) -> None:
@@ -73,10 +73,10 @@ TRACKERS = {"mlflow": Mlflow, "wandb": Wandb}
 
 @contextmanager
 def refusal(name: str, kind: type[Exception]) -> Iterator[None]:
-    """Turn an error of a tracker into ValueError; one line."""
+    """Raise an error of a tracker as ValueError; one line."""
     try:
         yield
     except kind as error:
         raise ValueError(
-            f"{name}: {first_line(error).rstrip('.')}; --log null trains without"
+            f"{name}: {first_line(error).rstrip('.')}; pass --log null to train without a tracker"
         ) from error

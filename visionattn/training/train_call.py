@@ -68,7 +68,7 @@ def _words(values: Mapping[str, Any], group: str = "") -> list[str]:
     for key, value in values.items():
         name = f"{group}{key}"
         if name in OWN_OPTIONS:
-            raise ValueError(f"{name} is no key of a run; leave it out")
+            raise ValueError(f"{name} is not a key of a run; remove it")
         if isinstance(value, Mapping) and name not in field_types(TrainConfig):
             words += _words(value, f"{name}.")
             continue
@@ -76,7 +76,7 @@ def _words(values: Mapping[str, Any], group: str = "") -> list[str]:
             text = str(value) if isinstance(value, (str, Path)) else json.dumps(value)
         except TypeError as error:
             raise ValueError(
-                f"{name} must be of numbers, texts, lists and mappings, got {value!r}"
+                f"expected numbers, strings, lists and mappings for {name}, got {value!r}"
             ) from error
         words.append(f"--{name}={text}")
     return words

@@ -1,6 +1,6 @@
-"""Train a model: the loop over epochs and batches, the optimiser step, and the state for resume.
+"""Train a model: the loop over epochs and batches, the optimizer step, and the state for resume.
 
-``fit`` loops over epochs, ``train_epoch`` over batches, and ``step`` does the optimiser step.
+``fit`` loops over epochs, ``train_epoch`` over batches, and ``step`` does the optimizer step.
 """
 
 import math
@@ -85,11 +85,11 @@ ERRORS = ("MAE", "RMSE")
 FORWARD, FORWARD_CHECKPOINTED = 1 / 3, 1 / 4
 """Ratio of the time of a forward without gradients to the time of a step."""
 SOME_PX = (224, 224)
-"""Height and width in pixels of a placeholder image, if any size works."""
+"""Height and width in pixels of a placeholder image for models without a fixed size."""
 
 
 class Trainer:
-    """A model with its optimiser, its images, and its progress.
+    """A model with its optimizer, its images, and its progress.
 
     Args:
         config: the run.
@@ -137,15 +137,15 @@ class Trainer:
         )
         if self.mix and getattr(self.batches, "weights", None) is not None:
             raise ValueError(
-                f"the column weight of {config.data.labels} is for single images, and optim.mixup "
-                "and optim.cutmix mix two; leave them or the column out"
+                "optim.mixup and optim.cutmix do not work with the column weight of "
+                f"{config.data.labels}; remove them or the column"
             )
         parts = self.processes.data_rank, self.processes.data_size
         if isinstance(self.batches, StreamTrainBatches):  # only one process knows the order
             parts = self.processes.rank, self.processes.size
         self.batches.divide(*parts, pairs=self.mix is not None)
         self.validation = self.batches_of(splits.validation)
-        # Model and optimiser.
+        # Model and optimizer.
         decay = config.optim.ema_decay
         self.ema = ModelEmaV3(model, decay=decay, use_warmup=True) if decay else None
         self.evaluated: nn.Module = self.ema.module if self.ema else model
@@ -153,7 +153,7 @@ class Trainer:
         kind = choose_kind(config, self.processes.size)
         self.called = self.objective.called(model)
         if kind == "sequence" and self.called is not model:
-            raise ValueError("parallel sequence works only for classes of images; use ddp")
+            raise ValueError("parallel sequence needs data.task classify; use ddp")
         self.spread = Spread(
             kind,
             self.called,
@@ -242,7 +242,7 @@ class Trainer:
     def where(self) -> str:
         """Return the current phase of the run in words."""
         if self.done:
-            return "the training is done, the test images are not"
+            return "the training is done, the test is not"
         return f"epoch {self.position.epoch + 1} of {self.config.epochs}"
 
     def fit(self, record: Record, interruption: Interruption) -> None:
@@ -259,8 +259,8 @@ class Trainer:
         position = self.position
         if position.epoch >= self.config.epochs and not position.best_epoch:
             raise ValueError(
-                f"all {position.epoch} epochs are done and their best weights are lost; --epochs "
-                f"{position.epoch + 1} trains one more and keeps its weights"
+                f"all {position.epoch} epochs are done, but their best weights are lost; pass "
+                f"--epochs {position.epoch + 1} to train one more"
             )
         self.clock = time.perf_counter()
         if self.states and self.states.step is None:
@@ -283,8 +283,8 @@ class Trainer:
             )
         if position.step and position.skipped == position.step:
             raise NonFinite(
-                f"none of the {position.step} steps had a finite loss and gradient: nothing was "
-                "learnt"
+                f"none of the {position.step} steps had a finite loss and gradient, so the "
+                "weights did not change; try a lower optim.lr"
             )
 
     def train_epoch(self, record: Record, interruption: Interruption) -> None:
@@ -295,7 +295,7 @@ class Trainer:
         self.progress = record.begin(name, len(self.batches), position.batch, "batches")
         batches = interruption.watch(self.batches.epoch(position.epoch, start=position.batch))
         start = time.perf_counter()
-        # A group of batches makes one optimiser step; processes agree on the group and on errors
+        # A group of batches makes one optimizer step; processes agree on the group and on errors
         # in data loading.
         while group := self.processes.together(
             lambda: list(islice(batches, self.config.optim.accumulate))
@@ -312,7 +312,7 @@ class Trainer:
             start = time.perf_counter()
 
     def step(self, group: list[Batch]) -> tuple[float, float, bool]:
-        """Do one optimiser step on a group of batches.
+        """Do one optimizer step on a group of batches.
 
         Each loss is divided by the number of images in the group. So the gradient is the mean over
         all images, independent of batches and processes.
@@ -510,8 +510,8 @@ class Trainer:
         tally: Tally,
         spec: DataSpec | None = None,
     ) -> Evaluation:
-        """Evaluate in the precision of the training; ``what`` names the images, ``tally`` records
-        the prediction for each, and ``spec`` has their thresholds (None: choose them).
+        """Evaluate in the training precision. ``what`` names the images, ``tally`` records each
+        prediction, and ``spec`` has the thresholds (None: choose them).
 
         Raises:
             NonFinite: the loss is not finite.
@@ -530,8 +530,8 @@ class Trainer:
             )
         if not math.isfinite(result.loss):
             raise NonFinite(
-                f"the loss on the {what} is {result.loss} ({self.where()}): the weights give "
-                "values that are not finite"
+                f"the loss on the {what} is {result.loss} ({self.where()}): the outputs are not "
+                "finite; try a lower optim.lr"
             )
         return result
 
@@ -543,8 +543,8 @@ class Trainer:
         record: Record,
         spec: DataSpec,
     ) -> None:
-        """Write the results by class of the best weights with their worst mistakes, if images have
-        classes; and their predictions to TensorBoard.
+        """Write the predictions of the best weights to TensorBoard and, if images have classes, the
+        results by class with the worst mistakes.
 
         Args:
             split: the evaluated split.
@@ -567,7 +567,7 @@ class Trainer:
             elif len(rows):
                 about = {"epoch": epoch, "root": self.config.data.root}
                 inputs = getattr(self.splits, split)
-                # Mistakes show images, also where the inputs are maps.
+                # Mistakes show images, even if the inputs are feature maps.
                 images = getattr(inputs, "pictures", inputs)
                 geometry = getattr(inputs, "geometry", self.geometry)
                 found = by_class(rows, images, spec, geometry, split=split, **about)
@@ -722,7 +722,7 @@ class Trainer:
         }
 
     def images(self) -> list[int]:
-        """Return the numbers of training and validation images."""
+        """Count the training and validation images."""
         return [len(self.splits.train), len(self.splits.validation)]
 
     def state(self) -> dict[str, Any]:
@@ -756,14 +756,14 @@ class Trainer:
             Lines about the position of the state and the changed options.
 
         Raises:
-            ValueError: the state has other images, another optimiser, or no averaged weights
+            ValueError: the state has other images, another optimizer, or no averaged weights
                 although they are required, or is from the middle of an epoch with other batches.
         """
         done = state["position"]["epoch"]
         if self.config.epochs < done:
             raise ValueError(
-                f"epochs {self.config.epochs}: the run has finished {done} epochs; resume with "
-                f"{done} or more"
+                f"expected epochs at least {done}, which the run has finished, got "
+                f"{self.config.epochs}"
             )
         changed = check_options(
             state["config"],

@@ -43,15 +43,15 @@ from visionattn.training.objectives import Objective, objective_of
 from visionattn.training.trainer import FORWARD, FORWARD_CHECKPOINTED, Trainer
 
 MOMENTS = 2
-"""Copies of the parameters' memory that the optimisers keep as state."""
+"""Copies of the parameters' memory that the optimizers keep as state."""
 PREFETCHED = 2
 """Batches that each loader process prefetches."""
 
 
 class TrainingMemory(Memory):
-    """The memory of a run at given batch shapes.
+    """Memory of a run at given batch shapes.
 
-    It is created before averaged weights and optimiser exist, and counts both.
+    It is created before averaged weights and optimizer exist, and counts both.
 
     Args:
         config: the run; its batch size is ignored.
@@ -64,8 +64,8 @@ class TrainingMemory(Memory):
 
     doing = "a step on "
     evaluates = False
-    """Whether the evaluation of whole images needs more than a step on crops; ``bytes_of`` and the
-    ways out are then about an evaluation.
+    """Whether evaluating whole images needs more memory than a step on crops; if so, ``bytes_of``
+    and the advice describe an evaluation.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class TrainingMemory(Memory):
         step = self.extended(count, self.own_part(shape))
         if step is None:
             return None
-        # An evaluation, with the optimiser's state in memory, if its batches are larger.
+        # An evaluation, with the optimizer's state in memory, if its batches are larger.
         if evaluation is not None and math.prod(evaluation) > math.prod(shape):
             step = max(step, self.extended(self.forward_bytes, self.own_part(evaluation)) or 0)
         if self.passes.device.type == "cuda":
@@ -114,7 +114,7 @@ class TrainingMemory(Memory):
         return self.base_bytes + step + loading
 
     def step_bytes(self, shape: Shape) -> int | None:
-        """Return the bytes of a step of one process, optimiser state included; None if unknown,
+        """Return the bytes of a step of one process, optimizer state included; None if unknown,
         infinity if a GPU runs out of memory.
         """
         passes, optim = self.passes, self.config.optim
@@ -144,8 +144,8 @@ class TrainingMemory(Memory):
         return None if took is None else whole_bytes(took + self.kept_bytes())
 
     def kept_bytes(self) -> float:
-        """Return the bytes of the optimiser state and of communication buffers: ``ddp`` sums
-        gradients in buffers of their size, and ``fsdp`` shards the optimiser state.
+        """Return the bytes of the optimizer state and of communication buffers: ``ddp`` sums
+        gradients in buffers of their size, and ``fsdp`` shards the optimizer state.
         """
         learnt = (x for x in self.passes.model.parameters() if x.requires_grad)
         weights = sum(x.numel() * x.element_size() for x in learnt)
@@ -206,7 +206,7 @@ def loading_bytes(config: DataConfig, dataset: Dataset, spec: DataSpec, shape: S
     """
     images, height, width = shape
     channels = 1 if spec.encoding else spec.in_chans
-    # Maps have many channels for each patch.
+    # Feature maps have many channels per patch.
     batch = int(images * getattr(dataset, "bytes_per_pixel", channels) * height * width)
     if not config.workers:
         return batch
@@ -266,16 +266,16 @@ def with_batch(
         return replace(config, batch_size=taken), [images_that_fit(taken, size)]
     if config.data.batch_patches is not None:
         raise ValueError(
-            f"batch_size auto chooses data.batch_patches, which is {config.data.batch_patches}; "
-            "leave one of them out"
+            f"batch_size auto sets data.batch_patches, got {config.data.batch_patches}; remove "
+            "one of the two"
         )
     # The number of patches in the largest images that fit.
     patches = taken * (size[0] * size[1] // memory.cell_px)
     most = min(LARGEST_BATCH * memory.least, count)
     average = min(most, sensible(max(1, int(patches * memory.cell_px / mean))))
     line = (
-        f"batch_size auto: {patches} patches fit, {taken} of the largest images and {average} on "
-        "average"
+        f"batch_size auto: {patches} patches fit, or {taken} of the largest images, {average} "
+        "average ones"
     )
     data = replace(config.data, batch_patches=patches)
     return replace(config, batch_size=average, data=data), [line]

@@ -112,7 +112,7 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
     Raises:
         ValueError, FileNotFoundError: wrong flag, missing checkpoint, or unknown data; one line.
     """
-    # Find the checkpoint before parsing all flags, because its run gives defaults.
+    # Find the checkpoint before parsing all flags, because its run sets defaults.
     given = flags_of(argv, field_types(ValidateConfig))
     defaults: dict[str, Any] = {}
     trained_on = None
@@ -121,7 +121,7 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
         beside = path.with_name(CONFIG)
         if beside.is_file():
             run = parse_train(["--config", str(beside)])
-            # Another data set takes only those options of the run that mean the same for it.
+            # Another dataset keeps only the options of the run that mean the same for it.
             keep = (
                 asdict(run.data)
                 if given.get("data.name", run.data.name) == run.data.name
@@ -141,7 +141,7 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
             trained_on = run.data
         elif "data.name" not in given:
             raise ValueError(
-                f"there is no {beside} that would say which data; name it, e.g. --data.name folder "
+                f"no data given, and {beside} does not exist; pass e.g. --data.name folder "
                 "--data.root FOLDER"
             )
     config = parse(
@@ -310,7 +310,7 @@ class Validation:
         return each * float(shapes.prod(1).sum()) / math.prod(shape[1:])
 
     def _find_geometries(self) -> list[Geometry]:
-        """Return the preprocessing: as in training, except where flags change it."""
+        """Return the preprocessing: as in training, unless flags change it."""
         config, spec = self.config, self.spec
         fit, max_patches = config.fit or spec.fit, config.max_patches
         if max_patches is None and config.img_size is None and fit == "native":
@@ -354,8 +354,7 @@ class Validation:
         first = self.geometries[0]
         if first.fit != "native" and data.batch_patches is not None and self.spec.fit != "native":
             raise ValueError(
-                f"data.batch_patches is for fit native; with fit {first.fit} batch_size says how "
-                "many images make a batch"
+                f"data.batch_patches needs fit native, got {first.fit}; pass batch_size instead"
             )
         found, spec = images_to_judge(
             replace(
@@ -376,7 +375,7 @@ class Validation:
             if own != other and not (key == "class_names" and not (own and other)):
                 what = key.replace("_", " ")
                 raise ValueError(
-                    f"the weights are for other data: their {what}: {brief(own)}; the data's: "
+                    f"the checkpoint does not fit the data: expected {what} {brief(own)}, got "
                     f"{brief(other)}"
                 )
         split = self.config.split
@@ -385,7 +384,7 @@ class Validation:
         if chosen not in found:
             there = ", ".join("val" if name == "validation" else name for name in found)
             raise ValueError(
-                f"{data.root or data.name} has no images for --split {split}; it has {there}"
+                f"{data.root or data.name} has no images for --split {split}; choose from {there}"
             )
         check_judged(found[chosen], self.spec, chosen)
         return chosen, found[chosen]
@@ -400,7 +399,7 @@ class Validation:
         return {key: value for key, value in asdict(said).items() if value is not None}
 
     def rows(self) -> Iterator[SizeResult]:
-        """Yield the evaluation at each size in turn."""
+        """Yield the evaluation at each size."""
         for geometry in self.geometries:
             batches = eval_batches(
                 self.dataset,

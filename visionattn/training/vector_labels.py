@@ -29,7 +29,7 @@ def with_targets(splits: Splits) -> Splits:
         )
     if useless.any():
         name = spec.class_names[int(useless.argmax())]
-        raise ValueError(f"data.task {spec.task}: {reason.format(name)}, or leave it out")
+        raise ValueError(f"data.task {spec.task}: {reason.format(name)}, or remove it")
     if spec.task == "multilabel":
         return splits
     mean, std = (tuple(each.tolist()) for each in (labels.mean(0), labels.std(0)))

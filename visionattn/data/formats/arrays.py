@@ -94,7 +94,7 @@ def _open_zarr(path: str) -> list:
     said = dict(found.attrs)
     images = said.get("ome", said).get("multiscales")
     if not images:
-        raise ValueError("a zarr group and no array; give the folder of one of its arrays")
+        raise ValueError("expected a zarr array, got a group; pass the folder of one of its arrays")
     axes = [axis["name"] if isinstance(axis, dict) else axis for axis in images[0].get("axes", ())]
     levels = [_Level(found[each["path"]], axes) for each in images[0]["datasets"]]
     return sorted(levels, key=lambda level: -level.shape[0])
@@ -114,9 +114,7 @@ class _Level:
         lengths = dict(zip(self._axes, array.shape, strict=True))
         many = [axis for axis in self._axes if axis not in "yxc" and lengths[axis] > 1]
         if many or not {"y", "x"} <= lengths.keys():
-            raise ValueError(
-                f"a zarr image with axes {axes} of {list(array.shape)}; expected y, x, c"
-            )
+            raise ValueError(f"expected zarr axes y, x, c, got {axes} of {list(array.shape)}")
         self.shape = lengths["y"], lengths["x"], lengths.get("c", 1)
         self.ndim, self.dtype = 3, array.dtype
         chunks = dict(zip(self._axes, array.chunks, strict=True))

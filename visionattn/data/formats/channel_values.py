@@ -18,7 +18,7 @@ from visionattn.data.formats.reader import DAMAGED_IMAGE, NotAsAsked, Reader
 from visionattn.data.geometry import Box, View
 
 GREY = np.array([0.299, 0.587, 0.114], np.float32)
-"""Weights of red, green and blue in grey, as in Pillow (ITU-R 601-2)."""
+"""Weights of red, green and blue in gray, as in Pillow (ITU-R 601-2)."""
 TILE_ROWS = 256
 BLOCK_PX = 2**24
 """Maximum number of pixels read at once when a whole image is inspected."""
@@ -68,7 +68,7 @@ def read_blocks(reader: Reader, options: ReadOptions) -> Iterator[tuple[np.ndarr
         channels = channels_of(stored, reader, options)
         if isinstance(stored, np.ma.MaskedArray):
             empty = np.ma.getmaskarray(stored)
-            if empty.shape != channels.shape:  # grey that became colour, or the reverse
+            if empty.shape != channels.shape:  # gray that became color, or the reverse
                 empty = np.broadcast_to(empty.any(2, keepdims=True), channels.shape)
             channels = np.ma.MaskedArray(channels, empty)
         yield stored, channels
@@ -109,7 +109,7 @@ def bands_of(reader: Reader, options: ReadOptions) -> list[int] | None:
 
 
 def _coloured(pixels: np.ndarray, channels: int) -> np.ndarray:
-    """Convert grey, or red, green and blue, to the wanted number of channels."""
+    """Convert gray, or red, green and blue, to a number of channels."""
     if pixels.shape[2] == channels:
         return pixels
     if channels == 3:
@@ -170,7 +170,7 @@ def no_range(reader: Reader, ends: tuple[float, float]) -> str:
     """Return the message about an image whose value range is unknown."""
     units = "values in physical units" if reader.meaning.scale else f"{reader.dtype} values"
     return (
-        f"{units} from {ends[0]:,.6g} to {ends[1]:,.6g} without a known value range; pass "
+        f"unknown value range of {units} from {ends[0]:,.6g} to {ends[1]:,.6g}; pass "
         "--data.value_range LOW HIGH"
     )
 
@@ -232,7 +232,7 @@ def settle(
 
     Returns:
         The options, with the value range of integers whose files do not state it, and messages
-        about that range and about pages that are left out.
+        about this range and unused pages.
 
     Raises:
         ValueError: the values are not integers of up to 16 bits and have no range, or no inspected
@@ -281,13 +281,13 @@ def _first_deep(source: Source, indices: Sequence[int], options: ReadOptions) ->
 
 
 def _of_pages(seen: Sequence[_Seen]) -> list[str]:
-    """Return the message about pages that are left out."""
+    """Return the message about unused pages."""
     many = max(seen, key=lambda file: file.pages, default=None)
     if many is None or many.pages == 1:
         return []
     return [
-        f"images have several pages ({many.pages} in {many.name}): page 1 of each is read; "
-        "--data.page N reads another"
+        f"images have several pages ({many.pages} in {many.name}); reading page 1 of each; pass "
+        "--data.page N for another"
     ]
 
 
@@ -333,7 +333,6 @@ def _settled(
         )
     if scaled := [file.name for file in seen if file.scaled]:
         lines.append(
-            f"{scaled[0]} states scale and offset, which are applied: data.value_range is in "
-            "physical units"
+            f"data.value_range is in physical units, because {scaled[0]} states scale and offset"
         )
     return options, lines

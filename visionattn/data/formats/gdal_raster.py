@@ -67,7 +67,7 @@ class Raster(Reader):
             self.bits = int(bits or 8)
         if self.dtype.kind not in "uif":
             self.close()
-            raise NotAsAsked(f"expected whole or real numbers, got {self.dtype}")
+            raise NotAsAsked(f"expected integers or floats, got {self.dtype}")
         nodata = self._raster.nodatavals
         nodata = nodata[:-1] if self.alpha and nodata[-1] is None else nodata
         meaning = Meaning(
@@ -79,8 +79,8 @@ class Raster(Reader):
         self.interpret(meaning)
 
     def _palette(self) -> np.ndarray | None:
-        """Return the colours of a raster's values, uint8 ``[n, 4]``; None without a palette."""
-        # For grey levels with white zero, GDAL adds a palette, which is wrong beyond 8 bits.
+        """Return the colors of a raster's values, uint8 ``[n, 4]``; None without a palette."""
+        # For gray levels with white zero, GDAL adds a palette, which is wrong beyond 8 bits.
         if self._raster.colorinterp[0] != ColorInterp.palette or self.inverted:
             return None
         if self.bands - self.alpha != 1 or self._raster.dtypes[0] not in ("uint8", "uint16"):
@@ -172,7 +172,7 @@ def _zero_is_white(raster: Any) -> bool:
     if raster.driver != "VRT":
         return raster.tags(ns="IMAGE_STRUCTURE").get("MINISWHITE") == "YES"
     text = Path(raster.name).read_text(encoding="utf-8", errors="replace")
-    # A colour table already converts them to colours.
+    # A color table already converts them to colors.
     return "<ColorTableComponent>" not in text and any(map(_is_of_white_zeros, raster.files[1:2]))
 
 

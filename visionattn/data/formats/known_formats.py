@@ -45,7 +45,7 @@ class Format:
     starts: tuple[bytes, ...] = ()
     """First bytes that identify such files, whatever their names."""
     by_path: bool = False
-    """Whether its reader takes a path; others take an open file."""
+    """Whether its reader needs a path; others need an open file."""
     needs: tuple[str, str, str] | None = None
     """The extra of ``pyproject.toml``, the package that it installs, and the name of such files in
     messages.
@@ -72,7 +72,7 @@ TABLE = (
         + (".jp2", ".j2k", ".pbm", ".pgm", ".ppm"),
     ),
 )
-"""The last row takes all files that no other row matches."""
+"""The last row accepts all files that match no other row."""
 
 
 def extensions() -> frozenset[str]:

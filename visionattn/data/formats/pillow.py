@@ -1,7 +1,7 @@
 """Images that Pillow decodes: JPEG, PNG, WebP, GIF, BMP, JPEG 2000 and plain TIFF.
 
 This module maps Pillow's modes to bands and values, and reads at reduced sizes where JPEG and JPEG
-2000 allow it. Pillow supports no colours of more than 8 bits: 16-bit PNG goes through OpenCV, and
+2000 allow it. Pillow supports no colors of more than 8 bits: 16-bit PNG goes through OpenCV, and
 such TIFF and JPEG 2000 through other readers.
 """
 

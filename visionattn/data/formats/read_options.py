@@ -20,7 +20,7 @@ class ReadOptions:
     """Options for reading files for a model.
 
     Args:
-        channels: 1 converts images to grey and 3 to colour; with ``bands``, their number applies.
+        channels: 1 converts images to gray and 3 to color; with ``bands``, their number applies.
         bands: bands of the file that become the channels, in order; numbers from 1.
         value_range: values that map to 0 and 1; values beyond are clipped. 8-bit images are
             unchanged.
@@ -46,15 +46,15 @@ class ReadOptions:
             object.__setattr__(self, "channels", len(self.bands))
         elif self.channels not in (1, 3):
             raise ValueError(
-                f"the model takes {self.channels} channels; images in files are read with 1 or 3, "
-                "or with as many as data.bands names"
+                f"expected 1 or 3 channels for image files, got a model of {self.channels}; pass "
+                "data.bands"
             )
         if self.value_range is not None:
             object.__setattr__(self, "value_range", tuple(self.value_range))
 
 
 def options_of(spec: DataSpec, max_pixels: int | None = None) -> ReadOptions:
-    """Return the reading options for a model: grey, colour, or bands.
+    """Return the reading options for a model: gray, color, or bands.
 
     Args:
         spec: the model's specification of images.
@@ -62,7 +62,7 @@ def options_of(spec: DataSpec, max_pixels: int | None = None) -> ReadOptions:
             ``LARGEST_IMAGE_PX``.
 
     Raises:
-        ValueError: the model's channels are neither grey, coloured nor named.
+        ValueError: the model's channels are neither gray, colored nor named.
     """
     channels = 1 if spec.encoding == "grey_one_hot" else spec.in_chans
     return ReadOptions(

@@ -36,7 +36,7 @@ has values without a known range.
 
 
 class NotAsAsked(ValueError):
-    """An intact file lacks the requested page, bands or value range, or is of another kind; the
+    """An intact file lacks the requested page, bands or value range, or has another kind; the
     message names the request.
     """
 
@@ -51,7 +51,7 @@ def require(extra: str, *packages: str, what: str) -> None:
     Args:
         extra: the extra of ``pyproject.toml`` that installs them.
         packages: their import names.
-        what: what needs them, for the message.
+        what: the feature that needs them, for the message.
     """
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
@@ -270,7 +270,7 @@ class Reader(Closing):
     def read(
         self, box: Box, height: int, width: int, bands: Sequence[int] | None = None
     ) -> np.ndarray:
-        """Read a part of the picture: the file's values in their own type, or colours, or float32
+        """Read a part of the picture: the file's values in their own type, or colors, or float32
         in physical units if the file states scale and offset.
 
         Args:
@@ -305,8 +305,8 @@ class Reader(Closing):
         """
         if rows * columns > self.most_px:
             raise ValueError(
-                f"{rows:,} x {columns:,} pixels exceed data.max_pixels {self.most_px:,}; raise it "
-                "to read the image"
+                f"expected at most data.max_pixels {self.most_px:,}, got {rows:,} x {columns:,} "
+                "pixels; raise it to read the image"
             )
 
 

@@ -2,7 +2,7 @@
 segments that overlap a part.
 
 Files with no-data values, scales or masks, and georeferenced files if rasterio is installed, go to
-rasterio. 8-bit inks, black-and-white and similar files, whose colours Pillow supports, go to
+rasterio. 8-bit inks, black-and-white and similar files, whose colors Pillow supports, go to
 Pillow.
 """
 
@@ -74,14 +74,14 @@ def _with_rasterio(image: "TiffImage", file: BinaryIO) -> Reader:
     what = "TIFF with nodata, scale, offset or a mask"
     require("raster", "rasterio", what=what)
     if image.pages > 1:
-        raise NotAsAsked(f"{what} and {image.pages} pages; write each page into a file of its own")
+        raise NotAsAsked(f"{what} and {image.pages} pages; write each page to its own file")
     from visionattn.data.formats.gdal_raster import Raster
 
     return Raster(file, None)
 
 
 def _of_other_kinds(image: "TiffImage", file: BinaryIO, page: int | None) -> Reader:
-    """Open with Pillow a file whose colours tifffile does not decode."""
+    """Open with Pillow a file whose colors tifffile does not decode."""
     said, kind = image.page, image.page.photometric
     try:
         if np.max(said.bitspersample) <= 8 or said.samplesperpixel == 1:
@@ -91,7 +91,7 @@ def _of_other_kinds(image: "TiffImage", file: BinaryIO, page: int | None) -> Rea
     raise NotAsAsked(
         f"TIFF of photometric interpretation {getattr(kind, 'name', kind)}, compression "
         f"{getattr(said.compression, 'name', said.compression)} and {said.bitspersample} bits, "
-        "which cannot be read as colours; convert it to RGB or grey"
+        "which cannot be read as colors; convert it to RGB or gray"
     )
 
 
@@ -115,7 +115,7 @@ def damage_of_tiff() -> AbstractContextManager[None]:
 
 
 class TiffImage(Reader):
-    """A TIFF whose values are grey levels, colours or bands, or are converted to colours."""
+    """A TIFF whose values are gray levels, colors or bands, or are converted to colors."""
 
     def __init__(self, file: BinaryIO, page: int | None):
         self._file = file
@@ -153,7 +153,7 @@ class TiffImage(Reader):
 
     @property
     def plain(self) -> bool:
-        """Whether the values are readable as grey levels, colours or bands."""
+        """Whether the values are readable as gray levels, colors or bands."""
         page = self.page
         plain = page.photometric in (MIN_IS_WHITE, MIN_IS_BLACK, RGB) or (
             page.photometric == YCBCR and page.compression in JPEGS

@@ -113,7 +113,7 @@ def _planes(tiff, series, numbers: np.ndarray) -> list[Plane]:
 
 def colours_of(page, bands: int) -> Callable[[np.ndarray], np.ndarray] | None:
     """Return a function that computes red, green and blue from ``bands`` values without
-    transparency; None if the values already are grey levels, colours or bands.
+    transparency; None if the values already are gray levels, colors or bands.
     """
     if (page.compression, bands) == (APERIO_YCBCR, 3):
         return of_ycbcr
@@ -131,7 +131,7 @@ def palette_of(page, bands: int) -> np.ndarray | None:
     )
     if not indexed or bands != 1 or page.colormap is None or page.dtype.kind != "u":
         return None
-    # As in GDAL; old files have 8-bit colours.
+    # As in GDAL; old files have 8-bit colors.
     step = 256 if not (page.colormap % 256).any() else 257
     return (page.colormap.T // (step if page.colormap.max() > 255 else 1)).astype(np.uint8)
 

@@ -1,4 +1,4 @@
-"""The meaning of a file's stored values, for any reader: colours, physical units, and pixels
+"""The meaning of a file's stored values, for any reader: colors, physical units, and pixels
 without data.
 """
 
@@ -20,7 +20,7 @@ class Meaning:
     """The conversion of a file's stored bands to values.
 
     Args:
-        palette: colours of the first band's values, uint8 ``[n, 3 or 4]``, with transparency if 4;
+        palette: colors of the first band's values, uint8 ``[n, 3 or 4]``, with transparency if 4;
             other values are black.
         colours: computes red, green and blue from all stored bands.
         scale: physical units per step of each band; None: values as stored.
@@ -54,7 +54,7 @@ class Meaning:
         Args:
             read: returns stored bands ``[h, w, n]`` by their indices from 0; None: all.
             empty: bool ``[h, w]``, True where the file's mask marks no data; None: it has no mask.
-            bands: indices from 0 of the wanted bands (of the colours, if there are); None: all.
+            bands: indices from 0 of the wanted bands (of the colors, if there are); None: all.
 
         Returns:
             ``[h, w, bands]``, a masked array if some pixels have no data. NaN counts as no data.

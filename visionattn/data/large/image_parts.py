@@ -92,7 +92,7 @@ class ImageSource(Closing):
         self.held_bytes = rows * row_bytes if rows > 1 else 0
 
     def read(self, rows: slice, columns: slice) -> np.ndarray:
-        """Read a part: the file's values in their own type, or colours, or float32 in physical
+        """Read a part: the file's values in their own type, or colors, or float32 in physical
         units.
 
         Consecutive bands decode each tile, strip or chunk once, wherever they end.
@@ -157,7 +157,7 @@ class ImageSource(Closing):
 
     def prepare(self, spec: DataSpec) -> Callable[[np.ndarray], Tensor]:
         """Return a function that turns pixels into a model's input, with the bands, value range and
-        normalisation used for reading files at their own size.
+        normalization used for reading files at their own size.
 
         If the value range is unknown, the whole image is read once, here, for its largest value,
         with a warning.
@@ -170,7 +170,7 @@ class ImageSource(Closing):
             It raises ``NotAsAsked`` for values without a known range, or above it.
 
         Raises:
-            ValueError: the model takes other bands or another number of them; one line.
+            ValueError: the model needs other bands or another number of bands; one line.
             UnreadablePart, or one of ``DAMAGED_IMAGE``: the image cannot be read.
         """
         options = self._options or options_of(spec)
@@ -182,7 +182,7 @@ class ImageSource(Closing):
         channels = 1 if spec.encoding == "grey_one_hot" else spec.in_chans
         if options.channels != channels:
             raise NotAsAsked(
-                f"{self.name}: the model takes {channels} channels, and {options.channels} are read"
+                f"{self.name}: expected {channels} channels, as the model's, got {options.channels}"
             )
         for line in lines:
             warnings.warn(as_flags(line), stacklevel=2)

@@ -124,9 +124,9 @@ class MapSink(Closing):
             cast = band.astype(self.dtype)
         if self.dtype.kind == "f" and (np.isinf(cast) & np.isfinite(band)).any():
             raise ValueError(
-                f"{self.path}: rows {rows.start:,} to {rows.stop:,} have values up to "
-                f"{np.abs(band[np.isfinite(band)]).max():,.6g}, and {self.dtype} holds at most "
-                f"{np.finfo(self.dtype).max:,.6g}; use float32"
+                f"{self.path}: expected values up to {np.finfo(self.dtype).max:,.6g} for "
+                f"{self.dtype}, got {np.abs(band[np.isfinite(band)]).max():,.6g} in rows "
+                f"{rows.start:,} to {rows.stop:,}; use float32"
             )
         return cast
 
@@ -183,8 +183,8 @@ class NpySink(MapSink):
         return stream.getvalue()
 
     def _write(self, rows: slice, band: np.ndarray) -> None:
-        # Not through a memory map: its pages count as memory of this process, and a full disk would
-        # kill it without a message.
+        # Use no memory map: its pages count as memory of this process, and a full disk would kill
+        # it without a message.
         _, height, width = self._shape
         start, row_bytes = len(self._head()), width * self.dtype.itemsize
         with self._place.open() as file:
@@ -373,7 +373,7 @@ def open_sink(
     if suffix == ".zarr":
         require("arrays", "zarr", what="a zarr array")
         if not overwrite and (path / ZARR).is_file():
-            raise ValueError(f"{path} exists; --overwrite replaces it")
+            raise ValueError(f"{path} exists; pass --overwrite to replace it")
         check_new(path, replaces=ZARR if overwrite else None)
         return ZarrSink(path, overwrite, asked)
     check_free(path, overwrite)

@@ -22,7 +22,7 @@ def forward_tiled(model: nn.Module, source: Any, *args: Any, **options: Any) -> 
 
 @wraps(tiled_inference.forward_tiles)
 def forward_tiles(model: nn.Module, image: Any, **options: Any) -> Tensor | None:
-    """Compute over tiles; tensors are as the model takes them."""
+    """Compute over tiles; a tensor is the model's input."""
     with nullcontext(image) if isinstance(image, Tensor) else _opened(image) as opened:
         return tiled_inference.forward_tiles(model, opened, **options)
 

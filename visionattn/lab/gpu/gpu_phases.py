@@ -90,13 +90,13 @@ def run_all(
         try:
             code = run_phase(command, max(0.0, share * seconds - now), rehearse, say)
         except KeyboardInterrupt:
-            say("interrupted: what was found until now follows")
+            say("interrupted; results so far:")
             return [*ended, (f"{name}: interrupted", False)]
         how = "done" if code == 0 else "ended at its limit" if code < 0 else f"exit code {code}"
         ended.append((f"{name}: {how} after {time.monotonic() - began - now:.0f} s", code == 0))
         say(f"== {ended[-1][0]}")
         if name == "compile" and code == 2:
-            say("error: the first kernel is wrong, so nothing else was begun")
+            say("error: the first kernel is wrong, so the other phases are skipped")
             break
     return ended
 
@@ -156,7 +156,7 @@ def main(argv: Sequence[str]) -> int:
     there = [name for name in WRITTEN if (out / name).exists()]
     if there:
         what = f"{out} has {there[0]} of an earlier run"
-        print(f"error: {what}; take another folder with OUT=folder", file=sys.stderr)
+        print(f"error: {what}; pass another folder with OUT=folder", file=sys.stderr)
         return 2
     # On SIGTERM, stop the processes as after Ctrl-C.
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))

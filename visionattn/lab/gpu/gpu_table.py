@@ -80,7 +80,7 @@ def benchmark_gpu(argv: Sequence[str], show: Print) -> None:
         write_text(flags.csv, csv_text(records, provenance))
     broken = sum(record["status"].startswith(("wrong", "failed")) for record in records)
     if broken:
-        raise Failed(f"{broken} rows are wrong or failed; the table says how")
+        raise Failed(f"{broken} rows are wrong or failed; see the table")
 
 
 def make_bench(rehearse: bool) -> Bench:

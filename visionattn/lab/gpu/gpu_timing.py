@@ -31,7 +31,9 @@ def pick_gpu() -> torch.device:
         ValueError: PyTorch can use no GPU.
     """
     if not torch.cuda.is_available():
-        raise ValueError("no GPU here that PyTorch can use (torch.cuda.is_available() is False)")
+        raise ValueError(
+            "expected a GPU for PyTorch, got none (torch.cuda.is_available() is False)"
+        )
     return torch.device("cuda", torch.cuda.current_device())
 
 

@@ -149,7 +149,7 @@ def limit_memory(device: str, budget_bytes: int | None, slack_bytes: int) -> Non
 
     left = budget_bytes - resident_bytes("VmRSS")
     if left <= 0:
-        raise torch.OutOfMemoryError(f"the process takes the budget of {budget_bytes} bytes")
+        raise torch.OutOfMemoryError(f"the process uses the budget of {budget_bytes} bytes")
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     wanted = resident_bytes("VmData") + left + slack_bytes
     wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)

@@ -59,7 +59,7 @@ class ProfileConfig:
     device: str = "auto"
     """``auto``: the GPU if there is one, else the CPU."""
     threads: int | None = None
-    """CPU threads; None: torch's default."""
+    """CPU threads; None: chosen by torch."""
     budget_gib: float | None = None
     """Memory budget in GiB: a cell with a higher peak counts as out of memory. The peak is the
     memory that PyTorch reserves on a GPU, or the whole process on a CPU. None: all memory of the
@@ -121,18 +121,17 @@ def check_options(config: ProfileConfig) -> None:
     check_signs({"budget_gib": config.budget_gib}, {})
     if config.form != ["auto"] and not any(map(has_forms, config.models)):
         raise ValueError(
-            f"form has no effect: {', '.join(config.models)} have no forms; visionattn's models "
-            "have"
+            f"form needs models of visionattn, got {', '.join(config.models)}; remove it"
         )
     if config.checkpointing != "without" and config.passes == ["inference"]:
         raise ValueError("checkpointing has no effect in inference; pass --passes forward+backward")
     if config.largest and config.img_size:
-        raise ValueError("largest searches for the image size; omit img_size")
+        raise ValueError("largest searches for the image size; remove img_size")
     if config.snapshot:
         count = len(config.series()) * len(config.sizes_px)
         if count != 1:
             raise ValueError(
-                f"snapshot holds one cell, and these are {count or 'many'}: name one model, size, "
+                f"expected one cell for snapshot, got {count or 'many'}; pass one model, size, "
                 "pass, precision and form"
             )
         check_free(Path(config.snapshot), config.overwrite)

@@ -92,7 +92,7 @@ COLUMNS: dict[str, tuple[str, float | None]] = {
     "above_bytes": ("above before, MiB", 1 / MIB),
     "parameters_bytes": ("parameters, MiB", 1 / MIB),
     "gradients_bytes": ("gradients, MiB", 1 / MIB),
-    "optimizer_bytes": ("optimiser, MiB", 1 / MIB),
+    "optimizer_bytes": ("optimizer, MiB", 1 / MIB),
     "activations_bytes": ("activations, MiB", 1 / MIB),
     "growth_exponent": ("growth", 1),
     "status": ("status", None),

@@ -46,7 +46,7 @@ class Said:
     right: bool | None
     """None for values."""
     mask: str | None = None
-    """The predicted mask in colours, as a data URL."""
+    """The predicted mask in colors, as a data URL."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class ReportExample:
     label: str
     """Its class, classes or values; empty for masks."""
     mask: str | None = None
-    """The ground-truth mask in colours, as a data URL."""
+    """The ground-truth mask in colors, as a data URL."""
     said: list[Said] = field(default_factory=list)
 
 
@@ -72,7 +72,7 @@ class Gallery:
     size_px: int
     """The longest side of the images in pixels."""
     legend: list[tuple[str, str]]
-    """Colour and name of each pixel class in the images."""
+    """Color and name of each pixel class in the images."""
     examples: list[ReportExample]
     runs: list[str] = field(default_factory=list)
 
@@ -157,7 +157,7 @@ def drawn(run: Run, count: int) -> tuple[Validation, list[Item]]:
     validation = Validation(parse_validate(flags))
     dataset = validation.dataset
     if isinstance(dataset, Shards):
-        raise ValueError("the images come as a stream, from which none can be picked")
+        raise ValueError("the images are a stream, which has no indices")
     found: dict[int, Item] = {}
     for index in np.random.default_rng(0).permutation(len(dataset)).tolist():
         sample = dataset[SampleKey(index, 0, validation.geometries[0])]
@@ -166,7 +166,7 @@ def drawn(run: Run, count: int) -> tuple[Validation, list[Item]]:
         if len(found) == count:
             break
     if not found:
-        raise ValueError("none of the images can be read")
+        raise ValueError("no image can be read")
     return validation, [found[index] for index in sorted(found)]
 
 
@@ -210,7 +210,7 @@ def labelled(spec: DataSpec, label: np.ndarray) -> str:
 
 
 def mask_address(mask: np.ndarray, spec: DataSpec) -> str:
-    """Return a mask ``[H, W]`` in colours as a data URL, at most ``MASK_PX`` per side."""
+    """Return a mask ``[H, W]`` in colors as a data URL, at most ``MASK_PX`` per side."""
     picture = Image.fromarray(mask)
     picture.putpalette(palette(spec))
     picture.thumbnail((MASK_PX, MASK_PX), Image.Resampling.NEAREST)

@@ -63,7 +63,7 @@ def report(argv: Sequence[str]) -> str:
         example="checkpoints/digits --overwrite",
     )
     if not config.runs:
-        raise ValueError("--runs is missing: folders of runs or sweeps, e.g. checkpoints/digits")
+        raise ValueError("expected --runs: folders of runs or sweeps, e.g. checkpoints/digits")
     if not 0 <= config.images <= MOST_IMAGES:
         raise ValueError(f"images must be from 0 to {MOST_IMAGES}, got {config.images}")
     paths = list(dict.fromkeys(map(Path, config.runs)))
@@ -72,7 +72,7 @@ def report(argv: Sequence[str]) -> str:
     output = Path(config.output) if config.output else place / "report.html"
     check_free(output, config.overwrite)
     if output.suffix.lower() not in (".html", ".htm"):
-        raise ValueError(f"output {output}: the file name must end in .html")
+        raise ValueError(f"expected --output to end in .html, got {output}")
     names = [path.absolute().name for path in paths]
     title = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     text = printable(page(config.title or title, folders, found, config.images))

@@ -265,7 +265,7 @@ def curves_of(runs: Sequence[Run]) -> list[Chart]:
             Series(run.name, SeriesStyle.of(i), *curve(run, keys, factor, by_epoch))
             for i, run in enumerate(runs)
         ]
-        x_name = "epoch" if by_epoch else "optimiser step"
+        x_name = "epoch" if by_epoch else "optimizer step"
         zero = title in FROM_ZERO
         charts.append(Chart(title, x_name, unit or ", or ".join(units), series, from_zero=zero))
     return [chart for chart in charts if not chart.empty]

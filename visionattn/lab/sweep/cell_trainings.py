@@ -81,14 +81,14 @@ class SweepFolder:
             return
         if not (self.path / BASE).is_file():
             raise ValueError(
-                f"{self.path} is not empty and is not a sweep; choose another --output"
+                f"expected an empty folder or a sweep, got {self.path}; pass another --output"
             )
         there, wanted = (self.path / BASE).read_text(), comparable(base)
         if there != wanted and not overwrite:
             changed = [text for text in wanted.splitlines() if text not in there.splitlines()]
             raise ValueError(
                 f"{self.path} holds a sweep of another training ({' '.join(changed).strip()}); "
-                "choose another --output, or --overwrite"
+                "pass another --output, or --overwrite"
             )
 
     @contextmanager

@@ -125,8 +125,8 @@ def make_plan(config: SweepConfig, base: TrainConfig) -> SweepPlan:
     sizes = config.img_size or [data.img_size]
     if data.fit == "native" or not all(isinstance(size, int) for size in sizes):
         raise ValueError(
-            "a sweep compares networks on images of one size; name data.img_size as one number, "
-            "with a data.fit of pad, stretch or crop"
+            "a sweep needs images of one size; set data.img_size to one number, and data.fit to "
+            "pad, stretch or crop"
         )
     splits = build_splits(
         replace(base.data, img_size=sizes[0], img_size_choices=sizes), config.seeds[0]
@@ -155,15 +155,14 @@ def make_networks(
     """
     if own is None and (config.attention or config.form or config.train_form):
         raise ValueError(
-            f"--attention, --form and --train_form are for visionattn's models, not for "
-            f"{model_name}"
+            f"--attention, --form and --train_form need a model of visionattn, got {model_name}"
         )
     attentions = config.attention or [own or model_name]
     formed = [name for name in attentions if name in ATTENTIONS and ATTENTIONS[name].forms]
     if not formed and (config.form or config.train_form):
         raise ValueError(
-            f"--form and --train_form have no effect: {' and '.join(attentions)} attention has no "
-            "forms"
+            f"--form and --train_form have no effect, because {' and '.join(attentions)} "
+            "attention has no forms; remove them"
         )
     networks = []
     for size, attention, heads in product(sizes, attentions, config.heads):

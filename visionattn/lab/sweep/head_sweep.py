@@ -136,8 +136,8 @@ def check_failures(plan: SweepPlan, folder: SweepFolder) -> None:
     ]
     if endings and len(failed) == len(endings):
         raise ValueError(
-            f"every training failed: {failed[0]}; see the logs in {folder.runs}; --retry repeats "
-            "them"
+            f"every training failed: {failed[0]}; see the logs in {folder.runs}, and pass --retry "
+            "to repeat them"
         )
     failed += [
         f"the {work} of {network.name} could not be measured: {columns[f'{work}_reason']}"
@@ -147,7 +147,7 @@ def check_failures(plan: SweepPlan, folder: SweepFolder) -> None:
     ]
     if failed:
         more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
-        raise Failed(f"{failed[0]}{more}; --retry repeats the failed ones")
+        raise Failed(f"{failed[0]}{more}; pass --retry to repeat failed trainings")
 
 
 def records(

@@ -125,7 +125,7 @@ def time_networks(
     plan: SweepPlan, found: dict[Network, Record], work: str, conditions: Record
 ) -> None:
     """Add the images per second of a pass to the columns of networks, and the ratio to the direct
-    form, from an interleaved run in one process; networks that do not fit are left out.
+    form, from an interleaved run in one process; networks that do not fit are skipped.
     """
     timed = [network for network in found if found[network][f"{work}_status"] == "ok"]
     passes = [pass_of(plan, network, work, conditions) for network in timed]

@@ -79,18 +79,18 @@ def check_options(config: SweepConfig) -> None:
         ValueError: a wrong option; one line.
     """
     if config.base is None:
-        raise ValueError("--base is missing: the YAML file of a training, or a name such as digits")
+        raise ValueError("expected --base: the YAML file of a training, or a name such as digits")
     if not config.heads:
         raise ValueError("--heads is missing: head counts such as 4 8 16")
     check_least(1, heads=config.heads, img_size=config.img_size, jobs=config.jobs)
     check_least(1, measure_batch=config.measure_batch, measure_rounds=config.measure_rounds)
     usual = SweepConfig.measure_batch, SweepConfig.measure_rounds
     if not config.measure and (config.measure_batch, config.measure_rounds) != usual:
-        raise ValueError("measure_batch and measure_rounds have no effect with measure false")
+        raise ValueError("measure_batch and measure_rounds need measure true; remove them")
     if config.train_form and config.form and config.train_form not in config.form:
         raise ValueError(
-            f"train_form {config.train_form} is not among form {' '.join(config.form)}; add it "
-            f"there"
+            f"expected train_form among form {' '.join(config.form)}, got {config.train_form}; "
+            "add it to form"
         )
 
 
@@ -111,8 +111,8 @@ def read_base(config: SweepConfig) -> TrainConfig:
     check(base)
     if base.data.task != "classification":
         raise ValueError(
-            f"{config.base} has data.task {base.data.task}, but a sweep compares classification "
-            "accuracies; train with each --model.args instead"
+            f"a sweep needs data.task classification, got {base.data.task} ({config.base}); train "
+            "with each --model.args instead"
         )
     return base
 

@@ -36,7 +36,7 @@ class Output:
     """An output computed from tokens as they leave blocks."""
 
     taps: set[int]
-    """Indices of the blocks whose tokens are taken."""
+    """Indices of the blocks whose tokens are used."""
 
     def take(self, number: int, first: int | None, x: Tensor) -> None:
         """Take tokens ``[1, n, D]`` after a block, of rows from ``first`` on; None: the prefix
@@ -62,15 +62,14 @@ class Pooled(Output):
         pool = model.attn_pool
         if pool is None and model.global_pool not in STREAMED:
             raise ValueError(
-                f"global_pool {model.global_pool!r} makes no features of an image; expected "
-                f"{', '.join(STREAMED)} or map"
+                f"expected global_pool {', '.join(STREAMED)} or map, got {model.global_pool!r}"
             )
         if pool is not None and (
             type(pool) is not AttentionPoolLatent or pool.pos_embed is not None
         ):
             raise ValueError(
-                f"{type(pool).__name__} pools by a softmax among all tokens, or with a position of "
-                "one grid; it cannot be computed in bands"
+                f"{type(pool).__name__} cannot be computed in bands: it pools by a softmax over "
+                "all tokens, or with a position for one grid"
             )
 
     def take(self, number: int, first: int | None, x: Tensor) -> None:

@@ -15,7 +15,7 @@ from visionattn.models.rowwise_support import weight_like
 from visionattn.models.segmentation import Segmenter
 
 BAND_TOKENS = 1 << 16
-"""Maximum number of tokens per band: more bring no gain."""
+"""Maximum number of tokens per band; more do not help."""
 VECTORS = 20
 """Memory of a token while its band is processed, in vectors as wide as the model; measured."""
 CLASS_COPIES = 6
@@ -24,7 +24,7 @@ PIXEL_COPIES = 3
 """Number of copies in memory of the probabilities of a band while they are written."""
 WORKING_BYTES = 3 << 23
 """Maximum memory of operations in addition to their operands, for any band: pieces that stay in
-cache. It comes on top of a limit.
+cache. A limit does not include it.
 """
 SHARE = 0.8
 """Share of the available memory that is used unless a limit is given."""
@@ -86,7 +86,7 @@ def plan(
     """
     device, bound = weight_like(body).device, f"memory {sized(memory or 0)}"
     if memory is None and (there := memory_there_is(device)) is not None:
-        memory, bound = int(SHARE * (there - taken_bytes(device))), "the memory there is"
+        memory, bound = int(SHARE * (there - taken_bytes(device))), "the available memory"
     held = _held_bytes(body, grid, want, model)
     least = min(_least_rows(body), grid.height)
     usual = max(least, min(grid.height, -(-BAND_TOKENS // grid.width)))

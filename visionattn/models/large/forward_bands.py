@@ -56,7 +56,7 @@ from visionattn.ops.strips import Strip, seen_span
 Want = Literal["logits", "pooled", "dense", "masks", "probabilities", "evidence"]
 OF_PIXELS = ("masks", "probabilities")
 """Outputs of a ``Segmenter``."""
-CUT = "; cut the image into tiles"
+CUT = "; cut the image into tiles instead"
 """End of the error for a model that cannot be computed in bands."""
 PIECE_TOKENS = 8192
 """Number of tokens per MLP call: its hidden layer is four times as wide."""
@@ -141,17 +141,17 @@ def check_tiled(model: nn.Module, want: Want = "logits") -> VisionAttnTransforme
         )
     if isinstance(model, Segmenter) != (want in OF_PIXELS) and want != "dense":
         given = "classes of pixels" if isinstance(model, Segmenter) else "no classes of pixels"
-        raise ValueError(f"want {want!r}: the model gives {given}")
+        raise ValueError(f"want {want!r} does not fit the model, which has {given}")
     try:
         check_rowwise(model)
     except ValueError as error:
         raise ValueError(f"{error}{CUT}") from error
     if want in OF_PIXELS and model.neck is not None:
-        raise ValueError(f"the head has a hidden layer, and only linear heads run in bands{CUT}")
+        raise ValueError(f"expected a linear head, got one with a hidden layer{CUT}")
     if want in OF_PIXELS and len(model.taken) > 1 and (why := changed(model.head, nn.Conv2d)):
         raise ValueError(
-            f"head {why}, which would not run: its weights are applied block by block, of "
-            f"{len(model.taken)} head_blocks{CUT}"
+            f"head {why}, which bands would bypass: with {len(model.taken)} head_blocks, its "
+            f"weights are applied block by block{CUT}"
         )
     return body
 
@@ -213,7 +213,7 @@ class _Pass:
         step, number = self.begun
         of = "the reading" if step == 0 else f"block {step - 1}"
         goes_on = self.folder is not None and self.folder.place is not None
-        say(f"resuming with band {number + 1} of {of}" if goes_on else self.plan.line)
+        say(f"resuming at band {number + 1} of {of}" if goes_on else self.plan.line)
         done = sum(len(bands) for bands in self.bands[:step]) + number
         begun = time.perf_counter()
         with ExitStack() as stack:
@@ -227,11 +227,11 @@ class _Pass:
                     self.folder.record(place, self.plan.rows)
                     if interruption.requested and progress.done < total:
                         kept = f"{self.folder.folder} keeps the finished bands"
-                        raise Stopped(f"stopped; {kept}; the same command resumes")
+                        raise Stopped(f"stopped; {kept}; run the same command to resume")
         seconds, waited = time.perf_counter() - begun, self.image.waited_s
         if waited:
             share = f"{waited:.1f} s ({100 * waited / seconds:.1f} %)"
-            say(f"{lasting(seconds)}, including {share} of waiting for the file")
+            say(f"{lasting(seconds)}, including {share} waiting for the file")
         result = self.output.result(lambda: self._every(self.tokens[1 - len(self.bands) % 2]))
         if self.folder is not None:
             self.folder.finish()

@@ -30,7 +30,7 @@ class PatchedImage:
         waited_s: seconds that ``bands`` has waited for the source.
 
     Raises:
-        ValueError: not a source, or the model does not take an image of its size.
+        ValueError: not a source, or the model does not accept an image of its size.
     """
 
     def __init__(self, body: VisionAttnTransformer, source: PartSource, prepare: Prepare | None):
@@ -79,9 +79,7 @@ class PatchedImage:
         """Return the tokens of rows of patches with the pixels ``[1, C, h, w]``."""
         body, weight = self.body, weight_like(self.body)
         if x.shape[1] != body.in_chans:
-            raise ValueError(
-                f"the image has {x.shape[1]} channels, and the model takes {body.in_chans}"
-            )
+            raise ValueError(f"expected {body.in_chans} channels, as the model's, got {x.shape[1]}")
         if x.is_floating_point() and not torch.is_autocast_enabled(weight.device.type):
             x = x.to(weight.dtype)
         x = filled(x, -x.shape[2] % self.patch[0], -x.shape[3] % self.patch[1])

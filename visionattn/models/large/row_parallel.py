@@ -31,7 +31,7 @@ from visionattn.ops.strips import Strip, seen_span
 
 
 def cut_rows(height: int, ranks: int) -> tuple[int, ...]:
-    """Return where the rows of each rank begin, and the end of the last: as equal as whole rows
+    """Return the first row of each rank, and the end of the last; parts are as equal as whole rows
     allow.
 
     Raises:
@@ -39,9 +39,8 @@ def cut_rows(height: int, ranks: int) -> tuple[int, ...]:
     """
     if height < ranks:
         raise ValueError(
-            f"an image of {height} row{'s' if height > 1 else ''} of patches is too low for "
-            f"{ranks} processes, which take a row or more each; use fewer processes for an "
-            "image, or larger images"
+            f"expected at least {ranks} rows of patches, one per process, got {height} "
+            f"row{'s' if height > 1 else ''}; use fewer processes per image, or larger images"
         )
     return tuple(rank * height // ranks for rank in range(ranks + 1))
 
@@ -237,9 +236,9 @@ class RowParallel(nn.Module):
         if parts is not None:
             if min(parts) < 1 or any(part % patch[0] for part in parts[:-1]):
                 raise ValueError(
-                    f"rows of pixels of the processes, {', '.join(map(str, parts))}: expected "
-                    f"whole patches of {patch[0]} rows for each; divide an image of a height that "
-                    "is a whole number of patches for each process"
+                    f"expected whole patches of {patch[0]} rows on each process, got "
+                    f"{', '.join(map(str, parts))} rows of pixels; use a height of whole patches "
+                    "for each process"
                 )
             cuts = tuple(-(-sum(parts[:i]) // patch[0]) for i in range(len(parts) + 1))
         layout = TokenLayout(self.model.num_prefix_tokens, grid)
@@ -252,7 +251,7 @@ class RowParallel(nn.Module):
         return slice(cuts[rank] * patch, min(height, cuts[rank + 1] * patch))
 
     def forward_features(self, x: Tensor, height: int | None = None) -> Tensor:
-        """Return the normalised tokens of this rank, ``[B, P + n, D]``; see ``forward`` for the
+        """Return the normalized tokens of this rank, ``[B, P + n, D]``; see ``forward`` for the
         arguments.
         """
         if hasattr(x, "placements"):
@@ -264,8 +263,8 @@ class RowParallel(nn.Module):
             share, rows = self.share(height, x.shape[3]), self.own_rows(height)
             if x.shape[2] != rows.stop - rows.start:
                 raise ValueError(
-                    f"rank {share.rank} has rows {rows.start} to {rows.stop - 1} of {height}, "
-                    f"expected {rows.stop - rows.start} rows of pixels, got {x.shape[2]}"
+                    f"expected {rows.stop - rows.start} rows of pixels on rank {share.rank} (rows "
+                    f"{rows.start} to {rows.stop - 1} of {height}), got {x.shape[2]}"
                 )
         x = self._embedded(x, share)
         again = self.model.grad_checkpointing and torch.is_grad_enabled()
@@ -281,8 +280,8 @@ class RowParallel(nn.Module):
         placed, ranks = tuple(x.placements), self._ranks
         if len(placed) != 1 or not placed[0].is_shard(2) or x.device_mesh.size() != ranks:
             raise ValueError(
-                f"images: expected them divided by rows, Shard(2), among the {ranks} processes, "
-                f"got {list(placed)} among {x.device_mesh.size()}"
+                f"expected images divided by rows, Shard(2), among {ranks} processes, got "
+                f"{list(placed)} among {x.device_mesh.size()}"
             )
         own = x.to_local()
         # Each kind of sharded tensor splits and reports its parts in its own way, so exchange the
@@ -353,8 +352,8 @@ class RowParallel(nn.Module):
         """
         if sizes is not None:
             raise ValueError(
-                "one image on several processes must fill its canvas; use fit native, stretch or "
-                "crop, not pad"
+                "one image on several processes must fill its canvas, got padding; use fit "
+                "native, stretch or crop"
             )
         model = self.model
         if self.training:
@@ -379,7 +378,7 @@ def parallelize(
             ``mesh["sequence"]`` of a two-dimensional one, or a process group; None: all processes.
 
     Returns:
-        A module with the model's parameters, which takes whole images, or a process's own rows, and
+        A module with the model's parameters. It accepts whole images or a process's own rows, and
         returns the model's logits on each process. It supports training, under DDP over all
         processes of both dimensions, and ``torch.inference_mode()``.
 
@@ -390,14 +389,14 @@ def parallelize(
     """
     if not distributed.is_available() or not distributed.is_initialized():
         raise ValueError(
-            "there is no process group: start the program with torchrun, and call "
+            "no process group; start the program with torchrun, and call "
             "torch.distributed.init_process_group first"
         )
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim != 1:
             raise ValueError(
-                f"mesh: expected one dimension, the processes that share an image, got "
-                f"{mesh.mesh_dim_names or mesh.ndim}; take one of them, as mesh['sequence']"
+                "mesh: expected one dimension, the processes that share an image, got "
+                f"{mesh.mesh_dim_names or mesh.ndim}; pass one of them, e.g. mesh['sequence']"
             )
         mesh = mesh.get_group()
     # DDP sums gradients among all processes while a backward pass exchanges rows: separate groups
@@ -415,20 +414,20 @@ def check_model(model: nn.Module) -> None:
     """Raise ValueError if the tokens of a model cannot be divided by rows among processes."""
     if not isinstance(model, VisionAttnTransformer) or isinstance(model, PyramidTransformer):
         raise refused(
-            f"expected a classification model of this package, got {type(model).__name__}; pixels "
-            "and pyramids are computed on one process"
+            f"expected a classification model of this package, got {type(model).__name__}; run "
+            "segmentation models and pyramids on one process"
         )
     pool = model.global_pool
     if model.attn_pool is not None or pool not in ("max", "avg", "avgmax", "token"):
         raise refused(f"global_pool={pool!r} sees all tokens; expected max, avg, avgmax or token")
     if not isinstance(model.patch_drop, nn.Identity):
-        raise refused("patch_drop_rate leaves no whole rows; leave it out")
+        raise refused("patch_drop_rate would drop parts of rows; remove it")
     try:
         check_rowwise(model)
     except ValueError as error:
         raise refused(str(error)) from error
     if any(block.attn.form == "direct" for block in model.blocks):
-        raise refused('form="direct" computes all pairs of tokens; leave it at "auto"')
+        raise refused('form="direct" needs all tokens; use "auto"')
 
 
 def check_dropout(model: nn.Module) -> None:
@@ -440,6 +439,6 @@ def check_dropout(model: nn.Module) -> None:
         shared = name.endswith(("head_drop", "attn_drop"))
         if isinstance(module, nn.Dropout) and module.p and not shared:
             raise refused(
-                f"{name} drops single entries of tokens, of prefix tokens different ones on each; "
-                "leave pos_drop_rate and proj_drop_rate at 0"
+                f"{name} would drop different entries of prefix tokens on each process; set "
+                "pos_drop_rate and proj_drop_rate to 0"
             )

@@ -48,7 +48,7 @@ class TileAxis(NamedTuple):
     starts: tuple[int, ...]
     """Starts of the tiles, in order; the last tile ends where the side ends."""
     overlap: int
-    """Distance over which the weights of a tile fall off towards its neighbours."""
+    """Distance over which the weights of a tile fall off toward its neighbors."""
 
     def in_cells(self, cell: int) -> "TileAxis":
         """Return the same axis in cells of ``cell`` pixels."""
@@ -67,7 +67,7 @@ class TileAxis(NamedTuple):
         so_far = torch.zeros(self.length, dtype=torch.float64)
         found = []
         for number, start in enumerate(self.starts):
-            # At the borders of the image this tile has no neighbour.
+            # At the borders of the image this tile has no neighbor.
             weights = torch.ones(self.tile, dtype=torch.float64)
             if number:
                 weights = weights.minimum(ramp)
@@ -97,7 +97,7 @@ def tiling(height: int, width: int, tile: int, overlap: int, patch_px: tuple[int
     Args:
         height, width: of the image in pixels; they are rounded up to whole patches.
         tile: height and width of a tile in pixels; a smaller image is one tile.
-        overlap: minimum number of pixels that neighbours share.
+        overlap: minimum number of pixels that neighbors share.
         patch_px: height and width of a patch.
 
     Raises:
@@ -117,8 +117,8 @@ def check_tiles(tile: int, overlap: int, patch_px: tuple[int, int]) -> None:
     """Raise ValueError if tile or overlap are out of range or not a whole number of patches."""
     if tile < 1 or not 0 <= overlap < tile:
         raise ValueError(
-            f"tiles of {tile} pixels that overlap by {overlap}: tiles must be above 0, and the "
-            "overlap from 0 to below them"
+            f"expected tile above 0 and overlap from 0 to below tile, got tile {tile} and overlap "
+            f"{overlap}"
         )
     step = math.lcm(*patch_px)
     for name, value in (("tiles", tile), ("overlap", overlap)):
@@ -126,7 +126,7 @@ def check_tiles(tile: int, overlap: int, patch_px: tuple[int, int]) -> None:
             low, high = value // step * step, -(-value // step) * step
             fit = f"{low} or {high}" if low else f"{high}"
             raise ValueError(
-                f"{name} of {value} pixels are no whole number of {step}-pixel patches; take {fit}"
+                f"expected {name} in whole {step}-pixel patches, got {value} pixels; use {fit}"
             )
 
 
@@ -167,26 +167,24 @@ def forward_tiles(
 
     Vectors (logits of classes, pooled features) become their elementwise mean or maximum over all
     tiles. Maps (feature maps, logits of pixels) are averaged where tiles overlap, with weights that
-    fall off linearly towards the borders of a tile, so that there are no seams; where all tiles
+    fall off linearly toward the borders of a tile, so that there are no seams; where all tiles
     agree, the result is exactly theirs. Incomplete patches repeat the image's last row and column.
 
     Args:
-        model: any module that takes ``[B, C, H, W]``; ``pooled`` and ``dense`` need timm's
+        model: any module for ``[B, C, H, W]``; ``pooled`` and ``dense`` need timm's
             ``forward_head`` and ``forward_intermediates``.
-        image: ``[B, C, H, W]`` as the model takes it, or a ``PartSource`` that is read tile by
-        tile;
-            for ``visionattn.forward_tiles`` also a path or an array, as ``open_source`` opens it.
+        image: the model's input ``[B, C, H, W]``, or a ``PartSource`` that is read tile by tile;
+        for ``visionattn.forward_tiles`` also a path or an array, as ``open_source`` opens it.
         tile: height and width of tiles in pixels, a whole number of patches; a smaller image is one
             tile.
-        overlap: minimum number of pixels that neighbours share, a whole number of patches; None: an
+        overlap: minimum number of pixels that neighbors share, a whole number of patches; None: an
             eighth of ``tile``, rounded up to whole patches.
         want: ``logits``, ``pooled`` features, the last feature map (``dense``), or the class of
             each pixel (``masks``) or its ``probabilities``.
         combine: ``mean`` or ``max`` over tiles, only for vectors.
         batch_size: tiles per call.
-        prepare: only for a ``PartSource``: turns pixels ``[h, w, C]`` into ``[1, C, h, w]`` as the
-            model takes them. None: floating point values are unchanged, others are scaled to [0,
-            1].
+        prepare: only for a ``PartSource``: turns pixels ``[h, w, C]`` into the model's input ``[1,
+            C, h, w]``. None: floating point values are unchanged, others are scaled to [0, 1].
         sink: receives the map of one image band by band; a row of tiles is in memory at a time. The
             caller closes it.
 
@@ -211,7 +209,9 @@ def forward_tiles(
         model = model.backbone
     method = {"pooled": "forward_head", "dense": "forward_intermediates"}.get(want)
     if method and not hasattr(model, method):
-        raise ValueError(f"{type(model).__name__} gives no {want} features: it has no {method}")
+        raise ValueError(
+            f"{type(model).__name__} has no {want} features, because it has no {method}"
+        )
     patch_px = cell_of(model, want)
     overlap = usual_overlap(tile, patch_px) if overlap is None else overlap
     run = TiledPass(
@@ -220,7 +220,7 @@ def forward_tiles(
     reads = _reads(image, prepare, model)
     home = image.device if isinstance(image, Tensor) else torch.device("cpu")
     if sink is not None and len(reads) > 1:
-        raise ValueError(f"a sink takes the map of one image, and there are {len(reads)}")
+        raise ValueError(f"expected one image for a sink, got {len(reads)}")
     with torch.no_grad(), in_eval(model):
         found = [run.of_image(model, read, size, home=home, sink=sink) for read, size in reads]
     if sink is not None:
@@ -255,7 +255,7 @@ def over_tiles(
 
     def run_tiles(model: nn.Module, inputs: Tensor, sizes: Tensor | None) -> Tensor:
         if sizes is not None:
-            raise ValueError("tiles are of images that fill their input")
+            raise ValueError("tiles need images that fill their input, got padded ones")
         size = inputs.shape[2], inputs.shape[3]
         reads = (_of_tensor(image, image.device) for image in inputs.split(1))
         result = torch.stack([run.of_image(model, read, size) for read in reads])
@@ -301,7 +301,10 @@ class TiledPass(NamedTuple):
         outputs = chain([first], outputs)
         if first.ndim == 3:
             if self.combine != "mean":
-                raise ValueError(f"combine {self.combine} is for vectors; maps are blended")
+                raise ValueError(
+                    f"combine {self.combine} needs outputs per image, got maps, which are "
+                    "blended; remove it"
+                )
             return self._blended(outputs, first, tiles, size, sink)
         if first.ndim != 1 or self.convert:
             what = "of an image" if first.ndim == 1 else f"of shape {list(first.shape)}"
@@ -310,7 +313,7 @@ class TiledPass(NamedTuple):
                 + ("logits of its pixels" if self.convert else "a vector or a map")
             )
         if sink is not None:
-            raise ValueError("a sink takes maps, and this is a vector of the image: leave it out")
+            raise ValueError("a sink needs a map, got a vector per image; remove it")
         if self.combine == "max":
             return reduce(torch.maximum, outputs)
         total = reduce(torch.add, outputs, first.new_zeros(first.shape, dtype=torch.float64))
@@ -346,7 +349,7 @@ class TiledPass(NamedTuple):
         down, across = tiles.down.in_cells(cell[0]), tiles.across.in_cells(cell[1])
         rows, columns = (-(-px // side) for px, side in zip(size, cell, strict=True))
         if self.convert and len(first) > IGNORED:
-            raise ValueError(f"masks have at most {IGNORED} classes, and there are {len(first)}")
+            raise ValueError(f"expected at most {IGNORED} classes for masks, got {len(first)}")
         like = self.convert(first[:, :1, :1]) if self.convert else first
         writer = MapWriter((len(like), rows, columns), like.dtype, sink)
         along = [share.to(first) for share in across.shares()]
@@ -386,9 +389,8 @@ def _cell(tiles: Tiling, output: Tensor) -> tuple[int, int]:
         whole = cell and not any(place % cell for place in (axis.length, *axis.starts))
         if not whole or cell * side != axis.tile:
             raise ValueError(
-                f"tiles of {tiles.down.tile} x {tiles.across.tile} pixels give maps of "
-                f"{output.shape[1]} x {output.shape[2]} cells, which do not fit next to each "
-                "other: tile, overlap and image must be whole numbers of cells"
+                f"expected tile, overlap and image in whole cells, got tiles of {tiles.down.tile} "
+                f"x {tiles.across.tile} pixels with {output.shape[1]} x {output.shape[2]} cells"
             )
         found.append(cell)
     return found[0], found[1]
@@ -401,7 +403,9 @@ def _reads(
     like = next((each for each in model.parameters() if each.is_floating_point()), None)
     if isinstance(image, Tensor):
         if prepare is not None:
-            raise ValueError("prepare is for the pixels of a source; a tensor is prepared")
+            raise ValueError(
+                "prepare needs a source, got a tensor, which is already prepared; remove it"
+            )
         if image.ndim != 4 or not image.numel():
             raise ValueError(f"expected images [B, C, H, W], got {list(image.shape)}")
         device = image.device if like is None else like.device

@@ -30,7 +30,7 @@ class TokenStore:
         path: a file that is mapped into memory, keeping its content. None: memory.
 
     Raises:
-        OSError: the disk has no room for the file.
+        OSError: the disk has no space for the file.
     """
 
     def __init__(self, layout: TokenLayout, width: int, like: Tensor, path: Path | None = None):
@@ -79,7 +79,7 @@ def _reserve(path: Path, size: int) -> None:
             reserve_bytes(file.fileno(), size)
         except OSError as error:
             reason = os.strerror(error.errno or 0)
-            text = f"no room for {sized(size)} of tokens: {reason}"
+            text = f"no space for {sized(size)} of tokens: {reason}"
             raise OSError(error.errno, text, str(path.parent)) from error
 
 
@@ -117,8 +117,8 @@ class PassFolder:
             found = json.loads(self.path.read_text(encoding="utf-8"))
             if found["identity"] != self.identity:
                 raise ValueError(
-                    f"{folder} keeps the work of another image, model or options; delete it or "
-                    "name another folder"
+                    f"{folder} has the work of another image, model or options; delete it or pass "
+                    "another folder"
                 )
         self.made: bool = found["made"]
         self.rows: int | None = found.get("rows")

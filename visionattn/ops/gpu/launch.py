@@ -175,7 +175,8 @@ def check_grid(name: str, grid: Sequence[int]) -> None:
     """
     if any(size > limit for size, limit in zip(grid, GRID_LIMITS, strict=False)):
         raise ValueError(
-            f"{name}: a grid of {tuple(grid)} programs is beyond {GRID_LIMITS[: len(grid)]}"
+            f"{name}: expected a grid of at most {GRID_LIMITS[: len(grid)]} programs, got "
+            f"{tuple(grid)}"
         )
 
 

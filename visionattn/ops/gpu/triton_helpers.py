@@ -17,7 +17,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def kernel(function: Callable) -> Callable:
-    """Compile with ``triton.jit`` without specialising on numbers, so that one compilation serves
+    """Compile with ``triton.jit`` without specializing on numbers, so that one compilation serves
     every N.
 
     Parameters named ``p_...`` are pointers and are left as usual.
@@ -211,7 +211,7 @@ def write(p, o_rows, row_octets, o_columns, b, m_rows, WIDTH: tl.constexpr):
 
 @triton.jit
 def present_rows(p_present, o_rows, m_rows, MASKED: tl.constexpr):
-    """Return ``m_rows`` without the tokens that the image's mask ``p_present`` leaves out."""
+    """Return ``m_rows`` without the tokens that the image's mask ``p_present`` excludes."""
     if MASKED:
         return m_rows & (tl.load(p_present + o_rows, mask=m_rows, other=0) != 0)
     else:

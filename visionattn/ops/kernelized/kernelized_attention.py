@@ -46,8 +46,7 @@ def _check_causal(feature_map: FeatureMap, relative: RelativePosition | None) ->
     if relative is not None and not isinstance(relative, Flat):
         kind = type(relative).__name__
         raise ValueError(
-            f"causal: expected relative position along the sequence, Flat, got {kind}, which is "
-            f"for a grid"
+            f"causal: expected relative position Flat, along the sequence, got {kind} for a grid"
         )
     if relative is not None and relative.layout is not None and relative.layout.kept is not None:
         raise ValueError(
@@ -90,10 +89,10 @@ def kernelized_attention(
         value_drop: drop whole rows of v with this probability and scale up the others; see
             ``drop_values``.
         generator: random generator for value_drop.
-        form: "efficient" is O((N + M) d e), "direct" O(N M d); "auto" takes the form that
+        form: "efficient" is O((N + M) d e), "direct" O(N M d); "auto" chooses the form that
             ``form_choice.py`` expects to be faster. They agree to rounding.
         impl: "triton" runs the GPU kernels or raises the reason why not, "eager" runs PyTorch
-            operations; "auto" takes kernels on a GPU if they exist (``kernelized_triton.py``). They
+            operations; "auto" uses kernels on a GPU if available (``kernelized_triton.py``). They
             agree within the precision of the inputs.
 
     Returns:

@@ -267,7 +267,7 @@ def flops(q, v, causal: bool, form: str, *, backward: bool) -> int:
 
 
 def _empty_sums(q: Tensor, k: Tensor, v: Tensor, narrow: bool) -> tuple[Tensor, ...]:
-    """Return uninitialised memory for values, mass, S and Z."""
+    """Return uninitialized memory for values, mass, S and Z."""
     (batch, heads, n, d), e, dtype = q.shape, v.shape[3], accumulation_dtype(q, k, v)
     shapes = (batch, heads, n), (batch, heads, d, e), (batch, heads, d)
     values = q.new_empty(batch, heads, n, e, dtype=v.dtype if narrow else dtype)
@@ -295,7 +295,7 @@ def kernel_sums(
         feature_map: "elu1", "relu", or "given": q and k are features already.
         causal: query i attends to keys ``j <= i`` only, queries from M on to all keys.
         form: "direct" works on blocks of scores, O(N M (d + e)); "efficient" is O((N + M) d e);
-            "auto" takes the form expected to be faster, at run time under a compiler too.
+            "auto" chooses the form expected to be faster, at run time under a compiler too.
         narrow: round the sums of values to the dtype of v, for a mean without gradient.
 
     Returns:

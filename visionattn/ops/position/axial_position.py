@@ -10,8 +10,8 @@ row y' the weight ``phi(q) . r_clip(y' - y)`` with ``phi = elu1``, for any colum
 A row of queries is then a ``W x C`` by ``C x e`` product. The two ends are running sums, in the
 backward pass too, never differences. The columns of a grid are the rows of its transposed views.
 
-The operator takes queries and values of any dtype and strides, and works in the dtype of the table
-on bands of rows that stay in cache. Autograd saves no copies, and R may cover the whole grid.
+The operator accepts queries and values of any dtype and strides, and works in the dtype of the
+table on bands of rows that stay in cache. Autograd saves no copies, and R may cover the whole grid.
 Layouts and masks are handled elsewhere.
 """
 
@@ -177,7 +177,7 @@ def _chunks(q: Tensor, table: Tensor, v: Tensor, keys: Tensor, total: Tensor | N
 
 
 def _empty_sums(q: Tensor, table: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return uninitialised memory for values ``[B, h, H, W, e]`` and mass ``[B, h, H, W]``."""
+    """Return uninitialized memory for values ``[B, h, H, W, e]`` and mass ``[B, h, H, W]``."""
     return table.new_empty(*q.shape[:4], v.shape[4]), table.new_empty(q.shape[:4])
 
 

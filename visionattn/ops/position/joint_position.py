@@ -7,7 +7,7 @@ r_ab`` and ``phi = elu1``. Two forms compute it: products of tiles with windows 
 (``tiled_position.py``), linear in the number of patches, and on small grids a weight for each pair
 of places, which is cheaper there (``direct_is_faster``).
 
-The operator takes queries and values of any dtype and strides, and multiplies in the dtype of the
+The operator accepts queries and values of any dtype and strides, and multiplies in the dtype of the
 table, some heads at a time. Autograd saves no copies.
 """
 
@@ -130,7 +130,7 @@ def _weights_backward(
 
 
 def _empty_sums(q: Tensor, table: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return uninitialised memory for values ``[B, h, H, W, e]`` and mass ``[B, h, H, W]``."""
+    """Return uninitialized memory for values ``[B, h, H, W, e]`` and mass ``[B, h, H, W]``."""
     dtype = wide(table.dtype)
     return tuple(  # type: ignore[return-value]
         table.new_empty(size, dtype=dtype) for size in ((*q.shape[:4], v.shape[4]), q.shape[:4])

@@ -38,7 +38,7 @@ def why_not(
     if key_mask is not None or relative.layout.present is not None:
         return "Joint with a key_mask or absent patches has no kernel"
     if relative.layout.kept is not None:
-        return "Joint with patches left out (layout.kept) has no kernel"
+        return "Joint with dropped patches (layout.kept) has no kernel"
     _, rows, columns, _ = relative.table.shape
     return why_not_sizes(q.shape[3], v.shape[3], q.dtype, (rows // 2, columns // 2))
 

@@ -159,8 +159,8 @@ def count_classes(
 
 
 def _present(layout: TokenLayout, key_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return ``[B, 1, H, W]`` of 0 and 1 under a mask of the tokens, 0 for patches left out; None
-    if all are present.
+    """Return ``[B, 1, H, W]`` of 0 and 1 under a mask of the tokens, 0 for dropped patches; None if
+    all are present.
     """
     kept = layout.kept
     if key_mask is None and kept is None:

@@ -9,7 +9,7 @@ of all places beyond. With t = 4, R = 2 and tiles at 0, 4, 8:
     tile 1    [sum to 2] 3 4 5 6 7 8 [sum from 9 on]      the queries are 4 5 6 7
 
 The key at position j of the window has the class ``clip(j - R - p, -R, R)`` for query p of the
-tile, so one gather with the same index in every tile turns weights of classes into weights of keys.
+tile. So one gather with the same index in every tile turns weights of classes into weights of keys.
 Both axes of a grid are handled alike. R = 0 is one class: the sum of all places.
 
 Sums of far places are running sums of whole tiles, never differences: float32 loses no precision.

@@ -70,12 +70,12 @@ def taylorshift_attention(
         value_drop: drop whole rows of v with this probability and scale up the others; see
             ``drop_values``.
         generator: random generator for value_drop.
-        form: "direct" is O(N M d), "efficient" O((N + M) d^2 e), "auto" takes the form expected to
-            be faster. They agree to rounding, but the efficient form amplifies rounding errors; see
-            below.
+        form: "direct" is O(N M d), "efficient" O((N + M) d^2 e), "auto" chooses the form expected
+            to be faster. They agree to rounding, but the efficient form amplifies rounding errors;
+            see below.
         impl: "triton" runs the GPU kernels or raises the reason why not, "eager" runs PyTorch
-            operations; "auto" takes kernels on a GPU if they exist (``taylorshift_triton.py``).
-            They agree within the precision of the inputs.
+            operations; "auto" uses kernels on a GPU if available (``taylorshift_triton.py``). They
+            agree within the precision of the inputs.
 
     Returns:
         ``[B, h, N, e]`` in the dtype of v.
@@ -88,7 +88,7 @@ def taylorshift_attention(
     ``(a |q|^2 |k|^2 + c) / w``, with w the mean weight of the query. This is small with a
     temperature (the factor is at most ``tau^2 + 2``), and if q points along keys. If long q and k
     are orthogonal, results leave the range of the values: with the default coefficients by 1e-3
-    from ``|q| |k|`` = 250 on in float32, and from 6e6 on in float64. "auto" therefore takes the
+    from ``|q| |k|`` = 250 on in float32, and from 6e6 on in float64. "auto" therefore chooses the
     direct form for expected errors from 2.5e-4 (float64: 1.5e-8) on. On an accelerator, where
     entries are not read, it takes the direct form for all inputs without a temperature. An explicit
     form always runs.

@@ -161,7 +161,7 @@ def _flops_backward(q, k, v, temperature, state, form: str) -> int:
 
 
 def _empty_sums(q: Tensor, k: Tensor, v: Tensor, form: str) -> tuple[Tensor, ...]:
-    """Return uninitialised memory for values, mass, and the tensors that the gradient needs: state,
+    """Return uninitialized memory for values, mass, and the tensors that the gradient needs: state,
     ``K^T K``, ``sum k``.
     """
     (batch, heads, n, d), e, dtype = q.shape, v.shape[3], accumulation_dtype(q, k, v)
@@ -193,7 +193,7 @@ def taylor_sums(
         key_mask: bool ``[B, M]``, True takes part.
         a, b, c: coefficients, ``a > 0``.
         form: "direct" completes the square and works on blocks of scores, O(N M d); "efficient"
-            uses the packed products of each key, O((N + M) d^2 e); "auto" takes the form expected
+            uses the packed products of each key, O((N + M) d^2 e); "auto" chooses the form expected
             to be faster.
 
     Returns:

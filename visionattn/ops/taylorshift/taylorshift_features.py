@@ -11,7 +11,7 @@ Products within one tile occur in both orders and have weight a, the others 2a. 
 contiguous: ``x [g, d, T]`` gives ``[g, F, T]``.
 
 Inputs are ``[B, h, tokens, width]`` of any strides and any floating point dtype. A chunk of tokens
-is cast, normalised, masked and laid out with contiguous tokens, in float32 or float64; gradients
+is cast, normalized, masked and laid out with contiguous tokens, in float32 or float64; gradients
 take the same way back. Sums of weights need neither weights nor features: ``sum_j (a x_ij^2 + b
 x_ij + c) = a q^T (K^T K) q + b q . sum k + c M``.
 """
@@ -39,7 +39,7 @@ BUFFER_BYTES = 1 << 23
 CHUNK_TOKENS = (128, 512)
 MOST_CANCELLATION = {torch.float32: 2.0**13, torch.float64: 2.0**28}
 """Limit, by the dtype of sums, on the size of the efficient form's terms relative to a query's
-mass; above it "auto" takes the direct form.
+mass; above it "auto" chooses the direct form.
 
 The error of the result, relative to the largest value, is up to a quarter of eps times this limit:
 2.5e-4 in float32, 1.5e-8 in float64.
@@ -126,7 +126,7 @@ class Vectors:
         self.x, self.dtype, self.length, self.absent = x, dtype, length, absent
 
     def load(self, t: slice) -> Tensor:
-        """Return tokens cast, normalised and masked, ``[g, T, d]``."""
+        """Return tokens cast, normalized and masked, ``[g, T, d]``."""
         x = self.x[:, t].to(self.dtype, copy=True, memory_format=torch.contiguous_format)
         if self.absent is not None:  # first of all: NaN would pass through products with 0
             x.masked_fill_(self.absent[:, t, None], 0)

@@ -1,4 +1,4 @@
-"""TaylorShift as one operator of GPU kernels: normalisation, either form, joint relative position
+"""TaylorShift as one operator of GPU kernels: normalization, either form, joint relative position
 and division, with its gradient.
 
 It replaces ``taylor_sums``, ``class_sums`` and ``weighted_mean`` of the eager
@@ -208,7 +208,7 @@ def taylor_mean_backward(
         from visionattn.ops.taylorshift.kernels import direct_backward
 
         query, key = _of_unit_length(q, k, temperature)
-        # With a temperature, round once, after the gradient of the normalisation.
+        # With a temperature, round once, after the gradient of the normalization.
         wide = torch.float32 if normalised else None
         grads = direct_backward.backward(
             grad, out, mass, query, key, v, key_mask, coefficients, wide or dtype, wide

@@ -1,1 +1,1 @@
-"""Distil a softmax teacher into a model with linear attention."""
+"""Distill a softmax teacher into a model with linear attention."""

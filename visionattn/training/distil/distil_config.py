@@ -24,7 +24,7 @@ EXAMPLE = (
 EXAMPLE += "--data.name digits --b.epochs 1 --run try_distil --overwrite"
 STAGES = ("a", "b", "c")
 STUDENTS = (*OF_ATTENTION, *RATES, "drop_path_rate", "pos_antialias")
-"""Options of ``from_softmax`` that a student may have; its tokens equal the teacher's."""
+"""Options of ``from_softmax`` that do not change the tokens, so that they equal the teacher's."""
 
 
 @dataclass
@@ -42,16 +42,16 @@ class StageConfig:
     teacher_size: Literal["same", "tiled"] = "same"
     """Image size of the teacher. ``same``: the student's size, with the teacher's absolute position
     resampled. ``tiled``: tiles of the teacher's own size, with prefix tokens from the whole image
-    resized to it. Needs fit crop or stretch and a size that is a multiple of the tile.
+    resized to it. Needs fit crop or stretch, and a size that is a multiple of the teacher's.
     """
 
 
 @dataclass
 class DistilOptimConfig:
-    """Optimiser and schedule of each stage."""
+    """Optimizer and schedule of each stage."""
 
     name: Literal["adamw", "lamb"] = "adamw"
-    """Optimiser, from timm."""
+    """Optimizer, from timm."""
     min_lr: float = 1e-5
     """Final learning rate, at the end of the cosine."""
     warmup_epochs: float = 0.2
@@ -63,7 +63,7 @@ class DistilOptimConfig:
     clip_grad: float | None = 1.0
     """Clip gradients to this global norm; None: no clipping."""
     accumulate: int = 1
-    """Gradient accumulation: batches per optimiser step."""
+    """Gradient accumulation: batches per optimizer step."""
     ema_decay: float | None = None
     """Decay per step of the exponential moving average (EMA) of the weights, which is then saved.
     None: no EMA.
@@ -83,9 +83,9 @@ class DistilConfig(StudentOptions):
     ``blocks.csv`` lists the loss of each block.
     """
     init_from: str | None = None
-    """Weights of an earlier student, from which the first stage starts, e.g. the
-    ``a/best.safetensors`` of a stage a that several students share. A block that is softmax now
-    takes the teacher's attention.
+    """Initial weights of the first stage: the weights of an earlier student, e.g. the
+    ``a/best.safetensors`` of a stage a shared by several students. A block that is now softmax gets
+    the teacher's attention.
     """
     stages: list[Literal["a", "b", "c"]] = field(default_factory=lambda: ["a", "b"])
     """Stages to run, in this order. ``a``: each block imitates the teacher's attention on the
@@ -99,23 +99,23 @@ class DistilConfig(StudentOptions):
     c: StageConfig = _stage(lr=1e-4)
     """Stage c."""
     data: DataConfig = field(default_factory=DataConfig)
-    """The images; classes are not used, and a folder needs no class folders. Without fit, img_size
-    and max_patches, the preprocessing is the teacher's.
+    """The images; classes are ignored, and a folder needs no class folders. Without fit, img_size
+    and max_patches, preprocessing is the teacher's.
     """
     optim: DistilOptimConfig = field(default_factory=DistilOptimConfig)
-    """Optimiser, learning rate and regularisation."""
+    """Optimizer, learning rate and regularization."""
     batch_size: int | Literal["auto"] = 64
     """Images per batch, over all processes. ``auto``: the largest that fits into memory."""
     grad_checkpointing: bool = False
     """Gradient checkpointing of the student's blocks in stages b and c: less memory, more time."""
     seed: int = 0
-    """Seed of initial weights, order of images, augmentation, and splits of built-in data sets."""
+    """Seed of initial weights, order of images, augmentation, and splits of built-in datasets."""
     device: str = "auto"
-    """``cpu``, ``cuda``, or ``auto``: the GPU if there is one."""
+    """``cpu``, ``cuda``, or ``auto``: the GPU if available."""
     amp: Literal["none", "bf16", "fp16"] = "none"
     """Automatic mixed precision (AMP) of student and teacher."""
     threads: int | None = None
-    """CPU threads; None: torch's default."""
+    """CPU threads; None: chosen by torch."""
     output: str = "checkpoints"
     """Parent of the distillation's folder."""
     run: str | None = None
@@ -126,11 +126,9 @@ class DistilConfig(StudentOptions):
     overwrite: bool = False
     """Delete the files of an earlier distillation in the folder."""
     save_every: int | None = 500
-    """Optimiser steps between two saved states within an epoch, from which a killed distillation
-    resumes; None: save only after each epoch.
-    """
+    """Save a state to resume from every N optimizer steps. None: only after each epoch."""
     dist_timeout: float = 600.0
-    """With ``torchrun``: timeout in seconds for an answer of the other processes."""
+    """With ``torchrun``: timeout in seconds for the other processes."""
 
 
 def parse_distil(argv: Sequence[str]) -> DistilConfig:
@@ -143,7 +141,7 @@ def parse_distil(argv: Sequence[str]) -> DistilConfig:
         DistilConfig,
         argv,
         command="distil",
-        description="Distil a softmax ViT into a model with linear attention, without labels.",
+        description="Distill a softmax ViT into a model with linear attention, without labels.",
         example=EXAMPLE,
     )
     files = config_files(argv)
@@ -248,12 +246,12 @@ def stage_run(
 
 
 def stage_data(config: DistilConfig, letter: str, seen: DataSpec) -> DataConfig:
-    """Return the data of a stage, with its image size.
+    """Return the data configuration of a stage, with its image size.
 
     Args:
         config: the distillation.
         letter: the stage.
-        seen: the teacher's data specification, the default of the preprocessing.
+        seen: the teacher's data specification, which gives the default preprocessing.
     """
     data, stage = config.data, getattr(config, letter)
     if data.fit is None and data.img_size is None and data.max_patches is None:

@@ -65,8 +65,8 @@ SETTLED = ("batch_size", "optim.", "data.")
 """Prefixes of options that must not change once a stage is done."""
 WORDS = {
     "a": "each block imitates the teacher's attention, on the teacher's inputs",
-    "b": "the whole net imitates the teacher's final features",
-    "c": "the whole net imitates the teacher's final features, once more",
+    "b": "the whole network imitates the teacher's final features",
+    "c": "the whole network imitates the teacher's final features, at another image size",
 }
 """The stages in words."""
 
@@ -80,14 +80,14 @@ class Distilled:
     checkpoint: Path
     """The best weights of the last stage."""
     line: str
-    """Their quality in words; empty if the stage was done before."""
+    """Their validation score in words; empty if the stage was already done."""
 
     def report(self) -> list[str]:
         """Return the final lines: the weights, the next commands, and the quality of weights."""
         best = str(self.checkpoint)
         lines = [
             f"best weights: {best}",
-            "try next, where the classes of the images are the teacher's:",
+            "to evaluate on images with the teacher's classes:",
             f"  {typed('validate', '--checkpoint', best)}",
             "on other images:",
             f"  {typed('features', '--checkpoint', best, '--images', 'FOLDER')}",
@@ -137,11 +137,12 @@ def distil_folder(config: DistilConfig) -> Path:
     if (folder / DISTIL).is_file() and config.resume:
         check_same(config, folder)
     elif config.resume and (filled or not folder.is_dir()):
-        raise ValueError(f"nothing to resume: {folder / DISTIL} does not exist; leave out --resume")
+        raise ValueError(f"nothing to resume: {folder / DISTIL} does not exist; remove --resume")
     elif filled and not (config.resume or config.overwrite):
         way_on = "--resume continues it, " if (folder / DISTIL).is_file() else ""
         raise ValueError(
-            f"{folder} is not empty; {way_on}--overwrite deletes it, --run NAME writes elsewhere"
+            f"{folder} is not empty; {way_on}--overwrite deletes it, --run NAME writes to another "
+            "folder"
         )
     return folder
 
@@ -238,8 +239,8 @@ class Whole:
         return Distilled(self.folder, checkpoint, line)
 
     def stage(self, letter: str, blocks: list[int], former: Path | None) -> str:
-        """Train a stage, or the rest of it, and return a line about its quality; empty if it was
-        done before.
+        """Train a stage, or its remaining epochs, and return a line with its score; empty if it was
+        already done.
         """
         own, processes = self.folder / letter, self.processes
         going = processes.on_first(lambda: own.is_dir() and any(own.iterdir()) and can_go_on(own))
@@ -263,8 +264,8 @@ class Whole:
         return reached(result)
 
     def search(self, count: int) -> list[int]:
-        """Return the blocks with the largest loss after stage a, which stay softmax from now on,
-        and write the losses of all blocks.
+        """Return the blocks with the largest loss after stage a, which stay softmax, and write the
+        losses of all blocks.
 
         In stage a each block imitates the teacher on the teacher's own inputs, so its loss does not
         depend on the other blocks.
@@ -294,7 +295,7 @@ class Whole:
         rows = [f"{i},{loss},{int(i in chosen)}\n" for i, loss in enumerate(losses)]
         text = "".join(["block,loss,softmax\n", *rows])
         processes.on_first(lambda: write_text(table, text))
-        self.say("how far each block's attention is from the teacher's after stage a:")
+        self.say("attention loss of each block after stage a:")
         for i, loss in enumerate(losses):
             self.say(f"  block {i:>3}  loss {loss:.4f}{'  stays softmax' * (i in chosen)}")
         return chosen

@@ -4,8 +4,8 @@ The teacher is a model of this package with softmax blocks that computes the sam
 both models have the same tokens at the same positions for any image size, and padding is absent in
 both.
 
-Source: the two stages of the conversions of 2026 (ViT-AdaLA, JetViT): attention outputs on the
-teacher's own inputs, then final features by 0.9 cosine and 0.1 smooth L1.
+Source: the two stages of ViT-AdaLA and JetViT (2026): attention outputs on the teacher's inputs,
+then final features with 0.9 cosine and 0.1 smooth L1.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -57,7 +57,8 @@ def learn(student: VisionAttnTransformer, stage: Stage, new: Sequence[str]) -> N
         parameter.requires_grad_(learns)
     if not any(parameter.requires_grad for parameter in student.parameters()):
         raise ValueError(
-            "all blocks stay softmax, which is what they imitate: stage a has nothing to learn"
+            "stage a has nothing to learn, because all blocks stay softmax; remove a from "
+            "stages, or keep fewer blocks softmax"
         )
 
 
@@ -67,7 +68,7 @@ def imitating_blocks(student: VisionAttnTransformer) -> list[int]:
 
 
 class Imitation(nn.Module):
-    """A student with its teacher, as a module from images to the loss of each image.
+    """A student with its teacher, as a module that maps images to the loss of each image.
 
     Args:
         student: the model to train.
@@ -152,7 +153,7 @@ class Imitating(Objective):
     def judge(
         self, model: nn.Module, inputs: Tensor, sizes: Tensor | None, labels: Tensor
     ) -> Judged:
-        """Return the loss of a batch and, if labelled, the student's outputs."""
+        """Return the loss of a batch and, if labeled, the student's outputs."""
         pair = self.called(model)
         sizes = None if sizes is None else sizes.to(inputs.device)
         if self.stage == "a":
@@ -328,12 +329,11 @@ def check_teacher_size(
     own = f"the teacher's own {height} x {width} px"
     if size is None or fit not in ("crop", "stretch"):
         raise ValueError(
-            f"teacher_size tiled cuts images into tiles of {own}, and fit {fit} gives others; use "
-            "data.fit crop or stretch, or teacher_size same"
+            f"teacher_size tiled cuts images into tiles of {own}, got fit {fit}; use data.fit "
+            "crop or stretch, or teacher_size same"
         )
     if size[0] % height or size[1] % width:
         raise ValueError(
-            f"img_size {size[0]} x {size[1]} is not a whole number of tiles of {own}, which "
-            f"teacher_size tiled needs; {max(1, size[0] // height) * height} x "
-            f"{max(1, size[1] // width) * width} is"
+            f"teacher_size tiled needs a multiple of {own}, got img_size {size[0]} x {size[1]}; "
+            f"use {max(1, size[0] // height) * height} x {max(1, size[1] // width) * width}"
         )

@@ -59,7 +59,7 @@ def open_taught(config: DistilConfig) -> Taught:
 
 
 def check_student(config: DistilConfig, taught: Taught) -> None:
-    """Check that the student can be built, and that both models take the images of every stage.
+    """Check that the student can be built, and that both models accept the images of every stage.
 
     Raises:
         FileNotFoundError: there are no weights to start from.
@@ -69,8 +69,8 @@ def check_student(config: DistilConfig, taught: Taught) -> None:
     depth = len(converted.model.blocks)
     if (config.search_softmax_blocks or 0) >= depth:
         raise ValueError(
-            f"search_softmax_blocks {config.search_softmax_blocks}: the teacher has {depth} "
-            "blocks, and at least one of them must become linear"
+            f"expected search_softmax_blocks below the teacher's {depth} blocks, got "
+            f"{config.search_softmax_blocks}"
         )
     if config.init_from is not None:
         carry(load_model(existing(config.init_from)), converted.model)
@@ -104,8 +104,8 @@ def images_of(data: DataConfig, seed: int, teachers: DataSpec) -> tuple[Splits, 
     own = splits.spec
     if (own.in_chans, own.encoding) != (teachers.in_chans, teachers.encoding):
         raise ValueError(
-            f"the teacher takes images of {teachers.in_chans} channels, and images of {data.name} "
-            f"have {own.in_chans}"
+            f"expected images with {teachers.in_chans} channels, as the teacher's, got "
+            f"{own.in_chans} ({data.name})"
         )
     labelled = 0 < own.num_classes == teachers.num_classes and (
         not (own.class_names and teachers.class_names) or own.class_names == teachers.class_names
@@ -159,11 +159,11 @@ def prepare_student(
 
 @torch.no_grad()
 def carry(former: nn.Module, student: VisionAttnTransformer) -> None:
-    """Copy the weights of a former student, except the attention of blocks that are softmax only
-    now, which keeps the teacher's weights.
+    """Copy the weights of an earlier student. Blocks that are softmax only now keep the teacher's
+    attention.
 
     Raises:
-        ValueError: the former student lacks weights or has other shapes; one line.
+        ValueError: the earlier student lacks weights or has other shapes; one line.
     """
     linear = imitating_blocks(former) if isinstance(former, VisionAttnTransformer) else []
     anew = set(linear).difference(imitating_blocks(student))
@@ -173,6 +173,6 @@ def carry(former: nn.Module, student: VisionAttnTransformer) -> None:
         for model in (former, student)
     )
     if misfit := describe_misfit(learnt, own):
-        raise ValueError(f"the former student's weights do not fit: {misfit}")
+        raise ValueError(f"the weights of the earlier student do not fit: {misfit}")
     for name, value in own.items():
         value.copy_(learnt[name])

@@ -4,10 +4,10 @@ mass of all terms.
 A program goes down a strip of the grid, some tiles of T queries wide. For each row it computes the
 weights of the classes of all its queries in one product, and then reads one line of keys (see
 ``key_lines.py``) after another. Each tile gathers the weights of its pairs from the weights of the
-classes, within the horizon and beyond it alike, and multiplies them by the keys on the matrix
-units. Keys further away belong to the outermost classes and are summed to one key per line and
-side, all lines in one product. Nothing of size N x C exists: the buffer of weights is as large as
-the concurrently running programs need.
+classes, within and beyond the horizon. It multiplies them by the keys on the matrix units. Keys
+further away belong to the outermost classes and are summed to one key per line and side, all lines
+in one product. Nothing of size N x C exists: the buffer of weights is as large as the concurrently
+running programs need.
 
 Weights are stored in units that half precision holds on any grid. A line of several rows is their
 mean, so the weight of a key of a line is ``w_c rows(a, y)`` times the weight of one key of the

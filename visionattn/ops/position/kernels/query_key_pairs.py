@@ -3,7 +3,7 @@
 A tile has T queries and some keys, and a warp works on a tile. In a product m16n8k16, lane
 ``4 g + t`` of the warp holds queries ``g`` and ``g + 8`` and keys ``2 t``, ``2 t + 1``, ``2 t + 8``
 and ``2 t + 9`` of the left operand. Weights gathered in axes of lanes, tiles and registers already
-form that operand. If the compiler recognises this, they need no move through shared memory;
+form that operand. If the compiler recognizes this, they need no move through shared memory;
 otherwise it moves them.
 """
 

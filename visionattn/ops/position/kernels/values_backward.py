@@ -2,10 +2,9 @@
 
 The pairs are as in the forward pass, with exchanged roles: a program goes down a strip of the grid,
 some tiles of T keys wide. For each row of keys it reads the rows of queries within the horizon one
-after another, and multiplies the shares of its pairs (``class_shares.py``) by the gradient of the
+after another. It multiplies the shares of its pairs (``class_shares.py``) by the gradient of the
 mean on the matrix units. Queries far to the side add one vector per tile (``far_queries.py``). Rows
-of
-queries beyond the horizon add running sums over rows:
+of queries beyond the horizon add running sums over rows:
 
     from above    accumulated on the way down: row y - Ry of queries counts for all rows of keys
                   from y on
