@@ -287,7 +287,7 @@ def test_a_file_that_does_not_give_what_the_model_gives_is_not_written(
             lambda x: [model(x)[:, :4]],
             r"expected outputs \[\[1, 5\]\], as the model's, got \[\[1, 4\]\]",
         ),
-        (lambda x: {}["bad\nand worse"], r"the file does not run \(KeyError: 'bad"),
+        (lambda x: {}["bad\nand worse"], r"the exported file does not run \(KeyError: 'bad"),
     ):
         monkeypatch.setattr(exporting, "runner", lambda path, format: run)  # noqa: B023
         with pytest.raises(ValueError, match=f"^images of 224 x 224 px, 1 at a time: {said}"):
