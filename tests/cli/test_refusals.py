@@ -127,8 +127,8 @@ def test_lines_are_bounded_and_keep_both_ends():
     path = "/a/long/path" * 12
     assert bounded(f"no file at {path}; name another") == f"no file at {path}; name another"
     value = "x" * 5000
-    line = in_one_line(ValueError(f"lr must be a number, got {value}; leave it out"))
-    assert line.startswith("lr must be a number, got xxx") and line.endswith("xxx; leave it out")
+    line = in_one_line(ValueError(f"lr must be a number, got {value}; remove it"))
+    assert line.startswith("lr must be a number, got xxx") and line.endswith("xxx; remove it")
     assert "xxx ... xxx" in line and len(line) <= LONGEST
     assert len(in_one_line(FileNotFoundError(2, "No such file or directory", value))) <= LONGEST
 

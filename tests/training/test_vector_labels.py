@@ -219,7 +219,7 @@ CHECKED = [
     ("regression", {"optim.cutmix": 1.0}, "optim.mixup and optim.cutmix mix two classes, and data"),
     ("regression", {"optim.label_smoothing": 0.1}, "optim.label_smoothing is for classes; leave"),
     ("regression", {"loss.class_weights": "balanced"}, "loss.class_weights is for classes; leave"),
-    ("regression", {"loss.name": "focal"}, "loss.name focal is for classes; leave it out for data"),
+    ("regression", {"loss.name": "focal"}, "loss.name focal is for classes; remove it for data"),
     ("multilabel", {"loss.name": "l1"}, "loss.name l1 is for data.task regression, got multilabel"),
     ("multilabel", {"loss.name": "dice"}, "loss.name dice compares masks, for data"),
     ("multilabel", {"monitor": "r2"}, "monitor r2 is for data.task regression, got multilabel; "

@@ -123,7 +123,7 @@ def check_data(config: DataConfig) -> None:
             f"{config.fit}; omit data.fit",
         ),
         (name == "copy" and not written, "copy has no classes; expected data.task generate"),
-        (config.features is not None, "data.features is for visionattn train; leave it out"),
+        (config.features is not None, "data.features is for visionattn train; remove it"),
     )
     check_crops(config)
     check_reading(config.bands, config.value_range, config.page, config.max_pixels)

@@ -82,11 +82,11 @@ def _check_said(said: MasksSaid, source: str) -> None:
     refuse(
         (
             said.layers is None and said.images is not None,
-            f"{source}.images is for {source}.layers; leave it out",
+            f"{source}.images is for {source}.layers; remove it",
         ),
         (
             said.layers is not None and (names, colours, ignored) != (None, None, None),
-            f"{source}.layers names all classes; leave out the rest but images",
+            f"{source}.layers names all classes; remove the others except images",
         ),
         (wrong_paths, f"{source}.layers wants paths with {{name}}, got {''.join(wrong_paths[:1])}"),
     )

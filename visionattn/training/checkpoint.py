@@ -293,7 +293,7 @@ def check_options(
         (
             new["init_from"] not in (None, old["init_from"]),
             f"init_from {new['init_from']} applies only at the start of a run, and a resumed run "
-            "keeps its own weights; leave it out",
+            "keeps its own weights; remove it",
         ),
         (
             bool(had) != bool(has),

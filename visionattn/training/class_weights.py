@@ -60,7 +60,7 @@ def class_counts(dataset: Dataset, classes: int) -> np.ndarray:
     if isinstance(dataset, PatchSamples):
         raise ValueError(
             "loss.class_weights balanced counts pixels, and data.features samples a fixed share of "
-            "patches with objects; leave it out, or give numbers"
+            "patches with objects; remove it, or give numbers"
         )
     if isinstance(dataset, ImageDataset) and dataset.masks is not None:
         return dataset.masks.pixel_counts(dataset.indices, classes)

@@ -340,7 +340,7 @@ def _check_mixing(config: TrainConfig) -> None:
     data, loss = config.data, config.loss
     reasons = {
         "blend images that fill the same size, which data.fit pad does not give; use native, "
-        "stretch or crop, or leave them out": data.fit == "pad",
+        "stretch or crop, or remove them": data.fit == "pad",
         "mix the classes of images, and data.task segmentation has classes of pixels; leave them "
         "out": data.task == "segmentation",
         "need images without padding, and crops of small images are padded; leave them "
@@ -372,7 +372,7 @@ def _check_loss(config: TrainConfig) -> None:
     """Raise ValueError for a loss that does not fit the task or the other options."""
     loss, task, smoothing = config.loss, config.data.task, config.optim.label_smoothing
     numbers, weighted = task == "regression", loss.class_weights is not None
-    for_classes = "{} is for classes; leave it out for data.task regression"
+    for_classes = "{} is for classes; remove it for data.task regression"
     refuse(
         (
             numbers and loss.name not in ("cross_entropy", *NUMBER_LOSSES),
@@ -382,7 +382,7 @@ def _check_loss(config: TrainConfig) -> None:
         (numbers and smoothing, for_classes.format("optim.label_smoothing")),
         (
             not numbers and loss.name in NUMBER_LOSSES,
-            f"loss.name {loss.name} is for data.task regression, got {task}; leave it out",
+            f"loss.name {loss.name} is for data.task regression, got {task}; remove it",
         ),
         (
             "dice" in loss.name and task != "segmentation",

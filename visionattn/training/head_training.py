@@ -132,7 +132,7 @@ def prepare_maps(
     """
     folder, usual = str(data.features), DataConfig()
     kept = FeatureFolder(folder)
-    changes = "data.{} changes images, and data.features has their features; leave it out"
+    changes = "data.{} changes images, and data.features has their features; remove it"
     refuse(
         *((getattr(data, key) != getattr(usual, key), changes.format(key)) for key in IMAGE_OPTIONS)
     )
@@ -151,13 +151,13 @@ def prepare_maps(
             (
                 not same,
                 f"data.features {folder} has features of {name}, blocks {body.taken}; {key} would "
-                "be for another model, leave it out",
+                "be for another model, remove it",
             )
             for key, same in given.items()
         ),
         (
             not isinstance(splits.train, ImageDataset),
-            f"data.features {folder} is for a folder of images; leave it out",
+            f"data.features {folder} is for a folder of images; remove it",
         ),
     )
     spec = splits.spec

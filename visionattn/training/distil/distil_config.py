@@ -158,14 +158,14 @@ def check_distil(config: DistilConfig) -> None:
     """
     stages, data = config.stages, config.data
     strange = [name for name in config.options if name not in STUDENTS]
-    by_teacher = "data.{} is set by the teacher, which sees the images too; leave it out"
+    by_teacher = "data.{} is set by the teacher, which sees the images too; remove it"
     refuse(
         (
             config.teacher is None,
             "name a teacher, e.g. --teacher vit_small_patch16_224 --pretrained, or a file of "
             "weights",
         ),
-        (not config.attention, "attention is empty; give a name, or leave it out"),
+        (not config.attention, "attention is empty; give a name, or remove it"),
         (
             not stages or stages != sorted(set(stages)),
             f"stages {' '.join(stages) or 'is empty'}: expected some of a, b and c, each once, in "
