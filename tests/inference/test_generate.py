@@ -334,6 +334,7 @@ WRONG = [
 
 
 CONDITIONED_WRONG = [
+    ({"classes": []}, "classes is empty"),
     ({"classes": ["oak"]}, "no class oak; the classes are ash, birch"),
     ({"classes": [3]}, "no class 3; the classes are ash, birch"),
 ]
