@@ -155,7 +155,7 @@ def test_other_files_are_refused_in_one_line(tmp_path, text):
     with pytest.raises(ValueError) as caught:
         Augment(str(path))
     said = str(caught.value)
-    assert said.startswith(f"data.augment {path} ") and WRONG[text] in said and "\n" not in said
+    assert str(path) in said and WRONG[text] in said and "\n" not in said
 
 
 def test_a_pipeline_for_other_bands_or_sizes_is_refused(tmp_path):

@@ -312,7 +312,7 @@ def test_a_folder_without_whole_pairs_is_refused(tmp_path):
         (
             (0, 128, 255),
             {},
-            "127 of 129 classes have no pixel; if values are colours, pass one colour",
+            "127 of 129 classes have no pixel; if values are colors, pass one color",
         ),
     ],
 )

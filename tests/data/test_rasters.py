@@ -404,7 +404,7 @@ def test_physical_units_need_a_range_and_mix_with_no_other_values(tmp_path):
         settle(Files([str(path)]), [0], ReadOptions(1))
     _, lines = settle(Files([str(path)]), [0], ReadOptions(1, value_range=(0, 1)))
     assert len(lines) == 1 and "data.value_range is in physical units, because" in lines[0]
-    with pytest.raises(NotAsAsked, match="^values in physical units from"):
+    with pytest.raises(NotAsAsked, match="^unknown value range of values in physical units from"):
         seen(str(path), channels=1, value_range=(0, 255), found=True)
 
 

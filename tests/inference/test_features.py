@@ -114,7 +114,7 @@ def test_no_features_at_all_are_an_exit_code_with_the_first_reason(folder, capsy
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(features, "pooled", scarce)
-    said = "none of the 7 images has features; the first: images/0.png: "
+    said = "none of the 7 images has features; first: images/0.png: "
     assert extract() == 3
     assert f"{said}out of memory" in capsys.readouterr().err
     assert {row["status"] for row in read_index(folder / "out")} == {"oom"}
@@ -153,7 +153,7 @@ def test_a_second_extraction_into_a_folder_is_one_line_until_the_first_has_ended
     with FileLock("out/features.lock"):
         unfinished = folder / "out" / ".index.csv.0123456789abcdef.visionattn.tmp"
         unfinished.write_text("of the first")
-        refused(capsys, "another extraction of features is running in out; wait", "--overwrite")
+        refused(capsys, "another feature extraction is running in out; wait", "--overwrite")
         assert sorted(written(folder / "out")) == [unfinished.name, "features.lock"]
     assert extract() == 0
     assert sorted(written(folder / "out")) == ["features-00000.safetensors", "index.csv"]
@@ -173,10 +173,10 @@ def test_ctrl_c_says_that_the_same_command_goes_on_and_it_does(folder, capsys, m
     with monkeypatch.context() as patch:
         patch.setattr(ImageRun, "batches", interrupted)
         assert extract("--shard_images", "2") == 130
-        said = "stopped; finished files stay in out; the same command resumes\n"
+        said = "stopped; finished files stay in out; to resume, run the same command\n"
         assert capsys.readouterr().err == said and len(written(folder / "out")) == 2
         assert extract(*more, "--overwrite") == 130
-        assert "the same command without --overwrite resumes" in capsys.readouterr().err
+        assert "to resume, run the same command without --overwrite" in capsys.readouterr().err
     assert len(written(folder / "out")) == 1
     assert extract(*more) == extract(*more, output="all") == 0
     assert_same_files(folder / "out", folder / "all")

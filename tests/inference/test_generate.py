@@ -324,13 +324,17 @@ WRONG = [
     ({"count": 2**24 + 1}, "expected at most 16,777,216 images"),
     ({"complete": PICTURE, "keep": 1.0}, "keep must be above 0 and below 1, got 1.0"),
     ({"complete": PICTURE.astype(np.float32)}, "image 0: unknown value range of float32 values"),
-    ({"complete": np.full(SIZE, 300, np.uint16)}, "got no bytes (image 0); convert its bit depth"),
+    (
+        {"complete": np.full(SIZE, 300, np.uint16)},
+        "got no bytes \\(image 0\\); convert its bit depth",
+    ),
     ({"amp": "fp16"}, "amp must be one of none, bf16"),
     ({"device": "cpu"}, "a module keeps its device"),
 ]
 
 
 CONDITIONED_WRONG = [
+    ({"classes": []}, "classes is empty"),
     ({"classes": ["oak"]}, "no class oak; the classes are ash, birch"),
     ({"classes": [3]}, "no class 3; the classes are ash, birch"),
 ]
@@ -351,7 +355,7 @@ def test_a_model_of_few_levels_generates_them_and_takes_no_others():
     prompts = np.full((1, *SIZE), 15, np.uint8)
     assert visionattn.generate(model, complete=prompts[0]).images.shape == (1, 1, *SIZE)
     prompts[0, 4, 6] = 16
-    with pytest.raises(ValueError, match="values up to 16, and the model has levels 0 to 15"):
+    with pytest.raises(ValueError, match="expected levels 0 to 15, got values up to 16"):
         visionattn.generate(model, complete=prompts[0])
 
 

@@ -152,6 +152,6 @@ class Deadly(ListedFiles):
 def test_a_process_that_ends_while_it_reads_ends_the_run_with_the_reason(two_shapes):
     _, model, images, _ = two_shapes
     deadly = ReadImages(Deadly(images.listing.paths), COLOUR, OWN_SIZES)
-    said = r"^a process that reads images ended \(DataLoader worker .*\); try --workers 0$"
+    said = r"^a data loader process died \(DataLoader worker .*\); try --workers 0$"
     with pytest.raises(Failed, match=said):
         outcomes_of(model, deadly, pooled, workers=1)

@@ -39,7 +39,9 @@ def test_weights_of_ours_bring_model_classes_and_size(tmp_path):
 def test_a_name_without_a_checkpoint_gives_random_weights_of_the_seed_and_says_so():
     state = torch.get_rng_state()
     first, again, other = (opened(model=MODEL, args=ARGS, seed=seed) for seed in (7, 7, 8))
-    said = f"{MODEL} with random weights (seed 7), as --checkpoint is missing; preprocessing: "
+    said = (
+        f"{MODEL} with random weights (seed 7), because there is no --checkpoint; preprocessing: "
+    )
     assert first.notes[0].startswith(f"{said}center crop to 224 x 224 px")
     assert first.identity() == again.identity() != other.identity()
     assert first.identity() != opened(model=MODEL, args=ARGS, seed=7, img_size=32).identity()
@@ -54,7 +56,9 @@ def test_a_seed_is_for_weights_that_a_file_does_not_give(tmp_path):
     body = {name: value for name, value in state.items() if not name.startswith("head")}
     torch.save(body, tmp_path / "part.pt")
     of_timm = {"model": SOFTMAX, "args": SOFTMAX_ARGS}
-    with pytest.raises(ValueError, match="seed 3 has no effect: .* has all weights; remove it"):
+    with pytest.raises(
+        ValueError, match="seed 3 has no effect, because .* has all weights; remove it"
+    ):
         opened(seed=3, checkpoint=str(tmp_path / "whole.pt"), **of_timm)
     part = of_timm | {"checkpoint": str(tmp_path / "part.pt")}
     heads = [opened(seed=seed, **part).model.head.weight for seed in (3, 4)]

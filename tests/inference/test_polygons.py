@@ -185,7 +185,7 @@ def test_outputs_that_are_not_finite_are_rows_without_files(scenes, capsys):
     save_model("best.safetensors", model, MODEL, PAINTER, model.data_spec)
     for kinds in (["masks"], ["probabilities", "geojson", "coco"]):
         assert predict(*kinds) == 2
-        said = "none of the 3 images has a mask; the first: images/0.png: outputs are not finite\n"
+        said = "none of the 3 images has a mask; first: images/0.png: outputs are not finite\n"
         assert capsys.readouterr().err == f"error: {said}"
         assert not (scenes / "out").exists()
 

@@ -130,7 +130,7 @@ def test_when_no_image_can_be_read_the_rows_stay_and_the_exit_code_says_so(case,
     for image in (case[0] / "images").iterdir():
         image.write_bytes(b"no image")
     assert predict() == 2
-    said = "none of the 4 images has a result; the first: images/0.png: unknown image"
+    said = "none of the 4 images has a result; first: images/0.png: unknown image"
     assert said in capsys.readouterr().err
     assert [row["status"] for row in read_csv("out.csv")] == ["unreadable"] * 4
 

@@ -282,7 +282,7 @@ def test_what_cannot_be_done_is_one_line(given, tmp_path):
         (no_classes, folder, {}, "expected a model with classes"),
         (model, folder, {"device": "cpu"}, "remove device"),
         (model, folder, {"img_size": "own"}, "img_size must be an integer or a list"),
-        (model, [], {}, "there are no images"),
+        (model, [], {}, "pictures in memory, got none"),
         (model, [str(folder), pixels[0]], {}, "got both"),
         (model, pixels[0].astype(str), {}, r"image 0: expected numbers, \[H, W\]"),
         (model, torch.zeros(2, 5, 16, 16).byte(), {}, "image 0: the image has 5 bands"),

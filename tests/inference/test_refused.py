@@ -89,7 +89,7 @@ REFUSED = [
     ("masks", "--output out --top-k 2", "top_k needs a model with classes"),
     ("features", "--data digits", "pass either --images or --data digits"),
     ("features", "--shard_mib 0", "shard_mib must be at least 1, got 0"),
-    ("features", "--probe --dense", "omit --dense"),
+    ("features", "--probe --dense", "remove --dense"),
     ("features", "--probe", "images has images outside of class folders"),
     ("shard", "0/4", "expected shard i/n with i from 1 to n"),
     ("shard", "1/10", "expected at most 2 parts for 2 images, got 10"),
@@ -127,7 +127,7 @@ REFUSED = [
     ("native", "--img_size 4 24", "expected img_size at least a patch of 8 x 8 pixels, got 4 x 24"),
     ("native", "--fit pad --img_size 20 24", "20 x 24 pixels is not a whole number of 8-pixel"),
     ("native", "--fit whole", "fit must be one of native, pad, stretch, crop"),
-    ("map", "--img_size 64", "got slide.tif of 133 x 104 px with preprocessing center crop to 64"),
+    ("map", "--img_size 64", "slide.tif of 133 x 104 px would be preprocessed (center crop to 64"),
     # What no image has.
     ("native", "--bands 4 5 6", " expected band 6, the image has 3 bands"),
     ("native", "--page 3", " expected page 3, the image has 1 page"),

@@ -112,7 +112,7 @@ def test_ctrl_c_ends_a_cluster_of_this_machine_and_the_same_command_goes_on(fold
         _, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == 130
     assert besides_progress(errors) == (
-        "stopped; finished parts stay in out; the same command resumes\n"
+        "stopped; finished parts stay in out; run the same command to resume\n"
     )
     with start(folder, command) as process:
         said, errors = process.communicate(timeout=SECONDS)

@@ -176,7 +176,7 @@ def _check_bands(name: str, bands: int) -> None:
     refuse(
         (
             name == "three" and bands == 1,
-            "augment three converts to greyscale, but the images have one band",
+            "augment three needs color images, got one band; use another preset",
         ),
         (
             name == "rand" and bands not in (1, 3),

@@ -112,7 +112,7 @@ def open_masked_tree(root: str) -> tuple[Placed, list[str]]:
     known = {path: _kind_of(_parts(path, root)) for path in paths}
     images = {path: name for path, (kind, name) in known.items() if kind == IMAGES}
     if not images:
-        raise ValueError(f"data root {root} has no folder images with images; {MASKED_LAYOUT}")
+        raise ValueError(f"no folder images with images in data root {root}; {MASKED_LAYOUT}")
     left_out.folders = [
         each[0]
         for each in visited

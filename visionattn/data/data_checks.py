@@ -83,7 +83,7 @@ def resolved(config: DataConfig) -> DataConfig:
     refuse(
         (
             config.batch_patches is not None and fit != "native",
-            f"data.batch_patches is only for fit native; with fit {fit} use batch_size",
+            f"data.batch_patches needs fit native, got {fit}; use batch_size",
         ),
         (
             config.img_size_choices is not None and config.max_patches is not None,
@@ -105,25 +105,25 @@ def check_data(config: DataConfig) -> None:
     refuse(
         (
             task == "segmentation" and name not in (*DRAWN, "folder"),
-            f"{name} has no masks; data.task segmentation is for {', '.join(sorted(DRAWN))} and "
+            f"{name} has no masks; data.task segmentation needs {', '.join(sorted(DRAWN))} or "
             "folder",
         ),
         (
             task in VECTOR_TASKS and (name != "folder" or config.labels is None),
-            f"data.task {task} reads labels from a table: --data.name folder with --data.labels",
+            f"data.task {task} needs a label table; pass --data.name folder and --data.labels",
         ),
         (
             written and name not in LEVELS,
-            f"{name} has one-hot grey levels for classification; for data.task generate use "
+            f"{name} has one-hot gray levels; for data.task generate use "
             f"{name.removesuffix('_pixel')}",
         ),
         (
             written and name == "documents" and config.fit != "crop",
-            "data.task generate uses crops of documents at their own scale, not fit "
-            f"{config.fit}; omit data.fit",
+            "data.task generate uses crops of documents at their own scale, got fit "
+            f"{config.fit}; remove data.fit",
         ),
         (name == "copy" and not written, "copy has no classes; expected data.task generate"),
-        (config.features is not None, "data.features is for visionattn train; remove it"),
+        (config.features is not None, "data.features works only with visionattn train; remove it"),
     )
     check_crops(config)
     check_reading(config.bands, config.value_range, config.page, config.max_pixels)
@@ -187,22 +187,22 @@ def check_size(config: DataConfig, both: Size) -> None:
     refuse(
         (
             config.name == "copy" and (both[0] != 1 or both[1] < SHORTEST),
-            f"copy has sequences of one row and {SHORTEST} values at least; expected an img_size "
-            f"such as 1 128, got {both[0]} {both[1]}",
+            f"copy needs one row of at least {SHORTEST} values, got img_size {both[0]} {both[1]}; "
+            "use e.g. 1 128",
         ),
         (
             pieces and size > LARGEST_PIECE_PX,
-            f"pieces of documents of {size} pixels are too large to generate; expected "
-            f"{LARGEST_PIECE_PX} at most",
+            f"expected pieces of documents of at most {LARGEST_PIECE_PX} pixels for data.task "
+            f"generate, got {size}",
         ),
         (
             pages and not pieces and size < SMALLEST_SIZE_PX,
-            f"documents of {size} pixels are too small for their marks; expected "
-            f"{SMALLEST_SIZE_PX} or more",
+            f"documents of {size} pixels are too small for their marks; use at least "
+            f"{SMALLEST_SIZE_PX}",
         ),
         (
             size < smallest,
-            f"canvas of {size} pixels is too small for its digits; expected {smallest} or more",
+            f"canvas of {size} pixels is too small for its digits; use at least {smallest}",
         ),
     )
 
@@ -215,17 +215,16 @@ def check_crops(config: DataConfig) -> None:
     refuse(
         (
             config.crop is None and (config.crop_around or config.crops != 1),
-            "data.crop_around and data.crops need --data.crop; pass it or omit them",
+            "data.crop_around and data.crops need --data.crop; pass it, or remove them",
         ),
         (
             crop[0] >= limit[0] and crop[1] >= limit[1],
-            f"data.crop {pixels(crop)} is not smaller than data.img_size, {pixels(limit)}; use a "
+            f"expected data.crop below data.img_size {pixels(limit)}, got {pixels(crop)}; use a "
             "smaller crop or a larger data.img_size",
         ),
         (
             config.crop_around and config.task != "segmentation",
-            f"data.crop_around needs masks (data.task segmentation), got {config.task}; omit it "
-            "for crops anywhere",
+            f"data.crop_around needs data.task segmentation, got {config.task}; remove it",
         ),
     )
 

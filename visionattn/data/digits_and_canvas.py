@@ -65,8 +65,8 @@ class CanvasArgs(DrawnArgs):
             ),
             (
                 whole == 2 and largest < math.ceil(LARGER * smallest),
-                f"data.args.digit_px {smallest} {largest}: of two whole digits the larger is "
-                f"{LARGER} times as large or more; expected a wider range",
+                f"expected data.args.digit_px with a largest side of at least {LARGER} times the "
+                f"smallest for two whole digits, got {smallest} {largest}",
             ),
         )
 

@@ -241,7 +241,7 @@ def check_geometry(
         (limited and max_patches < 1, f"{prefix}max_patches must be above 0, got {max_patches}"),
         (
             limited and fit != "native",
-            f"{prefix}max_patches is only for fit native; with fit {fit} use {prefix}img_size",
+            f"{prefix}max_patches needs fit native, got {fit}; use {prefix}img_size",
         ),
         (
             limited and img_size is not None,

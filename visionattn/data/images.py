@@ -313,7 +313,7 @@ class ImageDataset(Dataset):
                     raise ValueError(
                         "its size has changed since the start of the run"
                         if self.known_sizes[key.index].any()
-                        else "it was unreadable at the start of the run and is readable now"
+                        else "it was unreadable at the start of the run, but is readable now"
                     )
                 item = self._item(reader, index, key, keep if reader.single_file else not_kept)
         except DAMAGED_IMAGE as error:

@@ -222,7 +222,7 @@ def _numbers(files: MaskFiles, kinds: dict[Pairs, int], root: str) -> tuple[str,
         )
         raise ValueError(
             f"the masks of {root} have the values {', '.join(map(str, there))}, so that {empty} "
-            f"of {count} classes have no pixel; if values are colours, pass one colour per class: "
+            f"of {count} classes have no pixel; if values are colors, pass one color per class: "
             f"--data.masks '{{colours: {colours}}}'"
         )
     return tuple(map(str, range(count)))

@@ -82,38 +82,41 @@ def _check_said(said: MasksSaid, source: str) -> None:
     refuse(
         (
             said.layers is None and said.images is not None,
-            f"{source}.images is for {source}.layers; remove it",
+            f"{source}.images needs {source}.layers; remove it",
         ),
         (
             said.layers is not None and (names, colours, ignored) != (None, None, None),
-            f"{source}.layers names all classes; remove the others except images",
+            f"{source}.layers names all classes; remove all other keys except images",
         ),
-        (wrong_paths, f"{source}.layers wants paths with {{name}}, got {''.join(wrong_paths[:1])}"),
+        (
+            wrong_paths,
+            f"expected paths with {{name}} in {source}.layers, got {''.join(wrong_paths[:1])}",
+        ),
     )
     refuse(
         *(
             (
                 given is not None and not 2 <= len(given) <= IGNORED,
-                f"{source}.{key} must name 2 to {IGNORED} classes, got {len(given or [])}",
+                f"expected 2 to {IGNORED} classes in {source}.{key}, got {len(given or [])}",
             )
             for key, given in (("classes", named), ("colours", colours))
         ),
         (
             named is not None and (len(set(named)) < len(named) or not all(named)),
-            f"{source}.classes must be names, each once, got {named}",
+            f"expected distinct names in {source}.classes, got {named}",
         ),
         (
             wrong_colours,
-            f"{source}.colours wants red, green and blue of each class, 0 to 255, got "
-            f"{wrong_colours[:1]}",
+            f"expected red, green and blue of each class, 0 to 255, in {source}.colours, got "
+            f"{next(iter(wrong_colours), None)}",
         ),
         (
             len(set(map(tuple, colours or []))) < len(colours or []),
-            f"{source}.colours has a colour twice; each class has its own",
+            f"expected distinct colors in {source}.colours, one per class",
         ),
         (
             named and colours and len(named) != len(colours),
-            f"{source}.classes names {len(named or [])} classes and {source}.colours "
+            f"expected as many {source}.classes as {source}.colours, got {len(named or [])} and "
             f"{len(colours or [])}",
         ),
         (
@@ -126,7 +129,7 @@ def _check_said(said: MasksSaid, source: str) -> None:
         ),
         (
             ignored in (colours or range(len(named or []))),
-            f"{source}.ignored {ignored} is the value of a class; name another one",
+            f"{source}.ignored {ignored} is the value of a class; pass another value",
         ),
     )
 

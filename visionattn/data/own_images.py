@@ -121,7 +121,7 @@ class Found:
         if len(set(groups[indices])) == len(paths):
             warnings.warn(
                 f"data.group_from {pattern} gives each of the {len(paths)} images a group of its "
-                f"own; the first: {groups[indices[0]]}",
+                f"own; first: {groups[indices[0]]}",
                 stacklevel=2,
             )
         return replace(self, groups=groups)

@@ -138,12 +138,12 @@ def parse_stats(argv: Sequence[str]) -> StatsConfig:
     refuse(
         (
             data.name != "folder" or (data.root or "").startswith("wds/"),
-            "stats measures images in folders, tars and tables: --data.root FOLDER; "
-            f"{data.root or data.name} has known means",
+            "stats measures images in folders, tars and tables, got "
+            f"{data.root or data.name}; pass --data.root FOLDER",
         ),
         (
             config.output is None,
-            "--output is missing: the YAML file for the result, such as stats.yaml",
+            "expected --output: a YAML file for the result, such as stats.yaml",
         ),
     )
     check_root(data)

@@ -96,11 +96,11 @@ def open_shards(
     refuse(
         (
             num_classes is None,
-            f"data root {root} does not state the number of classes; pass --data.args.num_classes",
+            f"the number of classes of data root {root} is unknown; pass --data.args.num_classes",
         ),
         (
             on_error != "skip",
-            f"timm's reader of {root} leaves unreadable images out; pass --data.on_error skip",
+            f"timm's reader of {root} skips unreadable images; pass --data.on_error skip",
         ),
     )
     # A folder is checked here, for a plain error; addresses and pipes are left to timm's reader.
@@ -122,7 +122,7 @@ def open_shards(
     there = listed(available) or "none"
     refuse(
         *(
-            (split not in splits, f"_info.json of {place} has no {split} split; it has {there}")
+            (split not in splits, f"expected a {split} split in _info.json of {place}, got {there}")
             for split in (() if judged else ("train", "validation"))
         )
     )

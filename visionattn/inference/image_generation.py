@@ -184,6 +184,8 @@ class Generation:
             return []
         if given is None:
             return list(range(self.model.num_classes))
+        if not given:
+            raise ValueError("classes is empty; remove it")
         return [class_number(word, spec) for word in given]
 
     def run(

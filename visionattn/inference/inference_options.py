@@ -258,7 +258,7 @@ def _check_tiles(options: InferenceOptions) -> None:
         if getattr(options, key) is not None:
             raise ValueError(f"{key} needs --tiles; pass it, or remove {key}")
     if options.tiles is not None and options.batch_size == "auto":
-        raise ValueError("with --tiles, batch_size must be a number, not auto")
+        raise ValueError("expected a number as batch_size with --tiles, got auto")
 
 
 def _check_saved(options: PredictOptions) -> None:

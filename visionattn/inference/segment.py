@@ -143,7 +143,7 @@ class MaskPredictor:
         images = {os.path.realpath(path): path for path in paths}
         for file in (path for files in self.files for path in files.values()):
             if (image := images.get(os.path.realpath(file))) is not None:
-                raise ValueError(f"a result would replace the image {image}; choose another output")
+                raise ValueError(f"a result would replace the image {image}; pass another --output")
         if self.as_array:
             check_free(self.output, True)
         elif self.output.suffix.lower() in (".csv", ".json", ".geojson", ".png"):

@@ -364,7 +364,7 @@ def open_sink(
     suffix = path.suffix.lower()
     asked = None if dtype is None else np.dtype(dtype)
     refuse(
-        (suffix not in SINKS, f"{path} ends in none of {', '.join(SINKS)}"),
+        (suffix not in SINKS, f"expected a path that ends in {', '.join(SINKS)}, got {path}"),
         (
             asked is not None and asked.kind != "f",
             f"{path}: expected a type of floats, got {asked}",
