@@ -135,7 +135,7 @@ def test_the_command_draws_one_file_says_one_line_and_trains_nothing(tmp_path, c
     )
     before = (tmp_path / "seen.png").read_bytes()
     refused = {
-        f"{flags}/seen.png": "seen.png exists; --overwrite replaces it",
+        f"{flags}/seen.png": "seen.png exists; pass --overwrite to replace it",
         f"{flags}/x.png --data.img_size 33": "33",
     }
     for words, message in refused.items():

@@ -409,7 +409,7 @@ def check_free(path: Path, overwrite: bool) -> None:
             not os.access(folder, os.W_OK),
             f"{path} cannot be written: no permission to write to {folder}",
         ),
-        (path.exists() and not overwrite, f"{path} exists; --overwrite replaces it"),
+        (path.exists() and not overwrite, f"{path} exists; pass --overwrite to replace it"),
     )
 
 
