@@ -69,7 +69,7 @@ def test_places_that_cannot_be_written_to_are_refused_with_a_way_out(tmp_path, m
     for path, overwrite, part in (
         ("file", False, "file exists; pass --overwrite to replace it"),
         ("no/file", True, "no folder .*no for file"),
-        (".", True, "cannot be written"),
+        (".", True, "expected a file to write, got the folder"),
     ):
         with pytest.raises(ValueError, match=part):
             check_free(tmp_path / path, overwrite)

@@ -41,7 +41,9 @@ def table(tmp_path, monkeypatch):
 def test_grids_that_cuda_does_not_launch_are_refused_and_an_empty_one_is_not_launched():
     kernel, x = Kernel(), torch.empty(1)
     for grid in ((2**31,), (1, 65_536), (1, 1, 65_536)):
-        with pytest.raises(ValueError, match="some_kernel: a grid of .* programs, got"):
+        with pytest.raises(
+            ValueError, match="some_kernel: expected a grid of at most .* programs, got"
+        ):
             launch.run(kernel, grid, x)
     launch.run(kernel, (0,), x)
     assert not kernel.launched

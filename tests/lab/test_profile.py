@@ -325,10 +325,10 @@ BAD = {
     "--models vit_tiny_patch16_224 --form direct": "form needs models of "
     "visionattn, got vit_tiny_patch16_224",
     "--checkpointing with": "checkpointing has no effect in inference",
-    "--snapshot new.pickle": "snapshot holds one cell, and these are 2",
-    "--snapshot new.pickle --largest": "snapshot holds one cell, and these are many",
+    "--snapshot new.pickle": "expected one cell for snapshot, got 2",
+    "--snapshot new.pickle --largest": "expected one cell for snapshot, got many",
     "--models taylorshift_vit_t --img-size 1024 --snapshot new.pickle": "snapshot is for a GPU",
-    "--largest --img-size 64": "largest searches for the image size; omit img_size",
+    "--largest --img-size 64": "largest searches for the image size; remove img_size",
     "--budget-gib -1": "budget_gib must be above 0, got -1",
     "--depth 99": "expected depth at most 12 for taylorshift_vit_t, got 99",
     "--models": "--models needs a value",

@@ -88,8 +88,8 @@ REFUSED = {
     "timm cannot build vit_tiny_patch16_224 with depth='x': ": [
         *("vit_tiny_patch16_224", "--args.depth", "x")
     ],
-    "pretrained is for names of timm, and vit.pth is a file": [*STATE, "--pretrained"],
-    "nan.pth has NaN or infinity in blocks.1.mlp.fc1.weight": ["nan.pth", *BODY],
+    "pretrained needs a timm name, got the file vit.pth": [*STATE, "--pretrained"],
+    "got NaN or infinity in blocks.1.mlp.fc1.weight": ["nan.pth", *BODY],
     "garbled.pth is a truncated or damaged checkpoint": [*("garbled.pth", *BODY)],
 }
 

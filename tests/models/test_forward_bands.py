@@ -186,7 +186,7 @@ REFUSALS = [
     ({}, dict(want="masks"), "has no classes of pixels"),
     ({}, dict(want="evidence", target=9), "expected class 0 to 4, got 9"),
     ({}, dict(memory=1000), "below one band"),
-    ({}, dict(source=Array(draw_image(40, 40)[..., :1])), "has 1 channels, and the model tak"),
+    ({}, dict(source=Array(draw_image(40, 40)[..., :1])), "channels, as the model's, got 1"),
     ({}, dict(source=Array(draw_image(3, 40))), "3 x 40 pixels is smaller than a patch"),
 ]
 

@@ -115,7 +115,7 @@ def test_block_without_a_layout_says_which_argument_to_pass():
     model = small("scaleformer_vit_t")
     with pytest.raises(
         ValueError,
-        match=r"7 tokens without a grid \(the native one has 17\): pass layout=TokenLayout",
+        match=r"expected a layout for 7 tokens \(the native one has 17\); pass layout=TokenLayout",
     ):
         model.blocks[0](torch.randn(1, 7, 24))
     assert small("taylorshift_abs_vit_t").blocks[0](torch.randn(1, 7, 24)).shape == (1, 7, 24)

@@ -140,9 +140,13 @@ def test_every_parameter_learns_and_checkpointing_changes_nothing(kind):
 WRONG = [
     ({"attention": "taylorshift"}, "has no causal form .its linear form"),
     ({"output": "gauss"}, "output 'gauss': expected categorical or mixture"),
-    ({"mixtures": 3}, "mixtures have no effect"),
-    ({"conditioned": True}, "there are no classes"),
-    ({"relative": "none", "rows": 2}, "rows and reach have no effect"),
+    ({"mixtures": 3}, "mixtures need output"),
+    ({"output": "mixture", "mixtures": 0}, "mixtures: expected an integer of at least 1, got 0"),
+    ({"levels": 1}, "levels: expected an integer of at least 2, got 1"),
+    ({"conditioned": True}, "conditioned needs classes"),
+    ({"relative": "none", "rows": 2}, "rows and reach need relative"),
+    ({"conditioned": "x", "num_classes": 2}, "conditioned: expected true or false, got 'x'"),
+    ({"depth": 0}, "depth: expected an integer of at least 1, got 0"),
 ]
 
 

@@ -295,7 +295,7 @@ def test_what_does_not_fit_is_refused_in_one_line(found):
         "expected 12 rows of pixels on rank 1 (rows 8 to 19 of 32), got 28",
         "one image on several processes must fill its canvas",
         "expected whole patches of 4 rows on each process, got 11, 11, 10 rows of pixels",
-        "images: expected images divided by rows, Shard(2), among 3 processes, got [Shard",
+        "expected images divided by rows, Shard(2), among 3 processes, got [Shard",
         "image of 32 x 20 pixels, but dynamic_img_size=False",
         "mesh: expected one dimension",
     ]

@@ -101,7 +101,8 @@ HEADS = [
     (dict(head_blocks=[]), "head_blocks: expected at least one block, got none"),
     (dict(head_stride=3), "expected a head_stride that divides a patch of 8 x 8 pixels, got 3"),
     (dict(head_blocks=7), "head_blocks: expected a list of indices of blocks, got 7"),
-    (dict(name="scaleformer_vit_t_pyramid"), "gives a pyramid of maps, "),
+    (dict(head_stride="4"), "head_stride must be an integer, got '4'"),
+    (dict(name="scaleformer_vit_t_pyramid"), "with patch features, got the pyramid"),
 ]
 SPECS = [
     (dict(num_classes=0), "data.num_classes 0"),

@@ -134,7 +134,7 @@ def test_files_that_are_no_models_are_one_line_each(tmp_path):
     for metadata, reason in (
         (None, "does not state its model; pass weights of other projects as"),
         (about, "has a damaged description of its model"),
-        (about | {"version": "4"}, "has format 4, this visionattn reads format 3"),
+        (about | {"version": "4"}, "expected format 3, got 4 ("),
     ):
         save_file(model.state_dict(), path, metadata=metadata)
         assert reason in line()

@@ -147,7 +147,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 LONGEST = 600
-"""The most characters of a line."""
+"""Maximum number of characters of a line."""
 
 
 def bounded(line: str) -> str:

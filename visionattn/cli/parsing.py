@@ -85,7 +85,7 @@ def parse(
             ),
             (
                 value == "" or (isinstance(value, list) and "" in value),
-                f"{name} is empty; pass a value or omit it",
+                f"{name} is empty; pass a value, or remove it",
             ),
         )
     if "print_config" in given:

@@ -120,7 +120,7 @@ def check_img_size(model: nn.Module, sizes: Iterable[int]) -> None:
 
 
 def check_geometries(model: nn.Module, geometries: Iterable[Any]) -> None:
-    """Check that a model takes the images of these geometries (``data.geometry.Geometry``).
+    """Check that a model accepts the images of these geometries (``data.geometry.Geometry``).
 
     Raises:
         ValueError: an image would not be a whole number of patches, or the model is built for

@@ -272,7 +272,7 @@ def from_softmax(
     options = {name: value for name, value in options.items() if name in OPTIONS}
     if num_heads not in (None, body["num_heads"]):
         if body["qk_norm"] or vit.attn_pool is not None:
-            raise _refused(vit, "its norms or its pooling have heads, too; remove num_heads")
+            raise _refused(vit, "its norms or its pooling have heads too; remove num_heads")
         body["num_heads"] = num_heads
     spec = _spec(vit, options)
     args = {**body, **_attending(attention, softmax_blocks, body["depth"]), **options}

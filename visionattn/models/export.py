@@ -303,7 +303,7 @@ def _trials(
         try:
             found = run(images)
         except UNEXPORTABLE as error:
-            said = f"{_tried(size)}: the file does not run ({first_line(error)})"
+            said = f"{_tried(size)}: the exported file does not run ({first_line(error)})"
             raise ValueError(said) from error
         shapes = [[list(y.shape) for y in of] for of in (found, wanted)]
         if shapes[0] != shapes[1]:

@@ -72,6 +72,9 @@ class PatchModel(nn.Module):
                 f"{type(backbone).__name__}; use the model without _pyramid, or a decoder for "
                 "pyramids"
             )
+        for option, value in {"head_hidden": head_hidden, "head_depth": head_depth}.items():
+            if type(value) is not int or value < 0:
+                raise ValueError(f"{option} must be an integer of at least 0, got {value!r:.80}")
         if not head_hidden and (head_drop or head_depth):
             option = "head_depth" if head_depth else "head_drop"
             raise ValueError(f"{option} needs a hidden layer; pass its width, head_hidden")

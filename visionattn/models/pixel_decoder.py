@@ -119,12 +119,22 @@ class PixelDecoder(nn.Module):
         drop_path: float = 0.0,
     ):
         super().__init__()
+        least = {
+            "depth": (depth, 1),
+            "levels": (levels, 2),
+            "mixtures": (1 if mixtures is None else mixtures, 1),
+        }
+        for name, (value, lowest) in least.items():
+            if type(value) is not int or value < lowest:
+                raise ValueError(f"{name}: expected an integer of at least {lowest}, got {value!r}")
         if output not in OUTPUTS:
             raise ValueError(f"output {output!r}: expected {' or '.join(OUTPUTS)}")
         if mixtures is not None and output != "mixture":
-            raise ValueError("mixtures have no effect without output='mixture'")
+            raise ValueError("mixtures need output='mixture'; remove them")
+        if not isinstance(conditioned, bool):
+            raise ValueError(f"conditioned: expected true or false, got {conditioned!r}")
         if conditioned and not num_classes:
-            raise ValueError("conditioned: there are no classes; num_classes says how many")
+            raise ValueError("conditioned needs classes; pass num_classes")
         if relative == "none" and not (rows is None and reach is None):
             raise ValueError("rows and reach need relative position; remove them")
         self.in_chans, self.num_classes, self.levels = in_chans, num_classes, levels

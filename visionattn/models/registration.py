@@ -96,7 +96,7 @@ def create(
             other tasks are ``PatchClassifier``.
 
     Raises:
-        ValueError: the model is not for the task (see ``Segmenter``), or as the model for its
+        ValueError: the model does not support the task (see ``Segmenter``), or refuses its
             arguments.
     """
     if (task == "generate") != (name in WRITERS):
@@ -120,8 +120,17 @@ def split_args(args: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 def with_head(
     body: nn.Module, task: str, num_classes: int, head: dict[str, Any]
 ) -> Segmenter | PatchClassifier:
-    """Return the model of a task on the patch features of a body."""
-    kind = Segmenter if task == "segmentation" else PatchClassifier
+    """Return the model of a task on the patch features of a body.
+
+    Raises:
+        ValueError: an argument of the head belongs to another task, or the model refuses its
+            arguments.
+    """
+    kind, other = (
+        (Segmenter, "head_top") if task == "segmentation" else (PatchClassifier, "head_stride")
+    )
+    if other in head:
+        raise ValueError(f"{other} has no effect for data.task {task}; remove it")
     return kind(body, num_classes, **head)
 
 

@@ -46,6 +46,8 @@ class Segmenter(PatchModel):
         super().__init__(backbone, **head)
         rows, columns = self.patch_px
         self.stride = math.gcd(rows, columns) if head_stride is None else head_stride
+        if type(self.stride) is not int:
+            raise ValueError(f"head_stride must be an integer, got {self.stride!r:.80}")
         if self.stride < 1 or rows % self.stride or columns % self.stride:
             raise ValueError(
                 f"expected a head_stride that divides a patch of {rows} x {columns} pixels, got "

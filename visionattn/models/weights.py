@@ -275,8 +275,8 @@ def load_model(
         )
     if metadata.get("version") != FORMAT_VERSION:
         raise ValueError(
-            f"{path} has format {brief(metadata.get('version'))}, this visionattn reads format "
-            f"{FORMAT_VERSION}"
+            f"expected format {FORMAT_VERSION}, got {brief(metadata.get('version'))} ({path}); use "
+            "the visionattn that wrote it"
         )
     name, args, spec = described(metadata, path)
     try:
@@ -356,7 +356,9 @@ def described(metadata: dict[str, str], path: str | Path) -> tuple[str, dict[str
         )
     # Arguments that load other weights could fetch any file: a checkpoint does not need them.
     if loading := LOADING_ARGS.intersection(args):
-        raise ValueError(f"{path} refers to other weights ({', '.join(sorted(loading))}); refused")
+        raise ValueError(
+            f"{path} refers to other weights ({', '.join(sorted(loading))}), which is not allowed"
+        )
     return name, args, spec
 
 
@@ -587,7 +589,7 @@ def read_pickle(path: str | Path) -> Any:
     except UNREADABLE as error:
         if is_pickle(path) and re.search(r"GLOBAL|global|Unsupported (class|operand)", str(error)):
             raise ValueError(
-                f"{path} might run code when unpickled and is refused: save plain tensors instead"
+                f"{path} might run code when unpickled and is refused; save plain tensors instead"
             ) from error
         raise ValueError(
             f"{path} is a truncated or damaged checkpoint: {first_line(error)}"

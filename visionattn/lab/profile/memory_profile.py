@@ -55,7 +55,7 @@ def profile(argv: Sequence[str], show: Callable[[str], None]) -> None:
     check_options(config)
     device = str(pick_device(config.device))
     if config.snapshot and device == "cpu":
-        raise ValueError("snapshot is for a GPU, whose allocations PyTorch records; omit it")
+        raise ValueError("snapshot is for a GPU, whose allocations PyTorch records; remove it")
     shapes = shapes_of(config)
     before = torch.get_num_threads()
     try:

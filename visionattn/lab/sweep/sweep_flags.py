@@ -81,7 +81,7 @@ def check_options(config: SweepConfig) -> None:
     if config.base is None:
         raise ValueError("expected --base: the YAML file of a training, or a name such as digits")
     if not config.heads:
-        raise ValueError("--heads is missing: head counts such as 4 8 16")
+        raise ValueError("expected --heads: head counts such as 4 8 16")
     check_least(1, heads=config.heads, img_size=config.img_size, jobs=config.jobs)
     check_least(1, measure_batch=config.measure_batch, measure_rounds=config.measure_rounds)
     usual = SweepConfig.measure_batch, SweepConfig.measure_rounds
