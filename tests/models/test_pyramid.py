@@ -163,7 +163,7 @@ def test_a_decoder_and_timm_build_the_model_that_a_file_of_a_run_states(finetune
 
 
 def test_what_has_no_pyramid_or_contradicts_a_file_is_one_line(finetuned):
-    scaleformer = "scaleformer_vit_t_pyramid"
+    scaleformer, taylorshift = "scaleformer_vit_t_pyramid", "taylorshift_vit_t_pyramid"
     file = dict(checkpoint_path=finetuned[1])
     for name, given, message in (
         (scaleformer, dict(patch_size=14), "expected a patch_size that is a power of two up to "),
@@ -172,6 +172,8 @@ def test_what_has_no_pyramid_or_contradicts_a_file_is_one_line(finetuned):
             dict(patch_size=(8, 16)),
             "expected square patches for a pyramid, got 8 x 16",
         ),
+        (taylorshift, dict(depth=3) | file, "expected depth 4 as in .*, got 3"),
+        (taylorshift, dict(num_heads=2) | file, "expected num_heads 4 as in .*, got 2"),
         ("scaleformer_vit_t", file, "got a taylorshift_vit_t with attention taylorshift"),
     ):
         with pytest.raises(ValueError, match=message) as error:

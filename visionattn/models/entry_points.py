@@ -66,6 +66,14 @@ LOCAL = dict(value_conv=3, output_gate=True)
 """Options of the models with relative position that bounded attention lacks compared with softmax:
 the finalists of ``docs/quality.md``.
 """
+FREE = ("form", "img_size", "dynamic_img_size", "dynamic_img_pad", "global_pool", "weight_init")
+FREE += ("fix_init", "device", "dtype", "features_only", "out_indices", "output_stride")
+"""Arguments that may differ from the file's, in addition to dropout rates: no weight depends on
+them.
+"""
+FITTED = ("patch_size", "horizon", "in_chans", "num_classes")
+"""Arguments to which ``pretrained=True`` adapts the loaded weights."""
+
 NOTE = "visionattn.DataSpec "
 """Prefix of the note that holds a specification as JSON."""
 
@@ -152,7 +160,7 @@ def register(module: str, name: str, args: dict[str, Any]) -> None:
         if path:
             if Path(path).is_file():  # timm reports a missing file
                 check_hash(Path(path))
-            stated, spec = _args_of_file(path, name, DEFAULTS[name], kwargs)
+            stated, spec = _args_of_file(path, name, DEFAULTS[name], kwargs, fitted=pretrained)
         args = DEFAULTS[name] | stated | kwargs
         if not pretrained:
             return _build(name, pretrained, args)
@@ -186,6 +194,8 @@ def _args_of_file(
     name: str,
     defaults: Mapping[str, Any],
     given: Mapping[str, Any],
+    *,
+    fitted: bool,
 ) -> tuple[dict[str, Any], Any]:
     """Return the arguments in one of our files that are missing in ``given``, and the ``DataSpec``
     of its images.
@@ -197,9 +207,10 @@ def _args_of_file(
         name: the requested model, which may be a pyramid over the file's model.
         defaults: the arguments of ``name``.
         given: arguments of the call.
+        fitted: whether weights are adapted to ``FITTED``.
 
     Raises:
-        ValueError: the file has another attention; one line.
+        ValueError: the file has another attention, or ``given`` contradicts it; one line.
     """
     try:
         metadata = read_metadata(path)
@@ -221,6 +232,14 @@ def _args_of_file(
         stated["num_classes"] = spec.num_classes
     if "pyramid_channels" not in defaults:
         stated.pop("pyramid_channels", None)
+    free = FREE + FITTED if fitted else FREE
+    for key, value in given.items():
+        if key in free or "drop" in key or key not in stated:
+            continue
+        if _comparable(key, value) != _comparable(key, stated[key]):
+            raise ValueError(
+                f"expected {key} {stated[key]!r} as in {path}, got {value!r}; remove it"
+            )
     return {key: value for key, value in stated.items() if key not in given}, spec
 
 
@@ -240,6 +259,12 @@ def _of_body(stated: dict[str, Any]) -> dict[str, Any]:
     if body.get("softmax_blocks"):
         body["softmax_blocks"] = [n % depth for n in body["softmax_blocks"] if n % depth < last]
     return body
+
+
+def _comparable(key: str, value: Any) -> Any:
+    if key == "patch_size":
+        return tuple(to_2tuple(value))
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _build(name: str, pretrained: bool, args: dict[str, Any]) -> nn.Module:
