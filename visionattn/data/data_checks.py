@@ -215,17 +215,16 @@ def check_crops(config: DataConfig) -> None:
     refuse(
         (
             config.crop is None and (config.crop_around or config.crops != 1),
-            "data.crop_around and data.crops need --data.crop; pass it or omit them",
+            "data.crop_around and data.crops need --data.crop; pass it, or remove them",
         ),
         (
             crop[0] >= limit[0] and crop[1] >= limit[1],
-            f"data.crop {pixels(crop)} is not smaller than data.img_size, {pixels(limit)}; use a "
+            f"expected data.crop below data.img_size {pixels(limit)}, got {pixels(crop)}; use a "
             "smaller crop or a larger data.img_size",
         ),
         (
             config.crop_around and config.task != "segmentation",
-            f"data.crop_around needs masks (data.task segmentation), got {config.task}; omit it "
-            "for crops anywhere",
+            f"data.crop_around needs data.task segmentation, got {config.task}; remove it",
         ),
     )
 

@@ -124,7 +124,7 @@ class PixelDecoder(nn.Module):
         if mixtures is not None and output != "mixture":
             raise ValueError("mixtures have no effect without output='mixture'")
         if conditioned and not num_classes:
-            raise ValueError("conditioned: there are no classes; num_classes says how many")
+            raise ValueError("conditioned needs classes; pass num_classes")
         if relative == "none" and not (rows is None and reach is None):
             raise ValueError("rows and reach need relative position; remove them")
         self.in_chans, self.num_classes, self.levels = in_chans, num_classes, levels
