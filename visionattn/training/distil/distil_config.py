@@ -205,8 +205,8 @@ def _check_search(config: DistilConfig, wanted: int) -> None:
         ),
         (
             config.softmax_blocks or "softmax" in config.attention,
-            "search_softmax_blocks chooses the softmax blocks; remove softmax_blocks, or softmax in "
-            "attention",
+            "search_softmax_blocks chooses the softmax blocks; remove softmax_blocks, or "
+            "softmax in attention",
         ),
         (
             "window" in config.attention,
