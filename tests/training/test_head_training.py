@@ -330,5 +330,7 @@ def test_samples_of_patches_are_balanced_already(root, tmp_path):
     config = config_of(
         root, tmp_path, "segmentation", {}, loss=LossConfig(class_weights="balanced")
     )
-    with pytest.raises(ValueError, match="samples a fixed share of patches with objects; leave it"):
+    with pytest.raises(
+        ValueError, match="samples a fixed share of patches with objects; remove it"
+    ):
         train(config, stream=io.StringIO())
