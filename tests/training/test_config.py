@@ -118,7 +118,8 @@ def test_an_unknown_name_is_answered_with_the_nearest_right_one(tmp_path, wrong,
         (["--quick", "true"], "unknown option --quick; --help lists all"),
         (
             ["--model", "scaleformer_vit_t"],
-            "unknown option --model; did you mean --model.name; a file of options is for --config",
+            "unknown option --model; did you mean --model.name? Pass a file of options with "
+            "--config",
         ),
         (["--model.args", "depth=3"], "model.args must be names and values, got depth=3"),
         (["-lr", "3"], "expected an option that begins with --, got -lr"),
@@ -187,7 +188,7 @@ def test_every_configuration_of_the_repository_is_valid_and_has_a_header(path):
         (["--optim.layer_decay", "1.1"], "optim.layer_decay must be in (0, 1], got 1.1"),
         (["--data.val_fraction", "1"], "data.val_fraction must be in (0, 1), got 1.0"),
         (["--data.img_size_choices", "96", "0"], "data.img_size_choices[1] must be above 0, got 0"),
-        (["--optim.min_lr", "1"], "optim.min_lr 1.0 is above optim.lr 0.001, the peak"),
+        (["--optim.min_lr", "1"], "expected optim.min_lr at most the peak optim.lr 0.001, got 1.0"),
         (["--optim.drop_epochs", "0"], "optim.drop_epochs must be above 0, got 0.0"),
         (
             ["--optim.drop_epochs", "10"],
@@ -260,7 +261,7 @@ def test_a_fault_of_the_program_is_not_taken_for_bad_input():
 
 
 def test_a_group_of_options_is_not_taken_for_one_option():
-    with pytest.raises(ValueError, match="unknown option --data; the nearest is --data.name"):
+    with pytest.raises(ValueError, match="unknown option --data; did you mean --data.name"):
         parse_train(["--data", "1"])
 
 

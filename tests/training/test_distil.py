@@ -223,7 +223,7 @@ REFUSED = {
     "no such block": (["--softmax_blocks", "7"], "expected blocks 0 to 2 of 3, got 7"),
     "not in tiles": (
         ["--stages", "c", "--c.teacher_size", "tiled", "--c.img_size", "40"],
-        "stage c: img_size 40",
+        "stage c: teacher_size tiled needs a multiple of",
     ),
     "no patches": (["--stages", "a", "--a.img_size", "30"], "stage a: image of 30 x 30 pixels"),
     "no stage": (["--stages", "b", "a"], "expected stages from a, b and c"),

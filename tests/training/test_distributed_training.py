@@ -268,9 +268,9 @@ def test_an_image_that_one_process_cannot_read_is_left_out_by_all(tmp_path, monk
         (
             4,
             {"batch_size": 1, "parallel": 2},
-            "expected at least 2, or fewer processes",
+            "expected batch_size at least 2, .* or fewer processes",
         ),
-        (3, {"parallel": 2}, "does not divide the 3 processes that"),
+        (3, {"parallel": 2}, "does not divide the 3 processes of"),
     ],
 )
 def test_a_number_of_processes_that_does_not_fit_is_one_line(tmp_path, size, options, line):

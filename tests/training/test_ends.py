@@ -79,7 +79,8 @@ def test_too_little_memory_is_a_result(tmp_path, whole, capsys, fail):
     assert code == status["exit_code"] == 3 and status["status"] == "oom"
     assert error == f"error: {status['reason']}\n"
     assert error.startswith(
-        "error: out of memory at batches of 8 images of 16 x 16 pixels; a smaller batch_size with "
+        "error: out of memory at batches of 8 images of 16 x 16 pixels; use a smaller batch_size "
+        "with a larger optim.accumulate, "
     )
     assert "optim.accumulate" in error and "gradient checkpointing" in error
     assert "the state of step 4 is kept" in error

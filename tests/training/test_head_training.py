@@ -234,12 +234,16 @@ def test_a_run_is_not_resumed_on_other_features(root, tmp_path, monkeypatch):
 def test_features_of_the_last_block_have_no_model_of_earlier_ones(root, tmp_path):
     kept = copied(root / "classes_features", tmp_path / "kept")
     extract(kept, [root / "classes"], "--overwrite", blocks=())
-    with pytest.raises(FileNotFoundError, match="has no backbone.safetensors"):
+    with pytest.raises(
+        FileNotFoundError, match="^no backbone.safetensors in data.features .*; write it with"
+    ):
         FeatureFolder(str(kept))
     for path in kept.iterdir():
         path.unlink()
     shutil.copy(root / "classes_features" / "backbone.safetensors", kept)
-    with pytest.raises(ValueError, match="holds other files .backbone.safetensors.; choose"):
+    with pytest.raises(
+        ValueError, match="holds other files .backbone.safetensors.; pass another --output"
+    ):
         extract(kept, [root / "classes"], blocks=())
     assert len(list(kept.iterdir())) == 1
 
@@ -284,16 +288,22 @@ def test_features_are_found_by_the_end_of_their_paths(root, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (dict(data=dict(features="nowhere")), "has no index.csv; write it with visionattn"),
+        (
+            dict(data=dict(features="nowhere")),
+            "no index.csv in data.features nowhere; write it with",
+        ),
         (dict(data=dict(img_size=32)), "data.img_size changes images"),
         (dict(data=dict(augment="light")), "data.augment changes images"),
-        (dict(model=ModelConfig("vit_small_patch16_224")), "vit_small_patch16_224 would be for"),
-        (dict(model=ModelConfig(args=dict(head_blocks=[1]))), "model.args.head_blocks would be"),
-        (dict(model=ModelConfig(args=dict(depth=2))), "model.args.depth would be for another"),
-        (dict(init_from="x"), "not with init_from"),
-        (dict(freeze="backbone"), "not with freeze"),
-        (dict(data=dict(cache="pixels")), "not with data.cache without masks"),
-        (dict(data=dict(root="classes/train")), "has no features of"),
+        (dict(model=ModelConfig("vit_small_patch16_224")), "vit_small_patch16_224 differs from"),
+        (
+            dict(model=ModelConfig(args=dict(head_blocks=[1]))),
+            "model.args.head_blocks differs from",
+        ),
+        (dict(model=ModelConfig(args=dict(depth=2))), "model.args.depth differs from the model"),
+        (dict(init_from="x"), "remove init_from$"),
+        (dict(freeze="backbone"), "remove freeze$"),
+        (dict(data=dict(cache="pixels")), "remove data.cache$"),
+        (dict(data=dict(root="classes/train")), "^no features of"),
     ],
     ids=str,
 )
@@ -320,5 +330,7 @@ def test_samples_of_patches_are_balanced_already(root, tmp_path):
     config = config_of(
         root, tmp_path, "segmentation", {}, loss=LossConfig(class_weights="balanced")
     )
-    with pytest.raises(ValueError, match="samples a fixed share of patches with objects; leave it"):
+    with pytest.raises(
+        ValueError, match="samples a fixed share of patches with objects; remove it"
+    ):
         train(config, stream=io.StringIO())

@@ -255,7 +255,7 @@ def test_a_body_starts_from_a_classification_and_the_head_is_new(tmp_path):
 
 
 WRONG = {
-    "--optim.mixup 0.2": "mix classes of images",
+    "--optim.mixup 0.2": "need one class per image",
     "--model.args.head_blocks [7]": "head_blocks: expected blocks 0 to 1 of 2, got 7",
     "--data.root nowhere": "does not exist; expected images/* and masks/*",
     "--data.masks {classes:[dark,light,red,blue]}": "the 10 training masks have no "

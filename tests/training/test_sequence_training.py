@@ -85,7 +85,7 @@ def test_options_that_contradict_each_other_are_refused(tmp_path):
     config = small_config(tmp_path, parallel="sequence")
     for change, line in (
         ({"data": replace(config.data, fit="pad")}, "remove data.fit pad"),
-        ({"data": replace(config.data, task="segmentation")}, "not with data.task segmentation"),
+        ({"data": replace(config.data, task="segmentation")}, "remove data.task segmentation"),
         ({"parallel": 0}, "parallel must be above 0"),
     ):
         with pytest.raises(ValueError, match=line):

@@ -242,8 +242,8 @@ def test_options_that_move_images_are_refused_on_resumption(options, line):
 def test_other_images_than_those_of_the_run_are_refused(stopped, monkeypatch):
     monkeypatch.setattr(engine, "build_splits", lambda *_: quadrants(62))
     line = (
-        "the run has 61 training and 23 validation images, here are 62 and 23; resume with the "
-        "same, or --overwrite starts over"
+        "expected 61 training and 23 validation images, as in the run, got 62 and 23; resume with "
+        "the same images, or pass --overwrite to start over"
     )
     with pytest.raises(ValueError, match=f"^{line}$"):
         run(config_of(stopped.parent, resume=True))

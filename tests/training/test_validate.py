@@ -190,7 +190,7 @@ def test_of_another_folder_all_images_are_judged_by_the_classes_of_the_weights(w
     with pytest.warns(UserWarning, match="no images"):
         assert judged(weights, *flags, "--split=test") == ("test", [0, 5, 3])
     with (
-        pytest.raises(ValueError, match=r"no images for --split val; it has test, all$"),
+        pytest.raises(ValueError, match=r"has no images for --split val; choose from test, all$"),
         pytest.warns(UserWarning, match="no images"),
     ):
         judged(weights, *flags, "--split=val")

@@ -215,16 +215,16 @@ def test_two_processes_get_the_metrics_of_one(images, runs, tmp_path, task):
 
 
 CHECKED = [
-    ("multilabel", {"optim.mixup": 0.2}, "optim.mixup and optim.cutmix mix two classes, and data"),
-    ("regression", {"optim.cutmix": 1.0}, "optim.mixup and optim.cutmix mix two classes, and data"),
-    ("regression", {"optim.label_smoothing": 0.1}, "optim.label_smoothing is for classes; leave"),
-    ("regression", {"loss.class_weights": "balanced"}, "loss.class_weights is for classes; leave"),
-    ("regression", {"loss.name": "focal"}, "loss.name focal is for classes; remove it for data"),
-    ("multilabel", {"loss.name": "l1"}, "loss.name l1 is for data.task regression, got multilabel"),
-    ("multilabel", {"loss.name": "dice"}, "loss.name dice compares masks, for data"),
-    ("multilabel", {"monitor": "r2"}, "monitor r2 is for data.task regression, got multilabel; "
+    ("multilabel", {"optim.mixup": 0.2}, "optim.mixup and optim.cutmix need one class per image"),
+    ("regression", {"optim.cutmix": 1.0}, "optim.mixup and optim.cutmix need one class per image"),
+    ("regression", {"optim.label_smoothing": 0.1}, "optim.label_smoothing needs classes, got"),
+    ("regression", {"loss.class_weights": "balanced"}, "loss.class_weights needs classes, got"),
+    ("regression", {"loss.name": "focal"}, "loss.name focal needs classes, got"),
+    ("multilabel", {"loss.name": "l1"}, "loss.name l1 needs data.task regression, got multilabel"),
+    ("multilabel", {"loss.name": "dice"}, "loss.name dice needs data.task segmentation"),
+    ("multilabel", {"monitor": "r2"}, "monitor r2 needs data.task regression, got multilabel; "
      "use one of map, f1, loss"),
-    ("classification", {"monitor": "map"}, "monitor map is for data.task multilabel"),
+    ("classification", {"monitor": "map"}, "monitor map needs data.task multilabel"),
 ]  # fmt: skip
 
 
@@ -353,5 +353,5 @@ def test_show_batch_names_the_labels(images, tmp_path, monkeypatch):
 def test_a_damaged_specification_is_refused_and_others_lack_the_new_fields(task, fields, key):
     assert not {"thresholds", "target_mean", "target_std"} & SPEC.stored().keys()
     assert read_spec(json.dumps(SPEC.stored())) == SPEC
-    with pytest.raises(ValueError, match=f"data.{key} is "):
+    with pytest.raises(ValueError, match=f"data.{key} .* does not fit "):
         read_spec(json.dumps(replace(SPEC, task=task, **fields).stored()))

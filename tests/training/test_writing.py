@@ -192,9 +192,9 @@ def test_an_image_of_more_than_8_bits_is_named_or_left_out(tmp_path):
         ),
         (
             ["--data.fit", "pad"],
-            "the values of whole images, which data.fit pad changes; omit data.fit pad",
+            "learns the values of whole images; remove data.fit pad",
         ),
-        (["--optim.mixup", "0.2"], "which optim.mixup changes; omit optim.mixup"),
+        (["--optim.mixup", "0.2"], "remove optim.mixup"),
         (["--data.name", "documents", "--data.fit", "native"], "crops of documents at their own"),
         (
             ["--data.name", "documents", "--model.args.conditioned", "true"],

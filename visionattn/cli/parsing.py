@@ -243,7 +243,7 @@ def way_out(name: str, names: Iterable[str], dashes: str = "") -> str:
     """
     name = name[:200]
     if f"{name}.name" in names:
-        return f"the nearest is {dashes}{name}.name; a file of options is for --config"
+        return f"did you mean {dashes}{name}.name? Pass a file of options with --config"
     leaf = name.rpartition(".")[2]
     initials = "".join(part[:1] for part in leaf.split("_"))
 

@@ -292,12 +292,13 @@ def check_options(
     refuse(
         (
             new["init_from"] not in (None, old["init_from"]),
-            f"init_from {new['init_from']} applies only at the start of a run, and a resumed run "
-            "keeps its own weights; remove it",
+            f"init_from {new['init_from']} applies only to a new run; a resumed run keeps its own "
+            "weights; remove it",
         ),
         (
             bool(had) != bool(has),
-            f"the run has optim.ema_decay {had}; it cannot be switched on or off halfway",
+            f"expected optim.ema_decay {had} as at the start of the run, got {has}; averaging "
+            "cannot be switched on or off later",
         ),
     )
     return changed
@@ -327,7 +328,7 @@ def changes(old: dict[str, Any] | None, new: dict[str, Any] | None, splits: Spli
     was, now = (list(map(composed, listing["class_names"])) for listing in (old, new))
     if was != now:
         gone, come = (listed(sorted({*a} - {*b})) or "none" for a, b in ((was, now), (now, was)))
-        return f"classes that are gone: {gone}; new ones: {come}; or another order"
+        return f"missing classes: {gone}; new classes: {come}; or another order"
     words = []
     for part in PARTS:
         held = [listing.get(part, torch.empty(0)) for listing in (old, new)]
@@ -439,8 +440,8 @@ def started_model(
             *(
                 (
                     key in held and key not in OPTIONS and held[key] != asked,
-                    f"the weights to start from have {key} {brief(held.get(key))}, model.args "
-                    f"{brief(asked)}; {NONE_GIVEN}",
+                    f"expected model.args {key} {brief(held.get(key))} as in the initial weights, "
+                    f"got {brief(asked)}; {NONE_GIVEN}",
                 )
                 for key, asked in model.args.items()
             )

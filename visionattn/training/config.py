@@ -279,7 +279,7 @@ def _check_together(config: TrainConfig) -> None:
     refuse(
         (
             optim.min_lr > optim.lr,
-            f"optim.min_lr {optim.min_lr} is above optim.lr {optim.lr}, the peak",
+            f"expected optim.min_lr at most the peak optim.lr {optim.lr}, got {optim.min_lr}",
         ),
         (
             optim.warmup_epochs >= config.epochs,
@@ -294,13 +294,13 @@ def _check_together(config: TrainConfig) -> None:
         ),
         (
             monitor is not None and monitor not in allowed,
-            f"monitor {monitor} is for data.task {tasks}, got {data.task}; use one of "
+            f"monitor {monitor} needs data.task {tasks}, got {data.task}; use one of "
             f"{', '.join(allowed)}",
         ),
         (
             config.freeze is not None and not (config.init_from or config.resume),
-            f"freeze {config.freeze} would keep random weights; name pretrained ones with "
-            "init_from, e.g. vit_small_patch16_224",
+            f"freeze {config.freeze} would keep random weights; pass pretrained weights with "
+            "--init-from, e.g. vit_small_patch16_224",
         ),
         (
             config.resume and config.overwrite,
@@ -326,32 +326,34 @@ def _check_features(config: TrainConfig) -> None:
         "freeze": config.freeze is not None,
         "show_batch": config.show_batch is not None,
         "model.grad_checkpointing": config.model.grad_checkpointing,
-        "data.cache without masks": data.cache is not None and data.task != "segmentation",
+        "data.cache": data.cache is not None and data.task != "segmentation",
     }
-    text = (
-        "data.features trains a head on features of a folder of images, with the model that made "
-        "them; not with {}"
-    )
+    text = "data.features trains only a head on stored features of a folder of images; remove {}"
     refuse(*((given, text.format(key)) for key, given in idle.items()))
 
 
 def _check_mixing(config: TrainConfig) -> None:
     """Raise ValueError for images and losses that mixup and cutmix do not mix."""
     data, loss = config.data, config.loss
-    reasons = {
-        "blend images that fill the same size, which data.fit pad does not give; use native, "
-        "stretch or crop, or remove them": data.fit == "pad",
-        "mix the classes of images, and data.task segmentation has classes of pixels; leave them "
-        "out": data.task == "segmentation",
-        "need images without padding, and crops of small images are padded; leave them "
-        "out": data.crop is not None,
-        f"mix two classes, and data.task {data.task} has several numbers per image; leave them "
-        "out": data.task in VECTOR_TASKS,
-        "give images shares of classes, which only the unweighted cross_entropy takes; leave them "
-        "out, or loss.name and loss.class_weights": loss.name != "cross_entropy"
-        or loss.class_weights is not None,
-    }
-    refuse(*((holds, f"optim.mixup and optim.cutmix {text}") for text, holds in reasons.items()))
+    reasons = (
+        (
+            data.fit == "pad",
+            "images without padding, got data.fit pad; use native, stretch or crop, or remove them",
+        ),
+        (
+            data.crop is not None,
+            "images without padding, and small images are padded to data.crop; remove them",
+        ),
+        (
+            data.task == "segmentation" or data.task in VECTOR_TASKS,
+            f"one class per image, got data.task {data.task}; remove them",
+        ),
+        (
+            loss.name != "cross_entropy" or loss.class_weights is not None,
+            "the unweighted cross_entropy; remove them, or loss.name and loss.class_weights",
+        ),
+    )
+    refuse(*((holds, f"optim.mixup and optim.cutmix need {text}") for holds, text in reasons))
 
 
 def _check_writing(config: TrainConfig) -> None:
@@ -364,7 +366,7 @@ def _check_writing(config: TrainConfig) -> None:
         "loss.name": config.loss.name != "cross_entropy",
         "loss.class_weights": config.loss.class_weights,
     }
-    text = "data.task generate learns the values of whole images, which {0} changes; omit {0}"
+    text = "data.task generate learns the values of whole images; remove {0}"
     refuse(*((given, text.format(name)) for name, given in idle.items()))
 
 
@@ -372,7 +374,7 @@ def _check_loss(config: TrainConfig) -> None:
     """Raise ValueError for a loss that does not fit the task or the other options."""
     loss, task, smoothing = config.loss, config.data.task, config.optim.label_smoothing
     numbers, weighted = task == "regression", loss.class_weights is not None
-    for_classes = "{} is for classes; remove it for data.task regression"
+    for_classes = "{} needs classes, got data.task regression; remove it"
     refuse(
         (
             numbers and loss.name not in ("cross_entropy", *NUMBER_LOSSES),
@@ -382,22 +384,22 @@ def _check_loss(config: TrainConfig) -> None:
         (numbers and smoothing, for_classes.format("optim.label_smoothing")),
         (
             not numbers and loss.name in NUMBER_LOSSES,
-            f"loss.name {loss.name} is for data.task regression, got {task}; remove it",
+            f"loss.name {loss.name} needs data.task regression, got {task}; remove it",
         ),
         (
             "dice" in loss.name and task != "segmentation",
-            f"loss.name {loss.name} compares masks, for data.task segmentation; use cross_entropy "
-            f"or focal for {task}",
+            f"loss.name {loss.name} needs data.task segmentation, got {task}; use cross_entropy or "
+            "focal",
         ),
         (
             loss.name == "dice" and weighted,
-            "loss.name dice weighs all classes alike; leave loss.class_weights out, or use "
+            "loss.name dice weights all classes equally; remove loss.class_weights, or use "
             "cross_entropy_dice",
         ),
         (
             loss.name in ("focal", "dice") and smoothing,
-            f"optim.label_smoothing changes the cross-entropy, and loss.name is {loss.name}; leave "
-            "it out",
+            f"optim.label_smoothing needs a cross-entropy loss, got loss.name {loss.name}; remove "
+            "it",
         ),
     )
 
@@ -411,7 +413,7 @@ def _check_sequence(config: TrainConfig) -> None:
         f"data.task {config.data.task}": config.data.task != "classification",
     }
     text = (
-        "parallel sequence shares the rows of images that fill their canvas among processes, for "
-        "classes of images and without compiling; not with {}"
+        "parallel sequence needs data.task classification, images without padding and no "
+        "compilation; remove {}"
     )
     refuse(*((given, text.format(name)) for name, given in idle.items()))

@@ -48,7 +48,12 @@ def _head(model: nn.Module) -> list[nn.Parameter]:
 def _lowest(model: nn.Module, count: int) -> list[nn.Parameter]:
     """Return the parameters of the first blocks, and of everything before the blocks."""
     blocks = stages(model)
-    if count > len(blocks) or not blocks:
+    if not blocks:
+        raise ValueError(
+            f"freeze {count} needs blocks, and {type(model).__name__} has none; pass backbone, or "
+            "remove freeze"
+        )
+    if count > len(blocks):
         raise ValueError(
             f"expected freeze at most {len(blocks)}, the blocks of {type(model).__name__}, got "
             f"{count}; pass fewer, or backbone"

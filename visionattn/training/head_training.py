@@ -132,7 +132,7 @@ def prepare_maps(
     """
     folder, usual = str(data.features), DataConfig()
     kept = FeatureFolder(folder)
-    changes = "data.{} changes images, and data.features has their features; remove it"
+    changes = "data.{} changes images, but data.features are already extracted; remove it"
     refuse(
         *((getattr(data, key) != getattr(usual, key), changes.format(key)) for key in IMAGE_OPTIONS)
     )
@@ -150,14 +150,14 @@ def prepare_maps(
         *(
             (
                 not same,
-                f"data.features {folder} has features of {name}, blocks {body.taken}; {key} would "
-                "be for another model, remove it",
+                f"{key} differs from the model of data.features {folder} ({name}, blocks "
+                f"{body.taken}); remove it",
             )
             for key, same in given.items()
         ),
         (
             not isinstance(splits.train, ImageDataset),
-            f"data.features {folder} is for a folder of images; remove it",
+            f"data.features {folder} needs data.name folder; remove it",
         ),
     )
     spec = splits.spec

@@ -207,18 +207,18 @@ def read_by_class(path: Path) -> ByClass:
     unequal = found.images != sum(own for own, _, _ in found.classes)
     wrong = (
         (found.version != VERSION, f"its version is {found.version}, known is {VERSION}"),
-        (unequal or found.images < 1, "the images of all classes are not all images"),
+        (unequal or found.images < 1, "the images of the classes do not add up to all images"),
         (
             any(not 0 <= right <= own for own, right, _ in found.classes),
-            "more images of a class are right than there are",
+            "a class has more correct predictions than images",
         ),
-        (any(often < 1 for _, _, often in found.confusions), "a mistake is made less than once"),
+        (any(often < 1 for _, _, often in found.confusions), "a mistake has a count below 1"),
         (
             len(found.class_names) not in (0, len(classes)),
-            "it has not one name for each class",
+            "the number of names differs from the number of classes",
         ),
-        (any(each not in classes for pair in named for each in pair), "a class is none"),
-        (not all(map(ADDRESS.fullmatch, pictures)), "a picture is none"),
+        (any(each not in classes for pair in named for each in pair), "a class does not exist"),
+        (not all(map(ADDRESS.fullmatch, pictures)), "a picture is not a data URL"),
         (any(len(each) > 2 * MOST_BYTES for each in pictures), "a picture is too large"),
     )
     refuse(*((holds, f"{path} is damaged: {what}") for holds, what in wrong))

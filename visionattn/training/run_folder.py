@@ -121,7 +121,8 @@ def run_folder(config: TrainConfig) -> Path:
         ),
         (
             filled and not (config.resume or config.overwrite),
-            f"{folder} is not empty; {way_on}--overwrite deletes it, --run NAME writes elsewhere",
+            f"{folder} is not empty; {way_on}--overwrite deletes it, --run NAME writes to another "
+            "folder",
         ),
     )
     return folder

@@ -57,15 +57,15 @@ def parse_share(argv: Sequence[str]) -> ShareConfig:
     config = parse(ShareConfig, words, command="share", description=about, example=EXAMPLE)
     to = config.to or ""
     refuse(
-        (config.checkpoint is None, "--checkpoint is missing: the best.safetensors of a run"),
-        (config.to is None, "--to is missing: a folder or hub"),
+        (config.checkpoint is None, "expected --checkpoint: the best.safetensors of a run"),
+        (config.to is None, "expected --to: a folder or hub"),
         (
             not LICENSE.fullmatch(config.license or "unknown"),
-            f"license must be an identifier such as apache-2.0, got {brief(config.license)}",
+            f"expected a license identifier such as apache-2.0, got {brief(config.license)}",
         ),
         (
             SCHEME.match(to) and not HUB.fullmatch(to),
-            f"to must be a folder's plain path or hf-hub:ORG/NAME, got {brief(to)}",
+            f"expected --to to be a folder or hf-hub:ORG/NAME, got {brief(to)}",
         ),
     )
     if not HUB.fullmatch(to):

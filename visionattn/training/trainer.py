@@ -776,22 +776,25 @@ class Trainer:
         refuse(
             (
                 state["images"] != self.images(),
-                "the run has {} training and {} validation images, here are {} and {}; resume with "
-                "the same, or --overwrite starts over".format(*state["images"], *self.images()),
+                "expected {} training and {} validation images, as in the run, got {} and {}; "
+                "resume with the same images, or pass --overwrite to start over".format(
+                    *state["images"], *self.images()
+                ),
             ),
             (
                 found,
-                f"the images are not those that the run began with: {found}; resume with the same, "
-                "or --overwrite starts over",
+                f"the images changed since the start of the run: {found}; resume with the same "
+                "images, or pass --overwrite to start over",
             ),
             (
                 (state["data"]["colours"] or ()) != (self.spec.colours or ()),
-                "the run took the values of its masks for other classes; --overwrite starts over",
+                "the mask values had other classes at the start of the run; pass --overwrite to "
+                "start over",
             ),
             (
                 features is not None and (len(was) != len(now) or not np.allclose(was, now)),
-                f"data.features {features} are not the features that the run began with; resume "
-                "with the same, or --overwrite starts over",
+                f"data.features {features} changed since the start of the run; resume with the "
+                "same features, or pass --overwrite to start over",
             ),
         )
         load_whole(self.model, state["model"])

@@ -155,18 +155,18 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
     # The checkpoint and the flags set the preprocessing; options of the run's data are ignored.
     usual = {f"data.{key}": getattr(DataConfig(), key) for key in SEEN} | defaults
     refuse(
-        (config.checkpoint is None, "--checkpoint is missing: the best.safetensors of a run"),
+        (config.checkpoint is None, "expected --checkpoint: the best.safetensors of a run"),
         *(
             (
                 getattr(config.data, key) != usual[f"data.{key}"] or f"data.{key}" in given,
-                f"data.{key} is for training; name {flag} instead",
+                f"data.{key} applies only to training; pass {flag} instead",
             )
             for key, flag in SEEN.items()
         ),
         *(
             (
                 f"data.{key}" in given,
-                f"data.{key} is for training; images to evaluate on stay as they are",
+                f"data.{key} applies only to training; remove it",
             )
             for key in ("augment", *CROPS)
         ),

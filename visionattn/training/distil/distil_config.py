@@ -158,27 +158,28 @@ def check_distil(config: DistilConfig) -> None:
     """
     stages, data = config.stages, config.data
     strange = [name for name in config.options if name not in STUDENTS]
-    by_teacher = "data.{} is set by the teacher, which sees the images too; remove it"
+    by_teacher = "data.{} is set by the teacher; remove it"
     refuse(
         (
             config.teacher is None,
-            "name a teacher, e.g. --teacher vit_small_patch16_224 --pretrained, or a file of "
-            "weights",
+            "expected a teacher; pass e.g. --teacher vit_small_patch16_224 --pretrained, or a file "
+            "of weights",
         ),
-        (not config.attention, "attention is empty; give a name, or remove it"),
+        (not config.attention, "attention is empty; pass a name, or remove it"),
         (
             not stages or stages != sorted(set(stages)),
-            f"stages {' '.join(stages) or 'is empty'}: expected some of a, b and c, each once, in "
-            "this order",
+            "expected stages from a, b and c, each at most once and in this order, got "
+            f"{' '.join(stages) or 'none'}",
         ),
         (
             strange,
-            f"options.{''.join(strange[:1])} is no option of a student, whose tokens are the "
-            f"teacher's; those are {', '.join(STUDENTS)}",
+            f"options.{''.join(strange[:1])} would change the tokens, which must equal the "
+            f"teacher's; allowed options: {', '.join(STUDENTS)}",
         ),
         (
             data.task != "classification",
-            f"data.task {data.task} is for train; a student learns no masks and writes nothing",
+            f"distil needs data.task classification, got {data.task}; for other tasks use "
+            "visionattn train",
         ),
         (data.mean is not None, by_teacher.format("mean")),
         (data.std is not None, by_teacher.format("std")),
@@ -200,16 +201,17 @@ def _check_search(config: DistilConfig, wanted: int) -> None:
         (wanted < 1, f"search_softmax_blocks must be at least 1, got {wanted}"),
         (
             "a" not in config.stages,
-            "search_softmax_blocks goes by the losses of stage a: add it to stages",
+            "search_softmax_blocks needs the losses of stage a; add a to stages",
         ),
         (
             config.softmax_blocks or "softmax" in config.attention,
-            "search_softmax_blocks finds the softmax blocks: do not name any",
+            "search_softmax_blocks chooses the softmax blocks; remove softmax_blocks, or "
+            "softmax in attention",
         ),
         (
             "window" in config.attention,
-            "search_softmax_blocks: every second block of windows is shifted, so that windows "
-            "learnt in stage a would change with the blocks that stay softmax; name softmax_blocks",
+            "search_softmax_blocks does not work with window attention, because the shift of a "
+            "block's windows depends on the chosen blocks; pass softmax_blocks instead",
         ),
     )
 

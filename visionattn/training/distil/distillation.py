@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+from typing_extensions import TypedDict
 
 from visionattn.cli.commands import typed
 from visionattn.cli.files import unfinished, write_text
 from visionattn.cli.parsing import parse, yaml_text
-from visionattn.cli.untrusted import from_json, read_csv, refuse
+from visionattn.cli.untrusted import checked, from_json, intact, read_csv, refuse
 from visionattn.data.geometry import geometry_of
 from visionattn.data.splits import check_root, eval_batches
 from visionattn.models.building import patch_size
@@ -162,8 +163,8 @@ def check_same(config: DistilConfig, folder: Path) -> None:
         *(
             (
                 line.startswith(tuple(fixed)),
-                f"the distillation in {folder} is another one: {line}; resume with the same, or "
-                "--overwrite starts over",
+                f"{folder} has another distillation: {line}; resume with the same options, or pass "
+                "--overwrite to start over",
             )
             for line in changed
         )
@@ -272,9 +273,7 @@ class Whole:
         """
         processes, table = self.processes, self.folder / BLOCKS
         if processes.on_first(table.is_file):
-            return processes.on_first(
-                lambda: [int(row["block"]) for row in read_csv(table)[1] if int(row["softmax"])]
-            )
+            return processes.on_first(lambda: read_blocks(table))
         run = parse_train(["--config", str(self.folder / "a" / CONFIG)])
         device = processes.device(run.device)
         if run.threads:  # stage a, which sets them, may have been done before
@@ -299,6 +298,24 @@ class Whole:
         for i, loss in enumerate(losses):
             self.say(f"  block {i:>3}  loss {loss:.4f}{'  stays softmax' * (i in chosen)}")
         return chosen
+
+
+class BlockRow(TypedDict):
+    """A row of ``BLOCKS``."""
+
+    block: int
+    softmax: int
+
+
+def read_blocks(path: Path) -> list[int]:
+    """Return the blocks that stay softmax.
+
+    Raises:
+        ValueError: the file is damaged; one line.
+    """
+    with intact(path, "delete it to search again"):
+        rows = checked(list[BlockRow], read_csv(path)[1], path.name)
+    return [row["block"] for row in rows if row["softmax"]]
 
 
 def is_done(folder: Path) -> bool:
