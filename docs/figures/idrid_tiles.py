@@ -1,4 +1,4 @@
-"""Cut the pictures of IDRiD into tiles with a mask file per lesion: the images of ``docs/lesions.md``.
+"""Cut pictures of IDRiD into tiles with a mask file per lesion, the images of ``docs/lesions.md``.
 
     python docs/figures/idrid_tiles.py "A. Segmentation" tiles --size 2128 1428 --grid 4 3
 

@@ -148,8 +148,8 @@ def test_on_a_gpu_what_does_not_fit_is_refused_and_auto_takes_the_most_that_does
             100 + 30 * 30,
             (1, 48, 48),
             {},
-            "one image of 28 x 28 pixels would fit: --data.img_size 28, and "
-            "model.grad_checkpointing saves memory",
+            "one image of 28 x 28 pixels would fit: --data.img_size 28 "
+            "--batch-size 1, and --model.grad_checkpointing true saves memory",
         ),
         (
             "native",

@@ -94,7 +94,7 @@ class TrainingMemory(Memory):
             self.base_bytes += sum(x.numel() * x.element_size() for x in model.parameters())
         self.least = processes.data_size
         checkpointing = config.model.grad_checkpointing
-        self.saves = "" if checkpointing else ", and model.grad_checkpointing saves memory"
+        self.saves = "" if checkpointing else ", and --model.grad_checkpointing true saves memory"
 
     def bytes_of(self, shape: Shape, evaluation: Shape | None = None) -> int | None:
         """Return the bytes of one process and its loader processes at the largest training and
@@ -187,11 +187,11 @@ class TrainingMemory(Memory):
             patches = rows * columns // self.cell_px
             return (
                 f"one image of up to {patches} patches would fit: --data.max_patches {patches} "
-                f"with --data.img_size null, or --data.img_size {max(size)}"
+                f"with --data.img_size null, or --data.img_size {max(size)}, and --batch-size 1"
             )
         size_px = str(rows) if rows == columns else f"{rows} {columns}"
         option = "crop" if self.crops else "img_size"
-        return f"one image of {rows} x {columns} pixels would fit: --data.{option} {size_px}"
+        return f"one image of {rows} x {columns} pixels would fit: --data.{option} {size_px} --batch-size 1"
 
 
 def share_of(shape: Shape, processes: int) -> Shape:

@@ -141,8 +141,8 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
             trained_on = run.data
         elif "data.name" not in given:
             raise ValueError(
-                f"no data given, and {beside} does not exist; pass e.g. --data.name folder "
-                "--data.root FOLDER"
+                f"expected --data.name, such as --data.name folder --data.root FOLDER, since {beside} "
+                "does not exist"
             )
     config = parse(
         ValidateConfig,
