@@ -37,7 +37,7 @@ NOT_RUN = {
     r"--engine ray|ray start": "a cluster; tests/integrations has one of Ray",
     r"hf-hub:": "uploads",
     r"--nnodes": "several machines",
-    r"cifar10_patch4|idrid_lesions": "need published data; tests/data reads small copies",
+    r"cifar10_patch4|idrid": "need published data; tests/data reads small copies",
     r"benchmark targets|benchmark papers": "hours; tests/lab runs them at small sizes",
     r"rows\.py|docs/figures/": "a script, not a command; its own tests run it",
 }

@@ -128,7 +128,7 @@ def test_on_a_gpu_what_does_not_fit_is_refused_and_auto_takes_the_most_that_does
     assert error.startswith(
         "error: a step on 61 images of 16 x 16 pixels would need more than the available "
         "memory (0 MiB); --batch-size 8 would fit, with --optim.accumulate 8 for as many images in "
-        "a step; --batch-size auto uses the largest batch that fits, and model.grad_check"
+        "a step; --batch-size auto uses the largest batch that fits, and --model.grad_"
     )
     assert error.count("\n") == 1 and json.loads(status.read_text())["status"] == "oom"
     with monkeypatch.context() as patch, OnProcessor():
@@ -172,8 +172,8 @@ def test_on_a_gpu_what_does_not_fit_is_refused_and_auto_takes_the_most_that_does
             (31, 16, 16),
             {"optim": {"accumulate": 2}},
             "--batch-size 4 would fit, with --optim.accumulate 16 for as many images in a step; "
-            "--batch-size auto uses the largest batch that fits, and model.grad_"
-            "checkpointing saves memory",
+            "--batch-size auto uses the largest batch that fits, and --model.grad_"
+            "checkpointing true saves memory",
         ),
         (
             "native",
