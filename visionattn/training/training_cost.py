@@ -191,7 +191,10 @@ class TrainingMemory(Memory):
             )
         size_px = str(rows) if rows == columns else f"{rows} {columns}"
         option = "crop" if self.crops else "img_size"
-        return f"one image of {rows} x {columns} pixels would fit: --data.{option} {size_px} --batch-size 1"
+        return (
+            f"one image of {rows} x {columns} pixels would fit: --data.{option} {size_px} "
+            "--batch-size 1"
+        )
 
 
 def share_of(shape: Shape, processes: int) -> Shape:

@@ -141,8 +141,8 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
             trained_on = run.data
         elif "data.name" not in given:
             raise ValueError(
-                f"expected --data.name, such as --data.name folder --data.root FOLDER, since {beside} "
-                "does not exist"
+                f"{beside} does not exist; expected --data.name, such as --data.name folder "
+                "--data.root FOLDER"
             )
     config = parse(
         ValidateConfig,
