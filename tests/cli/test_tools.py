@@ -129,7 +129,7 @@ def test_bad_input_ends_validation_with_one_line_and_code_2(finished, tmp_path, 
         ([], "expected --checkpoint: the best.safetensors"),
         (["--checkpoint", "nowhere.safetensors"], "no checkpoint at nowhere.safetensors"),
         (["--checkpoint", str(folder / "last.pt")], "pass the best.safetensors of a run"),
-        (["--checkpoint", str(alone)], "pass e.g. --data.name folder"),
+        (["--checkpoint", str(alone)], "expected --data.name, such as --data.name folder"),
         (["--checkpoint", str(cut), "--data.name=digits"], "truncated"),
         (
             ["--checkpoint", best, "--img-size", "20"],

@@ -167,7 +167,7 @@ def test_a_float16_file_is_loaded_if_it_has_the_hash_in_its_name(tmp_path, opene
     path = tmp_path / "student.safetensors"
     save_file(wanted, path, metadata=metadata)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    path = path.rename(tmp_path / f"student-{digest[:10]}.safetensors")
+    path = path.rename(tmp_path / f"student-{digest}.safetensors")
     found = OPENERS[opener](path).state_dict()
     assert {value.dtype for value in found.values()} == {torch.float32}
     assert found.keys() == wanted.keys()
@@ -176,7 +176,7 @@ def test_a_float16_file_is_loaded_if_it_has_the_hash_in_its_name(tmp_path, opene
     content[-1] ^= 1
     path.write_bytes(content)
     other = hashlib.sha256(content).hexdigest()
-    said = f"expected SHA-256 {digest[:10]}... by its name, got {other[:10]}...; download it again"
+    said = f"expected SHA-256 {digest}... by its name, got {other}...; download it again"
     with pytest.raises(ValueError, match=re.escape(said)):
         OPENERS[opener](path)
     load_model(path.rename(tmp_path / "student-20261129.safetensors"))  # a date is no hash
