@@ -1,5 +1,6 @@
 """Files and folders that appear whole, places that are refused, and locks."""
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -237,8 +238,8 @@ def test_a_folder_is_there_whole_or_not_at_all_and_replaces_nothing(tmp_path):
     assert names(tmp_path) == ["folder", "later", "usual"]
 
 
-def test_a_folder_is_replaced_where_it_holds_the_file_that_says_so(tmp_path):
-    target = tmp_path / "out"
+def test_a_folder_is_replaced_where_it_holds_the_file_that_says_so(tmp_path, monkeypatch):
+    target, rename = tmp_path / "out", os.rename
 
     def write(text, **options):
         with whole_folder(target, **options) as place:
@@ -248,6 +249,16 @@ def test_a_folder_is_replaced_where_it_holds_the_file_that_says_so(tmp_path):
     with pytest.raises(ValueError, match="out exists"):
         write("b", replaces="other")
     write("b", replaces="mark")
+    assert (target / "mark").read_text() == "b" and names(tmp_path) == ["out"]
+
+    def refused(old, new):
+        if new == target and Path(old, "mark").read_text() == "c":
+            raise PermissionError(errno.EACCES, "not now", str(old))
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", refused)
+    with pytest.raises(PermissionError):
+        write("c", replaces="mark")
     assert (target / "mark").read_text() == "b" and names(tmp_path) == ["out"]
 
 
@@ -265,10 +276,11 @@ def replace_folder(target, text, renames=None):
         patch.setattr(os, "rename", counted)
 
 
-def test_a_kill_before_the_renames_leaves_the_former_folder(tmp_path):
+@pytest.mark.parametrize("renames", [1, 2])
+def test_a_kill_between_the_renames_leaves_the_former_folder(tmp_path, renames):
     target = tmp_path / ("ä" * 120)
     replace_folder(target, "old")
-    process = FORK.Process(target=replace_folder, args=(target, "new", 1))
+    process = FORK.Process(target=replace_folder, args=(target, "new", renames))
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL

@@ -66,6 +66,7 @@ YAML = {
     "arguments inf": "model: {args: {mlp_ratio: .inf}}\n",
     "arguments of a date": "model: {args: {embed_dim: 2026-01-02}}\n",
     "arguments of 30 digits": f"model: {{args: {{embed_dim: {'9' * 30}}}}}\n",
+    "a billion blocks": "model: {args: {depth: 1000000000}}\n",
     "a model of the hub": "model: {name: 'hf-hub:a/b'}\n",
     "a model of a folder": "model: {name: 'local-dir:/tmp'}\n",
     "a device of text": "device: quantum\n",

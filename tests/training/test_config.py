@@ -188,6 +188,10 @@ def test_every_configuration_of_the_repository_is_valid_and_has_a_header(path):
         (["--optim.layer_decay", "1.1"], "optim.layer_decay must be in (0, 1], got 1.1"),
         (["--data.val_fraction", "1"], "data.val_fraction must be in (0, 1), got 1.0"),
         (["--data.img_size_choices", "96", "0"], "data.img_size_choices[1] must be above 0, got 0"),
+        (
+            ["--data.img_size_choices", "[]"],
+            "data.img_size_choices is empty; pass sizes, or remove it",
+        ),
         (["--optim.min_lr", "1"], "expected optim.min_lr at most the peak optim.lr 0.001, got 1.0"),
         (["--optim.drop_epochs", "0"], "optim.drop_epochs must be above 0, got 0.0"),
         (

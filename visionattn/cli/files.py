@@ -101,6 +101,7 @@ def whole_folder(path: str | Path, *, replaces: str | None = None) -> Iterator[P
             or the unfinished folder.
     """
     target = Path(path)
+    _settle(target)
     check_new(target, replaces=replaces)
     with named(path), _beside(target, folder=True) as place:
         yield place
@@ -113,14 +114,34 @@ def whole_folder(path: str | Path, *, replaces: str | None = None) -> Iterator[P
         _rename_folder(place, target)
 
 
-def _rename_folder(place: Path, target: Path) -> None:
-    """Rename a finished folder to its target, and delete the former target, which counts as
-    unfinished from the moment another one takes its place.
+def _former(target: Path) -> Path:
+    """Return the name of a folder from the moment another one takes its place until it is deleted.
+    It is no unfinished name: ``forget_unfinished`` must not delete the folder.
     """
-    former = _unfinished_name(target)
-    if target.exists():
-        os.rename(target, former)
-    os.rename(place, target)
+    return Continued.beside(target, folder=True).with_suffix(".former")
+
+
+def _settle(target: Path) -> None:
+    """Complete a ``_rename_folder`` that a kill interrupted: delete the former folder if the new
+    one has its name, else rename it back.
+    """
+    former = _former(target)
+    with suppress(OSError):  # there is none, as usual, or another process was faster
+        if os.path.lexists(target):
+            shutil.rmtree(former)
+        else:
+            os.rename(former, target)
+
+
+def _rename_folder(place: Path, target: Path) -> None:
+    """Rename a finished folder to its target, then delete the former target."""
+    former = _former(target)
+    with ExitStack() as undo:
+        if target.exists():
+            os.rename(target, former)
+            undo.callback(os.rename, former, target)
+        os.rename(place, target)
+        undo.pop_all()
     shutil.rmtree(former, ignore_errors=True)
 
 
@@ -203,7 +224,7 @@ class Continued:
         self._path, self._folder = Path(path), folder
         self._overwrite = overwrite
         if folder:
-            forget_unfinished(self._path)
+            _settle(self._path)
             if not overwrite:
                 check_new(self._path)
         else:
@@ -419,19 +440,11 @@ def check_folder(folder: Path, way_out: str) -> None:
     """
     absolute = folder.absolute()
     existing = next(path for path in (absolute, *absolute.parents) if path.is_dir())
-    refuse(
-        *(
-            (
-                place.exists() and not place.is_dir(),
-                f"{place} is a file, so {folder} cannot be a folder; {way_out}",
-            )
-            for place in (folder, *folder.parents)
-        ),
-        (
-            not os.access(existing, os.W_OK),
-            f"no permission to write to {existing}; {way_out}",
-        ),
-    )
+    for place in (folder, *folder.parents):
+        if place.exists() and not place.is_dir():
+            raise ValueError(f"{place} is a file, so {folder} cannot be a folder; {way_out}")
+    if not os.access(existing, os.W_OK):
+        raise ValueError(f"no permission to write to {existing}; {way_out}")
 
 
 def lock(path: Path, taken: str) -> TextIO:

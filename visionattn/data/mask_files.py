@@ -22,6 +22,7 @@ from visionattn.data.formats.reader import NotAsAsked, damage
 from visionattn.data.geometry import Size
 from visionattn.data.mask_values import (
     BLACK_AND_WHITE,
+    GREY_STEP,
     NUMBERS,
     MaskClasses,
     Pairs,
@@ -224,6 +225,15 @@ def _numbers(files: MaskFiles, kinds: dict[Pairs, int], root: str) -> tuple[str,
             f"the masks of {root} have the values {', '.join(map(str, there))}, so that {empty} "
             f"of {count} classes have no pixel; if values are colors, pass one color per class: "
             f"--data.masks '{{colours: {colours}}}'"
+        )
+    having = [pairs for pairs in kinds if (IGNORED, IGNORED * GREY_STEP) in pairs]
+    binary = all({value for value, _ in pairs} <= {0, IGNORED} for pairs in having)
+    if having and binary and ignored == IGNORED and not files.classes.stated:
+        warnings.warn(
+            f"255 is ignored in {files.files.name(kinds[having[0]])}, where all other pixels are "
+            f"class 0, because other masks have values up to {max(counted)}; where it is an "
+            "object, write its class number",
+            stacklevel=5,
         )
     return tuple(map(str, range(count)))
 

@@ -3,6 +3,7 @@
 This module turns the pixels of one mask into classes. ``mask_files.py`` finds masks.
 """
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import cv2
 import numpy as np
 from PIL import Image
 
-from visionattn.cli.untrusted import checked, read_yaml, refuse
+from visionattn.cli.untrusted import checked, read_yaml
 from visionattn.data.data_config import DataConfig
 from visionattn.data.formats.reader import NotAsAsked
 from visionattn.data.formats.tiff_pages import MIN_IS_WHITE, PHOTOMETRIC
@@ -74,64 +75,42 @@ def said_of_masks(config: DataConfig) -> MasksSaid:
 def _check_said(said: MasksSaid, source: str) -> None:
     """Raise ValueError for values that contradict each other or are out of range."""
     names, colours, ignored = said.classes, said.colours, said.ignored
-    paths = [] if said.layers is None else list(said.layers.values())
-    wrong_paths = [path for path in paths if "{name}" not in path]
-    wrong_colours = [colour for colour in colours or [] if not _is_colour(colour)]
-    named = names if said.layers is None else [BACKGROUND, *said.layers]
-    number = isinstance(ignored, int) and 0 <= ignored <= 65535
-    refuse(
-        (
-            said.layers is None and said.images is not None,
-            f"{source}.images needs {source}.layers; remove it",
-        ),
-        (
-            said.layers is not None and (names, colours, ignored) != (None, None, None),
-            f"{source}.layers names all classes; remove all other keys except images",
-        ),
-        (
-            wrong_paths,
-            f"expected paths with {{name}} in {source}.layers, got {''.join(wrong_paths[:1])}",
-        ),
-    )
-    refuse(
-        *(
-            (
-                given is not None and not 2 <= len(given) <= IGNORED,
-                f"expected 2 to {IGNORED} classes in {source}.{key}, got {len(given or [])}",
+    if said.layers is None and said.images is not None:
+        raise ValueError(f"{source}.images needs {source}.layers; remove it")
+    if said.layers is not None:
+        if (names, colours, ignored) != (None, None, None):
+            raise ValueError(
+                f"{source}.layers names all classes; remove all other keys except images"
             )
-            for key, given in (("classes", named), ("colours", colours))
-        ),
-        (
-            named is not None and (len(set(named)) < len(named) or not all(named)),
-            f"expected distinct names in {source}.classes, got {named}",
-        ),
-        (
-            wrong_colours,
-            f"expected red, green and blue of each class, 0 to 255, in {source}.colours, got "
-            f"{next(iter(wrong_colours), None)}",
-        ),
-        (
-            len(set(map(tuple, colours or []))) < len(colours or []),
-            f"expected distinct colors in {source}.colours, one per class",
-        ),
-        (
-            named and colours and len(named) != len(colours),
-            f"expected as many {source}.classes as {source}.colours, got {len(named or [])} and "
-            f"{len(colours or [])}",
-        ),
-        (
-            colours and ignored is not None and not _is_colour(ignored),
-            f"{source}.ignored must be red, green and blue, 0 to 255, got {ignored}",
-        ),
-        (
-            not colours and ignored is not None and not number,
-            f"{source}.ignored must be one value from 0 to 65535, got {ignored}",
-        ),
-        (
-            ignored in (colours or range(len(named or []))),
-            f"{source}.ignored {ignored} is the value of a class; pass another value",
-        ),
-    )
+        if wrong := [path for path in said.layers.values() if "{name}" not in path]:
+            raise ValueError(f"expected paths with {{name}} in {source}.layers, got {wrong[0]}")
+        names = [BACKGROUND, *said.layers]
+    for key, given in (("classes", names), ("colours", colours)):
+        if given is not None and not 2 <= len(given) <= IGNORED:
+            raise ValueError(f"expected 2 to {IGNORED} classes in {source}.{key}, got {len(given)}")
+    if names is not None and (len(set(names)) < len(names) or not all(names)):
+        raise ValueError(f"expected distinct names in {source}.classes, got {names}")
+    for colour in colours or []:
+        if not _is_colour(colour):
+            raise ValueError(
+                f"expected red, green and blue of each class, 0 to 255, in {source}.colours, got "
+                f"{colour}"
+            )
+    if colours is not None and len(set(map(tuple, colours))) < len(colours):
+        raise ValueError(f"expected distinct colors in {source}.colours, one per class")
+    if names is not None and colours is not None and len(names) != len(colours):
+        raise ValueError(
+            f"expected as many {source}.classes as {source}.colours, got {len(names)} and "
+            f"{len(colours)}"
+        )
+    if ignored is None:
+        return
+    if colours is not None and not _is_colour(ignored):
+        raise ValueError(f"{source}.ignored must be red, green and blue, 0 to 255, got {ignored}")
+    if colours is None and not (isinstance(ignored, int) and 0 <= ignored <= 65535):
+        raise ValueError(f"{source}.ignored must be one value from 0 to 65535, got {ignored}")
+    if ignored in (colours or range(len(names or []))):
+        raise ValueError(f"{source}.ignored {ignored} is the value of a class; pass another value")
 
 
 def _is_colour(value: Any) -> bool:
@@ -257,6 +236,16 @@ def used_values(values: np.ndarray) -> list[int]:
     return np.unique(values).tolist()
 
 
+def _step(mask: Image.Image) -> int:
+    """Return the factor by which Pillow scales 2-bit or 4-bit gray levels to 255; 1 if it does not.
+    Call it before Pillow reads the pixels.
+    """
+    tiles: Any = getattr(mask, "tile", None)
+    how = tiles[0].args if tiles else ""
+    found = re.match("L;([24])", str(how if isinstance(how, str) else how[0]))
+    return 255 // (2 ** int(found[1]) - 1) if found else 1
+
+
 def _zero_is_white(mask: Image.Image) -> bool:
     """Return whether a mask is a TIFF that shows 0 as white and its largest value as black."""
     return getattr(mask, "tag_v2", {}).get(PHOTOMETRIC) == MIN_IS_WHITE
@@ -277,8 +266,10 @@ def _values(mask: Image.Image, *, coloured: bool) -> tuple[np.ndarray, dict[int,
         values = cv2.LUT(values, np.array([each & 255 for each in palette], np.uint8))
         return values, {value: _grey(value) for value in used_values(values)}
     if mask.mode in INDEXED:
-        step, most = 255 if mask.mode == "1" else 1, 65535 if mask.mode.startswith("I;16") else 255
-        values, white = np.asarray(mask) * np.uint8(step), _zero_is_white(mask)
+        step, most = _step(mask), 65535 if mask.mode.startswith("I;16") else 255
+        values, white = np.asarray(mask), _zero_is_white(mask)
+        if mask.mode == "1":
+            values, step = values.astype(np.uint8) * 255, 255
         if white and most == 255:  # Pillow has inverted these
             values = 255 - values
         values = values // step

@@ -63,6 +63,8 @@ def check_ranges(config: DataConfig) -> None:
     positive |= {
         f"data.img_size_choices[{i}]": size for i, size in enumerate(config.img_size_choices or [])
     }
+    if config.img_size_choices == []:
+        raise ValueError("data.img_size_choices is empty; pass sizes, or remove it")
     check_signs(positive, {})
     around, share = config.crop_around, config.val_fraction
     refuse(

@@ -119,13 +119,12 @@ def open_shards(
     available = list(_load_info(place).get("splits", {}))
     splits = by_split(available, root)
     LeftOut([name for name in available if name not in splits.values()]).warn(root)
-    there = listed(available) or "none"
-    refuse(
-        *(
-            (split not in splits, f"expected a {split} split in _info.json of {place}, got {there}")
-            for split in (() if judged else ("train", "validation"))
-        )
-    )
+    for split in () if judged else ("train", "validation"):
+        if split not in splits:
+            raise ValueError(
+                f"expected a {split} split in _info.json of {place}, got "
+                f"{listed(available) or 'none'}"
+            )
     return {
         split: Shards(
             place,

@@ -51,9 +51,8 @@ def build_model(config: ModelConfig, spec: DataSpec) -> tuple[nn.Module, dict[st
     try:
         json.dumps(args)  # checks that they can be saved with the weights
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message="Initializing zero-element tensors"
-            )  # an error follows
+            # An error follows.
+            warnings.filterwarnings("ignore", message="Initializing zero-element tensors")
             model = create(config.name, spec.task, spec.num_classes, spec.in_chans, args)
     except UNBUILDABLE as error:
         if is_out_of_memory(error):

@@ -24,6 +24,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {}
 """The arguments of each of our names."""
 WRITERS: dict[str, type[nn.Module]] = {}
 """Autoregressive image models by name; they are not vision transformers."""
+MOST_BLOCKS = 10_000
+"""Maximum number of blocks of a model."""
 STATED_ELSEWHERE = ("img_size", "in_chans", "num_classes", "device", "dtype")
 
 
@@ -96,9 +98,12 @@ def create(
             other tasks are ``PatchClassifier``.
 
     Raises:
-        ValueError: the model does not support the task (see ``Segmenter``), or refuses its
-            arguments.
+        ValueError: the model does not support the task (see ``Segmenter``), has more than
+            ``MOST_BLOCKS`` blocks, or refuses its arguments.
     """
+    depth = args.get("depth")
+    if isinstance(depth, int) and depth > MOST_BLOCKS:  # building them would take hours
+        raise ValueError(f"depth must be at most {MOST_BLOCKS:,}, got {depth:,}; use fewer blocks")
     if (task == "generate") != (name in WRITERS):
         wrong = "generates no images; pass --model.name pixel_decoder"
         if name in WRITERS:

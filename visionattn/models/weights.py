@@ -317,7 +317,7 @@ def _tell_timm(model: nn.Module, text: str, path: str | Path) -> None:
     """
     try:
         kept = {key: value for key, value in json.loads(text).items() if key in KEPT}
-    except (AttributeError, ValueError) as error:
+    except (AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} has a damaged description of its model: {error}") from error
     spec, size = model.data_spec, model.patch_embed.img_size
     model.pretrained_cfg |= kept | dict(
@@ -346,7 +346,7 @@ def described(metadata: dict[str, str], path: str | Path) -> tuple[str, dict[str
         # macOS writes é as e and an accent: names are compared in their composed form.
         names = tuple(unicodedata.normalize("NFC", name) for name in spec.class_names)
         spec = replace(spec, class_names=names)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         said = first_line(error)
         raise ValueError(f"{path} has a damaged description of its model: {said}") from error
     if not timm.is_model(name):
@@ -373,7 +373,7 @@ def read_spec(text: str) -> DataSpec:
         fields = json.loads(text)
         spec = DataSpec(**{key: _with_tuples(value) for key, value in fields.items()})
         check_spec(spec)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"data: {first_line(error)}") from error
     return spec
 

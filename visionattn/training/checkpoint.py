@@ -436,16 +436,12 @@ def started_model(
         return converted.model, chosen, converted.args, lines
     if model.name == NAME:
         held = _args_in(source)
-        refuse(
-            *(
-                (
-                    key in held and key not in OPTIONS and held[key] != asked,
-                    f"expected model.args {key} {brief(held.get(key))} as in the initial weights, "
-                    f"got {brief(asked)}; {NONE_GIVEN}",
+        for key, asked in model.args.items():
+            if key in held and key not in OPTIONS and held[key] != asked:
+                raise ValueError(
+                    f"expected model.args {key} {brief(held[key])} as in the initial weights, got "
+                    f"{brief(asked)}; {NONE_GIVEN}"
                 )
-                for key, asked in model.args.items()
-            )
-        )
         model = replace(model, args=held | model.args)
     made, args = build_model(model, spec)
     return made, model, args, place_weights(made, model.name, source).lines() if first else []

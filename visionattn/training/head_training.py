@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from visionattn.cli.untrusted import refuse
 from visionattn.data.data_config import DataConfig
 from visionattn.data.geometry import geometry_of
 from visionattn.data.images import ImageDataset
@@ -132,10 +131,11 @@ def prepare_maps(
     """
     folder, usual = str(data.features), DataConfig()
     kept = FeatureFolder(folder)
-    changes = "data.{} changes images, but data.features are already extracted; remove it"
-    refuse(
-        *((getattr(data, key) != getattr(usual, key), changes.format(key)) for key in IMAGE_OPTIONS)
-    )
+    for key in IMAGE_OPTIONS:
+        if getattr(data, key) != getattr(usual, key):
+            raise ValueError(
+                f"data.{key} changes images, but data.features are already extracted; remove it"
+            )
     path = kept.folder / BACKBONE
     body = load_model(path)
     name, args, images = described(read_metadata(path), path)
@@ -146,20 +146,13 @@ def prepare_maps(
         f"model.args.{key}": args.get(key) == x for key, x in chosen.args.items() if key not in head
     }
     given |= {chosen.name: chosen.name in (name, ModelConfig.name)}
-    refuse(
-        *(
-            (
-                not same,
-                f"{key} differs from the model of data.features {folder} ({name}, blocks "
-                f"{body.taken}); remove it",
-            )
-            for key, same in given.items()
-        ),
-        (
-            not isinstance(splits.train, ImageDataset),
-            f"data.features {folder} needs data.name folder; remove it",
-        ),
-    )
+    if wrong := [key for key, same in given.items() if not same]:
+        raise ValueError(
+            f"{wrong[0]} differs from the model of data.features {folder} ({name}, blocks "
+            f"{body.taken}); remove it"
+        )
+    if not isinstance(splits.train, ImageDataset):
+        raise ValueError(f"data.features {folder} needs data.name folder; remove it")
     spec = splits.spec
     how = dict(leaves_out=takes_sizes(body))
     geometry = geometry_of(images, body.patch_px)

@@ -16,7 +16,6 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from visionattn.cli.untrusted import refuse
 from visionattn.data.formats import (
     DAMAGED_IMAGE,
     NotAsAsked,
@@ -109,15 +108,12 @@ class ImageSource(Closing):
             ValueError: there are no such rows or columns.
         """
         sides = (rows, self.height, "rows"), (columns, self.width, "columns")
-        refuse(
-            *(
-                (
-                    part.step not in (None, 1) or not 0 <= part.start < part.stop <= most,
-                    f"expected {what} {part.start} to {part.stop} of {self.name}, which has {most}",
+        for part, most, what in sides:
+            if part.step not in (None, 1) or not 0 <= part.start < part.stop <= most:
+                raise ValueError(
+                    f"expected {what} within 0 to {most} of {self.name}, got {part.start} to "
+                    f"{part.stop}"
                 )
-                for part, most, what in sides
-            )
-        )
         try:
             return self._read(rows, columns)
         except DAMAGED_IMAGE as error:

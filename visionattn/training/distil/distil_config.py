@@ -12,6 +12,7 @@ from typing import Any, Literal
 from visionattn.cli.parsing import config_files, parse
 from visionattn.cli.untrusted import refuse
 from visionattn.data.data_config import DataConfig
+from visionattn.data.geometry import check_sides
 from visionattn.data.option_ranges import check_signs
 from visionattn.model_config import ModelConfig
 from visionattn.models.conversion import NAME, OF_ATTENTION, RATES, StudentOptions
@@ -157,7 +158,6 @@ def check_distil(config: DistilConfig) -> None:
         ValueError: a wrong value; one line with the key, the allowed values and the given value.
     """
     stages, data = config.stages, config.data
-    strange = [name for name in config.options if name not in STUDENTS]
     by_teacher = "data.{} is set by the teacher; remove it"
     refuse(
         (
@@ -172,11 +172,6 @@ def check_distil(config: DistilConfig) -> None:
             f"{' '.join(stages) or 'none'}",
         ),
         (
-            strange,
-            f"options.{''.join(strange[:1])} would change the tokens, which must equal the "
-            f"teacher's; allowed options: {', '.join(STUDENTS)}",
-        ),
-        (
             data.task != "classification",
             f"distil needs data.task classification, got {data.task}; for other tasks use "
             "visionattn train",
@@ -184,6 +179,12 @@ def check_distil(config: DistilConfig) -> None:
         (data.mean is not None, by_teacher.format("mean")),
         (data.std is not None, by_teacher.format("std")),
     )
+    for name in config.options:
+        if name not in STUDENTS:
+            raise ValueError(
+                f"options.{name} would change the tokens, which must equal the teacher's; allowed "
+                f"options: {', '.join(STUDENTS)}"
+            )
     if config.search_softmax_blocks is not None:
         _check_search(config, config.search_softmax_blocks)
     for letter in config.stages:
@@ -192,7 +193,11 @@ def check_distil(config: DistilConfig) -> None:
         except ValueError as error:
             raise ValueError(f"stage {letter}: {error}") from error
     # Also of stages that do not run.
-    check_signs({f"{letter}.epochs": getattr(config, letter).epochs for letter in "abc"}, {})
+    for letter in STAGES:
+        stage: StageConfig = getattr(config, letter)
+        check_signs({f"{letter}.epochs": stage.epochs}, {})
+        if stage.img_size is not None:
+            check_sides(stage.img_size, f"{letter}.img_size")
 
 
 def _check_search(config: DistilConfig, wanted: int) -> None:

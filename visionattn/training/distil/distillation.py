@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 from visionattn.cli.commands import typed
 from visionattn.cli.files import unfinished, write_text
 from visionattn.cli.parsing import parse, yaml_text
-from visionattn.cli.untrusted import checked, from_json, intact, read_csv, refuse
+from visionattn.cli.untrusted import checked, from_json, intact, read_csv
 from visionattn.data.geometry import geometry_of
 from visionattn.data.splits import check_root, eval_batches
 from visionattn.models.building import patch_size
@@ -158,17 +158,12 @@ def check_same(config: DistilConfig, folder: Path) -> None:
     if done:
         fixed += [*SETTLED, *(f"{letter}." for letter in done)]
     old = parse(DistilConfig, ["--config", str(folder / DISTIL)])
-    changed = [line.strip() for line in differences(asdict(old), asdict(config))]
-    refuse(
-        *(
-            (
-                line.startswith(tuple(fixed)),
-                f"{folder} has another distillation: {line}; resume with the same options, or pass "
-                "--overwrite to start over",
+    for line in differences(asdict(old), asdict(config)):
+        if line.strip().startswith(tuple(fixed)):
+            raise ValueError(
+                f"{folder} has another distillation: {line.strip()}; resume with the same options, "
+                "or pass --overwrite to start over"
             )
-            for line in changed
-        )
-    )
 
 
 def checked_teacher(config: DistilConfig) -> Taught:
