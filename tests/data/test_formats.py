@@ -365,3 +365,14 @@ def test_a_file_of_pages_is_told(tmp_path):
     _, lines = settle(files, range(40), ReadOptions(1))
     assert len(lines) == 1 and "several pages (3 in" in lines[0] and "00.tif" in lines[0]
     assert settle(files, range(40), ReadOptions(1, page=1))[1] == []
+
+
+def test_dropped_transparency_is_told(tmp_path):
+    for mode in ("RGB", "RGBA"):
+        Image.new(mode, (9, 8)).save(tmp_path / f"{mode}.png")
+    files = Files([str(tmp_path / "RGB.png"), str(tmp_path / "RGBA.png")])
+    _, (line,) = settle(files, range(2), ReadOptions(3))
+    assert "alpha channel (transparency) is dropped" in line and "RGBA.png" in line
+    assert settle(files, range(1), ReadOptions(3))[1] == []
+    only = Files([str(tmp_path / "RGBA.png")])
+    assert settle(only, range(1), ReadOptions(4, bands=(1, 2, 3, 4)))[1] == []

@@ -145,3 +145,17 @@ def test_the_command_draws_one_file_says_one_line_and_trains_nothing(tmp_path, c
         train(small_config(tmp_path, show_batch=str(tmp_path / "x.png")))
     assert [path.name for path in tmp_path.iterdir()] == ["seen.png"]
     assert (tmp_path / "seen.png").read_bytes() == before
+
+
+def test_captions_name_the_files(tmp_path):
+    for split in ("train", "val"):
+        for kind, value in (("dark", 20), ("light", 200)):
+            folder = tmp_path / "pictures" / split / kind
+            folder.mkdir(parents=True)
+            for number in range(3):
+                Image.new("L", (16, 16), value).save(folder / f"{kind}{number}.png")
+    data = dict(name="folder", root=str(tmp_path / "pictures"), fit="crop")
+    for part in first_batches(small_config(tmp_path, data=data)):
+        assert "sizes: height x width" in part.note and len(part.pictures) == 6
+        named = {picture.captions[:2] for picture in part.pictures}
+        assert named == {(k, f"{k}{n}.png") for k in ("dark", "light") for n in range(3)}

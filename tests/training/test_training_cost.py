@@ -337,6 +337,13 @@ def test_an_epoch_computes_its_steps_and_its_evaluation(tmp_path, timed, checkpo
     assert steps == pytest.approx(3 * (4 + 4 * 23 / 64 / forwards))
 
 
+def test_a_head_on_kept_features_is_not_timed(tmp_path, timed):
+    trainer = small_trainer(small_config(tmp_path), quadrants(64))
+    trainer.config.data.features = "features"
+    told = forecast(trainer, Expected(1 << 20, None))
+    assert timed == [] and told.endswith("estimated time: known after the first steps")
+
+
 def test_the_median_of_batches_is_timed_unless_the_model_is_cut(tmp_path, monkeypatch, timed):
     trainer = small_trainer(small_config(tmp_path))
     shapes = np.array([[4, 8 * n, 8] for n in range(20, 0, -1)])

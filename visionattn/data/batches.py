@@ -345,7 +345,7 @@ class _Batches:
         self._keys = _BatchKeys(
             len(dataset), batch_size, choices, seed, canvases, config.batch_patches, labels, crops
         )
-        self._on_error = config.on_error
+        self._on_error, self.dataset = config.on_error, dataset
         self.unreadable: set[str] = set()
         if self._keys.buckets is not None:
             # Unreadable images are known here, before the others are used.
@@ -388,8 +388,8 @@ class _Batches:
         """Return the number of unreadable images skipped so far."""
         return len(self.unreadable)
 
-    def _iterate(self) -> Iterator[tuple[Batch, list[int]]]:
-        """Yield batches, and the indices of their images in the dataset."""
+    def numbered(self) -> Iterator[tuple[Batch, list[int]]]:
+        """Yield the batches with the indices of their images in the dataset."""
         for batch, unreadable, numbers in self._loaded():
             for image in unreadable:
                 self._leave_out(image)
@@ -436,9 +436,9 @@ class TrainBatches(_Batches):
         """
         self._keys.epoch, self._keys.start = number, start
         if self.weights is None:
-            return (batch for batch, _ in self._iterate())
+            return (batch for batch, _ in self.numbered())
         weights = self.weights
-        return (batch._replace(weights=weights[numbers]) for batch, numbers in self._iterate())
+        return (batch._replace(weights=weights[numbers]) for batch, numbers in self.numbered())
 
 
 class EvalBatches(_Batches):
@@ -452,7 +452,7 @@ class EvalBatches(_Batches):
 
     def __iter__(self) -> Iterator[Batch]:
         self.numbers = given = []
-        for batch, numbers in self._iterate():
+        for batch, numbers in self.numbered():
             given += numbers
             if len(batch.labels):
                 yield batch

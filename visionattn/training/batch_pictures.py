@@ -2,16 +2,17 @@
 The batches are made as in a run, but no file of a run is written.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
 from visionattn.cli.files import check_free, write_whole
-from visionattn.data.batches import Batch, seed_batch
+from visionattn.data.batches import Batch, EvalBatches, TrainBatches, seed_batch
 from visionattn.data.geometry import Geometry
 from visionattn.data.splits import check_root, training_geometry
 from visionattn.data.synthetic_images import seen_as
@@ -65,16 +66,16 @@ def first_batches(config: TrainConfig) -> list[SheetPart]:
     config = replace(config, data=data, parallel=None)
     trainer, *_ = engine.build(config, None, False, Processes(), torch.device("cpu"))
     training = []
-    for number, batch in first(trainer.batches.epoch(0), "training"):
+    for number, batch, names in first(trainer.batches, "training"):
         images, classes = batch.images, known(trainer.spec, batch)
         if trainer.mix is not None:
             seed_batch(config.seed, 0, number)
             inputs, classes = trainer.inputs(batch)
             images = unprepared(trainer.spec, inputs)
-        training.append((images, classes, batch.sizes))
+        training.append((images, classes, batch.sizes, names))
     validation = [
-        (batch.images, known(trainer.spec, batch), batch.sizes)
-        for _, batch in first(trainer.validation, "validation")
+        (batch.images, known(trainer.spec, batch), batch.sizes, names)
+        for _, batch, names in first(trainer.validation, "validation")
     ]
     seen, whole = training_geometry(trainer.spec, data), trainer.geometry
     return [
@@ -94,21 +95,33 @@ def known(spec: DataSpec, batch: Batch) -> Tensor:
     return one_hot(batch.labels, spec.num_classes)
 
 
-def first(batches: Iterable[Batch], name: str) -> list[tuple[int, Batch]]:
-    """Return the first batches with images, enough to fill a sheet, with their numbers.
+def first(batches: Any, name: str) -> list[tuple[int, Batch, list[str]]]:
+    """Return the first batches with images, enough to fill a sheet: number, batch, and the file
+    name of each image, empty without files.
 
     Raises:
         ValueError: no image can be read.
     """
-    found = []
-    for number, batch in enumerate(batches):
+    found: list[tuple[int, Batch, list[str]]] = []
+    for number, (batch, names) in enumerate(with_names(batches)):
         if len(batch.labels):
-            found.append((number, batch))
-        if sum(len(each.labels) for _, each in found) >= MOST_PICTURES:
+            found.append((number, batch, names))
+        if sum(len(each.labels) for _, each, _ in found) >= MOST_PICTURES:
             break
     if not found:
         raise ValueError(f"expected a readable {name} image to show, got none; check the files")
     return found
+
+
+def with_names(batches: Any) -> Iterator[tuple[Batch, list[str]]]:
+    """Yield the batches of the first epoch with the names of their files."""
+    if not isinstance(batches, TrainBatches | EvalBatches):  # a stream has no indices
+        for batch in batches.epoch(0) if hasattr(batches, "epoch") else batches:
+            yield batch, [""] * len(batch.labels)
+        return
+    name = getattr(batches.dataset, "name", lambda _: "")
+    for batch, numbers in batches.numbered():
+        yield batch, [Path(name(number)).name for number in numbers]
 
 
 def unprepared(spec: DataSpec, inputs: Tensor) -> Tensor:
@@ -124,7 +137,7 @@ def unprepared(spec: DataSpec, inputs: Tensor) -> Tensor:
 def part(
     title: str,
     trainer: Trainer,
-    batches: Sequence[tuple[Tensor, Tensor, Tensor | None]],
+    batches: Sequence[tuple[Tensor, Tensor, Tensor | None, list[str]]],
     geometry: Geometry,
     *,
     changes: str,
@@ -136,19 +149,19 @@ def part(
         trainer: the trainer of the run.
         batches: for each batch: images ``[B, C, H, W]`` before ``DataSpec.prepare``; ground truth
             from ``known``; height and width in pixels of each image without padding, ``[B, 2]``, or
-            None without padding.
+            None without padding; file names.
         geometry: their preprocessing.
         changes: the augmentation, in words.
     """
     spec, masked = trainer.spec, trainer.spec.task == "segmentation"
     most = MOST_PICTURES // (1 + masked)
     pictures: list[SheetPicture] = []
-    for images, classes, present, *_ in batches:
+    for images, classes, present, names in batches:
         full = (images.shape[2], images.shape[3])
         for index, image in enumerate(images[: most - len(pictures) // (1 + masked)]):
             filled = full if present is None else tuple(present[index].tolist())
             name = "image" if masked else named(spec, classes[index])
-            lines = sizes(trainer.model, filled, full)
+            lines = [*filter(None, [names[index]]), *sizes(trainer.model, filled, full)]
             pictures.append(SheetPicture(visible(image), filled, (name, *lines)))
             if masked:  # the mask comes after its image
                 lines = in_mask(spec, classes[index][: filled[0], : filled[1]])
@@ -158,7 +171,7 @@ def part(
     which = f"{most} of the" if count > most else "all"
     of = "batch" if len(batches) == 1 else f"{len(batches)} batches"
     seen = seen_as(trainer.splits.train, geometry)
-    note = f"{which} {count} images of the first {of}; {seen}; {changes}"
+    note = f"{which} {count} images of the first {of}; {seen}; {changes}; sizes: height x width"
     if bands not in (1, 3):
         note += f"; of {bands} bands {'the first three are' if bands > 3 else 'the first is'} drawn"
     return SheetPart(title, note, pictures)

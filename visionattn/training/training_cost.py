@@ -312,9 +312,10 @@ def forecast(trainer: Trainer, memory: Expected) -> str | None:
     images = images_of(shapes[:, 1:], count, cell, cells=cells)
     usual = shapes[np.argsort(shapes.prod(1), kind="stable")[len(shapes) // 2]].tolist()
     tried = share_of((usual[0], usual[1], usual[2]), size)
-    # A sharded model, or a model that shares images, cannot run on one process.
-    alone = trainer.spread.kind in (None, "ddp")
-    each = trainer.processes.gather(forward_seconds(trainer, tried) if alone else None)[0]
+    # A sharded model, or a model that shares images, cannot run on one process. A head on kept
+    # features trains on samples of patches, so its time does not follow the size of images.
+    timed = trainer.spread.kind in (None, "ddp") and config.data.features is None
+    each = trainer.processes.gather(forward_seconds(trainer, tried) if timed else None)[0]
     if each is None:
         return f"{images}; {memory}; estimated time: known after the first steps"
     share = FORWARD_CHECKPOINTED if config.model.grad_checkpointing else FORWARD

@@ -213,6 +213,8 @@ class _Seen(NamedTuple):
     dtype: np.dtype
     scaled: bool
     """Whether it states scale and offset."""
+    drops_alpha: bool
+    """Whether it has an alpha channel that is not read."""
     ends: tuple[float, float] | None = None
     """The smallest and the largest value, if the range is unknown."""
     unknown: str = ""
@@ -232,7 +234,7 @@ def settle(
 
     Returns:
         The options, with the value range of integers whose files do not state it, and messages
-        about this range and unused pages.
+        about this range, unused pages and transparency.
 
     Raises:
         ValueError: the values are not integers of up to 16 bits and have no range, or no inspected
@@ -254,7 +256,13 @@ def settle(
     if seen and all(file.dtype == np.uint8 for file in seen):
         seen += _first_deep(source, indices, options)
     options, lines = _settled(seen, options, strict)
-    return options, lines + _of_pages(seen)
+    lines += _of_pages(seen)
+    if transparent := [file.name for file in seen if file.drops_alpha]:
+        lines.append(
+            f"the alpha channel (transparency) is dropped: transparent pixels show the color that "
+            f"the file stores, often black or white ({transparent[0]})"
+        )
+    return options, lines
 
 
 def settle_one(reader: Reader, name: str, options: ReadOptions) -> tuple[ReadOptions, list[str]]:
@@ -294,7 +302,9 @@ def _of_pages(seen: Sequence[_Seen]) -> list[str]:
 def _look(reader: Reader, name: str, options: ReadOptions) -> _Seen:
     bands = bands_of(reader, options)
     pages = reader.pages if options.page is None else 1
-    seen = _Seen(name, pages, reader.dtype, reader.meaning.scale is not None)
+    # In some formats alpha marks pixels without data, which is used.
+    drops_alpha = reader.alpha and options.bands is None and not reader.meaning.alpha
+    seen = _Seen(name, pages, reader.dtype, reader.meaning.scale is not None, drops_alpha)
     if reader.dtype == np.uint8 or range_of(reader, options) is not None:
         return seen
     parts = (reader.read(box, box.height, box.width, bands) for box in blocks(reader))
