@@ -14,6 +14,7 @@ from PIL import Image
 from torch.nn import functional as F
 
 from tests.helpers.resumed_runs import assert_same_end, interrupt, stop_after
+from tests.helpers.several_processes import run_processes
 from visionattn.cli.exit_codes import Stopped
 from visionattn.cli.parsing import parse
 from visionattn.data.batches import SampleKey
@@ -25,6 +26,7 @@ from visionattn.inference.feature_options import parse_extract
 from visionattn.model_config import ModelConfig
 from visionattn.models.weights import load_model
 from visionattn.training.config import LossConfig, OptimConfig, TrainConfig
+from visionattn.training.distributed import joined
 from visionattn.training.engine import train
 from visionattn.training.head_training import prepare_maps
 
@@ -334,3 +336,25 @@ def test_samples_of_patches_are_balanced_already(root, tmp_path):
         ValueError, match="samples a fixed share of patches with objects; remove it"
     ):
         train(config, stream=io.StringIO())
+
+
+@pytest.mark.parametrize(
+    ("task", "head"),
+    [
+        ("classification", dict(head_hidden=16)),
+        ("segmentation", dict(head_hidden=16, head_depth=1)),
+    ],
+)
+def test_two_processes_train_the_head_of_one(root, tmp_path, task, head):
+    def work(rank):
+        with joined() as processes:
+            train(config_of(root, tmp_path / "two", task, head), processes=processes)
+
+    ended = run_processes(2, work, tmp_path / "streams")
+    assert [each.code for each in ended] == [0, 0], "".join(each.err for each in ended)
+    train(config_of(root, tmp_path / "one", task, head))
+    found, wanted = (
+        load_model(tmp_path / name / "small/best.safetensors") for name in ("two", "one")
+    )
+    for (name, x), y in zip(found.state_dict().items(), wanted.state_dict().values(), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5, msg=name)
