@@ -342,6 +342,7 @@ def test_samples_of_patches_are_balanced_already(root, tmp_path):
     ("task", "head"),
     [
         ("classification", dict(head_hidden=16)),
+        ("segmentation", dict()),
         ("segmentation", dict(head_hidden=16, head_depth=1)),
     ],
 )
