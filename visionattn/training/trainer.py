@@ -153,7 +153,7 @@ class Trainer:
         kind = choose_kind(config, self.processes.size)
         self.called = self.objective.called(model)
         if kind == "sequence" and self.called is not model:
-            raise ValueError("parallel sequence needs data.task classify; use ddp")
+            raise ValueError("parallel sequence needs data.task classification; use ddp")
         self.spread = Spread(
             kind,
             self.called,
