@@ -48,8 +48,11 @@ def main() -> None:
                     for column in range(columns):
                         left, top = width * column, height * row
                         tile = layer.crop((left, top, left + width, top + height))
-                        suffix = "jpg" if short == "images" else "tif"
-                        tile.save(place / f"{file.stem}_{row}{column}.{suffix}", quality=95)
+                        name = place / f"{file.stem}_{row}{column}"
+                        if short == "images":
+                            tile.save(name.with_suffix(".jpg"), quality=95)
+                        else:
+                            tile.save(name.with_suffix(".tif"))
         print(split, len(pictures), "pictures")
 
 
