@@ -5,11 +5,14 @@ import runpy
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
+from PIL import Image
 
 import visionattn
 from tests.helpers.documented_inputs import write_classes, write_masks
+from visionattn.command import main
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "docs" / "examples").glob("*.py"))
 
@@ -39,6 +42,41 @@ def test_features_to_scikit_learn(start):
 
 def test_pretrained_vit_small_head(start):
     assert number_after(start("pretrained_vit_small_head"), "accuracy on 20 test images") > 0.8
+
+
+def test_masks_from_class_folders(start, tmp_path):
+    """Noise with a red or a blue square: the class is the color."""
+    squares = {}
+    for number in range(24):
+        draw = np.random.default_rng(number)
+        image = draw.integers(90, 160, (64, 80, 3)).astype(np.uint8)
+        top, left = draw.integers(0, 40), draw.integers(0, 56)
+        label, split = ("blue", "red")[number % 2], ("train", "val", "test")[number // 8]
+        image[top : top + 24, left : left + 24] = [[0, 0, 255], [255, 0, 0]][number % 2]
+        folder = tmp_path / "images" / split / label
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(folder / f"{number}.png")
+        squares[f"{label}_{number}.png"] = split, 1 + number % 2, top, left
+    argv = ["--model", "vit_tiny_patch16_224", "--args.depth", "1", "--args.patch_size", "8"]
+    argv += ["--dense", "--blocks", "0", "--args.dynamic_img_size", "true"]
+    argv += ["--images", "images", "--fit", "native", "--img-size", "native"]
+    assert main(["features", *argv, "--output", "features"]) == 0
+    found = start("masks_from_class_folders", "features", "masks")
+    assert "16 masks of 2 classes" in found  # the images in test are left out
+    assert "classes: [background, blue, red]" in Path("masks/classes.yaml").read_text()
+    for name, (split, value, top, left) in squares.items():
+        path = Path("masks/masks", split, name)
+        assert path.exists() == (split != "test")
+        if path.exists():
+            mask = np.array(Image.open(path))
+            square = np.zeros((64, 80), bool)
+            square[top : top + 24, left : left + 24] = True
+            assert set(np.unique(mask)) <= {0, value, 255}
+            assert (mask[~square] == value).mean() < 0.1 < (mask[square] == value).mean()
+    data = dict(name="folder", root="masks", task="segmentation", features="features")
+    optim = dict(lr=1e-2, warmup_epochs=0.5)
+    trained = visionattn.train({"data": data, "epochs": 30, "batch_size": 2, "optim": optim})
+    assert trained.validation > 0.4
 
 
 @pytest.mark.slow
@@ -76,14 +114,14 @@ def test_each_takes_a_folder(start, tmp_path, monkeypatch):
 
     monkeypatch.setattr(timm, "create_model", small)
     monkeypatch.setattr(visionattn, "train", short)
-    for path in EXAMPLES:
+    for path in (each for each in EXAMPLES if each.stem != "masks_from_class_folders"):
         folder = "masks" if path.stem == "segment_a_geotiff" else "classes"
         assert re.search("accuracy|mean IoU on", start(path.stem, folder))
 
 
 def test_scripts_are_short_and_named_in_their_docstrings():
-    assert len(EXAMPLES) == 4
+    assert len(EXAMPLES) == 5
     for path in EXAMPLES:
         text = path.read_text()
-        assert len(text.splitlines()) < 60
+        assert len(text.splitlines()) < 80
         assert f"\n    python docs/examples/{path.name} path/to/" in text
