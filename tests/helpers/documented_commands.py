@@ -112,6 +112,9 @@ def parse_command(words: list[str]) -> None:
         parse_subcommand(load_tool(Path(rest[0]).stem).args[0], *rest[1:])
     elif rest[0].startswith("docs/figures/") and len(rest) > 1:
         parse_only(rest, lambda: runpy.run_path(str(ROOT / rest[0]), run_name="__main__"))
+    elif rest[0].startswith("docs/examples/"):
+        usage = (ROOT / rest[0]).read_text().split("\n    python ")[1].split("\n")[0]
+        assert len(usage.split()) == len(rest), usage
     else:  # a script without options, or one that the page prints
         assert Path(rest[0]).suffix == ".py" and len(rest) == 1, rest
 

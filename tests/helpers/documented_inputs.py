@@ -39,7 +39,7 @@ NOT_RUN = {
     r"--nnodes": "several machines",
     r"cifar10_patch4|idrid": "need published data; tests/data reads small copies",
     r"benchmark targets|benchmark papers": "hours; tests/lab runs them at small sizes",
-    r"rows\.py|docs/figures/": "a script, not a command; its own tests run it",
+    r"rows\.py|docs/figures/|docs/examples/": "a script, not a command; its own tests run it",
 }
 """Commands that do not run here, as regular expressions, and why."""
 
