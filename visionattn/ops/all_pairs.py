@@ -1,10 +1,11 @@
 """Content and joint relative position of all pairs in one matrix: the fastest form for few tokens
 on a CPU.
 
-With few tokens, sums over classes and features cost more than the weights of all pairs. Blocks of
-some queries and all keys stay in cache: time is quadratic, memory linear. The backward pass
-recomputes each block (with plain autograd, a training step took 1.3 to 1.7 times as long). Under a
-compiler, where sizes may be symbolic, the operators of both terms are used instead.
+With few tokens, sums over classes and features cost more than the weights of all pairs. The weights
+are computed in blocks of some queries and all keys, which stay in cache: time is quadratic, memory
+linear. The backward pass recomputes each block; with plain autograd, a training step took 1.3 to
+1.7 times as long. Compiled graphs use the separate operators of content and relative position
+instead, because sizes may be symbolic there.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,10 +36,10 @@ from visionattn.ops.position.relative_position import (
 from visionattn.ops.taylorshift.taylorshift_features import EPS
 
 MOST_PAIRS = 900**2
-"""Number of pairs above which sums over classes of positions, by tiles, are faster.
+"""Number of pairs above which the tiled sums over classes of relative position are faster.
 
-Measured on an Intel Xeon with AMX, one thread, torch 2.14, 26 November 2026: both break even at 850
-to 1,000 tokens (forward and with gradients, head widths 32 and 64, float32), and at 780 in
+Measured on an Intel Xeon with AMX, one thread, torch 2.14, 26 November 2026: both forms break even
+at 850 to 1,000 tokens (forward and with gradients, head widths 32 and 64, float32), and at 780 in
 bfloat16.
 """
 BLOCK_ELEMENTS, BLOCK_QUERIES = 1 << 17, (128, 256)
@@ -67,7 +68,7 @@ def mean_of_pairs(
 ) -> tuple[Tensor, Tensor]:
     """Return the weighted mean under content and relative position, and the sum of the weights.
 
-    The arguments are as for ``pair_mean``; the relative position is as the attentions take it.
+    The arguments are as for ``pair_mean``, with ``relative`` in place of table, counts and total.
     """
     position: tuple[Tensor | None, ...] = (None, None, None)
     if relative is not None:
@@ -88,7 +89,7 @@ def _flops(q, k, v, table, *, backward: bool) -> int:
 
 
 def _empty_mean(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return uninitialized memory for the mean, with tokens before heads, and for the mass."""
+    """Return uninitialized memory for the mean (``tokens_first``) and for the mass."""
     dtype = accumulation_dtype(q, k, v)
     out = tokens_first(q, *q.shape[:3], v.shape[3], dtype=dtype)  # type: ignore[call-arg]
     return out, q.new_empty(q.shape[:3], dtype=dtype)
@@ -113,20 +114,20 @@ def pair_mean(
     Args:
         q, k, v: ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]``, any floating point dtype and
             strides.
-        temperature: for TaylorShift, ``[h]``: length to which q is scaled; k is scaled to unit
-            length.
+        temperature: for TaylorShift, ``[h]``, the length to which q is scaled; k is scaled to unit
+            length. None: both are unchanged.
         key_mask: bool ``[B, M]``, True takes part.
         table: ``[h or 1, 2Ry+1, 2Rx+1, d]`` in the dtype of the sums. With a table, the tokens are
             the prefix tokens and then the whole grid.
-        counts: keys of each class for each patch, ``[1 or B, H, W, C]``; needed with a table.
+        counts: number of keys in each class for each patch, ``[1 or B, H, W, C]``; needed with a
+            table.
         total: for "mean", the number of keys that take part, ``[1 or B, 1, 1, 1]``; None: "sum".
-        feature_map: for kernelized attention: "elu1", "relu", or "given" if q and k are features
-            already.
+        feature_map: for kernelized attention: "elu1" or "relu". TaylorShift takes "given".
         coefficients: (a, b, c) of TaylorShift; empty: kernelized attention.
 
     Returns:
-        the mean ``[B, h, N, e]``, 0 for a query without weights, with tokens before heads in
-        memory, and the mass ``[B, h, N]``; float32 (float64 for float64 inputs).
+        the mean ``[B, h, N, e]``, 0 for a query whose weights are all 0, in the memory order of
+        ``tokens_first``; and the mass ``[B, h, N]``. Both are float32 (float64 for float64 inputs).
     """
     options = temperature, key_mask, table, counts, total, feature_map, coefficients
     out, mass = _empty_mean(q, k, v)
@@ -164,8 +165,8 @@ def pair_mean_backward(
     feature_map: str,
     coefficients: Sequence[float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of ``pair_mean`` with respect to q, k, v, in their dtypes, temperature
-    and table (empty if None).
+    """Return the gradients of ``pair_mean`` with respect to q, k and v, in their dtypes, and to
+    temperature and table (empty if None).
     """
     dq, dk, dv = (mass.new_zeros(x.shape) for x in (q, k, v))
     learned = [mass.new_zeros(0 if x is None else x.shape) for x in (temperature, table)]
@@ -188,11 +189,11 @@ differentiate(
 
 
 class _Side:
-    """Queries or keys ``x [g, n, d]`` in the form that scores need, ``rows``, and the backward
-    step.
+    """Queries or keys ``x [g, n, d]``, mapped to the ``rows`` that enter the scores, with the
+    backward step of the map.
 
-    TaylorShift (``feature_map`` "given") multiplies them by a ``length [g, 1, 1]``, after scaling
-    to unit length if ``normalised``. Rows in ``absent [g, n, 1]`` are 0.
+    TaylorShift (``feature_map`` "given") scales x to unit length if ``normalised``, and then
+    multiplies it by ``length [g, 1, 1]``. Rows in ``absent [g, n, 1]`` are 0.
     """
 
     def __init__(self, x: Tensor, feature_map: str, normalised: bool, length, absent):
@@ -209,8 +210,9 @@ class _Side:
             self.rows = _elu1(self.x) if feature_map == "elu1" else self.x.clamp(min=0)
 
     def backward(self, grad: Tensor) -> Tensor | None:
-        """Turn the gradient of ``rows`` into the gradient of ``x``, in place; return the gradient
-        of the length, ``[g]``.
+        """Turn the gradient of ``rows`` into the gradient of ``x``, in place.
+
+        Return the gradient of the length, ``[g]``, or None if x is not normalized.
         """
         d_length = None
         if self.feature_map == "elu1":
@@ -236,11 +238,11 @@ def _elu1(x: Tensor) -> Tensor:
 
 
 class _Part:
-    """One piece of the batch: q, k and v of the images ``b``, prepared for the blocks.
+    """The operands of the images ``b``, prepared for the blocks.
 
-    With ``g = images * heads`` it holds rows of queries ``[g, N, d]``, rows of keys ``[g, M, d]``,
-    values ``[g, M, e]`` and, with a table, the weights of the classes for each query
-    ``[g, N, C + 1]``. The last class is for pairs with a prefix token.
+    ``tensors`` holds the rows of the queries ``[g, N, d]``, the rows of the keys ``[g, M, d]``, the
+    values ``[g, M, e]`` and, with a table, the weight of each class for each query
+    ``[g, N, C + 1]``, with ``g = images * heads``. The last class is for pairs with a prefix token.
 
     TaylorShift's weight is a completed square, ``(sqrt(a) x + b / (2 sqrt(a)))^2 + rest``.
     """
@@ -287,21 +289,22 @@ class _Part:
         self.tensors.append(classes.add_(self.rest) if self.rest else classes)
 
     def blocks(self) -> list[tuple[slice, slice]]:
-        """Return the heads and queries of each block."""
+        """Return the heads and the queries of each block, as pairs of slices."""
         query, key = self.tensors[:2]
         queries, heads = block_size(query.shape[1], key.shape[1])
         of_queries = chunks(query.shape[1], queries)
         return in_turn([(g, t) for t in of_queries for g in chunks(len(query), heads)])
 
     def weights(self, g: slice, t: slice) -> tuple[Tensor, Tensor | None]:
-        """Return the weights ``[g, T, M]`` of a block, and the scores that were squared.
+        """Return the weights ``[g, T, M]`` of a block, and TaylorShift's scores before squaring
+        (else None).
 
-        Both are valid until the next block.
+        Both are valid until the next call.
         """
         query, key, *classes = self.tensors[0][g, t], self.tensors[1][g], *self.tensors[3:]
         shape, scores = (*query.shape[:2], key.shape[1]), None
         weights = self._memory("weights", shape)
-        # First the weights of classes, then the content added to them.
+        # Write the weights of relative position first, then add the weights of the content.
         if classes:
             torch.gather(classes[0][g, t], 2, self.index(t).expand(shape), out=weights)
         if self.square:
@@ -319,10 +322,12 @@ class _Part:
     def backward(
         self, d_values: Tensor, d_mass: Tensor, d_query: Tensor, d_key: Tensor, d_value: Tensor
     ) -> list[Tensor | None]:
-        """Fill the gradients of q, k and v, which must be 0, from the gradients of both sums.
+        """Write the gradients of q, k and v to ``d_query``, ``d_key`` and ``d_value``, which must
+        start at 0.
 
-        The sums are of values ``[g, N, e]`` and of weights ``[g, N, 1]``. Return the gradients of
-        temperature and table of each head, None for those not given.
+        The upstream gradients are ``d_values [g, N, e]`` of the sums of values and
+        ``d_mass [g, N, 1]`` of the sums of weights. Return the gradients of temperature ``[g]`` and
+        table ``[g, 2Ry+1, 2Rx+1, d]``; None for an input that is None.
         """
         query, key, value = self.tensors[:3]
         d_classes = [x.new_zeros(x.shape) for x in self.tensors[3:]]
@@ -339,7 +344,7 @@ class _Part:
                 d_weights.mul_(scores)
             torch.bmm(d_weights, key[g], out=d_query[g, t])
             d_key[g].baddbmm_(d_weights.mT, query[g, t])
-        if self.square:  # the derivative of a square is twice its root
+        if self.square:  # the factor 2 of the derivative of a square
             d_query.mul_(2), d_key.mul_(2)
         if self.absent is not None:
             d_value.masked_fill_(self.absent.mT, 0)
@@ -354,7 +359,7 @@ class _Part:
         return [d_length, d_table.unflatten(1, (2 * self.where[1][0] + 1, -1))]
 
     def index(self, t: slice) -> Tensor:
-        """Return the class of each pair of some queries, ``[T, M]``."""
+        """Return the class of each pair of the queries ``t`` and all keys, ``[T, M]``."""
         query, make = self.tensors[0], _remembered_classes
         make = _classes if isinstance(query, FakeTensor) else make
         return make(*self.where, self.prefix, t.start, t.stop, query.device)
@@ -377,7 +382,7 @@ def _classes(
 ) -> Tensor:
     """Return the class of each key for the queries ``start .. stop``, ``[T, P + H*W]``.
 
-    Pairs with a prefix token get the number after the last class.
+    Pairs with a prefix token have the number after the last class.
     """
     width, place = max(1, grid[1]), torch.arange(start - prefix, stop - prefix, device=device)
     axes = []
@@ -408,6 +413,6 @@ def block_size(n: int, m: int) -> tuple[int, int]:
 
 
 def _images(q: Tensor, k: Tensor) -> Iterator[slice]:
-    """Yield slices of images whose weights make one block; each has at least one image."""
+    """Yield slices of at least one image whose weights fit one block."""
     size = block_size(q.shape[2], k.shape[2])[1] // max(1, q.shape[1])
     yield from in_turn(chunks(q.shape[0], max(1, size)) if q.shape[1] else [])

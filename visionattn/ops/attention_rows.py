@@ -1,8 +1,9 @@
-"""Attention weights of chosen queries over all keys; the operations themselves never form them.
+"""Attention weights of chosen queries over all keys.
 
-A row takes time and memory linear in the keys, so a few rows are affordable on images of any size.
-A row holds the weights of the operation with the same name: it sums to 1 over the keys, and the
-mean of the values under it is the operation's output. Rows have no gradient.
+The operations never store these weights. A row of weights takes time and memory linear in the
+number of keys, so a few rows are affordable for images of any size. Each row sums to 1, and the
+mean of the values under it is the output of the operation with the same name. Rows have no
+gradient.
 """
 
 from collections.abc import Callable, Iterator
@@ -45,16 +46,16 @@ class AttentionRows(NamedTuple):
     """Rows of attention weights; float32 (float64 for float64 inputs)."""
 
     content: Tensor
-    """``[B, h, Q, M]``: the share of each key that comes from its content. Under a softmax it is
-    the whole weight, because a bias is not a separate summand.
+    """``[B, h, Q, M]``: the part of each weight from the content. Under a softmax it is the whole
+    weight, because the bias of relative position is not a separate summand.
     """
     relative: Tensor | None
-    """``[B, h, Q, M]``: the share that comes from its place; None without such a summand."""
+    """``[B, h, Q, M]``: the part of each weight from relative position; None without one."""
 
     @property
     def total(self) -> Tensor:
-        """Return the weights ``[B, h, Q, M]``; each row sums to 1, or to 0 if a query has no weight
-        at all.
+        """Return the weights ``[B, h, Q, M]``; each row sums to 1, or to 0 if all weights of the
+        query are 0.
         """
         return self.content if self.relative is None else self.content + self.relative
 
@@ -103,7 +104,7 @@ def kernelized_rows(
     """Return rows of ``kernelized_attention``; arguments and errors as for ``taylorshift_rows``."""
     seen = _seen(q, k, rows, relative, key_mask, causal)
     feature_map, queries, keys = get_feature_map(feature_map), seen.queries, seen.keys
-    if map_name(feature_map) == "elu1":  # a factor of all features cancels in the weights
+    if map_name(feature_map) == "elu1":  # see ``raised``: a common factor of all weights cancels
         queries = raised(queries, (3,))
         if relative is None and not causal:
             keys = raised(keys, (2, 3), seen.mask)
@@ -165,8 +166,8 @@ ROWS: dict[str, Callable[..., AttentionRows]] = {
 
 
 class _Seen(NamedTuple):
-    """Chosen queries ``[B, h, Q, d]`` and all keys ``[B, h, M, d]`` of one call, with the keys that
-    each query sees, bool ``[B or 1, Q or 1, M]``.
+    """The operands of one call: chosen queries ``[B, h, Q, d]``, all keys ``[B, h, M, d]``, and
+    ``visible``, the keys that each query sees, bool ``[B or 1, Q or 1, M]``.
     """
 
     queries: Tensor
@@ -200,11 +201,11 @@ def _seen(
 def _places(
     layout: TokenLayout | None, k: Tensor, rows: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the pairs of query and key that are both patches, bool ``[1, Q, M]``, and three places
-    of each token.
+    """Return which pairs of query and key are both patches, bool ``[1, Q, M]``, and the positions
+    of the tokens.
 
-    The places are along the sequence, down, and to the right, each ``[B or 1, M]``. Places of
-    prefix tokens are arbitrary.
+    The positions are the index on the grid, the row and the column, each ``[B or 1, M]``. They are
+    arbitrary for prefix tokens.
     """
     tokens, prefix, width, index = torch.arange(k.shape[2], device=k.device), 0, k.shape[2], None
     if layout is not None:
@@ -216,11 +217,10 @@ def _places(
 
 
 def _scores(seen: _Seen, features: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield for each table ``features . table_c`` of each pair's class c, and the number of visible
-    pairs of that class.
+    """Yield for each table the scores of all pairs, and the number of keys in each pair's class.
 
-    The scores are ``[B, h, Q, M]``, 0 for pairs that are not two patches. The numbers are
-    ``[B or 1, 1, Q, M]``, at least 1.
+    The score of a pair of class c is ``features . table_c``, ``[B, h, Q, M]``; it is 0 unless both
+    tokens are patches. The numbers of visible keys are ``[B or 1, 1, Q, M]``, at least 1.
     """
     pairs, *places = _places(seen.relative.layout, seen.keys, seen.rows)
     tables = tables_of(seen.relative).values()
@@ -242,7 +242,9 @@ def _scores(seen: _Seen, features: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _shares(seen: _Seen, content: Tensor, features: Tensor) -> AttentionRows:
-    """Return the rows from the content weights ``[B, h, Q, M]`` and ``elu1`` of the queries."""
+    """Return the rows for content weights ``[B, h, Q, M]``; ``features`` are ``elu1`` of the
+    queries.
+    """
     hidden = ~seen.visible[:, None]
     content = content.masked_fill(hidden, 0)
     if seen.relative is None:

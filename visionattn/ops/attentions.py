@@ -1,9 +1,8 @@
 """The table of all attentions, their forms and their capabilities.
 
-Each attention is a function ``<name>_attention`` of ``visionattn.ops``
-(``visionattn.ops.OPERATIONS`` maps names to functions), with a definition of the same name in
-``reference.py``. The table holds plain values and imports no operation, so that operations can read
-it too.
+Each attention is a function ``<name>_attention`` of ``visionattn.ops``, with a definition of the
+same name in ``reference.py``. ``visionattn.ops.OPERATIONS`` maps names to functions. The table
+imports no operation, so that operations can read it too.
 """
 
 from dataclasses import dataclass
@@ -26,11 +25,11 @@ class AttentionKind:
 
     name: str
     forms: tuple[str, ...] = FORMS
-    """Forms that ``form`` chooses from; empty if there is only one."""
+    """The forms that the argument ``form`` accepts besides "auto"; empty if there is only one."""
     causal: bool = True
     """Whether it accepts ``causal``."""
     why_not_causal: str = ""
-    """The reason if it does not."""
+    """The reason if it does not accept ``causal``."""
     temperature: bool = False
     """Whether it accepts a learned ``temperature`` per head."""
     feature_map: bool = False
@@ -38,14 +37,14 @@ class AttentionKind:
     states: bool = True
     """Whether ``summarize`` reduces its keys and values to a state."""
     impl: bool = True
-    """Whether it accepts ``impl``, because it has GPU kernels."""
+    """Whether it has GPU kernels, and so accepts ``impl``."""
     signed: bool = False
-    """Whether relative tables may have entries of any sign, as softmax allows. ``normalization``
+    """Whether entries of relative tables may have any sign, as under a softmax. ``normalization``
     does not apply then.
     """
     windows: bool = False
-    """Whether it attends in windows of a grid: it takes ``window_size`` and ``shifted``, and needs
-    a ``layout`` even without relative position.
+    """Whether it attends within windows of the grid. Such an attention takes ``window_size`` and
+    ``shifted``, and needs a ``layout`` even without relative position.
     """
 
 

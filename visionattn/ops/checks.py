@@ -1,5 +1,5 @@
-"""Argument checks of every attention. Each failure is one ValueError with the expected and
-the given value.
+"""Argument checks of every attention. Each raises one ValueError with the expected and the given
+value.
 """
 
 import torch
@@ -12,8 +12,8 @@ from visionattn.ops.position.relative_position import Flat, Joint, RelativePosit
 
 
 def refuse_tracing() -> None:
-    """Raise ValueError under ``torch.jit.trace``, which would freeze sizes and the choices based on
-    them.
+    """Raise ValueError under ``torch.jit.trace``, which would fix all sizes and every choice that
+    depends on them.
     """
     if torch.jit.is_tracing():
         raise ValueError(
@@ -35,7 +35,7 @@ def check_device(name: str, x: Tensor, device: torch.device, wanted: str = "q") 
 
 
 def described(x: object) -> str:
-    """Describe the dtype and shape of a tensor, or any other object in its place."""
+    """Return the dtype and shape of a tensor as text; for another object its type and value."""
     if isinstance(x, Tensor):
         return f"{x.dtype} {tuple(x.shape)}"
     return f"{type(x).__name__} {' '.join(repr(x).split())[:60]}"
@@ -53,7 +53,7 @@ def check_tensors(q: Tensor | None, k: Tensor, v: Tensor, key_mask: Tensor | Non
     """Check shapes, dtypes and devices of ``q [B, h, N, d]``, ``k [B, h, M, d]``,
     ``v [B, h, M, e]`` and ``key_mask [B, M]``.
 
-    With q None, check the others only.
+    If q is None, check the other tensors only.
     """
     refuse_tracing()
     named = {"k": k, "v": v} if q is None else {"q": q, "k": k, "v": v}
@@ -95,8 +95,8 @@ def check_key_mask(key_mask: Tensor | None, k: Tensor, wanted: str = "the keys")
 
 
 def _check_value_drop(value_drop: float, generator: torch.Generator | None) -> None:
-    """Check that ``0 <= value_drop < 1``, and that a generator is torch's and has something to
-    draw.
+    """Check that ``0 <= value_drop < 1``, and that a generator is torch's and ``value_drop`` uses
+    it.
     """
     if not isinstance(value_drop, int | float) or not 0 <= value_drop < 1:
         raise ValueError(f"value_drop: expected a probability in [0, 1), got {value_drop!r}")
@@ -148,7 +148,7 @@ def check_coefficients(coefficients: tuple[float, float, float]) -> None:
 
 
 def check_temperature(temperature: Tensor | None, x: Tensor, name: str = "q") -> None:
-    """Check that the temperature is a floating point tensor ``[h]``: one number per head of
+    """Check that the temperature is a floating point tensor ``[h]`` on the device of
     ``x [B, h, tokens, d]``, the tensor called ``name``.
     """
     if temperature is None:
@@ -183,11 +183,10 @@ def check_attention(
 def check_relative(
     relative: RelativePosition, q: Tensor, k: Tensor, *, signed: bool = False
 ) -> None:
-    """Check that tables and layout fit ``q [B, h, N, d]`` and ``k [B, h, M, d]``, or raise
-    ValueError.
+    """Check that tables and layout fit ``q [B, h, N, d]`` and ``k [B, h, M, d]``.
 
-    Entries of unsigned tables must be 0 or more and not NaN. They are checked only if reading them
-    is cheap (``is_readable``).
+    Unless ``signed``, entries of tables must be 0 or more and not NaN; this is checked only if
+    reading them is cheap (``is_readable``).
     """
     if not isinstance(relative, RelativePosition):
         raise ValueError(f"relative: expected Flat, Axial or Joint, got {type(relative).__name__}")
@@ -227,8 +226,8 @@ def _check_table(name: str, table: Tensor, q: Tensor, *, sides: int, signed: boo
 
 
 def check_layout(layout: TokenLayout, q: Tensor, k: Tensor) -> None:
-    """Check that a layout has the number of tokens of ``q [B, h, N, d]`` and ``k [B, h, M, d]``,
-    and that its tensors fit their images, ranges and device.
+    """Check that a layout has as many tokens as ``q [B, h, N, d]`` and ``k [B, h, M, d]``, and that
+    its tensors have the right shape, dtype, range and device.
     """
     if not isinstance(layout, TokenLayout) or not isinstance(layout.grid, Grid):
         raise ValueError(

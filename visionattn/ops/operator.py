@@ -1,10 +1,10 @@
-"""Registration of operators: what compilers, autograd and operation counters know about them.
+"""Registration of functions as PyTorch operators, with shapes, gradients and operation counts.
 
-A function becomes ``torch.ops.visionattn.<its name>``: one node for a compiler, whatever loops and
-choices it contains. ``operator`` declares the shapes of its results and its number of operations;
-``differentiate`` names the operator of its gradients. Both match arguments by parameter name, not
-by position. An operator without a registered gradient raises in the backward pass, so nothing here
-has a second derivative.
+A function becomes ``torch.ops.visionattn.<its name>``: a single node for a compiler, whatever loops
+and branches it contains. ``operator`` declares the shapes of the results and the number of
+operations; ``differentiate`` registers the gradient. Both match arguments by parameter name, not by
+position. An operator without a registered gradient raises in the backward pass, so there are no
+second derivatives.
 """
 
 import inspect
@@ -18,7 +18,7 @@ from torch.library import CustomOpDef
 from torch.profiler import record_function
 
 PREFIX = "visionattn.ops: "
-"""Prefix of the names of operation and form in a profile."""
+"""Prefix of the names that ``form_ran`` writes to a profile."""
 _NOTHING = nullcontext()
 _FUNCTIONS: dict[CustomOpDef, Callable] = {}
 _BY_OVERLOAD: dict[object, Callable] = {}
@@ -28,14 +28,15 @@ _UNCOUNTED: dict[str, Callable[..., int]] = {}
 def operator(
     *, fake: Callable[..., object], flops: Callable[..., int] | None = None
 ) -> Callable[[Callable], CustomOpDef]:
-    """Register a function of annotated tensors and numbers as an operator under its own name.
+    """Decorate a function of annotated tensors and numbers: register it as an operator under its
+    own name.
+
+    Both arguments take those parameters of the function that they need, under the same names.
 
     Args:
         fake: returns results of the same shapes, dtypes and strides, in uninitialized memory.
-        flops: returns 2 times the multiply-adds of its products; it gets shapes in place of
+        flops: returns 2 times the number of multiply-adds in products; it gets shapes in place of
             tensors.
-
-    Both take the parameters of the function that they need, under the same names.
     """
 
     def make(function: Callable) -> CustomOpDef:
@@ -53,7 +54,7 @@ def operator(
 
 
 def function_of(made: object) -> Callable | None:
-    """Return the function behind one of our operators in ``torch.ops``; None for others."""
+    """Return the Python function of one of our operators in ``torch.ops``; None for others."""
     if len(_BY_OVERLOAD) < len(_FUNCTIONS):
         _BY_OVERLOAD.update({each._opoverload: own for each, own in _FUNCTIONS.items()})
     return _BY_OVERLOAD.get(made)
@@ -62,8 +63,8 @@ def function_of(made: object) -> Callable | None:
 def count_operations() -> None:
     """Let ``torch.utils.flop_counter`` count the operators registered so far.
 
-    Importing that module without Triton prints a warning. So ``visionattn.ops`` calls this on
-    import only if Triton is present; otherwise the counting code calls it first.
+    Importing that module without Triton prints a warning. So ``visionattn.ops`` calls this function
+    on import only if Triton is installed; otherwise code that counts must call it first.
     """
     from torch.utils.flop_counter import register_flop_formula
 
@@ -80,20 +81,25 @@ def differentiate(
     gradients: str,
     forget: Callable[..., Sequence[str]] | None = None,
 ) -> None:
-    """Register ``backward`` for the gradients of an operator; autograd saves the arguments that it
-    takes.
+    """Register ``backward`` as the gradient of an operator.
+
+    The parameter names of ``backward`` decide which tensors autograd saves. In this order, they
+    are:
+
+    - upstream gradients: ``grad`` for the first output, or ``d_x`` for the output ``x``. A missing
+      gradient is passed as None if the annotation allows it, else as zeros;
+    - inputs and outputs that are tensors;
+    - other inputs;
+    - optionally ``needs``, the set of names of the inputs that require gradients.
 
     Args:
-        backward: takes gradients of outputs first, ``grad`` for the first output or ``d_x`` for the
-            output ``x``; then inputs and outputs that are tensors; then inputs that are not; last,
-            if wanted, ``needs``, the names of inputs that require gradients. A missing gradient is
-            passed as None if the annotation allows it, else as zeros.
+        backward: the function of the gradients.
         outputs: names of the operator's results, separated by spaces.
-        gradients: the inputs whose gradients ``backward`` returns, in this order.
+        gradients: names of the inputs whose gradients ``backward`` returns, in this order.
         forget: takes inputs by name and returns the names of tensors that need not be saved;
             ``backward`` gets None for them.
     """
-    # Resolve names once, here: which upstream gradients, tensors and options ``backward`` takes.
+    # Resolve names once: which upstream gradients, tensors and options ``backward`` takes.
     inputs, asked, results = _parameters(made), _parameters(backward), outputs.split()
     names, known = list(inputs), [*inputs, *results]
     places = {"grad": 0} | {f"d_{name}": i for i, name in enumerate(results)}
@@ -104,7 +110,7 @@ def differentiate(
     assert [*upstream, *tensors, *options, *needs] == list(asked), f"{backward}: their order"
     assert len(set(known)) == len(known), f"{made}: an output has the name of an input"
 
-    # The code below runs at each call and uses positions found in advance instead of names.
+    # ``keep`` and ``run`` run at each call, so they select by precomputed positions, not by name.
     pick_upstream = _picker([places[name] for name in upstream])
     pick_tensors, pick_options = (_picker([known.index(n) for n in x]) for x in (tensors, options))
     pick_for_forget = _picker([names.index(name) for name in _parameters(forget)] if forget else [])
@@ -124,7 +130,8 @@ def differentiate(
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*kept)
         ctx.options = pick_options(everything)
-        if len(filled) > 1:  # a single one needs no shape: if it is None, nothing is left to do
+        # With one upstream gradient, None ends ``run`` early and no zeros are needed.
+        if len(filled) > 1:
             ctx.shapes = [x.shape for x in pick_filled(everything)]
 
     def run(ctx, *grads):
@@ -161,7 +168,7 @@ def _refuse(ctx, *grads):
 
 
 def _parameters(function: Callable) -> dict[str, object]:
-    """Return the parameters of an operator or a function, with their annotations."""
+    """Return the annotation of each parameter of an operator or a function."""
     parameters = inspect.signature(_FUNCTIONS.get(function, function)).parameters
     return {name: parameter.annotation for name, parameter in parameters.items()}
 
@@ -171,19 +178,16 @@ def _may_be_none(annotation: object) -> bool:
 
 
 def _picker(places: Sequence[int]) -> Callable[[Sequence], tuple]:
-    """Return a function that picks the entries at these places out of a sequence.
-
-    It must be fast: each call of an operator uses several.
-    """
+    """Return a fast function that returns the entries of a sequence at these indices."""
     if len(places) > 1:
         return itemgetter(*places)
     return lambda entries: tuple([entries[i] for i in places])
 
 
 def _by_name(asks: Callable, function: Callable) -> Callable:
-    """Wrap ``asks``, which takes some of ``function``'s parameters, as a function of all of them.
+    """Wrap ``asks``, which takes some parameters of ``function``, as a function of all of them.
 
-    Keyword-only parameters of ``asks`` are not passed.
+    Keyword-only parameters of ``asks`` are already bound and are not passed.
     """
     signature = inspect.signature(function)
     asked = inspect.signature(asks).parameters.values()
@@ -199,8 +203,8 @@ def _by_name(asks: Callable, function: Callable) -> Callable:
 
 
 def contiguous_like(*tensors: Tensor | None, like: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Return uninitialized, contiguous memory of the shape and dtype of each tensor; for None, an
-    empty tensor like ``like``.
+    """Return uninitialized, contiguous memory of the shape and dtype of each tensor; for None, a
+    tensor ``[0]`` in the dtype of ``like``.
     """
     return tuple([like.new_empty(0) if x is None else x.new_empty(x.shape) for x in tensors])
 
@@ -215,7 +219,9 @@ def without_autocast(x: Tensor) -> AbstractContextManager:
 
 @torch.compiler.assume_constant_result
 def _has_autocast(device_type: str) -> bool:
-    """Return whether the device supports autocast; torch 2.11 cannot compile this query."""
+    """Return whether the device supports autocast, as a constant: torch 2.11 cannot compile the
+    call.
+    """
     return torch.amp.is_autocast_available(device_type)
 
 
@@ -223,8 +229,8 @@ def form_ran(operation: str, form: str) -> AbstractContextManager:
     """Return a context that names one call in a profile, such as
     ``form_ran("taylorshift", "efficient")``.
 
-    The name shows which form ran, within a compiled graph too. Without a profiler the context does
-    nothing. Only operators enter it, because no compiler traces their bodies.
+    Profiles of compiled graphs show the name too. Without a profiler the context does nothing. Only
+    operators may enter it, because no compiler traces their bodies.
     """
     if not torch.autograd._profiler_enabled():
         return _NOTHING

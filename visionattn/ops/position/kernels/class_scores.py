@@ -1,9 +1,10 @@
 """Kernel of ``Joint`` relative position, backward: scores of classes.
 
-Tiles and lines are as in the forward pass. The gradient g of the mean, for a tile of queries, times
-the keys of a line gives a score for each pair; scores are summed by class. Keys further away take
-one product for each outermost class. With "mean" the score s_c of a class is the score of the mean
-of its keys, with "sum" the score of their sum, in the units of ``joint_forward.py``.
+Tiles and lines are as in the forward pass (``joint_forward.py``). For a tile of queries, the
+product of g, the gradient of the mean, and the values of a line gives a score for each pair; scores
+are summed by class. Values outside the window of the tile enter as one sum per line and side. With
+"mean" the score s_c of a class is the product of g and the mean of its values, with "sum" the
+product of g and their sum, in the units of ``joint_forward.py``.
 """
 
 import torch
@@ -78,7 +79,7 @@ def _joint_scores(
     p_grad = head(p_grad, i_batch, i_head, grad_batch, grad_head)
     p_grad += (prefix + y * width).to(tl.int64) * grad_token * 8
     o_q = start + tl.arange(0, BLOCK_Q)
-    # The gradient stays in registers for all lines if one share covers all of its columns.
+    # If one block covers all columns, the gradient stays in registers for all lines.
     b_grad = _tiles_of(p_grad, o_q, grad_token, o_e, width, TILES, BLOCK_T, E)
     p_v = head(p_v, i_batch, i_head, v_batch, v_head)
     p_means += i_group.to(tl.int64) * height * width * E
@@ -93,7 +94,7 @@ def _joint_scores(
     b_after = axis_keys(2 * HORIZON_X, o_x, width, HORIZON_X)
     p_scores += i_row.to(tl.int64) * width * PADDED
     p_first = p_scores + o_x * PADDED
-    # A pair within the horizon is the only key of its class in a line: its score has its own place.
+    # Within the horizon, a class has a single key per line: its score is stored directly.
     p_window = p_first[:, :, None] + (o_apart + HORIZON_X)[None, :, :]
     m_window = (o_apart > -HORIZON_X) & (o_apart < HORIZON_X)
     m_window = m_window[None, :, :] & (o_x < width)[:, :, None]
@@ -106,7 +107,7 @@ def _joint_scores(
         p_line += start.to(tl.int64) * line_token * 8
         p_keys = p_line + (o_keys - start)[:, :, None] * (line_token * 8) + o_e[None, None, :]
         m_keys = (o_keys >= 0) & (o_keys < tl.where(num_rows > 0, width, 0))
-        # Scores of the keys in the tile's window; the sum over columns is computed share by share.
+        # Scores of the keys in the tile's window, summed over blocks of columns.
         b_s = tl.zeros([TILES, BLOCK_T, KEYS], tl.float32)
         for i_share in tl.static_range(SHARES):
             if SHARES > 1:
@@ -116,12 +117,12 @@ def _joint_scores(
             m_line = m_keys[:, :, None] & (i_share * BLOCK_E + o_e < E)[None, None, :]
             b_keys = tl.load(p_keys + i_share * BLOCK_E, mask=m_line, other=0)  # [TILES, KEYS, E]
             b_s = tl.dot(b_grad, tl.permute(b_keys, [0, 2, 1]), b_s, input_precision=PRECISION)
-        # Keys at or beyond the horizon on either side belong to the outermost classes: their scores
-        # are summed.
+        # Keys at or beyond the horizon on either side are in the outermost classes: sum their
+        # scores.
         b_first = tl.sum(tl.where((o_apart <= -HORIZON_X)[None, :, :], b_s, 0), 2)  # [TILES, T]
         b_last = tl.sum(tl.where((o_apart >= HORIZON_X)[None, :, :], b_s, 0), 2)
-        # "mean" divides by the number of keys of the class in a row, and marks classes without
-        # keys; "sum" multiplies by the number of rows whose mean the line is.
+        # "mean": divide by the number of keys of the class in a row, and mark classes without keys.
+        # "sum": multiply by the number of rows whose mean the line is.
         if MEAN:
             b_s = tl.where(m_keys[:, None, :], b_s, float("-inf"))
             b_first = tl.where(
@@ -137,10 +138,9 @@ def _joint_scores(
         tl.store(p_window + i_class * COLUMNS, b_s, mask=m_window)
         tl.store(p_first + i_class * COLUMNS, b_first, mask=o_x < width)
         tl.store(p_first + i_class * COLUMNS + 2 * HORIZON_X, b_last, mask=o_x < width)
-    # For all lines at once, the means further away: one key before and one after each tile's
-    # window.
+    # Outside the windows, for all lines at once: one sum before and one after each tile's window.
     if tiles > 1:
-        tl.debug_barrier()  # the threads add to what others have written
+        tl.debug_barrier()  # threads add to scores that other threads have written
         for first in range(0, 2 * (2 * HORIZON_Y + 1), 16):
             o_f = first + tl.arange(0, 16)[None, :]
             b_far = tl.zeros([TILES, BLOCK_T, 16], tl.float32)
@@ -155,7 +155,7 @@ def _joint_scores(
                 b_far = tl.dot(
                     b_grad, tl.permute(b_keys, [0, 2, 1]), b_far, input_precision=PRECISION
                 )
-            # Remainders were divided by a power of two; multiply by it here, in float32.
+            # Undo the power of two by which the remainders were divided, in float32.
             b_scale = power_of_two(far_keys(o_tile[:, None], o_f % 2, width, BLOCK_T, BESIDE))[
                 :, None, :
             ]
@@ -181,7 +181,7 @@ def scores_of_classes(grad: Tensor, v: Tensor, place: GridClasses) -> Tensor:
     """
     (batch, heads, _, e), groups = v.shape, v.shape[0] * v.shape[1]
     row = launch.launch_row("joint scores", 0, e, v.dtype, v.device)
-    if place.beside > 8:  # for as many more pairs
+    if place.beside > 8:  # a wider window has more pairs per query
         row = row | dict(BLOCK_Q=row["BLOCK_Q"] // 2)
     lines, patches = lines_of(v, place), place.height * place.width
     scores = v.new_empty(batch, heads, patches, place.padded_classes, dtype=torch.float32)

@@ -1,7 +1,8 @@
-"""The backward pass of ``Joint`` relative position by its kernels, with the gradient of the table.
+"""The backward pass of ``Joint`` relative position by kernels, and the kernel of the gradient of
+the table.
 
 Gradients of queries come from scores of classes (``class_scores.py``, ``queries_backward.py``),
-gradients of values from shares of keys (``values_backward.py``).
+gradients of values from shares (``class_shares.py``, ``values_backward.py``).
 """
 
 import torch
@@ -60,7 +61,7 @@ def _joint_table_backward(
     for start in range(i_segment * segment_patches, last, BLOCK_N):
         o_n = start + tl.arange(0, BLOCK_N)
         m_n = o_n < last
-        # Gradients of weights are already operands; in float16 they are divided by a unit per
+        # The gradients of weights have the dtype of operands; in float16 they have a unit per
         # query.
         p_rows = (
             p_d_weights + (i_group.to(tl.int64) * patches + o_n)[:, None] * PADDED + o_c[None, :]
@@ -81,7 +82,7 @@ def _joint_table_backward(
 
 
 def _to_table(d_weights: Tensor, units: Tensor, q: Tensor, place: GridClasses) -> Tensor:
-    """Return the gradient of a table for each head, ``[h, 2Ry+1, 2Rx+1, d]``, float32."""
+    """Return the gradient of the table of each head, ``[h, 2Ry+1, 2Rx+1, d]``, float32."""
     (batch, heads, patches), d = d_weights.shape[:3], q.shape[3]
     asked = "joint table backward", d, place.padded_classes, q.dtype, q.device
     row = launch.launch_row(*asked)
@@ -89,7 +90,7 @@ def _to_table(d_weights: Tensor, units: Tensor, q: Tensor, place: GridClasses) -
         patches, batch * heads, row["BLOCK_N"], launch.resident_programs(*asked)
     )
     sizes = 2 * place.horizon_y + 1, 2 * place.horizon_x + 1, d
-    # One table per segment and image; torch adds them.
+    # One gradient per segment and image; torch adds them.
     d_table = q.new_empty(segments * batch, heads, *sizes, dtype=torch.float32)
     launch.run(
         _joint_table_backward,
@@ -117,16 +118,16 @@ def joint_backward(
     content: OfContent,
     dv: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of q and, float32, of the table; add the gradient of the values to
+    """Return the gradients of q and, in float32, of the table; add the gradient of the values to
     ``dv`` in place.
 
     Args:
         grad, out: ``[B, h, N, e]``, the gradient of the mean under all terms, and the mean itself.
         mass: ``[B, h, N]``, float32, contiguous, from ``joint_means``.
-        q, v: ``[B, h, N, d]`` and ``[B, h, N, e]`` as given to the attention.
+        q, v: ``[B, h, N, d]`` and ``[B, h, N, e]`` as passed to the attention.
         table: ``[h or 1, 2Ry+1, 2Rx+1, d]``, float32.
-        content: the unfinished part of the content's backward pass.
-        dv: like v, readable by kernels, already holding the content's gradient.
+        content: partial results of the content's backward pass.
+        dv: like v, readable by kernels; holds the gradient from the content.
     """
     grad, out, q, v = (launch.readable(x) for x in (grad, out, q, v))
     table = table.contiguous()

@@ -1,15 +1,15 @@
 """Kernels of ``Joint`` relative position, backward: the gradient of the values.
 
-The pairs are as in the forward pass, with exchanged roles: a program goes down a strip of the grid,
-some tiles of T keys wide. For each row of keys it reads the rows of queries within the horizon one
-after another. It multiplies the shares of its pairs (``class_shares.py``) by the gradient of the
-mean on the matrix units. Queries far to the side add one vector per tile (``far_queries.py``). Rows
-of queries beyond the horizon add running sums over rows:
+The kernels mirror the forward pass with queries and keys exchanged. A program goes down a strip of
+the grid, some tiles of T keys wide. For each row of keys it reads the rows of queries within the
+horizon one after another, and multiplies the shares of all pairs (``class_shares.py``) by the
+gradient of the mean on the matrix units. Queries in columns outside the window of a tile add one
+vector per tile (``far_queries.py``). Rows of queries beyond the horizon add running sums over rows:
 
     from above    accumulated on the way down: row y - Ry of queries counts for all rows of keys
                   from y on
     from below    accumulated in a first pass up the same strip, and stored for each row
-    other strips  their totals, one for each direction
+    other strips  a total per strip and direction
 
 No sum is a difference.
 """
@@ -40,8 +40,8 @@ def _pairs_and_queries(
     HORIZON_X: tl.constexpr,
     BYTES: tl.constexpr,
 ):
-    """Return two kinds of offsets for the pairs of keys from ``start`` on: of their shares in a
-    line, and of their queries in a row of the gradient.
+    """Return for the pairs of the keys from ``start`` on the offsets of their shares, within one
+    row of queries and class of rows, and the offsets of their queries in a row of the gradient.
 
     A query outside the grid is replaced by the nearest one inside, with a share of 0 from the slot
     after the last class.
@@ -59,7 +59,7 @@ def _pairs_and_queries(
         start + tl.arange(0, TILES)[:, None] * BLOCK_T - BESIDE + tl.arange(0, QUERIES)[None, :]
     )  # [TILES, QUERIES]
     o_x = tl.minimum(tl.maximum(o_x, 0), width - 1)
-    # Offsets of shares are unsigned bytes: they are kept for all lines, one register each.
+    # Offsets of shares are in bytes and unsigned: they stay in one register each for all rows.
     o_pairs = (o_pairs * BYTES).to(tl.uint32)
     return o_pairs, o_x[:, :, None] * (token_octets * 8) + o_e[None, None, :]
 
@@ -79,11 +79,11 @@ def _add_line(
     TILES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add to ``b_sum [TILES, T, E]`` of keys the contribution of one row of queries in one class of
-    rows, whose line begins at ``p_shares``.
+    """Return ``b_sum [TILES, T, E]`` of keys plus the contribution of one row of queries, whose
+    shares in the right class of rows begin at ``p_shares``.
     """
     BYTE: tl.constexpr = tl.pointer_type(tl.uint8)
-    # Only the address of the line changes from row to row; the pairs' offsets stay in registers.
+    # Only the start address changes from row to row; the offsets of pairs stay in registers.
     p_pairs = (p_shares.to(BYTE, bitcast=True) + o_pairs).to(p_shares.dtype, bitcast=True)
     b_pairs = as_operand(tl.load(p_pairs), BLOCK_T, QUERIES, TILES)
     if E % BLOCK_E == 0:
@@ -121,11 +121,11 @@ def _joint_rows_below_backward(
     HORIZON_X: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Go up a strip, and write for its rows the contribution of rows of queries far below, within
-    this strip.
+    """Go up a strip, and write for each of its rows the contribution of rows of queries beyond the
+    horizon below, as a running sum from the last row of the strip.
 
-    Also write the totals for all rows of other strips: for strips below, from above (0), and for
-    strips above, from below (1).
+    Also write two totals, which complete the sums of other strips: for strips below (0), and for
+    strips above (1).
     """
     A: tl.constexpr = 2 * HORIZON_Y + 1
     SHARES: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
@@ -148,8 +148,8 @@ def _joint_rows_below_backward(
     first_row = i_strip * strip_rows
     num_rows = tl.minimum(strip_rows, height - first_row)
     shares_row, grad_row = width.to(tl.int64) * A * SLOTS, width.to(tl.int64) * grad_token * 8
-    # From the last row of the strip up. Row y + Ry of queries counts for row y and all above, so it
-    # is added before row y is written.
+    # From the last row of the strip up. Row y + Ry of queries counts for row y and all rows above,
+    # so it is added before row y is written.
     for step in range(0, num_rows):
         y = first_row + num_rows - 1 - step
         if y + HORIZON_Y < height:
@@ -161,8 +161,8 @@ def _joint_rows_below_backward(
         b_out = tl.reshape(b_from_below, [BLOCK_K, BLOCK_E]) * inverse_unit
         p_out = p_below + (y * width + o_x).to(tl.int64)[:, None] * E + o_e[None, :]
         tl.store(p_out, b_out.to(p_below.dtype.element_ty), mask=m_out)
-        # At the same time, sum what row y - Ry contributes to all rows below: only as a total for
-        # the strips below.
+        # Row y - Ry of queries counts for all rows from y on: add it to the total for the strips
+        # below.
         if y >= HORIZON_Y:
             p_line = p_shares + (y - HORIZON_Y) * shares_row + 2 * HORIZON_Y * width * SLOTS
             b_from_above = _add_line(
@@ -247,7 +247,7 @@ def _joint_values_backward(
     # Contributions of the strips above and below to all rows of this strip.
     b_beyond = tl.zeros([BLOCK_K, BLOCK_E], tl.float32)
     p_totals += i_group.to(tl.int64) * strips * width * E + o_x[:, None] * E + o_e[None, :]
-    # Strips above add their first total, strips below their second, in a fixed order.
+    # Add the first total of each strip above and the second of each strip below, in a fixed order.
     for other in range(0, strips):
         i_other = tl.where(other > i_strip, groups, 0).to(tl.int64) * strips + other
         m_other = m_out & (o_e < tl.where(other != i_strip, E, 0))[None, :]
@@ -258,21 +258,19 @@ def _joint_values_backward(
     m_keys = (o_keys < width)[:, :, None] & m_e[None, None, :]
     b_unit = tl.where(o_t[:, None] == o_t[None, :], 1 / inverse_unit, 0.0).to(p_dv.dtype.element_ty)
     b_unit = tl.broadcast_to(b_unit[None, :, :], [TILES, BLOCK_T, BLOCK_T])
-    # For the next row of queries, the line of shares for the same row of keys belongs to the class
-    # before.
+    # From one row of queries to the next, the class of rows of the same row of keys decreases by 1.
     line_step, grad_row = width.to(tl.int64) * (A - 1) * SLOTS, width.to(tl.int64) * grad_token * 8
     first_row = i_strip * strip_rows
     for step in range(0, tl.minimum(strip_rows, height - first_row)):
         y = first_row + step
-        # Row y - Ry of queries is beyond the horizon from here on: add it to the sum for this row
-        # and all below.
+        # Row y - Ry of queries counts for this row and all rows below.
         if y >= HORIZON_Y:
             p_line = p_shares + (y - HORIZON_Y) * line_step + (y + HORIZON_Y) * width * SLOTS
             b_beyond = _add_line(
                 b_beyond, p_line, o_pairs, p_grad + (y - HORIZON_Y) * grad_row, o_queries, o_e, E,
                 BLOCK_E, BLOCK_T, QUERIES, TILES, PRECISION,
             )  # fmt: skip
-        # The gradient from the content, and the contribution from far below.
+        # The gradient from the content, and the contribution from rows beyond the horizon below.
         o_place = y * width + o_keys
         p_keys = (
             p_content
@@ -288,11 +286,11 @@ def _joint_values_backward(
         if tl.float32 == p_dv.dtype.element_ty:
             b_sum = b_beyond + (b_content + b_below) * (1 / inverse_unit)
         else:
-            # Products with an identity matrix add them without conversion to float32, which would
-            # take more instructions.
+            # Products with a scaled identity matrix add them with fewer instructions than a
+            # conversion to float32.
             b_sum = tl.dot(b_unit, b_content, b_beyond, input_precision=PRECISION)
             b_sum = tl.dot(b_unit, b_below, b_sum, input_precision=PRECISION)
-        # The rows of queries within the horizon, one line each.
+        # The rows of queries within the horizon.
         first, end = tl.maximum(y - HORIZON_Y + 1, 0), tl.minimum(y + HORIZON_Y, height)
         p_line = p_shares + first * line_step + (y + HORIZON_Y) * width * SLOTS
         p_row = p_grad + first * grad_row
@@ -303,7 +301,7 @@ def _joint_values_backward(
             )  # fmt: skip
             p_line += line_step
             p_row += grad_row
-        # Far queries before and after the tile: the same vector for each of its keys.
+        # Queries before and after the window: the same vector for each key of the tile.
         p_vectors = p_far + y.to(tl.int64) * tiles * E
         b_far = tl.load(p_vectors, mask=m_far, other=0) + tl.load(
             p_vectors + far_after, mask=m_far, other=0
@@ -316,8 +314,8 @@ def _joint_values_backward(
 def _row_of_values(
     e: int, dtype: torch.dtype, device: torch.device, place: GridClasses
 ) -> dict[str, int]:
-    """Return the row of ``launches.json``, with fewer columns for wide horizons, where a program
-    holds more pairs.
+    """Return the row of ``launches.json``, with narrower blocks of columns for wide horizons, where
+    a program holds more pairs.
     """
     row = dict(BLOCK_E=launch.block(e)) | launch.launch_row(
         "joint values backward", 0, e, dtype, device
@@ -348,7 +346,7 @@ def values_backward(
     options |= dict(
         HORIZON_Y=place.horizon_y, HORIZON_X=place.horizon_x, PRECISION=launch.precision(grad.dtype)
     )
-    # First shares, then the sums of far queries, then the strips: up, and down into dv.
+    # First the shares, then the sums of far queries, then the strips: up, and down into dv.
     shares = shares_of_classes(q, table, mass, place)
     far = far_queries(shares, grad, place, 1 / UNIT)
     below = grad.new_empty(batch, heads, height, width, e)
