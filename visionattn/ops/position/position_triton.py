@@ -83,17 +83,17 @@ def place_from(numbers: Sequence[int]) -> GridClasses | None:
     return GridClasses(*sizes, bool(mean))  # type: ignore[call-arg]
 
 
-def flops(q, v, table, place: Sequence[int], *, backward: bool) -> int:
+def flops(q, v, table, grid: Sequence[int], *, backward: bool) -> int:
     """Count the operations of joint relative position, as for the tiled form of ``class_sums``."""
     if table is None:
         return 0
     (batch, heads, n, d), classes = q, table[1] * table[2]
     per_query = classes * (3 * d + 2 * v[3] if backward else d + v[3])
-    return 2 * batch * heads * (n - place[2]) * per_query
+    return 2 * batch * heads * (n - grid[2]) * per_query
 
 
-def mean_beside_sums(
-    q: Tensor, table: Tensor, v: Tensor, values: Tensor, mass: Tensor, place: GridClasses
+def mean_from_sums(
+    q: Tensor, table: Tensor, v: Tensor, values: Tensor, mass: Tensor, grid: GridClasses
 ) -> tuple[Tensor, Tensor]:
     """Return the weighted mean under both terms, and the mass of both terms.
 
@@ -103,20 +103,20 @@ def mean_beside_sums(
     from visionattn.ops.position.kernels.joint_forward import FromSums, joint_means
 
     out, total = tokens_first(v, *values.shape), mass.new_empty(mass.shape)
-    if place.prefix:
-        first = slice(0, place.prefix)
+    if grid.prefix:
+        first = slice(0, grid.prefix)
         total[:, :, first] = mass[:, :, first]
         out[:, :, first] = values[:, :, first] / mass[:, :, first, None]
-    joint_means(q, table, v, FromSums(values, mass), place, out, total)
+    joint_means(q, table, v, FromSums(values, mass), grid, out, total)
     return out, total
 
 
-def write_means_beside_state(
+def write_means_from_state(
     q: Tensor,
     table: Tensor,
     v: Tensor,
     state: tuple[Tensor, Tensor, str],
-    place: GridClasses,
+    grid: GridClasses,
     out: Tensor,
     mass: Tensor,
 ) -> None:
@@ -126,7 +126,7 @@ def write_means_beside_state(
     """
     from visionattn.ops.position.kernels.joint_forward import FromState, joint_means
 
-    joint_means(q, table, v, FromState(*state), place, out, mass)
+    joint_means(q, table, v, FromState(*state), grid, out, mass)
 
 
 def backward(
@@ -136,7 +136,7 @@ def backward(
     q: Tensor,
     table: Tensor,
     v: Tensor,
-    place: GridClasses,
+    grid: GridClasses,
     dv: Tensor,
     *of_content: Tensor | str,
 ) -> tuple[Tensor, Tensor]:
@@ -150,5 +150,5 @@ def backward(
     from visionattn.ops.position.kernels.queries_backward import OfContent
 
     content = OfContent(*of_content)
-    dq, d_table = joint_backward(grad, out, mass, q, table, v, place, content, dv)
+    dq, d_table = joint_backward(grad, out, mass, q, table, v, grid, content, dv)
     return dq, d_table.to(table.dtype)

@@ -83,14 +83,14 @@ def _of_unit_length(q: Tensor, k: Tensor, temperature: Tensor | None) -> tuple[T
     return unit(q, temperature.float()), unit(k, None)
 
 
-def _flops(q, k, v, table, form: str, place: Sequence[int]) -> int:
-    own = flops(q, k, v, form, backward=False, columns=v[3])  # the mass is a plain sum
-    return own + position.flops(q, v, table, place, backward=False)
+def _flops(q, k, v, table, form: str, grid: Sequence[int]) -> int:
+    content = flops(q, k, v, form, backward=False, columns=v[3])  # the mass is a plain sum
+    return content + position.flops(q, v, table, grid, backward=False)
 
 
-def _flops_backward(q, k, v, table, features, form: str, place: Sequence[int]) -> int:
-    own = flops(q, k, v, form, backward=True, columns=v[3], state_kept=features[0] > 0)
-    return own + position.flops(q, v, table, place, backward=True)
+def _flops_backward(q, k, v, table, features, form: str, grid: Sequence[int]) -> int:
+    content = flops(q, k, v, form, backward=True, columns=v[3], state_kept=features[0] > 0)
+    return content + position.flops(q, v, table, grid, backward=True)
 
 
 def _empty_mean(q: Tensor, v: Tensor, form: str) -> tuple[Tensor, ...]:
@@ -117,7 +117,7 @@ def taylor_mean(
     b: float,
     c: float,
     form: str,
-    place: list[int],
+    grid: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the weighted mean under ``a x^2 + b x + c`` and, with a table, the joint relative
     position.
@@ -131,14 +131,14 @@ def taylor_mean(
         a, b, c: coefficients, ``a > 0``.
         form: "direct", "efficient" or "auto"; "auto" saves no state, so that the saved tensors do
             not depend on N.
-        place: with a table, the result of ``place_of``; else empty.
+        grid: with a table, the result of ``place_of``; else empty.
 
     Returns:
         the mean ``[B, h, N, e]`` in the dtype of v, in the memory order of ``tokens_first``. For
         the gradient, also the mass ``[B, h, N]``, float32 and divided by M, and the two tensors of
         the state (empty unless the form is "efficient").
     """
-    own, options = position.place_from(place), dict(coefficients=(a, b, c), divide=not place)
+    classes, options = position.place_from(grid), dict(coefficients=(a, b, c), divide=not grid)
     taken = "efficient" if takes_efficient_kernels(form, q, k, v) else "direct"
     with form_ran("taylorshift", f"{taken} triton"):
         if taken == "efficient":
@@ -156,8 +156,8 @@ def taylor_mean(
             out, mass = direct.forward(query, key, v, key_mask, **options)
         # With relative position, ``out`` holds sums up to here; this adds the relative term and
         # divides.
-        if own is not None:
-            out, mass = position.mean_beside_sums(q, table, v, out, mass, own)
+        if classes is not None:
+            out, mass = position.mean_from_sums(q, table, v, out, mass, classes)
     if form != "efficient":
         state = v.new_empty(0), mass.new_empty(0)
     return out, mass, *state
@@ -185,7 +185,7 @@ def taylor_mean_backward(
     b: float,
     c: float,
     form: str,
-    place: list[int],
+    grid: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of ``taylor_mean`` with respect to q, k and v, in their dtypes, and to
     temperature and table (empty if None).
@@ -224,8 +224,8 @@ def taylor_mean_backward(
     d_temperature = d_temperature.to(temperature.dtype) if normalised else mass.new_empty(0)
     d_table = mass.new_empty(0)
     if table is not None:
-        own = position.place_from(place)
-        dq, d_table = position.backward(grad, out, mass, q, table, v, own, dv, dq)
+        classes = position.place_from(grid)
+        dq, d_table = position.backward(grad, out, mass, q, table, v, classes, dv, dq)
     return dq, dk, dv, d_temperature, d_table
 
 

@@ -128,14 +128,14 @@ def _kernelized_queries_backward(
     BLOCK_E: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MAP: tl.constexpr,
-    ALONE: tl.constexpr,
+    CONTENT_ONLY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Write the gradients of one segment of a head's queries, and its contribution to the gradient
     of the state, times ``scale``.
 
-    With ALONE there is only content, and the mean is not read. Otherwise mean and mass include
-    other terms, and ``phi(q) . A / mass`` is written to ``p_along`` instead of being subtracted.
+    With CONTENT_ONLY the mean is not read. Otherwise mean and mass include other terms, and
+    ``phi(q) . A / mass`` is written to ``p_along`` instead of being subtracted.
     """
     i_segment, i_group, i_batch, i_head = program_of(segments, heads)
     o_d, o_e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
@@ -170,7 +170,7 @@ def _kernelized_queries_backward(
             product_of_both(b_grad, b_high, b_low, PRECISION), b_unit_s, b_q.dtype
         )  # [N, D]
         # <g, out>: from A, or from the mean if it includes other terms.
-        if ALONE:
+        if CONTENT_ONLY:
             b_along = tl.sum(b_phi * b_a, 1)
         else:
             tl.store(
@@ -181,7 +181,7 @@ def _kernelized_queries_backward(
         b_dz -= b_phi * b_along[:, None]  # summed over tokens once, at the end
         # With other terms, ``position/position_triton.py`` completes this gradient.
         b_dq = b_a * b_inverse[:, None]
-        if ALONE:
+        if CONTENT_ONLY:
             b_dq = (
                 (b_a - b_along[:, None] * b_z[None, :]) * b_inverse[:, None] * phi_slope(b_q, MAP)
             )
@@ -289,37 +289,37 @@ def queries_backward(
     state: Tensor,
     feature_map: str,
     keys: int,
-    alone: bool,
+    content_only: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the gradient of q, and the gradient of the state divided by the number of keys, for
     ``grad [B, h, N, e]`` of the mean.
 
     Args:
-        alone: whether ``out`` and ``mass`` include only the content.
+        content_only: whether ``out`` and ``mass`` include no other term.
 
     Returns:
-        (dq, along, d_state). With ``alone``, dq is the gradient of q and along is None. Otherwise
-        dq is the gradient of q's features without the part from the mass, float32, and along is the
-        state's contribution to ``<grad, out>``, float32 ``[B, h, N]``.
+        (dq, along, d_state). With ``content_only``, dq is the gradient of q and along is None.
+        Otherwise dq is the gradient of the features of q without the part from the mass, float32,
+        and along is the contribution of the state to ``<grad, out>``, float32 ``[B, h, N]``.
     """
     batch, heads, tokens, d = q.shape
     # Each program writes its contribution to the gradient of the state; another launch adds them.
     parts = parts_of("kernelized queries backward", q, out)
     d_states = state.new_empty(parts, state.shape[0])
-    dq = launch.tokens_first(q, batch, heads, tokens, d, None if alone else torch.float32)
-    along = mass if alone else torch.empty_like(mass)
+    dq = launch.tokens_first(q, batch, heads, tokens, d, None if content_only else torch.float32)
+    along = mass if content_only else torch.empty_like(mass)
     grad, out, q = launch.readable(grad), launch.readable(out), launch.readable(q)
     launch.run(
         _kernelized_queries_backward,
         (parts * batch * heads,),
-        *(grad, grad if alone else out, mass, q, state, dq, along, d_states),
+        *(grad, grad if content_only else out, mass, q, state, dq, along, d_states),
         *(heads, batch * heads, tokens, launch.cdiv(tokens, parts), parts, 1 / max(1, keys)),
         *(octet for x in (grad, out, q, dq) for octet in launch.octets(x)),
         **launch.options("kernelized queries backward", q, out),
         MAP=feature_map,
-        ALONE=alone,
+        CONTENT_ONLY=content_only,
     )
-    return dq, None if alone else along, sums_of_parts(d_states)
+    return dq, None if content_only else along, sums_of_parts(d_states)
 
 
 def keys_backward(

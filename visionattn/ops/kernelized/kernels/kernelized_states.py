@@ -114,12 +114,12 @@ def parts_of(kernel_name: str, q: Tensor, v: Tensor) -> int:
     values of the width of ``v``.
     """
     batch, heads, tokens, d = q.shape
-    asked = kernel_name, d, v.shape[3], q.dtype, q.device
+    launch_key = kernel_name, d, v.shape[3], q.dtype, q.device
     return launch.segments(
         tokens,
         batch * heads,
-        launch.launch_row(*asked)["BLOCK_N"],
-        launch.resident_programs(*asked),
+        launch.launch_row(*launch_key)["BLOCK_N"],
+        launch.resident_programs(*launch_key),
     )
 
 

@@ -68,8 +68,8 @@ def _joint_scores(
 ):
     """Write the scores of all classes for ``BLOCK_Q`` queries of a row, in tiles of ``BLOCK_T``."""
     TILES: tl.constexpr = BLOCK_Q // BLOCK_T
-    BESIDE: tl.constexpr = (KEYS - BLOCK_T) // 2
-    SHARES: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
+    HALO: tl.constexpr = (KEYS - BLOCK_T) // 2
+    E_BLOCKS: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
     COLUMNS: tl.constexpr = 2 * HORIZON_X + 1
     i_block, i_row = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     y, i_group = i_row % height, i_row // height
@@ -88,8 +88,8 @@ def _joint_scores(
     # columns.
     o_tile, o_i = i_block * TILES + tl.arange(0, TILES), tl.arange(0, BLOCK_T)
     o_x = o_tile[:, None] * BLOCK_T + o_i[None, :]  # [TILES, T]
-    o_keys = o_tile[:, None] * BLOCK_T - BESIDE + tl.arange(0, KEYS)[None, :]  # [TILES, KEYS]
-    o_apart = (tl.arange(0, KEYS) - BESIDE)[None, :] - o_i[:, None]  # [T, KEYS]
+    o_keys = o_tile[:, None] * BLOCK_T - HALO + tl.arange(0, KEYS)[None, :]  # [TILES, KEYS]
+    o_apart = (tl.arange(0, KEYS) - HALO)[None, :] - o_i[:, None]  # [T, KEYS]
     b_before = axis_keys(0, o_x, width, HORIZON_X)
     b_after = axis_keys(2 * HORIZON_X, o_x, width, HORIZON_X)
     p_scores += i_row.to(tl.int64) * width * PADDED
@@ -109,13 +109,13 @@ def _joint_scores(
         m_keys = (o_keys >= 0) & (o_keys < tl.where(num_rows > 0, width, 0))
         # Scores of the keys in the tile's window, summed over blocks of columns.
         b_s = tl.zeros([TILES, BLOCK_T, KEYS], tl.float32)
-        for i_share in tl.static_range(SHARES):
-            if SHARES > 1:
+        for i_e in tl.static_range(E_BLOCKS):
+            if E_BLOCKS > 1:
                 b_grad = _tiles_of(
-                    p_grad, o_q, grad_token, i_share * BLOCK_E + o_e, width, TILES, BLOCK_T, E
+                    p_grad, o_q, grad_token, i_e * BLOCK_E + o_e, width, TILES, BLOCK_T, E
                 )
-            m_line = m_keys[:, :, None] & (i_share * BLOCK_E + o_e < E)[None, None, :]
-            b_keys = tl.load(p_keys + i_share * BLOCK_E, mask=m_line, other=0)  # [TILES, KEYS, E]
+            m_line = m_keys[:, :, None] & (i_e * BLOCK_E + o_e < E)[None, None, :]
+            b_keys = tl.load(p_keys + i_e * BLOCK_E, mask=m_line, other=0)  # [TILES, KEYS, E]
             b_s = tl.dot(b_grad, tl.permute(b_keys, [0, 2, 1]), b_s, input_precision=PRECISION)
         # Keys at or beyond the horizon on either side are in the outermost classes: sum their
         # scores.
@@ -144,19 +144,19 @@ def _joint_scores(
         for first in range(0, 2 * (2 * HORIZON_Y + 1), 16):
             o_f = first + tl.arange(0, 16)[None, :]
             b_far = tl.zeros([TILES, BLOCK_T, 16], tl.float32)
-            for i_share in tl.static_range(SHARES):
-                o_share = i_share * BLOCK_E + o_e
-                if SHARES > 1:
-                    b_grad = _tiles_of(p_grad, o_q, grad_token, o_share, width, TILES, BLOCK_T, E)
+            for i_e in tl.static_range(E_BLOCKS):
+                o_columns = i_e * BLOCK_E + o_e
+                if E_BLOCKS > 1:
+                    b_grad = _tiles_of(p_grad, o_q, grad_token, o_columns, width, TILES, BLOCK_T, E)
                 b_keys = far_means(
                     p_remainders, o_f, o_tile[:, None], y, i_group, groups, height, width, tiles,
-                    o_share, E, HORIZON_Y,
+                    o_columns, E, HORIZON_Y,
                 )  # fmt: skip
                 b_far = tl.dot(
                     b_grad, tl.permute(b_keys, [0, 2, 1]), b_far, input_precision=PRECISION
                 )
             # Undo the power of two by which the remainders were divided, in float32.
-            b_scale = power_of_two(far_keys(o_tile[:, None], o_f % 2, width, BLOCK_T, BESIDE))[
+            b_scale = power_of_two(far_keys(o_tile[:, None], o_f % 2, width, BLOCK_T, HALO))[
                 :, None, :
             ]
             if MEAN:
@@ -175,28 +175,28 @@ def _joint_scores(
             tl.store(p_far, tl.load(p_far, mask=m_far, other=0) + b_far, mask=m_far)
 
 
-def scores_of_classes(grad: Tensor, v: Tensor, place: GridClasses) -> Tensor:
+def scores_of_classes(grad: Tensor, v: Tensor, grid: GridClasses) -> Tensor:
     """Return the scores of classes, ``[B, h, H*W, C padded]``, float32; with "mean", minus infinity
     for a class without keys.
     """
     (batch, heads, _, e), groups = v.shape, v.shape[0] * v.shape[1]
     row = launch.launch_row("joint scores", 0, e, v.dtype, v.device)
-    if place.beside > 8:  # a wider window has more pairs per query
+    if grid.halo > 8:  # a wider window has more pairs per query
         row = row | dict(BLOCK_Q=row["BLOCK_Q"] // 2)
-    lines, patches = lines_of(v, place), place.height * place.width
-    scores = v.new_empty(batch, heads, patches, place.padded_classes, dtype=torch.float32)
-    blocks, tiles = launch.cdiv(place.width, row["BLOCK_Q"]), launch.cdiv(place.width, TILE)
-    sizes = heads, groups, place.height, place.width, place.prefix, blocks, tiles, place.row_scale
+    lines, patches = lines_of(v, grid), grid.height * grid.width
+    scores = v.new_empty(batch, heads, patches, grid.padded_classes, dtype=torch.float32)
+    blocks, tiles = launch.cdiv(grid.width, row["BLOCK_Q"]), launch.cdiv(grid.width, TILE)
+    sizes = heads, groups, grid.height, grid.width, grid.prefix, blocks, tiles, grid.row_scale
     launch.run(
         _joint_scores,
-        (blocks * place.height * groups,),
+        (blocks * grid.height * groups,),
         *(grad, v, *lines, scores, *sizes, *launch.octets(grad), *launch.octets(v)),
         **dict(BLOCK_E=launch.block(e)) | row,
-        **place.horizons(),
+        **grid.horizons(),
         E=e,
         BLOCK_T=TILE,
-        KEYS=TILE + 2 * place.beside,
-        MEAN=place.mean,
+        KEYS=TILE + 2 * grid.halo,
+        MEAN=grid.mean,
         PRECISION=launch.precision(v.dtype),
     )
     return scores

@@ -107,7 +107,7 @@ def _joint_shares(
         tl.store(p_out, b_w.to(DTYPE), mask=m_n[:, None, None] & (o_a < A)[None, :, None])
 
 
-def shares_of_classes(q: Tensor, table: Tensor, mass: Tensor, place: GridClasses) -> Tensor:
+def shares_of_classes(q: Tensor, table: Tensor, mass: Tensor, grid: GridClasses) -> Tensor:
     """Return the shares of all classes times ``UNIT``, ``[B, h, H, 2Ry+1, W, slots]`` in q's dtype.
 
     Args:
@@ -115,31 +115,31 @@ def shares_of_classes(q: Tensor, table: Tensor, mass: Tensor, place: GridClasses
         table: ``[h or 1, 2Ry+1, 2Rx+1, d]``, float32, non-negative, contiguous.
         mass: ``[B, h, N]`` of all terms, float32, contiguous, as ``joint_means`` writes it.
     """
-    (batch, heads, tokens, d), num_rows = q.shape, 2 * place.horizon_y + 1
-    asked = "joint shares", d, place.padded_classes, q.dtype, q.device
-    row, patches = launch.launch_row(*asked), place.height * place.width
-    shares = q.new_empty(batch, heads, place.height, num_rows, place.width, place.slots)
-    groups = batch * heads * launch.cdiv(num_rows, place.lines_at_once)
+    (batch, heads, tokens, d), num_rows = q.shape, 2 * grid.horizon_y + 1
+    launch_key = "joint shares", d, grid.padded_classes, q.dtype, q.device
+    row, patches = launch.launch_row(*launch_key), grid.height * grid.width
+    shares = q.new_empty(batch, heads, grid.height, num_rows, grid.width, grid.slots)
+    groups = batch * heads * launch.cdiv(num_rows, grid.lines_at_once)
     # About as many programs as the device holds at once, each with several blocks of patches.
-    parts = launch.segments(patches, groups, row["BLOCK_N"], launch.resident_programs(*asked))
+    parts = launch.segments(patches, groups, row["BLOCK_N"], launch.resident_programs(*launch_key))
     launch.run(
         _joint_shares,
         (parts * groups,),
-        *(q, table, mass, shares, heads, tokens, place.height, place.width, place.prefix),
+        *(q, table, mass, shares, heads, tokens, grid.height, grid.width, grid.prefix),
         *(parts, launch.cdiv(launch.cdiv(patches, parts), row["BLOCK_N"])),
         *(
             table.stride(0) // launch.OCTET if table.shape[0] > 1 else 0,
-            UNIT if place.mean else UNIT / tokens,
+            UNIT if grid.mean else UNIT / tokens,
         ),
         *launch.octets(q),
         **row,
         D=d,
         BLOCK_D=launch.block(d),
-        LINES=place.lines_at_once,
-        SLOTS=place.slots,
-        HORIZON_Y=place.horizon_y,
-        HORIZON_X=place.horizon_x,
-        MEAN=place.mean,
+        LINES=grid.lines_at_once,
+        SLOTS=grid.slots,
+        HORIZON_Y=grid.horizon_y,
+        HORIZON_X=grid.horizon_x,
+        MEAN=grid.mean,
         PRECISION=launch.precision(q.dtype),
     )
     return shares

@@ -54,7 +54,7 @@ def _joint_far_queries(
     BLOCK_E: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_X: tl.constexpr,
-    BESIDE: tl.constexpr,
+    HALO: tl.constexpr,
     SLOTS: tl.constexpr,
     HORIZON_Y: tl.constexpr,
     HORIZON_X: tl.constexpr,
@@ -68,7 +68,7 @@ def _joint_far_queries(
     i_side, i_block = tl.program_id(0) % 2, tl.program_id(0) // 2 % blocks
     i_chunk = tl.program_id(0) // 2 // blocks % chunks
     i_group = tl.program_id(0) // 2 // blocks // chunks
-    top, shift = i_chunk * CHUNK, tl.where(i_side == 0, -BESIDE, BESIDE)
+    top, shift = i_chunk * CHUNK, tl.where(i_side == 0, -HALO, HALO)
     p_grad = head(p_grad, i_group // heads, i_group % heads, grad_batch, grad_head)
     p_grad += prefix.to(tl.int64) * grad_token * 8
     p_shares += i_group.to(tl.int64) * height * A * width * SLOTS
@@ -166,7 +166,7 @@ def _joint_far_sums(
             b_sum += tl.sum(b_others, 0)[None, :]
 
 
-def far_queries(shares: Tensor, grad: Tensor, place: GridClasses, inverse_unit: float) -> Tensor:
+def far_queries(shares: Tensor, grad: Tensor, grid: GridClasses, inverse_unit: float) -> Tensor:
     """Return the contribution of queries before and after the window of each tile of each row of
     keys, ``[2, B, h, H, tiles, e]``, float32.
 
@@ -177,27 +177,27 @@ def far_queries(shares: Tensor, grad: Tensor, place: GridClasses, inverse_unit: 
         grad: ``[B, h, N, e]``, the gradient of the mean, readable by kernels.
         inverse_unit: 1 over the unit of the shares.
     """
-    (batch, heads, _, e), height, tiles = grad.shape, place.height, launch.cdiv(place.width, TILE)
+    (batch, heads, _, e), height, tiles = grad.shape, grid.height, launch.cdiv(grid.width, TILE)
     if tiles == 1:
         return grad.new_empty(2, batch, heads, height, 0, e, dtype=torch.float32)
     chunks = launch.cdiv(height, CHUNK.value)
     row = launch.launch_row("joint far queries", 0, e, grad.dtype, grad.device)
-    blocks = launch.cdiv(place.width, row["BLOCK_X"])
+    blocks = launch.cdiv(grid.width, row["BLOCK_X"])
     parts = grad.new_empty(2, batch, heads, chunks, tiles, ROWS.value, e, dtype=torch.float32)
     sums = grad.new_empty(2, batch, heads, height, tiles, e, dtype=torch.float32)
     widths = dict(E=e, BLOCK_E=launch.block(e))
     launch.run(
         _joint_far_queries,
         (2 * blocks * chunks * batch * heads,),
-        *(shares, grad, parts, heads, batch * heads, height, place.width, place.prefix),
+        *(shares, grad, parts, heads, batch * heads, height, grid.width, grid.prefix),
         *(tiles, blocks, chunks, inverse_unit, *launch.octets(grad)),
         **row,
         **widths,
         BLOCK_T=TILE,
-        BESIDE=place.beside,
-        SLOTS=place.slots,
-        HORIZON_Y=place.horizon_y,
-        HORIZON_X=place.horizon_x,
+        HALO=grid.halo,
+        SLOTS=grid.slots,
+        HORIZON_Y=grid.horizon_y,
+        HORIZON_X=grid.horizon_x,
         PRECISION=launch.precision(grad.dtype),
     )
     row = launch.launch_row("joint far sums", 0, e, torch.float32, grad.device)

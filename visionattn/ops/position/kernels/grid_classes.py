@@ -54,7 +54,7 @@ class GridClasses(NamedTuple):
         return 1.0 if self.mean else float(1 << max(0, self.width - 1).bit_length())
 
     @property
-    def beside(self) -> int:
+    def halo(self) -> int:
         """The number of keys that the window of a tile of queries has on either side of the tile:
         at least Rx.
         """

@@ -81,27 +81,27 @@ def _joint_table_backward(
     tl.store(p_d_table, b_d_table, mask=(o_c < CLASSES)[None, :] & (o_d < D)[:, None])
 
 
-def _to_table(d_weights: Tensor, units: Tensor, q: Tensor, place: GridClasses) -> Tensor:
+def _to_table(d_weights: Tensor, units: Tensor, q: Tensor, grid: GridClasses) -> Tensor:
     """Return the gradient of the table of each head, ``[h, 2Ry+1, 2Rx+1, d]``, float32."""
     (batch, heads, patches), d = d_weights.shape[:3], q.shape[3]
-    asked = "joint table backward", d, place.padded_classes, q.dtype, q.device
-    row = launch.launch_row(*asked)
+    launch_key = "joint table backward", d, grid.padded_classes, q.dtype, q.device
+    row = launch.launch_row(*launch_key)
     segments = launch.segments(
-        patches, batch * heads, row["BLOCK_N"], launch.resident_programs(*asked)
+        patches, batch * heads, row["BLOCK_N"], launch.resident_programs(*launch_key)
     )
-    sizes = 2 * place.horizon_y + 1, 2 * place.horizon_x + 1, d
+    sizes = 2 * grid.horizon_y + 1, 2 * grid.horizon_x + 1, d
     # One gradient per segment and image; torch adds them.
     d_table = q.new_empty(segments * batch, heads, *sizes, dtype=torch.float32)
     launch.run(
         _joint_table_backward,
         (segments * batch * heads,),
-        *(q, d_weights, units, d_table, heads, batch * heads, patches, place.prefix),
+        *(q, d_weights, units, d_table, heads, batch * heads, patches, grid.prefix),
         *(launch.cdiv(patches, segments), segments, *launch.octets(q)),
         **row,
-        **place.horizons(),
+        **grid.horizons(),
         D=d,
         BLOCK_D=launch.block(d),
-        BLOCK_C=launch.block(place.padded_classes),
+        BLOCK_C=launch.block(grid.padded_classes),
         PRECISION=launch.precision(q.dtype),
     )
     return d_table.sum(0)
@@ -114,7 +114,7 @@ def joint_backward(
     q: Tensor,
     table: Tensor,
     v: Tensor,
-    place: GridClasses,
+    grid: GridClasses,
     content: OfContent,
     dv: Tensor,
 ) -> tuple[Tensor, Tensor]:
@@ -132,9 +132,9 @@ def joint_backward(
     grad, out, q, v = (launch.readable(x) for x in (grad, out, q, v))
     table = table.contiguous()
     dq, d_weights, units = queries_backward(
-        scores_of_classes(grad, v, place), grad, out, mass, q, table, content, place
+        scores_of_classes(grad, v, grid), grad, out, mass, q, table, content, grid
     )
-    d_table = _to_table(d_weights, units, q, place)
+    d_table = _to_table(d_weights, units, q, grid)
     d_table = d_table if table.shape[0] > 1 else d_table.sum(0, keepdim=True)
-    values_backward(q, table, grad, mass, place, dv)
+    values_backward(q, table, grad, mass, grid, dv)
     return dq, d_table

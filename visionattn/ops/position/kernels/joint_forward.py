@@ -252,19 +252,19 @@ def _joint_means(
     """
     DTYPE: tl.constexpr = p_q.dtype.element_ty
     TILES: tl.constexpr = BLOCK_Q // BLOCK_T
-    BESIDE: tl.constexpr = (KEYS - BLOCK_T) // 2
+    HALO: tl.constexpr = (KEYS - BLOCK_T) // 2
     CHUNKS: tl.constexpr = (2 * HORIZON_Y + LINES) // LINES
     FAR: tl.constexpr = 2 * (2 * HORIZON_Y + 1)
     # Position of the strip.
-    SHARES: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
-    i_share, i_strip = tl.program_id(0) % SHARES, tl.program_id(0) // SHARES // blocks
-    i_block = tl.program_id(0) // SHARES % blocks
+    E_BLOCKS: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
+    i_e, i_strip = tl.program_id(0) % E_BLOCKS, tl.program_id(0) // E_BLOCKS // blocks
+    i_block = tl.program_id(0) // E_BLOCKS % blocks
     i_group, i_strip = i_strip // strips, i_strip % strips
     i_batch, i_head = i_group // heads, i_group % heads
     start = i_block * BLOCK_Q
     o_x = start + tl.arange(0, BLOCK_Q)
     o_d = tl.arange(0, BLOCK_D)
-    o_e = i_share * BLOCK_E + tl.arange(0, BLOCK_E)
+    o_e = i_e * BLOCK_E + tl.arange(0, BLOCK_E)
     m_x, m_d, m_e = o_x < width, o_d < D, o_e < E
     p_q = head(p_q, i_batch, i_head, q_batch, q_head)
     p_v = head(p_v, i_batch, i_head, v_batch, v_head)
@@ -302,14 +302,14 @@ def _joint_means(
     p_weights += tl.program_id(0).to(tl.int64) * CHUNKS * LINES * BLOCK_Q * SLOTS
     o_i, o_j = pairs(BLOCK_T, KEYS, TILES)
     p_pairs = p_weights + (o_i % 8 + o_i // BLOCK_T * BLOCK_T) * SLOTS
-    p_pairs += class_of(o_j - BESIDE - o_i % BLOCK_T, HORIZON_X)
+    p_pairs += class_of(o_j - HALO - o_i % BLOCK_T, HORIZON_X)
     p_pairs += o_i % BLOCK_T // 8 * 8 * SLOTS  # added separately: a compile-time constant
     o_i, o_f = pairs(BLOCK_T, 16, TILES)
-    b_far_keys = far_keys(i_block * TILES + o_i // BLOCK_T, o_f % 2, width, BLOCK_T, BESIDE)
+    b_far_keys = far_keys(i_block * TILES + o_i // BLOCK_T, o_f % 2, width, BLOCK_T, HALO)
     b_far_scale = power_of_two(b_far_keys) / far_unit
     o_far = o_f // 2 * (BLOCK_Q * SLOTS) + o_i * SLOTS + o_f % 2 * (2 * HORIZON_X)
     o_tile = i_block * TILES + tl.arange(0, TILES)[:, None]  # [TILES, 1]
-    o_keys = o_tile * BLOCK_T - BESIDE + tl.arange(0, KEYS)[None, :]  # [TILES, KEYS]
+    o_keys = o_tile * BLOCK_T - HALO + tl.arange(0, KEYS)[None, :]  # [TILES, KEYS]
     m_keys = ((o_keys >= 0) & (o_keys < width))[:, :, None] & m_e[None, None, :]
     p_means += i_group.to(tl.int64) * height * width * E
     means_below = groups.to(tl.int64) * height * width * E
@@ -389,11 +389,11 @@ def _joint_means(
         b_inverse = reciprocal(b_mass) if MEAN else reciprocal(b_mass) * unit
         b_out = tl.reshape(b_sum, [BLOCK_Q, BLOCK_E]) * b_inverse[:, None]
         write(p_out, o_token, out_token, o_e, b_out, m_x, E)
-        tl.store(p_mass + o_token, b_mass, mask=o_x < tl.where(i_share == 0, width, 0))
+        tl.store(p_mass + o_token, b_mass, mask=o_x < tl.where(i_e == 0, width, 0))
 
 
 def _options_of_means(
-    d: int, e: int, dtype: torch.dtype, device: torch.device, place: GridClasses, feature_map: str
+    d: int, e: int, dtype: torch.dtype, device: torch.device, grid: GridClasses, feature_map: str
 ) -> dict[str, object]:
     """Return all compile-time values of ``_joint_means``: the row of ``launches.json``, with
     smaller blocks for wide horizons, and the other values.
@@ -401,23 +401,23 @@ def _options_of_means(
     With a wider horizon a program holds more weights and more addresses per query.
     """
     row = dict(BLOCK_E=launch.block(e)) | launch.launch_row("joint means", d, e, dtype, device)
-    if place.slots > 8:
+    if grid.slots > 8:
         row |= dict(BLOCK_E=min(row["BLOCK_E"], 32), BLOCK_Q=32, num_stages=1)
-    if place.beside > 8:
+    if grid.halo > 8:
         row |= dict(num_warps=8)
-    if place.slots > 16 and dtype == torch.float32:
+    if grid.slots > 16 and dtype == torch.float32:
         row |= dict(BLOCK_E=16, BLOCK_Q=16, num_warps=8)
     return row | dict(
-        HORIZON_Y=place.horizon_y,
-        HORIZON_X=place.horizon_x,
+        HORIZON_Y=grid.horizon_y,
+        HORIZON_X=grid.horizon_x,
         D=d,
         E=e,
         BLOCK_D=launch.block(d),
         BLOCK_T=TILE,
-        KEYS=TILE + 2 * place.beside,
-        LINES=place.lines_at_once,
-        SLOTS=place.slots,
-        MEAN=place.mean,
+        KEYS=TILE + 2 * grid.halo,
+        LINES=grid.lines_at_once,
+        SLOTS=grid.slots,
+        MEAN=grid.mean,
         MAP=feature_map,
         PRECISION=launch.precision(dtype),
     )
@@ -428,7 +428,7 @@ def joint_means(
     table: Tensor,
     v: Tensor,
     content: FromState | FromSums,
-    place: GridClasses,
+    grid: GridClasses,
     out: Tensor,
     mass: Tensor,
 ) -> None:
@@ -455,26 +455,26 @@ def joint_means(
         content_mass = content.mass.contiguous()
         feature_map = ""
         strides = launch.octets(sums)
-    options = launch.remembered(_options_of_means, d, e, v.dtype, v.device, place, feature_map)
-    blocks = launch.cdiv(place.width, options["BLOCK_Q"])
-    shares = launch.cdiv(e, options["BLOCK_E"])
-    tiles = launch.cdiv(place.width, TILE)
+    options = launch.remembered(_options_of_means, d, e, v.dtype, v.device, grid, feature_map)
+    blocks = launch.cdiv(grid.width, options["BLOCK_Q"])
+    e_blocks = launch.cdiv(e, options["BLOCK_E"])
+    tiles = launch.cdiv(grid.width, TILE)
     resident = launch.resident_programs("joint means", d, e, v.dtype, v.device)
     # State and table are read once per strip: cut as few strips as keep the whole device busy.
-    strips = launch.segments(place.height, blocks * shares * batch * heads, 1, resident, 1)
-    strip_rows = max(1, launch.cdiv(place.height, strips))
-    strips = launch.cdiv(place.height, strip_rows)  # none without rows
-    programs, num_lines = shares * blocks * strips * batch * heads, options["LINES"]
-    chunks = launch.cdiv(2 * place.horizon_y + 1, num_lines)
+    strips = launch.segments(grid.height, blocks * e_blocks * batch * heads, 1, resident, 1)
+    strip_rows = max(1, launch.cdiv(grid.height, strips))
+    strips = launch.cdiv(grid.height, strip_rows)  # none without rows
+    programs, num_lines = e_blocks * blocks * strips * batch * heads, options["LINES"]
+    chunks = launch.cdiv(2 * grid.horizon_y + 1, num_lines)
     # The buffer of weights has one part per program.
     weights = q.new_empty(programs, chunks * num_lines, options["BLOCK_Q"], options["SLOTS"])
     launch.run(
         _joint_means,
         (programs,),
-        *(q, table, weights, v, *lines_of(v, place), sums, content_mass, out, mass),
-        *(heads, batch * heads, tokens, place.height, place.width, place.prefix, blocks, tiles),
+        *(q, table, weights, v, *lines_of(v, grid), sums, content_mass, out, mass),
+        *(heads, batch * heads, tokens, grid.height, grid.width, grid.prefix, blocks, tiles),
         *(strips, strip_rows, table.stride(0) // launch.OCTET if table.shape[0] > 1 else 0),
-        *(place.row_scale, place.unit, place.far_unit),
+        *(grid.row_scale, grid.unit, grid.far_unit),
         *(*launch.octets(q), *launch.octets(v), *strides, *launch.octets(out)),
         **options,
     )

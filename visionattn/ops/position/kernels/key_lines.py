@@ -5,10 +5,10 @@ query in row y, the lines are the rows y + dy of the values for |dy| < Ry, the m
 to y - Ry, and the mean of all rows from y + Ry on. This module computes the means. It also computes
 the remainders: the sums of a line before and after the window of a tile of T queries.
 
-    columns      0 ..             x0 - beside ..  x0 .. x0 + T  .. x0 + T + beside         .. W
-    one line     |<-- before: sum -->|<-- the window, key by key ------->|<-- after: sum -->|
+    columns      0 ..              x0 - halo ..  x0 .. x0 + T  .. x0 + T + halo           .. W
+    one line     |<-- before: sum -->|<-- the window, key by key ----->|<-- after: sum ---->|
 
-Outside the window every key is in the outermost class of columns, since beside >= Rx. Each sum runs
+Outside the window every key is in the outermost class of columns, since halo >= Rx. Each sum runs
 from one end of the grid, as a product with a triangle of ones; none is a difference.
 """
 
@@ -103,10 +103,10 @@ def _means_of_rows(
 
 
 @triton.jit
-def far_keys(i_tile, i_side, width, BLOCK_T: tl.constexpr, BESIDE: tl.constexpr):
+def far_keys(i_tile, i_side, width, BLOCK_T: tl.constexpr, HALO: tl.constexpr):
     """Count the keys of a row before a tile's window (side 0), or after it (side 1)."""
     first = i_tile * BLOCK_T
-    return tl.maximum(tl.where(i_side == 0, first - BESIDE, width - first - BLOCK_T - BESIDE), 0)
+    return tl.maximum(tl.where(i_side == 0, first - HALO, width - first - BLOCK_T - HALO), 0)
 
 
 @triton.jit
@@ -167,7 +167,7 @@ def _remainders_of_values(
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    BESIDE: tl.constexpr,
+    HALO: tl.constexpr,
     BLOCK_X: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -190,7 +190,7 @@ def _remainders_of_values(
     # TILES tiles at a time, from the end of the row where the remainder is 0.
     for start in tl.range(0, tiles, TILES, num_stages=1):
         o_column = start * BLOCK_T + o_j
-        o_x = tl.where(i_side == 0, o_column - BESIDE, tiles * BLOCK_T + BESIDE - 1 - o_column)
+        o_x = tl.where(i_side == 0, o_column - HALO, tiles * BLOCK_T + HALO - 1 - o_column)
         b_v = read(p_v, o_x, v_token, o_e, (o_x >= 0) & (o_x < width), E)  # [X, E]
         b_sums = tl.dot(b_ones, b_v, input_precision=PRECISION) + b_carry[None, :]
         # Row TILES of the product sums all columns of this block: the start of the next block.
@@ -200,7 +200,7 @@ def _remainders_of_values(
         # row.
         b_sums *= (
             1
-            / tl.maximum(power_of_two(far_keys(o_tile, i_side, width, BLOCK_T, BESIDE)), 1.0)[
+            / tl.maximum(power_of_two(far_keys(o_tile, i_side, width, BLOCK_T, HALO)), 1.0)[
                 :, None
             ]
         )
@@ -227,7 +227,7 @@ def _joint_lines(
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    BESIDE: tl.constexpr,
+    HALO: tl.constexpr,
     BLOCK_Y: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_X: tl.constexpr,
@@ -243,7 +243,7 @@ def _joint_lines(
     else:
         _remainders_of_values(
             i_program - of_means, p_v, p_remainders, heads, height, width, prefix, tiles, v_batch,
-            v_head, v_token, E, BLOCK_E, BLOCK_T, BESIDE, BLOCK_X, PRECISION,
+            v_head, v_token, E, BLOCK_E, BLOCK_T, HALO, BLOCK_X, PRECISION,
         )  # fmt: skip
 
 
@@ -287,9 +287,9 @@ class Lines(NamedTuple):
     remainders: Tensor
 
 
-def lines_of(v: Tensor, place: GridClasses) -> Lines:
+def lines_of(v: Tensor, grid: GridClasses) -> Lines:
     """Return the lines of ``v [B, h, N, e]``, which kernels must be able to read."""
-    (batch, heads, _, e), height, width = v.shape, place.height, place.width
+    (batch, heads, _, e), height, width = v.shape, grid.height, grid.width
     tiles, groups = launch.cdiv(width, TILE), batch * heads
     lines = Lines(
         v.new_empty(2, batch, heads, height, width, e),
@@ -301,12 +301,12 @@ def lines_of(v: Tensor, place: GridClasses) -> Lines:
     launch.run(
         _joint_lines,
         (2 * groups * (blocks + (height if tiles > 1 else 0)),),
-        *(v, *lines, heads, groups, height, width, place.prefix, tiles, blocks, *launch.octets(v)),
+        *(v, *lines, heads, groups, height, width, grid.prefix, tiles, blocks, *launch.octets(v)),
         **row,
         **own,
         BLOCK_E=launch.block(e),
         BLOCK_T=TILE,
-        BESIDE=place.beside,
+        HALO=grid.halo,
     )
     # The means of remainders need the remainders of all rows, and so a second launch.
     if tiles > 1:

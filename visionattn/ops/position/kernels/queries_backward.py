@@ -68,10 +68,10 @@ def _scores_and_keys(
     HORIZON_X: tl.constexpr,
     PADDED: tl.constexpr,
     MEAN: tl.constexpr,
-    SHARE: tl.constexpr,
+    WITH_FACTOR: tl.constexpr,
 ):
-    """Return for the classes ``o_c`` the scores s_c, the numbers n_c and, with SHARE, the factor by
-    which the forward pass multiplies a weight before rounding it; ``[N, C]`` each.
+    """Return for the classes ``o_c`` the scores s_c, the numbers n_c and, with WITH_FACTOR, the
+    factor by which the forward pass multiplies a weight before rounding it; ``[N, C]`` each.
     """
     COLUMNS: tl.constexpr = 2 * HORIZON_X + 1
     m_c = m_n[:, None] & (o_c < (2 * HORIZON_Y + 1) * COLUMNS)[None, :]
@@ -80,8 +80,8 @@ def _scores_and_keys(
         mask=m_c,
         other=float("-inf") if MEAN else 0,
     )
-    b_share = tl.full(b_s.shape, 1.0, tl.float32)
-    if SHARE or not MEAN:
+    b_factor = tl.full(b_s.shape, 1.0, tl.float32)
+    if WITH_FACTOR or not MEAN:
         b_rows = tl.where(
             m_c, axis_keys((o_c // COLUMNS)[None, :], (o_n // width)[:, None], height, HORIZON_Y), 0
         )
@@ -91,12 +91,12 @@ def _scores_and_keys(
     if MEAN:
         b_keys = tl.where(b_s > float("-inf"), 1.0, 0.0)
         b_s = tl.where(b_s > float("-inf"), b_s, 0)
-        if SHARE:
-            b_share = 1 / tl.maximum(b_columns, 1)
+        if WITH_FACTOR:
+            b_factor = 1 / tl.maximum(b_columns, 1)
     else:
         b_keys = b_rows * b_columns * row_scale
-        b_share = tl.maximum(b_rows, 1) * row_scale
-    return b_s, b_keys, b_share
+        b_factor = tl.maximum(b_rows, 1) * row_scale
+    return b_s, b_keys, b_factor
 
 
 @triton.jit
@@ -218,7 +218,7 @@ def _joint_queries_backward(
     b_to_mass = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     b_values, b_masses = tl.zeros([BLOCK_N], tl.float32), tl.zeros([BLOCK_N], tl.float32)
     for first in range(0, CLASSES, BLOCK_C):
-        b_s, b_keys, b_share = _scores_and_keys(
+        b_s, b_keys, b_factor = _scores_and_keys(
             p_scores, o_n, first + o_c, m_n, height, width, row_scale, HORIZON_Y, HORIZON_X, PADDED,
             MEAN, MAP == "",
         )  # fmt: skip
@@ -233,7 +233,7 @@ def _joint_queries_backward(
             b_phi = tl.where(m_d[None, :], phi(b_q, "elu1"), 0).to(DTYPE)
             b_w = tl.dot(b_phi, tl.trans(b_high), input_precision=PRECISION)
             b_masses -= tl.sum(b_w * b_keys, 1)
-            b_values -= tl.sum((b_w * b_share).to(DTYPE).to(tl.float32) / b_share * b_s, 1)
+            b_values -= tl.sum((b_w * b_factor).to(DTYPE).to(tl.float32) / b_factor * b_s, 1)
         b_left = b_s / b_unit[:, None] if tl.float16 == DTYPE else b_s
         b_to_values = _add_times_table(b_to_values, b_left, b_high, b_low, DTYPE, PRECISION, True)
     # <g, out>, the mass, and dq.
@@ -294,7 +294,7 @@ def queries_backward(
     q: Tensor,
     table: Tensor,
     content: OfContent,
-    place: GridClasses,
+    grid: GridClasses,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradient of q, the gradient of the weights of classes ``[B, h, H*W, C padded]``,
     and the units of the second, ``[B, h, H*W]`` (empty except in float16).
@@ -305,32 +305,32 @@ def queries_backward(
     The other arguments are as for ``joint_backward``.
     """
     (batch, heads, tokens, d), e = q.shape, grad.shape[3]
-    row = launch.launch_row("joint queries backward", d, place.padded_classes, q.dtype, q.device)
+    row = launch.launch_row("joint queries backward", d, grid.padded_classes, q.dtype, q.device)
     if content.along is None:  # the gradient and the mean are read too and take registers
         row = row | dict(BLOCK_N=row["BLOCK_N"] // 2)
     d_weights = torch.empty_like(scores, dtype=q.dtype)
     units = scores.new_empty(scores.shape[:3] if q.dtype == torch.float16 else 0)
     dq = launch.tokens_first(q, batch, heads, tokens, d)
-    blocks = launch.cdiv(place.height * place.width, row["BLOCK_N"])
+    blocks = launch.cdiv(grid.height * grid.width, row["BLOCK_N"])
     along, z = (mass, mass) if content.along is None else (content.along, content.z)
     launch.run(
         _joint_queries_backward,
         (blocks * batch * heads,),
         *(q, table, scores, grad, out, mass, content.dq, along, z, dq, d_weights, units),
-        *(heads, tokens, place.height, place.width, place.prefix, blocks),
+        *(heads, tokens, grid.height, grid.width, grid.prefix, blocks),
         *(
             table.stride(0) // launch.OCTET if table.shape[0] > 1 else 0,
-            place.row_scale,
-            place.unit,
+            grid.row_scale,
+            grid.unit,
         ),
         *(octet for x in (q, grad, out, content.dq, dq) for octet in launch.octets(x)),
         **row,
-        **place.horizons(),
+        **grid.horizons(),
         D=d,
         E=e,
         BLOCK_D=launch.block(d),
         BLOCK_E=launch.block(e),
-        MEAN=place.mean,
+        MEAN=grid.mean,
         MAP=content.feature_map,
         PRECISION=launch.precision(q.dtype),
     )

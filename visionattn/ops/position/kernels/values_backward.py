@@ -46,17 +46,17 @@ def _pairs_and_queries(
     A query outside the grid is replaced by the nearest one inside, with a share of 0 from the slot
     after the last class.
     """
-    BESIDE: tl.constexpr = (QUERIES - BLOCK_T) // 2
+    HALO: tl.constexpr = (QUERIES - BLOCK_T) // 2
     o_j, o_i = pairs(BLOCK_T, QUERIES, TILES)
-    o_x = start + o_j // BLOCK_T * BLOCK_T - BESIDE + o_i
+    o_x = start + o_j // BLOCK_T * BLOCK_T - HALO + o_i
     o_class = tl.where(
         (o_x >= 0) & (o_x < width),
-        class_of(o_j % BLOCK_T + BESIDE - o_i, HORIZON_X),
+        class_of(o_j % BLOCK_T + HALO - o_i, HORIZON_X),
         2 * HORIZON_X + 1,
     )
     o_pairs = tl.minimum(tl.maximum(o_x, 0), width - 1) * SLOTS + o_class
     o_x = (
-        start + tl.arange(0, TILES)[:, None] * BLOCK_T - BESIDE + tl.arange(0, QUERIES)[None, :]
+        start + tl.arange(0, TILES)[:, None] * BLOCK_T - HALO + tl.arange(0, QUERIES)[None, :]
     )  # [TILES, QUERIES]
     o_x = tl.minimum(tl.maximum(o_x, 0), width - 1)
     # Offsets of shares are in bytes and unsigned: they stay in one register each for all rows.
@@ -128,13 +128,13 @@ def _joint_rows_below_backward(
     strips above (1).
     """
     A: tl.constexpr = 2 * HORIZON_Y + 1
-    SHARES: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
+    E_BLOCKS: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
     TILES: tl.constexpr = BLOCK_K // BLOCK_T
     BYTES: tl.constexpr = p_shares.dtype.element_ty.primitive_bitwidth // 8
-    i_share, i_strip = tl.program_id(0) % SHARES, tl.program_id(0) // SHARES // blocks
-    start = tl.program_id(0) // SHARES % blocks * BLOCK_K
+    i_e, i_strip = tl.program_id(0) % E_BLOCKS, tl.program_id(0) // E_BLOCKS // blocks
+    start = tl.program_id(0) // E_BLOCKS % blocks * BLOCK_K
     i_group, i_strip = i_strip // strips, i_strip % strips
-    o_x, o_e = start + tl.arange(0, BLOCK_K), i_share * BLOCK_E + tl.arange(0, BLOCK_E)
+    o_x, o_e = start + tl.arange(0, BLOCK_K), i_e * BLOCK_E + tl.arange(0, BLOCK_E)
     m_out = (o_x < width)[:, None] & (o_e < E)[None, :]
     o_pairs, o_queries = _pairs_and_queries(
         start, width, grad_token, o_e, BLOCK_T, QUERIES, TILES, SLOTS, HORIZON_X, BYTES
@@ -218,14 +218,14 @@ def _joint_values_backward(
 ):
     """Go down a strip, and write the gradient of its values from content and relative term."""
     A: tl.constexpr = 2 * HORIZON_Y + 1
-    SHARES: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
+    E_BLOCKS: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
     TILES: tl.constexpr = BLOCK_K // BLOCK_T
     BYTES: tl.constexpr = p_shares.dtype.element_ty.primitive_bitwidth // 8
-    i_share, i_strip = tl.program_id(0) % SHARES, tl.program_id(0) // SHARES // blocks
-    i_block = tl.program_id(0) // SHARES % blocks
+    i_e, i_strip = tl.program_id(0) % E_BLOCKS, tl.program_id(0) // E_BLOCKS // blocks
+    i_block = tl.program_id(0) // E_BLOCKS % blocks
     i_group, i_strip = i_strip // strips, i_strip % strips
     i_batch, i_head, start = i_group // heads, i_group % heads, i_block * BLOCK_K
-    o_x, o_e = start + tl.arange(0, BLOCK_K), i_share * BLOCK_E + tl.arange(0, BLOCK_E)
+    o_x, o_e = start + tl.arange(0, BLOCK_K), i_e * BLOCK_E + tl.arange(0, BLOCK_E)
     m_x, m_e = o_x < width, o_e < E
     m_out = m_x[:, None] & m_e[None, :]
     o_pairs, o_queries = _pairs_and_queries(
@@ -312,7 +312,7 @@ def _joint_values_backward(
 
 
 def _row_of_values(
-    e: int, dtype: torch.dtype, device: torch.device, place: GridClasses
+    e: int, dtype: torch.dtype, device: torch.device, grid: GridClasses
 ) -> dict[str, int]:
     """Return the row of ``launches.json``, with narrower blocks of columns for wide horizons, where
     a program holds more pairs.
@@ -320,13 +320,13 @@ def _row_of_values(
     row = dict(BLOCK_E=launch.block(e)) | launch.launch_row(
         "joint values backward", 0, e, dtype, device
     )
-    if place.beside > 8:
+    if grid.halo > 8:
         row |= dict(BLOCK_E=min(row["BLOCK_E"], 32))
     return row
 
 
 def values_backward(
-    q: Tensor, table: Tensor, grad: Tensor, mass: Tensor, place: GridClasses, dv: Tensor
+    q: Tensor, table: Tensor, grad: Tensor, mass: Tensor, grid: GridClasses, dv: Tensor
 ) -> None:
     """Add the relative term's gradient of the values to ``dv [B, h, N, e]``, for
     ``grad [B, h, N, e]`` of the mean.
@@ -335,35 +335,35 @@ def values_backward(
     of them.
     """
     batch, heads, tokens, e = grad.shape
-    groups, height, width = batch * heads, place.height, place.width
-    row = _row_of_values(e, grad.dtype, grad.device, place)
-    blocks, e_shares = launch.cdiv(width, row["BLOCK_K"]), launch.cdiv(e, row["BLOCK_E"])
+    groups, height, width = batch * heads, grid.height, grid.width
+    row = _row_of_values(e, grad.dtype, grad.device, grid)
+    blocks, e_blocks = launch.cdiv(width, row["BLOCK_K"]), launch.cdiv(e, row["BLOCK_E"])
     resident = launch.resident_programs("joint values backward", 0, e, grad.dtype, grad.device)
-    strips = launch.segments(height, blocks * e_shares * groups, 1, resident, 1)
+    strips = launch.segments(height, blocks * e_blocks * groups, 1, resident, 1)
     strip_rows = max(1, launch.cdiv(height, strips))
     strips = launch.cdiv(height, strip_rows)  # none without rows
-    options = row | dict(E=e, BLOCK_T=TILE, QUERIES=TILE + 2 * place.beside, SLOTS=place.slots)
+    options = row | dict(E=e, BLOCK_T=TILE, QUERIES=TILE + 2 * grid.halo, SLOTS=grid.slots)
     options |= dict(
-        HORIZON_Y=place.horizon_y, HORIZON_X=place.horizon_x, PRECISION=launch.precision(grad.dtype)
+        HORIZON_Y=grid.horizon_y, HORIZON_X=grid.horizon_x, PRECISION=launch.precision(grad.dtype)
     )
     # First the shares, then the sums of far queries, then the strips: up, and down into dv.
-    shares = shares_of_classes(q, table, mass, place)
-    far = far_queries(shares, grad, place, 1 / UNIT)
+    shares = shares_of_classes(q, table, mass, grid)
+    far = far_queries(shares, grad, grid, 1 / UNIT)
     below = grad.new_empty(batch, heads, height, width, e)
     totals = grad.new_empty(2, batch, heads, strips, width, e, dtype=torch.float32)
     strip = blocks, strips, strip_rows, 1 / UNIT
-    programs = (e_shares * blocks * strips * groups,)
+    programs = (e_blocks * blocks * strips * groups,)
     launch.run(
         _joint_rows_below_backward,
         programs,
-        *(shares, grad, below, totals, heads, groups, height, width, place.prefix, *strip),
+        *(shares, grad, below, totals, heads, groups, height, width, grid.prefix, *strip),
         *launch.octets(grad),
         **options,
     )
     launch.run(
         _joint_values_backward,
         programs,
-        *(shares, grad, below, totals, far, dv, dv, heads, groups, height, width, place.prefix),
+        *(shares, grad, below, totals, far, dv, dv, heads, groups, height, width, grid.prefix),
         *(launch.cdiv(width, TILE), *strip),
         *(*launch.octets(grad), *launch.octets(dv), *launch.octets(dv)),
         **options,
