@@ -259,16 +259,16 @@ def run(name: str, argv: Words | None = None) -> int:
     from visionattn.cli.exit_codes import run_tool
 
     words = sys.argv[1:] if argv is None else argv
-    chosen = SUBCOMMANDS[name]
+    subcommand = SUBCOMMANDS[name]
 
     def work() -> None:
-        if chosen.options and is_alone():
-            check_names(chosen.options, words)
+        if subcommand.options and is_alone():
+            check_names(subcommand.options, words)
         import visionattn.models  # noqa: F401  registers them with timm
 
-        chosen.work(words, lambda text: print(text, flush=True))
+        subcommand.work(words, lambda text: print(text, flush=True))
 
-    return run_tool(work, several=chosen.several)
+    return run_tool(work, several=subcommand.several)
 
 
 def check_names(options: str, argv: Words) -> None:
@@ -312,9 +312,9 @@ def main(argv: Words | None = None) -> int:
     if name == "--version":
         print(f"visionattn {visionattn.__version__}")
         return 0
-    near = get_close_matches(name, SUBCOMMANDS, 1, 0)[0]
+    closest = get_close_matches(name, SUBCOMMANDS, 1, 0)[0]
     print(
-        f"error: visionattn has no command {name:.80}; did you mean {near}? --help lists all "
+        f"error: visionattn has no command {name:.80}; did you mean {closest}? --help lists all "
         "commands",
         file=sys.stderr,
     )

@@ -114,7 +114,7 @@ class Attention(nn.Module):
             if kind.feature_map
             else None
         )
-        given = dict(
+        values = dict(
             horizon=horizon,
             normalization=normalization,
             temperature_init=temperature_init,
@@ -126,8 +126,8 @@ class Attention(nn.Module):
             centre_keys=centre_keys or None,
         )
         for name, reason in idle_options(kind, relative, feature_map).items():
-            if given[name] is not None:
-                raise ValueError(f"{name}={given[name]!r} has no effect: {reason}")
+            if values[name] is not None:
+                raise ValueError(f"{name}={values[name]!r} has no effect: {reason}")
         if kind.windows and relative == "flat":
             raise ValueError(
                 f"relative='flat': attention={attention!r} is on a grid; expected joint, axial or "
@@ -147,7 +147,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(dim, dim * 3, bias=qkv_bias, **dd)
         self.q_norm = norm_layer(self.head_dim, **dd) if qk_norm else nn.Identity()
         self.k_norm = norm_layer(self.head_dim, **dd) if qk_norm else nn.Identity()
-        own = self.window_size - 1 if kind.windows else 3
+        default_horizon = self.window_size - 1 if kind.windows else 3
         self.relative = (
             None
             if relative == "none"
@@ -155,7 +155,7 @@ class Attention(nn.Module):
                 relative,
                 num_heads,
                 self.head_dim,
-                horizon=own if horizon is None else horizon,
+                horizon=default_horizon if horizon is None else horizon,
                 normalization="sum" if kind.signed else normalization or "mean",
                 signed=kind.signed,
                 **dd,
@@ -187,9 +187,9 @@ class Attention(nn.Module):
         native = self.native_layout
         if native is not None and native.num_tokens == tokens:
             return native
-        wanted = "none is known" if native is None else f"the native one has {native.num_tokens}"
+        known = "none is known" if native is None else f"the native one has {native.num_tokens}"
         raise ValueError(
-            f"expected a layout for {tokens} tokens ({wanted}); pass "
+            f"expected a layout for {tokens} tokens ({known}); pass "
             "layout=TokenLayout(num_prefix, Grid(height, width))"
         )
 
@@ -335,8 +335,8 @@ class Attention(nn.Module):
         # Split ``[B, N, n D]`` into n views ``[B, h, N, d]`` without a copy.
         split = parts.unflatten(2, (len(which), self.num_heads, self.head_dim))
         norms = {"q": self.q_norm, "k": self.k_norm}
-        found = zip(which, split.permute(2, 0, 3, 1, 4).unbind(0), strict=True)
-        return [norms[name](part) if name in norms else part for name, part in found]
+        named_parts = zip(which, split.permute(2, 0, 3, 1, 4).unbind(0), strict=True)
+        return [norms[name](part) if name in norms else part for name, part in named_parts]
 
     def summarize(self, k: Tensor, v: Tensor) -> State:
         """Reduce keys and values to the state of the content term; states of disjoint keys add.

@@ -31,8 +31,8 @@ def has_hooks(module: nn.Module) -> bool:
     common = torch.nn.modules.module
     tables = [common._global_forward_pre_hooks, common._global_forward_hooks]
     hooks = [x for table in [*tables, *(getattr(module, n) for n in HOOKS)] for x in table.values()]
-    homes = [getattr(getattr(hook, "func", hook), "__module__", None) or "" for hook in hooks]
-    return not all(home.startswith(WATCHERS) for home in homes)
+    modules = [getattr(getattr(hook, "func", hook), "__module__", None) or "" for hook in hooks]
+    return not all(name.startswith(WATCHERS) for name in modules)
 
 
 def check_unchanged(name: str, module: nn.Module, kind: type[nn.Module]) -> None:

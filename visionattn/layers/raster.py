@@ -100,13 +100,13 @@ class RasterTables(nn.Module):
         horizon = min(self.rows * row + self.span, tokens)
         # Offsets start at 1, because a token holds the value before the value to predict.
         offset = torch.arange(1, horizon + 1, device=device)
-        nearest = (offset + row // 2) // row
-        beside = offset - nearest * row
-        is_near = (nearest <= self.rows) & (beside.abs() <= self.span)
+        rows_up = (offset + row // 2) // row
+        columns_left = offset - rows_up * row
+        is_near = (rows_up <= self.rows) & (columns_left.abs() <= self.span)
         others = (self.rows + 1) * side
         index = torch.where(
             is_near,
-            nearest * side + beside + self.span,
+            rows_up * side + columns_left + self.span,
             others + (offset // row).clamp(max=self.rows),
         )
         return F.pad(index, (0, 1), value=others + self.rows + 1)

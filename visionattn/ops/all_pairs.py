@@ -133,12 +133,12 @@ def pair_mean(
     out, mass = _empty_mean(q, k, v)
     with form_ran("taylorshift" if coefficients else "kernelized", "direct"):
         for b in _images(q, k):
-            part = _Part(b, q[b], k[b], v[b], *options)
-            values = out.new_empty(*part.tensors[0].shape[:2], v.shape[3])
+            chunk = _Chunk(b, q[b], k[b], v[b], *options)
+            values = out.new_empty(*chunk.tensors[0].shape[:2], v.shape[3])
             masses = mass[b].flatten(0, 1)
-            for g, t in part.blocks():
-                weights = part.weights(g, t)[0]
-                torch.bmm(weights, part.tensors[2][g], out=values[g, t])
+            for g, t in chunk.blocks():
+                weights = chunk.weights(g, t)[0]
+                torch.bmm(weights, chunk.tensors[2][g], out=values[g, t])
                 torch.sum(weights, 2, out=masses[g, t])
             torch.div(values.view(out[b].shape), divisor_of(mass[b]), out=out[b])
     return out, mass
@@ -169,18 +169,20 @@ def pair_mean_backward(
     temperature and table (empty if None).
     """
     dq, dk, dv = (mass.new_zeros(x.shape) for x in (q, k, v))
-    learned = [mass.new_zeros(0 if x is None else x.shape) for x in (temperature, table)]
+    parameter_grads = [mass.new_zeros(0 if x is None else x.shape) for x in (temperature, table)]
     options = temperature, key_mask, table, counts, total, feature_map, coefficients
     for b in _images(q, k):
-        part = _Part(b, q[b], k[b], v[b], *options)
+        chunk = _Chunk(b, q[b], k[b], v[b], *options)
         d_values, d_mass = weighted_mean_gradients(grad[b], out[b], mass[b])
-        sums = d_values.flatten(0, 1), d_mass.flatten(0, 1).unsqueeze(2)
-        of_heads = part.backward(*sums, *(x[b].flatten(0, 1) for x in (dq, dk, dv)))
-        for x, more in zip(learned, of_heads, strict=True):
-            if more is not None:
-                add_of_heads(x, more, slice(0, q.shape[1]))
-    d_temperature = learned[0] if temperature is None else learned[0].to(temperature.dtype)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_temperature, learned[1]
+        upstream = d_values.flatten(0, 1), d_mass.flatten(0, 1).unsqueeze(2)
+        head_grads = chunk.backward(*upstream, *(x[b].flatten(0, 1) for x in (dq, dk, dv)))
+        for x, head_grad in zip(parameter_grads, head_grads, strict=True):
+            if head_grad is not None:
+                add_of_heads(x, head_grad, slice(0, q.shape[1]))
+    d_temperature = (
+        parameter_grads[0] if temperature is None else parameter_grads[0].to(temperature.dtype)
+    )
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_temperature, parameter_grads[1]
 
 
 differentiate(
@@ -188,7 +190,7 @@ differentiate(
 )
 
 
-class _Side:
+class _Mapped:
     """Queries or keys ``x [g, n, d]``, mapped to the ``rows`` that enter the scores, with the
     backward step of the map.
 
@@ -201,7 +203,7 @@ class _Side:
         self.x = x if absent is None else x.masked_fill(absent, 0)
         if normalised:
             squares = self.x.square().sum(2, keepdim=True)
-            self.free = squares > EPS * EPS
+            self.has_free_length = squares > EPS * EPS
             self.inverse = squares.clamp_(min=EPS * EPS).rsqrt_()
             self.rows = self.x * (self.inverse * length)
         elif feature_map == "given":
@@ -225,7 +227,7 @@ class _Side:
             unit = self.x * self.inverse
             along = (grad * unit).sum(2, keepdim=True)
             d_length = along.sum((1, 2))
-            grad.addcmul_(unit, along.mul_(self.free), value=-1)
+            grad.addcmul_(unit, along.mul_(self.has_free_length), value=-1)
             grad.mul_(self.inverse * self.length)
         if self.absent is not None:
             grad.masked_fill_(self.absent, 0)
@@ -237,7 +239,7 @@ def _elu1(x: Tensor) -> Tensor:
     return x.clamp(max=0).exp_().add_(x.clamp(min=0))
 
 
-class _Part:
+class _Chunk:
     """The operands of the images ``b``, prepared for the blocks.
 
     ``tensors`` holds the rows of the queries ``[g, N, d]``, the rows of the keys ``[g, M, d]``, the
@@ -255,7 +257,7 @@ class _Part:
         self.absent, self.square, self.shift, self.rest = None, len(coefficients) > 0, 0.0, 0.0
         self.buffers = {}
 
-        def of_each_head(x: Tensor) -> Tensor:
+        def per_head(x: Tensor) -> Tensor:
             return x.to(dtype).expand(images, heads, *x.shape[1:]).flatten(0, 1)
 
         length = 1.0
@@ -265,20 +267,20 @@ class _Part:
             self.shift, feature_map = second / (2 * length), "given"
             self.rest = third - second * second / (4 * first)
         if temperature is not None:
-            length = of_each_head(temperature[:, None, None]) * length
+            length = per_head(temperature[:, None, None]) * length
         absent = None
         if key_mask is not None:
             absent = (~key_mask[b]).repeat_interleave(heads, 0).unsqueeze(2)
             value, self.absent = value.masked_fill(absent, 0), absent.mT
-        self.q = _Side(query, feature_map, temperature is not None, length, None)
-        self.k = _Side(key, feature_map, temperature is not None, 1.0, absent)
+        self.q = _Mapped(query, feature_map, temperature is not None, length, None)
+        self.k = _Mapped(key, feature_map, temperature is not None, 1.0, absent)
         if block_size(query.shape[1], key.shape[1])[0] < query.shape[1]:
             value = value.contiguous()  # every block reads all values
         self.tensors = [self.q.rows, self.k.rows, value]
         if table is None:
             return
         self.features = self.q.rows if feature_map == "elu1" else _elu1(query)
-        self.table = F.pad(of_each_head(table).flatten(1, 2), (0, 0, 0, 1))
+        self.table = F.pad(per_head(table).flatten(1, 2), (0, 0, 0, 1))
         self.where = tuple(counts.shape[1:3]), (table.shape[1] // 2, table.shape[2] // 2)
         self.prefix, self.scale = query.shape[1] - counts.shape[1] * counts.shape[2], None
         classes = torch.bmm(self.features, self.table.mT)
@@ -292,8 +294,8 @@ class _Part:
         """Return the heads and the queries of each block, as pairs of slices."""
         query, key = self.tensors[:2]
         queries, heads = block_size(query.shape[1], key.shape[1])
-        of_queries = chunks(query.shape[1], queries)
-        return in_turn([(g, t) for t in of_queries for g in chunks(len(query), heads)])
+        query_slices = chunks(query.shape[1], queries)
+        return in_turn([(g, t) for t in query_slices for g in chunks(len(query), heads)])
 
     def weights(self, g: slice, t: slice) -> tuple[Tensor, Tensor | None]:
         """Return the weights ``[g, T, M]`` of a block, and TaylorShift's scores before squaring
@@ -406,8 +408,8 @@ def block_size(n: int, m: int) -> tuple[int, int]:
 
     A block of one head may have twice ``BLOCK_ELEMENTS``.
     """
-    fewest, most = BLOCK_QUERIES
-    queries = max(1, min(n, most, max(fewest, 2 * BLOCK_ELEMENTS // max(1, m))))
+    least, largest = BLOCK_QUERIES
+    queries = max(1, min(n, largest, max(least, 2 * BLOCK_ELEMENTS // max(1, m))))
     queries = -(-n // -(-n // queries)) if n else 1  # makes the blocks similar in size
     return queries, max(1, BLOCK_ELEMENTS // max(1, queries * m))
 

@@ -93,9 +93,9 @@ def centred_keys(k: Tensor, key_mask: Tensor | None = None) -> Tensor:
     if key_mask is None:
         return k - k.mean(2, keepdim=True)
     present = key_mask[:, None, :, None]
-    own = k.masked_fill(~present, 0)
-    total = own.sum(2, keepdim=True, dtype=torch.promote_types(k.dtype, torch.float32))
-    return own - (total / present.sum(2, keepdim=True).clamp(min=1)).to(k.dtype)
+    masked_keys = k.masked_fill(~present, 0)
+    total = masked_keys.sum(2, keepdim=True, dtype=torch.promote_types(k.dtype, torch.float32))
+    return masked_keys - (total / present.sum(2, keepdim=True).clamp(min=1)).to(k.dtype)
 
 
 def gated(out: Tensor, gate: Tensor) -> Tensor:
@@ -126,14 +126,14 @@ class _Gated(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
         out, gate = ctx.saved_tensors
         if grad.device.type == "cpu":  # on an accelerator the check would wait for the device
-            found = _gated_backward(grad, out, gate)
-            if is_known_finite(*found):
-                return found
+            grads = _gated_backward(grad, out, gate)
+            if is_known_finite(*grads):
+                return grads
         idle = (grad == 0).all(-1, keepdim=True)
         return _gated_backward(grad, out.masked_fill(idle, 0), gate.masked_fill(idle, 0))
 
 
 def _gated_backward(grad: Tensor, out: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of both factors, each in its own dtype."""
-    of_gate = torch.ops.aten.silu_backward((grad * out).to(gate.dtype), gate)
-    return (grad * F.silu(gate)).to(out.dtype), of_gate
+    d_gate = torch.ops.aten.silu_backward((grad * out).to(gate.dtype), gate)
+    return (grad * F.silu(gate)).to(out.dtype), d_gate

@@ -81,13 +81,13 @@ def taylorshift_rows(
     """
     check_coefficients(coefficients)
     check_temperature(temperature, q)
-    seen = _seen(q, k, rows, relative, key_mask)
-    (a, b, c), queries, keys = coefficients, seen.queries, seen.keys
+    operands = _checked_operands(q, k, rows, relative, key_mask)
+    (a, b, c), queries, keys = coefficients, operands.queries, operands.keys
     if temperature is not None:
         tau = temperature.to(queries.dtype)[:, None, None]
         queries, keys = tau * unit(queries), unit(keys)
     x = queries @ keys.mT
-    return _shares(seen, (a * x + b) * x + c, elu1(seen.queries))
+    return _linear_rows(operands, (a * x + b) * x + c, elu1(operands.queries))
 
 
 @torch.no_grad()
@@ -102,15 +102,15 @@ def kernelized_rows(
     key_mask: Tensor | None = None,
 ) -> AttentionRows:
     """Return rows of ``kernelized_attention``; arguments and errors as for ``taylorshift_rows``."""
-    seen = _seen(q, k, rows, relative, key_mask, causal)
-    feature_map, queries, keys = get_feature_map(feature_map), seen.queries, seen.keys
+    operands = _checked_operands(q, k, rows, relative, key_mask, causal)
+    feature_map, queries, keys = get_feature_map(feature_map), operands.queries, operands.keys
     if map_name(feature_map) == "elu1":  # see ``raised``: a common factor of all weights cancels
         queries = raised(queries, (3,))
         if relative is None and not causal:
-            keys = raised(keys, (2, 3), seen.mask)
+            keys = raised(keys, (2, 3), operands.mask)
     phi_q = query_features(feature_map, queries)
-    phi_k = key_features(feature_map, keys, seen.mask, phi_q.shape[3])
-    return _shares(seen, phi_q @ phi_k.mT, elu1(queries))
+    phi_k = key_features(feature_map, keys, operands.mask, phi_q.shape[3])
+    return _linear_rows(operands, phi_q @ phi_k.mT, elu1(queries))
 
 
 @torch.no_grad()
@@ -124,8 +124,8 @@ def softmax_rows(
     key_mask: Tensor | None = None,
 ) -> AttentionRows:
     """Return rows of ``softmax_attention``; arguments and errors as for ``taylorshift_rows``."""
-    seen = _seen(q, k, rows, relative, key_mask, causal, signed=True)
-    return _softmax(seen, seen.visible)
+    operands = _checked_operands(q, k, rows, relative, key_mask, causal, signed=True)
+    return _softmax_rows(operands, operands.visible)
 
 
 @torch.no_grad()
@@ -141,19 +141,20 @@ def window_rows(
     key_mask: Tensor | None = None,
 ) -> AttentionRows:
     """Return rows of ``window_attention``; arguments and errors as for ``taylorshift_rows``."""
-    given = layout if relative is None else relative.layout
-    if given is None:
+    grid_layout = layout if relative is None else relative.layout
+    if grid_layout is None:
         raise ValueError("windows need the places of the tokens; pass layout")
-    check_layout(given, q, k)
+    check_layout(grid_layout, q, k)
     if relative is None:
-        key_mask = given.key_mask(key_mask)
-    seen = _seen(q, k, rows, relative, key_mask, signed=True)
-    pairs, _, down, right = _places(given, k, rows)
-    first, same = window_size // 2 if shifted else 0, pairs
-    for places in (down, right):
-        window = (places - first).div(window_size, rounding_mode="floor")
-        same = same & (window[:, rows, None] == window[:, None])
-    return _softmax(seen, seen.visible & (same | ~pairs))  # prefix tokens belong to all windows
+        key_mask = grid_layout.key_mask(key_mask)
+    operands = _checked_operands(q, k, rows, relative, key_mask, signed=True)
+    pairs, _, down, right = _places(grid_layout, k, rows)
+    first, same_window = window_size // 2 if shifted else 0, pairs
+    for positions in (down, right):
+        window = (positions - first).div(window_size, rounding_mode="floor")
+        same_window = same_window & (window[:, rows, None] == window[:, None])
+    # Prefix tokens belong to all windows.
+    return _softmax_rows(operands, operands.visible & (same_window | ~pairs))
 
 
 ROWS: dict[str, Callable[..., AttentionRows]] = {
@@ -165,7 +166,7 @@ ROWS: dict[str, Callable[..., AttentionRows]] = {
 """The function of each attention, by its name in ``attentions.py``."""
 
 
-class _Seen(NamedTuple):
+class _Operands(NamedTuple):
     """The operands of one call: chosen queries ``[B, h, Q, d]``, all keys ``[B, h, M, d]``, and
     ``visible``, the keys that each query sees, bool ``[B or 1, Q or 1, M]``.
     """
@@ -178,9 +179,9 @@ class _Seen(NamedTuple):
     visible: Tensor
 
 
-def _seen(
+def _checked_operands(
     q: Tensor, k: Tensor, rows: Tensor, relative, key_mask, causal=False, *, signed=False
-) -> _Seen:
+) -> _Operands:
     check_attention(q, k, k, key_mask, relative, signed=signed)
     if not isinstance(rows, Tensor) or rows.dtype != torch.int64 or rows.ndim != 1:
         raise ValueError(f"rows: expected int64 [Q], indices of queries, got {described(rows)}")
@@ -194,8 +195,8 @@ def _seen(
     visible = (keys >= 0)[None, None] if mask is None else mask[:, None]
     if causal:
         visible = visible & (keys <= rows[:, None])
-    operands = q[:, :, rows].to(dtype), masked(k, mask).to(dtype)
-    return _Seen(*operands, rows, relative, mask, visible)
+    selected = q[:, :, rows].to(dtype), masked(k, mask).to(dtype)
+    return _Operands(*selected, rows, relative, mask, visible)
 
 
 def _places(
@@ -216,54 +217,54 @@ def _places(
     return pairs, index, index.div(width, rounding_mode="floor"), index % width
 
 
-def _scores(seen: _Seen, features: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _scores(operands: _Operands, features: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield for each table the scores of all pairs, and the number of keys in each pair's class.
 
     The score of a pair of class c is ``features . table_c``, ``[B, h, Q, M]``; it is 0 unless both
     tokens are patches. The numbers of visible keys are ``[B or 1, 1, Q, M]``, at least 1.
     """
-    pairs, *places = _places(seen.relative.layout, seen.keys, seen.rows)
-    tables = tables_of(seen.relative).values()
-    ways = [places[:1]] if isinstance(seen.relative, Flat) else [places[1:]]
-    if isinstance(seen.relative, Axial):
-        ways = [places[1:2], places[2:]]
-    for table, axes in zip(tables, ways, strict=True):
+    pairs, *positions = _places(operands.relative.layout, operands.keys, operands.rows)
+    tables = tables_of(operands.relative).values()
+    axes_of_tables = [positions[:1]] if isinstance(operands.relative, Flat) else [positions[1:]]
+    if isinstance(operands.relative, Axial):
+        axes_of_tables = [positions[1:2], positions[2:]]
+    for table, table_axes in zip(tables, axes_of_tables, strict=True):
         classes = torch.zeros_like(pairs, dtype=torch.int64)
-        for axis, size in zip(axes, table.shape[1:-1], strict=True):
-            offset = axis[:, None] - axis[:, seen.rows, None]
+        for axis, size in zip(table_axes, table.shape[1:-1], strict=True):
+            offset = axis[:, None] - axis[:, operands.rows, None]
             classes = classes * size + offset.clamp(-(size // 2), size // 2) + size // 2
         table = table.flatten(1, -2).to(features.dtype)
-        own, seen_pairs = torch.broadcast_tensors(classes, pairs & seen.visible)
-        counts = own.new_zeros(*own.shape[:2], table.shape[1])
-        counts = counts.scatter_add_(2, own, seen_pairs.long()).gather(2, own).clamp(min=1)
+        index, visible_pairs = torch.broadcast_tensors(classes, pairs & operands.visible)
+        counts = index.new_zeros(*index.shape[:2], table.shape[1])
+        counts = counts.scatter_add_(2, index, visible_pairs.long()).gather(2, index).clamp(min=1)
         scores = features @ table.mT
         scores = scores.gather(3, classes[:, None].expand(*scores.shape[:2], -1, -1))
         yield scores.masked_fill(~pairs[:, None], 0), counts[:, None]
 
 
-def _shares(seen: _Seen, content: Tensor, features: Tensor) -> AttentionRows:
+def _linear_rows(operands: _Operands, content: Tensor, features: Tensor) -> AttentionRows:
     """Return the rows for content weights ``[B, h, Q, M]``; ``features`` are ``elu1`` of the
     queries.
     """
-    hidden = ~seen.visible[:, None]
+    hidden = ~operands.visible[:, None]
     content = content.masked_fill(hidden, 0)
-    if seen.relative is None:
+    if operands.relative is None:
         return AttentionRows(content / divisor_of(content.sum(-1)), None)
-    mean, of_places = seen.relative.normalization == "mean", torch.zeros_like(content)
+    mean, relative = operands.relative.normalization == "mean", torch.zeros_like(content)
     if mean:
-        content = content / seen.visible.sum(-1).clamp(min=1)[:, None, :, None]
-    for scores, counts in _scores(seen, features):
-        of_places += (scores / counts if mean else scores).masked_fill(hidden, 0)
-    mass = divisor_of(content.sum(-1) + of_places.sum(-1))
-    return AttentionRows(content / mass, of_places / mass)
+        content = content / operands.visible.sum(-1).clamp(min=1)[:, None, :, None]
+    for scores, counts in _scores(operands, features):
+        relative += (scores / counts if mean else scores).masked_fill(hidden, 0)
+    mass = divisor_of(content.sum(-1) + relative.sum(-1))
+    return AttentionRows(content / mass, relative / mass)
 
 
-def _softmax(seen: _Seen, visible: Tensor) -> AttentionRows:
+def _softmax_rows(operands: _Operands, visible: Tensor) -> AttentionRows:
     """Return the rows of a softmax over the keys that are ``visible [B or 1, Q or 1, M]``."""
-    scores = seen.queries @ seen.keys.mT
-    if seen.relative is not None:
-        scores = scores + sum(bias for bias, _ in _scores(seen, seen.queries))
-    scores = scores * seen.queries.shape[3] ** -0.5
+    scores = operands.queries @ operands.keys.mT
+    if operands.relative is not None:
+        scores = scores + sum(bias for bias, _ in _scores(operands, operands.queries))
+    scores = scores * operands.queries.shape[3] ** -0.5
     empty = ~visible.any(-1, keepdim=True)[:, None]
     scores = scores.masked_fill(~visible[:, None], float("-inf")).masked_fill(empty, 0)
     return AttentionRows(scores.softmax(-1).masked_fill(empty, 0), None)

@@ -177,10 +177,10 @@ def weighted_mean(
             if more_values is None:
                 torch.div(values[b, :, t], divisor[b, :, t], out=out[b, :, t])
                 continue
-            both = slice(max(t.start, skip), t.stop)
-            out[b, :, t.start : both.start] = values[b, :, t.start : both.start]
-            more = more_values[b, :, both.start - skip : max(t.stop - skip, 0)]
-            torch.add(values[b, :, both], more, out=out[b, :, both])
+            common = slice(max(t.start, skip), t.stop)
+            out[b, :, t.start : common.start] = values[b, :, t.start : common.start]
+            more = more_values[b, :, common.start - skip : max(t.stop - skip, 0)]
+            torch.add(values[b, :, common], more, out=out[b, :, common])
             out[b, :, t].div_(divisor[b, :, t])
     return out, total
 

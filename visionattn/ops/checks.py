@@ -28,10 +28,12 @@ def check_form(form: str) -> None:
         raise ValueError(f"form {form!r}: expected one of {', '.join(FORM_CHOICES)}")
 
 
-def check_device(name: str, x: Tensor, device: torch.device, wanted: str = "q") -> None:
+def check_device(name: str, x: Tensor, device: torch.device, reference: str = "q") -> None:
     """Raise ValueError if a tensor is on another device than the tensor named ``wanted``."""
     if x.device != device:
-        raise ValueError(f"{wanted} is on {device}, {name} on {x.device}; move them to one device")
+        raise ValueError(
+            f"{reference} is on {device}, {name} on {x.device}; move them to one device"
+        )
 
 
 def described(x: object) -> str:
@@ -77,7 +79,7 @@ def check_tensors(q: Tensor | None, k: Tensor, v: Tensor, key_mask: Tensor | Non
     check_key_mask(key_mask, k, first)
 
 
-def check_key_mask(key_mask: Tensor | None, k: Tensor, wanted: str = "the keys") -> None:
+def check_key_mask(key_mask: Tensor | None, k: Tensor, reference: str = "the keys") -> None:
     """Check that a mask is bool ``[B, M]`` for keys ``k [B, h, M, d]``, on the device of the tensor
     named ``wanted``.
     """
@@ -91,7 +93,7 @@ def check_key_mask(key_mask: Tensor | None, k: Tensor, wanted: str = "the keys")
         raise ValueError(
             f"key_mask: expected bool [{k.shape[0]}, {k.shape[2]}], got {described(key_mask)}"
         )
-    check_device("key_mask", key_mask, k.device, wanted)
+    check_device("key_mask", key_mask, k.device, reference)
 
 
 def _check_value_drop(value_drop: float, generator: torch.Generator | None) -> None:
@@ -254,8 +256,8 @@ def check_layout(layout: TokenLayout, q: Tensor, k: Tensor) -> None:
                 f"{kept.max().item()}"
             )
         if is_readable(kept):
-            there = kept.new_zeros(len(kept), patches, dtype=torch.bool).scatter_(1, kept, True)
-            if int(there.sum()) < kept.numel():
+            occurs = kept.new_zeros(len(kept), patches, dtype=torch.bool).scatter_(1, kept, True)
+            if int(occurs.sum()) < kept.numel():
                 raise ValueError("layout.kept: expected each patch once, got one twice in an image")
     _check_present(layout, q)
     tokens = layout.num_tokens
@@ -266,31 +268,31 @@ def check_layout(layout: TokenLayout, q: Tensor, k: Tensor) -> None:
 
 
 def _check_present(layout: TokenLayout, q: Tensor) -> None:
-    present, wanted = layout.present, (q.shape[0], layout.grid.num_patches)
+    present, shape = layout.present, (q.shape[0], layout.grid.num_patches)
     if present is None:
         return
     if (
         not isinstance(present, Tensor)
         or present.dtype != torch.bool
-        or tuple(present.shape) != wanted
+        or tuple(present.shape) != shape
     ):
         raise ValueError(
-            f"layout.present: expected bool {list(wanted)}, a row for each image and a column for "
-            f"each place of the grid, got {described(present)}"
+            f"layout.present: expected bool {list(shape)}, a row for each image and a column for "
+            f"each grid position, got {described(present)}"
         )
     check_device("layout.present", present, q.device)
 
 
 def _check_counts(relative: Joint, q: Tensor) -> None:
     counts, grid = relative.layout.counts, relative.layout.grid
-    wanted = grid.height, grid.width, relative.table.shape[1] * relative.table.shape[2]
+    expected = grid.height, grid.width, relative.table.shape[1] * relative.table.shape[2]
     if (
         not isinstance(counts, Tensor)
         or counts.ndim != 4
         or counts.shape[0] not in (1, q.shape[0])
-        or counts.shape[1:] != wanted
+        or counts.shape[1:] != expected
     ):
-        shape = ", ".join(map(str, ("1 or B", *wanted)))
+        shape = ", ".join(map(str, ("1 or B", *expected)))
         raise ValueError(
             f"layout.counts: expected [{shape}] for this grid and table, got {described(counts)}; "
             f"see count_classes"

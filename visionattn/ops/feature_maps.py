@@ -259,9 +259,9 @@ def get_feature_map(feature_map: str | FeatureMap) -> FeatureMap:
     if isinstance(feature_map, str) or not all(
         callable(getattr(feature_map, name, None)) for name in ("query", "key")
     ):
-        given = repr(feature_map) if isinstance(feature_map, str) else type(feature_map).__name__
+        got = repr(feature_map) if isinstance(feature_map, str) else type(feature_map).__name__
         raise ValueError(
-            f"feature_map {given}: expected one of {', '.join(FEATURE_MAPS)}, or an object with "
+            f"feature_map {got}: expected one of {', '.join(FEATURE_MAPS)}, or an object with "
             f".query and .key"
         )
     return feature_map
@@ -305,11 +305,11 @@ def key_features(
 
 
 def _checked(features: Tensor, name: str, x: Tensor, width: int | None) -> Tensor:
-    given = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
+    got = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
     if not isinstance(features, Tensor) or features.ndim != 4 or features.shape[:3] != x.shape[:3]:
         raise ValueError(
             f"feature_map.{name}: expected features [{', '.join(map(str, x.shape[:3]))}, f], got "
-            f"{given}"
+            f"{got}"
         )
     if width is not None and features.shape[3] != width:
         raise ValueError(

@@ -75,15 +75,15 @@ def finite_inputs(
     is replaced, or if the inputs may not be read. Without ``causal``, every query sees all keys, so
     k and v are unchanged.
     """
-    own = (q, k, v) if causal else (q,)
-    if not all(map(may_be_read, own)) or is_known_finite(*own):
+    replaced = (q, k, v) if causal else (q,)
+    if not all(map(may_be_read, replaced)) or is_known_finite(*replaced):
         return q, k, v, None
-    spoilt = (q - q).detach().sum(3, keepdim=True)
+    nan_term = (q - q).detach().sum(3, keepdim=True)
     if causal:
-        of_keys = (k - k).detach().sum(3, keepdim=True)
-        spoilt = spoilt + up_to_each(of_keys + (v - v).detach(), q.shape[2])
+        key_term = (k - k).detach().sum(3, keepdim=True)
+        nan_term = nan_term + up_to_each(key_term + (v - v).detach(), q.shape[2])
         k, v = _zeroed(k), _zeroed(v)
-    return _zeroed(q), k, v, spoilt
+    return _zeroed(q), k, v, nan_term
 
 
 def apart(v: Tensor, key_mask: Tensor | None, num_queries: int) -> tuple[Tensor, Tensor | None]:
@@ -127,24 +127,24 @@ def skips_idle_rows(upstream: str, rows: str, later: str = "") -> Callable[[Call
 
         @wraps(function)
         def run(*args, **kwargs):
-            on_processor = next(x for x in args if x is not None).device.type == "cpu"
-            if on_processor:
-                found = function(*args, **kwargs)
-                if is_known_finite(*(x[..., :1] if x.ndim > 3 else x for x in found)):
-                    return found
-            given = signature.bind(*args, **kwargs)
-            given.apply_defaults()
-            named = given.arguments
-            idle = _without_gradient(*(named[name] for name in upstream.split()))
+            on_cpu = next(x for x in args if x is not None).device.type == "cpu"
+            if on_cpu:
+                results = function(*args, **kwargs)
+                if is_known_finite(*(x[..., :1] if x.ndim > 3 else x for x in results)):
+                    return results
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            arguments = bound.arguments
+            idle = _without_gradient(*(arguments[name] for name in upstream.split()))
             zeroed = dict.fromkeys(rows.split(), idle)
-            if later and named["causal"]:
-                behind = _behind_the_last(~idle, named["k"].shape[2])
-                zeroed |= dict.fromkeys(later.split(), behind)
+            if later and arguments["causal"]:
+                hidden = _after_the_last(~idle, arguments["k"].shape[2])
+                zeroed |= dict.fromkeys(later.split(), hidden)
             for name, mask in zeroed.items():
-                x = named[name]
+                x = arguments[name]
                 shape = mask.shape + (1,) * (x.ndim - mask.ndim)
-                named[name] = x.masked_fill(mask.view(shape), 0)
-            return function(*given.args, **given.kwargs)
+                arguments[name] = x.masked_fill(mask.view(shape), 0)
+            return function(*bound.args, **bound.kwargs)
 
         return run
 
@@ -159,10 +159,10 @@ def _without_gradient(first: Tensor, *others: Tensor) -> Tensor:
     return idle
 
 
-def _behind_the_last(counts: Tensor, num_keys: int) -> Tensor:
+def _after_the_last(queries: Tensor, num_keys: int) -> Tensor:
     """Return which keys ``[B, h, M]`` come after the last query that is True in
     ``counts [B, h, N]``.
     """
-    place = torch.arange(1, counts.shape[2] + 1, device=counts.device)
-    last = (counts * place).amax(2, keepdim=True)
-    return torch.arange(num_keys, device=counts.device) >= last
+    index = torch.arange(1, queries.shape[2] + 1, device=queries.device)
+    last = (queries * index).amax(2, keepdim=True)
+    return torch.arange(num_keys, device=queries.device) >= last

@@ -100,62 +100,63 @@ def differentiate(
             ``backward`` gets None for them.
     """
     # Resolve names once: which upstream gradients, tensors and options ``backward`` takes.
-    inputs, asked, results = _parameters(made), _parameters(backward), outputs.split()
+    inputs, parameters, results = _parameters(made), _parameters(backward), outputs.split()
     names, known = list(inputs), [*inputs, *results]
-    places = {"grad": 0} | {f"d_{name}": i for i, name in enumerate(results)}
-    upstream = [name for name in asked if name in places]
-    tensors = [n for n in asked if n in results or inputs.get(n) in (Tensor, Tensor | None)]
-    options = [name for name in asked if name in inputs and name not in tensors]
-    needs = ["needs"] if "needs" in asked else []
-    assert [*upstream, *tensors, *options, *needs] == list(asked), f"{backward}: their order"
+    positions = {"grad": 0} | {f"d_{name}": i for i, name in enumerate(results)}
+    upstream = [name for name in parameters if name in positions]
+    tensors = [n for n in parameters if n in results or inputs.get(n) in (Tensor, Tensor | None)]
+    options = [name for name in parameters if name in inputs and name not in tensors]
+    needs = ["needs"] if "needs" in parameters else []
+    assert [*upstream, *tensors, *options, *needs] == list(parameters), f"{backward}: parameters"
     assert len(set(known)) == len(known), f"{made}: an output has the name of an input"
 
     # ``keep`` and ``run`` run at each call, so they select by precomputed positions, not by name.
-    pick_upstream = _picker([places[name] for name in upstream])
+    pick_upstream = _picker([positions[name] for name in upstream])
     pick_tensors, pick_options = (_picker([known.index(n) for n in x]) for x in (tensors, options))
     pick_for_forget = _picker([names.index(name) for name in _parameters(forget)] if forget else [])
-    given = gradients.split()
-    pick_gradients = _picker([given.index(n) if n in given else len(given) for n in names])
-    may_be_none = [i for i, n in enumerate(names) if n in given and _may_be_none(inputs[n])]
-    filled = [i for i, name in enumerate(upstream) if not _may_be_none(asked[name])]
-    pick_filled = _picker([len(inputs) + places[upstream[i]] for i in filled])
+    returned = gradients.split()
+    pick_gradients = _picker([returned.index(n) if n in returned else len(returned) for n in names])
+    may_be_none = [i for i, n in enumerate(names) if n in returned and _may_be_none(inputs[n])]
+    required = [i for i, name in enumerate(upstream) if not _may_be_none(parameters[name])]
+    pick_required = _picker([len(inputs) + positions[upstream[i]] for i in required])
     nothing = tuple(None for _ in names)
 
     def keep(ctx, inputs, output):
         everything = (*inputs, output) if isinstance(output, Tensor) else (*inputs, *output)
-        kept = pick_tensors(everything)
+        saved = pick_tensors(everything)
         if forget is not None:
-            left = forget(*pick_for_forget(inputs))
-            kept = [None if n in left else x for n, x in zip(tensors, kept, strict=True)]
+            forgotten = forget(*pick_for_forget(inputs))
+            saved = [None if n in forgotten else x for n, x in zip(tensors, saved, strict=True)]
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*kept)
+        ctx.save_for_backward(*saved)
         ctx.options = pick_options(everything)
         # With one upstream gradient, None ends ``run`` early and no zeros are needed.
-        if len(filled) > 1:
-            ctx.shapes = [x.shape for x in pick_filled(everything)]
+        if len(required) > 1:
+            ctx.shapes = [x.shape for x in pick_required(everything)]
 
     def run(ctx, *grads):
-        own = pick_upstream(grads)
-        some = next((x for x in own if x is not None), None)
-        if some is None:
+        upstream_grads = pick_upstream(grads)
+        given = next((x for x in upstream_grads if x is not None), None)
+        if given is None:
             return nothing
         # Autograd gives None for an unused output; ``backward`` gets zeros for it.
-        if len(filled) > 1 and any(x is None for x in own):
-            own = list(own)
-            for i, shape in zip(filled, ctx.shapes, strict=True):
-                own[i] = some.new_zeros(()).expand(shape) if own[i] is None else own[i]
+        if len(required) > 1 and any(x is None for x in upstream_grads):
+            upstream_grads = list(upstream_grads)
+            for i, shape in zip(required, ctx.shapes, strict=True):
+                if upstream_grads[i] is None:
+                    upstream_grads[i] = given.new_zeros(()).expand(shape)
         needed = ctx.needs_input_grad
-        more = [{n for n, need in zip(names, needed, strict=False) if need}] if needs else ()
-        with without_autocast(some):
-            found = backward(*own, *ctx.saved_tensors, *ctx.options, *more)
-        found = pick_gradients((*found, None))
+        extra = [{n for n, need in zip(names, needed, strict=False) if need}] if needs else ()
+        with without_autocast(given):
+            grads_of_inputs = backward(*upstream_grads, *ctx.saved_tensors, *ctx.options, *extra)
+        grads_of_inputs = pick_gradients((*grads_of_inputs, None))
         if not may_be_none:
-            return found
-        found = list(found)
+            return grads_of_inputs
+        grads_of_inputs = list(grads_of_inputs)
         for i in may_be_none:
             if not (i < len(needed) and needed[i]):
-                found[i] = None
-        return tuple(found)
+                grads_of_inputs[i] = None
+        return tuple(grads_of_inputs)
 
     made.register_autograd(run, setup_context=keep)
 
@@ -177,11 +178,11 @@ def _may_be_none(annotation: object) -> bool:
     return annotation == Tensor | None
 
 
-def _picker(places: Sequence[int]) -> Callable[[Sequence], tuple]:
+def _picker(indices: Sequence[int]) -> Callable[[Sequence], tuple]:
     """Return a fast function that returns the entries of a sequence at these indices."""
-    if len(places) > 1:
-        return itemgetter(*places)
-    return lambda entries: tuple([entries[i] for i in places])
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return lambda entries: tuple([entries[i] for i in indices])
 
 
 def _by_name(asks: Callable, function: Callable) -> Callable:
@@ -190,14 +191,14 @@ def _by_name(asks: Callable, function: Callable) -> Callable:
     Keyword-only parameters of ``asks`` are already bound and are not passed.
     """
     signature = inspect.signature(function)
-    asked = inspect.signature(asks).parameters.values()
-    wanted = [parameter.name for parameter in asked if parameter.kind != parameter.KEYWORD_ONLY]
-    assert signature.parameters.keys() >= set(wanted), f"{function.__name__}: {asks} asks for more"
+    parameters = inspect.signature(asks).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.kind != parameter.KEYWORD_ONLY]
+    assert signature.parameters.keys() >= set(names), f"{function.__name__}: {asks} asks for more"
 
     def call(*args, out_shape=None, **kwargs):
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        return asks(*[given.arguments[name] for name in wanted])
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return asks(*[bound.arguments[name] for name in names])
 
     return call
 

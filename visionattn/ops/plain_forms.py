@@ -102,7 +102,7 @@ def plain_kernel_sums(
     with_mass = torch.cat([values, ones], 3)
     count = key_counts(k, key_mask, causal, q.shape[2], torch.float64).unsqueeze(3)
     if not causal:
-        root = _part(count, 2, dtype)
+        root = _root_divisor(count, 2, dtype)
         keys, with_mass = keys * root, with_mass * root
     state = torch.matmul(keys.mT, with_mass)
     if causal:
@@ -110,14 +110,14 @@ def plain_kernel_sums(
         states = (keys.unsqueeze(4) * with_mass.unsqueeze(3)).cumsum(2)
         last = torch.arange(q.shape[2], device=q.device).clamp(max=k.shape[2] - 1)
         out = torch.matmul(queries.unsqueeze(3), states[:, :, last]).squeeze(3)
-        out = out * _part(count, 1, dtype)
+        out = out * _root_divisor(count, 1, dtype)
     else:
         out = torch.matmul(queries, state)
     values = out[..., :-1].to(v.dtype if narrow else dtype)
     return values, out[..., -1], state[..., :-1], state[..., -1]
 
 
-def _part(count: Tensor, root: int, dtype: torch.dtype) -> Tensor:
+def _root_divisor(count: Tensor, root: int, dtype: torch.dtype) -> Tensor:
     """Return ``count ** (-1 / root)``: ``root`` such factors together divide by ``count``."""
     return count.clamp(min=1).pow(-1 / root).to(dtype)
 
@@ -152,22 +152,22 @@ def plain_taylor_sums(
     if temperature is not None:
         queries = _of_length(queries, temperature.to(dtype)[:, None, None])
         keys = _of_length(keys, 1.0)
-    there = torch.ones_like(values[:, :1, :, :1])
+    present = torch.ones_like(values[:, :1, :, :1])
     if key_mask is not None:
-        there = key_mask[:, None, :, None].to(dtype)
-    root = _part(key_counts(k, key_mask, dtype=torch.float64).unsqueeze(3), 2, dtype)
-    parts, values, there = keys * root, values * root, there * root
+        present = key_mask[:, None, :, None].to(dtype)
+    root = _root_divisor(key_counts(k, key_mask, dtype=torch.float64).unsqueeze(3), 2, dtype)
+    parts, values, present = keys * root, values * root, present * root
     first, second = parts.sum(2) * root[..., 0], torch.matmul(parts.mT, parts)
     if form == "direct" or (form == "auto" and temperature is None):
         scores = torch.matmul(queries, keys.mT)
-        weights = ((a * scores + b) * scores + c) * there.mT
+        weights = ((a * scores + b) * scores + c) * present.mT
         out, mass = torch.matmul(weights, values), weights.sum(3) * root[..., 0]
     else:
         out = _sums_of_squares(queries, keys * root.sqrt(), values) * a
         out = out + b * torch.matmul(queries, torch.matmul(parts.mT, values))
         out = out + c * (values.sum(2, keepdim=True) * root)
         slope = a * torch.matmul(queries, second) + b * first.unsqueeze(2)
-        mass = (slope * queries).sum(3) + c * (there.sum(2) * root[..., 0])
+        mass = (slope * queries).sum(3) + c * (present.sum(2) * root[..., 0])
     rows = num_features(q.shape[3]) + q.shape[3] + 1 if form == "efficient" else 0
     state = out.new_zeros(*q.shape[:2], rows, v.shape[3])
     return out, mass, state, second, first
@@ -191,8 +191,8 @@ def _sums_of_squares(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         once, twice = q.new_full((size, size), 1.0), q.new_full((size, d - stop), 2.0)
         times = torch.cat([once, twice], 1).flatten().unsqueeze(1)
         state = torch.matmul(of_k.mT, v) * times
-        own = torch.matmul(of_q, state)
-        out = own if out is None else out + own
+        term = torch.matmul(of_q, state)
+        out = term if out is None else out + term
     assert out is not None
     return out
 
@@ -273,8 +273,8 @@ def plain_class_sums(
     places = columns.places(v.device)
     for number in range(rows.num_classes):
         row = lines.narrow(2, rows.begin(number), rows.length)
-        own = torch.matmul(of_rows[..., number, :], columns.look_up(row, places))
-        values = own if values is None else values + own
+        term = torch.matmul(of_rows[..., number, :], columns.look_up(row, places))
+        values = term if values is None else values + term
     assert values is not None
     return values.squeeze(4), (weights * per_class).sum(4)
 
@@ -374,9 +374,9 @@ def plain_windows(
         return _laid_out(x.permute(0, 2, 4, 1, 3, 5, 6)).flatten(4, 5)
 
     def with_prefix(x: Tensor) -> Tensor:
-        own = in_windows(x)
-        head = x[:, None, None, :, :prefix].expand(*own.shape[:3], -1, -1, -1)
-        return torch.cat([head, own], 4)
+        window_tokens = in_windows(x)
+        head = x[:, None, None, :, :prefix].expand(*window_tokens.shape[:3], -1, -1, -1)
+        return torch.cat([head, window_tokens], 4)
 
     seen = with_prefix(visible[:, None, :, None].to(q.dtype)).mT > 0
     queries, bias = in_windows(q), None

@@ -154,23 +154,23 @@ class RecurrentState:
 
     def _add_placed(self, sums: Tensor, phi_q: Tensor, with_mass: Tensor, table: PastTable) -> None:
         """Store the value, and add the relative term to ``sums [B, h, 1, e+1]``."""
-        horizon, far, place = table.horizon, self.far, 0
+        horizon, far, slot = table.horizon, self.far, 0
         # With "mean", each class contributes its mean times the number of all keys. Each class
         # within the horizon has one key.
-        times = self.count + 1 if table.is_mean else 1
-        many = max(1, self.count + 1 - horizon) if table.is_mean else 1
+        scale = self.count + 1 if table.is_mean else 1
+        num_far = max(1, self.count + 1 - horizon) if table.is_mean else 1
         if horizon:
             # The new value replaces the oldest recent value, which is added to the far sum.
-            place = self.count % horizon
-            oldest = self.recent[:, :, place : place + 1]
+            slot = self.count % horizon
+            oldest = self.recent[:, :, slot : slot + 1]
             far += oldest
             oldest.copy_(with_mass)
-            start = horizon - 1 - place
+            start = horizon - 1 - slot
             weights = _by_head(phi_q, table.ring[:, start : start + horizon])
-            sums.add_(weights @ self.recent, alpha=times)
+            sums.add_(weights @ self.recent, alpha=scale)
         else:  # one class: all keys
             far += with_mass
-        sums.addcmul_(torch.matmul(phi_q, table.last), far, value=times / many)
+        sums.addcmul_(torch.matmul(phi_q, table.last), far, value=scale / num_far)
 
 
 @dataclass

@@ -262,8 +262,8 @@ def centred_keys(k: Tensor, key_mask: Tensor | None = None) -> Tensor:
     undefined.
     """
     present = _present(k, key_mask)[:, None, :, None]
-    own = torch.where(present, k, 0.0)
-    return own - own.sum(2, keepdim=True) / present.sum(2, keepdim=True).clamp(min=1)
+    kept_keys = torch.where(present, k, 0.0)
+    return kept_keys - kept_keys.sum(2, keepdim=True) / present.sum(2, keepdim=True).clamp(min=1)
 
 
 def elu1(x: Tensor) -> Tensor:

@@ -136,7 +136,7 @@ def softmax_attention(
     relative, key_mask = mask_absent(relative, key_mask)
     if key_mask is not None:
         k, v = (masked(x, key_mask) for x in (k, v))
-    q, k, v, spoilt = finite_inputs(q, k, v, causal)
+    q, k, v, nan_term = finite_inputs(q, k, v, causal)
     mask, empty = None, None
     if key_mask is not None or (causal and relative is not None):
         mask = _visible(q, k, causal, key_mask)
@@ -153,5 +153,5 @@ def softmax_attention(
     out = F.scaled_dot_product_attention(
         q, k.to(q.dtype), v_kept, attn_mask=mask, is_causal=causal and mask is None
     )
-    out = out if spoilt is None else out + spoilt
+    out = out if nan_term is None else out + nan_term
     return (out if empty is None else out.masked_fill(empty, 0)).to(v.dtype)

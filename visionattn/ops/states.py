@@ -259,8 +259,8 @@ def _check_query(q: Tensor, state: State) -> None:
         (state.KV, state.KV.shape[2]) if isinstance(state, TaylorState) else (state.S, None)
     )
     if q.shape[:2] != sums.shape[:2] or (width is not None and q.shape[3] != width):
-        wanted = f"[{sums.shape[0]}, {sums.shape[1]}, N, {'d' if width is None else width}]"
-        raise ValueError(f"q: expected {wanted} of the state, got {tuple(q.shape)}")
+        expected = f"[{sums.shape[0]}, {sums.shape[1]}, N, {'d' if width is None else width}]"
+        raise ValueError(f"q: expected {expected} of the state, got {tuple(q.shape)}")
     if q.dtype == torch.float64 and sums.dtype != q.dtype:
         raise ValueError(f"q: expected {sums.dtype} like the state, or less, got {q.dtype}")
     if q.device != sums.device:
@@ -320,15 +320,15 @@ def step(
     options = dict(
         kind=kind, feature_map=feature_map, temperature=temperature, coefficients=coefficients
     )
-    given = [name for name, option in options.items() if option is not None]
+    given_options = [name for name, option in options.items() if option is not None]
     if state is None:
         state = summarize(k, v, **options | {"kind": kind or "kernelized"})
     elif not isinstance(state, State):
         raise ValueError(
             f"state: expected a KernelState, a TaylorState or None, got {type(state).__name__}"
         )
-    elif given:
-        raise ValueError(f"step: a state has its own options; remove {', '.join(given)}")
+    elif given_options:
+        raise ValueError(f"step: a state has its own options; remove {', '.join(given_options)}")
     elif isinstance(state, KernelState):
         state = state + summarize(k, v, feature_map=state.feature_map)
     else:

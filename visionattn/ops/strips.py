@@ -146,9 +146,9 @@ def strip_attention(
     """
     mean, mass = _mean(q, state, relative, strip, seen)
     if isinstance(state, KernelState) and state.feature_map == "elu1" and is_tiny(mass):
-        high = raised(q, (3,))
-        if high is not q:
-            mean, _ = _mean(high, state, relative, strip, seen)
+        raised_q = raised(q, (3,))
+        if raised_q is not q:
+            mean, _ = _mean(raised_q, state, relative, strip, seen)
     return mean
 
 
@@ -181,8 +181,8 @@ def strip_sums(
             "mean", each class contributes its mean times this number.
     """
     factor = total.unsqueeze(3) if relative.normalization == "mean" else None
-    of_kind = _axial_sums if isinstance(seen, SeenLines) else _sums_of_classes
-    return of_kind(q, seen, relative, strip, factor)
+    sums_of_kind = _axial_sums if isinstance(seen, SeenLines) else _sums_of_classes
+    return sums_of_kind(q, seen, relative, strip, factor)
 
 
 def _sums_of_classes(
@@ -258,15 +258,17 @@ def _line_sums(
     # A last column with the number of keys gives the mass.
     x = torch.cat([sums, sums.new_full((*sums.shape[:3], 1), keys)], 3)
     of_lines = RowClasses(x.flatten(0, 1), horizon)
-    size = max(1, LINE_ELEMENTS // (q.shape[1] * (2 * horizon + 1) * (q.shape[3] + x.shape[3])))
-    found = []
-    for part in chunks(lines.stop - lines.start, size):
-        there = slice(lines.start + part.start, lines.start + part.stop)
-        classes = of_lines.load(there).unflatten(0, x.shape[:2])
+    lines_at_once = max(
+        1, LINE_ELEMENTS // (q.shape[1] * (2 * horizon + 1) * (q.shape[3] + x.shape[3]))
+    )
+    sums_of_lines = []
+    for part in chunks(lines.stop - lines.start, lines_at_once):
+        part_lines = slice(lines.start + part.start, lines.start + part.stop)
+        classes = of_lines.load(part_lines).unflatten(0, x.shape[:2])
         if factor is not None:
             counts = classes[..., -1:]
             scale = torch.where(counts > 0, factor.unsqueeze(4) / counts.clamp(min=1), 0)
             classes = classes * scale
         weights = elu1(q[:, :, part]) @ table[:, None].mT
-        found.append(weights @ classes)
-    return torch.cat(found, 2)
+        sums_of_lines.append(weights @ classes)
+    return torch.cat(sums_of_lines, 2)

@@ -274,21 +274,21 @@ def windows_backward(
     wide, scale = accumulation_dtype(q), q.shape[3] ** -0.5
     d_q, d_k, d_v = (x.new_zeros(x.shape, dtype=wide) for x in (q, k, v))
     d_table = q.new_zeros(0 if table is None else table.shape, dtype=wide)
-    some = d_q.numel() and d_v.numel()
-    for piece in _pieces(q, height, width, window, shifted) if some else ():
-        queries, above = (piece.queries(x).to(wide) for x in (q, grad))
+    nonempty = d_q.numel() and d_v.numel()
+    for piece in _pieces(q, height, width, window, shifted) if nonempty else ():
+        queries, upstream = (piece.queries(x).to(wide) for x in (q, grad))
         seen = piece.seen(visible)
         keys, values = (piece.keys(x, seen).to(wide) for x in (k, v))
         bias = piece.bias(queries, table)
-        own = _softmax_backward(above, queries, keys, values, bias, seen)
-        own_q, own_k, own_v, d_scores, queries = own
+        grads = _softmax_backward(upstream, queries, keys, values, bias, seen)
+        own_q, own_k, own_v, d_scores, queries = grads
         if bias is not None:
             d_scores, side = d_scores[..., piece.prefix :] * scale, piece.side
-            more, of_table = relative_scores_backward(
+            relative_q, more_table = relative_scores_backward(
                 d_scores, queries.unflatten(2, side), table.to(wide), *side, 0
             )
-            own_q += more.flatten(2, 3)
-            d_table += of_table
+            own_q += relative_q.flatten(2, 3)
+            d_table += more_table
         piece.add(own_q, d_q)
         piece.add(own_k, d_k, piece.prefix)
         piece.add(own_v, d_v, piece.prefix)
@@ -310,8 +310,8 @@ def _check(layout: TokenLayout | None, relative: RelativePosition | None, window
     if isinstance(relative, Flat):
         raise ValueError("relative: expected Joint or Axial for windows on a grid, got Flat")
     if (layout is None) == (relative is None):
-        said = "neither" if layout is None else "both"
-        raise ValueError(f"expected layout, or relative, which has its own, got {said}")
+        got = "neither" if layout is None else "both"
+        raise ValueError(f"expected layout, or relative, which has its own, got {got}")
     if relative is not None and relative.normalization != "sum":
         raise ValueError('normalization="mean" is undefined for a softmax; use "sum"')
     check_window_size(window_size)

@@ -98,11 +98,11 @@ def launch_row(
 def _row_of_table(
     kernel: str, d: int, e: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, int]:
-    return remembered(_given_row, kernel, d, e, dtype, device)  # type: ignore[return-value]
+    return remembered(_kernel_options, kernel, d, e, dtype, device)  # type: ignore[return-value]
 
 
-def _given_row(*asked) -> dict[str, int]:
-    return given_of(table_row(*asked))
+def _kernel_options(*key) -> dict[str, int]:
+    return given_of(table_row(*key))
 
 
 def resident_programs(kernel: str, d: int, e: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -201,16 +201,16 @@ def precision(dtype: torch.dtype) -> str:
     return "tf32x3" if dtype == torch.float32 else "ieee"
 
 
-def remembered(make: Callable[..., object], *asked: Hashable) -> object:
+def remembered(make: Callable[..., object], *arguments: Hashable) -> object:
     """Return ``make(*asked)``, which must depend only on the table and the arguments.
 
     The value is cached until ``forget``.
     """
-    known = _table()[1]
-    place = make, asked
-    if place not in known:
-        known[place] = make(*asked)
-    return known[place]
+    cache = _table()[1]
+    cache_key = make, arguments
+    if cache_key not in cache:
+        cache[cache_key] = make(*arguments)
+    return cache[cache_key]
 
 
 def options(kernel: str, q: Tensor, v: Tensor) -> dict[str, object]:
@@ -244,9 +244,9 @@ def readable(x: Tensor) -> Tensor:
     *outer, last = x.stride()
     if last == 1 and gcd(OCTET, *outer) == OCTET:
         return x
-    apart = (stride for stride, size in zip(outer, x.shape[:-1], strict=True) if size > 1)
+    strides = (stride for stride, size in zip(outer, x.shape[:-1], strict=True) if size > 1)
     contiguous = last == 1 or x.shape[-1] == 1
-    return x if contiguous and not any(stride % OCTET for stride in apart) else x.contiguous()
+    return x if contiguous and not any(stride % OCTET for stride in strides) else x.contiguous()
 
 
 @lru_cache(maxsize=1024)
@@ -265,14 +265,14 @@ def segments(tokens: int, programs: int, block_tokens: int, resident: int, least
         resident: number of programs that the GPU holds at once (``resident_programs``).
         least: minimum number of steps per segment.
     """
-    most = max(1, tokens // (least * block_tokens))
-    full = (rounds * resident // max(1, programs) for rounds in range(1, ROUNDS + 1))
-    candidates = {min(max(1, parts), most) for parts in full}
+    largest = max(1, tokens // (least * block_tokens))
+    filling = (rounds * resident // max(1, programs) for rounds in range(1, ROUNDS + 1))
+    candidates = {min(max(1, parts), largest) for parts in filling}
 
-    def blocks_in_turn(parts: int) -> int:
+    def total_blocks(parts: int) -> int:
         return -(-programs * parts // resident) * (-(-tokens // (parts * block_tokens)) + 2)
 
-    return min(sorted(candidates), key=blocks_in_turn)
+    return min(sorted(candidates), key=total_blocks)
 
 
 @lru_cache(maxsize=64)

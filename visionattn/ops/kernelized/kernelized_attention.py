@@ -121,22 +121,22 @@ def kernelized_attention(
         v = drop_values(v.float(), value_drop, generator).to(v.dtype) if value_drop else v
         table = None if relative is None else relative.table
         return kernel_mean(q, k, v, key_mask, table, name, place_of(relative))[0]
-    spoilt = None
+    nan_term = None
     if name == "given":  # the operations of the map do not keep NaN within its token
         k, v = (masked(x, key_mask) for x in (k, v))
-        q, k, v, spoilt = finite_inputs(q, k, v, causal)
+        q, k, v, nan_term = finite_inputs(q, k, v, causal)
     with without_autocast(q):
         value = drop_values(v.to(dtype), value_drop, generator) if value_drop else v
         options = dict(key_mask=key_mask, relative=relative, causal=causal, form=form)
         out, mass = _mean(q, k, value, feature_map, **options)
         if name == "elu1" and is_tiny(mass):
-            high, keys = raised(q, (3,)), k
+            raised_q, raised_k = raised(q, (3,)), k
             # A factor of all keys cancels only if every query sees all keys and nothing else.
             if relative is None and not causal:
-                keys = raised(k, (2, 3), key_mask)
-            if high is not q or keys is not k:
-                out, _ = _mean(high, keys, value, feature_map, **options)
-        return (out if spoilt is None else out + spoilt).to(v.dtype)
+                raised_k = raised(k, (2, 3), key_mask)
+            if raised_q is not q or raised_k is not k:
+                out, _ = _mean(raised_q, raised_k, value, feature_map, **options)
+        return (out if nan_term is None else out + nan_term).to(v.dtype)
 
 
 def _form_taken(
@@ -162,8 +162,8 @@ def _form_taken(
         return form
     if not causal and name != "given":
         rows = relative.table.shape[1] if isinstance(relative, Joint) else 0
-        few = "direct" in (form, form_of_shapes("kernelized", q.shape, v.shape, rows))
-        if few and takes_pairs(q, v, relative):
+        prefers_direct = "direct" in (form, form_of_shapes("kernelized", q.shape, v.shape, rows))
+        if prefers_direct and takes_pairs(q, v, relative):
             return "pairs"
     return form_taken(form, causal, q.shape, v.shape)
 

@@ -75,18 +75,18 @@ class Features:
         ``grad [g, T, f]`` is the gradient of the features loaded last; it and these features are
         overwritten.
         """
-        there = out[b, :, t]
-        features = self.buffer[:, :, : there.shape[2]]
-        grad = grad.unflatten(0, there.shape[:2])[:, :, : there.shape[2]]
+        target = out[b, :, t]
+        features = self.buffer[:, :, : target.shape[2]]
+        grad = grad.unflatten(0, target.shape[:2])[:, :, : target.shape[2]]
         if self.feature_map == "elu1":
             # The derivative is min(phi, 1): phi is exp(x) below 0 and 1 + x above.
-            torch.mul(grad, features.clamp_(max=1), out=there)
+            torch.mul(grad, features.clamp_(max=1), out=target)
         elif self.feature_map == "relu":
-            torch.mul(grad, features.sign_(), out=there)
+            torch.mul(grad, features.sign_(), out=target)
         else:
-            there.copy_(grad)
+            target.copy_(grad)
         if self.absent is not None:
-            there.masked_fill_(self.absent[b, None, t, None], 0)
+            target.masked_fill_(self.absent[b, None, t, None], 0)
 
 
 class Rows:
@@ -121,9 +121,9 @@ class WithMass:
         size = (*x.shape[:2], t.stop - t.start, self.width)
         if self.buffer.shape != size:
             self.buffer = x.new_empty(size, dtype=self.dtype)
-        there = self.buffer[:, :, : x.shape[2]]
-        there[..., :-1].copy_(x)
-        there[..., -1] = 1 if self.y is None else self.y[b, :, t]
+        target = self.buffer[:, :, : x.shape[2]]
+        target[..., :-1].copy_(x)
+        target[..., -1] = 1 if self.y is None else self.y[b, :, t]
         self.buffer[:, :, x.shape[2] :].zero_()
         return self.buffer.flatten(0, 1)
 
@@ -132,9 +132,9 @@ def put(x: Tensor, b: slice, t: slice, values: Tensor, mass: Tensor | None = Non
     """Write ``x [g, T, e or e1]`` into ``values[b, :, t]`` and, unless ``mass`` is None, its last
     column into ``mass[b, :, t]``.
     """
-    there = values[b, :, t]
-    x = x.unflatten(0, there.shape[:2])[:, :, : there.shape[2]]
-    there.copy_(x[..., : there.shape[3]])
+    target = values[b, :, t]
+    x = x.unflatten(0, target.shape[:2])[:, :, : target.shape[2]]
+    target.copy_(x[..., : target.shape[3]])
     if mass is not None:
         mass[b, :, t] = x[..., -1]
 

@@ -303,9 +303,9 @@ def kernel_sums(
 
     Source: Katharopoulos et al. 2020, eq. 6 and, causal, eq. 9 to 12; segments and blocks are ours.
     """
-    of_later = None
+    nan_term = None
     if causal:
-        v, of_later = apart(v, key_mask, q.shape[2])
+        v, nan_term = apart(v, key_mask, q.shape[2])
     # Causal passes add many states: their products stay in the dtype of sums.
     dtype = accumulation_dtype(q, k, v) if causal else product_dtype(q, k, v)
     queries, keys, x = _operands(q, k, v, key_mask, feature_map, dtype)
@@ -316,8 +316,8 @@ def kernel_sums(
             _direct_forward(queries, keys, x, outputs, causal)
         else:
             (_causal_forward if causal else _efficient_forward)(queries, keys, x, outputs)
-    if of_later is not None:
-        outputs[0].add_(of_later)
+    if nan_term is not None:
+        outputs[0].add_(nan_term)
     return outputs  # type: ignore[return-value]
 
 

@@ -220,11 +220,11 @@ def axis_sums(
     for chunk in _chunks(q, table, v, keys, total, mean):
         out, out_mass = part_of(values, chunk.chunk), part_of(mass, chunk.chunk)
         for band in chunk.bands(e):
-            there = out[:, *band]
+            target = out[:, *band]
             sums = torch.bmm(
                 chunk.weights(chunk.features(band), band), chunk.class_sums(band)[0]
-            ).view(*there.shape[:3], e + 1)
-            there.copy_(sums[..., :-1])
+            ).view(*target.shape[:3], e + 1)
+            target.copy_(sums[..., :-1])
             out_mass[:, *band] = sums[..., -1]
     return values, mass
 
@@ -256,7 +256,7 @@ def axis_sums_backward(
         grad, grad_mass, own_dq = (part_of(x, chunk.chunk) for x in (d_values, d_mass, dq))
         d_sums = RowClasses(table.new_zeros(len(grad), q.shape[2], e), chunk.horizon)
         for band in chunk.bands(e):
-            there, phi = own_dq[:, *band], chunk.features(band)
+            target, phi = own_dq[:, *band], chunk.features(band)
             weights, (sums, scale) = chunk.weights(phi, band), chunk.class_sums(band)
             upstream = torch.cat([grad[:, *band], grad_mass[:, *band].unsqueeze(3)], dim=3).flatten(
                 0, 1
@@ -270,7 +270,7 @@ def axis_sums_backward(
             own_table = torch.bmm(d_weights.mT, phi)
             add_of_heads(d_table[:, chunk.classes], own_table, chunk.chunk[1])
             d_phi = torch.bmm(d_weights, chunk.table)
-            there.copy_(d_phi.mul_(phi.clamp_(max=1)).view(there.shape))  # elu1' is min(phi, 1)
+            target.copy_(d_phi.mul_(phi.clamp_(max=1)).view(target.shape))  # elu1' is min(phi, 1)
         part_of(dv, chunk.chunk).copy_(d_sums.collect().unsqueeze(2))
     return dq, d_table, dv
 

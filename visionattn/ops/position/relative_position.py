@@ -203,8 +203,8 @@ def _places_in_sequence(present: Tensor) -> Tensor:
     """Return the index along the sequence of each grid position, ``[B, H*W]``: present positions
     first, then absent ones, each in grid order.
     """
-    there, absent = present.cumsum(1), (~present).cumsum(1)
-    return torch.where(present, there, there[:, -1:] + absent) - 1
+    index, absent_index = present.cumsum(1), (~present).cumsum(1)
+    return torch.where(present, index, index[:, -1:] + absent_index) - 1
 
 
 def _axial_sums(

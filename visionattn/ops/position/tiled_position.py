@@ -161,9 +161,9 @@ class QueryTiles:
         """Return bands whose weights and windows stay in cache."""
         cpu = self.device.type == "cpu"
         threads = min(torch.get_num_threads(), MOST_THREADS) if cpu else MOST_THREADS
-        most = max(1, BAND_ELEMENTS * threads // (heads * self.window * (self.queries + e)))
-        rows = chunks(self.rows.tiles, max(1, most // self.columns.tiles))
-        return [Band(r, c) for r in rows for c in chunks(self.columns.tiles, most)]
+        tiles = max(1, BAND_ELEMENTS * threads // (heads * self.window * (self.queries + e)))
+        rows = chunks(self.rows.tiles, max(1, tiles // self.columns.tiles))
+        return [Band(r, c) for r in rows for c in chunks(self.columns.tiles, tiles)]
 
     def keys(self, v: Tensor, dtype: torch.dtype) -> Tensor:
         """Return ``v [g, H, W', e]`` with padding and sums along both axes,
@@ -226,12 +226,12 @@ class QueryTiles:
         """Write the queries of a band in the order of tiles, ``part [g, n, c]``, to their places in
         ``out [g, H, W', c]``.
         """
-        there, (rows, height, columns, width) = self._part(out, band), self._shape(band)
+        target, (rows, height, columns, width) = self._part(out, band), self._shape(band)
         grid = part.unflatten(1, (rows, columns, height, width)).transpose(2, 3)
-        if there.shape[1:3] == (rows * height, columns * width):
-            there.unflatten(2, (columns, width)).unflatten(1, (rows, height)).copy_(grid)
+        if target.shape[1:3] == (rows * height, columns * width):
+            target.unflatten(2, (columns, width)).unflatten(1, (rows, height)).copy_(grid)
         else:
-            there.copy_(grid.flatten(3, 4).flatten(1, 2)[:, : there.shape[1], : there.shape[2]])
+            target.copy_(grid.flatten(3, 4).flatten(1, 2)[:, : target.shape[1], : target.shape[2]])
 
     def _part(self, x: Tensor, band: Band) -> Tensor:
         height, width = self.rows.size, self.columns.size

@@ -153,8 +153,10 @@ def _form_taken(
     if compiling or form == "efficient":
         return form
     rows = relative.table.shape[1] if isinstance(relative, Joint) else 0
-    few = form == "direct" or form_of_shapes("taylorshift", q.shape, v.shape, rows) == "direct"
-    if few and takes_pairs(q, v, relative):
+    prefers_direct = (
+        form == "direct" or form_of_shapes("taylorshift", q.shape, v.shape, rows) == "direct"
+    )
+    if prefers_direct and takes_pairs(q, v, relative):
         return "pairs"
     return linear_form(form, q, k, v, temperature, key_mask, coefficients)
 

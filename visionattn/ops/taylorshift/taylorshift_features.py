@@ -84,8 +84,8 @@ def chunk_tokens(d: int) -> int:
     """Return the number of tokens per chunk: a power of two for which the features of a head stay
     in cache.
     """
-    fewest, most = CHUNK_TOKENS
-    return max(fewest, min(most, 1 << (BUFFER_BYTES // (4 * num_features(d))).bit_length() - 1))
+    least, largest = CHUNK_TOKENS
+    return max(least, min(largest, 1 << (BUFFER_BYTES // (4 * num_features(d))).bit_length() - 1))
 
 
 def fill_features(x: Tensor, out: Tensor) -> None:

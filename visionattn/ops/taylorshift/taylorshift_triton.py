@@ -71,8 +71,8 @@ def takes_efficient_kernels(
     (batch, heads, n, d), m, e = q.shape, k.shape[2], v.shape[3]
     direct = batch * heads * n * m * (d + e + WITH_EACH_PAIR)
     efficient = batch * heads * (n + m) * (tile_features(d) * e + d * (d + e))
-    more, fixed = BOTH_COST if gradients else FORWARD_COSTS
-    return more * efficient + fixed < direct
+    relative_time, fixed_cost = BOTH_COST if gradients else FORWARD_COSTS
+    return relative_time * efficient + fixed_cost < direct
 
 
 def _of_unit_length(q: Tensor, k: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor]:

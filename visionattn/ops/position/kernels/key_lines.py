@@ -200,9 +200,7 @@ def _remainders_of_values(
         # row.
         b_sums *= (
             1
-            / tl.maximum(power_of_two(far_keys(o_tile, i_side, width, BLOCK_T, HALO)), 1.0)[
-                :, None
-            ]
+            / tl.maximum(power_of_two(far_keys(o_tile, i_side, width, BLOCK_T, HALO)), 1.0)[:, None]
         )
         m_out = ((o_i < TILES) & (start + o_i < tiles))[:, None] & (o_e < E)[None, :]
         p_out = p_remainders + o_tile[:, None] * 2 * E + o_e[None, :]
