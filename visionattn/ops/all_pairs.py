@@ -242,9 +242,9 @@ def _elu1(x: Tensor) -> Tensor:
 class _Chunk:
     """The operands of the images ``b``, prepared for the blocks.
 
-    ``tensors`` holds the rows of the queries ``[g, N, d]``, the rows of the keys ``[g, M, d]``, the
-    values ``[g, M, e]`` and, with a table, the weight of each class for each query
-    ``[g, N, C + 1]``, with ``g = images * heads``. The last class is for pairs with a prefix token.
+    ``tensors`` are, with ``g = images * heads``: rows of the queries ``[g, N, d]``, rows of the
+    keys ``[g, M, d]``, values ``[g, M, e]`` and, with a table, the weight of each class for each
+    query ``[g, N, C + 1]``. The last class is for pairs with a prefix token.
 
     TaylorShift's weight is a completed square, ``(sqrt(a) x + b / (2 sqrt(a)))^2 + rest``.
     """

@@ -1,9 +1,9 @@
 """Attention of a strip of grid rows, from short summaries of all other rows.
 
 Far keys enter the attention of a query only through sums: the state of the content
-(``summarize``), and for relative position the sum of the values of each class. So attention of a
-strip needs the state of all tokens, the values of the strip and of a halo of R - 1 rows on either
-side, and the sums of the rows beyond the halo. The result is exact. Each sum runs from one end of
+(``summarize``), and for relative position the sum of the values of each class. So three inputs give
+the exact attention of a strip: the state of all tokens, the values of the strip and of a halo of
+R - 1 rows on either side, and the sums of the rows beyond the halo. Each sum runs from one end of
 the grid; none is a difference.
 
     rows of the grid    0 ........ first - a | .. first .. last .. | last + b ........ H - 1

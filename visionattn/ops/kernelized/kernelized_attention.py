@@ -77,8 +77,8 @@ def kernelized_attention(
             an object with ``.query(x)`` and ``.key(x)``, such as ``RandomFeatures``. With "elu1",
             the weight of a pair underflows to 0 if ``q_c + k_c`` is below -87 (float64: -745) for
             every column c; a query whose weights are all 0 gets 0. On a CPU, outside of compiled
-            graphs, the largest entry of the query is subtracted first and, without ``causal`` and
-            ``relative``, also the largest entry of all keys of the head.
+            graphs, the largest entry of the query is subtracted first. Without ``causal`` and
+            ``relative``, so is the largest entry of all keys of the head.
         causal: query i attends to keys ``j <= i``, queries from M on to all keys; not for
             "softmax", nor on a grid.
         relative: linear relative position; see ``position/relative_position.py``.

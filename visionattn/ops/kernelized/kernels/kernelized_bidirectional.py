@@ -299,8 +299,8 @@ def queries_backward(
 
     Returns:
         (dq, along, d_state). With ``content_only``, dq is the gradient of q and along is None.
-        Otherwise dq is the gradient of the features of q without the part from the mass, float32,
-        and along is the contribution of the state to ``<grad, out>``, float32 ``[B, h, N]``.
+        Otherwise both are float32: dq is the gradient of the features of q without the part from
+        the mass, and ``along [B, h, N]`` is the contribution of the state to ``<grad, out>``.
     """
     batch, heads, tokens, d = q.shape
     # Each program writes its contribution to the gradient of the state; another launch adds them.

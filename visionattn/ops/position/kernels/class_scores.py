@@ -2,9 +2,9 @@
 
 Tiles and lines are as in the forward pass (``joint_forward.py``). For a tile of queries, the
 product of g, the gradient of the mean, and the values of a line gives a score for each pair; scores
-are summed by class. Values outside the window of the tile enter as one sum per line and side. With
-"mean" the score s_c of a class is the product of g and the mean of its values, with "sum" the
-product of g and their sum, in the units of ``joint_forward.py``.
+are summed by class. Values outside the window of the tile enter as one sum per line and side. The
+score s_c of a class is the product of g and the mean of its values with "mean", or their sum with
+"sum", in the units of ``joint_forward.py``.
 """
 
 import torch

@@ -4,7 +4,7 @@ mass of all terms.
 A program goes down a strip of the grid, some tiles of T queries wide. For each row of queries, it
 computes the weights of all classes in one product. Then it reads one line of values (see
 ``key_lines.py``) after another. For each line, a tile gathers the weights of its pairs of queries
-and keys from the weights of the classes, and multiplies them by the values on the matrix units.
+and keys from the weights of the classes. It multiplies them by the values on the matrix units.
 Values outside the window of the tile are in the outermost classes. They enter as one sum per line
 and side, for all lines in one product. The buffer of weights has the size that the programs of the
 launch need; nothing of size N x C is in memory.

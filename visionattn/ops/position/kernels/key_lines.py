@@ -1,9 +1,10 @@
 """Lines of values that ``Joint`` relative position reads in its forward and backward pass.
 
 A line has one value per column of the grid and stands for all keys of one class of rows. For a
-query in row y, the lines are the rows y + dy of the values for |dy| < Ry, the mean of all rows up
-to y - Ry, and the mean of all rows from y + Ry on. This module computes the means. It also computes
-the remainders: the sums of a line before and after the window of a tile of T queries.
+query in row y, each row y + dy of the values with |dy| < Ry is a line. The two other lines are the
+mean of all rows up to y - Ry, and the mean of all rows from y + Ry on. This module computes the
+means. It also computes the remainders: the sums of a line before and after the window of a tile of
+T queries.
 
     columns      0 ..              x0 - halo ..  x0 .. x0 + T  .. x0 + T + halo           .. W
     one line     |<-- before: sum -->|<-- the window, key by key ----->|<-- after: sum ---->|

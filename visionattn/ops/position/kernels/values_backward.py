@@ -2,9 +2,10 @@
 
 The kernels mirror the forward pass with queries and keys exchanged. A program goes down a strip of
 the grid, some tiles of T keys wide. For each row of keys it reads the rows of queries within the
-horizon one after another, and multiplies the shares of all pairs (``class_shares.py``) by the
-gradient of the mean on the matrix units. Queries in columns outside the window of a tile add one
-vector per tile (``far_queries.py``). Rows of queries beyond the horizon add running sums over rows:
+horizon one after another. For each of them it multiplies the shares of all pairs
+(``class_shares.py``) by the gradient of the mean on the matrix units. Queries in columns outside
+the window of a tile add one vector per tile (``far_queries.py``). Rows of queries beyond the
+horizon add running sums over rows:
 
     from above    accumulated on the way down: row y - Ry of queries counts for all rows of keys
                   from y on
@@ -40,8 +41,10 @@ def _pairs_and_queries(
     HORIZON_X: tl.constexpr,
     BYTES: tl.constexpr,
 ):
-    """Return for the pairs of the keys from ``start`` on the offsets of their shares, within one
-    row of queries and class of rows, and the offsets of their queries in a row of the gradient.
+    """Return two offsets for each pair, for the keys from ``start`` on.
+
+    The first is the offset of the share, within one row of queries and class of rows. The second is
+    the offset of the query in a row of the gradient.
 
     A query outside the grid is replaced by the nearest one inside, with a share of 0 from the slot
     after the last class.
@@ -121,11 +124,11 @@ def _joint_rows_below_backward(
     HORIZON_X: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Go up a strip, and write for each of its rows the contribution of rows of queries beyond the
-    horizon below, as a running sum from the last row of the strip.
+    """Go up a strip, and write for each row the contribution of rows of queries beyond the horizon
+    below.
 
-    Also write two totals, which complete the sums of other strips: for strips below (0), and for
-    strips above (1).
+    The contribution is a running sum from the last row of the strip. Also write two totals, which
+    complete the sums of other strips: for strips below (0), and for strips above (1).
     """
     A: tl.constexpr = 2 * HORIZON_Y + 1
     E_BLOCKS: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
