@@ -29,7 +29,7 @@ def check_form(form: str) -> None:
 
 
 def check_device(name: str, x: Tensor, device: torch.device, reference: str = "q") -> None:
-    """Raise ValueError if a tensor is on another device than the tensor named ``wanted``."""
+    """Raise ValueError if a tensor is on another device than the tensor named ``reference``."""
     if x.device != device:
         raise ValueError(
             f"{reference} is on {device}, {name} on {x.device}; move them to one device"
@@ -81,7 +81,7 @@ def check_tensors(q: Tensor | None, k: Tensor, v: Tensor, key_mask: Tensor | Non
 
 def check_key_mask(key_mask: Tensor | None, k: Tensor, reference: str = "the keys") -> None:
     """Check that a mask is bool ``[B, M]`` for keys ``k [B, h, M, d]``, on the device of the tensor
-    named ``wanted``.
+    named ``reference``.
     """
     if key_mask is None:
         return
