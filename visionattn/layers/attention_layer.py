@@ -256,7 +256,7 @@ class Attention(nn.Module):
             )
         if is_causal and (self.value_conv is not None or self.centre_keys):
             raise ValueError(
-                "is_causal=True: value_conv and centre_keys let tokens see later ones; build the "
+                "is_causal=True: value_conv and centre_keys let tokens see later tokens; build the "
                 "model with value_conv=0 and centre_keys=False"
             )
 
@@ -372,12 +372,12 @@ def idle_options(
     reasons = (
         (kind.signed, "centre_keys", "a softmax ignores terms that all keys share"),
         (not kind.temperature, "temperature_init", f"{of} has no temperature"),
-        (feature_map != "random", "random_features", 'they are of feature_map="random"'),
+        (feature_map != "random", "random_features", 'only feature_map="random" uses it'),
         (not kind.feature_map, "feature_map random_features", f"{of} has no feature map"),
         (not kind.forms, "form", f"{of} has no forms"),
         (kind.windows, "horizon", f"{of} has an entry for each offset within a window"),
         (not kind.windows, "window_size shifted", f"{of} has no windows"),
-        (kind.signed, "normalization", f"{of} normalizes by itself"),
+        (kind.signed, "normalization", f"the softmax of {of} normalizes the weights"),
         (relative == "none", "horizon normalization", "there is no relative position"),
     )
     return {name: reason for idle, names, reason in reasons if idle for name in names.split()}

@@ -50,7 +50,7 @@ def value_convolution(
     channels, side = heads * width, weight.shape[-1]
     if weight.shape != (channels, 1, side, side) or side % 2 == 0:
         raise ValueError(
-            f"weight: expected [{channels}, 1, K, K] of an odd K, got {described(weight)}"
+            f"weight: expected [{channels}, 1, K, K] with K odd, got {described(weight)}"
         )
     check_device("weight", weight, v.device, "v")
     mask = layout.key_mask(key_mask)

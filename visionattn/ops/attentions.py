@@ -54,8 +54,8 @@ ATTENTIONS: dict[str, AttentionKind] = {
         AttentionKind(
             "taylorshift",
             causal=False,
-            why_not_causal="its linear form multiplies each query with one sum over all keys, of d "
-            "(d + 1) / 2 x e numbers; sums up to each token are not built",
+            why_not_causal="its linear form sums d (d + 1) / 2 x e numbers over all keys, and sums "
+            "up to each token are not implemented",
             temperature=True,
         ),
         AttentionKind("kernelized", feature_map=True),
@@ -64,7 +64,7 @@ ATTENTIONS: dict[str, AttentionKind] = {
             "window",
             forms=(),
             causal=False,
-            why_not_causal="tokens of a window follow the grid, not an order",
+            why_not_causal="tokens of a window are adjacent on the grid, not in the sequence",
             states=False,
             impl=False,
             signed=True,

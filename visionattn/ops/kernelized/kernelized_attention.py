@@ -50,7 +50,7 @@ def _check_causal(feature_map: FeatureMap, relative: RelativePosition | None) ->
         )
     if relative is not None and relative.layout is not None and relative.layout.kept is not None:
         raise ValueError(
-            "causal: expected a layout of all patches in their order, got one with kept"
+            "causal: expected a layout of all patches in row-major order, got one with kept"
         )
 
 
