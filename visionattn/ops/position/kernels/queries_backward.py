@@ -2,8 +2,8 @@
 classes.
 
 The gradient of the weight of class c is ``(s_c - n_c <g, out>) / mass``. Here s_c is the score of
-the class (``class_scores.py``), and n_c is the score if every key had a product of 1 with g. If a
-query attends mostly to one class, this is a small difference of large numbers, for which the
+the class (``class_scores.py``), and n_c is the score if the product of g and every value were 1. If
+a query attends mostly to one class, this is a small difference of large numbers, for which the
 rounded mean is too coarse.
 
 So with a state as content, ``<g, out>`` and the mass are summed again from unrounded weights: from
