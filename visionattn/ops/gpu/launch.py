@@ -202,7 +202,7 @@ def precision(dtype: torch.dtype) -> str:
 
 
 def remembered(make: Callable[..., object], *arguments: Hashable) -> object:
-    """Return ``make(*asked)``, which must depend only on the table and the arguments.
+    """Return ``make(*arguments)``, which must depend only on the table and the arguments.
 
     The value is cached until ``forget``.
     """
