@@ -161,7 +161,7 @@ def _without_gradient(first: Tensor, *others: Tensor) -> Tensor:
 
 def _after_the_last(queries: Tensor, num_keys: int) -> Tensor:
     """Return which keys ``[B, h, M]`` come after the last query that is True in
-    ``counts [B, h, N]``.
+    ``queries [B, h, N]``.
     """
     index = torch.arange(1, queries.shape[2] + 1, device=queries.device)
     last = (queries * index).amax(2, keepdim=True)
