@@ -143,7 +143,7 @@ def window_rows(
     """Return rows of ``window_attention``; arguments and errors as for ``taylorshift_rows``."""
     grid_layout = layout if relative is None else relative.layout
     if grid_layout is None:
-        raise ValueError("expected layout, or relative, which has its own, got neither")
+        raise ValueError("expected layout, or relative with its own, got neither; pass layout")
     check_layout(grid_layout, q, k)
     if relative is None:
         key_mask = grid_layout.key_mask(key_mask)
